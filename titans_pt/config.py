@@ -1,0 +1,383 @@
+"""The settings tree: YAML files with inheritance, ``key=value`` overrides, one validated result.
+
+Every section is a pydantic model that refuses unknown keys and silent type conversions. The doc of a
+field stands under it. Nothing here imports the rest of the project: config is plain data.
+"""
+
+import difflib
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from titans_pt.errors import UserError
+
+MIXERS = ("lmm", "mac", "mag", "mal", "attention", "swa")
+"""Sequence mixers that ``model.mixers`` may name; titans_pt.models builds exactly these."""
+MEMORY_MIXERS = ("lmm", "mac", "mag", "mal")
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class RunConfig(Section):
+    dir: str = "runs/default"
+    """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
+    seed: NonNegative = 0
+    """Seeds the initial weights and the order of the data."""
+
+
+class SourceConfig(Section):
+    kind: Literal["stdlib", "files"] = "stdlib"
+    """stdlib: the documentation that ships with Python (no download). files: .txt, .jsonl, .parquet under ``path``."""
+    path: str | None = None
+    """File or folder, for kind=files."""
+    text_column: str = "text"
+    """Field of a .jsonl or .parquet row that holds the text."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if (self.kind == "files") != (self.path is not None):
+            raise ValueError(f"path: given {self.path!r} with kind={self.kind!r}; set path with kind=files, and only then")
+        return self
+
+
+class TokenizerConfig(Section):
+    path: str | None = None
+    """A SentencePiece .model file (Llama-2's, for the paper's recipe). Null: train one on the text."""
+    train_characters: Positive = 20_000_000
+    """At most this many characters of the text are used to train a tokenizer."""
+
+
+class DataConfig(Section):
+    dir: str = "data/default"
+    """Folder of the token files that ``titans prepare`` writes and training reads."""
+    sources: Annotated[list[SourceConfig], Field(min_length=1)] = [SourceConfig()]
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    validation_fraction: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.02
+    """Share of documents (by hash of their text) held out for validation."""
+    seq_len: Positive = 4096
+    """Tokens of one training sample, T."""
+    reset_at_documents: bool = False
+    """True: memory, convolutions and attention begin anew at each document of a packed sample.
+    False (the paper is silent; usual in pretraining): state and attention are carried across."""
+
+
+class MemoryConfig(Section):
+    n_heads: Positive | None = None
+    """Memory heads, each with its own memory MLP of width d_model / n_heads. Null: model.n_heads."""
+    depth: Annotated[int, Field(ge=1, le=4)] = 2
+    """L_M, the number of weight matrices of the memory MLP. 1 is the linear (matrix) memory."""
+    expansion: Positive = 4
+    """Hidden width of the memory MLP over its head width."""
+    chunk_size: Positive = 16
+    """C: tokens whose inner gradients are taken at one set of weights. Part of the model, not a speed setting."""
+    activation: Literal["gelu", "silu", "relu"] = "gelu"
+    norm: bool = True
+    """LayerNorm inside the memory, M(x) = x + LN(f(x)); it is what bounds the inner loop."""
+    residual: bool = True
+    """The ``x +`` in M(x)."""
+    momentum: bool = True
+    """False: eta = 0."""
+    forgetting: bool = True
+    """False: alpha = 0."""
+    per_layer_gates: bool = False
+    """One theta, eta, alpha for each of the memory's ``depth`` layers instead of one for all."""
+    step_bound: Annotated[float, Field(gt=0.0)] | None = None
+    """theta = step_bound * (1 - eta) * sigmoid(.). Null: the largest bound known to be stable for chunk_size."""
+    eta_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Momentum gate at initialisation."""
+    alpha_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.01
+    """Forgetting gate at initialisation: a half-life of about 70 tokens."""
+    theta_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Share of the step bound used at initialisation."""
+    save_every: Positive = 4
+    """Backward keeps the memory's weights at every save_every-th block and recomputes between: less memory, same result."""
+
+
+class ModelConfig(Section):
+    mixers: Annotated[list[Literal[MIXERS]], Field(min_length=1)] = ["mac"]
+    """Sequence mixers by name, repeated until n_layers are filled: [mac] is a MAC, [lmm, lmm, swa] a hybrid."""
+    vocab_size: Positive = 32000
+    """Entries of the tokenizer (the size to train when data.tokenizer.path is null)."""
+    d_model: Positive = 768
+    n_layers: Positive = 12
+    n_heads: Positive = 16
+    """Attention heads."""
+    mlp_hidden: Positive | None = None
+    """Hidden width of the SwiGLU MLP. Null: 8/3 d_model rounded up to a multiple of 64."""
+    window: Positive = 2048
+    """Sliding window in tokens, the token itself included (mag, mal, swa)."""
+    segment: Positive = 512
+    """Tokens of a MAC segment."""
+    memory_tokens: Positive = 256
+    """Memory tokens h a MAC segment attends to; segment / memory_tokens tokens share one."""
+    persistent_tokens: NonNegative = 128
+    """Learned, data-independent tokens before the sequence (titans mixers)."""
+    conv_width: Positive = 4
+    """Width of the causal depthwise convolution on q, k, v of the memory. 1 turns it off."""
+    rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
+    norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
+    tie_embeddings: bool = True
+    memory: MemoryConfig = MemoryConfig()
+
+    @property
+    def hidden(self) -> int:
+        """Hidden width of the MLP, resolved."""
+        return self.mlp_hidden or -(-8 * self.d_model // (3 * 64)) * 64
+
+    @property
+    def memory_heads(self) -> int:
+        return self.memory.n_heads or self.n_heads
+
+    @property
+    def pattern(self) -> list[str]:
+        """The mixer of each of the n_layers blocks."""
+        return [self.mixers[i % len(self.mixers)] for i in range(self.n_layers)]
+
+
+class TrainConfig(Section):
+    max_steps: Positive = 28_610
+    """Optimiser steps of the whole schedule."""
+    stop_at: Positive | None = None
+    """Stop with a checkpoint after this step; the schedule stays that of max_steps."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: continue from the newest complete checkpoint of run.dir, or start if there is none.
+    never: start, and refuse a run.dir that already holds checkpoints."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    batch_tokens: Positive = 524_288
+    """Tokens of one optimiser step, over all ranks; gradient accumulation follows from it."""
+    micro_batch: Positive = 8
+    """Samples a rank puts through the model at once."""
+    lr: Annotated[float, Field(gt=0.0)] = 4e-4
+    min_lr_ratio: Fraction = 0.1
+    """Learning rate at max_steps over the peak."""
+    warmup_steps: NonNegative = 1000
+    betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    clip: Annotated[float, Field(gt=0.0)] = 1.0
+    """Largest global gradient norm."""
+    activation_checkpointing: bool = False
+    """Recompute each block in the backward pass instead of keeping its activations."""
+    log_every: Positive = 10
+    eval_every: NonNegative = 500
+    """Validation loss every so many steps; 0: only at the end."""
+    eval_samples: Positive = 64
+    """Validation samples of data.seq_len tokens used for it."""
+    checkpoint_every: Positive = 1000
+    keep_last: Positive = 3
+    """Newest checkpoints that are kept."""
+    max_nonfinite: Positive = 10
+    """Skipped (non-finite) steps in a row after which the run stops with a checkpoint."""
+
+
+class ParallelConfig(Section):
+    tensor: Positive = 1
+    """Ranks that share one copy of the model. Only 1 so far."""
+    zero_stage: Literal[1, 2, 3] = 1
+    """DeepSpeed ZeRO: 1 shards the optimiser over data-parallel ranks, 2 gradients too, 3 parameters too."""
+
+
+class PerplexityConfig(Section):
+    tokens: Positive = 65_536
+    """Validation tokens that are scored."""
+    length: Positive | None = None
+    """Tokens of one scored stream. Null: data.seq_len."""
+
+
+class NeedleConfig(Section):
+    lengths: Annotated[list[Positive], Field(min_length=1)] = [2048, 4096, 8192, 16384]
+    """Tokens of a sample, new tokens included, with the model's own tokenizer."""
+    depths: Annotated[list[Annotated[float, Field(ge=0.0, le=100.0)]], Field(min_length=1)] = [0, 25, 50, 75, 100]
+    """Positions of the needle in percent of the haystack."""
+    samples: Positive = 5
+    """Samples for each length and depth."""
+    max_new_tokens: Positive = 128
+
+
+class EvaluationConfig(Section):
+    prefill_tokens: Positive = 4096
+    """A context is streamed through the model in pieces of so many tokens, its state carried."""
+    perplexity: PerplexityConfig = PerplexityConfig()
+    needle: NeedleConfig = NeedleConfig()
+
+
+class WandbConfig(Section):
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: online when an API key is set, else offline (files under run.dir, to be synced later)."""
+    project: str = "titans-pt"
+    entity: str | None = None
+    name: str | None = None
+    """Null: the name of run.dir's folder."""
+
+
+class Config(Section):
+    """The whole tree. Built by :func:`load_config`; ``Config()`` alone is valid."""
+
+    run: RunConfig = RunConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    wandb: WandbConfig = WandbConfig()
+
+    @model_validator(mode="after")
+    def _combinations(self):
+        m, t, used = self.model, self.train, set(self.model.pattern)
+
+        def need(ok: bool, path: str, given: Any, allowed: str):
+            if not ok:
+                raise ValueError(f"{path}: given {given!r}; {allowed}")
+
+        need(m.d_model % m.n_heads == 0, "model.n_heads", m.n_heads, f"must divide model.d_model={m.d_model}")
+        need((m.d_model // m.n_heads) % 2 == 0, "model.n_heads", m.n_heads,
+             f"head width d_model / n_heads = {m.d_model // m.n_heads} must be even for RoPE")
+        if used & set(MEMORY_MIXERS):
+            heads = "model.memory.n_heads" if m.memory.n_heads else "model.n_heads"
+            need(m.d_model % m.memory_heads == 0, heads, m.memory_heads, f"must divide model.d_model={m.d_model}")
+        need(m.window <= self.data.seq_len, "model.window", m.window,
+             f"at most data.seq_len={self.data.seq_len}; a wider window never fills: lower it, or raise data.seq_len")
+        if "mac" in used:
+            need(m.segment % m.memory.chunk_size == 0, "model.segment", m.segment,
+                 f"must be a multiple of model.memory.chunk_size={m.memory.chunk_size}")
+            need(m.segment % m.memory_tokens == 0, "model.memory_tokens", m.memory_tokens,
+                 f"must divide model.segment={m.segment}")
+            need(m.segment <= self.data.seq_len, "model.segment", m.segment,
+                 f"at most data.seq_len={self.data.seq_len}; with a longer one the memory is never read")
+        need(t.batch_tokens % self.data.seq_len == 0, "train.batch_tokens", t.batch_tokens,
+             f"must be a multiple of data.seq_len={self.data.seq_len}")
+        need(t.warmup_steps < t.max_steps, "train.warmup_steps", t.warmup_steps,
+             f"must be below train.max_steps={t.max_steps}")
+        need(t.stop_at is None or t.stop_at <= t.max_steps, "train.stop_at", t.stop_at,
+             f"at most train.max_steps={t.max_steps}")
+        need(self.parallel.tensor == 1, "parallel.tensor", self.parallel.tensor,
+             "only 1 is available in this version; use data parallelism (more ranks) instead")
+        needle = self.evaluation.needle
+        need(min(needle.lengths) > needle.max_new_tokens, "evaluation.needle.lengths", needle.lengths,
+             f"each must be above evaluation.needle.max_new_tokens={needle.max_new_tokens}")
+        return self
+
+
+def resolved_yaml(config: Config) -> str:
+    """The whole tree, defaults included, as YAML; ``load_config`` of it gives ``config`` back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def config_hash(section: Section) -> str:
+    """SHA-256 (hex) of a tree or of one section, independent of key order and formatting."""
+    text = json.dumps(section.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
+    """Reads a YAML file with its ancestors, applies ``key.path=value`` overrides, validates.
+
+    ``inherit: FILE`` or ``inherit: [FILE, ...]`` at the top of a file names files relative to it; later
+    ones and the file itself win, key by key; lists are replaced whole. Override values are YAML.
+
+    Raises:
+        UserError: one line that names the path, what was given and what is allowed.
+    """
+    tree = _read(Path(path), ())
+    for item in overrides:
+        key, sep, value = item.partition("=")
+        if not sep or not key:
+            raise UserError(f"override {item!r}: write it as key.path=value, e.g. train.max_steps=10")
+        _merge(tree, _nest(key.split("."), _parse(value, f"override {item!r}")))
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(_one_line(error)) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 3e-4 as a string; everyone who writes it means a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict:
+    path = path.resolve()
+    if path in seen:
+        raise UserError(f"{path}: inherits from itself through {' -> '.join(p.name for p in seen)}")
+    try:
+        tree = _parse(path.read_text(encoding="utf-8"), str(path)) or {}
+    except OSError as error:
+        raise UserError(f"config {path}: {error.strerror}; name a YAML file, see configs/") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: must hold key: value pairs, holds a {type(tree).__name__}")
+    parents = tree.pop("inherit", [])
+    merged: dict = {}
+    for parent in [parents] if isinstance(parents, str) else parents:
+        _merge(merged, _read(path.parent / parent, (*seen, path)))
+    return _merge(merged, tree)
+
+
+def _nest(keys: list[str], value: Any) -> dict:
+    return {keys[0]: _nest(keys[1:], value) if len(keys) > 1 else value}
+
+
+def _merge(base: dict, top: dict) -> dict:
+    for key, value in top.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = value
+    return base
+
+
+def _known_paths(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    paths = []
+    for name, field in section.model_fields.items():
+        paths.append(prefix + name)
+        for kind, dot in ((field.annotation, "."), *((item, ".0.") for item in get_args(field.annotation))):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                paths += _known_paths(kind, prefix + name + dot)
+    return paths
+
+
+def _one_line(error: ValidationError) -> str:
+    first, *others = error.errors()
+    path = ".".join(str(part) for part in first["loc"])
+    more = f" (and {len(others)} more)" if others else ""
+    if first["type"] == "extra_forbidden":
+        known = _known_paths()
+        parent, _, leaf = path.rpartition(".")
+        siblings = [p for p in known if p.rpartition(".")[0] == parent]
+        near = (
+            [p for p in known if p.rpartition(".")[2] == leaf]  # the right name in the wrong section
+            or difflib.get_close_matches(path, siblings, n=1)
+            or difflib.get_close_matches(path, known, n=1, cutoff=0.0)
+        )
+        return f"{path}: unknown key (given {_short(first['input'])}); nearest known key: {near[0]}{more}"
+    if first["type"] == "value_error":
+        message = str(first["ctx"]["error"])
+        return f"{path}.{message}{more}" if path else f"{message}{more}"
+    allowed = first["msg"].removeprefix("Input should be ").replace("\n", " ")
+    return f"{path}: given {_short(first['input'])}; allowed: {allowed}{more}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
