@@ -1,0 +1,108 @@
+"""The one entry: checks, dtypes, the choice of an implementation."""
+
+import torch
+from torch import Tensor
+
+from kernels.memory import mlp
+from kernels.memory.chunked import chunked_memory
+from kernels.memory.naive import naive_memory
+from kernels.memory.state import MemoryState, Weights
+
+BACKENDS = ("auto", "chunked", "naive")
+
+
+def neural_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor,
+    alpha: Tensor,
+    weights: Weights,
+    *,
+    norm: Weights | None = None,
+    residual: bool = True,
+    activation: str = "gelu",
+    chunk_size: int = 16,
+    initial_state: MemoryState | None = None,
+    output_final_state: bool = False,
+    reset: Tensor | None = None,
+    backend: str = "auto",
+    save_every: int = 4,
+) -> tuple[Tensor, MemoryState | None]:
+    """Reads and writes the long-term memory along a sequence; every token reads its own write (y_t = M_t(q_t)).
+
+    Args:
+        q, k, v: (B, T, H, D), any float dtype; queries, keys (unit length expected) and values.
+        theta, eta, alpha: step size, momentum, forgetting, (B, T, H), or (B, T, H, L) for one per memory layer.
+        weights: L tensors (H, d_in, d_out), the learned M_0; the first d_in and the last d_out are D. x @ W.
+        norm: None or (weight, bias), each (H, D), of the LayerNorm (eps 1e-5) in M(x) = x + LN(f(x)).
+        residual: the ``x +`` of M(x).
+        activation: "gelu" (exact), "silu" or "relu", between the memory's layers.
+        chunk_size: C; the gradient of a token is taken at the weights of its chunk's start.
+        initial_state: continue from it instead of M_0, S_0 = 0. Gradients flow through it.
+        output_final_state: also return the state after the last token.
+        reset: None or bool (B, T), True where a document starts: M_0, S_0 = 0, chunks count from there.
+        backend: "naive" (definition), "chunked" (exact dual form), "auto" (the fastest that serves).
+        save_every: blocks between two states kept for the backward pass (memory against recomputation).
+
+    Returns:
+        (B, T, H, D) in q's dtype, and the final state or None. State and arithmetic are fp32, fp64 for fp64 inputs.
+
+    Raises:
+        ValueError: shapes, activation or backend that do not fit.
+    """
+    _check(q, k, v, theta, eta, alpha, weights, norm, activation, chunk_size, reset, backend)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    with torch.autocast(q.device.type, enabled=False):
+        inputs = [x.to(dtype) for x in (q, k, v)]
+        gates = [g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha)]
+        batch = q.shape[0]
+        start = tuple(w.to(dtype).expand(batch, *w.shape) for w in weights)
+        options = {
+            "norm": None if norm is None else tuple(p.to(dtype).expand(batch, *p.shape) for p in norm),
+            "residual": residual,
+            "activation": activation,
+            "chunk_size": chunk_size,
+            "state": initial_state or MemoryState.initial(weights, batch, dtype),
+            "reset": reset,
+        }
+        if backend == "naive":
+            out, state = naive_memory(*inputs, *gates, start, **options)
+        else:
+            out, state = chunked_memory(*inputs, *gates, start, **options, save_every=save_every)
+    return out.to(q.dtype), state if output_final_state else None
+
+
+def memory_read(
+    q: Tensor, weights: Weights, *, norm: Weights | None = None, residual: bool = True, activation: str = "gelu"
+) -> Tensor:
+    """M(q) without writing: q (B, T, H, D), weights (B, H, d_in, d_out) of a state, norm (H, D) -> (B, T, H, D)."""
+    dtype = weights[0].dtype
+    with torch.autocast(q.device.type, enabled=False):
+        affine = None if norm is None else tuple(p.to(dtype).unsqueeze(-2) for p in norm)
+        out = mlp.forward(q.to(dtype).transpose(1, 2), weights, affine, residual, activation)
+    return out.transpose(1, 2).to(q.dtype)
+
+
+def _check(q, k, v, theta, eta, alpha, weights, norm, activation, chunk_size, reset, backend):
+    def need(ok: bool, message: str):
+        if not ok:
+            raise ValueError(f"neural_memory: {message}")
+
+    need(q.dim() == 4 and q.shape == k.shape == v.shape and q.shape[1] > 0,
+         f"q, k, v must share one shape (B, T, H, D) with T > 0, got {[tuple(x.shape) for x in (q, k, v)]}")
+    batch, length, heads, width = q.shape
+    shapes = ((batch, length, heads), (batch, length, heads, 1), (batch, length, heads, len(weights)))
+    need(all(g.shape in shapes for g in (theta, eta, alpha)) and theta.shape == eta.shape == alpha.shape,
+         f"theta, eta, alpha must share one of the shapes {shapes}, got {[tuple(g.shape) for g in (theta, eta, alpha)]}")
+    ends = [width, *(w.shape[2] for w in weights)]
+    need(len(weights) > 0 and ends[-1] == width
+         and all(tuple(w.shape[:2]) == (heads, d) for w, d in zip(weights, ends[:-1], strict=True)),
+         f"weights must chain (H, d_in, d_out) from D to D with H={heads}, D={width}, "
+         f"got {[tuple(w.shape) for w in weights]}")
+    need(norm is None or all(tuple(p.shape) == (heads, width) for p in norm), f"norm must be two of ({heads}, {width})")
+    need(activation in mlp.ACTIVATIONS, f"activation {activation!r} is none of {', '.join(mlp.ACTIVATIONS)}")
+    need(chunk_size >= 1, f"chunk_size {chunk_size} must be at least 1")
+    need(reset is None or (reset.dtype == torch.bool and reset.shape == (batch, length)), "reset must be bool (B, T)")
+    need(backend in BACKENDS, f"backend {backend!r} is none of {', '.join(BACKENDS)}")

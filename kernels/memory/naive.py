@@ -1,0 +1,69 @@
+"""The definition, token by token: the oracle that every other implementation is held against.
+
+Titans (arXiv 2501.00663), Eq. 11-14 with chunk-wise gradients (Section 3.2):
+
+    u_t = grad_W ||M_{t'}(k_t) - v_t||^2     at the weights of the start of t's chunk, by autograd
+    S_t = eta_t S_{t-1} - theta_t u_t
+    M_t = (1 - alpha_t) M_{t-1} + S_t
+    y_t = M_t(q_t)
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.memory import mlp
+from kernels.memory.state import MemoryState, Weights
+
+
+def naive_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor,
+    alpha: Tensor,
+    weights: Weights,
+    *,
+    norm: Weights | None,
+    residual: bool,
+    activation: str,
+    chunk_size: int,
+    state: MemoryState,
+    reset: Tensor | None,
+) -> tuple[Tensor, MemoryState]:
+    """q, k, v (B, T, H, D); gates (B, T, H, 1 or L); weights (B, H, d_in, d_out): where a reset begins again."""
+    keep_graph = torch.is_grad_enabled()
+    current, momentum, start = state.weights, state.momentum, state.chunk_weights
+    offset = state.offset.to(q.device)
+    affine = None if norm is None else tuple(p.unsqueeze(-2) for p in norm)
+    outputs = []
+    for t in range(q.shape[1]):
+        if reset is not None:
+            begins = reset[:, t]
+            current = _choose(begins, weights, current)
+            momentum = tuple(torch.where(begins.view(-1, 1, 1, 1), 0.0, s) for s in momentum)
+            offset = torch.where(begins, 0, offset)
+        start = _choose(offset == 0, current, start)
+        gradient = _gradient(k[:, t], v[:, t], start, affine, residual, activation, keep_graph)
+        gates = [[gate[:, t, :, n if gate.shape[-1] > 1 else 0, None, None] for gate in (theta, eta, alpha)]
+                 for n in range(len(weights))]
+        momentum = tuple(e * s - th * u for (th, e, _), s, u in zip(gates, momentum, gradient, strict=True))
+        current = tuple((1 - a) * w + s for (_, _, a), w, s in zip(gates, current, momentum, strict=True))
+        outputs.append(mlp.forward(q[:, t].unsqueeze(-2), current, affine, residual, activation).squeeze(-2))
+        offset = (offset + 1) % chunk_size
+    # A chunk that is complete ends here: the next one starts at the current weights.
+    start = _choose(offset == 0, current, start)
+    return torch.stack(outputs, 1), MemoryState(current, momentum, start, offset.to(state.offset.device))
+
+
+def _choose(condition: Tensor, yes: Weights, no: Weights) -> Weights:
+    return tuple(torch.where(condition.view(-1, 1, 1, 1), a, b) for a, b in zip(yes, no, strict=True))
+
+
+def _gradient(k, v, weights, norm, residual, activation, keep_graph) -> Weights:
+    with torch.enable_grad():
+        if not keep_graph:
+            weights = tuple(w.detach() for w in weights)
+        weights = tuple(w if w.requires_grad else w.requires_grad_() for w in weights)
+        prediction = mlp.forward(k.unsqueeze(-2), weights, norm, residual, activation).squeeze(-2)
+        return torch.autograd.grad((prediction - v).square().sum(), weights, create_graph=keep_graph)

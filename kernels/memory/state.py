@@ -1,0 +1,34 @@
+"""What the memory carries from one call to the next."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Weights = tuple[Tensor, ...]
+
+
+@dataclass
+class MemoryState:
+    """State after any number of tokens; constant in their number. Makes a cut at any token invisible.
+
+    The gradient of a token is taken at the weights of its chunk's START, so a cut inside a chunk must carry
+    those beside the current ones: three weight sets and one counter, no buffered tokens.
+
+    weights: L tensors (B, H, d_in, d_out), fp32 (fp64 for fp64 inputs): M_t.
+    momentum: same shapes: S_t.
+    chunk_weights: same shapes: M at the start of the current chunk (equal to ``weights`` when offset is 0).
+    offset: (B,) int64, tokens already read of the current chunk, 0 <= offset < chunk_size.
+    """
+
+    weights: Weights
+    momentum: Weights
+    chunk_weights: Weights
+    offset: Tensor
+
+    @staticmethod
+    def initial(weights: Weights, batch: int, dtype: torch.dtype | None = None) -> "MemoryState":
+        """M_0 = weights (L tensors (H, d_in, d_out)), S_0 = 0, at the start of a chunk."""
+        start = tuple(w.to(dtype or w.dtype).expand(batch, *w.shape) for w in weights)
+        zero = tuple(torch.zeros_like(w) for w in start)
+        return MemoryState(start, zero, start, torch.zeros(batch, dtype=torch.int64))

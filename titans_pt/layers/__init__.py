@@ -1,0 +1,1 @@
+"""Modules with ``forward(x, state, ...) -> (y, state)``; no model, no parallelism."""

@@ -1,0 +1,88 @@
+"""Multi-head attention with a cache of constant size (sliding window) or a growing one (full)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kernels.attention import causal_attention
+from titans_pt.layers.rotary import rotate
+
+
+@dataclass
+class AttentionState:
+    """k, v: (B, n, H, D), the last n <= window - 1 tokens (all of them without a window), keys rotated.
+    prefix_k, prefix_v: (B, P, H, D) or None.
+    visible: (B,) int64, how many of the newest cached tokens belong to the row's document, or None for all.
+    position: tokens read so far.
+    """
+
+    k: Tensor
+    v: Tensor
+    prefix_k: Tensor | None
+    prefix_v: Tensor | None
+    visible: Tensor | None
+    position: int
+
+
+class Attention(nn.Module):
+    """(B, T, d_model) -> (B, T, d_model), heads side by side; the output projection is the mixer's."""
+
+    def __init__(self, d_model: int, n_heads: int, rope_base: float, window: int | None = None):
+        super().__init__()
+        self.n_heads, self.rope_base, self.window = n_heads, rope_base, window
+        self.q = nn.Linear(d_model, d_model, bias=False)
+        self.k = nn.Linear(d_model, d_model, bias=False)
+        self.v = nn.Linear(d_model, d_model, bias=False)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """(B, T, d_model) -> (B, T, H, D)."""
+        return x.unflatten(-1, (self.n_heads, -1))
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, d_model) -> keys (not rotated) and values, (B, T, H, D)."""
+        return self.heads(self.k(x)), self.heads(self.v(x))
+
+    def forward(
+        self,
+        x: Tensor,
+        state: AttentionState | None = None,
+        reset: Tensor | None = None,
+        prefix: Tensor | None = None,
+    ) -> tuple[Tensor, AttentionState]:
+        """prefix (1, P, d_model): tokens that every token sees, without position; needed where ``state`` is None."""
+        batch, length = x.shape[:2]
+        position = state.position if state else 0
+        place = torch.arange(position, position + length, device=x.device)
+        q = rotate(self.heads(self.q(x)), place, self.rope_base)
+        k, v = self.keys_values(x)
+        k = rotate(k, place, self.rope_base)
+        if state:
+            prefix_k, prefix_v = state.prefix_k, state.prefix_v
+            k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
+        elif prefix is not None:
+            prefix_k, prefix_v = (p.expand(batch, -1, -1, -1) for p in self.keys_values(prefix))
+        else:
+            prefix_k = prefix_v = None
+        first = self._first(batch, k.shape[1] - length, length, state, reset, x.device)
+        y = causal_attention(
+            q, k, v, window=self.window, prefix=None if prefix_k is None else (prefix_k, prefix_v), first=first
+        )
+        keep = 0 if self.window is None else max(0, k.shape[1] - (self.window - 1))
+        k, v = k[:, keep:], v[:, keep:]
+        visible = None if first is None else (k.shape[1] + keep - first[:, -1]).clamp(max=k.shape[1])
+        return y.flatten(-2), AttentionState(k, v, prefix_k, prefix_v, visible, position + length)
+
+    @staticmethod
+    def _first(batch, past, length, state, reset, device) -> Tensor | None:
+        """(B, T): index into the keys of the start of each query's document, or None if nothing is hidden."""
+        hidden = None if state is None else state.visible
+        if reset is None and hidden is None:
+            return None
+        start = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        if hidden is not None:
+            start = past - hidden.to(device)[:, None]
+        if reset is None:
+            return start.expand(batch, length)
+        place = torch.arange(past, past + length, device=device)
+        return torch.maximum(torch.where(reset, place, 0), start).cummax(1).values

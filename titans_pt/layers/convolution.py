@@ -1,0 +1,42 @@
+"""Causal depthwise convolution over time."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ShortConvolution(nn.Module):
+    """y_t = sum_l w_l * x_{t-l}, l < width, one filter a channel; width 1 leaves x as it is.
+
+    The state is the last width - 1 inputs, (B, width - 1, channels), zeros before a document's start.
+    """
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        self.width = width
+        if width > 1:
+            bound = width**-0.5
+            self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-bound, bound))
+
+    def forward(self, x: Tensor, state: Tensor | None = None, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x (B, T, channels), reset None or bool (B, T) -> the same shape, and the new state."""
+        past = self.width - 1
+        if state is None:
+            state = x.new_zeros(x.shape[0], past, x.shape[2])
+        if past == 0:
+            return x, state
+        padded = torch.cat([state.to(x.dtype), x], 1)
+        if reset is None:
+            y = F.conv1d(padded.transpose(1, 2), self.weight.unsqueeze(1), groups=x.shape[2]).transpose(1, 2)
+            return y, padded[:, -past:]
+
+        # Place of the newest document start at or before each input; inputs before it are not seen.
+        place = torch.arange(padded.shape[1], device=x.device)
+        start = F.pad(torch.where(reset, place[past:], 0), (past, 0)).cummax(1).values
+        y = torch.zeros_like(x)
+        for lag in range(self.width):
+            seen = place[past:] - lag >= start[:, past:]
+            tap = padded[:, past - lag : past - lag + x.shape[1]]
+            y = y + torch.where(seen[..., None], tap, 0.0) * self.weight[:, past - lag]
+        seen = place[-past:] >= start[:, -1:]
+        return y, torch.where(seen[..., None], padded[:, -past:], 0.0)

@@ -1,0 +1,141 @@
+"""The neural long-term memory as a layer: projections, gates and the learned M_0 around kernels.memory."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.memory import MemoryState, memory_read, neural_memory
+from titans_pt.config import MemoryConfig
+from titans_pt.layers.convolution import ShortConvolution
+
+
+def default_step_bound(chunk_size: int) -> float:
+    """Largest theta / (1 - eta) that is known to be stable, for ||M(k) - v||^2 with unit keys.
+
+    A chunk takes C gradients at one point, so the step it makes grows with C: 0.1 holds up to C = 16, 0.03 at
+    C = 64, and C times the bound stays below 2 beyond.
+    """
+    return min(0.1, 1.9 / chunk_size)
+
+
+class MemoryGates(nn.Module):
+    """x (B, T, d_model) -> theta, eta, alpha, each (B, T, H), or (B, T, H, L) with per_layer_gates; fp32.
+
+    theta = bound (1 - eta) sigmoid(.): whatever the outer loop learns, the inner loop stays inside its stable region.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, config: MemoryConfig):
+        super().__init__()
+        self.n_heads, self.config = n_heads, config
+        self.layers = config.depth if config.per_layer_gates else 1
+        self.bound = config.step_bound or default_step_bound(config.chunk_size)
+        self.linear = nn.Linear(d_model, 3 * n_heads * self.layers)
+
+    def reset_parameters(self):
+        """Gates start nearly constant at their configured values."""
+        starts = (self.config.theta_init, self.config.eta_init, self.config.alpha_init)
+        with torch.no_grad():
+            bias = self.linear.bias.view(self.n_heads, self.layers, 3)
+            bias.copy_(torch.tensor([math.log(p / (1 - p)) for p in starts]))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        raw = self.linear(x)
+        raw = raw.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        raw = raw.unflatten(-1, (self.n_heads, self.layers, 3))  # heads outermost: they split over ranks
+        theta, eta, alpha = torch.sigmoid(raw).unbind(-1)
+        if not self.config.momentum:
+            eta = torch.zeros_like(eta)
+        if not self.config.forgetting:
+            alpha = torch.zeros_like(alpha)
+        theta = self.bound * (1 - eta) * theta
+        if self.layers == 1:
+            theta, eta, alpha = (g.squeeze(-1) for g in (theta, eta, alpha))
+        return theta, eta, alpha
+
+
+class Projection(nn.Module):
+    """Linear, causal convolution, SiLU, and for queries and keys unit length: (B, T, d_model) -> (B, T, H, D)."""
+
+    def __init__(self, d_model: int, n_heads: int, conv_width: int, unit: bool):
+        super().__init__()
+        self.n_heads, self.unit = n_heads, unit
+        self.linear = nn.Linear(d_model, d_model, bias=False)
+        self.conv = ShortConvolution(d_model, conv_width)
+
+    def forward(self, x: Tensor, state: Tensor | None = None, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, state = self.conv(self.linear(x), state, reset)
+        y = F.silu(y).unflatten(-1, (self.n_heads, -1))
+        return F.normalize(y, dim=-1, eps=1e-6) if self.unit else y, state
+
+
+@dataclass
+class NeuralMemoryState:
+    """memory: see MemoryState. q, k, v: (B, conv_width - 1, d_model), the convolutions' last inputs."""
+
+    memory: MemoryState
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class NeuralMemory(nn.Module):
+    """(B, T, d_model) -> M_t(q_t) of every token, (B, T, d_model), heads side by side, each normalised (RMS).
+
+    A prefix (persistent tokens) is the same for every row and document: it is written once, to a memory of its own,
+    whose weights are then where every document begins. Its momentum ends with it (S_0 = 0 at a document's start).
+    """
+
+    def __init__(self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float):
+        super().__init__()
+        self.config = config
+        width = d_model // n_heads
+        self.q = Projection(d_model, n_heads, conv_width, unit=True)
+        self.k = Projection(d_model, n_heads, conv_width, unit=True)
+        self.v = Projection(d_model, n_heads, conv_width, unit=False)
+        self.gates = MemoryGates(d_model, n_heads, config)
+        widths = [width, *[config.expansion * width] * (config.depth - 1), width]
+        self.weights = nn.ParameterList(
+            torch.empty(n_heads, a, b).normal_(std=a**-0.5) for a, b in zip(widths[:-1], widths[1:], strict=True)
+        )
+        self.norm_weight = nn.Parameter(torch.ones(n_heads, width)) if config.norm else None
+        self.norm_bias = nn.Parameter(torch.zeros(n_heads, width)) if config.norm else None
+        self.output_norm = nn.RMSNorm(width, eps=norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: NeuralMemoryState | None = None,
+        reset: Tensor | None = None,
+        start: tuple[Tensor, ...] | None = None,
+    ) -> tuple[Tensor, NeuralMemoryState]:
+        """start: M_0 in place of the learned one (see :meth:`start_after`)."""
+        q, q_state = self.q(x, state and state.q, reset)
+        k, k_state = self.k(x, state and state.k, reset)
+        v, v_state = self.v(x, state and state.v, reset)
+        y, memory = neural_memory(
+            q, k, v, *self.gates(x),
+            start or tuple(self.weights),
+            **self._options(),
+            chunk_size=self.config.chunk_size,
+            initial_state=state and state.memory,
+            output_final_state=True,
+            reset=reset,
+            save_every=self.config.save_every,
+        )  # fmt: skip
+        return self.output_norm(y).flatten(-2), NeuralMemoryState(memory, q_state, k_state, v_state)
+
+    def start_after(self, prefix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """prefix (1, P, d_model) -> its outputs (1, P, d_model) and the weights (H, d_in, d_out) after writing it."""
+        y, state = NeuralMemory.forward(self, prefix)
+        return y, tuple(w[0] for w in state.memory.weights)
+
+    def read(self, q: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+        """q (B, T, H, D), weights (B, H, d_in, d_out) of a state -> M(q), (B, T, d_model); nothing is written."""
+        return self.output_norm(memory_read(q, weights, **self._options())).flatten(-2)
+
+    def _options(self) -> dict:
+        norm = (self.norm_weight, self.norm_bias) if self.config.norm else None
+        return {"norm": norm, "residual": self.config.residual, "activation": self.config.activation}
