@@ -1,5 +1,5 @@
 """Softmax attention with the visibility rules of the models, on PyTorch's scaled_dot_product_attention."""
 
-from kernels.attention.causal import causal_attention, masked_attention
+from kernels.attention.causal import Prefix, causal_attention, masked_attention
 
-__all__ = ["causal_attention", "masked_attention"]
+__all__ = ["Prefix", "causal_attention", "masked_attention"]

@@ -1,17 +1,39 @@
 """Causal attention, full or in a sliding window, with a prefix that every token sees."""
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 QUERY_BLOCK = 512
 """Queries of one call where a mask is needed: a window then costs T x (window + block), not T x T."""
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+@dataclass
+class Prefix:
+    """Tokens without a position that every query sees.
+
+    q: (B, T, H, D), the queries NOT rotated: what a token gets of the prefix must not depend on where it stands.
+    k, v: (B, P, H, D).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, prefix: Prefix | None = None) -> Tensor:
     """q (B, T, H, D), k, v (B, S, H, D), mask bool (B or 1, T, S), True where a key is seen -> (B, T, H, D)."""
+    scale = q.shape[-1] ** -0.5
+    if prefix is not None:
+        # One softmax over two kinds of scores: [q | q'] . [k | 0] and [q | q'] . [0 | p].
+        q = torch.cat([q, prefix.q], -1)
+        k = torch.cat([F.pad(prefix.k, (prefix.k.shape[-1], 0)), F.pad(k, (0, k.shape[-1]))], 1)
+        v = torch.cat([prefix.v, v], 1)
+        mask = F.pad(mask, (prefix.k.shape[1], 0), value=True)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1), scale=scale).transpose(1, 2)
 
 
 def causal_attention(
@@ -20,7 +42,7 @@ def causal_attention(
     v: Tensor,
     *,
     window: int | None = None,
-    prefix: tuple[Tensor, Tensor] | None = None,
+    prefix: Prefix | None = None,
     first: Tensor | None = None,
 ) -> Tensor:
     """Each token sees itself, the ``window - 1`` tokens before it, and the whole prefix.
@@ -28,7 +50,7 @@ def causal_attention(
     Args:
         q: (B, T, H, D), the last T of the S tokens that k, v (B, S, H, D) hold; S > T continues a stream.
         window: tokens seen, the token itself included; None for all.
-        prefix: keys and values (B, P, H, D) that every query sees.
+        prefix: tokens that every query sees.
         first: (B, T) int64, lowest index into k that each query may see (a document's start); None for 0.
 
     Returns:
@@ -37,7 +59,7 @@ def causal_attention(
     length, past = q.shape[1], k.shape[1] - q.shape[1]
     if window is None and prefix is None and first is None and past == 0:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
     blocks = []
     for begin in range(0, length, QUERY_BLOCK):
@@ -51,9 +73,7 @@ def causal_attention(
         mask = mask[None]
         if first is not None:
             mask = mask & (key >= first[:, begin:end, None])
-        keys, values = k[:, low : past + end], v[:, low : past + end]
-        if prefix is not None:
-            keys, values = (torch.cat([p, x], 1) for p, x in zip(prefix, (keys, values), strict=True))
-            mask = torch.cat([mask.new_ones(*mask.shape[:2], prefix[0].shape[1]), mask], -1)
-        blocks.append(masked_attention(q[:, begin:end], keys, values, mask))
+        part = None if prefix is None else Prefix(prefix.q[:, begin:end], prefix.k, prefix.v)
+        keys = slice(low, past + end)
+        blocks.append(masked_attention(q[:, begin:end], k[:, keys], v[:, keys], mask, part))
     return torch.cat(blocks, 1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kernels.attention import causal_attention
+from kernels.attention import Prefix, causal_attention
 from titans_pt.layers.rotary import rotate
 
 
@@ -54,7 +54,8 @@ class Attention(nn.Module):
         batch, length = x.shape[:2]
         position = state.position if state else 0
         place = torch.arange(position, position + length, device=x.device)
-        q = rotate(self.heads(self.q(x)), place, self.rope_base)
+        plain = self.heads(self.q(x))
+        q = rotate(plain, place, self.rope_base)
         k, v = self.keys_values(x)
         k = rotate(k, place, self.rope_base)
         if state:
@@ -65,9 +66,8 @@ class Attention(nn.Module):
         else:
             prefix_k = prefix_v = None
         first = self._first(batch, k.shape[1] - length, length, state, reset, x.device)
-        y = causal_attention(
-            q, k, v, window=self.window, prefix=None if prefix_k is None else (prefix_k, prefix_v), first=first
-        )
+        always = None if prefix_k is None else Prefix(plain, prefix_k, prefix_v)
+        y = causal_attention(q, k, v, window=self.window, prefix=always, first=first)
         keep = 0 if self.window is None else max(0, k.shape[1] - (self.window - 1))
         k, v = k[:, keep:], v[:, keep:]
         visible = None if first is None else (k.shape[1] + keep - first[:, -1]).clamp(max=k.shape[1])

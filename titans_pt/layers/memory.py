@@ -71,6 +71,29 @@ class Projection(nn.Module):
         return F.normalize(y, dim=-1, eps=1e-6) if self.unit else y, state
 
 
+class MemoryNetwork(nn.Module):
+    """The learned start of the memory MLP, M_0, and its LayerNorm, which the inner loop leaves alone.
+
+    A module that hands out its parameters (as copies) when it is called, so that whoever shards parameters by module
+    (ZeRO-3) has them whole wherever they are used.
+    """
+
+    def __init__(self, n_heads: int, width: int, config: MemoryConfig):
+        super().__init__()
+        self.depth, self.norm = config.depth, config.norm
+        widths = [width, *[config.expansion * width] * (config.depth - 1), width]
+        for n, (a, b) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+            self.register_parameter(f"weight_{n}", nn.Parameter(torch.empty(n_heads, a, b).normal_(std=a**-0.5)))
+        if config.norm:
+            self.norm_weight = nn.Parameter(torch.ones(n_heads, width))
+            self.norm_bias = nn.Parameter(torch.zeros(n_heads, width))
+
+    def forward(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None]:
+        """``depth`` weights (H, d_in, d_out), and the LayerNorm's (weight, bias), each (H, D), or None."""
+        weights = tuple(getattr(self, f"weight_{n}").clone() for n in range(self.depth))
+        return weights, (self.norm_weight.clone(), self.norm_bias.clone()) if self.norm else None
+
+
 @dataclass
 class NeuralMemoryState:
     """memory: see MemoryState. q, k, v: (B, conv_width - 1, d_model), the convolutions' last inputs."""
@@ -91,18 +114,12 @@ class NeuralMemory(nn.Module):
     def __init__(self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float):
         super().__init__()
         self.config = config
-        width = d_model // n_heads
         self.q = Projection(d_model, n_heads, conv_width, unit=True)
         self.k = Projection(d_model, n_heads, conv_width, unit=True)
         self.v = Projection(d_model, n_heads, conv_width, unit=False)
         self.gates = MemoryGates(d_model, n_heads, config)
-        widths = [width, *[config.expansion * width] * (config.depth - 1), width]
-        self.weights = nn.ParameterList(
-            torch.empty(n_heads, a, b).normal_(std=a**-0.5) for a, b in zip(widths[:-1], widths[1:], strict=True)
-        )
-        self.norm_weight = nn.Parameter(torch.ones(n_heads, width)) if config.norm else None
-        self.norm_bias = nn.Parameter(torch.zeros(n_heads, width)) if config.norm else None
-        self.output_norm = nn.RMSNorm(width, eps=norm_eps)
+        self.network = MemoryNetwork(n_heads, d_model // n_heads, config)
+        self.output_norm = nn.RMSNorm(d_model // n_heads, eps=norm_eps)
 
     def forward(
         self,
@@ -111,31 +128,33 @@ class NeuralMemory(nn.Module):
         reset: Tensor | None = None,
         start: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, NeuralMemoryState]:
-        """start: M_0 in place of the learned one (see :meth:`start_after`)."""
+        """reset: None or bool (B, T). start: M_0 in place of the learned one (see :meth:`start_after`)."""
         q, q_state = self.q(x, state and state.q, reset)
         k, k_state = self.k(x, state and state.k, reset)
         v, v_state = self.v(x, state and state.v, reset)
+        weights, norm = self.network()
         y, memory = neural_memory(
-            q, k, v, *self.gates(x),
-            start or tuple(self.weights),
-            **self._options(),
+            q, k, v, *self.gates(x), start or weights,
+            norm=norm,
+            residual=self.config.residual,
+            activation=self.config.activation,
             chunk_size=self.config.chunk_size,
             initial_state=state and state.memory,
             output_final_state=True,
             reset=reset,
             save_every=self.config.save_every,
         )  # fmt: skip
-        return self.output_norm(y).flatten(-2), NeuralMemoryState(memory, q_state, k_state, v_state)
+        return self._normalised(y), NeuralMemoryState(memory, q_state, k_state, v_state)
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """prefix (1, P, d_model) -> its outputs (1, P, d_model) and the weights (H, d_in, d_out) after writing it."""
-        y, state = NeuralMemory.forward(self, prefix)
+        y, state = self(prefix)
         return y, tuple(w[0] for w in state.memory.weights)
 
-    def read(self, q: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+    def read(self, q: Tensor, weights: tuple[Tensor, ...], norm: tuple[Tensor, Tensor] | None) -> Tensor:
         """q (B, T, H, D), weights (B, H, d_in, d_out) of a state -> M(q), (B, T, d_model); nothing is written."""
-        return self.output_norm(memory_read(q, weights, **self._options())).flatten(-2)
+        config = self.config
+        return self._normalised(memory_read(q, weights, norm=norm, residual=config.residual, activation=config.activation))
 
-    def _options(self) -> dict:
-        norm = (self.norm_weight, self.norm_bias) if self.config.norm else None
-        return {"norm": norm, "residual": self.config.residual, "activation": self.config.activation}
+    def _normalised(self, y: Tensor) -> Tensor:
+        return self.output_norm(y.to(self.output_norm.weight.dtype)).flatten(-2)

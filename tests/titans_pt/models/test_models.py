@@ -1,0 +1,142 @@
+"""Every model: causal, rows independent, streamed in any cuts, documents apart. In float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titans_pt.config import MemoryConfig, ModelConfig
+from titans_pt.models import build_model
+
+MODELS = {name: [name] for name in ("lmm", "mac", "mag", "mal", "attention", "swa")} | {"hybrid": ["lmm", "swa", "mac"]}
+T = 41  # ragged for chunk 4, segment 8 and window 6
+
+
+def small(mixers, **memory):
+    config = ModelConfig(
+        mixers=mixers, vocab_size=50, d_model=16, n_layers=len(mixers) if len(mixers) > 1 else 2, n_heads=2,
+        mlp_hidden=24, window=6, segment=8, memory_tokens=4, persistent_tokens=3,
+        memory=MemoryConfig(**{"chunk_size": 4, "expansion": 2, "save_every": 2} | memory),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = build_model(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # gates and norms away from their symmetric start
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=str)
+def model(request):
+    return small(MODELS[request.param])
+
+
+def tokens(rows=2, length=T, seed=0):
+    return torch.randint(0, 50, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+VARIANTS = {
+    "lmm-linear": (["lmm"], {"depth": 1}),
+    "lmm-deep-per-layer": (["lmm"], {"depth": 4, "per_layer_gates": True}),
+    "mac-per-layer": (["mac"], {"per_layer_gates": True}),
+    "mac-linear-plain": (["mac"], {"depth": 1, "norm": False, "residual": False}),
+    "mag-no-momentum": (["mag"], {"momentum": False, "forgetting": False}),
+}
+
+
+def check_causal(model, place, state=None):
+    ids = tokens()
+    before, _ = model(ids, state)
+    changed = ids.clone()
+    changed[0, place] = (changed[0, place] + 1) % 50
+    after, _ = model(changed, state)
+    assert torch.equal(after[0, :place], before[0, :place]), "the future leaked"
+    assert torch.equal(after[1], before[1]), "another row changed"
+    assert not torch.equal(after[0, place:], before[0, place:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", [0, 7, 8, 21, 40])
+def test_causal_and_rows_independent(model, place):
+    check_causal(model, place)
+
+
+@torch.no_grad()
+def test_causal_from_a_state(model):
+    _, state = model(tokens(length=13, seed=5))
+    check_causal(model, 18, state)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_causal_and_streaming(variant):
+    mixers, memory = VARIANTS[variant]
+    model = small(mixers, **memory)
+    check_causal(model, 18)
+    check_streaming(model, [5, 6, 20])
+
+
+def check_streaming(model, cuts, reset=None):
+    ids = tokens()
+    whole, _ = model(ids, reset=reset)
+    pieces, state = [], None
+    for a, b in zip([0, *cuts], [*cuts, T], strict=True):
+        logits, state = model(ids[:, a:b], state, None if reset is None else reset[:, a:b])
+        pieces.append(logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e-9)
+
+
+@settings(max_examples=12, deadline=None)
+@given(cuts=st.lists(st.integers(1, T - 1), max_size=5, unique=True).map(sorted), resets=st.booleans())
+@torch.no_grad()
+def test_streaming_in_any_cuts(model, cuts, resets):
+    reset = torch.rand(2, T, generator=torch.Generator().manual_seed(len(cuts))) < 0.1
+    check_streaming(model, cuts, reset if resets else None)
+
+
+@torch.no_grad()
+def test_token_by_token(model):
+    check_streaming(model, list(range(1, T)))
+
+
+@torch.no_grad()
+def test_resets_equal_separate_rows(model):
+    ids = tokens()
+    starts = [[0, 5, 19, 20], [0, 11, 33]]
+    reset = torch.zeros(2, T, dtype=torch.bool)
+    for row, places in enumerate(starts):
+        reset[row, places[1:]] = True
+    packed, _ = model(ids, reset=reset)
+    for row, places in enumerate(starts):
+        for a, b in zip(places, [*places[1:], T], strict=True):
+            alone, _ = model(ids[row : row + 1, a:b])
+            torch.testing.assert_close(packed[row : row + 1, a:b], alone, rtol=0, atol=1e-9)
+
+
+@torch.no_grad()
+def test_last_only(model):
+    whole, _ = model(tokens())
+    last, _ = model(tokens(), last_only=True)
+    torch.testing.assert_close(last, whole[:, -1:], rtol=0, atol=1e-12)
+
+
+def test_every_parameter_learns(model):
+    model.zero_grad()
+    logits, _ = model(tokens())
+    logits.square().sum().backward()
+    silent = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert not silent
+
+
+def test_activation_checkpointing_changes_nothing(model):
+    ids, grads = tokens(length=20), []
+    model.train()
+    for on in (False, True):
+        model.zero_grad()
+        model.set_activation_checkpointing(on)
+        model(ids)[0].square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    model.set_activation_checkpointing(False)
+    model.eval()
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

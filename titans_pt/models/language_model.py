@@ -1,0 +1,104 @@
+"""The language model: embedding, blocks, head. One call serves training, evaluation and generation."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from titans_pt.config import ModelConfig
+from titans_pt.layers.memory import MemoryGates
+from titans_pt.layers.mlp import SwiGLU
+from titans_pt.models.mixers import build_mixer
+
+
+@dataclass
+class LanguageModelState:
+    """blocks: the mixer's state of each block. Constant in sequence length, but for full attention."""
+
+    blocks: list[Any]
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)); (B, T, d_model)."""
+
+    def __init__(self, mixer: str, config: ModelConfig):
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mixer = build_mixer(mixer, config)
+        self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mlp = SwiGLU(config.d_model, config.hidden)
+
+    def forward(self, x: Tensor, state: Any = None, reset: Tensor | None = None) -> tuple[Tensor, Any]:
+        y, state = self.mixer(self.mixer_norm(x), state, reset)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class LanguageModel(nn.Module):
+    """ids -> logits and the state that continues the sequence; causal, rows independent."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.activation_checkpointing = False
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(Block(mixer, config) for mixer in config.pattern)
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self._initialise()
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def _initialise(self, std: float = 0.02):
+        """Normal(0, 0.02) for every matrix, those that end a residual branch smaller by sqrt(2 n_layers).
+
+        M_0, convolutions and persistent tokens keep their own initialisation (see there).
+        """
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                ends_branch = name.endswith((".mixer.out", ".mlp.down"))
+                nn.init.normal_(module.weight, std=std / (2 * len(self.blocks)) ** 0.5 if ends_branch else std)
+            if isinstance(module, MemoryGates):
+                module.reset_parameters()
+
+    def set_activation_checkpointing(self, on: bool):
+        """Training then keeps only the blocks' inputs and computes each block again in the backward pass."""
+        self.activation_checkpointing = on
+
+    def forward(
+        self,
+        ids: Tensor,
+        state: LanguageModelState | None = None,
+        reset: Tensor | None = None,
+        last_only: bool = False,
+    ) -> tuple[Tensor, LanguageModelState]:
+        """One call for the whole sequence or any piece of it.
+
+        Args:
+            ids: (B, T) int64.
+            state: what the previous piece returned; None at the start.
+            reset: None or bool (B, T), True where a document starts: nothing before it is seen from there on.
+            last_only: logits of the last token alone, (B, 1, vocab_size).
+
+        Returns:
+            Logits (B, T, vocab_size) in the parameters' dtype, and the state after the last token.
+        """
+        x = self.embedding(ids)
+        states = state.blocks if state else [None] * len(self.blocks)
+        after = []
+        for block, block_state in zip(self.blocks, states, strict=True):
+            if self.activation_checkpointing and self.training and torch.is_grad_enabled():
+                x, block_state = checkpoint(block, x, block_state, reset, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, block_state = block(x, block_state, reset)
+            after.append(block_state)
+        if last_only:
+            x = x[:, -1:]
+        return self.head(self.norm(x)), LanguageModelState(after)
+
+
+def build_model(config: ModelConfig) -> LanguageModel:
+    """The model of a config's ``model`` section, fp32, initialised from torch's global generator."""
+    return LanguageModel(config)

@@ -1,0 +1,161 @@
+"""MAC: what the memory knows of the past stands before each segment as context; the segment's outcome is written."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kernels.attention import Prefix, masked_attention
+from titans_pt.config import ModelConfig
+from titans_pt.layers.attention import Attention
+from titans_pt.layers.memory import NeuralMemoryState, Projection
+from titans_pt.layers.rotary import rotate
+from titans_pt.models.mixers.common import BranchGate, build_memory, persistent
+
+
+@dataclass
+class MACState:
+    """memory: state of the memory that segments are written to.
+    read_weights: L tensors (B, H, d_in, d_out), the memory at the start of each row's segment.
+    read_conv: (B, conv_width - 1, d_model), last inputs of the reading queries' convolution.
+    k, v: (B, n, H, D), rotated keys and values of the newest n tokens, those of unfinished segments.
+    h_k, h_v: (B, m, H, D), the same for memory tokens; h_place: (m,) int64, the tokens that they belong to.
+    offset: (B,) int64, tokens read of each row's segment. h_place and offset stay on the host.
+    position: tokens read in all.
+    """
+
+    memory: NeuralMemoryState
+    read_weights: tuple[Tensor, ...]
+    read_conv: Tensor
+    k: Tensor
+    v: Tensor
+    h_k: Tensor
+    h_v: Tensor
+    h_place: Tensor
+    offset: Tensor
+    position: int
+
+
+class MAC(nn.Module):
+    """For each segment: h = M(q) with the memory of the END of the previous segment; y = attention, causal, over
+    [persistent | h | segment]; y is written; o = out(gate(y, M_t(y))).
+
+    Titans, Section 4.1, made causal. Token i sees h_j for j <= i only: h_j is read with the query of token j, and the
+    paper's fully visible prefix would show token i the queries of tokens after it. M_t is each token's OWN memory, not
+    the one of the segment's end. One memory token for every segment / memory_tokens tokens, read with the query of
+    the FIRST of them, so that every token sees the one of its own group.
+    Queries, keys and values of the tokens are projected once; only h, y and the memory go segment by segment.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.segment, self.stride = config.segment, config.segment // config.memory_tokens
+        self.persistent = persistent(config)
+        self.read = Projection(config.d_model, config.memory_heads, config.conv_width, unit=True)
+        self.attention = Attention(config.d_model, config.n_heads, config.rope_base)
+        self.memory = build_memory(config)
+        self.gate = BranchGate(config)
+        self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def forward(
+        self, x: Tensor, state: MACState | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, MACState]:
+        attention = self.attention
+        batch, length = x.shape[:2]
+        base = state.position if state else 0
+        place = torch.arange(base, base + length)  # masks and cuts are made on the host
+        position = place.to(x.device)
+        queries, read_conv = self.read(x, state and state.read_conv, reset)
+        plain = attention.heads(attention.q(x))
+        q = rotate(plain, position, attention.rope_base)
+        k, v = attention.keys_values(x)
+        k = rotate(k, position, attention.rope_base)
+        persistent = None
+        if self.persistent is not None:
+            persistent = [p.expand(batch, -1, -1, -1) for p in attention.keys_values(self.persistent[None])]
+        initial, norm = self.memory.network()
+        initial = tuple(w.to(state_dtype(x)).expand(batch, *w.shape) for w in initial)
+        if state:
+            memory, read_weights, offset = state.memory, state.read_weights, state.offset
+            h_k, h_v, h_place = state.h_k.to(k.dtype), state.h_v.to(v.dtype), state.h_place
+            k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
+        else:
+            memory, read_weights, offset = None, initial, torch.zeros(batch, dtype=torch.int64)
+            h_k, h_v, h_place = k[:, :0], v[:, :0], place[:0]
+        first = base + length - k.shape[1]  # place of the oldest token in k, v
+
+        outputs = []
+        for begin, end, starts, documents, offset in self._pieces(offset, reset, length):
+            current = memory.memory.weights if memory else initial
+            read_weights = choose(starts, choose(documents, initial, current), read_weights)
+            segment_start = base + begin - offset  # (B,) place of the first token of each row's segment
+            oldest = int(segment_start.min())
+
+            chosen = ((place[begin:end] - segment_start[:, None]) % self.stride == 0).any(0).nonzero().flatten() + begin
+            if len(chosen):
+                index = chosen.to(x.device)
+                new_k, new_v = attention.keys_values(self.memory.read(queries[:, index], read_weights, norm))
+                new_k = rotate(new_k, position[index], attention.rope_base)
+                h_k, h_v = torch.cat([h_k, new_k], 1), torch.cat([h_v, new_v], 1)
+                h_place = torch.cat([h_place, place[chosen]])
+            past = int((h_place < oldest).sum())
+            h_k, h_v, h_place = h_k[:, past:], h_v[:, past:], h_place[past:]
+
+            tokens = slice(oldest - first, base + end - first)
+            mask = self._mask(place[begin:end], torch.arange(oldest, base + end), h_place, segment_start)
+            keys, values = torch.cat([h_k, k[:, tokens]], 1), torch.cat([h_v, v[:, tokens]], 1)
+            prefix = persistent and Prefix(plain[:, begin:end], *persistent)
+            y = masked_attention(q[:, begin:end], keys, values, mask.to(x.device), prefix).flatten(-2)
+            m, memory = self.memory(y, memory, None if reset is None else reset[:, begin:end])
+            outputs.append(self.gate(y, m))
+
+        offset = (offset + end - begin) % self.segment
+        oldest = base + length - int(offset.max())
+        past, keep = int((h_place < oldest).sum()), oldest - first
+        state = MACState(
+            memory, read_weights, read_conv, k[:, keep:], v[:, keep:], h_k[:, past:], h_v[:, past:], h_place[past:],
+            offset, base + length,
+        )  # fmt: skip
+        return self.out(torch.cat(outputs, 1)), state
+
+    def _pieces(self, offset: Tensor, reset: Tensor | None, length: int):
+        """Cuts the call wherever a segment starts in ANY row: then every row has one segment in a piece.
+
+        Yields begin, end, the rows (B,) whose segment and whose document start at begin, and the offsets there.
+        """
+        reset = None if reset is None else reset.cpu()
+        cuts = [length] if reset is None else [*reset.any(0).nonzero().flatten().tolist(), length]
+        begin = 0
+        while begin < length:
+            documents = torch.zeros_like(offset, dtype=torch.bool) if reset is None else reset[:, begin]
+            starts = documents | (offset == 0)
+            offset = torch.where(starts, 0, offset)
+            end = min(begin + self.segment - int(offset.max()), next(c for c in cuts if c > begin))
+            yield begin, end, starts, documents, offset
+            offset = (offset + end - begin) % self.segment
+            begin = end
+
+    def _mask(self, query: Tensor, key: Tensor, h_key: Tensor, segment_start: Tensor) -> Tensor:
+        """Places of T queries, S tokens and M memory tokens, segment_start (B,) -> bool (B or 1, T, M + S)."""
+        if bool((segment_start == segment_start[0]).all()):
+            segment_start = segment_start[:1]
+        start = segment_start[:, None, None]
+        query = query[:, None]
+        tokens = (key <= query) & (key >= start)
+        memory_tokens = (h_key <= query) & (h_key >= start) & ((h_key - start) % self.stride == 0)
+        return torch.cat([memory_tokens, tokens], -1)
+
+
+def choose(rows: Tensor, yes: tuple[Tensor, ...], no: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """rows (B,) bool on the host; tensors (B, H, d_in, d_out). No copy where all rows agree."""
+    if rows.all():
+        return yes
+    if not rows.any():
+        return no
+    rows = rows.to(yes[0].device).view(-1, 1, 1, 1)
+    return tuple(torch.where(rows, a, b) for a, b in zip(yes, no, strict=True))
+
+
+def state_dtype(x: Tensor) -> torch.dtype:
+    """Memory states are fp32 whatever the model's dtype, fp64 for fp64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,0 +1,36 @@
+"""MAG: sliding-window attention beside the memory, both over [persistent | x], gating each other."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from titans_pt.config import ModelConfig
+from titans_pt.layers.attention import Attention, AttentionState
+from titans_pt.layers.memory import NeuralMemoryState
+from titans_pt.models.mixers.common import BranchGate, build_memory, persistent, remember
+
+
+@dataclass
+class MAGState:
+    attention: AttentionState
+    memory: NeuralMemoryState
+
+
+class MAG(nn.Module):
+    """out(gate(window_attention([persistent | x]), memory([persistent | x])))."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.persistent = persistent(config)
+        self.attention = Attention(config.d_model, config.n_heads, config.rope_base, config.window)
+        self.memory = build_memory(config)
+        self.gate = BranchGate(config)
+        self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def forward(
+        self, x: Tensor, state: MAGState | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, MAGState]:
+        prefix = None if self.persistent is None else self.persistent[None]
+        a, attention = self.attention(x, state and state.attention, reset, prefix)
+        m, memory = remember(self.memory, x, self.persistent, state and state.memory, reset)
+        return self.out(self.gate(a, m)), MAGState(attention, memory)

@@ -1,0 +1,49 @@
+"""MAL: the memory as a layer of its own, then sliding-window attention on its output."""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titans_pt.config import ModelConfig
+from titans_pt.layers.attention import Attention, AttentionState
+from titans_pt.layers.memory import NeuralMemoryState
+from titans_pt.models.mixers.common import build_memory, persistent
+
+
+@dataclass
+class MALState:
+    memory: NeuralMemoryState
+    attention: AttentionState
+
+
+class MAL(nn.Module):
+    """y = norm(x + memory_out(memory(x) * silu(gate(x)))); out(window_attention(y)), over [persistent | x].
+
+    The ``x +`` keeps to "residual connections throughout": attention sees the token beside what was remembered of it.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.persistent = persistent(config)
+        self.memory = build_memory(config)
+        self.gate = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.memory_out = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attention = Attention(config.d_model, config.n_heads, config.rope_base, config.window)
+        self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def forward(
+        self, x: Tensor, state: MALState | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, MALState]:
+        prefix = start = None
+        if self.persistent is not None and (state is None or reset is not None):
+            tokens = self.persistent[None]
+            remembered, start = self.memory.start_after(tokens)
+            prefix = self._remembered(tokens, remembered)
+        m, memory = self.memory(x, state and state.memory, reset, start=start)
+        a, attention = self.attention(self._remembered(x, m), state and state.attention, reset, prefix)
+        return self.out(a), MALState(memory, attention)
+
+    def _remembered(self, x: Tensor, m: Tensor) -> Tensor:
+        return self.norm(x + self.memory_out(m * F.silu(self.gate(x))))
