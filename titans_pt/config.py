@@ -203,6 +203,8 @@ class NeedleConfig(Section):
     samples: Positive = 5
     """Samples for each length and depth."""
     max_new_tokens: Positive = 128
+    seed: NonNegative = 0
+    """Draws keys and values. Not run.seed: runs that are compared get the same samples."""
 
 
 class EvaluationConfig(Section):
