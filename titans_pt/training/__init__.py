@@ -1,0 +1,1 @@
+"""Training: the loop, the DeepSpeed engine under it, the schedule, metrics and signals."""

@@ -1,0 +1,268 @@
+"""DeepSpeed, seen through the few calls that training needs.
+
+This is the only file that knows DeepSpeed. Its private names are touched in one place, :meth:`Engine.load`
+and the helpers under it, and only to give a torch optimizer its state back; saving uses public calls alone.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titans_pt.config import Config
+from titans_pt.errors import UserError
+from titans_pt.training.loss import NextTokenLoss
+from titans_pt.training.ranks import Ranks
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's state of a parameter, by torch's names."""
+
+
+def local_batch(config: Config, world_size: int) -> tuple[int, int]:
+    """(samples of one micro-batch, micro-batches of one step) of every rank.
+
+    Raises:
+        UserError: train.batch_tokens does not split evenly.
+    """
+    seq_len, tokens = config.data.seq_len, config.train.batch_tokens
+    samples = tokens // seq_len
+    if samples % world_size:
+        raise UserError(
+            f"train.batch_tokens: given {tokens} = {samples} samples of data.seq_len={seq_len}; must be a multiple of "
+            f"{world_size} ranks x {seq_len}, e.g. {-(-samples // world_size) * world_size * seq_len}"
+        )
+    samples //= world_size
+    micro = min(config.train.micro_batch, samples)
+    if samples % micro:
+        fits = max(d for d in range(1, micro + 1) if samples % d == 0)
+        raise UserError(
+            f"train.micro_batch: given {config.train.micro_batch}; must divide the {samples} samples that each of "
+            f"{world_size} ranks takes of train.batch_tokens={tokens}, e.g. {fits}"
+        )
+    return micro, samples // micro
+
+
+def deepspeed_config(config: Config, micro_batch: int, accumulation: int) -> dict[str, Any]:
+    """DeepSpeed's own settings, all derived from the tree."""
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": config.train.clip,
+        "bf16": {"enabled": config.train.precision == "bf16"},
+        "zero_optimization": {"stage": config.parallel.zero_stage},
+        "zero_allow_untested_optimizer": True,  # torch's own AdamW: nothing is compiled
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+    }
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, embeddings included; everything of one dimension (norms, biases) does not."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for n, p in named if decays(n, p)], "weight_decay": weight_decay},
+        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies to a parameter."""
+    return parameter.ndim >= 2 and not name.endswith("bias") and "norm" not in name.rsplit(".", 2)[-2:][0]
+
+
+class Engine:
+    """A model under ZeRO 1, 2 or 3, with its AdamW.
+
+    Args:
+        model: fp32, the same weights on every rank; taken over by the engine.
+        config: the tree; train, data and parallel are read.
+        ranks: the process group, already up.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, ranks: Ranks):
+        deepspeed = _import_deepspeed()
+        self.ranks = ranks
+        self.stage = config.parallel.zero_stage
+        self.micro_batch, self.accumulation = local_batch(config, ranks.world_size)
+        # bf16 training casts the module before DeepSpeed copies its fp32 masters from it: keep the exact weights.
+        weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+        optimizer = torch.optim.AdamW(
+            parameter_groups(model, config.train.weight_decay),
+            lr=config.train.lr, betas=tuple(config.train.betas), eps=config.train.eps,
+        )  # fmt: skip
+        self._engine, *_ = deepspeed.initialize(
+            model=NextTokenLoss(model),
+            optimizer=optimizer,
+            config=deepspeed_config(config, self.micro_batch, self.accumulation),
+            dist_init_required=False,
+        )
+        self._trainable = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self._create_optimizer_state()
+        self.load(weights.__getitem__, None, 0)
+
+    @property
+    def model(self) -> nn.Module:
+        return self._engine.module.model
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that forward sees."""
+        return self._trainable[0][1].dtype
+
+    def set_lr(self, lr: float):
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+
+    def micro_step(self, ids: Tensor, reset: Tensor | None) -> Tensor:
+        """Forward and backward of one micro-batch; the ``accumulation``-th call of a step also updates the weights.
+
+        Returns the micro-batch's mean loss, a detached fp32 scalar on the device.
+        """
+        loss = self._engine(ids, reset)
+        self._engine.backward(loss)
+        self._engine.step()
+        return loss.detach()
+
+    def update_applied(self) -> bool:
+        """False when the last step's gradient norm was not finite: weights, moments and Adam's step are as before.
+
+        DeepSpeed decides this from the norm over all ranks, under every stage, in fp32 and in bf16.
+        """
+        return self._engine.was_step_applied()
+
+    def gradient_norm(self) -> float:
+        """Global gradient norm of the last step, before clipping; inf for a step that was skipped."""
+        return float(self._engine.get_global_grad_norm())
+
+    @torch.no_grad()
+    def validation_loss(self, batches: Iterator[tuple[Tensor, Tensor | None, Tensor]]) -> tuple[float, float]:
+        """(sum of weighted sample losses, sum of weights) of this rank over (ids, reset, weight) batches.
+
+        Every rank must bring the same number of batches: under ZeRO 3 a forward pass is collective.
+        """
+        self._engine.eval()
+        total = count = 0.0
+        for ids, reset, weight in batches:
+            total += float(self._engine(ids, reset, weight)) * float(weight.sum())
+            count += float(weight.sum())
+        self._engine.train()
+        return total, count
+
+    # ---- state: one tensor at a time, whole, fp32, by plain parameter name
+
+    def gather(self, take: Callable[[str, str, Tensor], None]):
+        """Calls ``take(kind, name, tensor)`` for every parameter with kind "weight", "exp_avg", "exp_avg_sq".
+
+        Collective: all ranks call it, each gets the whole fp32 tensor and should let go of it at once.
+        """
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        for name, p in self._trainable:
+            take("weight", name, safe_get_full_fp32_param(p))
+            for key in MOMENTS:
+                take(key, name, safe_get_full_optimizer_state(p, key))
+
+    def adam_step(self) -> int:
+        """Updates that were applied since the start of the run (skipped ones are not among them)."""
+        steps = {int(self._engine.optimizer.optimizer.state[flat]["step"]) for flat in self._flat_masters()}
+        if len(steps) != 1:
+            raise RuntimeError(f"optimizer partitions disagree on their step count: {sorted(steps)}")
+        return steps.pop()
+
+    def load(self, weight: Callable[[str], Tensor], moment: Callable[[str, str], Tensor] | None, adam_step: int):
+        """Puts fp32 masters and Adam's state in place, bit for bit.
+
+        The module must hold the same weights already (it did before it was handed to the engine), so that its
+        own low-precision copy needs no refresh.
+
+        Args:
+            weight: name -> fp32 tensor, whole.
+            moment: (key of MOMENTS, name) -> fp32 tensor, whole; None sets zeros.
+            adam_step: Adam's bias-correction count.
+        """
+        for name, p in self._trainable:
+            self._set(p, weight(name), None)
+            for key in MOMENTS:
+                self._set(p, moment(key, name) if moment else torch.zeros(self._shape(p)), key)
+        for flat in self._flat_masters():
+            self._engine.optimizer.optimizer.state[flat]["step"].fill_(adam_step)
+
+    def _shape(self, p: nn.Parameter) -> torch.Size:
+        return p.ds_shape if self.stage == 3 else p.shape
+
+    def _set(self, p: nn.Parameter, value: Tensor, key: str | None):
+        from deepspeed.utils import (
+            safe_set_full_fp32_param,
+            safe_set_full_optimizer_state,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
+
+        if self.stage == 3:
+            # The whole-tensor setters of stage 3 fail where a parameter does not divide by the ranks; a rank's own
+            # part, padded with zeros as DeepSpeed pads it, always fits.
+            size = p.ds_tensor.ds_numel
+            padded = torch.zeros(size * self.ranks.world_size, dtype=torch.float32)
+            padded[: value.numel()] = value.flatten()
+            value = padded.narrow(0, size * self.ranks.rank, size)
+            set_weight, set_state = safe_set_local_fp32_param, safe_set_local_optimizer_state
+        else:
+            set_weight, set_state = safe_set_full_fp32_param, safe_set_full_optimizer_state
+        if key is None:
+            set_weight(p, value)
+        else:
+            set_state(p, value, key)
+
+    def _flat_masters(self) -> list[Tensor]:
+        """The flat fp32 tensors that torch's AdamW really updates on this rank (private names of DeepSpeed)."""
+        zero = self._engine.optimizer
+        return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+
+    def _create_optimizer_state(self):
+        """Lets AdamW create its lazy state, by an update of zeros at lr 0, and DeepSpeed link it to parameters.
+
+        torch decides the state's layout, not we. All of it must exist before it is linked: DeepSpeed itself links
+        after the first parameter group's first update, and never finds the other groups' state.
+        """
+        zero = self._engine.optimizer
+        self.set_lr(0.0)
+        for flat in self._flat_masters():
+            flat.grad = torch.zeros_like(flat)
+        if self.stage == 3:
+            for index in range(len(self._flat_masters())):
+                zero._optimizer_step(index)
+        else:
+            zero.optimizer.step()
+            zero._lazy_init_hp_params_optimizer_state()
+        for flat in self._flat_masters():
+            flat.grad = None
+
+    def close(self):
+        """Frees hooks and buffers; the engine is of no use afterwards."""
+        self._engine.destroy()
+
+
+def _import_deepspeed():
+    """DeepSpeed, quiet, on the CPU where there is no GPU, and without its habit of compiling on the way.
+
+    Its import costs seconds, so only a run that trains pays for it.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+    from deepspeed.utils import logger
+
+    logger.setLevel("ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # calls DeepSpeed makes
+    # On CPU it would build a C++ all-reduce for inference at each machine's first start, and fail without a compiler.
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed

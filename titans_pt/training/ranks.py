@@ -1,0 +1,81 @@
+"""The processes of a run: one, or the several that torchrun (or anything that sets its variables) started."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process among its peers: ``rank`` of ``world_size``, on ``device``."""
+
+    def __init__(self, device: torch.device):
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device = device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Runs ``action`` on rank 0 alone; every rank gets its result, or raises its exception.
+
+        So all ranks fail alike, and none is left waiting for one that has stopped.
+        """
+        answer: list = [None, None]
+        if self.first:
+            try:
+                answer[0] = action()
+            except Exception as error:
+                if self.world_size == 1:
+                    raise
+                answer[1] = error
+        if self.world_size > 1:
+            dist.broadcast_object_list(answer, src=0, device=self.device)
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sums of each entry over ranks, in float64."""
+        vector = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(vector)
+        return vector.tolist()
+
+
+@contextmanager
+def process_group():
+    """Joins the process group (gloo on CPU, NCCL on GPUs) and yields :class:`Ranks`; leaves it at the end.
+
+    Without torchrun's variables in the environment it is a group of one, which needs no port.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "nccl" if cuda else "gloo"
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+        try:
+            yield Ranks(device)
+        finally:
+            dist.destroy_process_group()
+        return
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # DeepSpeed reads these
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        os.environ.update(alone)
+        try:
+            yield Ranks(device)
+        finally:
+            dist.destroy_process_group()
+            for name in alone:
+                os.environ.pop(name, None)
