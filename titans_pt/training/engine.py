@@ -1,10 +1,11 @@
 """DeepSpeed, seen through the few calls that training needs.
 
-This is the only file that knows DeepSpeed. Its private names are touched in one place, :meth:`Engine.load`
-and the helpers under it, and only to give a torch optimizer its state back; saving uses public calls alone.
+This is the only file that knows DeepSpeed. Its private names are touched in three short methods alone
+(_flat_masters, _create_optimizer_state, _set_adam_step), to give torch's optimizer its state back.
 """
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,8 @@ from titans_pt.training.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's state of a parameter, by torch's names."""
+_NO_DECAY = re.compile(r"(norm|bias)[^.]*(\.weight)?$")
+"""Norms and biases by name: those that every head has its own of are matrices by shape only."""
 
 
 def local_batch(config: Config, world_size: int) -> tuple[int, int]:
@@ -60,7 +63,7 @@ def deepspeed_config(config: Config, micro_batch: int, accumulation: int) -> dic
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, embeddings included; everything of one dimension (norms, biases) does not."""
+    """Matrices decay, embeddings included; norms, biases and everything of one dimension do not."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for n, p in named if decays(n, p)], "weight_decay": weight_decay},
@@ -71,7 +74,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 def decays(name: str, parameter: Tensor) -> bool:
     """Whether weight decay applies to a parameter."""
-    return parameter.ndim >= 2 and not name.endswith("bias") and "norm" not in name.rsplit(".", 2)[-2:][0]
+    return parameter.ndim >= 2 and not _NO_DECAY.search(name)
 
 
 class Engine:
@@ -102,7 +105,8 @@ class Engine:
         )
         self._trainable = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._create_optimizer_state()
-        self.load(weights.__getitem__, None, 0)
+        for name, p in self._trainable:
+            self._set(p, weights[name], None)
 
     @property
     def model(self) -> nn.Module:
@@ -177,26 +181,21 @@ class Engine:
             raise RuntimeError(f"optimizer partitions disagree on their step count: {sorted(steps)}")
         return steps.pop()
 
-    def load(self, weight: Callable[[str], Tensor], moment: Callable[[str, str], Tensor] | None, adam_step: int):
-        """Puts fp32 masters and Adam's state in place, bit for bit.
-
-        The module must hold the same weights already (it did before it was handed to the engine), so that its
-        own low-precision copy needs no refresh.
+    def load_moments(self, moment: Callable[[str, str], Tensor], adam_step: int):
+        """Puts Adam's state in place, bit for bit; the weights came with the model.
 
         Args:
-            weight: name -> fp32 tensor, whole.
-            moment: (key of MOMENTS, name) -> fp32 tensor, whole; None sets zeros.
+            moment: (key of MOMENTS, name) -> fp32 tensor, whole.
             adam_step: Adam's bias-correction count.
         """
         for name, p in self._trainable:
-            self._set(p, weight(name), None)
             for key in MOMENTS:
-                self._set(p, moment(key, name) if moment else torch.zeros(self._shape(p)), key)
-        for flat in self._flat_masters():
-            self._engine.optimizer.optimizer.state[flat]["step"].fill_(adam_step)
+                self._set(p, moment(key, name), key)
+        self._set_adam_step(adam_step)
 
-    def _shape(self, p: nn.Parameter) -> torch.Size:
-        return p.ds_shape if self.stage == 3 else p.shape
+    def _set_adam_step(self, count: int):
+        for flat in self._flat_masters():
+            self._engine.optimizer.optimizer.state[flat]["step"].fill_(count)
 
     def _set(self, p: nn.Parameter, value: Tensor, key: str | None):
         from deepspeed.utils import (
@@ -244,10 +243,7 @@ class Engine:
             zero._lazy_init_hp_params_optimizer_state()
         for flat in self._flat_masters():
             flat.grad = None
-
-    def close(self):
-        """Frees hooks and buffers; the engine is of no use afterwards."""
-        self._engine.destroy()
+        self._set_adam_step(0)
 
 
 def _import_deepspeed():

@@ -1,0 +1,189 @@
+"""The command line: which words call what, and how a failure is told.
+
+Each command imports what it needs when it runs, so that --help and --version answer at once.
+"""
+
+import argparse
+import errno
+import importlib.util
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from titans_pt import __version__
+from titans_pt.config import load_config
+from titans_pt.errors import UserError
+
+EXIT_USER = 2
+_OVERRIDES = "settings over the file's, e.g. train.max_steps=10"
+_MEMORY = (
+    "lower train.micro_batch or data.seq_len, set train.activation_checkpointing=true, "
+    "or shard more with parallel.zero_stage=3"
+)
+_OS_REMEDIES = {
+    errno.ENOSPC: "free some space, or set run.dir (data.dir for prepare) to another disk",
+    errno.EDQUOT: "free some of your quota, or set run.dir (data.dir for prepare) to another disk",
+    errno.EACCES: "change its permissions, or set run.dir (data.dir for prepare) to a folder you may write to",
+    errno.EROFS: "set run.dir (data.dir for prepare) to a folder on a disk that can be written to",
+    errno.ENOTDIR: "a part of the path is a file; set run.dir (data.dir for prepare) to another folder",
+}
+_CPU_OUT_OF_MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)
+_LOST_PEER = re.compile(r"connection (closed|reset) by peer|connection refused|broken pipe|socket closed", re.IGNORECASE)
+
+
+def run(arguments: list[str]) -> int:
+    """Runs a command line (without the program's name) and returns its exit status; errors go to stderr.
+
+    0: done. 1: a fault of ours (with a traceback). 2: something for the user to mend, in one line.
+    128 + n: stopped by signal n, after a checkpoint.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        _our_kernels_first()
+        return options.command(options) or 0
+    except UserError as error:
+        return _fail(str(error))
+    except OSError as error:
+        if error.errno not in _OS_REMEDIES:
+            raise
+        where = error.filename or getattr(options, "config", None) or getattr(options, "run", "")
+        return _fail(f"{where}: {os.strerror(error.errno)}; {_OS_REMEDIES[error.errno]}")
+    except MemoryError:
+        return _fail(f"out of memory (CPU): {_MEMORY}")
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except RuntimeError as error:
+        return _runtime_error(error)
+
+
+def _runtime_error(error: RuntimeError) -> int:
+    """Out of memory, or a peer that has gone, in one line; any other error is raised again."""
+    import torch
+
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return _fail(f"out of memory ({text.split('. ')[0]}): {_MEMORY}")
+    if _CPU_OUT_OF_MEMORY.search(text):
+        return _fail(f"out of memory (CPU): {_MEMORY}")
+    if _processes() > 1 and (_LOST_PEER.search(text) or isinstance(error, torch.distributed.DistBackendError)):
+        return _fail("another process of this run has stopped; its own message says why", 1, patience=10.0)
+    raise error
+
+
+def _fail(message: str, status: int = EXIT_USER, patience: float = 2.0) -> int:
+    """Says ``message`` in one line. Under torchrun, others than rank 0 wait ``patience`` seconds first.
+
+    Most errors hit all ranks alike, and torchrun ends the others as soon as one has failed: so one line is seen,
+    and an error of one rank alone is still told.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    if rank and _processes() > 1:
+        time.sleep(patience + min(0.3 * rank, 5.0))
+    print(f"titans: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return status
+
+
+def _processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _our_kernels_first():
+    """Makes ``import kernels`` find the folder beside this package.
+
+    Hugging Face publishes a package of the same name, which may stand earlier on sys.path.
+
+    Raises:
+        UserError: the other one was imported already.
+    """
+    home = Path(__file__).resolve().parent.parent
+    ours = home / "kernels" / "__init__.py"
+    if (loaded := sys.modules.get("kernels")) is not None:
+        origin = getattr(loaded, "__file__", None)
+    else:
+        spec = importlib.util.find_spec("kernels")
+        origin = spec and spec.origin
+    if origin and Path(origin).resolve() == ours:
+        return
+    if loaded is not None:
+        raise UserError(
+            f"another package called kernels ({origin}) was imported before titans_pt's own; "
+            f"put {home} first on PYTHONPATH, or uninstall it: pip uninstall kernels"
+        )
+    sys.path.insert(0, str(home))
+    importlib.invalidate_caches()
+
+
+# ---- commands
+
+
+def _prepare(options: argparse.Namespace):
+    config = load_config(options.config, options.overrides)
+    from data_pipeline import prepare
+
+    prepare(config, force=options.force)
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = load_config(options.config, options.overrides)
+    from titans_pt.training.loop import train
+
+    return train(config)
+
+
+def _evaluate(options: argparse.Namespace):
+    from titans_pt.evaluation import evaluate
+
+    evaluate(options.run, options.overrides, step=options.checkpoint, only=options.only)
+
+
+def _generate(options: argparse.Namespace):
+    from titans_pt.evaluation import generate
+
+    generate(
+        options.run,
+        options.prompt,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        step=options.checkpoint,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="titans", description="Pretrain and study Titans language models.")
+    parser.add_argument("--version", action="version", version=f"titans {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, action, text: str, subject: str, subject_help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=action)
+        sub.add_argument(subject, metavar=subject.upper(), help=subject_help)
+        return sub
+
+    yaml = "settings, a YAML file (see configs/)"
+    folder = "the run.dir of a training run"
+    step = "step of the checkpoint (default: the newest complete one)"
+
+    prepare = command("prepare", _prepare, "turn text into token files", "config", yaml)
+    prepare.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+    prepare.add_argument("--force", action="store_true", help="replace token files that other settings made")
+
+    train = command("train", _train, "train a model, or continue its training", "config", yaml)
+    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+
+    evaluate = command("evaluate", _evaluate, "measure a trained model", "run", folder)
+    evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="evaluation.* settings over the run's")
+    evaluate.add_argument("--checkpoint", type=int, metavar="STEP", help=step)
+    evaluate.add_argument("--only", choices=("perplexity", "needle"), help="one evaluation instead of all")
+
+    generate = command("generate", _generate, "continue a prompt", "run", folder)
+    generate.add_argument("--prompt", required=True, help="text to continue")
+    generate.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="(default: %(default)s)")
+    generate.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)")
+    generate.add_argument("--top-p", type=float, default=0.95, help="(default: %(default)s)")
+    generate.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    generate.add_argument("--checkpoint", type=int, metavar="STEP", help=step)
+    return parser

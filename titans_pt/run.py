@@ -1,0 +1,140 @@
+"""A run is a folder: everything that can be looked at later is in it."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from titans_pt import __version__, checkpoints
+from titans_pt.config import Config, config_hash, load_config, resolved_yaml
+from titans_pt.errors import UserError
+
+_PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "sentencepiece", "triton", "wandb")
+
+
+class RunFolder:
+    """The paths of a run folder, and what is written there once."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.versions = self.path / "versions.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.log = self.path / "log.txt"
+        self.checkpoints = self.path / "checkpoints"
+        self.evaluation = self.path / "evaluation"
+        self.plots = self.path / "plots"
+        self.tokenizer = self.path / "tokenizer.model"
+        self.wandb = self.path / "wandb"
+
+    @contextlib.contextmanager
+    def lock(self):
+        """Holds the folder for one training process; the system lets go of it even when that is killed.
+
+        Raises:
+            UserError: another run is at work in this folder.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"run.dir: {self.path} is in use by another run; wait for it to end, or set another run.dir"
+                ) from None
+            yield self
+
+    def write_settings(self, config: Config, tokenizer: Path):
+        """config.yaml (resolved; its hash in a comment), versions.json and a copy of the tokenizer."""
+        self.config.write_text(f"# sha256 of the settings: {config_hash(config)}\n{resolved_yaml(config)}")
+        self.versions.write_text(json.dumps(versions(), indent=1) + "\n")
+        if Path(tokenizer).resolve() != self.tokenizer.resolve():
+            shutil.copyfile(tokenizer, self.tokenizer)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on, and the machine's processors."""
+    found = {"titans_pt": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    found["platform"] = platform.platform()
+    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return found
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A trained model and all that goes with it."""
+
+    folder: RunFolder
+    config: Config
+    model: nn.Module
+    """fp32, in eval mode, on the device asked for."""
+    tokenizer: object
+    """A data_pipeline tokenizer, the one that the model was trained with."""
+    step: int
+    checkpoint_hash: str
+
+
+def load_run(path: str | Path, step: int | None = None, device: str | torch.device = "cpu") -> LoadedRun:
+    """Model and tokenizer of a run, from checkpoint ``step`` or the newest complete one, without DeepSpeed.
+
+    Raises:
+        UserError: not a run folder, no checkpoint, a damaged one, another tokenizer or model than it was trained with.
+    """
+    from data_pipeline import Tokenizer
+    from titans_pt.models import build_model
+
+    folder = RunFolder(path)
+    if not folder.config.is_file():
+        raise UserError(f"{folder.path}: not a run folder (no {folder.config.name}); name a training run's run.dir")
+    config = load_config(folder.config)
+    checkpoint = checkpoints.find(folder.checkpoints, step)
+    state = checkpoints.read_state(checkpoint)
+    for key, was, now in differences(state.config["model"], config.model.model_dump(mode="json")):
+        raise UserError(f"model.{key}: given {now!r}, but {checkpoint} was trained with {was!r}; leave it as it is")
+    if not folder.tokenizer.is_file():
+        raise UserError(f"{folder.tokenizer}: missing; copy tokenizer.model of the run's data.dir there")
+    found = hashlib.sha256(folder.tokenizer.read_bytes()).hexdigest()
+    if found != state.tokenizer_sha256:
+        raise UserError(
+            f"{folder.tokenizer}: not the tokenizer of this model (sha256 {found[:12]}..., trained with "
+            f"{state.tokenizer_sha256[:12]}...); put back the tokenizer.model that the run was trained with"
+        )
+    model = build_model(config.model)
+    load_weights(model, checkpoints.read_tensors(checkpoint / checkpoints.MODEL))
+    return LoadedRun(
+        folder, config, model.to(device).eval(), Tokenizer.load(folder.tokenizer), state.step,
+        checkpoints.checkpoint_hash(checkpoint),
+    )  # fmt: skip
+
+
+def load_weights(model: nn.Module, weights: dict[str, torch.Tensor]):
+    """Fills a model with the weights of a checkpoint; every name must be there, and none be left over.
+
+    A parameter with two names (tied embeddings) is kept under its first one.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    aliases = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    weights = weights | {name: weights[first] for name, first in aliases.items() if first in weights}
+    model.load_state_dict(weights, strict=True)
+
+
+def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:
+    """(dotted key, old value, new value) of every difference between two trees of settings."""
+    for key in old | new:
+        was, now = old.get(key), new.get(key)
+        if isinstance(was, dict) and isinstance(now, dict):
+            yield from differences(was, now, f"{prefix}{key}.")
+        elif was != now:
+            yield f"{prefix}{key}", was, now

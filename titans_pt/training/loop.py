@@ -1,0 +1,317 @@
+"""The training loop: what happens at a step, and what happens around the steps."""
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data_pipeline import Loader, PackedSamples, TokenFiles
+from titans_pt import checkpoints
+from titans_pt.checkpoints import TrainerState
+from titans_pt.config import Config, config_hash
+from titans_pt.errors import UserError
+from titans_pt.models import build_model
+from titans_pt.run import RunFolder, load_weights
+from titans_pt.training.engine import Engine, local_batch
+from titans_pt.training.metrics import MetricsLog, Progress, flops_per_token, peak_flops, read_metrics
+from titans_pt.training.plots import plot_loss
+from titans_pt.training.probes import memory_probe
+from titans_pt.training.ranks import Ranks, process_group
+from titans_pt.training.resume import find_start
+from titans_pt.training.schedule import learning_rate
+from titans_pt.training.signals import StopSignals
+from titans_pt.training.wandb_log import WandbLog
+
+log = logging.getLogger(__name__)
+
+
+def train(config: Config) -> int:
+    """Trains the model of ``config``, from its newest checkpoint if it has one.
+
+    Runs in every process of a torchrun, or alone. Returns the exit status: 0, or 128 + the signal that stopped it.
+
+    Raises:
+        UserError: settings, files or a run folder that do not go together; too many non-finite steps in a row.
+        OSError: a checkpoint or log could not be written; earlier checkpoints are intact.
+    """
+    with ExitStack() as stack:
+        ranks = stack.enter_context(process_group())
+        signals = stack.enter_context(StopSignals())
+        local_batch(config, ranks.world_size)  # before anything is written: a wrong batch is the user's to mend
+        files = TokenFiles.open(config)
+        folder = RunFolder(config.run.dir)
+        ranks.on_first(lambda: stack.enter_context(_opened(folder)) and None)
+        trainer = Trainer(config, folder, files, ranks, signals)
+        stack.callback(trainer.close)
+        return trainer.run()
+
+
+class Trainer:
+    """A run in progress. Everything that changes from step to step is in its plain attributes."""
+
+    def __init__(self, config: Config, folder: RunFolder, files: TokenFiles, ranks: Ranks, signals: StopSignals):
+        self.config, self.folder, self.files, self.ranks, self.signals = config, folder, files, ranks, signals
+        train, data = config.train, config.data
+        tokenizer = files.tokenizer
+        start = ranks.on_first(lambda: find_start(config, folder, tokenizer.sha256, files.fingerprint))
+        path, state = start or (None, None)
+
+        self.step = state.step if state else 0
+        self.samples = state.samples if state else 0
+        self.nonfinite = state.nonfinite if state else 0
+        self.nonfinite_in_a_row = state.nonfinite_in_a_row if state else 0
+        self.first_loss = state.first_loss if state else None
+        self.loss: float | None = None
+        self.validation_loss: float | None = None
+        self.saved_step = self.step if state else None
+        self.last_step = train.stop_at or train.max_steps
+        self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
+
+        self.engine = self._build_engine(path, state)
+        self.batch_samples = train.batch_tokens // data.seq_len
+        self.train_samples = PackedSamples(files.train, data.seq_len, config.run.seed)
+        self.loader = Loader(
+            self.train_samples, self.engine.micro_batch, ranks.rank, ranks.world_size, self.batch_samples
+        )
+        self.flops_per_token = flops_per_token(self.engine.model)
+        peak = peak_flops(ranks.device)
+        self.peak_flops = peak and peak * ranks.world_size
+        self.wandb = self.metrics = None
+        ranks.on_first(lambda: self._open_logs(tokenizer.path, state))
+        self.progress = Progress(self.step, max(self.step, self.last_step), shown=ranks.first)
+
+    def _build_engine(self, path: Path | None, state: TrainerState | None) -> Engine:
+        torch.manual_seed(self.config.run.seed)
+        model = build_model(self.config.model)
+        model.set_activation_checkpointing(self.config.train.activation_checkpointing)
+        if state is None:
+            return Engine(model, self.config, self.ranks)
+        load_weights(model, checkpoints.read_tensors(path / checkpoints.MODEL))
+        engine = Engine(model, self.config, self.ranks)
+        with checkpoints.TensorFile(path / checkpoints.OPTIMIZER) as get:
+            engine.load_moments(lambda key, name: get(f"{key}.{name}"), state.adam_step)
+        return engine
+
+    def _open_logs(self, tokenizer: Path, state: TrainerState | None):
+        self.folder.write_settings(self.config, tokenizer)
+        self.metrics = MetricsLog(self.folder.metrics, self.step)
+        self.wandb = WandbLog(self.config, self.folder, state and state.wandb_id)
+        log.info(
+            "%s step %d: %s parameters, %d ranks on %s, ZeRO %d, %s, %d micro-batches of %d samples a rank",
+            "resuming at" if state else "starting at", self.step, f"{self.flops_per_token / 6:,.0f}",
+            self.ranks.world_size, self.ranks.device.type, self.config.parallel.zero_stage,
+            self.config.train.precision, self.engine.accumulation, self.engine.micro_batch,
+        )  # fmt: skip
+
+    # ---- the run
+
+    def run(self) -> int:
+        """Steps to the end, or to a signal; returns the exit status."""
+        train = self.config.train
+        while self.step < self.last_step:
+            signal = self._train_step()
+            if signal:
+                self._save()
+                self._say(f"stopped by signal {signal} at step {self.step}; {self._saved_at()}; "
+                          "the same command continues")
+                return 128 + signal
+            if self.nonfinite_in_a_row >= train.max_nonfinite:
+                self._stop_nonfinite()
+            if train.eval_every and self.step % train.eval_every == 0:
+                self._validate()
+            if self.step % train.checkpoint_every == 0:
+                self._save()
+        self._finish()
+        return 0
+
+    def _train_step(self) -> int:
+        """One optimiser step, or a skipped one. Returns the number of a signal to stop for, or 0."""
+        train, began = self.config.train, time.perf_counter()
+        self.step += 1
+        lr = learning_rate(self.step, train.lr, train.warmup_steps, train.max_steps, train.min_lr_ratio)
+        self.engine.set_lr(lr)
+        # Random numbers as a function of the step alone need no place in a checkpoint.
+        torch.manual_seed((self.config.run.seed * 1_000_003 + self.step) % 2**63)
+
+        logged = self.step == 1 or self.step % train.log_every == 0 or self.step == self.last_step
+        probe = memory_probe(self.engine.model) if logged and self.ranks.first else nullcontext(dict)
+        losses = []
+        with probe as memory:
+            for ids, reset in self.loader.batches(self.samples):
+                losses.append(self.engine.micro_step(*self._on_device(ids, reset)))
+            memory = memory()
+        local_loss = float(torch.stack(losses).mean()) / self.ranks.world_size
+        # The one exchange of a step: after it all ranks know the same and act alike.
+        loss, *flags = self.ranks.sum([local_loss, *self.signals.flags()])
+        applied = self.engine.update_applied() and math.isfinite(loss)
+
+        first_sample, self.samples = self.samples, self.samples + self.batch_samples
+        self._unlogged_tokens += train.batch_tokens
+        self._unlogged_seconds += time.perf_counter() - began
+        speed = self._unlogged_tokens / self._unlogged_seconds
+        if applied:
+            self.nonfinite_in_a_row = 0
+            self.loss = loss
+            self.first_loss = loss if self.first_loss is None else self.first_loss
+            if logged:
+                self._log("train", loss=loss, grad_norm=self.engine.gradient_norm(), lr=lr,
+                          tokens=self.samples * self.config.data.seq_len, tokens_per_second=speed,
+                          mfu=self.peak_flops and speed * self.flops_per_token / self.peak_flops,
+                          **memory, skipped=self.nonfinite)
+        else:
+            self._note_nonfinite(loss, first_sample)
+        if logged:
+            self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
+        self.progress.update(loss, speed)
+        return self.signals.decide(flags)
+
+    def _on_device(self, ids: Tensor, reset: Tensor) -> tuple[Tensor, Tensor | None]:
+        device = self.ranks.device
+        reset = reset.to(device, non_blocking=True) if self.config.data.reset_at_documents else None
+        return ids.to(device, non_blocking=True), reset
+
+    def _note_nonfinite(self, loss: float, first_sample: int):
+        """Records a step that was skipped: weights and moments are as before, the data has moved on."""
+        self.nonfinite += 1
+        self.nonfinite_in_a_row += 1
+        if self.ranks.first:
+            positions = range(first_sample, first_sample + self.batch_samples)
+            log.warning("step %d was skipped: its loss (%s) or gradient is not finite; samples %d to %d",
+                        self.step, loss, positions[0], positions[-1])
+            self._log("nonfinite", loss=loss, skipped=self.nonfinite, in_a_row=self.nonfinite_in_a_row,
+                      positions=[positions[0], positions[-1]],
+                      samples=[self.train_samples.describe(p) for p in positions])
+
+    def _stop_nonfinite(self):
+        self._save()
+        train = self.config.train
+        raise UserError(
+            f"train.max_nonfinite: {self.nonfinite_in_a_row} steps in a row had a loss or gradient that is not finite; "
+            f"{self._saved_at()}. Lower train.lr={train.lr:g}, raise train.warmup_steps={train.warmup_steps}, or set "
+            f"train.precision=fp32, and continue from an earlier checkpoint; the samples are in {self.folder.metrics}"
+        )
+
+    # ---- around the steps
+
+    def _validate(self):
+        """Mean loss over a fixed set of validation samples, shared over ranks."""
+        data, train = self.config.data, self.config.train
+        samples = PackedSamples(self.files.validation, data.seq_len, 0)
+        batches = self._validation_batches(samples, min(train.eval_samples, len(samples)))
+        total, count = self.ranks.sum(list(self.engine.validation_loss(batches)))
+        self.validation_loss = total / count
+        self._log("validation", validation_loss=self.validation_loss)
+        log.info("step %d: validation loss %.4f", self.step, self.validation_loss)
+
+    def _validation_batches(self, samples: PackedSamples, count: int) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+        """This rank's (ids, reset, weight): as many on every rank, filled up with samples of weight 0."""
+        micro, world = self.engine.micro_batch, self.ranks.world_size
+        for first in range(0, count, micro * world):
+            positions = range(first + self.ranks.rank * micro, first + (self.ranks.rank + 1) * micro)
+            pairs = [samples[min(p, count - 1)] for p in positions]
+            ids, reset = (torch.stack(list(part)) for part in zip(*pairs, strict=True))
+            weight = torch.tensor([float(p < count) for p in positions], device=self.ranks.device)
+            yield *self._on_device(ids, reset), weight
+
+    def _save(self):
+        """Writes a checkpoint of this step, unless it was just written or loaded."""
+        if self.saved_step == self.step:
+            return
+        model, optimizer = {}, {}
+
+        def take(kind: str, name: str, tensor: Tensor):
+            if self.ranks.first:
+                tensors, key = (model, name) if kind == "weight" else (optimizer, f"{kind}.{name}")
+                tensors[key] = tensor.detach().to("cpu", copy=True)
+
+        self.engine.gather(take)
+        adam_step = self.engine.adam_step()
+        self.ranks.on_first(partial(self._write_checkpoint, model, optimizer, adam_step))
+        self.saved_step = self.step
+
+    def _write_checkpoint(self, model: dict[str, Tensor], optimizer: dict[str, Tensor], adam_step: int):
+        config = self.config
+        state = TrainerState(
+            step=self.step, samples=self.samples, adam_step=adam_step, nonfinite=self.nonfinite,
+            nonfinite_in_a_row=self.nonfinite_in_a_row, first_loss=self.first_loss, wandb_id=self.wandb.id,
+            model_hash=config_hash(config.model), config_hash=config_hash(config),
+            config=config.model_dump(mode="json"), tokenizer_sha256=self.files.tokenizer.sha256,
+            data_fingerprint=self.files.fingerprint,
+            topology={"ranks": self.ranks.world_size, "zero_stage": config.parallel.zero_stage,
+                      "precision": config.train.precision, "device": self.ranks.device.type},
+        )  # fmt: skip
+        path = checkpoints.save(self.folder.checkpoints, model, optimizer, state)
+        checkpoints.prune(self.folder.checkpoints, config.train.keep_last, path)
+        log.info("step %d: checkpoint %s", self.step, path)
+
+    def _finish(self):
+        self._save()
+        self._validate()
+        self.ranks.on_first(self._summarise)
+
+    def _summarise(self):
+        unigram = self.files.manifest.get("unigram_loss")
+        plot = self.folder.plots / "loss.png"
+        plot_loss(read_metrics(self.folder.metrics), unigram, plot)
+
+        def number(value: float | None) -> str:
+            return "-" if value is None else f"{value:.4f}"
+
+        self.progress.close()
+        self._say(f"step {self.step} of {self.config.train.max_steps}: training loss {number(self.first_loss)} -> "
+                  f"{number(self.loss)}, validation {number(self.validation_loss)}, unigram baseline {number(unigram)} "
+                  f"(nats per token); {self.nonfinite} steps skipped")
+        self._say(f"{self._saved_at()}; loss curve {plot}; metrics {self.folder.metrics}; log {self.folder.log}")
+
+    def _saved_at(self) -> str:
+        return f"checkpoint {checkpoints.checkpoint_path(self.folder.checkpoints, self.step)}"
+
+    def _log(self, kind: str, **values):
+        if self.ranks.first:
+            self.metrics.write(kind, self.step, **values)
+            numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}
+            self.wandb.write(self.step, numbers)
+
+    def _say(self, text: str):
+        if self.ranks.first:
+            log.info(text)
+            print(text)
+
+    def close(self):
+        """Ends logs and bars; the engine goes with the process."""
+        self.progress.close()
+        if self.metrics:
+            self.metrics.close()
+        if self.wandb:
+            self.wandb.close()
+
+
+@contextmanager
+def _opened(folder: RunFolder):
+    """Locks a run folder and sends our log to its log.txt, warnings to stderr as well."""
+    with folder.lock():
+        ours = logging.getLogger("titans_pt")
+        to_file, to_screen = logging.FileHandler(folder.log), logging.StreamHandler()
+        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        to_screen.setFormatter(logging.Formatter("titans: %(levelname)s: %(message)s"))
+        to_screen.setLevel(logging.WARNING)
+        before = ours.level
+        ours.setLevel(logging.INFO)
+        for handler in (to_file, to_screen):
+            ours.addHandler(handler)
+        try:
+            yield folder
+        except BaseException as error:
+            ours.info("stopped: %s: %s", type(error).__name__, error)
+            raise
+        finally:
+            ours.setLevel(before)
+            for handler in (to_file, to_screen):
+                ours.removeHandler(handler)
+                handler.close()

@@ -1,0 +1,89 @@
+"""What a run tells while it trains: one JSON object a line, and a progress bar."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense bf16 FLOP/s of known GPUs (SXM), by a part of their name."""
+
+
+class MetricsLog:
+    """metrics.jsonl: one object a record, each with ``kind`` and ``step``.
+
+    kind "train": a logged step. "validation": validation_loss. "nonfinite": a skipped step and its samples.
+    """
+
+    def __init__(self, path: Path, resumed_step: int):
+        """Opens the file to append; records after ``resumed_step`` are removed, since those steps come again."""
+        keep = [record for record in read_metrics(path) if record["step"] <= resumed_step]
+        temporary = path.with_name(f".{path.name}.tmp")
+        with temporary.open("w") as file:
+            file.writelines(_line(record) for record in keep)
+        os.replace(temporary, path)
+        self._file = path.open("a")
+
+    def write(self, kind: str, step: int, **values: Any):
+        self._file.write(_line({"kind": kind, "step": step, **values}))
+        self._file.flush()
+
+    def close(self):
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file; a last line that a crash cut short is left out. No file: none."""
+    records = []
+    if path.is_file():
+        for line in path.read_text().splitlines():
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                continue
+    return records
+
+
+def _line(record: dict[str, Any]) -> str:
+    """One line of strict JSON, which knows no NaN: not finite becomes null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite) + "\n"
+
+
+class Progress:
+    """A progress bar on stderr with loss, tokens a second and the time left. ``shown=False`` is silent."""
+
+    def __init__(self, step: int, last: int, shown: bool):
+        self._bar = tqdm(
+            total=last, initial=step, unit="step", dynamic_ncols=True, disable=not shown, mininterval=0.5,
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} steps [{elapsed}, {remaining} left{postfix}]",
+        )  # fmt: skip
+
+    def update(self, loss: float, tokens_per_second: float):
+        self._bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
+        self._bar.update()
+
+    def close(self):
+        self._bar.close()
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """Floating-point operations that one training token takes, forward and backward: 6 for each parameter.
+
+    2 for the multiply-add of the forward pass, 4 for the two of the backward pass. It leaves out attention's
+    scores and the memory's inner gradients and updates, so a utilisation made from it errs on the low side.
+    """
+    return 6.0 * sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of a device, or None where it is not known (CPUs, other GPUs)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

@@ -1,0 +1,56 @@
+"""A look into the memory on the steps that are logged, without a word in the model's own files."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def memory_probe(model: nn.Module):
+    """Watches the forward passes inside the ``with``; yields a function that gives the means over them.
+
+    theta, eta, alpha: means of the memory gates over layers, heads and tokens. memory_norm, momentum_norm: mean
+    Frobenius norm of a head's weight matrix M_t and of its momentum S_t after the last token. All of this rank's
+    own samples. Without memory layers the means are empty.
+    """
+    from kernels.memory import MemoryState
+    from titans_pt.layers.memory import MemoryGates
+
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def note(name: str, value: torch.Tensor):
+        seen.setdefault(name, []).append(value.detach().float().mean())
+
+    def gates(_module, _args, output):
+        for name, value in zip(("theta", "eta", "alpha"), output, strict=True):
+            note(name, value)
+
+    def states(_module, _args, output):
+        for state in find(output[1], MemoryState):
+            for name, matrices in (("memory_norm", state.weights), ("momentum_norm", state.momentum)):
+                for matrix in matrices:
+                    note(name, matrix.detach().float().norm(dim=(-2, -1)))
+
+    handles = [m.register_forward_hook(gates) for m in model.modules() if isinstance(m, MemoryGates)]
+    handles.append(model.register_forward_hook(states))
+    try:
+        yield lambda: {name: float(torch.stack(values).mean()) for name, values in seen.items()}
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def find(tree: Any, kind: type) -> Iterator[Any]:
+    """Every instance of ``kind`` in nested dataclasses, lists and tuples."""
+    if isinstance(tree, kind):
+        yield tree
+    elif is_dataclass(tree):
+        for field in fields(tree):
+            yield from find(getattr(tree, field.name), kind)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from find(item, kind)

@@ -1,0 +1,35 @@
+"""Stop requests: a preemption's SIGTERM or a user's Ctrl-C ends a run with a checkpoint, not with a loss."""
+
+import signal
+
+
+class StopSignals:
+    """Counts SIGTERM and SIGINT while active; ``with StopSignals() as signals``. Old handlers come back at the end.
+
+    The third Ctrl-C is a KeyboardInterrupt: whoever does not want to wait for the checkpoint need not.
+    """
+
+    def __init__(self):
+        self._received = {signal.SIGTERM: 0, signal.SIGINT: 0}
+        self._old = {}
+
+    def __enter__(self):
+        self._old = {number: signal.signal(number, self._handle) for number in self._received}
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number, _frame):
+        self._received[number] += 1
+        if self._received[signal.SIGINT] >= 3:
+            raise KeyboardInterrupt
+
+    def flags(self) -> list[float]:
+        """[SIGTERM received, SIGINT received] as 0.0 or 1.0, to be summed over ranks."""
+        return [float(count > 0) for count in self._received.values()]
+
+    def decide(self, sums: list[float]) -> int:
+        """The signal number to stop for, given the flags summed over ranks; 0: go on. Alike on all ranks."""
+        return next((int(number) for number, count in zip(self._received, sums, strict=True) if count), 0)
