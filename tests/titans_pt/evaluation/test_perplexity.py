@@ -1,0 +1,126 @@
+"""Perplexity by streams equals one direct computation; buckets, bytes and documents are counted right."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titans_pt.config import load_config
+from titans_pt.errors import UserError
+from titans_pt.evaluation import perplexity
+
+from .conftest import Recurrent
+
+TOKENS, LENGTH = 200, 64
+RECURRENT = Recurrent().eval()
+
+
+def direct(model, ids):
+    """float64 (T - 1,) by one call."""
+    with torch.no_grad():
+        logits, _ = model(torch.tensor(ids[None, :-1]))
+    return F.cross_entropy(logits[0], torch.tensor(ids[1:]), reduction="none").double().numpy()
+
+
+@given(length=st.integers(2, 60), piece=st.integers(1, 70))
+@settings(max_examples=25, deadline=None)
+def test_losses_in_pieces_equal_one_call(length, piece):
+    ids = np.arange(length) * 31 % 128
+    found = perplexity.token_losses(RECURRENT, torch.tensor(ids), piece)
+    assert found.dtype == torch.float64
+    np.testing.assert_allclose(found, direct(RECURRENT, ids), rtol=1e-4)
+
+
+def measured(run, *overrides):
+    torch.manual_seed(0)
+    run.model = Recurrent().eval()
+    config = load_config(run.folder.config, ["evaluation.prefill_tokens=25", *overrides])
+    it = perplexity.Perplexity(run, config)
+    return it, [it.measure(i) for i in range(len(it.keys))]
+
+
+def test_equals_a_direct_computation(run):
+    it, records = measured(run)
+    summary = it.summary(records)
+    stream = it.validation.read(0, TOKENS + 1).astype(np.int64)
+    parts = [direct(run.model, stream[start : min(start + LENGTH, TOKENS) + 1]) for start in range(0, TOKENS, LENGTH)]
+    losses = np.concatenate(parts)
+    assert len(parts) == len(records) == summary["streams"] == 4 and len(parts[-1]) == 8
+    assert summary["tokens"] == TOKENS == len(losses)
+    assert summary["loss"] == pytest.approx(losses.mean(), rel=1e-6)
+    assert summary["perplexity"] == pytest.approx(math.exp(losses.mean()), rel=1e-6)
+    assert summary["bytes"] == sum(stream[1:] != 0)
+    assert summary["bits_per_byte"] == pytest.approx(losses.sum() / math.log(2) / summary["bytes"], rel=1e-6)
+    assert summary["unigram_loss"] == 3.3
+
+    rows = summary["positions"]
+    assert [(row["first"], row["last"]) for row in rows] == [
+        (1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 63), (64, 64)
+    ]  # fmt: skip
+    assert sum(row["n"] for row in rows) == TOKENS
+    for row in rows:
+        values = np.concatenate([part[row["first"] - 1 : row["last"]] for part in parts])
+        assert row["n"] == len(values) and row["mean"] == pytest.approx(values.mean(), rel=1e-6)
+        assert row["stderr"] == pytest.approx(values.std(ddof=1) / len(values) ** 0.5, rel=1e-4)
+
+
+def test_one_token_has_no_stderr(run):
+    it, records = measured(run, "evaluation.perplexity.tokens=1")
+    summary = it.summary(records)
+    assert summary["positions"] == [{"first": 1, "last": 1, "mean": records[0]["nats"], "n": 1, "stderr": None}]
+    assert " - " in it.table(summary)
+
+
+def test_stops_at_the_end_of_the_text(run):
+    it, records = measured(run, "evaluation.perplexity.tokens=100000", "evaluation.perplexity.length=150")
+    assert it.validation.tokens == 320 and [record["n"] for record in records] == [150, 150, 19]
+    assert "319 validation tokens in 3 streams of 150" in it.table(it.summary(records))
+
+
+def test_without_text(run):
+    run.folder.config.write_text("")
+    perplexity.TokenFiles.open(None).validation.tokens = 1
+    with pytest.raises(UserError, match=r"data\.dir.*validation"):
+        measured(run)
+
+
+def test_of_another_tokenizer(run):
+    perplexity.TokenFiles.open(None).manifest["tokenizer_sha256"] = "other"
+    with pytest.raises(UserError, match=r"data\.dir.*another tokenizer"):
+        measured(run)
+
+
+def test_documents_begin_anew_when_they_did_in_training(run):
+    seen = []
+
+    class Watching(Recurrent):
+        def forward(self, ids, state=None, reset=None, last_only=False):
+            seen.append(None if reset is None else reset[0])
+            return super().forward(ids, state)
+
+    run.model = Watching().eval()
+    for setting in ("true", "false"):
+        config = load_config(run.folder.config, [f"data.reset_at_documents={setting}", "evaluation.prefill_tokens=100"])
+        perplexity.Perplexity(run, config).measure(1)
+    # Stream 1 is tokens 64 to 128, and the second document begins at 90.
+    assert seen[0].nonzero().tolist() == [[26]] and seen[1] is None
+
+
+def test_keys_depend_on_the_text_and_the_checkpoint(run):
+    it, _ = measured(run)
+    assert len(set(it.keys)) == 4
+    run.checkpoint_hash = "other"
+    assert not set(it.keys) & set(perplexity.Perplexity(run, run.config).keys)
+
+
+@given(st.lists(st.floats(0, 20), max_size=40))
+@settings(max_examples=30, deadline=None)
+def test_position_sums_cover_all_once(losses):
+    sums = perplexity.position_sums(np.array(losses))
+    assert sum(n for n, _, _ in sums) == len(losses)
+    assert math.fsum(total for _, total, _ in sums) == pytest.approx(math.fsum(losses))
+    assert [n for n, _, _ in sums[:-1]] == [2**i for i in range(len(sums) - 1)]

@@ -1,0 +1,135 @@
+"""The runner: resumable, divisible over ranks, and clear about what it wrote."""
+
+import json
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+import titans_pt.evaluation
+from titans_pt.errors import UserError
+from titans_pt.evaluation import evaluate, plots
+
+from .conftest import Scripted, copies
+
+SMALL = ["evaluation.needle.lengths=[600]", "evaluation.needle.depths=[0, 100]"]
+
+
+@pytest.fixture
+def copying(run):
+    run.model = Scripted(copies)
+    return run
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_writes_everything_and_says_where(copying, capsys):
+    summary = evaluate("anywhere", SMALL)
+    out = capsys.readouterr().out
+    folder = copying.folder.evaluation / "step-00000007"
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert summary["step"] == 7 and summary["checkpoint_hash"] == "c0ffee"
+    assert summary["needle"]["mean"] == 1.0 and summary["needle"]["n"] == 4
+    assert summary["needle"]["settings"]["samples"] == 2
+    assert summary["perplexity"]["tokens"] == 200
+    assert [len(lines(folder / f"{name}.jsonl")) for name in ("perplexity", "needle")] == [4, 4]
+    assert {r["checkpoint_hash"] for r in lines(folder / "needle.jsonl")} == {"c0ffee"}
+    files = [folder / "summary.json", folder / "needle.jsonl", folder / "perplexity.jsonl"]
+    figures = [copying.folder.plots / name for name in ("needle.png", "perplexity_by_position.png")]
+    for path in files + figures:
+        assert path.exists() and str(path) in out
+    for path in figures:
+        picture = imread(path)
+        assert min(picture.shape[:2]) > 300 and len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 50
+    assert "unigram baseline" in out and "100 [34, 100] 2" in out
+    # Nothing else, no temporary file.
+    assert len(list(folder.iterdir())) == 3 and len(list(copying.folder.plots.iterdir())) == 2
+
+
+def test_a_rerun_does_only_what_is_missing(copying, capsys):
+    first = evaluate("anywhere", SMALL)
+    path = copying.folder.evaluation / "step-00000007" / "needle.jsonl"
+    reads = copying.model.reads
+    assert evaluate("anywhere", SMALL) == first
+    assert copying.model.reads == reads
+
+    # Killed while the last of four lines was written.
+    whole = lines(path)
+    path.write_bytes(path.read_bytes()[:-20])
+    again = evaluate("anywhere", SMALL)
+    assert [r["key"] for r in lines(path)] == [r["key"] for r in whole]
+    assert 500 < copying.model.reads - reads < 1000  # one sample of 600
+    assert again["needle"]["mean"] == 1.0 and again["perplexity"] == first["perplexity"]
+
+    # More of the same: what is there is kept, what is new is added.
+    wider = evaluate("anywhere", ["evaluation.needle.lengths=[600]", "evaluation.needle.depths=[0, 50, 100]"])
+    assert wider["needle"]["n"] == 6 and len(lines(path)) == 6
+    # And less of it: the summary is of what was asked.
+    assert evaluate("anywhere", [*SMALL, "evaluation.needle.samples=1"])["needle"]["n"] == 2
+    assert len(lines(path)) == 6
+
+
+def test_another_checkpoint_is_measured_anew(copying):
+    evaluate("anywhere", SMALL, only="needle")
+    copying.checkpoint_hash, copying.model = "beef", Scripted(lambda text: "7")
+    summary = evaluate("anywhere", SMALL, only="needle")
+    assert summary["needle"]["mean"] == 0.0 and summary["needle"]["n"] == 4
+    assert len(lines(copying.folder.evaluation / "step-00000007" / "needle.jsonl")) == 8
+
+
+def test_only_one_evaluation_keeps_the_others_summary(copying):
+    first = evaluate("anywhere", SMALL, only="perplexity")
+    assert "needle" not in first
+    both = evaluate("anywhere", SMALL, only="needle")
+    assert both["perplexity"] == first["perplexity"] and both["needle"]["n"] == 4
+    copying.checkpoint_hash = "beef"
+    assert "perplexity" not in evaluate("anywhere", SMALL, only="needle")
+
+
+def test_ranks_cover_all_once_and_the_last_one_sums_up(copying, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    folder = copying.folder.evaluation / "step-00000007"
+    found = {}
+    for rank in (2, 0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        found[rank] = evaluate("anywhere", SMALL)
+    assert found[2] is None and found[0] is None and found[1]["needle"]["n"] == 4
+    assert "other ranks" in capsys.readouterr().out
+    for name in ("needle", "perplexity"):
+        parts = [lines(folder / part) for part in (f"{name}.jsonl", f"{name}-rank1.jsonl", f"{name}-rank2.jsonl")]
+        assert [len(part) for part in parts] == [2, 1, 1]
+        assert len({record["key"] for part in parts for record in part}) == 4
+
+    # One process goes on from the parts of three.
+    reads = copying.model.reads
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    assert evaluate("anywhere", SMALL) == found[1]
+    assert copying.model.reads == reads
+
+
+def test_says_what_is_wrong(copying):
+    with pytest.raises(UserError, match="'needles': unknown; there are: perplexity, needle"):
+        evaluate("anywhere", only="needles")
+    with pytest.raises(UserError, match=r"only evaluation\.KEY=VALUE"):
+        evaluate("anywhere", ["model.d_model=8"])
+    with pytest.raises(UserError, match=r"evaluation\.needle\.sample: unknown key"):
+        evaluate("anywhere", ["evaluation.needle.sample=8"])
+    with pytest.raises(UserError, match=r"evaluation\.needle\.lengths: given 100"):
+        evaluate("anywhere", ["evaluation.needle.lengths=[100]"])
+    assert titans_pt.evaluation.__all__ == ["evaluate", "generate"]
+
+
+@pytest.mark.parametrize("lengths, depths", [([512], [50]), ([2**i for i in range(11, 21)], range(0, 101, 10))])
+def test_needle_plot_of_any_size(tmp_path, lengths, depths):
+    cells = [{"length": x, "depth": y, "mean": y / 100, "n": 5} for x in lengths for y in depths]
+    picture = imread(plots.plot_needle({"cells": cells}, tmp_path / "n.png", "title"))
+    assert picture.shape[0] > 300 and picture.shape[1] > 600 and picture.std() > 0.1
+
+
+def test_position_plot_of_one_bucket(tmp_path):
+    rows = [{"first": 1, "last": 1, "mean": 2.0, "n": 1, "stderr": None}]
+    path = plots.plot_positions({"positions": rows, "unigram_loss": 3.0}, tmp_path / "p.png", "title")
+    assert imread(path).std() > 0.05

@@ -1,0 +1,175 @@
+"""Perplexity on the validation tokens, whole and by the position in the stream."""
+
+import hashlib
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data_pipeline import TokenFiles
+from titans_pt.config import Config
+from titans_pt.errors import UserError
+from titans_pt.evaluation.plots import plot_positions
+from titans_pt.evaluation.records import digest
+from titans_pt.evaluation.stream import device_of
+from titans_pt.run import LoadedRun
+
+LOSS_ROWS = 512
+"""Logits are turned into losses so many tokens at a time: a second (T, V) array would double the memory."""
+
+
+@torch.no_grad()
+def token_losses(model: nn.Module, ids: Tensor, chunk_tokens: int, reset: Tensor | None = None) -> Tensor:
+    """Negative log-likelihood (nats) of every token of a stream after its first, as a float64 CPU tensor (T - 1,).
+
+    Args:
+        ids: (T,) integers, T >= 2; the model begins anew at the first.
+        chunk_tokens: tokens of a piece; the state is carried from piece to piece.
+        reset: (T,) bool, True where a document begins and the model must forget; None: nowhere.
+    """
+    device = device_of(model)
+    ids = ids.to(torch.int64)
+    losses, state = [], None
+    for start in range(0, len(ids) - 1, chunk_tokens):
+        stop = min(start + chunk_tokens, len(ids) - 1)
+        cut = None if reset is None else reset[None, start:stop].to(device)
+        logits, state = model(ids[None, start:stop].to(device), state, cut)
+        targets = ids[start + 1 : stop + 1].to(device)
+        for rows, wanted in zip(logits[0].split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True):
+            losses.append(F.cross_entropy(rows.float(), wanted, reduction="none").double().cpu())
+    return torch.cat(losses)
+
+
+def position_sums(losses: np.ndarray) -> list[list[float]]:
+    """[n, sum, sum of squares] of the losses in each bucket of positions [1, 2), [2, 4), [4, 8) ...
+
+    The position of a token is the number of tokens before it in its stream: losses[i] is at i + 1.
+    """
+    sums = []
+    for bucket in range(len(losses).bit_length()):
+        part = losses[2**bucket - 1 : 2 ** (bucket + 1) - 1]
+        sums.append([len(part), math.fsum(part), math.fsum(part**2)])
+    return sums
+
+
+class Perplexity:
+    """One record a stream of ``length`` tokens; sums are float64, so that they add up in any order.
+
+    A stream of L scored tokens reads L + 1: its first is context only, and is scored by the stream before. The
+    last stream may be shorter.
+
+    Raises:
+        UserError: no validation text to score, no token files, or those of another tokenizer.
+    """
+
+    name = "perplexity"
+
+    def __init__(self, run: LoadedRun, config: Config):
+        self.loaded, self.config = run, config
+        files = TokenFiles.open(config)
+        if files.manifest["tokenizer_sha256"] != run.tokenizer.sha256:
+            raise UserError(
+                f"data.dir: {config.data.dir} holds token files of another tokenizer than the run's; "
+                f"prepare them again with the settings in {run.folder.config}"
+            )
+        self.unigram_loss = files.manifest["unigram_loss"]
+        self.validation = files.validation
+        self.length = config.evaluation.perplexity.length or config.data.seq_len
+        self.tokens = min(config.evaluation.perplexity.tokens, self.validation.tokens - 1)
+        if self.tokens < 1:
+            raise UserError(
+                f"data.dir: {config.data.dir} holds {self.validation.tokens} validation tokens, at least 2 are "
+                "needed; raise data.validation_fraction or add text, and prepare again"
+            )
+        self.starts = range(0, self.tokens, self.length)
+        self.keys = [self._key(start) for start in self.starts]
+
+    def _stop(self, start: int) -> int:
+        return min(start + self.length, self.tokens)
+
+    def _read(self, start: int) -> np.ndarray:
+        return self.validation.read(start, self._stop(start) + 1).astype(np.int64)
+
+    def _key(self, start: int) -> str:
+        # The ids themselves are part of the key: new token files in the same folder are another measurement.
+        text = hashlib.sha256(self._read(start).tobytes()).hexdigest()
+        run = self.loaded
+        return digest(self.name, start, self._stop(start), text, run.tokenizer.sha256, run.checkpoint_hash)
+
+    def _document_starts(self, start: int, length: int) -> Tensor:
+        places = self.validation.document_starts - start
+        starts = torch.zeros(length, dtype=torch.bool)
+        starts[places[(places >= 0) & (places < length)]] = True
+        return starts
+
+    def measure(self, index: int) -> dict:
+        """Scores stream ``index``: n, nats, decoded bytes and the sums by position."""
+        start, run, tokenizer = self.starts[index], self.loaded, self.loaded.tokenizer
+        ids = self._read(start)
+        reset = self._document_starts(start, len(ids)) if self.config.data.reset_at_documents else None
+        began = time.perf_counter()
+        losses = token_losses(run.model, torch.from_numpy(ids), self.config.evaluation.prefill_tokens, reset).numpy()
+        seconds = time.perf_counter() - began
+        # The first token is not scored, but the text of the others depends on its being there (leading spaces).
+        scored_bytes = len(tokenizer.decode(ids.tolist()).encode()) - len(tokenizer.decode(ids[:1].tolist()).encode())
+        return {
+            "start": start,
+            "n": len(losses),
+            "nats": math.fsum(losses),
+            "bytes": scored_bytes,
+            "positions": position_sums(losses),
+            "tokens_per_s": len(losses) / seconds,
+        }
+
+    def summary(self, records: list[dict]) -> dict:
+        """loss (nats a token), perplexity, bits per byte, the unigram baseline's loss, and the loss by position.
+
+        stderr takes the tokens of a bucket as independent, which neighbours in a text are not: read it as a
+        lower bound.
+        """
+        n = sum(record["n"] for record in records)
+        nats = math.fsum(record["nats"] for record in records)
+        size = sum(record["bytes"] for record in records)
+        loss = nats / n
+        positions = []
+        for bucket in range(max(len(record["positions"]) for record in records)):
+            parts = [record["positions"][bucket] for record in records if bucket < len(record["positions"])]
+            count, total, squares = (math.fsum(column) for column in zip(*parts, strict=True))
+            mean = total / count
+            stderr = math.sqrt(max(0.0, squares / count - mean**2) / (count - 1)) if count > 1 else None
+            last = min(2 ** (bucket + 1) - 1, self.length, self.tokens)
+            positions.append({"first": 2**bucket, "last": last, "mean": mean, "n": int(count), "stderr": stderr})
+        return {
+            "loss": loss,
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "bits_per_byte": nats / math.log(2) / size if size else None,
+            "unigram_loss": self.unigram_loss,
+            "tokens": n,
+            "bytes": size,
+            "length": self.length,
+            "streams": len(records),
+            "tokens_per_s": n / sum(record["n"] / record["tokens_per_s"] for record in records),
+            "positions": positions,
+        }
+
+    def table(self, summary: dict) -> str:
+        bits = "-" if summary["bits_per_byte"] is None else f"{summary['bits_per_byte']:.4f}"
+        streams = f"{summary['streams']} streams of {summary['length']}"
+        lines = [
+            f"perplexity ({summary['tokens']} validation tokens in {streams})",
+            f"  loss {summary['loss']:.4f} nats/token   perplexity {summary['perplexity']:.2f}   bits/byte {bits}   "
+            f"(unigram baseline: loss {summary['unigram_loss']:.4f})",
+            f"  {'position':>15} {'loss':>8} {'stderr':>8} {'n':>8}",
+        ]
+        for row in summary["positions"]:
+            span = f"{row['first']}-{row['last']}"
+            stderr = "-" if row["stderr"] is None else f"{row['stderr']:.4f}"
+            lines.append(f"  {span:>15} {row['mean']:>8.4f} {stderr:>8} {row['n']:>8}")
+        return "\n".join(lines)
+
+    def plot(self, summary: dict, folder: Path, title: str) -> Path:
+        return plot_positions(summary, folder / "perplexity_by_position.png", f"Validation loss by position\n{title}")

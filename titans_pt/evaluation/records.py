@@ -1,0 +1,82 @@
+"""Results as append-only JSONL: what is written stays, and a rerun goes on behind it."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from titans_pt.errors import UserError
+
+
+def digest(*parts: Any) -> str:
+    """SHA-256 (hex) of plain values. Floats and integers of one value differ: convert before."""
+    return hashlib.sha256(json.dumps(parts, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_records(paths: list[Path]) -> dict[str, dict]:
+    """The records of several JSONL files by their ``key``; of two with one key the first counts.
+
+    A last line without its newline is passed over: a writer was killed within it, or is writing it now.
+
+    Raises:
+        UserError: a whole line is not a record.
+    """
+    records: dict[str, dict] = {}
+    for path in paths:
+        lines = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines[:-1], start=1):
+            try:
+                record = json.loads(line)
+                records.setdefault(record["key"], record)
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{path}: line {number} is not a record; delete the line and run again") from None
+    return records
+
+
+class RecordFile:
+    """A JSONL file of one writer. Opening it cuts off a line that a killed writer left unfinished."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a+b")  # noqa: SIM115 - closed by __exit__
+        self._file.seek(0)
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)
+
+    def append(self, record: dict) -> None:
+        """Writes one line and hands it to the operating system, so that a kill of this process cannot lose it."""
+        self._file.write(json.dumps(record).encode() + b"\n")
+        self._file.flush()
+
+    def __enter__(self) -> "RecordFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Lets ``write`` fill a temporary file beside ``path`` and puts it there: readers see the old file or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def wilson(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval of a proportion (1927), 95 % for the default z.
+
+    Unlike mean +- z stderr it stays within [0, 1] and has a width at 0 and at n successes. No trials: (0, 1).
+    """
+    if n == 0:
+        return 0.0, 1.0
+    p = successes / n
+    middle = p + z * z / (2 * n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)

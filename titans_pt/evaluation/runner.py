@@ -1,0 +1,118 @@
+"""Runs the evaluations of a checkpoint: results that grow line by line, then one summary, tables and plots."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from titans_pt.config import Config, load_config
+from titans_pt.errors import UserError
+from titans_pt.evaluation.needle import Needle
+from titans_pt.evaluation.perplexity import Perplexity
+from titans_pt.evaluation.records import RecordFile, read_records, write_whole
+from titans_pt.evaluation.stream import best_device
+from titans_pt.run import LoadedRun, load_run
+
+EVALUATIONS = {kind.name: kind for kind in (Perplexity, Needle)}
+"""By name. Each is made with (run, config) and has ``keys``, one for each of its jobs, and
+
+``measure(i) -> dict``  the record of job i;
+``summary(records) -> dict``  figures over all records;
+``table(summary) -> str`` and ``plot(summary, folder, title) -> Path``  for the reader.
+"""
+
+
+def evaluate(
+    run_dir: str | Path, overrides: Sequence[str] = (), step: int | None = None, only: str | None = None
+) -> dict | None:
+    """Runs the evaluations of a run's checkpoint and writes what they find.
+
+    ``RUN/evaluation/step-XXXXXXXX/`` gets ``NAME.jsonl``, a line a job, and ``summary.json``; ``RUN/plots/`` the
+    figures. Jobs whose line is there already are not done again, so a killed evaluation goes on where it stopped.
+    Under torchrun job i is rank i % world's; ranks above 0 write ``NAME-rankR.jsonl``, and the one that finds all
+    jobs done, the last, writes the summary. Nothing is sent between ranks: they only share the folder.
+
+    Args:
+        run_dir: folder of a run.
+        overrides: ``evaluation.KEY=VALUE`` settings, over those that the run was started with.
+        step: the checkpoint; None is the newest.
+        only: name of one evaluation; None runs all.
+
+    Returns:
+        what summary.json holds, or None when other ranks are still at work.
+
+    Raises:
+        UserError: an unknown evaluation, an override outside of ``evaluation``, or something wrong with the run.
+    """
+    if only is not None and only not in EVALUATIONS:
+        raise UserError(f"evaluation {only!r}: unknown; there are: {', '.join(EVALUATIONS)}")
+    for override in overrides:
+        if override.partition("=")[0].partition(".")[0] != "evaluation":
+            raise UserError(f"override {override!r}: only evaluation.KEY=VALUE can be set here; the rest is the run's")
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    run = load_run(run_dir, step=step, device=best_device(int(os.environ.get("LOCAL_RANK", rank))))
+    config = load_config(run.folder.config, overrides)
+    folder = run.folder.evaluation / f"step-{run.step:08d}"
+    evaluations = [kind(run, config) for name, kind in EVALUATIONS.items() if only in (None, name)]
+    for evaluation in evaluations:
+        _work(evaluation, folder, rank, world)
+
+    found = [read_records(_parts(folder, evaluation.name)) for evaluation in evaluations]
+    missing = sum(key not in records for e, records in zip(evaluations, found, strict=True) for key in e.keys)
+    if missing:
+        print(f"rank {rank} of {world} is done; {missing} jobs of other ranks are not. Results: {folder}", flush=True)
+        return None
+    return _summarise(run, config, folder, evaluations, found)
+
+
+def _parts(folder: Path, name: str) -> list[Path]:
+    return sorted([*folder.glob(f"{name}.jsonl"), *folder.glob(f"{name}-rank*.jsonl")])
+
+
+def _work(evaluation: Perplexity | Needle, folder: Path, rank: int, world: int) -> None:
+    name = evaluation.name
+    own = folder / (f"{name}-rank{rank}.jsonl" if rank else f"{name}.jsonl")
+    with RecordFile(own) as file:
+        done = read_records(_parts(folder, name))
+        # By the place in the whole list, not in what is left: ranks may see different remains.
+        mine = range(rank, len(evaluation.keys), world)
+        todo = [i for i in mine if evaluation.keys[i] not in done]
+        pause = 0.5 if sys.stderr.isatty() else 30  # a bar in a log file is a line each time
+        bar = tqdm(todo, name, len(mine), initial=len(mine) - len(todo), mininterval=pause, disable=rank > 0)
+        for i in bar:
+            file.append({"key": evaluation.keys[i], **evaluation.measure(i), **_origin(evaluation.loaded)})
+
+
+def _origin(run: LoadedRun) -> dict:
+    return {"step": run.step, "checkpoint_hash": run.checkpoint_hash}
+
+
+def _summarise(
+    run: LoadedRun, config: Config, folder: Path, evaluations: list[Perplexity | Needle], found: list[dict[str, dict]]
+) -> dict:
+    path = folder / "summary.json"
+    whole = _earlier(path, run.checkpoint_hash) | _origin(run)
+    lines = [f"{run.folder.path}, step {run.step}"]
+    files, title = [path], f"{run.folder.path.name}, step {run.step}"
+    for evaluation, records in zip(evaluations, found, strict=True):
+        summary = evaluation.summary([records[key] for key in evaluation.keys])
+        settings = getattr(config.evaluation, evaluation.name).model_dump(mode="json")
+        whole[evaluation.name] = {"settings": settings, **summary}
+        lines += ["", evaluation.table(summary)]
+        files += [*_parts(folder, evaluation.name), evaluation.plot(summary, run.folder.plots, title)]
+    write_whole(path, lambda temporary: temporary.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8"))
+    lines += ["", "files:", *(f"  {file}" for file in files)]
+    print("\n".join(lines), flush=True)
+    return whole
+
+
+def _earlier(path: Path, checkpoint_hash: str) -> dict:
+    """The summary that is there, if it is of this checkpoint: ``only`` replaces its own part."""
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        return earlier if earlier["checkpoint_hash"] == checkpoint_hash else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
