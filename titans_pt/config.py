@@ -47,7 +47,7 @@ class SourceConfig(Section):
     @model_validator(mode="after")
     def _check(self):
         if (self.kind == "files") != (self.path is not None):
-            raise ValueError(f"path: given {self.path!r} with kind={self.kind!r}; set path with kind=files, and only then")
+            raise ValueError(f"path: given {self.path!r} with kind={self.kind!r}; kind=files needs a path, others none")
         return self
 
 
@@ -101,7 +101,8 @@ class MemoryConfig(Section):
     theta_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Share of the step bound used at initialisation."""
     save_every: Positive = 4
-    """Backward keeps the memory's weights at every save_every-th block and recomputes between: less memory, same result."""
+    """The backward pass keeps the memory's weights at every save_every-th block and computes those between again:
+    less memory, the same result."""
 
 
 class ModelConfig(Section):

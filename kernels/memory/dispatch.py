@@ -101,7 +101,7 @@ def _check(q, k, v, theta, eta, alpha, weights, norm, activation, chunk_size, re
          and all(tuple(w.shape[:2]) == (heads, d) for w, d in zip(weights, ends[:-1], strict=True)),
          f"weights must chain (H, d_in, d_out) from D to D with H={heads}, D={width}, "
          f"got {[tuple(w.shape) for w in weights]}")
-    need(norm is None or all(tuple(p.shape) == (heads, width) for p in norm), f"norm must be two of ({heads}, {width})")
+    need(norm is None or all(tuple(p.shape) == (heads, width) for p in norm), f"norm must be two ({heads}, {width})")
     need(activation in mlp.ACTIVATIONS, f"activation {activation!r} is none of {', '.join(mlp.ACTIVATIONS)}")
     need(chunk_size >= 1, f"chunk_size {chunk_size} must be at least 1")
     need(reset is None or (reset.dtype == torch.bool and reset.shape == (batch, length)), "reset must be bool (B, T)")

@@ -136,8 +136,7 @@ class NeuralMemory(nn.Module):
         y, memory = neural_memory(
             q, k, v, *self.gates(x), start or weights,
             norm=norm,
-            residual=self.config.residual,
-            activation=self.config.activation,
+            **self._network_options(),
             chunk_size=self.config.chunk_size,
             initial_state=state and state.memory,
             output_final_state=True,
@@ -153,8 +152,10 @@ class NeuralMemory(nn.Module):
 
     def read(self, q: Tensor, weights: tuple[Tensor, ...], norm: tuple[Tensor, Tensor] | None) -> Tensor:
         """q (B, T, H, D), weights (B, H, d_in, d_out) of a state -> M(q), (B, T, d_model); nothing is written."""
-        config = self.config
-        return self._normalised(memory_read(q, weights, norm=norm, residual=config.residual, activation=config.activation))
+        return self._normalised(memory_read(q, weights, norm=norm, **self._network_options()))
+
+    def _network_options(self) -> dict:
+        return {"residual": self.config.residual, "activation": self.config.activation}
 
     def _normalised(self, y: Tensor) -> Tensor:
         return self.output_norm(y.to(self.output_norm.weight.dtype)).flatten(-2)

@@ -76,16 +76,16 @@ class MAC(nn.Module):
         initial, norm = self.memory.network()
         initial = tuple(w.to(state_dtype(x)).expand(batch, *w.shape) for w in initial)
         if state:
-            memory, read_weights, offset = state.memory, state.read_weights, state.offset
+            memory, read_weights, carried = state.memory, state.read_weights, state.offset
             h_k, h_v, h_place = state.h_k.to(k.dtype), state.h_v.to(v.dtype), state.h_place
             k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
         else:
-            memory, read_weights, offset = None, initial, torch.zeros(batch, dtype=torch.int64)
+            memory, read_weights, carried = None, initial, torch.zeros(batch, dtype=torch.int64)
             h_k, h_v, h_place = k[:, :0], v[:, :0], place[:0]
         first = base + length - k.shape[1]  # place of the oldest token in k, v
 
         outputs = []
-        for begin, end, starts, documents, offset in self._pieces(offset, reset, length):
+        for begin, end, starts, documents, offset in self._pieces(carried, reset, length):
             current = memory.memory.weights if memory else initial
             read_weights = choose(starts, choose(documents, initial, current), read_weights)
             segment_start = base + begin - offset  # (B,) place of the first token of each row's segment

@@ -1,0 +1,163 @@
+"""The recurrence over blocks as one differentiable operator: forward keeps few states, backward plays them back."""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from kernels.memory import block
+from kernels.memory.block import Coefficients, Settings
+from kernels.memory.state import Weights
+
+
+@dataclass
+class Plan:
+    """What is known on the host about a run of n equally long blocks.
+
+    new_chunk, new_document: per block, a bool for all rows or a bool tensor (B H,).
+    layers: L. gate_layers: 1 or L. save_every: blocks between two states that are kept.
+    """
+
+    new_chunk: list
+    new_document: list
+    layers: int
+    gate_layers: int
+    save_every: int
+    settings: Settings
+
+
+COEFFICIENTS = len(fields(Coefficients))
+
+
+class MemoryScan(torch.autograd.Function):
+    """apply(plan, q, k, v, *coefficients, *norm, *begin, *W, *S, *F) -> (out, *W, *S, *F).
+
+    q, k, v: (n, N, c, D). coefficients: the fields of Coefficients, (gate_layers, n, N, ...). norm: two (N, 1, D), or
+    none. begin: L weights (N, d_in, d_out) at which a document starts, or none. W, S, F: the state, likewise.
+
+    Memory of the backward pass: 3 weight sets per ``save_every`` blocks for the run, intermediates for that many.
+    """
+
+    @staticmethod
+    def forward(ctx, plan: Plan, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor):
+        tensors = _Arguments(plan, q, k, v, rest)
+        state, saved, outputs = tensors.state, [], []
+        for n in range(len(q)):
+            if n % plan.save_every == 0:
+                saved.extend(w for group in state for w in group)
+            state, _, out, _ = tensors.step(n, state)
+            outputs.append(out)
+        ctx.plan = plan
+        ctx.count = 3 + len(rest)
+        ctx.save_for_backward(q, k, v, *rest, *saved)
+        # A state that no block replaced is an input: autograd wants outputs of its own.
+        after = [w for group in state for w in group]
+        given = {id(w) for w in rest}
+        return torch.stack(outputs), *(w.clone() if id(w) in given else w for w in after)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out: Tensor, *d_state: Tensor):
+        plan, layers = ctx.plan, ctx.plan.layers
+        tensors = ctx.saved_tensors
+        (q, k, v, *rest), saved = tensors[: ctx.count], tensors[ctx.count :]
+        arguments = _Arguments(plan, q, k, v, rest)
+        grads = _Accumulated(arguments)
+        dW, dS, dF = (list(d_state[i * layers : (i + 1) * layers]) for i in range(3))
+        for first in reversed(range(0, len(q), plan.save_every)):
+            sets = saved[first // plan.save_every * 3 * layers :][: 3 * layers]
+            state = tuple(sets[i * layers : (i + 1) * layers] for i in range(3))
+            played = []
+            for n in range(first, min(first + plan.save_every, len(q))):
+                state, began, _, kept = arguments.step(n, state)
+                played.append((n, began, kept))
+            while played:
+                n, (W, S, F), kept = played.pop()
+                g = block.backward(
+                    d_out[n], dW, dS, arguments.gates(n), arguments.norm, W, S, F, kept, plan.settings
+                )
+                grads.add(n, g)
+                dW, dS = g.W, g.S
+                dF = [a + b for a, b in zip(dF, g.F, strict=True)]
+                dW, dS, dF = grads.boundary(plan.new_document[n], plan.new_chunk[n], dW, dS, dF)
+        return None, grads.q, grads.k, grads.v, *grads.coefficients, *grads.norm, *grads.begin, *dW, *dS, *dF
+
+
+class _Arguments:
+    """The flat arguments of MemoryScan by name, and one step of its recurrence."""
+
+    def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, rest):
+        layers = plan.layers
+        self.plan, self.q, self.k, self.v = plan, q, k, v
+        self.coefficients, rest = rest[:COEFFICIENTS], rest[COEFFICIENTS:]
+        cut = 2 if plan.settings.has_norm else 0
+        self.norm, self.begin, state = rest[:cut], rest[cut : -3 * layers], rest[-3 * layers :]
+        self.state = tuple(tuple(state[i * layers : (i + 1) * layers]) for i in range(3))
+
+    def gates(self, n: int) -> list[Coefficients]:
+        shared = [
+            Coefficients(*(c[layer, n] for c in self.coefficients)) for layer in range(self.plan.gate_layers)
+        ]
+        return shared if self.plan.gate_layers == self.plan.layers else shared * self.plan.layers
+
+    def step(self, n: int, state):
+        """State before block n -> state after it, state that the block began with, outputs, intermediates."""
+        W, S, F = state
+        document, chunk = self.plan.new_document[n], self.plan.new_chunk[n]
+        if document is not False:
+            W = choose(document, self.begin, W)
+            S = choose(document, tuple(torch.zeros_like(s) for s in S), S)
+        if chunk is not False:
+            F = choose(chunk, W, F)
+        out, new_W, new_S, kept = block.forward(
+            self.q[n], self.k[n], self.v[n], self.gates(n), self.norm, W, S, F, self.plan.settings
+        )
+        return (new_W, new_S, F), (W, S, F), out, kept
+
+
+class _Accumulated:
+    """Gradients of MemoryScan's arguments, filled block by block from the last to the first."""
+
+    def __init__(self, arguments: _Arguments):
+        self.q, self.k, self.v = (torch.empty_like(x) for x in (arguments.q, arguments.k, arguments.v))
+        self.coefficients = [torch.zeros_like(c) for c in arguments.coefficients]
+        self.norm = [torch.zeros_like(p) for p in arguments.norm]
+        self.begin = [torch.zeros_like(w) for w in arguments.begin]
+
+    def add(self, n: int, g: block.Gradients):
+        self.q[n], self.k[n], self.v[n] = g.q, g.k, g.v
+        for layer, gates in enumerate(g.gates):
+            for total, field in zip(self.coefficients, fields(Coefficients), strict=True):
+                total[min(layer, len(total) - 1), n] += getattr(gates, field.name)
+        for total, part in zip(self.norm, g.norm, strict=True):
+            total += part
+
+    def boundary(self, document, chunk, dW: list[Tensor], dS: list[Tensor], dF: list[Tensor]):
+        """Gradients behind a block's start -> gradients before it, where chunks and documents began."""
+        if chunk is not False:
+            dW = [w + f for w, f in zip(dW, mask(chunk, dF), strict=True)]
+            dF = mask(negate(chunk), dF)
+        if document is not False:
+            for total, part in zip(self.begin, mask(document, dW), strict=True):
+                total += part
+            dW, dS = mask(negate(document), dW), mask(negate(document), dS)
+        return dW, dS, dF
+
+
+def negate(rows):
+    return not rows if isinstance(rows, bool) else ~rows
+
+
+def mask(rows, tensors) -> list[Tensor]:
+    """The tensors (N, ...) with the rows that are not chosen set to zero."""
+    if rows is True:
+        return list(tensors)
+    if rows is False:
+        return [torch.zeros_like(t) for t in tensors]
+    return [torch.where(rows.view(-1, 1, 1), t, 0.0) for t in tensors]
+
+
+def choose(rows, yes: Weights, no: Weights) -> Weights:
+    if rows is True:
+        return tuple(yes)
+    return tuple(torch.where(rows.view(-1, 1, 1), a, b) for a, b in zip(yes, no, strict=True))
