@@ -95,7 +95,8 @@ def _check(q, k, v, theta, eta, alpha, weights, norm, activation, chunk_size, re
     batch, length, heads, width = q.shape
     shapes = ((batch, length, heads), (batch, length, heads, 1), (batch, length, heads, len(weights)))
     need(all(g.shape in shapes for g in (theta, eta, alpha)) and theta.shape == eta.shape == alpha.shape,
-         f"theta, eta, alpha must share one of the shapes {shapes}, got {[tuple(g.shape) for g in (theta, eta, alpha)]}")
+         f"theta, eta, alpha must share one of the shapes {shapes}, "
+         f"got {[tuple(g.shape) for g in (theta, eta, alpha)]}")
     ends = [width, *(w.shape[2] for w in weights)]
     need(len(weights) > 0 and ends[-1] == width
          and all(tuple(w.shape[:2]) == (heads, d) for w, d in zip(weights, ends[:-1], strict=True)),
@@ -104,5 +105,5 @@ def _check(q, k, v, theta, eta, alpha, weights, norm, activation, chunk_size, re
     need(norm is None or all(tuple(p.shape) == (heads, width) for p in norm), f"norm must be two ({heads}, {width})")
     need(activation in mlp.ACTIVATIONS, f"activation {activation!r} is none of {', '.join(mlp.ACTIVATIONS)}")
     need(chunk_size >= 1, f"chunk_size {chunk_size} must be at least 1")
-    need(reset is None or (reset.dtype == torch.bool and reset.shape == (batch, length)), "reset must be bool (B, T)")
+    need(reset is None or (reset.dtype == torch.bool and reset.shape == q.shape[:2]), "reset must be bool (B, T)")
     need(backend in BACKENDS, f"backend {backend!r} is none of {', '.join(BACKENDS)}")
