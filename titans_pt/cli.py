@@ -30,7 +30,7 @@ _OS_REMEDIES = {
     errno.ENOTDIR: "a part of the path is a file; set run.dir (data.dir for prepare) to another folder",
 }
 _CPU_OUT_OF_MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)
-_LOST_PEER = re.compile(r"connection (closed|reset) by peer|connection refused|broken pipe|socket closed", re.IGNORECASE)
+_LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|socket closed", re.IGNORECASE)
 
 
 def run(arguments: list[str]) -> int:
@@ -39,7 +39,7 @@ def run(arguments: list[str]) -> int:
     0: done. 1: a fault of ours (with a traceback). 2: something for the user to mend, in one line.
     128 + n: stopped by signal n, after a checkpoint.
     """
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     try:
         _our_kernels_first()
         return options.command(options) or 0
@@ -150,6 +150,18 @@ def _generate(options: argparse.Namespace):
         seed=options.seed,
         step=options.checkpoint,
     )
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes only the first run of KEY=VALUE words; those after an option are overrides just as well.
+    if "overrides" not in options or any(word.startswith("-") for word in rest):
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return options
+    options.overrides += rest
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

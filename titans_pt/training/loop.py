@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,6 +71,7 @@ class Trainer:
         self.loss: float | None = None
         self.validation_loss: float | None = None
         self.saved_step = self.step if state else None
+        self.validated_step: int | None = None
         self.last_step = train.stop_at or train.max_steps
         self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
 
@@ -83,7 +85,11 @@ class Trainer:
         peak = peak_flops(ranks.device)
         self.peak_flops = peak and peak * ranks.world_size
         self.wandb = self.metrics = None
-        ranks.on_first(lambda: self._open_logs(tokenizer.path, state))
+        for record in ranks.on_first(lambda: self._open_logs(tokenizer.path, state)):
+            if record["kind"] == "train":
+                self.loss = record["loss"]
+            elif record["kind"] == "validation":
+                self.validation_loss, self.validated_step = record["validation_loss"], record["step"]
         self.progress = Progress(self.step, max(self.step, self.last_step), shown=ranks.first)
 
     def _build_engine(self, path: Path | None, state: TrainerState | None) -> Engine:
@@ -98,7 +104,8 @@ class Trainer:
             engine.load_moments(lambda key, name: get(f"{key}.{name}"), state.adam_step)
         return engine
 
-    def _open_logs(self, tokenizer: Path, state: TrainerState | None):
+    def _open_logs(self, tokenizer: Path, state: TrainerState | None) -> list[dict]:
+        """Opens what rank 0 writes to; returns the metrics of the steps that are already behind."""
         self.folder.write_settings(self.config, tokenizer)
         self.metrics = MetricsLog(self.folder.metrics, self.step)
         self.wandb = WandbLog(self.config, self.folder, state and state.wandb_id)
@@ -108,6 +115,7 @@ class Trainer:
             self.ranks.world_size, self.ranks.device.type, self.config.parallel.zero_stage,
             self.config.train.precision, self.engine.accumulation, self.engine.micro_batch,
         )  # fmt: skip
+        return read_metrics(self.folder.metrics)
 
     # ---- the run
 
@@ -123,6 +131,8 @@ class Trainer:
                 return 128 + signal
             if self.nonfinite_in_a_row >= train.max_nonfinite:
                 self._stop_nonfinite()
+            if self.step == self.last_step:
+                break
             if train.eval_every and self.step % train.eval_every == 0:
                 self._validate()
             if self.step % train.checkpoint_every == 0:
@@ -200,12 +210,14 @@ class Trainer:
     # ---- around the steps
 
     def _validate(self):
-        """Mean loss over a fixed set of validation samples, shared over ranks."""
+        """Mean loss over a fixed set of validation samples, shared over ranks; once a step."""
+        if self.validated_step == self.step:
+            return
         data, train = self.config.data, self.config.train
         samples = PackedSamples(self.files.validation, data.seq_len, 0)
         batches = self._validation_batches(samples, min(train.eval_samples, len(samples)))
         total, count = self.ranks.sum(list(self.engine.validation_loss(batches)))
-        self.validation_loss = total / count
+        self.validation_loss, self.validated_step = total / count, self.step
         self._log("validation", validation_loss=self.validation_loss)
         log.info("step %d: validation loss %.4f", self.step, self.validation_loss)
 
@@ -214,8 +226,8 @@ class Trainer:
         micro, world = self.engine.micro_batch, self.ranks.world_size
         for first in range(0, count, micro * world):
             positions = range(first + self.ranks.rank * micro, first + (self.ranks.rank + 1) * micro)
-            pairs = [samples[min(p, count - 1)] for p in positions]
-            ids, reset = (torch.stack(list(part)) for part in zip(*pairs, strict=True))
+            pairs = [samples.sample(min(p, count - 1)) for p in positions]
+            ids, reset = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
             weight = torch.tensor([float(p < count) for p in positions], device=self.ranks.device)
             yield *self._on_device(ids, reset), weight
 

@@ -66,4 +66,4 @@ def check_resumable(path: Path, state: TrainerState, config: Config, tokenizer_s
         )
     for key, was, now in differences(state.config, new):
         if key.partition(".")[0] in ("train", "parallel", "data"):
-            log.warning("resumed at step %d with another %s: %r, was %r", state.step, key, now, was)
+            log.info("resumed at step %d with another %s: %r, was %r", state.step, key, now, was)

@@ -55,11 +55,11 @@ class WandbLog:
         except Exception as error:
             self._give_up(error)
 
-    def close(self, exit_code: int):
+    def close(self):
         if self._run is None:
             return
         try:
-            self._run.finish(exit_code=exit_code)
+            self._run.finish()
         except Exception as error:
             self._give_up(error)
 
