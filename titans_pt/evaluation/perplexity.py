@@ -45,14 +45,16 @@ def token_losses(model: nn.Module, ids: Tensor, chunk_tokens: int, reset: Tensor
 
 
 def position_sums(losses: np.ndarray) -> list[list[float]]:
-    """[n, sum, sum of squares] of the losses in each bucket of positions [1, 2), [2, 4), [4, 8) ...
+    """[n, sum, sum of squares] of the losses in each bucket of positions: 1, 2, 3 to 4, 5 to 8, 9 to 16 ...
 
     The position of a token is the number of tokens before it in its stream: losses[i] is at i + 1.
     """
-    sums = []
-    for bucket in range(len(losses).bit_length()):
-        part = losses[2**bucket - 1 : 2 ** (bucket + 1) - 1]
+    sums, start = [], 0
+    while start < len(losses):
+        stop = 2 ** len(sums)
+        part = losses[start:stop]
         sums.append([len(part), math.fsum(part), math.fsum(part**2)])
+        start = stop
     return sums
 
 
@@ -141,8 +143,8 @@ class Perplexity:
             count, total, squares = (math.fsum(column) for column in zip(*parts, strict=True))
             mean = total / count
             stderr = math.sqrt(max(0.0, squares / count - mean**2) / (count - 1)) if count > 1 else None
-            last = min(2 ** (bucket + 1) - 1, self.length, self.tokens)
-            positions.append({"first": 2**bucket, "last": last, "mean": mean, "n": int(count), "stderr": stderr})
+            first, last = 2**bucket // 2 + 1, min(2**bucket, self.length, self.tokens)
+            positions.append({"first": first, "last": last, "mean": mean, "n": int(count), "stderr": stderr})
         return {
             "loss": loss,
             "perplexity": math.exp(loss) if loss < 700 else math.inf,

@@ -47,6 +47,7 @@ def plot_positions(summary: dict, path: Path, title: str) -> Path:
         axes.errorbar(middles, means, yerr=bars, marker="o", capsize=3, color="#0072b2", label=label)
         axes.axhline(summary["unigram_loss"], linestyle="--", color="#d55e00", label="unigram baseline")
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("tokens before the scored one (buckets of powers of two)")
         axes.set_ylabel("loss (nats per token)")
         axes.set_title(title)
