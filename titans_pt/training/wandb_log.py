@@ -3,6 +3,7 @@
 import logging
 import netrc
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class WandbLog:
         try:
             import wandb
 
-            self.id = run_id or (id_file.read_text().strip() if id_file.is_file() else wandb.util.generate_id())
+            self.id = run_id or (id_file.read_text().strip() if id_file.is_file() else secrets.token_hex(4))
             id_file.write_text(self.id + "\n")
             self._run = wandb.init(
                 id=self.id,

@@ -1,0 +1,64 @@
+"""What tests share: a tiny prepared corpus, and a tiny model's settings on it."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+TINY = {
+    "data": {"seq_len": 16, "validation_fraction": 0.2},
+    "model": {
+        "mixers": ["mac"], "vocab_size": 288, "d_model": 16, "n_layers": 1, "n_heads": 2, "mlp_hidden": 32,
+        "window": 8, "segment": 8, "memory_tokens": 4, "persistent_tokens": 2,
+        "memory": {"chunk_size": 4, "depth": 1},
+    },
+    "train": {
+        "max_steps": 10, "batch_tokens": 64, "micro_batch": 1, "lr": 1e-2, "warmup_steps": 2, "log_every": 1,
+        "eval_every": 0, "eval_samples": 5, "checkpoint_every": 1000, "precision": "fp32",
+    },
+    "wandb": {"mode": "disabled"},
+}  # fmt: skip
+
+
+def merged(base: dict, top: dict) -> dict:
+    """``base`` with ``top`` over it, key by key; neither is changed."""
+    out = dict(base)
+    for key, value in top.items():
+        out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory) -> Path:
+    """A data.dir with token files of a small made-up text; do not write there."""
+    from data_pipeline import prepare
+    from titans_pt.config import Config
+
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 6))) for _ in range(100)]
+    with (folder / "text.jsonl").open("w") as file:
+        for _ in range(60):
+            file.write(json.dumps({"text": " ".join(draw.choices(words, k=40))}) + "\n")
+    data = {"dir": str(folder / "data"), "sources": [{"kind": "files", "path": str(folder / "text.jsonl")}]}
+    prepare(Config.model_validate(merged(TINY, {"data": data})))
+    return folder / "data"
+
+
+@pytest.fixture
+def tiny(prepared, tmp_path):
+    """``tiny(section={key: value}, ...)`` writes a tiny config file with these changes and returns its path.
+
+    It trains in seconds on ``prepared``; run.dir is a fresh folder under the test's own.
+    """
+    source = {"kind": "files", "path": str(prepared.parent / "text.jsonl")}
+    base = merged(TINY, {"run": {"dir": str(tmp_path / "run")}, "data": {"dir": str(prepared), "sources": [source]}})
+
+    def write(**changes) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(merged(base, changes)))
+        return path
+
+    return write

@@ -1,0 +1,157 @@
+import errno
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from titans_pt import checkpoints
+from titans_pt.checkpoints import TrainerState
+from titans_pt.errors import UserError
+
+WEIGHTS = {"a.weight": torch.tensor([[1.0, -0.0], [float("inf"), 1e-45]]), "b": torch.randn(3)}
+MOMENTS = {f"{key}.{name}": torch.randn_like(w) for key in ("exp_avg", "exp_avg_sq") for name, w in WEIGHTS.items()}
+STATE = TrainerState(
+    step=5, samples=20, adam_step=4, nonfinite=1, nonfinite_in_a_row=0, model_hash="m", config_hash="c",
+    config={"model": {}}, tokenizer_sha256="t", data_fingerprint="d", first_loss=5.5,
+)  # fmt: skip
+
+
+def save(folder, step=5):
+    return checkpoints.save(folder, WEIGHTS, MOMENTS, replace(STATE, step=step))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def bits(tensor):
+    return tensor.view(torch.int32)
+
+
+def test_round_trip_is_exact_to_the_bit(tmp_path):
+    path = save(tmp_path)
+    assert path.name == "step-00000005"
+    assert names(path) == ["manifest.json", "model.safetensors", "optimizer.safetensors", "trainer.json"]
+    assert checkpoints.verify(path) == []
+    assert checkpoints.read_state(path) == STATE
+    for file, tensors in ((checkpoints.MODEL, WEIGHTS), (checkpoints.OPTIMIZER, MOMENTS)):
+        found = checkpoints.read_tensors(path / file)
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(bits(found[name]), bits(tensors[name])) for name in tensors)
+    with checkpoints.TensorFile(path / checkpoints.OPTIMIZER) as get:
+        assert torch.equal(get("exp_avg.b"), MOMENTS["exp_avg.b"])
+
+
+def test_steps_are_listed_in_order_and_found(tmp_path):
+    for step in (100_000_000, 5, 20):
+        save(tmp_path, step)
+    (tmp_path / "notes").mkdir()
+    assert [p.name for p in checkpoints.list_checkpoints(tmp_path)] == [
+        "step-00000005", "step-00000020", "step-100000000"]
+    assert checkpoints.find(tmp_path).name == "step-100000000"
+    assert checkpoints.find(tmp_path, 20).name == "step-00000020"
+    with pytest.raises(UserError, match="no such checkpoint; steps at hand: 5, 20, 100000000"):
+        checkpoints.find(tmp_path, 6)
+
+
+def test_no_checkpoints_at_all(tmp_path):
+    assert checkpoints.newest_complete(tmp_path / "missing") is None
+    with pytest.raises(UserError, match="holds no checkpoint yet"):
+        checkpoints.find(tmp_path)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "trainer.json", "manifest.json"])
+@pytest.mark.parametrize("damage", [truncate, flip, os.remove])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path, caplog, file, damage):
+    good, bad = save(tmp_path, 5), save(tmp_path, 6)
+    if file == "manifest.json" and damage is flip:
+        (bad / file).write_text("{")
+    elif file == "manifest.json" and damage is truncate:
+        (bad / file).write_text(json.dumps({"format": 99, "files": {}}))
+    else:
+        damage(bad / file)
+    assert file in checkpoints.verify(bad)[0]
+    assert checkpoints.newest_complete(tmp_path) == good
+    assert str(bad) in caplog.text
+    assert bad.exists()
+    with pytest.raises(UserError, match="damaged"):
+        checkpoints.find(tmp_path, 6)
+
+
+def test_all_damaged_is_the_users_decision(tmp_path):
+    truncate(save(tmp_path, 5) / "model.safetensors")
+    os.remove(save(tmp_path, 6) / "manifest.json")
+    with pytest.raises(UserError, match="none of its 2 checkpoints is complete.*step-00000006: manifest.json: missing"):
+        checkpoints.newest_complete(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["_save_tensors", "_write_json", "_flush"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_leaves_the_earlier_ones_and_no_rubbish(tmp_path, monkeypatch, where, code):
+    good = save(tmp_path, 5)
+    before = {path.name: path.read_bytes() for path in good.iterdir()}
+
+    def full(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(checkpoints, where, full)
+    with pytest.raises(OSError):
+        save(tmp_path, 6)
+    assert names(tmp_path) == ["step-00000005"]
+    assert {path.name: path.read_bytes() for path in good.iterdir()} == before
+
+
+def test_safetensors_own_error_is_told_as_what_the_disk_said(tmp_path):
+    with pytest.raises(OSError) as error:
+        checkpoints._save_tensors(WEIGHTS, tmp_path / "missing" / "model.safetensors")
+    assert error.value.errno == errno.ENOENT
+
+
+def test_a_crash_between_writing_and_renaming_is_not_a_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path, 5)
+
+    def crash(*_):
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crash)
+        patch.setattr(checkpoints.shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(SystemExit):
+            save(tmp_path, 6)
+    assert names(tmp_path) == [".step-00000006.tmp", "step-00000005"]
+    assert checkpoints.newest_complete(tmp_path).name == "step-00000005"
+    checkpoints.clean(tmp_path)
+    assert names(tmp_path) == ["step-00000005"]
+    assert save(tmp_path, 6).is_dir()
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    path = save(tmp_path)
+    truncate(path / "model.safetensors")
+    assert checkpoints.verify(save(tmp_path)) == []
+
+
+def test_prune_keeps_the_newest_and_never_the_one_just_written(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    just_written = checkpoints.checkpoint_path(tmp_path, 1)
+    checkpoints.prune(tmp_path, 2, keep=just_written)
+    assert names(tmp_path) == ["step-00000001", "step-00000003", "step-00000004"]
+
+
+def test_the_hash_is_that_of_the_content(tmp_path):
+    a, b = save(tmp_path / "a"), save(tmp_path / "b")
+    assert checkpoints.checkpoint_hash(a) == checkpoints.checkpoint_hash(b)
+    assert checkpoints.checkpoint_hash(save(tmp_path / "c", 6)) != checkpoints.checkpoint_hash(a)

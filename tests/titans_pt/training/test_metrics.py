@@ -1,0 +1,73 @@
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from titans_pt.training.metrics import MetricsLog, Progress, flops_per_token, peak_flops, read_metrics
+from titans_pt.training.plots import plot_loss
+
+
+def write(path, steps, resumed=0):
+    log = MetricsLog(path, resumed)
+    for step in steps:
+        log.write("train", step, loss=float(step))
+    log.close()
+
+
+def test_one_object_a_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"kind": "train", "step": 1, "loss": 1.0},
+        {"kind": "train", "step": 2, "loss": 2.0},
+    ]
+
+
+def test_a_resume_drops_the_steps_that_come_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2, 3, 4])
+    write(path, [3, 4, 5], resumed=2)
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1])
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    write(path, [2], resumed=1)
+    assert [r["step"] for r in read_metrics(path)] == [1, 2]
+
+
+def test_not_finite_becomes_null_since_json_has_no_nan(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    log.write("nonfinite", 1, loss=math.nan, grad_norm=math.inf)
+    log.close()
+    assert read_metrics(path) == [{"kind": "nonfinite", "step": 1, "loss": None, "grad_norm": None}]
+
+
+def test_flops_and_peak():
+    assert flops_per_token(nn.Linear(10, 10, bias=False)) == 600
+    assert peak_flops(torch.device("cpu")) is None
+
+
+def test_hidden_progress_says_nothing(capsys):
+    bar = Progress(0, 3, shown=False)
+    bar.update(1.0, 10.0)
+    bar.close()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("unigram", [None, 5.0])
+def test_plot(tmp_path, unigram):
+    records = [
+        {"kind": "train", "step": 1, "loss": 6.0},
+        {"kind": "nonfinite", "step": 2, "loss": None},
+        {"kind": "train", "step": 3, "loss": 5.5},
+        {"kind": "validation", "step": 3, "validation_loss": 5.6},
+    ]
+    plot_loss(records, unigram, tmp_path / "plots" / "loss.png")
+    assert (tmp_path / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")

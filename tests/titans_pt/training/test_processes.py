@@ -1,0 +1,137 @@
+"""Training in real processes, two ranks under torchrun on the CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from titans_pt import checkpoints
+from titans_pt.training.metrics import read_metrics
+
+WORKER = Path(__file__).with_name("worker.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(command: list[str], timeout: float = 200) -> subprocess.CompletedProcess:
+    """Runs a command to its end; once more when torchrun lost the race for a free port."""
+
+    def once():
+        return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
+
+    result = once()
+    return once() if result.returncode and "address already in use" in result.stderr.lower() else result
+
+
+def losses(folder: Path) -> list[tuple]:
+    return [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in read_metrics(folder / "metrics.jsonl")
+            if r["kind"] == "train"]  # fmt: skip
+
+
+def tensors(folder: Path, step: int) -> list[bytes]:
+    path = checkpoints.checkpoint_path(folder / "checkpoints", step)
+    return [(path / name).read_bytes() for name in (checkpoints.MODEL, checkpoints.OPTIMIZER)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, prepared):
+    """All of worker.py's jobs, in one start of two ranks."""
+    from tests.conftest import TINY, merged
+
+    folder = tmp_path_factory.mktemp("runs")
+    source = {"kind": "files", "path": str(prepared.parent / "text.jsonl")}
+    config = folder / "config.json"  # JSON is YAML
+    config.write_text(json.dumps(merged(TINY, {"data": {"dir": str(prepared), "sources": [source]}})))
+    jobs = [f"resume:{stage}:fp32" for stage in (1, 2, 3)] + ["resume:1:bf16", "resume:3:bf16"]
+    jobs += [f"nan:{stage}" for stage in (1, 2, 3)] + ["switch"]
+    result = run([*TORCHRUN, str(WORKER), str(config), str(folder), *jobs])
+    assert result.returncode == 0, result.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", ["1-fp32", "2-fp32", "3-fp32", "1-bf16", "3-bf16"])
+def test_a_resume_continues_bit_for_bit(runs, name):
+    whole, parts = runs / f"{name}-whole", runs / f"{name}-parts"
+    assert [step for step, *_ in losses(whole)] == list(range(1, 11))
+    assert losses(parts) == losses(whole)
+    assert tensors(parts, 10) == tensors(whole, 10)
+    assert losses(whole)[-1][1] < losses(whole)[0][1]
+
+
+def test_stages_agree(runs):
+    one, two, three = (losses(runs / f"{stage}-fp32-whole") for stage in (1, 2, 3))
+    assert [x[1] for x in two] == pytest.approx([x[1] for x in one], abs=1e-5)
+    assert [x[1] for x in three] == pytest.approx([x[1] for x in one], abs=1e-5)
+
+
+def test_another_stage_continues_the_same_curve(runs):
+    straight, switched = losses(runs / "1-fp32-whole"), losses(runs / "switch")
+    assert [x[1] for x in switched] == pytest.approx([x[1] for x in straight], abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_nan_batch_changes_nothing_but_the_position(runs, stage):
+    folder = runs / f"{stage}-nan"
+    assert tensors(folder, 2) == tensors(folder, 1)
+    assert tensors(folder, 3) != tensors(folder, 2)
+    before, after = (checkpoints.read_state(checkpoints.checkpoint_path(folder / "checkpoints", n)) for n in (1, 2))
+    assert (before.samples, after.samples) == (4, 8)
+    assert (before.adam_step, after.adam_step, after.nonfinite) == (1, 1, 1)
+    records = {r["step"]: r for r in read_metrics(folder / "metrics.jsonl") if r["kind"] != "validation"}
+    assert [records[n]["kind"] for n in (1, 2, 3, 4)] == ["train", "nonfinite", "train", "train"]
+    assert records[2]["positions"] == [4, 7]
+    assert [sample["position"] for sample in records[2]["samples"]] == [4, 5, 6, 7]
+    assert records[4]["skipped"] == 1
+
+
+def wait_for_steps(folder: Path, process: subprocess.Popen, steps: int = 3, timeout: float = 90):
+    end = time.monotonic() + timeout
+    while time.monotonic() < end and process.poll() is None:
+        if len(read_metrics(folder / "metrics.jsonl")) >= steps:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"no {steps} steps: {process.communicate(timeout=10)}")
+
+
+def start(command: list[str]) -> subprocess.Popen:
+    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_sigterm_under_torchrun_leaves_a_checkpoint_that_one_process_continues(tiny, tmp_path):
+    folder, config = tmp_path / "run", str(tiny(train={"max_steps": 100_000}))
+    process = start([*TORCHRUN, "-m", "titans_pt", "train", config])
+    wait_for_steps(folder, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    (saved,) = checkpoints.list_checkpoints(folder / "checkpoints")
+    step = checkpoints.read_state(saved).step
+    assert checkpoints.verify(saved) == []
+    assert losses(folder)[-1][0] == step
+
+    result = run([sys.executable, "-m", "titans_pt", "train", config, f"train.stop_at={step + 2}"])
+    assert result.returncode == 0, result.stderr
+    assert [x[0] for x in losses(folder)] == list(range(1, step + 3))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_single_process_with_its_status(tiny, tmp_path, number):
+    folder = tmp_path / "run"
+    process = start([sys.executable, "-m", "titans_pt", "train", str(tiny(train={"max_steps": 100_000}))])
+    wait_for_steps(folder, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in err
+    assert "the same command continues" in out
+    assert len(checkpoints.list_checkpoints(folder / "checkpoints")) == 1
+
+
+def test_an_error_of_all_ranks_is_told_once(tiny):
+    result = run([*TORCHRUN, "-m", "titans_pt", "train", str(tiny()), "data.dir=/nowhere/at/all"])
+    assert result.returncode
+    assert result.stderr.count("titans: error:") == 1

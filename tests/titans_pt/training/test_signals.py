@@ -1,0 +1,28 @@
+import os
+import signal
+
+import pytest
+
+from titans_pt.training.signals import StopSignals
+
+
+def test_a_signal_is_noted_and_the_handlers_come_back():
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    with StopSignals() as signals:
+        assert signals.decide(signals.flags()) == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.flags() == [1.0, 0.0]
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_ranks_decide_alike_from_the_sums():
+    signals = StopSignals()
+    assert signals.decide([0.0, 0.0]) == 0
+    assert signals.decide([0.0, 2.0]) == signal.SIGINT
+    assert signals.decide([1.0, 2.0]) == signal.SIGTERM
+
+
+def test_the_third_ctrl_c_does_not_wait():
+    with StopSignals(), pytest.raises(KeyboardInterrupt):
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,93 @@
+"""What the process tests run on each rank: several short runs in one process, since starting one costs seconds.
+
+    torchrun --standalone --nproc_per_node 2 worker.py CONFIG FOLDER JOB...
+
+A job is ``resume:STAGE:PRECISION``, ``nan:STAGE`` or ``switch``; each leaves run folders under FOLDER for the test
+to look at.
+"""
+
+import sys
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+
+from titans_pt.config import load_config
+from titans_pt.training import engine, loop
+from titans_pt.training.ranks import process_group
+
+
+def train(config: str, folder: Path, name: str, stage: int, *more: str) -> int:
+    return loop.train(load_config(config, [f"run.dir={folder / name}", f"parallel.zero_stage={stage}", *more]))
+
+
+def resume(config, folder, stage, precision):
+    """10 steps at once, and 5 + 5."""
+    name = f"{stage}-{precision}"
+    train(config, folder, f"{name}-whole", stage, f"train.precision={precision}")
+    for stop in (5, 10):
+        train(config, folder, f"{name}-parts", stage, f"train.precision={precision}", f"train.stop_at={stop}")
+
+
+def nan(config, folder, stage):
+    """4 steps, of which rank 0 sees NaN logits in the second."""
+    with nan_logits(step=2):
+        train(config, folder, f"{stage}-nan", stage, "train.checkpoint_every=1", "train.keep_last=9", "train.stop_at=4")
+
+
+def switch(config, folder):
+    """5 steps under ZeRO 1, then 5 under ZeRO 3."""
+    train(config, folder, "switch", 1, "train.stop_at=5")
+    train(config, folder, "switch", 3)
+
+
+@contextmanager
+def nan_logits(step: int):
+    """On rank 0 the model's logits are NaN in that step's forward passes."""
+    build, step_of = loop.build_model, loop.Trainer._train_step
+    current = []
+
+    def spoilt(_module, _args, output):
+        if len(current) == step and torch.distributed.get_rank() == 0:
+            return output[0] * float("nan"), output[1]
+        return None
+
+    def build_spoilt(config):
+        model = build(config)
+        model.register_forward_hook(spoilt)
+        return model
+
+    def counted(trainer):
+        current.append(None)
+        return step_of(trainer)
+
+    loop.build_model, loop.Trainer._train_step = build_spoilt, counted
+    try:
+        yield
+    finally:
+        loop.build_model, loop.Trainer._train_step = build, step_of
+
+
+def main(config: str, folder: str, *jobs: str):
+    derived = engine.deepspeed_config
+
+    def all_sharded(*args):
+        settings = derived(*args)
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # else a tiny model is never sharded
+        return settings
+
+    engine.deepspeed_config = all_sharded
+    with process_group() as ranks:
+        loop.process_group = lambda: nullcontext(ranks)
+        for job in jobs:
+            name, *arguments = job.split(":")
+            if name == "resume":
+                resume(config, Path(folder), int(arguments[0]), arguments[1])
+            elif name == "nan":
+                nan(config, Path(folder), int(arguments[0]))
+            else:
+                switch(config, Path(folder))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
