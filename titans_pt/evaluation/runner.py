@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from titans_pt.config import Config, load_config
@@ -53,7 +54,10 @@ def evaluate(
         if override.partition("=")[0].partition(".")[0] != "evaluation":
             raise UserError(f"override {override!r}: only evaluation.KEY=VALUE can be set here; the rest is the run's")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    run = load_run(run_dir, step=step, device=best_device(int(os.environ.get("LOCAL_RANK", rank))))
+    device = best_device(int(os.environ.get("LOCAL_RANK", rank)))
+    if device != "cpu":
+        torch.cuda.set_device(device)  # Triton launches on the current device, not on that of its arguments
+    run = load_run(run_dir, step=step, device=device)
     config = load_config(run.folder.config, overrides)
     folder = run.folder.evaluation / f"step-{run.step:08d}"
     evaluations = [kind(run, config) for name, kind in EVALUATIONS.items() if only in (None, name)]
@@ -63,7 +67,7 @@ def evaluate(
     found = [read_records(_parts(folder, evaluation.name)) for evaluation in evaluations]
     missing = sum(key not in records for e, records in zip(evaluations, found, strict=True) for key in e.keys)
     if missing:
-        print(f"rank {rank} of {world} is done; {missing} jobs of other ranks are not. Results: {folder}", flush=True)
+        print(f"rank {rank} of {world} is done, {missing} samples are left to other ranks; results: {folder}", flush=True)
         return None
     return _summarise(run, config, folder, evaluations, found)
 
@@ -96,7 +100,7 @@ def _summarise(
     path = folder / "summary.json"
     whole = _earlier(path, run.checkpoint_hash) | _origin(run)
     lines = [f"{run.folder.path}, step {run.step}"]
-    files, title = [path], f"{run.folder.path.name}, step {run.step}"
+    files, title = [path], f"{run.folder.path.resolve().name}, step {run.step}"
     for evaluation, records in zip(evaluations, found, strict=True):
         summary = evaluation.summary([records[key] for key in evaluation.keys])
         settings = getattr(config.evaluation, evaluation.name).model_dump(mode="json")
