@@ -67,7 +67,7 @@ def evaluate(
     found = [read_records(_parts(folder, evaluation.name)) for evaluation in evaluations]
     missing = sum(key not in records for e, records in zip(evaluations, found, strict=True) for key in e.keys)
     if missing:
-        print(f"rank {rank} of {world} is done, {missing} samples are left to other ranks; results: {folder}", flush=True)
+        print(f"rank {rank} of {world} is done, {missing} samples are left to other ranks: {folder}", flush=True)
         return None
     return _summarise(run, config, folder, evaluations, found)
 
