@@ -47,6 +47,15 @@ def prepared(tmp_path_factory) -> Path:
     return folder / "data"
 
 
+@pytest.fixture(scope="session")
+def ranks():
+    """This process as a group of one, for all in-process training: DeepSpeed keeps the first group it sees."""
+    from titans_pt.training.ranks import process_group
+
+    with process_group() as alone:
+        yield alone
+
+
 @pytest.fixture
 def tiny(prepared, tmp_path):
     """``tiny(section={key: value}, ...)`` writes a tiny config file with these changes and returns its path.

@@ -9,6 +9,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from titans_pt.errors import UserError
+
 T = TypeVar("T")
 
 
@@ -56,13 +58,21 @@ def process_group():
     """Joins the process group (gloo on CPU, NCCL on GPUs) and yields :class:`Ranks`; leaves it at the end.
 
     Without torchrun's variables in the environment it is a group of one, which needs no port.
+
+    Raises:
+        UserError: several processes were started without a place to meet.
     """
+    rendezvous, world_size = "MASTER_ADDR" in os.environ, os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1" and not rendezvous:
+        raise UserError(
+            f"WORLD_SIZE={world_size} is set, but MASTER_ADDR is not; start with torchrun --nproc_per_node N -m titans_pt"
+        )
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     backend = "nccl" if cuda else "gloo"
-    if "WORLD_SIZE" in os.environ:
+    if rendezvous:
         dist.init_process_group(backend)
         try:
             yield Ranks(device)
@@ -70,12 +80,13 @@ def process_group():
             dist.destroy_process_group()
         return
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # DeepSpeed reads these
+    added = alone.keys() - os.environ.keys()
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
-        os.environ.update(alone)
+        os.environ.update(alone | os.environ)
         try:
             yield Ranks(device)
         finally:
             dist.destroy_process_group()
-            for name in alone:
+            for name in added:
                 os.environ.pop(name, None)

@@ -1,0 +1,318 @@
+"""The command line: what each mistake is answered with. All in this process but where the process is the matter."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import titans_pt
+from titans_pt import checkpoints, cli
+from titans_pt.config import load_config
+from titans_pt.training import loop
+from titans_pt.training.metrics import read_metrics
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_group(ranks):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "process_group", lambda: nullcontext(ranks))
+        yield
+
+
+@pytest.fixture
+def failing(capsys):
+    """Runs a command line that must fail with exit status 2; returns its one line."""
+
+    def run(*arguments) -> str:
+        status = cli.run([str(a) for a in arguments])
+        lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("titans: error")]
+        assert status == 2
+        assert len(lines) == 1
+        return lines[0]
+
+    return run
+
+
+def process(*arguments, cwd, env=None):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | (env or {})
+    return subprocess.run([sys.executable, "-m", "titans_pt", *map(str, arguments)], cwd=cwd, env=environment,
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, prepared, one_group):
+    """A finished run of 2 steps: (its config, its folder). Copy before changing it."""
+    import yaml
+
+    from tests.conftest import TINY, merged
+
+    folder = tmp_path_factory.mktemp("trained")
+    source = {"kind": "files", "path": str(prepared.parent / "text.jsonl")}
+    top = {"run": {"dir": str(folder / "run")}, "train": {"max_steps": 4, "stop_at": 2, "warmup_steps": 1},
+           "data": {"dir": str(prepared), "sources": [source]}}  # fmt: skip
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(merged(TINY, top)))
+    assert cli.run(["train", str(config)]) == 0
+    return config, folder / "run"
+
+
+@pytest.fixture
+def run_copy(trained, tmp_path):
+    """(config, override that names it, folder): the finished run, to be changed."""
+    config, folder = trained
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    return config, f"run.dir={copy}", copy
+
+
+# ---- words
+
+
+def test_version_and_help(capsys):
+    version = titans_pt.__version__
+    for words, text in ((["--version"], version), (["--help"], "prepare"), (["train", "--help"], "CONFIG")):
+        with pytest.raises(SystemExit) as exit:
+            cli.run(words)
+        assert exit.value.code == 0
+        assert text in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["fly"], ["train"], ["train", "c.yaml", "--fast"], ["generate", "run"],
+                                   ["evaluate", "run", "--only", "taste"], ["generate", "run", "--prompt", "a", "b=1"]])
+def test_wrong_words_exit_with_2(words):
+    with pytest.raises(SystemExit) as exit:
+        cli.run(words)
+    assert exit.value.code == 2
+
+
+def test_overrides_may_stand_after_an_option():
+    options = cli._parse(["prepare", "c.yaml", "a=1", "--force", "b=2"])
+    assert (options.overrides, options.force) == (["a=1", "b=2"], True)
+
+
+def test_starting_needs_no_torch(tmp_path):
+    code = "import sys, titans_pt.cli as c; c._parser(); print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert result.stdout == "False\n", result.stderr
+
+
+# ---- what a run leaves
+
+
+def test_a_run_folder_has_everything(trained):
+    _, folder = trained
+    for name in ("config.yaml", "versions.json", "metrics.jsonl", "log.txt", "tokenizer.model", "plots/loss.png"):
+        assert (folder / name).stat().st_size > 0
+    kinds = [(r["kind"], r["step"]) for r in read_metrics(folder / "metrics.jsonl")]
+    assert kinds == [("train", 1), ("train", 2), ("validation", 2)]
+    record = read_metrics(folder / "metrics.jsonl")[0]
+    assert record["tokens"] == 64
+    assert record["mfu"] is None
+    assert all(0 < record[gate] < 1 for gate in ("theta", "eta", "alpha"))
+    assert record["memory_norm"] > 0
+
+
+def test_a_finished_run_has_nothing_left_to_do(run_copy, capsys):
+    config, folder, path = run_copy
+    assert cli.run(["train", str(config), folder]) == 0
+    assert "step 2 of 4" in capsys.readouterr().out
+    assert len(read_metrics(path / "metrics.jsonl")) == 3
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ("train.max_step=3", "train.max_step: unknown key (given 3); nearest known key: train.max_steps"),
+    ("train.max_steps=three", "train.max_steps: given 'three'; allowed:"),
+    ("train.max_steps", "write it as key.path=value"),
+    ("data.dir=/nowhere/at/all", "no token files; run: titans prepare"),
+    ("train.batch_tokens=80 train.micro_batch=2", "train.micro_batch: given 2; must divide the 5 samples"),
+])  # fmt: skip
+def test_settings(tiny, failing, change, message):
+    assert message in failing("train", tiny(), *change.split())
+
+
+def test_no_config_file(failing, tmp_path):
+    assert "name a YAML file" in failing("train", tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ("train.resume=never", "holds checkpoints up to step-00000002; set train.resume=auto"),
+    ("model.n_layers=2", "model.n_layers: given 2, but"),
+    ("model.memory.depth=2", "model.memory.depth: given 2, but"),
+    ("run.seed=1", "run.seed: given 1, but"),
+    ("data.seq_len=32", "data.seq_len: given 32, but"),
+])  # fmt: skip
+def test_a_resume_with_other_settings_is_refused(run_copy, failing, change, message):
+    config, folder, _ = run_copy
+    line = failing("train", config, folder, change)
+    assert message in line
+    assert "run.dir" in line
+
+
+def test_a_resume_may_change_how_it_trains(run_copy):
+    config, folder, path = run_copy
+    more = ["train.stop_at=3", "train.lr=2e-2", "train.batch_tokens=32"]
+    more += ["parallel.zero_stage=3", "train.precision=bf16"]
+    assert cli.run(["train", str(config), folder, *more]) == 0
+    assert checkpoints.read_state(path / "checkpoints" / "step-00000003").samples == 4 + 4 + 2
+    assert "resumed at step 2 with another train.lr: 0.02, was 0.01" in (path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("key", ["tokenizer_sha256", "data_fingerprint"])
+def test_a_resume_on_other_data_is_refused(run_copy, failing, monkeypatch, key):
+    config, folder, _ = run_copy
+    read = checkpoints.read_state
+    monkeypatch.setattr(checkpoints, "read_state", lambda path: replace(read(path), **{key: "0" * 64}))
+    assert "data.dir: " in failing("train", config, folder)
+
+
+def test_damaged_checkpoints_are_never_a_silent_restart(run_copy, failing):
+    config, folder, path = run_copy
+    os.remove(path / "checkpoints" / "step-00000002" / "manifest.json")
+    assert "none of its 1 checkpoints is complete" in failing("train", config, folder)
+
+
+def test_a_folder_in_use(trained, failing):
+    from titans_pt.run import RunFolder
+
+    config, folder = trained
+    with RunFolder(folder).lock():
+        assert "in use by another run" in failing("train", config)
+
+
+def test_a_file_in_the_way(tiny, failing, tmp_path):
+    (tmp_path / "file").write_text("")
+    line = failing("train", tiny(run={"dir": str(tmp_path / "file" / "run")}))
+    assert str(tmp_path / "file") in line
+    assert "set run.dir" in line
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission(tiny, failing, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    assert "change its permissions" in failing("train", tiny(run={"dir": str(tmp_path / "locked" / "run")}))
+
+
+def test_a_full_disk(run_copy, failing, monkeypatch):
+    config, folder, path = run_copy
+
+    def full(_tensors, path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(checkpoints, "_save_tensors", full)
+    line = failing("train", config, folder, "train.stop_at=3")
+    assert "No space left on device; free some space" in line
+    assert str(path) in line
+    assert [p.name for p in (path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes"),
+    MemoryError(),
+])  # fmt: skip
+def test_out_of_memory_says_what_to_lower(tiny, failing, monkeypatch, error):
+    def broken(_config):
+        raise error
+
+    monkeypatch.setattr(loop, "build_model", broken)
+    line = failing("train", tiny())
+    for key in ("train.micro_batch", "data.seq_len", "train.activation_checkpointing=true", "parallel.zero_stage"):
+        assert key in line
+
+
+def test_our_own_faults_keep_their_traceback(tiny, monkeypatch):
+    monkeypatch.setattr(loop, "build_model", lambda _config: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.run(["train", str(tiny())])
+
+
+def test_too_many_nonfinite_steps_stop_with_a_checkpoint(tiny, failing, monkeypatch):
+    build = loop.build_model
+
+    def spoilt(config):
+        model = build(config)
+        model.register_forward_hook(lambda _m, _a, output: (output[0] * float("inf"), output[1]))
+        return model
+
+    monkeypatch.setattr(loop, "build_model", spoilt)
+    path = tiny(train={"max_nonfinite": 2})
+    line = failing("train", path)
+    assert "2 steps in a row" in line
+    assert "train.lr=0.01" in line
+    folder = Path(load_config(path).run.dir)
+    state = checkpoints.read_state(folder / "checkpoints" / "step-00000002")
+    assert (state.nonfinite, state.adam_step, state.samples) == (2, 0, 8)
+    assert [r["kind"] for r in read_metrics(folder / "metrics.jsonl")] == ["nonfinite"] * 2
+
+
+# ---- processes
+
+
+def test_a_user_error_of_a_process_is_one_line(tiny, tmp_path):
+    result = process("train", tiny(), "train.max_step=3", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("titans: error: train.max_step: unknown key")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_foreign_package_called_kernels_is_passed_over(tiny, tmp_path):
+    """Hugging Face publishes one; here it stands first on the path, seen from another folder."""
+    foreign = tmp_path / "foreign" / "kernels"
+    foreign.mkdir(parents=True)
+    (foreign / "__init__.py").write_text("raise SystemExit('the wrong kernels')\n")
+    result = process("train", tiny(), "train.stop_at=1", cwd=tmp_path, env={"PYTHONPATH": str(foreign.parent)})
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_foreign_kernels_that_is_already_there_is_named(monkeypatch, failing, tiny):
+    import types
+
+    other = types.ModuleType("kernels")
+    other.__file__ = "/somewhere/else/kernels/__init__.py"
+    monkeypatch.setitem(sys.modules, "kernels", other)
+    line = failing("train", tiny())
+    assert "/somewhere/else/kernels/__init__.py" in line
+    assert "pip uninstall kernels" in line
+
+
+def test_interruption_before_training(tiny, monkeypatch, capsys):
+    def interrupted(_config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train", interrupted)
+    assert cli.run(["train", str(tiny())]) == 130
+    assert capsys.readouterr().err == "titans: error: interrupted\n"
+
+
+def test_only_one_of_many_ranks_speaks_at_once(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank in ("0", "1", "3"):
+        monkeypatch.setenv("RANK", rank)
+        assert cli._fail("no\nluck") == 2
+    assert waited == pytest.approx([2.3, 2.9])
+    assert capsys.readouterr().err == "titans: error: no luck\n" * 3
+
+
+def test_a_lost_peer_is_not_a_traceback(monkeypatch):
+    monkeypatch.setattr(cli.time, "sleep", lambda _seconds: None)
+    error = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
+    with pytest.raises(RuntimeError):
+        cli._runtime_error(error)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli._runtime_error(error) == 1
+
+

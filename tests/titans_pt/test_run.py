@@ -1,0 +1,108 @@
+import json
+
+import pytest
+import torch
+
+from titans_pt import checkpoints
+from titans_pt.checkpoints import TrainerState
+from titans_pt.config import config_hash, load_config
+from titans_pt.errors import UserError
+from titans_pt.models import build_model
+from titans_pt.run import RunFolder, differences, load_run
+
+
+@pytest.fixture
+def run(tiny, prepared, tmp_path):
+    """A run folder with one checkpoint, at step 3, and the weights in it."""
+    from data_pipeline import Tokenizer
+
+    config = load_config(tiny())
+    folder = RunFolder(config.run.dir)
+    tokenizer = Tokenizer.load(prepared / "tokenizer.model")
+    with folder.lock():
+        folder.write_settings(config, tokenizer.path)
+    weights = {name: p.detach().clone() for name, p in build_model(config.model).named_parameters()}
+    state = TrainerState(
+        step=3, samples=12, adam_step=3, nonfinite=0, nonfinite_in_a_row=0, model_hash=config_hash(config.model),
+        config_hash=config_hash(config), config=config.model_dump(mode="json"), tokenizer_sha256=tokenizer.sha256,
+        data_fingerprint="d",
+    )  # fmt: skip
+    checkpoints.save(folder.checkpoints, weights, {}, state)
+    return folder, weights
+
+
+def test_what_is_written_can_be_read_back(run):
+    folder, _ = run
+    config = load_config(folder.config)
+    assert folder.config.read_text().startswith(f"# sha256 of the settings: {config_hash(config)}\n")
+    assert {"titans_pt", "python", "torch", "deepspeed"} <= json.loads(folder.versions.read_text()).keys()
+
+
+def test_load_run(run):
+    folder, weights = run
+    loaded = load_run(folder.path)
+    assert loaded.step == 3
+    assert loaded.checkpoint_hash == checkpoints.checkpoint_hash(folder.checkpoints / "step-00000003")
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("a b")) == "a b"
+    assert not loaded.model.training
+    for name, p in loaded.model.named_parameters():
+        assert p.dtype == torch.float32
+        assert torch.equal(p, weights[name])
+    assert load_run(folder.path, step=3).step == 3
+
+
+def test_weights_must_fit_by_name(run):
+    folder, weights = run
+    state = checkpoints.read_state(folder.checkpoints / "step-00000003")
+    weights.pop(next(iter(weights)))
+    checkpoints.save(folder.checkpoints, weights, {}, state)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        load_run(folder.path)
+
+
+def test_two_runs_on_one_folder_are_refused(tmp_path):
+    with (
+        RunFolder(tmp_path).lock(),
+        pytest.raises(UserError, match="in use by another run"),
+        RunFolder(tmp_path).lock(),
+    ):
+        pass
+    with RunFolder(tmp_path).lock():
+        pass
+
+
+def test_not_a_run_folder(tmp_path):
+    with pytest.raises(UserError, match="not a run folder"):
+        load_run(tmp_path)
+
+
+def test_no_checkpoint_yet(run):
+    folder, _ = run
+    checkpoints.prune(folder.checkpoints, 0, keep=None)
+    for path in checkpoints.list_checkpoints(folder.checkpoints):
+        checkpoints.shutil.rmtree(path)
+    with pytest.raises(UserError, match="holds no checkpoint yet"):
+        load_run(folder.path)
+
+
+def test_another_tokenizer_is_refused(run):
+    folder, _ = run
+    folder.tokenizer.write_bytes(folder.tokenizer.read_bytes() + b"\0")
+    with pytest.raises(UserError, match="not the tokenizer of this model"):
+        load_run(folder.path)
+    folder.tokenizer.unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.model: missing"):
+        load_run(folder.path)
+
+
+def test_another_model_is_refused(run):
+    folder, _ = run
+    folder.config.write_text(folder.config.read_text().replace("n_layers: 1", "n_layers: 2"))
+    with pytest.raises(UserError, match="model.n_layers: given 2, but .*step-00000003 was trained with 1"):
+        load_run(folder.path)
+
+
+def test_differences():
+    old = {"a": 1, "b": {"c": 2, "d": [1]}, "gone": 0}
+    new = {"a": 1, "b": {"c": 3, "d": [1, 2]}, "here": 0}
+    assert list(differences(old, new)) == [("b.c", 2, 3), ("b.d", [1], [1, 2]), ("gone", 0, None), ("here", None, 0)]
