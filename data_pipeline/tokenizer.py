@@ -132,15 +132,16 @@ def train_tokenizer(texts: Iterable[str], out_path: str | Path, vocab_size: int,
             characters; or the file cannot be written.
     """
     model = io.BytesIO()
+    failures: list[Exception] = []
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts, max_characters), model_writer=model, vocab_size=vocab_size,
+            sentence_iterator=_lines(texts, max_characters, failures), model_writer=model, vocab_size=vocab_size,
             model_type="bpe", byte_fallback=True, split_digits=True, allow_whitespace_only_pieces=True,
             normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
             unk_id=0, bos_id=1, eos_id=2, pad_id=-1, max_sentence_length=4 * _LINE_CHARACTERS, minloglevel=2,
         )
     except RuntimeError as error:
-        raise _explain(str(error), vocab_size) from None
+        raise failures[0] if failures else _explain(str(error), vocab_size) from None
     out_path = Path(out_path)
     part = out_path.with_name(out_path.name + ".part")
     try:
@@ -153,15 +154,22 @@ def train_tokenizer(texts: Iterable[str], out_path: str | Path, vocab_size: int,
     return Tokenizer.load(out_path)
 
 
-def _lines(texts: Iterable[str], max_characters: int) -> Iterator[str]:
-    """Lines of at most _LINE_CHARACTERS, max_characters in all."""
-    for text in texts:
-        for line in text[:max_characters].split("\n"):
-            for start in range(0, len(line), _LINE_CHARACTERS):
-                yield line[start:start + _LINE_CHARACTERS]
-        max_characters -= len(text)
-        if max_characters <= 0:
-            return
+def _lines(texts: Iterable[str], max_characters: int, failures: list[Exception]) -> Iterator[str]:
+    """Lines of at most _LINE_CHARACTERS, max_characters in all.
+
+    What ``texts`` raises is noted in ``failures``: the trainer turns it into a RuntimeError of its own.
+    """
+    try:
+        for text in texts:
+            for line in text[:max_characters].split("\n"):
+                for start in range(0, len(line), _LINE_CHARACTERS):
+                    yield line[start:start + _LINE_CHARACTERS]
+            max_characters -= len(text)
+            if max_characters <= 0:
+                return
+    except Exception as error:
+        failures.append(error)
+        raise
 
 
 def _explain(error: str, vocab_size: int) -> Exception:

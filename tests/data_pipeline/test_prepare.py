@@ -1,0 +1,249 @@
+import errno
+import fcntl
+import importlib
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_corpus import VOCAB, make_texts, write_jsonl
+
+from data_pipeline import IndexedDataset, Tokenizer, documents, prepare, unigram_loss
+from titans_pt.config import Config, SourceConfig
+from titans_pt.errors import UserError
+
+module = importlib.import_module("data_pipeline.prepare")  # the package has a function of the same name
+FILES = ["manifest.json", "tokenizer.model", "train.bin", "train.idx", "validation.bin", "validation.idx"]
+
+
+def names(folder):
+    return sorted(os.listdir(folder))
+
+
+def texts_of(folder, split):
+    tokenizer = Tokenizer.load(Path(folder) / "tokenizer.model")
+    found = []
+    for ids in IndexedDataset(Path(folder) / split):
+        ids = ids.tolist()
+        assert ids[-1] == tokenizer.eos_id and tokenizer.eos_id not in ids[:-1]
+        found.append(tokenizer.decode(ids))
+    return found
+
+
+def test_all_text_arrives_once_in_order(config, texts):
+    config = config()
+    manifest = prepare(config)
+    folder = config.data.dir
+    assert names(folder) == FILES
+    assert json.loads((Path(folder) / "manifest.json").read_text()) == manifest
+    train, validation = (texts_of(folder, split) for split in ("train", "validation"))
+    assert not set(train) & set(validation) and len(validation) > 10
+    assert train == [text for text in texts if text in set(train)]
+    assert sorted(train + validation) == sorted(texts)
+    for split, found in (("train", train), ("validation", validation)):
+        assert manifest["splits"][split] == {
+            "documents": len(found), "characters": sum(map(len, found)),
+            "tokens": IndexedDataset(Path(folder) / split).tokens}
+    assert manifest["vocab_size"] == VOCAB and manifest["dropped"] == {"empty": 0, "duplicate": 0}
+    assert manifest["tokenizer_sha256"] == Tokenizer.load(Path(folder) / "tokenizer.model").sha256
+
+
+def test_unigram_loss_is_that_of_the_files(config):
+    config = config()
+    loss = prepare(config)["unigram_loss"]
+    train, validation = (IndexedDataset(Path(config.data.dir) / split) for split in ("train", "validation"))
+    counts = [1] * VOCAB
+    for token in train.read(0, train.tokens):
+        counts[token] += 1
+    nats = [-math.log(counts[token] / sum(counts)) for token in validation.read(0, validation.tokens).tolist()]
+    assert loss == pytest.approx(sum(nats) / len(nats)) and loss < math.log(VOCAB)
+    assert unigram_loss(np.zeros(8, np.int64), np.arange(8)) == pytest.approx(math.log(8))
+
+
+def test_a_second_time_does_nothing(config, capfd):
+    config = config()
+    first = prepare(config)
+    times = {name: os.stat(Path(config.data.dir) / name).st_mtime_ns for name in FILES}
+    capfd.readouterr()
+    assert prepare(config) == first
+    assert "up to date" in capfd.readouterr().err
+    assert {name: os.stat(Path(config.data.dir) / name).st_mtime_ns for name in FILES} == times
+    assert prepare(config, force=True) == first
+    assert names(config.data.dir) == FILES
+
+
+def test_progress_is_shown_with_tokens(config, capfd):
+    prepare(config())
+    captured = capfd.readouterr()
+    assert "tokens/s" in captured.err and captured.out == ""
+
+
+def test_other_settings_are_refused_unless_forced(config, corpus, tmp_path):
+    prepare(config())
+    smaller = config(model={"vocab_size": 300})
+    with pytest.raises(UserError, match="data.dir=.*model.vocab_size: made with 320, config has 300.*--force"):
+        prepare(smaller)
+    write_jsonl(corpus, make_texts(210))
+    with pytest.raises(UserError, match="the text of data.sources has changed.*--force"):
+        prepare(config())
+    assert prepare(smaller, force=True)["vocab_size"] == 300
+    assert names(tmp_path / "data") == FILES
+
+
+def test_what_does_not_change_the_files_may_change(config):
+    first = prepare(config())
+    assert prepare(config(data={"seq_len": 32})) == first
+
+
+def test_content_depends_on_text_and_tokenizer_alone(config, corpus, tmp_path):
+    first = prepare(config())
+    elsewhere = str(shutil.copy(corpus, tmp_path / "copy.jsonl"))
+    moved = {"dir": str(tmp_path / "other"), "sources": [{"kind": "files", "path": elsewhere}]}
+    assert prepare(config(data=moved))["content"] == first["content"]
+    write_jsonl(corpus, make_texts(201))
+    assert prepare(config(), force=True)["content"] != first["content"]
+
+
+def test_split_is_stable_when_the_corpus_grows(config, corpus, tmp_path):
+    prepare(config())
+    before = {split: set(texts_of(tmp_path / "data", split)) for split in ("train", "validation")}
+    write_jsonl(corpus, make_texts(100, seed=7) + make_texts(200))
+    prepare(config(), force=True)
+    after = {split: set(texts_of(tmp_path / "data", split)) for split in ("train", "validation")}
+    assert before["train"] < after["train"] and before["validation"] < after["validation"]
+    assert len(after["validation"]) / 300 == pytest.approx(0.2, abs=0.08)
+
+
+def test_duplicates_and_empty_documents_are_dropped_across_sources(config, corpus, tmp_path, texts):
+    more = write_jsonl(tmp_path / "more.jsonl", [texts[3], "", "a text of its own, about memory", texts[5], " "])
+    both = [{"kind": "files", "path": str(path)} for path in (corpus, more)]
+    manifest = prepare(config(data={"sources": both}))
+    assert manifest["dropped"] == {"empty": 2, "duplicate": 2}
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 201
+
+
+def test_a_limited_tokenizer_sample_has_text_of_each_source(config, corpus, tmp_path):
+    other = write_jsonl(tmp_path / "other.jsonl", [f"quokka zebra {i}" for i in range(200)])
+    both = [{"kind": "files", "path": str(path)} for path in (corpus, other)]
+    prepare(config(data={"sources": both, "tokenizer": {"train_characters": 6000}}, model={"vocab_size": 380}))
+    assert len(Tokenizer.load(tmp_path / "data" / "tokenizer.model").encode(" quokka zebra")) < 6
+
+
+def test_given_tokenizer_is_copied(config, tokenizer, tmp_path):
+    manifest = prepare(config(data={"tokenizer": {"path": str(tokenizer.path)}}))
+    assert manifest["tokenizer_sha256"] == tokenizer.sha256
+    assert (tmp_path / "data" / "tokenizer.model").read_bytes() == tokenizer.path.read_bytes()
+
+
+def fails(config, folder, *parts):
+    """prepare(config) is refused with these words in one line, and ``folder`` is as before."""
+    before = names(folder) if folder.exists() else None
+    with pytest.raises(UserError) as error:
+        prepare(config)
+    message = str(error.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message, message
+    assert (names(folder) if folder.exists() else None) == before
+
+
+def test_tokenizer_of_another_size(config, tokenizer, tmp_path):
+    given = config(data={"tokenizer": {"path": str(tokenizer.path)}}, model={"vocab_size": 32000})
+    fails(given, tmp_path / "data", "model.vocab_size", "32000", "320")
+
+
+def test_user_errors_leave_nothing(config, corpus, tmp_path):
+    folder = tmp_path / "data"
+    fails(config(model={"vocab_size": 30000}), folder, "model.vocab_size", "at most")
+    fails(config(data={"tokenizer": {"path": "nowhere.model"}}), folder, "nowhere.model")
+    fails(config(data={"validation_fraction": 1e-9}), folder, "data.validation_fraction", "none fell to the validation",
+          "raise the fraction")
+    corpus.write_text(corpus.read_text() + "{broken\n")
+    fails(config(), folder, f"{corpus}:201", "not valid JSON")
+    corpus.write_text('{"text": " "}\n')
+    fails(config(), folder, "data.sources: no text")
+
+
+@pytest.mark.parametrize("suffix", ["train.bin.part", "validation.idx.part", "manifest.json"])
+@pytest.mark.parametrize("existing", [False, True])
+def test_full_disk_changes_nothing(config, tmp_path, monkeypatch, suffix, existing):
+    folder = tmp_path / "data"
+    if existing:
+        prepare(config())
+    before = {path.name: path.read_bytes() for path in folder.iterdir()} if existing else {}
+
+    def full(path, mode="r", **more):
+        file = open(path, mode, **more)  # noqa: SIM115
+        if not str(path).endswith(suffix) or "w" not in mode:
+            return file
+
+        class Full:
+            def write(self, _):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            flush = close = __enter__ = lambda self: file.close() or self
+
+            def __exit__(self, *_):
+                file.close()
+
+        return Full()
+
+    monkeypatch.setattr(module, "open", full, raising=False)
+    monkeypatch.setattr(importlib.import_module("data_pipeline.indexed"), "open", full, raising=False)
+    with pytest.raises(UserError, match="data.dir=.*disk full; free space"):
+        prepare(config(), force=existing)
+    assert folder.exists() == existing
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before if existing else True
+
+
+def test_a_file_where_the_folder_should_be(config, tmp_path):
+    (tmp_path / "data").write_text("a file")
+    with pytest.raises(UserError, match="data.dir=.*cannot write token files"):
+        prepare(config())
+    assert (tmp_path / "data").read_text() == "a file"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_folder_without_permission(config, tmp_path):
+    (tmp_path / "data").mkdir(mode=0o500)
+    fails(config(), tmp_path / "data", "data.dir=", "Permission denied", "make the folder writable")
+
+
+def test_permission_refused_by_the_system(config, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(module.os, "replace", refuse)
+    fails(config(data={"tokenizer": {"path": None}}), tmp_path / "data", "Permission denied")
+
+
+def test_one_process_at_a_time(config, tmp_path):
+    (tmp_path / "data").mkdir()
+    handle = os.open(tmp_path / "data", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        fails(config(), tmp_path / "data", "another titans prepare")
+    finally:
+        os.close(handle)
+    prepare(config())
+
+
+def test_what_a_killed_process_left_is_cleared(config, tmp_path):
+    (tmp_path / "data" / ".preparing").mkdir(parents=True)
+    (tmp_path / "data" / ".preparing" / "train.bin.part").write_bytes(b"half")
+    prepare(config())
+    assert names(tmp_path / "data") == FILES
+
+
+def test_standard_library_end_to_end(tmp_path, monkeypatch):
+    """Every 15th document of the real source: the default config, apart from its size."""
+    some = list(documents(SourceConfig()))[::15]
+    monkeypatch.setattr(module.sources, "documents", lambda source, counts: iter(some))
+    config = Config.model_validate({
+        "data": {"dir": str(tmp_path / "data"), "validation_fraction": 0.2}, "model": {"vocab_size": 1024}})
+    manifest = prepare(config)
+    assert sum(split["characters"] for split in manifest["splits"].values()) == sum(map(len, set(some)))
+    assert 3.0 < manifest["unigram_loss"] < math.log(1024)

@@ -1,0 +1,141 @@
+import gzip
+import json
+from collections import Counter
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from small_corpus import write_jsonl
+
+from data_pipeline.sources import documents, fingerprint
+from titans_pt.config import SourceConfig
+from titans_pt.errors import UserError
+
+
+def files(path, **more):
+    return SourceConfig(kind="files", path=str(path), **more)
+
+
+@pytest.fixture(scope="module")
+def stdlib():
+    counts = Counter()
+    return list(documents(SourceConfig(), counts)), counts
+
+
+def test_stdlib_is_real_english(stdlib):
+    texts, counts = stdlib
+    joined = "\n".join(texts)
+    assert len(texts) > 400 and len(joined) > 1_500_000 and counts["empty"] > 0
+    assert joined.count(" the ") > 10_000
+    assert all(text == text.strip() and text for text in texts)
+    [module] = [text for text in texts if text.startswith("json.decoder\n")]
+    assert "json.decoder.JSONDecoder.raw_decode\n\nDecode a JSON document" in module
+    assert not any(text.startswith(("test.", "idlelib.")) for text in texts)
+
+
+def test_stdlib_fingerprint_is_stable():
+    assert fingerprint(SourceConfig()) == fingerprint(SourceConfig())
+
+
+def test_folder_is_read_recursively_in_order_without_hidden_or_other_files(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "x.txt").write_text("hidden")
+    (tmp_path / "c.py").write_text("code")
+    (tmp_path / "z.txt").write_text("\ufeffä text\nof two lines", encoding="utf-8")
+    write_jsonl(tmp_path / "b" / "1.jsonl", ["one", "two"])
+    with gzip.open(tmp_path / "b" / "2.jsonl.gz", "wt") as file:
+        file.write('{"text": "three"}\n\n{"text": "four", "id": 1}\n')
+    rows = [f"row {i}" for i in range(3000)]
+    parquet.write_table(pa.table({"id": range(3000), "text": rows}), tmp_path / "a.parquet")
+    expected = rows + ["one", "two", "three", "four", "ä text\nof two lines"]
+    assert list(documents(files(tmp_path))) == expected
+
+
+def test_empty_documents_are_dropped_and_counted(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "", " \n\t", None, "b")))
+    counts = Counter()
+    assert list(documents(files(path), counts)) == ["a", "b"]
+    assert counts["empty"] == 3
+
+
+def test_lone_surrogates_are_replaced(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud800b \\ud83d\\ude00"}\n')
+    assert list(documents(files(path))) == ["a\ufffdb 😀"]
+
+
+def test_other_text_column(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"content": "jsonl", "text": 1}\n')
+    parquet.write_table(pa.table({"content": ["parquet"]}), tmp_path / "b.parquet")
+    assert list(documents(files(tmp_path, text_column="content"))) == ["jsonl", "parquet"]
+
+
+def test_fingerprint_sees_a_change(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    before = fingerprint(files(tmp_path)), fingerprint(files(path))
+    path.write_text("other")
+    assert fingerprint(files(tmp_path)) != before[0] and fingerprint(files(path)) != before[1]
+
+
+def fails(path, *parts, **more):
+    with pytest.raises(UserError) as error:
+        list(documents(files(path, **more)))
+    message = str(error.value)
+    assert "\n" not in message
+    for part in ("data.sources", *parts):
+        assert part in message, message
+
+
+def test_missing_path_and_empty_folder(tmp_path):
+    fails(tmp_path / "nowhere", "nowhere", "no such file", "set it to")
+    (tmp_path / "a.csv").touch()
+    fails(tmp_path, "no usable file", ".parquet")
+    fails(tmp_path / "a.csv", "no usable file")
+
+
+def test_broken_jsonl_line_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n{"text": "bro\n')
+    fails(path, f"{path}:2", "not valid JSON", "remove")
+    path.write_bytes(b'{"text": "\xff"}\n')
+    fails(path, f"{path}:1", "not valid JSON")
+    path.write_text("[1]\n")
+    fails(path, f"{path}:1", "not an object")
+
+
+def test_missing_or_wrong_column(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"body": "x"}\n')
+    fails(path, "text_column='text'", f"{path}:1", "body", "set text_column")
+    path.write_text('{"text": 3}\n')
+    fails(path, f"{path}:1", "holds a int")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"body": ["x"], "number": [1]}), path)
+    fails(path, "text_column='text'", str(path), "body, number", "set text_column")
+    fails(path, "holds a int", text_column="number")
+
+
+@pytest.mark.parametrize("keep", [0, 3, 0.5, 0.99])
+def test_truncated_parquet(tmp_path, keep):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": [f"row {i}" for i in range(1000)]}), path)
+    data = path.read_bytes()
+    path.write_bytes(data[:keep if keep in (0, 3) else int(keep * len(data))])
+    fails(path, str(path), "truncated")
+
+
+def test_truncated_or_foreign_gzip(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    data = gzip.compress(b"".join(b'{"text": "line %d"}\n' % i for i in range(5000)))
+    for broken in (data[:len(data) // 2], data[:40] + b"\0" * 9 + data[49:], b"not gzip"):
+        path.write_bytes(broken)
+        fails(path, str(path))
+
+
+def test_text_that_is_not_utf8(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"abc\xff")
+    fails(path, str(path), "not UTF-8 at byte 3", "convert")

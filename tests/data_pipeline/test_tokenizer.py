@@ -1,0 +1,162 @@
+import io
+import random
+
+import pytest
+import sentencepiece
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from small_corpus import VOCAB, make_texts
+
+from data_pipeline.tokenizer import StreamDecoder, Tokenizer, train_tokenizer
+from titans_pt.errors import UserError
+
+SCRIPTS = "Ünïcode  текст 日本語のテキスト العربية हिन्दी 😀👩‍👩‍👧 e\u0301\r\n\n  \tindented\n    four spaces  "
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory, texts):
+    """A tokenizer that puts a space before the text, as Llama's do."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=model, vocab_size=VOCAB, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2)
+    path = tmp_path_factory.mktemp("llama") / "llama.model"
+    path.write_bytes(model.getvalue())
+    return Tokenizer.load(path)
+
+
+def streamed(tokenizer, ids, **more):
+    decoder = StreamDecoder(tokenizer, **more)
+    return "".join(decoder.push(i) for i in ids) + decoder.finish()
+
+
+def test_attributes(tokenizer):
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (VOCAB, 1, 2)
+    again = Tokenizer.load(str(tokenizer.path))
+    assert again.sha256 == tokenizer.sha256 and len(again.sha256) == 64
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text())
+@example(SCRIPTS)
+@example("")
+@example(" ")
+@example("   leading\n\n\n")
+@example("\u2581 SentencePiece's own space \u2581\u2581")
+@example("\0 \u2585 <s> </s> <unk> <0x41> \ufeff \u2028")
+def test_round_trip(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text == streamed(tokenizer, ids)
+    assert tokenizer.encode_batch([text, "x"]) == [ids, tokenizer.encode("x")]
+    assert not {0, tokenizer.bos_id, tokenizer.eos_id} & set(ids)
+
+
+def test_real_text_is_compressed_and_digits_are_split(tokenizer, texts):
+    assert len(tokenizer.encode(texts[0])) < 0.7 * len(texts[0])
+    assert len(tokenizer.encode("1234")) == 4
+    assert tokenizer.encode("a\n\nb") == [*tokenizer.encode("a"), *2 * tokenizer.encode("\n"), *tokenizer.encode("b")]
+
+
+def test_lone_surrogate_becomes_replacement_character(tokenizer):
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
+
+
+def test_control_tokens_are_silent_and_broken_bytes_replaced(tokenizer):
+    ids = tokenizer.encode("é")
+    assert tokenizer.decode([1, *ids, 2]) == "é"
+    assert tokenizer.decode(ids[:1]) == "\ufffd" == streamed(tokenizer, ids[:1])
+    assert tokenizer.decode([*ids[:1], *tokenizer.encode("a")]) == "\ufffda"
+    assert tokenizer.decode([0]) == "\ufffd"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, VOCAB - 1)))
+def test_streaming_any_ids_is_decoding(tokenizer, ids):
+    assert streamed(tokenizer, ids) == tokenizer.decode(ids)
+
+
+def test_streaming_yields_text_as_soon_as_it_is_certain(tokenizer):
+    decoder = StreamDecoder(tokenizer)
+    assert [decoder.push(i) for i in tokenizer.encode("😀")] == ["", "", "", "😀"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.characters(exclude_characters="\u2581", exclude_categories=["Cs"])))
+@example("  two spaces")
+def test_dummy_prefix_round_trip(llama, text):
+    ids = llama.encode(text)
+    assert llama.decode(ids) == text == streamed(llama, ids) == streamed(llama, [llama.bos_id, *ids])
+
+
+def test_dummy_prefix_is_kept_when_a_prompt_continues(llama):
+    ids = llama.encode("memory")
+    assert streamed(llama, ids) == "memory"
+    assert streamed(llama, ids, continues=True) == " memory"
+
+
+def test_training_is_deterministic_and_reads_at_most_max_characters(tmp_path, texts):
+    one, two = (train_tokenizer(texts, tmp_path / name, 300, 5000) for name in "ab")
+    assert one.sha256 == two.sha256
+    taken = []
+    train_tokenizer((taken.append(text) or text for text in texts), tmp_path / "c", 300, 5000)
+    assert sum(map(len, taken[:-1])) < 5000 < sum(map(len, texts))
+
+
+def test_a_line_of_any_length_is_used(tmp_path):
+    line = " ".join(make_texts(300, seed=1)).replace("\n", " ")
+    assert len(line) > 30_000
+    tokenizer = train_tokenizer([line], tmp_path / "a.model", 320, 10**6)
+    assert len(tokenizer.encode(line)) < 0.7 * len(line)
+
+
+def test_too_little_text_names_the_largest_vocabulary_that_works(tmp_path):
+    texts = ["hello world, hello memory"]
+    with pytest.raises(UserError, match="model.vocab_size: given 5000; .* at most (\\d+)") as error:
+        train_tokenizer(texts, tmp_path / "a.model", 5000, 1000)
+    largest = int(str(error.value).split("at most ")[1].split(":")[0])
+    assert train_tokenizer(texts, tmp_path / "a.model", largest, 1000).vocab_size == largest
+    with pytest.raises(UserError, match="model.vocab_size: given 100; .* need (\\d+): raise"):
+        train_tokenizer(texts, tmp_path / "b.model", 100, 1000)
+    with pytest.raises(UserError, match="data.sources: no text"):
+        train_tokenizer([], tmp_path / "b.model", 300, 1000)
+    assert not (tmp_path / "b.model").exists()
+
+
+def test_an_error_of_the_text_comes_through_training(tmp_path):
+    def broken():
+        yield "some text"
+        raise UserError("line 3 is broken")
+
+    with pytest.raises(UserError, match="line 3 is broken"):
+        train_tokenizer(broken(), tmp_path / "a.model", 300, 1000)
+
+
+def test_training_is_quiet(tmp_path, texts, capfd):
+    train_tokenizer(texts, tmp_path / "a.model", 300, 5000)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_missing_broken_or_unfit_model(tmp_path, tokenizer):
+    good = tokenizer.path.read_bytes()
+    with pytest.raises(UserError, match="nowhere.model.*No such file.*data.tokenizer.path"):
+        Tokenizer.load(tmp_path / "nowhere.model")
+    path = tmp_path / "broken.model"
+    for data in (b"", b"no model", good[:len(good) // 2], random.Random(0).randbytes(3000)):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match="broken.model: not a SentencePiece model") as error:
+            Tokenizer.load(path)
+        assert "\n" not in str(error.value)
+
+
+def test_model_without_end_of_text(tmp_path, texts):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, vocab_size=300,
+                                             model_type="bpe", byte_fallback=True, eos_id=-1, minloglevel=2)
+    (tmp_path / "a.model").write_bytes(model.getvalue())
+    with pytest.raises(UserError, match="no end-of-text piece"):
+        Tokenizer.load(tmp_path / "a.model")
+
+
+def test_unwritable_output(tmp_path, texts):
+    with pytest.raises(UserError, match="cannot be written"):
+        train_tokenizer(texts, tmp_path / "no" / "folder.model", 300, 5000)
