@@ -128,9 +128,9 @@ def forward(
         mixed.append(scores[n] * c.mix)
         ZW.append(torch.bmm(Z[n], W[n]))
         ZS.append(torch.bmm(Z[n], S[n]))
-        z = torch.baddbmm(torch.addcmul(c.A * ZW[n], c.B, ZS[n]), mixed[n], G[n], alpha=-1)
-        new_W.append(torch.baddbmm(torch.addcmul(c.a * W[n], c.b, S[n]), X[n].mT, c.p * G[n], alpha=-1))
-        new_S.append(torch.baddbmm(c.m * S[n], X[n].mT, c.e * G[n], alpha=-1))
+        z = (c.A * ZW[n]).addcmul_(c.B, ZS[n]).baddbmm_(mixed[n], G[n], alpha=-1)
+        new_W.append((c.a * W[n]).addcmul_(c.b, S[n]).baddbmm_(X[n].mT, c.p * G[n], alpha=-1))
+        new_S.append((c.m * S[n]).baddbmm_(X[n].mT, c.e * G[n], alpha=-1))
     out_unit = out_scale = None
     if settings.has_norm:
         out_unit, out_scale = _unit(z)
@@ -194,14 +194,12 @@ def backward(
             p=-(G * HW).sum(-1, keepdim=True),
             e=-(G * HS).sum(-1, keepdim=True),
         )
-        dG[n] = -torch.addcmul(torch.baddbmm(c.p * HW, kept.mixed[n].mT, dz), c.e, HS)
+        dG[n] = (c.p * HW).baddbmm_(kept.mixed[n].mT, dz).addcmul_(c.e, HS).neg_()
         dX[n] = torch.bmm(d_scores.mT, Z)
-        dX[n] = torch.baddbmm(dX[n], pG, new_W[n].mT, alpha=-1)
-        dX[n] = torch.baddbmm(dX[n], eG, new_S[n].mT, alpha=-1)
-        dW[n] = torch.baddbmm(c.a * new_W[n], Z.mT, A_dz)
-        dS[n] = torch.baddbmm(torch.addcmul(c.b * new_W[n], c.m, new_S[n]), Z.mT, B_dz)
-        dZ = torch.baddbmm(torch.bmm(A_dz, W[n].mT), B_dz, S[n].mT)
-        dZ = torch.baddbmm(dZ, d_scores, X)
+        dX[n].baddbmm_(pG, new_W[n].mT, alpha=-1).baddbmm_(eG, new_S[n].mT, alpha=-1)
+        dW[n] = (c.a * new_W[n]).baddbmm_(Z.mT, A_dz)
+        dS[n] = (c.b * new_W[n]).addcmul_(c.m, new_S[n]).baddbmm_(Z.mT, B_dz)
+        dZ = torch.bmm(A_dz, W[n].mT).baddbmm_(B_dz, S[n].mT).baddbmm_(d_scores, X)
         if n:
             dz = dZ * slope(kept.query_hidden[n - 1])
     d_k, d_v, dF, key_norm = _key_backward(dX, dG, norm, F, kept, settings)
@@ -217,14 +215,17 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _key_backward(dX: list[Tensor], dG: list[Tensor], norm: Weights, F: Weights, kept: Kept, settings: Settings):
-    """From the gradients of inputs and inner errors back to k, v, the frozen weights and the LayerNorm."""
+    """From the gradients of inputs and inner errors back to k, v, the frozen weights and the LayerNorm.
+
+    Accumulates into dX and dG, which nobody else holds.
+    """
     slope, curvature = SLOPES[settings.activation], CURVATURES[settings.activation]
     last = len(F) - 1
     dF, d_hidden = [None] * (last + 1), []
     for n in range(last):
         pull = dG[n] * slope(kept.hidden[n])
         d_hidden.append(dG[n] * kept.pulled[n] * curvature(kept.hidden[n]))
-        dG[n + 1] = torch.baddbmm(dG[n + 1], pull, F[n + 1])
+        dG[n + 1].baddbmm_(pull, F[n + 1])
         dF[n + 1] = torch.bmm(pull.mT, kept.G[n + 1])
 
     d_error, d_norm = dG[last], []
@@ -244,9 +245,11 @@ def _key_backward(dX: list[Tensor], dG: list[Tensor], norm: Weights, F: Weights,
         d_y = df = 2 * d_error
 
     for n in range(last, -1, -1):
-        frozen = torch.bmm(kept.X[n].mT, df)
-        dF[n] = frozen if dF[n] is None else dF[n] + frozen
-        dX[n] = torch.baddbmm(dX[n], df, F[n].mT)
+        if dF[n] is None:
+            dF[n] = torch.bmm(kept.X[n].mT, df)
+        else:
+            dF[n].baddbmm_(kept.X[n].mT, df)
+        dX[n].baddbmm_(df, F[n].mT)
         if n:
             df = torch.addcmul(d_hidden[n - 1], dX[n], slope(kept.hidden[n - 1]))
     d_k = dX[0] + d_y if settings.residual else dX[0]

@@ -78,8 +78,9 @@ class MemoryScan(torch.autograd.Function):
                 )
                 grads.add(n, g)
                 dW, dS = g.W, g.S
-                dF = [a + b for a, b in zip(dF, g.F, strict=True)]
+                dF = g.F if dF is None else [a + b for a, b in zip(dF, g.F, strict=True)]
                 dW, dS, dF = grads.boundary(plan.new_document[n], plan.new_chunk[n], dW, dS, dF)
+        dF = dF or [None] * layers
         return None, grads.q, grads.k, grads.v, *grads.coefficients, *grads.norm, *grads.begin, *dW, *dS, *dF
 
 
@@ -133,19 +134,16 @@ class _Accumulated:
             total += part
 
     def boundary(self, document, chunk, dW: list[Tensor], dS: list[Tensor], dF: list[Tensor]):
-        """Gradients behind a block's start -> gradients before it, where chunks and documents began."""
+        """Gradients behind a block's start -> gradients before it, where chunks and documents began; dF None for 0."""
         if chunk is not False:
             dW = [w + f for w, f in zip(dW, mask(chunk, dF), strict=True)]
-            dF = mask(negate(chunk), dF)
+            dF = None if chunk is True else mask(~chunk, dF)
         if document is not False:
             for total, part in zip(self.begin, mask(document, dW), strict=True):
                 total += part
-            dW, dS = mask(negate(document), dW), mask(negate(document), dS)
+            others = False if document is True else ~document
+            dW, dS = mask(others, dW), mask(others, dS)
         return dW, dS, dF
-
-
-def negate(rows):
-    return not rows if isinstance(rows, bool) else ~rows
 
 
 def mask(rows, tensors) -> list[Tensor]:
