@@ -41,10 +41,16 @@ class RunFolder:
         """Holds the folder for one training process; the system lets go of it even when that is killed.
 
         Raises:
-            UserError: another run is at work in this folder.
+            UserError: another run is at work in this folder, or it cannot be written to.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("a") as file:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / ".lock").open("a")
+        except OSError as error:
+            raise UserError(
+                f"run.dir: {error.filename}: {error.strerror}; set run.dir to a folder you may write to"
+            ) from None
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -191,15 +191,16 @@ def test_a_folder_in_use(trained, failing):
 
 def test_a_file_in_the_way(tiny, failing, tmp_path):
     (tmp_path / "file").write_text("")
-    line = failing("train", tiny(run={"dir": str(tmp_path / "file" / "run")}))
-    assert str(tmp_path / "file") in line
-    assert "set run.dir" in line
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        line = failing("train", tiny(run={"dir": str(path)}))
+        assert str(path) in line
+        assert "set run.dir" in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_permission(tiny, failing, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
-    assert "change its permissions" in failing("train", tiny(run={"dir": str(tmp_path / "locked" / "run")}))
+    assert "Permission denied; set run.dir" in failing("train", tiny(run={"dir": str(tmp_path / "locked" / "run")}))
 
 
 def test_a_full_disk(run_copy, failing, monkeypatch):

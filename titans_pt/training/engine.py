@@ -49,7 +49,11 @@ def local_batch(config: Config, world_size: int) -> tuple[int, int]:
 
 
 def deepspeed_config(config: Config, micro_batch: int, accumulation: int) -> dict[str, Any]:
-    """DeepSpeed's own settings, all derived from the tree."""
+    """DeepSpeed's own settings, all derived from the tree.
+
+    Under ZeRO 2 and 3 the gradients of a step's micro-batches are summed in fp32. ZeRO 1 sums them in the training
+    precision: asked for fp32 there, DeepSpeed takes another optimizer, which does not skip non-finite steps.
+    """
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
@@ -57,6 +61,7 @@ def deepspeed_config(config: Config, micro_batch: int, accumulation: int) -> dic
         "bf16": {"enabled": config.train.precision == "bf16"},
         "zero_optimization": {"stage": config.parallel.zero_stage},
         "zero_allow_untested_optimizer": True,  # torch's own AdamW: nothing is compiled
+        "data_types": {"grad_accum_dtype": "fp32" if config.parallel.zero_stage > 1 else None},
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
@@ -111,15 +116,6 @@ class Engine:
     @property
     def model(self) -> nn.Module:
         return self._engine.module.model
-
-    @property
-    def device(self) -> torch.device:
-        return self.ranks.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights that forward sees."""
-        return self._trainable[0][1].dtype
 
     def set_lr(self, lr: float):
         for group in self._engine.optimizer.param_groups:

@@ -32,17 +32,20 @@ class Ranks:
         So all ranks fail alike, and none is left waiting for one that has stopped.
         """
         answer: list = [None, None]
+        failure = None
         if self.first:
             try:
                 answer[0] = action()
             except Exception as error:
                 if self.world_size == 1:
                     raise
-                answer[1] = error
+                told = isinstance(error, (UserError, OSError))  # others may not survive the journey
+                answer[1] = error if told else RuntimeError(f"rank 0 failed: {error!r}")
+                failure = error
         if self.world_size > 1:
             dist.broadcast_object_list(answer, src=0, device=self.device)
         if answer[1] is not None:
-            raise answer[1]
+            raise failure or answer[1]
         return answer[0]
 
     def sum(self, values: list[float]) -> list[float]:
@@ -65,19 +68,15 @@ def process_group():
     rendezvous, world_size = "MASTER_ADDR" in os.environ, os.environ.get("WORLD_SIZE", "1")
     if world_size != "1" and not rendezvous:
         raise UserError(
-            f"WORLD_SIZE={world_size} is set, but MASTER_ADDR is not; start with torchrun --nproc_per_node N -m titans_pt"
+            f"WORLD_SIZE={world_size} is set, but MASTER_ADDR is not; start with torchrun --nproc_per_node N"
         )
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    backend = "nccl" if cuda else "gloo"
+    device = _device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if rendezvous:
         dist.init_process_group(backend)
-        try:
-            yield Ranks(device)
-        finally:
-            dist.destroy_process_group()
+        yield Ranks(device)
+        # Only after success: a rank that fails must not wait here for others that wait for it.
+        dist.destroy_process_group()
         return
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # DeepSpeed reads these
     added = alone.keys() - os.environ.keys()
@@ -90,3 +89,15 @@ def process_group():
             dist.destroy_process_group()
             for name in added:
                 os.environ.pop(name, None)
+
+
+def _device(local_rank: int) -> torch.device:
+    """The GPU of this process, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= (count := torch.cuda.device_count()):
+        raise UserError(f"process {local_rank + 1} of this machine has no GPU: there are {count}; "
+                        f"start with torchrun --nproc_per_node {count}")  # fmt: skip
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

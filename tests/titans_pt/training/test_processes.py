@@ -47,14 +47,14 @@ def runs(tmp_path_factory, prepared):
     source = {"kind": "files", "path": str(prepared.parent / "text.jsonl")}
     config = folder / "config.json"  # JSON is YAML
     config.write_text(json.dumps(merged(TINY, {"data": {"dir": str(prepared), "sources": [source]}})))
-    jobs = [f"resume:{stage}:fp32" for stage in (1, 2, 3)] + ["resume:1:bf16", "resume:3:bf16"]
+    jobs = [f"resume:{stage}:fp32" for stage in (1, 2, 3)] + [f"resume:{stage}:bf16" for stage in (1, 2, 3)]
     jobs += [f"nan:{stage}" for stage in (1, 2, 3)] + ["switch"]
     result = run([*TORCHRUN, str(WORKER), str(config), str(folder), *jobs])
     assert result.returncode == 0, result.stderr[-4000:]
     return folder
 
 
-@pytest.mark.parametrize("name", ["1-fp32", "2-fp32", "3-fp32", "1-bf16", "3-bf16"])
+@pytest.mark.parametrize("name", ["1-fp32", "2-fp32", "3-fp32", "1-bf16", "2-bf16", "3-bf16"])
 def test_a_resume_continues_bit_for_bit(runs, name):
     whole, parts = runs / f"{name}-whole", runs / f"{name}-parts"
     assert [step for step, *_ in losses(whole)] == list(range(1, 11))
