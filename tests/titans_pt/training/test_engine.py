@@ -1,0 +1,77 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titans_pt.config import load_config
+from titans_pt.errors import UserError
+from titans_pt.training.engine import deepspeed_config, local_batch, parameter_groups
+from titans_pt.training.loss import NextTokenLoss
+
+
+@pytest.mark.parametrize(("samples", "micro", "world", "expected"), [
+    (8, 2, 1, (2, 4)), (8, 2, 2, (2, 2)), (8, 4, 4, (2, 1)), (6, 3, 2, (3, 1)),
+])  # fmt: skip
+def test_a_batch_splits_over_ranks_and_micro_batches(tiny, samples, micro, world, expected):
+    config = load_config(tiny(train={"batch_tokens": 16 * samples, "micro_batch": micro}))
+    assert local_batch(config, world) == expected
+
+
+@pytest.mark.parametrize(("samples", "micro", "world", "message"), [
+    (4, 1, 3, "train.batch_tokens: given 64 = 4 samples .* multiple of 3 ranks x 16, e.g. 96"),
+    (10, 4, 1, "train.micro_batch: given 4; must divide the 10 samples .* e.g. 2"),
+])  # fmt: skip
+def test_a_batch_that_does_not_split_says_what_would(tiny, samples, micro, world, message):
+    config = load_config(tiny(train={"batch_tokens": 16 * samples, "micro_batch": micro}))
+    with pytest.raises(UserError, match=message):
+        local_batch(config, world)
+
+
+def test_norms_and_biases_do_not_decay():
+    model = nn.ModuleDict({"embedding": nn.Embedding(3, 2), "output_norm": nn.LayerNorm(2), "linear": nn.Linear(2, 2)})
+    model.norm_weight = nn.Parameter(torch.ones(2, 2))  # one row a head
+    decay, keep = parameter_groups(model, 0.1)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in decay["params"]} == {"embedding.weight", "linear.weight"}
+    assert {names[id(p)] for p in keep["params"]} == {
+        "norm_weight", "output_norm.weight", "output_norm.bias", "linear.bias"}
+    assert (decay["weight_decay"], keep["weight_decay"]) == (0.1, 0.0)
+
+
+def test_deepspeed_settings_follow_the_tree(tiny):
+    config = load_config(tiny(train={"precision": "bf16", "clip": 0.5}, parallel={"zero_stage": 2}))
+    settings = deepspeed_config(config, 3, 4)
+    assert settings["bf16"] == {"enabled": True}
+    assert settings["gradient_clipping"] == 0.5
+    assert settings["zero_optimization"]["stage"] == 2
+    assert (settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (3, 4)
+
+
+class Table(nn.Module):
+    """Logits looked up by the current id."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, ids, state=None, reset=None):
+        return self.rows[ids], None
+
+
+def test_loss_is_that_of_the_next_token():
+    loss, ids = NextTokenLoss(Table()), torch.tensor([[0, 1, 2, 3], [4, 4, 0, 1]])
+    expected = F.cross_entropy(loss.model.rows[ids[:, :-1]].flatten(0, 1), ids[:, 1:].flatten())
+    assert torch.equal(loss(ids, None), expected)
+    assert loss(ids, None, torch.ones(2)) == pytest.approx(float(expected))
+    assert loss(ids, None, torch.tensor([0.0, 1.0])) == pytest.approx(float(loss(ids[1:], None)))
+    assert loss(ids, None, torch.zeros(2)) == 0
+
+
+def test_an_infinite_loss_spoils_every_gradient():
+    loss = NextTokenLoss(Table())
+    with torch.no_grad():
+        loss.model.rows[0, 1] = -math.inf
+    loss(torch.tensor([[0, 1]]), None).backward()
+    assert loss.model.rows.grad[0].isnan().all()
