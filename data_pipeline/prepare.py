@@ -49,7 +49,8 @@ def prepare(config: Config, force: bool = False) -> dict:
 
     Raises:
         UserError: bad source, tokenizer and model.vocab_size that disagree, an empty split, folder not writable,
-            disk full, token files of other settings in data.dir. The folder is then as it was before.
+            disk full, token files of other settings in data.dir. The folder is then as it was before; only if
+            the last step, moving the files into place, fails can it be left without a manifest, that is, empty.
     """
     folder = Path(config.data.dir)
     fingerprint = _fingerprint(config)

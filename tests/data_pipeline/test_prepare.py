@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from small_corpus import VOCAB, make_texts, write_jsonl
 
-from data_pipeline import IndexedDataset, Tokenizer, documents, prepare, unigram_loss
+from data_pipeline import IndexedDataset, TokenFiles, Tokenizer, documents, prepare, unigram_loss
 from titans_pt.config import Config, SourceConfig
 from titans_pt.errors import UserError
 
@@ -218,6 +218,24 @@ def test_permission_refused_by_the_system(config, tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.os, "replace", refuse)
     fails(config(data={"tokenizer": {"path": None}}), tmp_path / "data", "Permission denied")
+
+
+def test_a_folder_left_half_moved_counts_as_empty(config, tmp_path, monkeypatch):
+    prepare(config())
+    replace = os.replace
+
+    def stop(source, target):
+        if Path(target) == tmp_path / "data" / "validation.bin":
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="Input/output error"):
+        patch.setattr(module.os, "replace", stop)
+        prepare(config(model={"vocab_size": 300}), force=True)
+    with pytest.raises(UserError, match="no token files"):
+        TokenFiles.open(config())
+    manifest = prepare(config())
+    assert names(tmp_path / "data") == FILES and TokenFiles.open(config()).manifest == manifest
 
 
 def test_one_process_at_a_time(config, tmp_path):
