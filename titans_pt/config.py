@@ -100,6 +100,9 @@ class MemoryConfig(Section):
     """Forgetting gate at initialisation: a half-life of about 70 tokens."""
     theta_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Share of the step bound used at initialisation."""
+    init_std: Annotated[float, Field(gt=0.0)] | None = None
+    """Standard deviation of M_0's weights. Null: 1 with norm, 1 / sqrt(d_in) without. Under the LayerNorm an inner
+    step moves the output by 1 / init_std^2: at 1 / sqrt(d_in) it overshoots, and outer gradients explode."""
     save_every: Positive = 4
     """The backward pass keeps the memory's weights at every save_every-th block and computes those between again:
     less memory, the same result."""

@@ -85,7 +85,8 @@ class LanguageModel(nn.Module):
         Returns:
             Logits (B, T, vocab_size) in the parameters' dtype, and the state after the last token.
         """
-        x = self.embedding(ids)
+        # The mixers' outputs are normalised, of unit scale: at the embedding's own 0.02 they would drown the token.
+        x = self.embedding(ids) * self.config.d_model**0.5
         states = state.blocks if state else [None] * len(self.blocks)
         after = []
         for block, block_state in zip(self.blocks, states, strict=True):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ class Progress:
 
     def __init__(self, step: int, last: int, shown: bool):
         self._bar = tqdm(
-            total=last, initial=step, unit="step", dynamic_ncols=True, disable=not shown, mininterval=0.5,
+            total=last, initial=step, unit="step", dynamic_ncols=True, disable=not shown,
+            mininterval=0.5 if sys.stderr.isatty() else 15.0,  # a log file wants few lines
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} steps [{elapsed}, {remaining} left{postfix}]",
         )  # fmt: skip
 
