@@ -1,0 +1,57 @@
+"""The README and the pages in docs/ name only what exists."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titans_pt.cli import _parser
+from titans_pt.config import _known_paths, load_config
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands():
+    """(config or run, overrides) of every titans or launch line of the README."""
+    for line in re.findall(r"^\s*((?:titans|launch/torchrun.sh) [^\n]*)$", README, re.M):
+        if not re.search(r"\b(CONFIG|RUN)\b", line):
+            yield [word.strip("'") for word in line.split()]
+
+
+def test_commands_parse_and_their_settings_are_valid():
+    found = list(commands())
+    assert len(found) >= 4
+    for words in found:
+        arguments = words[1:] if words[0] == "titans" else ["train", *words[1:]]
+        options = _parser().parse_args(arguments)
+        load_config(ROOT / options.config, options.overrides)
+
+
+def test_subcommands_are_those_of_the_program():
+    listed = set(re.findall(r"^titans (\w+) +(?:CONFIG|RUN)", README, re.M))
+    usage = subprocess.run([sys.executable, "-m", "titans_pt", "--help"], capture_output=True, text=True, cwd=ROOT)
+    assert listed == {word for word in re.findall(r"^ {4}(\w+) ", usage.stdout, re.M)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_and_settings_exist(page):
+    text = page.read_text()
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (page.parent / link).exists(), link
+    for folder in re.findall(r"^\| `([\w/]+/)`", text, re.M):
+        assert (ROOT / folder).is_dir(), folder
+    for path in re.findall(r"`((?:titans_pt|kernels|data_pipeline|configs|launch)/[\w/.]+\.\w+)`", text):
+        assert (ROOT / path).exists(), path
+    known = _known_paths()
+    for setting in re.findall(r"`((?:run|data|model|train|parallel|evaluation|wandb)\.[a-z_.]+)[`=]", text):
+        assert setting in known, setting
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make (\w+)", README):
+        assert re.search(rf"^{target}:", makefile, re.M), target
