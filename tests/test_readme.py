@@ -34,7 +34,7 @@ def test_commands_parse_and_their_settings_are_valid():
 def test_subcommands_are_those_of_the_program():
     listed = set(re.findall(r"^titans (\w+) +(?:CONFIG|RUN)", README, re.M))
     usage = subprocess.run([sys.executable, "-m", "titans_pt", "--help"], capture_output=True, text=True, cwd=ROOT)
-    assert listed == {word for word in re.findall(r"^ {4}(\w+) ", usage.stdout, re.M)}
+    assert listed == set(re.findall(r"^ {4}(\w+) ", usage.stdout, re.M))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
