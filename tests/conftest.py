@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import settings
+
+# The same examples in every run: a red test is the change's fault. Search wider with --hypothesis-profile=default.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 TINY = {
     "data": {"seq_len": 16, "validation_fraction": 0.2},
