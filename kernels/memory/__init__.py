@@ -2,5 +2,6 @@
 
 from kernels.memory.dispatch import memory_read, neural_memory
 from kernels.memory.state import MemoryState
+from kernels.memory.trace import Trace, memory_trace
 
-__all__ = ["MemoryState", "memory_read", "neural_memory"]
+__all__ = ["MemoryState", "Trace", "memory_read", "memory_trace", "neural_memory"]

@@ -1,0 +1,118 @@
+"""What each token does to the memory, as figures: an instrument, token by token, on the naive definition.
+
+Slow and plain on purpose; nothing is differentiated. See naive.py for the recurrence.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.memory.mlp import ACTIVATIONS, LN_EPS, SLOPES
+from kernels.memory.state import MemoryState, Weights
+
+
+@dataclass
+class Trace:
+    """Each (B, T, H), fp32 (fp64 for fp64 inputs); norms are Frobenius, over all L matrices of a head together.
+
+    surprise: ||u_t||, u_t = grad_W ||M_{t'}(k_t) - v_t||^2 at the weights of the start of t's chunk.
+    weight_norm: ||M_t||. momentum_norm: ||S_t||; both after the token.
+    """
+
+    surprise: Tensor
+    weight_norm: Tensor
+    momentum_norm: Tensor
+
+
+@torch.no_grad()
+def memory_trace(
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor,
+    alpha: Tensor,
+    weights: Weights,
+    *,
+    norm: Weights | None = None,
+    residual: bool = True,
+    activation: str = "gelu",
+    chunk_size: int = 16,
+    initial_state: MemoryState | None = None,
+    reset: Tensor | None = None,
+) -> Trace:
+    """The arguments are those of :func:`kernels.memory.neural_memory`, without the queries: they write nothing."""
+    batch, length = k.shape[:2]
+    dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
+    layers = len(weights)
+    k, v = k.to(dtype), v.to(dtype)
+    # (B, T, H, L, 1, 1): one gate for each matrix, ready to scale it.
+    theta, eta, alpha = (
+        (g if g.dim() == 4 else g.unsqueeze(-1)).to(dtype).expand(*k.shape[:3], layers)[..., None, None]
+        for g in (theta, eta, alpha)
+    )
+    begin = tuple(w.to(dtype).expand(batch, *w.shape) for w in weights)
+    affine = None if norm is None else tuple(p.to(dtype).unsqueeze(-2) for p in norm)
+    state = initial_state or MemoryState.initial(weights, batch, dtype)
+    current, momentum, start, offset = state.weights, state.momentum, state.chunk_weights, state.offset.to(k.device)
+
+    figures = []
+    for t in range(length):
+        if reset is not None:
+            begins = reset[:, t]
+            current = _choose(begins, begin, current)
+            momentum = tuple(torch.where(begins.view(-1, 1, 1, 1), 0.0, s) for s in momentum)
+            offset = torch.where(begins, 0, offset)
+        start = _choose(offset == 0, current, start)
+        inputs, errors = _outer_factors(
+            k[:, t].unsqueeze(-2), v[:, t].unsqueeze(-2), start, affine, residual, activation
+        )
+        momentum = tuple(
+            eta[:, t, :, n] * s - theta[:, t, :, n] * (x.mT @ g)
+            for n, (s, x, g) in enumerate(zip(momentum, inputs, errors, strict=True))
+        )
+        current = tuple(
+            (1 - alpha[:, t, :, n]) * w + s for n, (w, s) in enumerate(zip(current, momentum, strict=True))
+        )
+        offset = (offset + 1) % chunk_size
+        # ||x g^T|| = ||x|| ||g||: the gradient's norm needs no matrix.
+        squares = [x.square().sum((-2, -1)) * g.square().sum((-2, -1)) for x, g in zip(inputs, errors, strict=True)]
+        figures.append(torch.stack([sum(squares).sqrt(), _norm(current), _norm(momentum)]))
+    return Trace(*torch.stack(figures, dim=2).unbind(0))
+
+
+def _outer_factors(
+    k: Tensor, v: Tensor, weights: Weights, norm: Weights | None, residual: bool, activation: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """k, v (B, H, 1, D) -> for each matrix its input x (B, H, 1, d_in) and error g (B, H, 1, d_out); u = x^T g."""
+    act, slope = ACTIVATIONS[activation], SLOPES[activation]
+    inputs, hidden = [k], []
+    f = k @ weights[0]
+    for w in weights[1:]:
+        hidden.append(f)
+        inputs.append(act(f))
+        f = inputs[-1] @ w
+    if norm is None:
+        y = f
+    else:
+        centred = f - f.mean(-1, keepdim=True)
+        scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + LN_EPS)
+        unit = centred * scale
+        y = unit * norm[0] + norm[1]
+    error = 2 * ((y + k if residual else y) - v)
+    if norm is not None:  # back through the LayerNorm
+        error = error * norm[0]
+        error = (error - error.mean(-1, keepdim=True) - unit * (error * unit).mean(-1, keepdim=True)) * scale
+    errors = [error]
+    for w, z in zip(reversed(weights[1:]), reversed(hidden), strict=True):
+        errors.append((errors[-1] @ w.mT) * slope(z))
+    return inputs, errors[::-1]
+
+
+def _norm(matrices: Weights) -> Tensor:
+    """L tensors (B, H, d_in, d_out) -> (B, H)."""
+    return sum(m.square().sum((-2, -1)) for m in matrices).sqrt()
+
+
+def _choose(condition: Tensor, yes: Weights, no: Weights) -> Weights:
+    return tuple(torch.where(condition.view(-1, 1, 1, 1), a, b) for a, b in zip(yes, no, strict=True))
