@@ -86,6 +86,9 @@ class MemoryConfig(Section):
     """LayerNorm inside the memory, M(x) = x + LN(f(x)); it is what bounds the inner loop."""
     residual: bool = True
     """The ``x +`` in M(x)."""
+    writes: bool = True
+    """False: nothing is written (theta = alpha = 0), M stays the learned M_0 and learns nothing at test time. The
+    control of every claim about memory: the same parameters, the same cost."""
     momentum: bool = True
     """False: eta = 0."""
     forgetting: bool = True
@@ -104,9 +107,9 @@ class MemoryConfig(Section):
     init_std: Annotated[float, Field(gt=0.0)] | None = None
     """Standard deviation of M_0's weights. Null: 1 with norm, 1 / sqrt(d_in) without. Under the LayerNorm an inner
     step moves the output by 1 / init_std^2: at 1 / sqrt(d_in) it overshoots, and outer gradients explode."""
-    save_every: Positive = 4
+    save_every: Positive | None = None
     """The backward pass keeps the memory's weights at every save_every-th block and computes those between again:
-    less memory, the same result."""
+    less memory, the same result. Null: the square root of the number of blocks."""
 
 
 class ModelConfig(Section):

@@ -15,6 +15,8 @@ Backward: the state at every ``save_every``-th block is kept, the blocks between
 block itself is in block.py.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -42,12 +44,12 @@ def chunked_memory(
     chunk_size: int,
     state: MemoryState,
     reset: Tensor | None,
-    save_every: int,
+    save_every: int | None,
 ) -> tuple[Tensor, MemoryState]:
     """Arguments as in :func:`kernels.memory.naive.naive_memory`.
 
     Memory beyond inputs and outputs: one (W, S, chunk W) per ``save_every`` blocks for the backward pass, and the
-    intermediates of ``save_every`` blocks.
+    intermediates of ``save_every`` blocks; None is the square root of the number of blocks.
     """
     batch, length, heads = q.shape[:3]
     layers = len(weights)
@@ -66,7 +68,7 @@ def chunked_memory(
         gates = _coefficients(*(layout.fold(g).movedim(-1, 0) for g in (theta, eta, alpha)), layout.valid(q.device))
         plan = Plan(
             layout.rows(blocks.new_chunk, q.device), layout.rows(blocks.new_document, q.device),
-            layers, theta.shape[-1], save_every, settings,
+            layers, theta.shape[-1], save_every or math.isqrt(layout.count), settings,
         )  # fmt: skip
         out, *carry = MemoryScan.apply(plan, *(layout.fold(x) for x in (q, k, v)), *gates, *affine, *begin, *carry)
         outputs.append(layout.unfold(out))

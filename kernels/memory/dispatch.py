@@ -28,7 +28,7 @@ def neural_memory(
     output_final_state: bool = False,
     reset: Tensor | None = None,
     backend: str = "auto",
-    save_every: int = 4,
+    save_every: int | None = None,
 ) -> tuple[Tensor, MemoryState | None]:
     """Reads and writes the long-term memory along a sequence; every token reads its own write (y_t = M_t(q_t)).
 
@@ -44,7 +44,8 @@ def neural_memory(
         output_final_state: also return the state after the last token.
         reset: None or bool (B, T), True where a document starts: M_0, S_0 = 0, chunks count from there.
         backend: "naive" (definition), "chunked" (exact dual form), "auto" (the fastest that serves).
-        save_every: blocks between two states kept for the backward pass (memory against recomputation).
+        save_every: blocks between two states kept for the backward pass, which computes those between again.
+            None: the square root of the number of blocks, least memory: O(sqrt(T)) states.
 
     Returns:
         (B, T, H, D) in q's dtype, and the final state or None. State and arithmetic are fp32, fp64 for fp64 inputs.
