@@ -149,7 +149,15 @@ def _generate(options: argparse.Namespace):
         top_p=options.top_p,
         seed=options.seed,
         step=options.checkpoint,
+        state_file=options.state,
+        save_to=options.save_state,
     )
+
+
+def _inspect(options: argparse.Namespace):
+    from titans_pt.inspection import inspect
+
+    inspect(options.run, options.text, max_tokens=options.max_tokens, step=options.checkpoint)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -192,10 +200,17 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--only", choices=("perplexity", "needle"), help="one evaluation instead of all")
 
     generate = command("generate", _generate, "continue a prompt", "run", folder)
-    generate.add_argument("--prompt", required=True, help="text to continue")
+    generate.add_argument("--prompt", help="text to continue; it may be left out with --state")
     generate.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="(default: %(default)s)")
     generate.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)")
     generate.add_argument("--top-p", type=float, default=0.95, help="(default: %(default)s)")
     generate.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     generate.add_argument("--checkpoint", type=int, metavar="STEP", help=step)
+    generate.add_argument("--save-state", metavar="FILE", help="keep the state behind prompt and new text in FILE")
+    generate.add_argument("--state", metavar="FILE", help="go on from a state that --save-state kept")
+
+    inspect = command("inspect", _inspect, "see what the memory finds surprising in a text", "run", folder)
+    inspect.add_argument("--text", required=True, metavar="FILE", help="a text file (UTF-8)")
+    inspect.add_argument("--max-tokens", type=int, default=2048, metavar="N", help="(default: %(default)s)")
+    inspect.add_argument("--checkpoint", type=int, metavar="STEP", help=step)
     return parser

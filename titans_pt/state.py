@@ -1,16 +1,27 @@
-"""What a model carries from one call to the next, as nested dataclasses of tensors."""
+"""What a model carries from one call to the next, as nested dataclasses of tensors; in memory and as a file."""
 
+import importlib
+import json
+import os
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from titans_pt.errors import UserError
+
+FORMAT = "titans-state-1"
+_PACKAGES = ("titans_pt", "kernels")
 
 
 def map_tensors(state: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``state`` with ``fn`` applied to every tensor; dataclasses, tuples, lists and None keep their shape.
 
-    ``map_tensors(state, torch.clone)`` forks a state, ``torch.Tensor.detach`` cuts its history.
+    For example, ``map_tensors(state, torch.Tensor.detach)`` cuts its history.
     """
     if isinstance(state, torch.Tensor):
         return fn(state)
@@ -19,6 +30,11 @@ def map_tensors(state: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(state, (tuple, list)):
         return type(state)(map_tensors(item, fn) for item in state)
     return state
+
+
+def fork(state: Any) -> Any:
+    """A copy that shares no tensor with ``state``: two continuations of one past. Gradients flow through it."""
+    return map_tensors(state, torch.clone)
 
 
 def state_bytes(state: Any) -> int:
@@ -32,3 +48,123 @@ def state_bytes(state: Any) -> int:
 
     map_tensors(state, count)
     return total
+
+
+def save_state(state: Any, path: str | Path, about: dict[str, str] | None = None):
+    """Writes a state (of any mixer) as one safetensors file; an old file at ``path`` is replaced whole or not at all.
+
+    The tensors are named by their place (``blocks.0.memory.weights.1``); the metadata has ``format``, the nesting of
+    dataclasses, lists, tuples and plain values as JSON in ``structure``, and ``about``.
+
+    Args:
+        about: strings to keep with it, such as the hash of the model that it belongs to.
+
+    Raises:
+        TypeError: something in it is none of tensor, dataclass of ours, list, tuple, None, bool, int, float, str.
+        OSError: the disk is full, or the folder cannot be written to.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    structure = json.dumps(_flatten(state, "", tensors))
+    content = save(tensors, {"format": FORMAT, "structure": structure, "about": json.dumps(about or {})})
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_state(path: str | Path, device: str | torch.device = "cpu") -> Any:
+    """What :func:`save_state` wrote, bit for bit.
+
+    Tensors of floating point come to ``device``; whole numbers (offsets, places) stay on the host, where the mixers
+    make masks and cuts of them.
+
+    Raises:
+        UserError: no such file, not a state, one of another format, or of a class that this version does not have.
+    """
+    file, metadata = _open(path)
+    return _build(json.loads(metadata["structure"]), file, torch.device(device), Path(path))
+
+
+def read_about(path: str | Path) -> dict[str, str]:
+    """The ``about`` of a state file. Raises UserError as :func:`load_state`."""
+    return json.loads(_open(path)[1]["about"])
+
+
+def _open(path: str | Path) -> tuple[Any, dict[str, str]]:
+    """The open safetensors file of a state, and its metadata; UserError for anything else."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such state file; write one with: titans generate RUN --save-state FILE")
+    try:
+        file = safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise UserError(f"{path}: not a state file, or a damaged one ({error}); write it anew") from None
+    metadata = file.metadata() or {}
+    if metadata.get("format") != FORMAT:
+        raise UserError(f"{path}: format {metadata.get('format')!r}, this version reads {FORMAT!r}; write it anew")
+    return file, metadata
+
+
+def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict:
+    """The JSON form of ``value``, one key that says its kind; its tensors go to ``tensors`` under their places."""
+    if isinstance(value, torch.Tensor):
+        # A copy of its own: expanded and shared tensors have no place in the file format.
+        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return {"tensor": name}
+    if is_dataclass(value):
+        kind = type(value)
+        if kind.__module__.partition(".")[0] not in _PACKAGES:
+            raise TypeError(f"{kind.__module__}.{kind.__qualname__}: not a class of {' or '.join(_PACKAGES)}")
+        inner = {f.name: _flatten(getattr(value, f.name), _join(name, f.name), tensors) for f in fields(value)}
+        return {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": inner}
+    if type(value) in (list, tuple):
+        items = [_flatten(item, _join(name, i), tensors) for i, item in enumerate(value)]
+        return {type(value).__name__: items}
+    if value is None or type(value) in (bool, int, float, str):
+        return {"value": value}
+    raise TypeError(f"{name or 'state'}: {type(value).__qualname__} cannot be saved")
+
+
+def _join(name: str, part: str | int) -> str:
+    return f"{name}.{part}" if name else str(part)
+
+
+def _build(form: dict, file: Any, device: torch.device, path: Path) -> Any:
+    """The inverse of :func:`_flatten`."""
+    match form:
+        case {"tensor": name}:
+            tensor = file.get_tensor(name)
+            return tensor.to(device) if tensor.is_floating_point() else tensor
+        case {"class": name, "fields": inner}:
+            kind = _class(name, path)
+            if set(inner) != {f.name for f in fields(kind)}:
+                raise UserError(f"{path}: {name} has other fields in this version; write the state anew")
+            return kind(**{key: _build(item, file, device, path) for key, item in inner.items()})
+        case {"list": items}:
+            return [_build(item, file, device, path) for item in items]
+        case {"tuple": items}:
+            return tuple(_build(item, file, device, path) for item in items)
+        case {"value": value}:
+            return value
+    raise UserError(f"{path}: its structure has {sorted(form)}, which this version does not know; write it anew")
+
+
+def _class(name: str, path: Path) -> type:
+    """A dataclass of ours by "module:name". A file may not name anything else: it could come from anywhere."""
+    module, _, kind = name.partition(":")
+    found = None
+    if module.partition(".")[0] in _PACKAGES:
+        try:
+            found = getattr(importlib.import_module(module), kind, None)
+        except ImportError:
+            found = None
+    if not (isinstance(found, type) and is_dataclass(found)):
+        raise UserError(f"{path}: holds a {name}, which this version does not have; write the state anew with it")
+    return found

@@ -1,0 +1,150 @@
+"""Inspection: its figures against the states that the model itself returns, its files, its mistakes."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.memory import MemoryState
+from tests.untrained import untrained_run
+from titans_pt import cli
+from titans_pt.config import ModelConfig
+from titans_pt.errors import UserError
+from titans_pt.inspection import inspect
+from titans_pt.inspection import inspector as module
+from titans_pt.inspection.picture import COLUMNS, EXCERPT, ROWS, excerpt, running_mean, wrap
+from titans_pt.layers.memory import MemoryGates
+from titans_pt.models import build_model
+from titans_pt.training.probes import find
+
+CASES = {name: ([name], {}) for name in ("lmm", "mac", "mag", "mal")}
+CASES["hybrid"] = (["lmm", "swa", "mac"], {"per_layer_gates": True})
+CASES["linear"] = (["mag"], {"depth": 1, "norm": False})
+T = 21
+
+
+def small(mixers, **memory):
+    torch.manual_seed(0)
+    config = ModelConfig(
+        mixers=mixers, vocab_size=50, d_model=16, n_layers=max(2, len(mixers)), n_heads=2, mlp_hidden=24, window=6,
+        segment=8, memory_tokens=4, persistent_tokens=3, memory={"chunk_size": 4, "expansion": 2} | memory,
+    )  # fmt: skip
+    model = build_model(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def norm_of(matrices):
+    return torch.stack([m[0].flatten(1).norm(dim=-1) for m in matrices]).norm(dim=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("piece", [512, 5])
+@pytest.mark.parametrize("case", CASES)
+def test_figures_are_those_of_the_models_own_states(case, piece, monkeypatch):
+    mixers, memory = CASES[case]
+    model = small(mixers, **memory)
+    ids = torch.randint(0, 50, (T,), generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(module, "PIECE", piece)
+    result = module.read(model, ids, ["x"] * T)
+    assert not any(m._forward_hooks for m in model.modules())
+    names = [f"blocks.{n}.mixer.memory" for n, block in enumerate(model.blocks) if hasattr(block.mixer, "memory")]
+    assert list(result.memories) == names and result.surprise.shape == (len(names), T, 2)
+
+    gates = [[] for _ in names]
+    watched = [m for m in model.modules() if isinstance(m, MemoryGates)]
+    hooks = [m.register_forward_hook(lambda _m, _a, out, n=n: gates[n].append(out)) for n, m in enumerate(watched)]
+    state = None
+    for t in range(T):
+        _, state = model(ids[None, t : t + 1], state)
+        for n, memory_state in enumerate(find(state, MemoryState)):
+            for name, matrices in (("weight_norm", memory_state.weights), ("momentum_norm", memory_state.momentum)):
+                np.testing.assert_allclose(getattr(result, name)[n, t], norm_of(matrices), rtol=1e-5, atol=1e-7)
+            for name, gate in zip(("theta", "eta", "alpha"), gates[n][-1], strict=True):
+                gate = gate[0, -1].mean(-1) if gate.dim() == 4 else gate[0, -1]
+                np.testing.assert_allclose(getattr(result, name)[n, t], gate, rtol=1e-5)
+    for hook in hooks:
+        hook.remove()
+    logits, _ = model(ids[None])
+    assert np.isnan(result.nll[0])
+    np.testing.assert_allclose(result.nll[1:], F.cross_entropy(logits[0, :-1], ids[1:], reduction="none"), rtol=1e-4)
+
+
+@torch.no_grad()
+def test_surprise_is_what_moved_the_momentum():
+    """Without momentum S_t = -theta_t u_t, so the gradient's norm is seen in the state."""
+    model = small(["mac"], momentum=False)
+    result = module.read(model, torch.randint(0, 50, (T,)), ["x"] * T)
+    np.testing.assert_allclose(result.surprise, result.momentum_norm / result.theta, rtol=1e-5)
+
+
+def test_a_model_without_memory():
+    with pytest.raises(UserError, match="no neural memory"):
+        module.read(small(["attention"]), torch.zeros(4, dtype=torch.int64), ["x"] * 4)
+
+
+@pytest.fixture
+def run(tmp_path, prepared):
+    return untrained_run(tmp_path / "run", prepared, mixers=["mac", "lmm"], n_layers=2)
+
+
+def test_files_and_table(run, tmp_path, capfd):
+    text = "abc dea $x_1$ fo\u00e9.\n\nkab" * 8
+    (tmp_path / "page.txt").write_text(text)
+    assert cli.run(["inspect", str(run), "--text", str(tmp_path / "page.txt"), "--checkpoint", "3"]) == 0
+    out = capfd.readouterr().out
+    folder = run / "inspection" / "step-00000003"
+    assert sorted(p.name for p in folder.iterdir()) == ["page.npz", "page.png"]
+    assert str(folder / "page.npz") in out and str(folder / "page.png") in out and "blocks.1.mixer.memory" in out
+    arrays = np.load(folder / "page.npz")
+    assert "".join(arrays["pieces"]) == text
+    tokens = len(arrays["ids"])
+    assert arrays["nll"].shape == (tokens,)
+    for name in ("surprise", "theta", "eta", "alpha", "weight_norm", "momentum_norm"):
+        assert arrays[name].shape == (2, tokens, 2) and arrays[name].dtype == np.float32
+        assert np.isfinite(arrays[name]).all()
+    assert (folder / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_the_first_tokens_and_another_folder(run, tmp_path, capfd):
+    (tmp_path / "page.txt").write_text("abc dea fo " * 30)
+    result = inspect(run, tmp_path / "page.txt", out=tmp_path / "there", max_tokens=9)
+    assert len(result.ids) == 9 and (tmp_path / "there" / "page.png").is_file()
+
+
+@pytest.mark.parametrize(("content", "words", "message"), [
+    (None, [], "No such file"), ("", [], "0 tokens"), ("abc dea", ["--max-tokens", "1"], "max_tokens: given 1"),
+    ("abc dea", ["--checkpoint", "9"], "no such checkpoint"),
+])  # fmt: skip
+def test_mistakes(run, tmp_path, capfd, content, words, message):
+    if content is not None:
+        (tmp_path / "page.txt").write_text(content)
+    assert cli.run(["inspect", str(run), "--text", str(tmp_path / "page.txt"), *words]) == 2
+    assert message in capfd.readouterr().err
+    assert not (run / "inspection").exists()
+
+
+# ---- the picture's parts
+
+
+def test_running_mean():
+    values = np.array([np.nan, 1.0, 2.0, 6.0])
+    np.testing.assert_allclose(running_mean(values, 1), values)
+    np.testing.assert_allclose(running_mean(values, 3), [1.0, 1.5, 3.0, 4.0])
+
+
+def test_wrap_breaks_where_it_must():
+    long = "x" * (COLUMNS - 1)
+    lines = wrap(np.array([long, "ab", "\n", "\u00e9\t", ""]), 0, 5)
+    assert lines == [[(0, 0, long), (1, COLUMNS - 1, "a")], [(1, 0, "b"), (2, 1, "\u21b5")], [(3, 0, "\u00e9\u00b7")]]
+
+
+@pytest.mark.parametrize("piece", ["word ", "\n", "a rather long piece of text "])
+def test_the_excerpt_fits_and_holds_the_most_surprising(piece):
+    score = np.ones(2000)
+    score[1500:1516] = 3.0
+    first, last, lines = excerpt(np.array([piece] * 2000), score)
+    assert first <= 1500 and last >= 1508 and last - first <= EXCERPT
+    assert len(lines) <= max(ROWS, 33)

@@ -1,0 +1,204 @@
+"""States as files: every mixer's, bit for bit; a continuation from a file is the continuation."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tests.untrained import untrained_run
+from titans_pt import cli
+from titans_pt.config import MIXERS, ModelConfig
+from titans_pt.errors import UserError
+from titans_pt.evaluation.stream import greedy, prefill
+from titans_pt.models import build_model
+from titans_pt.run import load_run
+from titans_pt.state import FORMAT, fork, load_state, map_tensors, read_about, save_state
+from titans_pt.training.probes import find
+
+PATTERNS = [[mixer] for mixer in MIXERS] + [["lmm", "swa", "mac"]]
+
+
+def small(mixers, dtype=torch.float32):
+    torch.manual_seed(0)
+    config = ModelConfig(
+        mixers=mixers, vocab_size=50, d_model=16, n_layers=len(mixers), n_heads=2, mlp_hidden=24, window=6, segment=8,
+        memory_tokens=4, persistent_tokens=3, memory={"chunk_size": 4, "expansion": 2},
+    )  # fmt: skip
+    return build_model(config).to(dtype).eval()
+
+
+def flat(state):
+    return list(find(state, torch.Tensor))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("mixers", PATTERNS, ids="-".join)
+def test_saved_loaded_and_continued(tmp_path, mixers, dtype, reset):
+    model, ids = small(mixers, dtype), torch.randint(0, 50, (2, 30), generator=torch.Generator().manual_seed(1))
+    starts = torch.zeros(2, 13, dtype=torch.bool)
+    starts[1, 5] = True
+    _, state = model(ids[:, :13], reset=starts if reset else None)
+    save_state(state, tmp_path / "state", {"from": "a test"})
+    loaded = load_state(tmp_path / "state")
+    assert type(loaded) is type(state) and read_about(tmp_path / "state") == {"from": "a test"}
+    for a, b in zip(flat(loaded), flat(state), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    expected, end = model(ids[:, 13:], state)
+    logits, end_ = model(ids[:, 13:], loaded)
+    assert torch.equal(logits, expected)
+    assert all(torch.equal(a, b) for a, b in zip(flat(end_), flat(end), strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixers", PATTERNS, ids="-".join)
+def test_forks_are_apart(mixers):
+    _, state = small(mixers)(torch.zeros(1, 11, dtype=torch.int64))
+    copy = fork(state)
+    before = [t.clone() for t in flat(state)]
+    map_tensors(copy, torch.Tensor.zero_)
+    assert all(torch.equal(a, b) for a, b in zip(flat(state), before, strict=True))
+
+
+def test_plain_values_keep_their_kind(tmp_path):
+    value = ([1, None, (2.5, True, "x"), []], torch.arange(3), torch.zeros(0, 4))
+    save_state(value, tmp_path / "state")
+    loaded = load_state(tmp_path / "state")
+    assert loaded[0] == value[0] and isinstance(loaded, tuple) and isinstance(loaded[0][2], tuple)
+    assert torch.equal(loaded[1], value[1]) and loaded[2].shape == (0, 4)
+
+
+def test_a_bare_tensor(tmp_path):
+    save_state(torch.eye(2), tmp_path / "new" / "state")
+    assert torch.equal(load_state(tmp_path / "new" / "state"), torch.eye(2))
+
+
+def test_whole_numbers_stay_on_the_host(tmp_path):
+    save_state((torch.arange(2), torch.zeros(2)), tmp_path / "state")
+    assert [t.device.type for t in load_state(tmp_path / "state", "meta")] == ["cpu", "meta"]
+
+
+@dataclass
+class Foreign:
+    x: int
+
+
+def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
+    path = tmp_path / "state"
+    save_state([1], path)
+    for wrong in (Foreign(1), {"a": 1}, {1}):
+        with pytest.raises(TypeError):
+            save_state(wrong, path)
+    assert load_state(path) == [1] and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "state"
+    save_state([1], path)
+
+    def full(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("titans_pt.state.os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        save_state([2], path)
+    assert load_state(path) == [1] and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("structure", "message"), [
+    ({"class": "subprocess:Popen", "fields": {}}, "subprocess:Popen"),
+    ({"class": "titans_pt.nowhere:State", "fields": {}}, "titans_pt.nowhere:State"),
+    ({"class": "titans_pt.models:NoSuchState", "fields": {}}, "NoSuchState"),
+    ({"class": "titans_pt.models:build_model", "fields": {}}, "build_model"),
+    ({"class": "titans_pt.models:LanguageModelState", "fields": {}}, "other fields"),
+    ({"set": []}, "set"),
+])  # fmt: skip
+def test_files_that_hold_something_else(tmp_path, structure, message):
+    path = tmp_path / "state"
+    save_file({"x": torch.zeros(1)}, path, {"format": FORMAT, "structure": json.dumps(structure), "about": "{}"})
+    with pytest.raises(UserError, match=message):
+        load_state(path)
+
+
+def test_files_that_are_no_state(tmp_path):
+    with pytest.raises(UserError, match="no such state file"):
+        load_state(tmp_path / "none")
+    (tmp_path / "text").write_text("hello, this is no tensor file")
+    with pytest.raises(UserError, match="not a state file"):
+        load_state(tmp_path / "text")
+    save_state([torch.zeros(100)], tmp_path / "cut")
+    (tmp_path / "cut").write_bytes((tmp_path / "cut").read_bytes()[:-10])
+    with pytest.raises(UserError, match="damaged"):
+        load_state(tmp_path / "cut")
+    save_file({"x": torch.zeros(1)}, tmp_path / "other")
+    with pytest.raises(UserError, match="format None"):
+        load_state(tmp_path / "other")
+
+
+# ---- on the command line
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, prepared):
+    return untrained_run(tmp_path_factory.mktemp("state-run"), prepared)
+
+
+def generate(run, *words):
+    return cli.run(["generate", str(run), "--temperature", "0", *map(str, words)])
+
+
+@pytest.mark.parametrize("mixers", PATTERNS, ids="-".join)
+def test_in_parts_equals_in_one_go(tmp_path, prepared, capfd, mixers):
+    run = untrained_run(tmp_path / "run", prepared, mixers=mixers, n_layers=len(mixers))
+    assert generate(run, "--prompt", "abc dea fo", "--max-new-tokens", 21, "--save-state", tmp_path / "whole") == 0
+    whole = capfd.readouterr().out
+    state = tmp_path / "state"
+    parts = ""
+    for words in (["--prompt", "abc dea fo"], ["--state", state], ["--state", state]):
+        assert generate(run, *words, "--max-new-tokens", 7, "--save-state", state) == 0
+        parts += capfd.readouterr().out.removesuffix("\n")
+    assert parts == whole.removesuffix("\n")
+    with safe_open(tmp_path / "whole", "pt") as a, safe_open(state, "pt") as b:
+        assert set(a.keys()) == set(b.keys())
+        assert all(torch.equal(a.get_tensor(name), b.get_tensor(name)) for name in a.keys())  # noqa: SIM118
+
+
+def test_a_prompt_after_a_state(tmp_path, run, capfd):
+    state = tmp_path / "state"
+    assert generate(run, "--prompt", "abc", "--max-new-tokens", 1, "--save-state", state) == 0
+    capfd.readouterr()
+    assert generate(run, "--state", state, "--prompt", " dea", "--max-new-tokens", 5) == 0
+    text = capfd.readouterr().out.removesuffix("\n")
+
+    loaded = load_run(run)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    start = prefill(model, torch.tensor([tokenizer.encode("abc")]), 100)
+    start = prefill(model, torch.tensor([list(greedy(model, *start, 1))]), 100, start[1])
+    start = prefill(model, torch.tensor([tokenizer.encode(" dea")]), 100, start[1])
+    assert text == tokenizer.decode(greedy(model, *start, 5, {tokenizer.eos_id}))
+
+
+def test_states_of_others_are_refused(tmp_path, prepared, run, capfd):
+    state = tmp_path / "state"
+    assert generate(run, "--prompt", "abc", "--max-new-tokens", 2, "--save-state", state) == 0
+    other = untrained_run(tmp_path / "other", prepared, n_layers=2)
+    weights = untrained_run(tmp_path / "weights", prepared, seed=1)
+    save_state([1], tmp_path / "plain")
+    capfd.readouterr()
+    for folder, file, message in (
+        (other, state, "a model of other settings"),
+        (weights, state, "another checkpoint"),
+        (run, tmp_path / "plain", "not one that titans generate"),
+        (run, tmp_path / "none", "no such state file"),
+    ):
+        assert generate(folder, "--state", file) == 2
+        assert message in capfd.readouterr().err
+
+
+def test_a_prompt_or_a_state_is_needed(run, capfd):
+    assert generate(run) == 2
+    assert "prompt" in capfd.readouterr().err

@@ -1,0 +1,144 @@
+"""``titans inspect``: a text through a trained model, and what its memories made of every token."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data_pipeline import StreamDecoder
+from titans_pt.errors import UserError
+from titans_pt.evaluation.records import write_whole
+from titans_pt.evaluation.stream import best_device, device_of
+from titans_pt.inspection.picture import draw
+from titans_pt.inspection.table import table
+from titans_pt.inspection.watch import MemoryFigures, watch_memories
+from titans_pt.run import load_run
+
+PIECE = 512
+"""Tokens read at once. It decides memory and speed, not the figures."""
+
+
+@dataclass
+class Inspection:
+    """T tokens, N memories, H heads a memory. All numpy arrays; the .npz file has them under these names.
+
+    ids: (T,) int64. pieces: (T,) str, the tokens' text; joined, the text that was read.
+    nll: (T,) fp32, the model's own loss of each token, -log p(token | those before), nats; NaN for the first.
+    memories: (N,) str, the modules' names, blocks.0.mixer.memory.
+    surprise, theta, eta, alpha, weight_norm, momentum_norm: (N, T, H) fp32, see MemoryFigures.
+    """
+
+    ids: np.ndarray
+    pieces: np.ndarray
+    nll: np.ndarray
+    memories: np.ndarray
+    surprise: np.ndarray
+    theta: np.ndarray
+    eta: np.ndarray
+    alpha: np.ndarray
+    weight_norm: np.ndarray
+    momentum_norm: np.ndarray
+
+    @property
+    def relative(self) -> np.ndarray:
+        """(N, T): surprise, mean over heads, as a multiple of the memory's own median. 1 is usual.
+
+        The scale of a gradient differs between layers and means nothing by itself; the median, unlike the mean, is
+        not moved by the few tokens that stand out.
+        """
+        heads = self.surprise.mean(-1)
+        return heads / np.maximum(np.median(heads, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+
+    @property
+    def score(self) -> np.ndarray:
+        """(T,): :attr:`relative`, mean over memories."""
+        return self.relative.mean(0)
+
+
+def inspect(
+    run_dir: str | Path,
+    text_file: str | Path,
+    out: str | Path | None = None,
+    max_tokens: int = 2048,
+    step: int | None = None,
+) -> Inspection:
+    """Streams a text through a run's model; writes NAME.npz and NAME.png (NAME: the text's), prints a table.
+
+    Args:
+        text_file: UTF-8; what is not becomes U+FFFD.
+        out: folder for the two files; None is RUN/inspection/step-XXXXXXXX. Files of that name are replaced.
+        max_tokens: the text's first so many.
+        step: the checkpoint; None is the newest.
+
+    Raises:
+        UserError: no such text, an empty one, a model without memory, or what ``load_run`` finds wrong.
+    """
+    if max_tokens < 2:
+        raise UserError(f"max_tokens: given {max_tokens}; allowed: at least 2")
+    text_file = Path(text_file)
+    try:
+        text = text_file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"--text {text_file}: {error.strerror}; name a text file") from None
+    run = load_run(run_dir, step=step, device=best_device())
+    ids = run.tokenizer.encode(text)[:max_tokens]
+    if len(ids) < 2:
+        raise UserError(f"--text {text_file}: {len(ids)} tokens; name a text of at least 2")
+    result = read(run.model, torch.tensor(ids), _pieces(run.tokenizer, ids))
+
+    folder = run.folder.path / "inspection" / f"step-{run.step:08d}" if out is None else Path(out)
+    arrays, picture = folder / f"{text_file.stem}.npz", folder / f"{text_file.stem}.png"
+    write_whole(arrays, lambda path: _write_arrays(result, path))
+    title = f"{run.folder.path.name}, step {run.step}: what the memory finds surprising in {text_file.name}"
+    draw(result, picture, title)
+    print(table(result))
+    print(f"\narrays: {arrays}\npicture: {picture}")
+    return result
+
+
+@torch.no_grad()
+def read(model: nn.Module, ids: Tensor, pieces: list[str]) -> Inspection:
+    """ids (T,) with T >= 2 and their text, in a model in eval mode.
+
+    Raises:
+        UserError: the model has no memory.
+    """
+    device, state, last = device_of(model), None, None
+    losses, figures = [], {}
+    with watch_memories(model) as watches:
+        if not watches:
+            raise UserError(
+                "this model has no neural memory to look into; name a run with lmm, mac, mag or mal in model.mixers"
+            )
+        for piece in ids.split(PIECE):
+            logits, state = model(piece.to(device)[None], state)
+            before = logits[0] if last is None else torch.cat([last, logits[0]])
+            targets = piece[1:] if last is None else piece
+            losses.append(F.cross_entropy(before[: len(targets)].float(), targets.to(device), reduction="none").cpu())
+            last = logits[0, -1:]
+            for name, watch in watches.items():
+                figures.setdefault(name, []).append(watch.take(len(piece)))
+    nll = torch.cat([torch.tensor([torch.nan]), *losses])
+    joined = {
+        field.name: np.stack([
+            torch.cat([getattr(part, field.name)[0] for part in parts]).numpy() for parts in figures.values()
+        ])
+        for field in fields(MemoryFigures)
+    }  # fmt: skip
+    return Inspection(ids.numpy(), np.array(pieces), nll.numpy(), np.array(list(figures)), **joined)
+
+
+def _pieces(tokenizer, ids: list[int]) -> list[str]:
+    """The text of each id; a character of several byte pieces stands with the last of them."""
+    decoder = StreamDecoder(tokenizer)
+    pieces = [decoder.push(i) for i in ids]
+    pieces[-1] += decoder.finish()
+    return pieces
+
+
+def _write_arrays(result: Inspection, path: Path):
+    with path.open("wb") as file:  # a name without .npz would be given one
+        np.savez_compressed(file, **{field.name: getattr(result, field.name) for field in fields(result)})

@@ -1,0 +1,110 @@
+"""Watches a model's memories from outside while it reads: what each token gave them, and what it did there."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from kernels.memory import MemoryState, memory_trace
+from titans_pt.layers.memory import NeuralMemory
+
+
+@dataclass
+class MemoryFigures:
+    """One memory's, each (B, T, H) fp32 on the CPU; gates are means over its matrices where each has its own.
+
+    surprise: ||grad_W ||M(k_t) - v_t||^2||, at the weights of the chunk's start. theta, eta, alpha: the gates.
+    weight_norm, momentum_norm: ||M_t||, ||S_t||. Norms are Frobenius, over all matrices of a head together.
+    """
+
+    surprise: Tensor
+    theta: Tensor
+    eta: Tensor
+    alpha: Tensor
+    weight_norm: Tensor
+    momentum_norm: Tensor
+
+
+@dataclass
+class _Call:
+    """One call of a NeuralMemory: what reached its kernel."""
+
+    k: Tensor
+    v: Tensor
+    gates: tuple[Tensor, Tensor, Tensor]
+    weights: tuple[Tensor, ...]
+    norm: tuple[Tensor, Tensor] | None
+    state: MemoryState | None
+    reset: Tensor | None
+
+
+class MemoryWatch:
+    """Notes the calls of one NeuralMemory, through hooks on it and on its parts, until it is closed."""
+
+    def __init__(self, memory: NeuralMemory):
+        self.config = memory.config
+        self._calls: list[_Call] = []
+        self._parts: dict[str, object] = {}
+        self._signature = inspect.signature(memory.forward)
+        parts = {name: getattr(memory, name) for name in ("k", "v", "gates", "network")}
+        self._handles = [part.register_forward_hook(partial(self._part, name)) for name, part in parts.items()]
+        self._handles.append(memory.register_forward_hook(self._call, with_kwargs=True))
+
+    def _part(self, name: str, _module: nn.Module, _args: tuple, output: object):
+        self._parts[name] = output
+
+    def _call(self, _module: nn.Module, args: tuple, kwargs: dict, _output: object):
+        given = self._signature.bind(*args, **kwargs).arguments
+        state = given.get("state")
+        weights, norm = self._parts["network"]
+        self._calls.append(_Call(
+            self._parts["k"][0], self._parts["v"][0], self._parts["gates"], given.get("start") or weights, norm,
+            state and state.memory, given.get("reset"),
+        ))  # fmt: skip
+
+    def take(self, tokens: int) -> MemoryFigures:
+        """Figures of the last ``tokens`` tokens, which calls in any number have read, and a clean slate.
+
+        What was read before them is the persistent prefix: it is no part of the text.
+        """
+        calls, left = [], tokens
+        while left > 0:
+            calls.insert(0, self._calls.pop())
+            left -= calls[0].k.shape[1]
+        if left < 0:
+            raise RuntimeError(f"a memory read {-left} tokens more than the model was given")
+        self._calls.clear()
+        pieces = zip(*(self._figures(call) for call in calls), strict=True)
+        return MemoryFigures(*(torch.cat(piece, 1).float().cpu() for piece in pieces))
+
+    def _figures(self, call: _Call) -> tuple[Tensor, ...]:
+        trace = memory_trace(
+            call.k, call.v, *call.gates, call.weights,
+            norm=call.norm,
+            residual=self.config.residual,
+            activation=self.config.activation,
+            chunk_size=self.config.chunk_size,
+            initial_state=call.state,
+            reset=call.reset,
+        )  # fmt: skip
+        gates = (gate.mean(-1) if gate.dim() == 4 else gate for gate in call.gates)
+        return trace.surprise, *gates, trace.weight_norm, trace.momentum_norm
+
+    def close(self):
+        for handle in self._handles:
+            handle.remove()
+
+
+@contextmanager
+def watch_memories(model: nn.Module) -> Iterator[dict[str, MemoryWatch]]:
+    """A MemoryWatch for each NeuralMemory of ``model``, by its name there, for the length of the ``with``."""
+    watches = {name: MemoryWatch(m) for name, m in model.named_modules() if isinstance(m, NeuralMemory)}
+    try:
+        yield watches
+    finally:
+        for watch in watches.values():
+            watch.close()
