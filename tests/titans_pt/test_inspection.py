@@ -1,5 +1,7 @@
 """Inspection: its figures against the states that the model itself returns, its files, its mistakes."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,8 @@ from titans_pt.config import ModelConfig
 from titans_pt.errors import UserError
 from titans_pt.inspection import inspect
 from titans_pt.inspection import inspector as module
-from titans_pt.inspection.picture import COLUMNS, EXCERPT, ROWS, excerpt, running_mean, wrap
+from titans_pt.inspection.picture import COLUMNS, EXCERPT, ROWS, draw, excerpt, running_mean, wrap
+from titans_pt.inspection.table import table
 from titans_pt.layers.memory import MemoryGates
 from titans_pt.models import build_model
 from titans_pt.training.probes import find
@@ -124,6 +127,19 @@ def test_mistakes(run, tmp_path, capfd, content, words, message):
     assert cli.run(["inspect", str(run), "--text", str(tmp_path / "page.txt"), *words]) == 2
     assert message in capfd.readouterr().err
     assert not (run / "inspection").exists()
+
+
+@pytest.mark.parametrize("broken", [slice(5, None), slice(None)], ids=["from a token on", "all"])
+def test_a_memory_that_ran_away_can_be_looked_at(tmp_path, broken):
+    result = module.read(small(["lmm"]), torch.randint(0, 50, (T,)), ["x"] * T)
+    for name in ("surprise", "weight_norm", "momentum_norm"):
+        getattr(result, name)[:, broken] = np.nan
+    result.nll[broken] = np.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        table(result)
+        draw(result, tmp_path / "page.png", "broken")
+    assert (tmp_path / "page.png").is_file()
 
 
 # ---- the picture's parts

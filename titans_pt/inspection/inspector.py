@@ -1,5 +1,6 @@
 """``titans inspect``: a text through a trained model, and what its memories made of every token."""
 
+import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from titans_pt.run import load_run
 
 PIECE = 512
 """Tokens read at once. It decides memory and speed, not the figures."""
+
+AROUND = 256
+"""What is usual for a token is the median from so many tokens before it to so many behind."""
 
 
 @dataclass
@@ -44,13 +48,19 @@ class Inspection:
 
     @property
     def relative(self) -> np.ndarray:
-        """(N, T): surprise, mean over heads, as a multiple of the memory's own median. 1 is usual.
+        """(N, T): surprise, mean over heads, as a multiple of the memory's own median around there. 1 is usual.
 
-        The scale of a gradient differs between layers and means nothing by itself; the median, unlike the mean, is
-        not moved by the few tokens that stand out.
+        A gradient's scale differs between layers, and drifts with ||M|| (under a LayerNorm it goes as 1 / ||W||): it
+        means nothing by itself. The median, unlike the mean, is not moved by the few tokens that stand out.
         """
         heads = self.surprise.mean(-1)
-        return heads / np.maximum(np.median(heads, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+        padded = np.pad(heads, ((0, 0), (AROUND, AROUND)), constant_values=np.nan)
+        around = np.lib.stride_tricks.sliding_window_view(padded, 2 * AROUND + 1, axis=1)
+        with warnings.catch_warnings():
+            # Of a memory that was never finite all stays NaN.
+            warnings.filterwarnings("ignore", "All-NaN slice")
+            usual = np.nanmedian(around, axis=2)
+        return heads / np.maximum(usual, np.finfo(np.float32).tiny)
 
     @property
     def score(self) -> np.ndarray:

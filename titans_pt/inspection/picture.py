@@ -26,14 +26,14 @@ STRETCH = 16
 # White is what is usual, so that colour is only where there is something to see; ink stays black on all of it.
 SURPRISE = LinearSegmentedColormap.from_list("surprise", ["#ffffff", "#ffe9a8", "#fdb863", "#ef6548"])
 GATES = {"theta": "theta (step)", "eta": "eta (momentum)", "alpha": "alpha (forgetting)"}
-NORMS = {"weight_norm": "||M||", "momentum_norm": "||S||"}
+NORMS = {"surprise": "||u|| (surprise)", "weight_norm": "||M||", "momentum_norm": "||S||"}
 
 
 def draw(result: Inspection, path: Path, title: str) -> Path:
     """Writes the picture (PNG) from top to bottom: the text around the most surprising stretch, surprise by memory
-    and position, its mean beside the model's loss, gates and state norms."""
+    and position, its mean beside the model's loss, gates and norms."""
     relative, score = result.relative, result.score
-    norm = Normalize(1.0, max(1.5, float(np.quantile(relative, 0.99))), clip=True)
+    norm = Normalize(1.0, max(1.5, float(np.quantile(np.nan_to_num(relative, posinf=0.0), 0.99))), clip=True)
     first, last, lines = excerpt(result.pieces, score)
 
     heights = [0.24 * (len(lines) + 1), max(1.2, 0.16 * len(relative)), 1.5, 1.5, 1.5]
@@ -55,12 +55,12 @@ def draw(result: Inspection, path: Path, title: str) -> Path:
     heat.set_yticks(range(0, len(names), step), names[::step])
     heat.set_title("surprise ||grad|| of every token, in each memory (box: the text above)", loc="left", fontsize=11)
     bar = figure.colorbar(image, ax=[text, heat], aspect=40, pad=0.01, extend="both")
-    bar.set_label("times the memory's median")
+    bar.set_label("times the median around")
 
     length = max(1, len(score) // 100)
     smooth = "" if length == 1 else f", running mean of {length} tokens"
     for axes, values, label, colour in (
-        (curve, score, "surprise, times the median, mean over memories", "#d7301f"),
+        (curve, score, "surprise, times the median around, mean over memories", "#d7301f"),
         (loss, result.nll, "the model's own loss, nats a token", "#2b5c8a"),
     ):
         axes.plot(values, color=colour, alpha=0.25, linewidth=0.5)
@@ -68,7 +68,8 @@ def draw(result: Inspection, path: Path, title: str) -> Path:
         axes.axvspan(first, last - 1, color="black", alpha=0.06)
         axes.set_title(label + smooth, loc="left", fontsize=11)
         # One token that is far off must not flatten all the others.
-        axes.set_ylim(top=1.1 * np.nanquantile(values, 0.998))
+        if len(known := values[np.isfinite(values)]):
+            axes.set_ylim(top=1.1 * np.quantile(known, 0.998))
     for axes in (heat, curve, loss):
         axes.set_xlim(-0.5, len(score) - 0.5)
     loss.set_xlabel("token")
