@@ -20,8 +20,9 @@ from titans_pt.training.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's state of a parameter, by torch's names."""
-_NO_DECAY = re.compile(r"(norm|bias)[^.]*(\.weight)?$")
-"""Norms and biases by name: those that every head has its own of are matrices by shape only."""
+_NO_DECAY = re.compile(r"((norm|bias)[^.]*(\.weight)?|\.network\.weight_\d+)$")
+"""By name: norms and biases (those that every head has its own of are matrices by shape only), and the memory's M_0:
+it is the start of a state under a LayerNorm, and the smaller it is the larger every inner step."""
 
 
 def local_batch(config: Config, world_size: int) -> tuple[int, int]:
@@ -68,7 +69,7 @@ def deepspeed_config(config: Config, micro_batch: int, accumulation: int) -> dic
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, embeddings included; norms, biases and everything of one dimension do not."""
+    """Matrices decay, embeddings included; norms, biases, M_0 and everything of one dimension do not."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for n, p in named if decays(n, p)], "weight_decay": weight_decay},

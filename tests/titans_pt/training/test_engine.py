@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titans_pt.config import load_config
+from titans_pt.config import ModelConfig, load_config
 from titans_pt.errors import UserError
+from titans_pt.models import build_model
 from titans_pt.training.engine import deepspeed_config, local_batch, parameter_groups
 from titans_pt.training.loss import NextTokenLoss
 
@@ -76,3 +77,11 @@ def test_an_infinite_loss_spoils_every_gradient():
         loss.model.rows[0, 1] = -math.inf
     loss(torch.tensor([[0, 1]]), None).backward()
     assert loss.model.rows.grad[0].isnan().all()
+
+
+def test_the_memorys_start_does_not_decay():
+    model = build_model(ModelConfig(mixers=["lmm"], vocab_size=8, d_model=8, n_layers=1, n_heads=2))
+    names = {id(p): name for name, p in model.named_parameters()}
+    decay, keep = ({names[id(p)] for p in group["params"]} for group in parameter_groups(model, 0.1))
+    assert {n for n in keep if ".network.weight_" in n} == {f"blocks.0.mixer.memory.network.weight_{n}" for n in (0, 1)}
+    assert {"blocks.0.mixer.out.weight", "blocks.0.mixer.persistent", "embedding.weight"} <= decay
