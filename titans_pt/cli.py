@@ -160,6 +160,15 @@ def _inspect(options: argparse.Namespace):
     inspect(options.run, options.text, max_tokens=options.max_tokens, step=options.checkpoint)
 
 
+def _recall(options: argparse.Namespace):
+    config = load_config(options.config, options.overrides)
+    from titans_pt.experiments.mqar import MQAR
+    from titans_pt.experiments.recall import chosen, recall
+
+    task = MQAR(config.model.vocab_size, config.data.seq_len, options.pairs, options.distance)
+    recall(config, chosen(options.models.split(","), options.ablations), task)
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
@@ -213,4 +222,12 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--text", required=True, metavar="FILE", help="a text file (UTF-8)")
     inspect.add_argument("--max-tokens", type=int, default=2048, metavar="N", help="(default: %(default)s)")
     inspect.add_argument("--checkpoint", type=int, metavar="STEP", help=step)
+
+    recall = command("recall", _recall, "train small models to recall, with memory and without", "config", yaml)
+    recall.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+    recall.add_argument("--models", default="lmm,mac,mag,mal", metavar="NAMES", help="(default: %(default)s)")
+    recall.add_argument("--ablations", action="store_true", help="also without each part of the memory in turn")
+    recall.add_argument("--pairs", type=int, default=8, metavar="N", help="key-value pairs (default: %(default)s)")
+    distance = "least number of tokens between pairs and queries (default: %(default)s)"
+    recall.add_argument("--distance", type=int, default=40, metavar="N", help=distance)
     return parser

@@ -136,6 +136,9 @@ class ModelConfig(Section):
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
     norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
     tie_embeddings: bool = True
+    init_std: Annotated[float, Field(gt=0.0)] = 0.02
+    """Standard deviation of embeddings and linear layers at initialisation. 0.02 is usual from a width of 768 on; at
+    a width of 64 it is a sixth of 1 / sqrt(d_model), and what the memory is to store starts out very small."""
     memory: MemoryConfig = MemoryConfig()
 
     @property
@@ -282,6 +285,17 @@ class Config(Section):
 def resolved_yaml(config: Config) -> str:
     """The whole tree, defaults included, as YAML; ``load_config`` of it gives ``config`` back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def completed(tree: dict) -> dict:
+    """A tree stored by an earlier version, with the settings that are new since then at their defaults.
+
+    A tree that is not valid any more comes back as it is: its differences are then told by name.
+    """
+    try:
+        return Config.model_validate(tree).model_dump(mode="json")
+    except ValidationError:
+        return tree
 
 
 def config_hash(section: Section) -> str:

@@ -51,6 +51,8 @@ class MemoryGates(nn.Module):
         if not self.config.forgetting:
             alpha = torch.zeros_like(alpha)
         theta = self.bound * (1 - eta) * theta
+        if not self.config.writes:  # times 0: every parameter keeps a gradient, which data parallelism counts on
+            theta, alpha = 0 * theta, 0 * alpha
         if self.layers == 1:
             theta, eta, alpha = (g.squeeze(-1) for g in (theta, eta, alpha))
         return theta, eta, alpha

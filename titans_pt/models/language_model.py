@@ -51,11 +51,12 @@ class LanguageModel(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    def _initialise(self, std: float = 0.02):
-        """Normal(0, 0.02) for every matrix, those that end a residual branch smaller by sqrt(2 n_layers).
+    def _initialise(self):
+        """Normal(0, init_std) for every matrix, those that end a residual branch smaller by sqrt(2 n_layers).
 
         M_0, convolutions and persistent tokens keep their own initialisation (see there).
         """
+        std = self.config.init_std
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 ends_branch = name.endswith((".mixer.out", ".mlp.down"))

@@ -1,0 +1,222 @@
+"""Which models recall what lies outside their attention window: training on MQAR, a table, a picture.
+
+One process trains one variant after the other. A finished variant is one file of one record in ``run.dir``: it is
+skipped when the command runs again, and several processes may share a folder as long as they train different variants.
+"""
+
+import itertools
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titans_pt.config import MEMORY_MIXERS, Config, ModelConfig, config_hash
+from titans_pt.errors import UserError
+from titans_pt.evaluation.records import RecordFile, digest, read_records, write_whole
+from titans_pt.experiments.mqar import MQAR
+from titans_pt.models import build_model
+from titans_pt.training.engine import parameter_groups
+from titans_pt.training.schedule import learning_rate
+
+CHANGES: dict[str, dict] = {
+    "": {},
+    "memory off": {"memory": {"writes": False}},
+    "no momentum": {"memory": {"momentum": False}},
+    "no forgetting": {"memory": {"forgetting": False}},
+    "linear memory": {"memory": {"depth": 1}},
+    "no conv": {"conv_width": 1},
+    "no LN": {"memory": {"norm": False}},
+}
+"""What is taken from a model, by name: changes to its settings. "" is the model as it is."""
+CONTROLS = ("", "memory off")
+EVALUATION_SEED = 2**31
+"""Far from any run.seed: evaluation never meets a sample of training."""
+EVALUATION_ROWS, EVALUATION_BATCHES = 64, 8
+REPORT_EVERY = 50
+ENOUGH = 0.99
+"""Mean accuracy over REPORT_EVERY steps (new samples each) at which training ends early."""
+PAIRS = (2, 4, 8, 16)
+DISTANCES = (10, 40, 80, 160, 320)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model and what is taken from it."""
+
+    model: str
+    change: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.upper()}, {self.change}" if self.change else self.model.upper()
+
+    @property
+    def file(self) -> str:
+        return f"{self.name.replace(', ', '-').replace(' ', '-').lower()}.jsonl"
+
+    def config(self, base: ModelConfig) -> ModelConfig:
+        tree = base.model_dump()
+        change = CHANGES[self.change]
+        memory = tree["memory"] | change.get("memory", {})
+        return ModelConfig(**(tree | change | {"mixers": [self.model], "memory": memory}))
+
+
+def chosen(models: list[str], ablations: bool) -> list[Variant]:
+    """Each model as it is, with its memory off, and with ``ablations`` all other changes too; plain models first.
+
+    Raises:
+        UserError: a model without a memory.
+    """
+    for model in models:
+        if model not in MEMORY_MIXERS:
+            raise UserError(f"--models: given {model!r}; allowed: {', '.join(MEMORY_MIXERS)}")
+    return [Variant(model, change) for change in (CHANGES if ablations else CONTROLS) for model in models]
+
+
+def recall(config: Config, variants: list[Variant], task: MQAR):
+    """Trains and measures what is not there yet, then writes recall.md and recall.png of all in ``run.dir``."""
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    for variant in variants:
+        key = _key(config, variant, task)
+        path = folder / variant.file
+        if path.exists() and key in read_records([path]):
+            print(f"{variant.name}: there already ({path})", flush=True)
+            continue
+        record = train(config, variant, task)
+        with RecordFile(path) as file:
+            file.append({"key": key} | record)
+    summarise(folder)
+
+
+def _key(config: Config, variant: Variant, task: MQAR) -> str:
+    model, train = config_hash(variant.config(config.model)), config_hash(config.train)
+    return digest(model, train, config.data.seq_len, config.run.seed, task.pairs, task.distance)
+
+
+def train(config: Config, variant: Variant, task: MQAR) -> dict:
+    """One variant's record: its settings, its curve, its accuracies. In fp32, on the CPU, in this process."""
+    settings, rows = config.train, config.train.batch_tokens // config.data.seq_len
+    torch.manual_seed(config.run.seed)
+    model = build_model(variant.config(config.model))
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, settings.weight_decay), betas=tuple(settings.betas), eps=settings.eps
+    )
+    curve, window, began = [], [], time.perf_counter()
+    for step in range(1, settings.max_steps + 1):
+        lr = learning_rate(step, settings.lr, settings.warmup_steps, settings.max_steps, settings.min_lr_ratio)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss, right = answers(model, *task.batch(config.run.seed, (step - 1) * rows, rows))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip, error_if_nonfinite=False)
+        if norm.isfinite():
+            optimizer.step()
+        window.append((loss.item(), right.float().mean().item(), norm.item()))
+        if step % REPORT_EVERY == 0 or step == settings.max_steps:
+            means = [sum(column) / len(window) for column in zip(*window, strict=True)]
+            curve.append([step, *means])
+            seconds = time.perf_counter() - began
+            print(
+                f"{variant.name}: step {step} loss {means[0]:.3f} accuracy {100 * means[1]:.1f} % "
+                f"gradient norm {means[2]:.2f} {seconds:.0f} s",
+                flush=True,
+            )
+            window = []
+            if means[1] >= ENOUGH:
+                break
+    seconds = time.perf_counter() - began
+    return {
+        "model": variant.model, "change": variant.change, "steps": step, "seconds": seconds,
+        "accuracy": accuracy(model, task), "chance": task.chance, "task": vars(task), "curve": curve,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "by_pairs": [[n, accuracy(model, _resized(task, pairs=n), 2)] for n in PAIRS],
+        "by_distance": [[n, accuracy(model, _resized(task, distance=n), 2)] for n in DISTANCES],
+        "settings": variant.config(config.model).model_dump(), "lr": settings.lr, "max_steps": settings.max_steps,
+    }  # fmt: skip
+
+
+def _resized(task: MQAR, **changes: int) -> MQAR:
+    """The task with more pairs or more distance, and as many places between its queries as before, for each."""
+    other = replace(task, length=10**9, **changes)
+    room = (task.length - task.shortest) * other.pairs // task.pairs
+    return replace(other, length=other.shortest + room)
+
+
+def answers(model: nn.Module, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """ids (B, T), places (B, P) of keys -> mean loss of the values behind them, and (B, P) bool: the best guess is it.
+
+    Nothing but the answers counts: the loss of all other tokens is that of random draws.
+    """
+    logits, _ = model(ids)
+    row = torch.arange(len(ids))[:, None]
+    logits, target = logits[row, places], ids[row, places + 1]
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten()), logits.argmax(-1) == target
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, task: MQAR, batches: int = EVALUATION_BATCHES) -> float:
+    """Share of right answers on samples that training does not see."""
+    rows = EVALUATION_ROWS
+    right = [answers(model, *task.batch(EVALUATION_SEED, i * rows, rows))[1].float().mean() for i in range(batches)]
+    return float(torch.stack(right).mean())
+
+
+# ---- for the reader
+
+
+def summarise(folder: Path):
+    """recall.md and recall.png in ``folder``, of all variants that have finished there; the newest record counts."""
+    records = [list(read_records([path]).values())[-1] for path in folder.glob("*.jsonl")]
+    order = list(itertools.product(CHANGES, MEMORY_MIXERS))
+    records.sort(key=lambda r: order.index((r["change"], r["model"])))
+    write_whole(folder / "recall.md", lambda path: path.write_text(table(records)))
+    plot(records, folder / "recall.png")
+    print(table(records), end="")
+    print(f"{folder / 'recall.md'}, {folder / 'recall.png'}")
+
+
+def table(records: list[dict]) -> str:
+    """Markdown, one line a variant."""
+    lines = ["| model | accuracy | first at 95 % (step) | steps | seconds | parameters |", "|---|---|---|---|---|---|"]
+    for r in records:
+        first = next((str(step) for step, _, right, _ in r["curve"] if right >= 0.95), "-")
+        steps = f"{r['steps']:,} of {r['max_steps']:,}"
+        name = Variant(r["model"], r["change"]).name
+        lines.append(
+            f"| {name} | {100 * r['accuracy']:.1f} % | {first} | {steps} | {r['seconds']:.0f} | {r['parameters']:,} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def plot(records: list[dict], path: Path):
+    """Accuracy against steps, against pairs and against distance, one line a variant; ablations in the first alone."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13.0, 4.2), layout="constrained")
+    learning, pairs, distance = figure.subplots(1, 3, sharey=True)
+    inks = dict(zip(MEMORY_MIXERS, ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=True))
+    dashes = dict(zip(CHANGES, ("-", ":", "--", "-.", (0, (5, 1)), (0, (1, 3)), (0, (3, 1, 1, 1))), strict=True))
+    for r in records:
+        style = {"color": inks[r["model"]], "linestyle": dashes[r["change"]]}
+        label = Variant(r["model"], r["change"]).name
+        learning.plot([c[0] for c in r["curve"]], [100 * c[2] for c in r["curve"]], label=label, **style)
+        if r["change"] in CONTROLS:
+            for axes, rows in ((pairs, r["by_pairs"]), (distance, r["by_distance"])):
+                axes.plot([n for n, _ in rows], [100 * a for _, a in rows], marker="o", **style)
+    task = records[0]["task"]
+    learning.set_xlabel("training steps")
+    learning.set_ylabel("accuracy (%)")
+    learning.legend(fontsize=7)
+    pairs.set_xlabel(f"pairs (trained with {task['pairs']})")
+    pairs.set_xscale("log", base=2)
+    pairs.xaxis.set_major_formatter("{x:,.0f}")
+    distance.set_xlabel(f"tokens between pairs and queries, at least (trained with {task['distance']})")
+    for axes in (learning, pairs, distance):
+        axes.grid(alpha=0.3)
+        axes.set_ylim(-3, 103)
+    write_whole(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
