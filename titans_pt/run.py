@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from titans_pt import __version__, checkpoints
-from titans_pt.config import Config, config_hash, load_config, resolved_yaml
+from titans_pt.config import Config, completed, config_hash, load_config, resolved_yaml
 from titans_pt.errors import UserError
 
 _PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "sentencepiece", "triton", "wandb")
@@ -107,7 +107,7 @@ def load_run(path: str | Path, step: int | None = None, device: str | torch.devi
     config = load_config(folder.config)
     checkpoint = checkpoints.find(folder.checkpoints, step)
     state = checkpoints.read_state(checkpoint)
-    for key, was, now in differences(state.config["model"], config.model.model_dump(mode="json")):
+    for key, was, now in differences(completed(state.config)["model"], config.model.model_dump(mode="json")):
         raise UserError(f"model.{key}: given {now!r}, but {checkpoint} was trained with {was!r}; leave it as it is")
     if not folder.tokenizer.is_file():
         raise UserError(f"{folder.tokenizer}: missing; copy tokenizer.model of the run's data.dir there")

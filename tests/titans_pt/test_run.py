@@ -106,3 +106,15 @@ def test_differences():
     old = {"a": 1, "b": {"c": 2, "d": [1]}, "gone": 0}
     new = {"a": 1, "b": {"c": 3, "d": [1, 2]}, "here": 0}
     assert list(differences(old, new)) == [("b.c", 2, 3), ("b.d", [1], [1, 2]), ("gone", 0, None), ("here", None, 0)]
+
+
+def test_a_setting_that_is_newer_than_the_checkpoint_has_its_default(run, monkeypatch):
+    read = checkpoints.read_state
+
+    def without(path):
+        state = read(path)
+        del state.config["model"]["rope_base"]
+        return state
+
+    monkeypatch.setattr(checkpoints, "read_state", without)
+    assert load_run(run[0].path).step == 3

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
-from titans_pt.config import Config
+from titans_pt.config import Config, completed
 from titans_pt.errors import UserError
 from titans_pt.run import RunFolder, differences
 
@@ -44,8 +44,8 @@ def check_resumable(path: Path, state: TrainerState, config: Config, tokenizer_s
         UserError: names the key, both values and the remedy.
     """
     anew = "put it back, or set another run.dir to start anew"
-    new = config.model_dump(mode="json")
-    for key, was, now in differences(state.config["model"], new["model"]):
+    old, new = completed(state.config), config.model_dump(mode="json")
+    for key, was, now in differences(old["model"], new["model"]):
         raise UserError(f"model.{key}: given {now!r}, but {path} was trained with {was!r}; {anew}")
     if tokenizer_sha256 != state.tokenizer_sha256:
         raise UserError(
@@ -53,7 +53,7 @@ def check_resumable(path: Path, state: TrainerState, config: Config, tokenizer_s
             f"({state.tokenizer_sha256[:12]}...), so ids mean other words; {anew}"
         )
     for section, key in (("data", "seq_len"), ("run", "seed")):
-        was, now = state.config[section][key], new[section][key]
+        was, now = old[section][key], new[section][key]
         if was != now:
             raise UserError(
                 f"{section}.{key}: given {now!r}, but {path} was trained with {was!r}; the order of the data depends "
@@ -64,6 +64,6 @@ def check_resumable(path: Path, state: TrainerState, config: Config, tokenizer_s
             f"data.dir: {config.data.dir} holds other token files than {path} was trained on, so samples would be "
             f"repeated or left out; {anew}"
         )
-    for key, was, now in differences(state.config, new):
+    for key, was, now in differences(old, new):
         if key.partition(".")[0] in ("train", "parallel", "data"):
             log.info("resumed at step %d with another %s: %r, was %r", state.step, key, now, was)
