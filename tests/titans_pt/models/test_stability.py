@@ -63,7 +63,8 @@ def largest_norms(model, tokens, piece=PIECE):
 
 
 def start_norm(model):
-    return max(float(p.detach().norm(dim=(-2, -1)).max()) for n, p in model.named_parameters() if ".network.weight_" in n)
+    starts = [p.detach() for name, p in model.named_parameters() if ".network.weight_" in name]
+    return max(float(p.norm(dim=(-2, -1)).max()) for p in starts)
 
 
 def check(model, length):
