@@ -160,6 +160,12 @@ def _inspect(options: argparse.Namespace):
     inspect(options.run, options.text, max_tokens=options.max_tokens, step=options.checkpoint)
 
 
+def _benchmark(options: argparse.Namespace):
+    from titans_pt.benchmarks.memory import benchmark_memory
+
+    benchmark_memory(Path(options.out), rounds=options.rounds, longest=options.longest)
+
+
 def _recall(options: argparse.Namespace):
     config = load_config(options.config, options.overrides)
     from titans_pt.experiments.mqar import MQAR
@@ -222,6 +228,13 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--text", required=True, metavar="FILE", help="a text file (UTF-8)")
     inspect.add_argument("--max-tokens", type=int, default=2048, metavar="N", help="(default: %(default)s)")
     inspect.add_argument("--checkpoint", type=int, metavar="STEP", help=step)
+
+    benchmark = commands.add_parser("benchmark", help="time the memory layer on this machine")
+    benchmark.set_defaults(command=_benchmark)
+    benchmark.add_argument("what", choices=("memory",), help="memory: time and memory by length, and of titans-pytorch")
+    benchmark.add_argument("--rounds", type=int, default=3, metavar="N", help="processes a case (default: %(default)s)")
+    benchmark.add_argument("--longest", type=int, default=65_536, metavar="TOKENS", help="(default: %(default)s)")
+    benchmark.add_argument("--out", default="runs/benchmark", metavar="DIR", help="(default: %(default)s)")
 
     recall = command("recall", _recall, "train small models to recall, with memory and without", "config", yaml)
     recall.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
