@@ -28,7 +28,7 @@ class MQAR:
     """Keys are drawn from 1 .. vocabulary / 2 - 1, values from the upper half; both without repetition."""
 
     vocabulary: int = 512
-    length: int = 128
+    length: int = 80
     pairs: int = 8
     distance: int = 40
 

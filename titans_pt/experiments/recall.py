@@ -39,7 +39,7 @@ REPORT_EVERY = 50
 ENOUGH = 0.99
 """Mean accuracy over REPORT_EVERY steps (new samples each) at which training ends early."""
 PAIRS = (2, 4, 8, 16)
-DISTANCES = (10, 40, 80, 160, 320)
+DISTANCES = (8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,11 @@ def remember(
 
 
 class BranchGate(nn.Module):
-    """o = norm(a) * silu(norm(b)), two branches (B, T, d_model) that gate each other.
+    """o = a + b + a * silu(b), two branches (B, T, d_model) that gate each other, each normalised first.
 
-    Titans, Section 4.2: both are normalised with learned vectors, then a non-linearity; which of the two gets it is
-    not published. It stands on the memory here, so that attention passes through linearly.
+    Titans, Section 4.2: both are normalised with learned vectors, then a non-linearity; the rest is not published.
+    The product alone multiplies what the memory recalls by whatever attention has at that token, and recall is then
+    learned several times slower (docs/notebook.md): each branch has a way of its own beside it.
     """
 
     def __init__(self, config: ModelConfig):
@@ -46,4 +47,5 @@ class BranchGate(nn.Module):
         self.norm_b = nn.RMSNorm(config.d_model, eps=config.norm_eps)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.norm_a(a) * F.silu(self.norm_b(b))
+        a, b = self.norm_a(a), self.norm_b(b)
+        return a + b + a * F.silu(b)

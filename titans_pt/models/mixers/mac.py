@@ -37,8 +37,11 @@ class MACState:
 
 
 class MAC(nn.Module):
-    """For each segment: h = M(q) with the memory of the END of the previous segment; y = attention, causal, over
+    """For each segment: h = M(q) with the memory of the END of the previous segment; y = x + attention, causal, over
     [persistent | h | segment]; y is written; o = out(gate(y, M_t(y))).
+
+    The ``x +`` is ours ("residual connections throughout"): attention starts as a mean over all it sees, and without
+    it that mean, in which tokens can hardly be told apart, is all there is to write.
 
     Titans, Section 4.1, made causal. Token i sees h_j for j <= i only: h_j is read with the query of token j, and the
     paper's fully visible prefix would show token i the queries of tokens after it. M_t is each token's OWN memory, not
@@ -105,7 +108,7 @@ class MAC(nn.Module):
             mask = self._mask(place[begin:end], torch.arange(oldest, base + end), h_place, segment_start)
             keys, values = torch.cat([h_k, k[:, tokens]], 1), torch.cat([h_v, v[:, tokens]], 1)
             prefix = persistent and Prefix(plain[:, begin:end], *persistent)
-            y = masked_attention(q[:, begin:end], keys, values, mask.to(x.device), prefix).flatten(-2)
+            y = x[:, begin:end] + masked_attention(q[:, begin:end], keys, values, mask.to(x.device), prefix).flatten(-2)
             m, memory = self.memory(y, memory, None if reset is None else reset[:, begin:end])
             outputs.append(self.gate(y, m))
 
