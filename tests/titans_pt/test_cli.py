@@ -84,7 +84,7 @@ def test_version_and_help(capsys):
         assert text in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [[], ["fly"], ["train"], ["train", "c.yaml", "--fast"], ["generate", "run"],
+@pytest.mark.parametrize("words", [[], ["fly"], ["train"], ["train", "c.yaml", "--fast"], ["inspect", "run"],
                                    ["evaluate", "run", "--only", "taste"], ["generate", "run", "--prompt", "a", "b=1"]])
 def test_wrong_words_exit_with_2(words):
     with pytest.raises(SystemExit) as exit:
