@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels.memory import mlp
 from kernels.memory.chunked import chunked_memory
 from kernels.memory.naive import naive_memory
-from kernels.memory.state import MemoryState, Weights
+from kernels.memory.state import MemoryState, Weights, state_dtype
 
 BACKENDS = ("auto", "chunked", "naive")
 
@@ -54,7 +54,7 @@ def neural_memory(
         ValueError: shapes, activation or backend that do not fit.
     """
     _check(q, k, v, theta, eta, alpha, weights, norm, activation, chunk_size, reset, backend)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = state_dtype(q)
     with torch.autocast(q.device.type, enabled=False):
         inputs = [x.to(dtype) for x in (q, k, v)]
         gates = [g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.memory import mlp
-from kernels.memory.state import MemoryState, Weights
+from kernels.memory.state import MemoryState, Weights, choose
 
 
 def naive_memory(
@@ -40,10 +40,10 @@ def naive_memory(
     for t in range(q.shape[1]):
         if reset is not None:
             begins = reset[:, t]
-            current = _choose(begins, weights, current)
+            current = choose(begins, weights, current)
             momentum = tuple(torch.where(begins.view(-1, 1, 1, 1), 0.0, s) for s in momentum)
             offset = torch.where(begins, 0, offset)
-        start = _choose(offset == 0, current, start)
+        start = choose(offset == 0, current, start)
         gradient = _gradient(k[:, t], v[:, t], start, affine, residual, activation, keep_graph)
         gates = [[gate[:, t, :, n if gate.shape[-1] > 1 else 0, None, None] for gate in (theta, eta, alpha)]
                  for n in range(len(weights))]
@@ -52,12 +52,8 @@ def naive_memory(
         outputs.append(mlp.forward(q[:, t].unsqueeze(-2), current, affine, residual, activation).squeeze(-2))
         offset = (offset + 1) % chunk_size
     # A chunk that is complete ends here: the next one starts at the current weights.
-    start = _choose(offset == 0, current, start)
+    start = choose(offset == 0, current, start)
     return torch.stack(outputs, 1), MemoryState(current, momentum, start, offset.to(state.offset.device))
-
-
-def _choose(condition: Tensor, yes: Weights, no: Weights) -> Weights:
-    return tuple(torch.where(condition.view(-1, 1, 1, 1), a, b) for a, b in zip(yes, no, strict=True))
 
 
 def _gradient(k, v, weights, norm, residual, activation, keep_graph) -> Weights:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.memory import block
 from kernels.memory.block import Coefficients, Settings
-from kernels.memory.state import Weights
+from kernels.memory.state import choose
 
 
 @dataclass
@@ -153,9 +153,3 @@ def mask(rows, tensors) -> list[Tensor]:
     if rows is False:
         return [torch.zeros_like(t) for t in tensors]
     return [torch.where(rows.view(-1, 1, 1), t, 0.0) for t in tensors]
-
-
-def choose(rows, yes: Weights, no: Weights) -> Weights:
-    if rows is True:
-        return tuple(yes)
-    return tuple(torch.where(rows.view(-1, 1, 1), a, b) for a, b in zip(yes, no, strict=True))

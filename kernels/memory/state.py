@@ -8,6 +8,18 @@ from torch import Tensor
 Weights = tuple[Tensor, ...]
 
 
+def state_dtype(x: Tensor) -> torch.dtype:
+    """Memory states are fp32 whatever the dtype of what they read, fp64 for fp64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def choose(rows: bool | Tensor, yes: Weights, no: Weights) -> Weights:
+    """Row by row ``yes`` or ``no``, tensors (N, ...); rows: bool (N,), or True for all."""
+    if rows is True:
+        return tuple(yes)
+    return tuple(torch.where(rows.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(yes, no, strict=True))
+
+
 @dataclass
 class MemoryState:
     """State after any number of tokens; constant in their number. Makes a cut at any token invisible.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.memory.mlp import ACTIVATIONS, LN_EPS, SLOPES
-from kernels.memory.state import MemoryState, Weights
+from kernels.memory.state import MemoryState, Weights, choose, state_dtype
 
 
 @dataclass
@@ -43,7 +43,7 @@ def memory_trace(
 ) -> Trace:
     """The arguments are those of :func:`kernels.memory.neural_memory`, without the queries: they write nothing."""
     batch, length = k.shape[:2]
-    dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
+    dtype = state_dtype(k)
     layers = len(weights)
     k, v = k.to(dtype), v.to(dtype)
     # (B, T, H, L, 1, 1): one gate for each matrix, ready to scale it.
@@ -60,10 +60,10 @@ def memory_trace(
     for t in range(length):
         if reset is not None:
             begins = reset[:, t]
-            current = _choose(begins, begin, current)
+            current = choose(begins, begin, current)
             momentum = tuple(torch.where(begins.view(-1, 1, 1, 1), 0.0, s) for s in momentum)
             offset = torch.where(begins, 0, offset)
-        start = _choose(offset == 0, current, start)
+        start = choose(offset == 0, current, start)
         inputs, errors = _outer_factors(
             k[:, t].unsqueeze(-2), v[:, t].unsqueeze(-2), start, affine, residual, activation
         )
@@ -112,7 +112,3 @@ def _outer_factors(
 def _norm(matrices: Weights) -> Tensor:
     """L tensors (B, H, d_in, d_out) -> (B, H)."""
     return sum(m.square().sum((-2, -1)) for m in matrices).sqrt()
-
-
-def _choose(condition: Tensor, yes: Weights, no: Weights) -> Weights:
-    return tuple(torch.where(condition.view(-1, 1, 1, 1), a, b) for a, b in zip(yes, no, strict=True))

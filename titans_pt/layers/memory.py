@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.memory import MemoryState, memory_read, neural_memory
+from kernels.memory.state import state_dtype
 from titans_pt.config import MemoryConfig
 from titans_pt.layers.convolution import ShortConvolution
 
@@ -43,7 +44,7 @@ class MemoryGates(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         raw = self.linear(x)
-        raw = raw.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        raw = raw.to(state_dtype(x))
         raw = raw.unflatten(-1, (self.n_heads, self.layers, 3))  # heads outermost: they split over ranks
         theta, eta, alpha = torch.sigmoid(raw).unbind(-1)
         if not self.config.momentum:

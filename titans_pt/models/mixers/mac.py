@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.attention import Prefix, masked_attention
+from kernels.memory.state import choose, state_dtype
 from titans_pt.config import ModelConfig
 from titans_pt.layers.attention import Attention
 from titans_pt.layers.memory import NeuralMemoryState, Projection
@@ -90,7 +91,7 @@ class MAC(nn.Module):
         outputs = []
         for begin, end, starts, documents, offset in self._pieces(carried, reset, length):
             current = memory.memory.weights if memory else initial
-            read_weights = choose(starts, choose(documents, initial, current), read_weights)
+            read_weights = _choose(starts, _choose(documents, initial, current), read_weights)
             segment_start = base + begin - offset  # (B,) place of the first token of each row's segment
             oldest = int(segment_start.min())
 
@@ -149,16 +150,10 @@ class MAC(nn.Module):
         return torch.cat([memory_tokens, tokens], -1)
 
 
-def choose(rows: Tensor, yes: tuple[Tensor, ...], no: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _choose(rows: Tensor, yes: tuple[Tensor, ...], no: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """rows (B,) bool on the host; tensors (B, H, d_in, d_out). No copy where all rows agree."""
     if rows.all():
         return yes
     if not rows.any():
         return no
-    rows = rows.to(yes[0].device).view(-1, 1, 1, 1)
-    return tuple(torch.where(rows, a, b) for a, b in zip(yes, no, strict=True))
-
-
-def state_dtype(x: Tensor) -> torch.dtype:
-    """Memory states are fp32 whatever the model's dtype, fp64 for fp64."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return choose(rows.to(yes[0].device), yes, no)
