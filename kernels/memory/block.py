@@ -78,6 +78,37 @@ def _unit_vjp(upstream: Tensor, unit: Tensor, scale: Tensor) -> Tensor:
     return (upstream - upstream.mean(-1, keepdim=True) - unit * along) * scale
 
 
+def key_side(k: Tensor, v: Tensor, norm: Weights, F: Weights, settings: Settings):
+    """Rank-one factors of the gradient of ||M(k) - v||^2 at the weights F: of layer n, X[n] (outer) G[n].
+
+    k, v (..., c, D), F L tensors (..., d_in, d_out), norm two (..., 1, D) or none. Returns X, hidden, G, pulled,
+    key_unit, key_scale, upstream, error of :class:`Kept`.
+    """
+    act, slope = ACTIVATIONS[settings.activation], SLOPES[settings.activation]
+    X, hidden = [k], []
+    f = k @ F[0]
+    for w in F[1:]:
+        hidden.append(f)
+        X.append(act(f))
+        f = X[-1] @ w
+    key_unit = key_scale = upstream = None
+    if settings.has_norm:
+        key_unit, key_scale = _unit(f)
+        f = torch.addcmul(norm[1], key_unit, norm[0])
+    error = 2 * ((f + k if settings.residual else f) - v)
+    g = error
+    if settings.has_norm:
+        upstream = error * norm[0]
+        g = _unit_vjp(upstream, key_unit, key_scale)
+    G, pulled = [g], []
+    for n in range(len(F) - 1, 0, -1):
+        pulled.append(G[-1] @ F[n].mT)
+        G.append(pulled[-1] * slope(hidden[n - 1]))
+    G.reverse()
+    pulled.reverse()
+    return X, hidden, G, pulled, key_unit, key_scale, upstream, error
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -93,30 +124,8 @@ def forward(
 
     Returns outputs (N, c, D), W and S after the block, and what the backward pass needs.
     """
-    act, slope = ACTIVATIONS[settings.activation], SLOPES[settings.activation]
-    last = len(W) - 1
-
-    X, hidden = [k], []
-    f = torch.bmm(k, F[0])
-    for w in F[1:]:
-        hidden.append(f)
-        X.append(act(f))
-        f = torch.bmm(X[-1], w)
-    key_unit = key_scale = upstream = None
-    if settings.has_norm:
-        key_unit, key_scale = _unit(f)
-        f = torch.addcmul(norm[1], key_unit, norm[0])
-    error = 2 * ((f + k if settings.residual else f) - v)
-    g = error
-    if settings.has_norm:
-        upstream = error * norm[0]
-        g = _unit_vjp(upstream, key_unit, key_scale)
-    G, pulled = [g], []
-    for n in range(last, 0, -1):
-        pulled.append(torch.bmm(G[-1], F[n].mT))
-        G.append(pulled[-1] * slope(hidden[n - 1]))
-    G.reverse()
-    pulled.reverse()
+    act = ACTIVATIONS[settings.activation]
+    X, hidden, G, pulled, key_unit, key_scale, upstream, error = key_side(k, v, norm, F, settings)
 
     Z, query_hidden, scores, mixed, ZW, ZS = [q], [], [], [], [], []
     new_W, new_S = [], []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.memory.mlp import ACTIVATIONS, LN_EPS, SLOPES
+from kernels.memory.block import Settings, key_side
 from kernels.memory.state import MemoryState, Weights, choose, state_dtype
 
 
@@ -52,7 +52,8 @@ def memory_trace(
         for g in (theta, eta, alpha)
     )
     begin = tuple(w.to(dtype).expand(batch, *w.shape) for w in weights)
-    affine = None if norm is None else tuple(p.to(dtype).unsqueeze(-2) for p in norm)
+    affine = () if norm is None else tuple(p.to(dtype).unsqueeze(-2) for p in norm)
+    settings = Settings(norm is not None, residual, activation)
     state = initial_state or MemoryState.initial(weights, batch, dtype)
     current, momentum, start, offset = state.weights, state.momentum, state.chunk_weights, state.offset.to(k.device)
 
@@ -64,9 +65,7 @@ def memory_trace(
             momentum = tuple(torch.where(begins.view(-1, 1, 1, 1), 0.0, s) for s in momentum)
             offset = torch.where(begins, 0, offset)
         start = choose(offset == 0, current, start)
-        inputs, errors = _outer_factors(
-            k[:, t].unsqueeze(-2), v[:, t].unsqueeze(-2), start, affine, residual, activation
-        )
+        inputs, _, errors, *_ = key_side(k[:, t].unsqueeze(-2), v[:, t].unsqueeze(-2), affine, start, settings)
         momentum = tuple(
             eta[:, t, :, n] * s - theta[:, t, :, n] * (x.mT @ g)
             for n, (s, x, g) in enumerate(zip(momentum, inputs, errors, strict=True))
@@ -79,34 +78,6 @@ def memory_trace(
         squares = [x.square().sum((-2, -1)) * g.square().sum((-2, -1)) for x, g in zip(inputs, errors, strict=True)]
         figures.append(torch.stack([sum(squares).sqrt(), _norm(current), _norm(momentum)]))
     return Trace(*torch.stack(figures, dim=2).unbind(0))
-
-
-def _outer_factors(
-    k: Tensor, v: Tensor, weights: Weights, norm: Weights | None, residual: bool, activation: str
-) -> tuple[list[Tensor], list[Tensor]]:
-    """k, v (B, H, 1, D) -> for each matrix its input x (B, H, 1, d_in) and error g (B, H, 1, d_out); u = x^T g."""
-    act, slope = ACTIVATIONS[activation], SLOPES[activation]
-    inputs, hidden = [k], []
-    f = k @ weights[0]
-    for w in weights[1:]:
-        hidden.append(f)
-        inputs.append(act(f))
-        f = inputs[-1] @ w
-    if norm is None:
-        y = f
-    else:
-        centred = f - f.mean(-1, keepdim=True)
-        scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + LN_EPS)
-        unit = centred * scale
-        y = unit * norm[0] + norm[1]
-    error = 2 * ((y + k if residual else y) - v)
-    if norm is not None:  # back through the LayerNorm
-        error = error * norm[0]
-        error = (error - error.mean(-1, keepdim=True) - unit * (error * unit).mean(-1, keepdim=True)) * scale
-    errors = [error]
-    for w, z in zip(reversed(weights[1:]), reversed(hidden), strict=True):
-        errors.append((errors[-1] @ w.mT) * slope(z))
-    return inputs, errors[::-1]
 
 
 def _norm(matrices: Weights) -> Tensor:
