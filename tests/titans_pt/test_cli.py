@@ -116,7 +116,7 @@ def test_a_run_folder_has_everything(trained):
     assert record["tokens"] == 64
     assert record["mfu"] is None
     assert all(0 < record[gate] < 1 for gate in ("theta", "eta", "alpha"))
-    assert record["memory_norm"] > 0
+    assert record["memory_norm"] > 0 and record["surprise"] > 0
 
 
 def test_a_finished_run_has_nothing_left_to_do(run_copy, capsys):

@@ -15,7 +15,7 @@ from titans_pt.evaluation.records import write_whole
 from titans_pt.evaluation.stream import best_device, device_of
 from titans_pt.inspection.picture import draw
 from titans_pt.inspection.table import table
-from titans_pt.inspection.watch import MemoryFigures, watch_memories
+from titans_pt.layers.watch import MemoryFigures, watch_memories
 from titans_pt.run import load_run
 
 PIECE = 512

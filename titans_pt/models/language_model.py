@@ -59,7 +59,7 @@ class LanguageModel(nn.Module):
         std = self.config.init_std
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                ends_branch = name.endswith((".mixer.out", ".mlp.down"))
+                ends_branch = name.endswith((".mixer.out", ".mixer.memory_out", ".mlp.down"))
                 nn.init.normal_(module.weight, std=std / (2 * len(self.blocks)) ** 0.5 if ends_branch else std)
             if isinstance(module, MemoryGates):
                 module.reset_parameters()

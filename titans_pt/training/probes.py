@@ -1,12 +1,18 @@
 """A look into the memory on the steps that are logged, without a word in the model's own files."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from kernels.memory import MemoryState
+from titans_pt.layers.memory import MemoryGates
+from titans_pt.layers.watch import watch_memories
+
+SURPRISE_TOKENS = 16
 
 
 @contextmanager
@@ -14,12 +20,10 @@ def memory_probe(model: nn.Module):
     """Watches the forward passes inside the ``with``; yields a function that gives the means over them.
 
     theta, eta, alpha: means of the memory gates over layers, heads and tokens. memory_norm, momentum_norm: mean
-    Frobenius norm of a head's weight matrix M_t and of its momentum S_t after the last token. All of this rank's
-    own samples. Without memory layers the means are empty.
+    Frobenius norm of a head's weight matrix M_t and of its momentum S_t after the last token. surprise: mean norm of a
+    head's inner gradient over the last SURPRISE_TOKENS tokens of the first sample, the first forward pass alone: it is
+    computed a second time for this. All of this rank's own samples. Without memory layers the means are empty.
     """
-    from kernels.memory import MemoryState
-    from titans_pt.layers.memory import MemoryGates
-
     seen: dict[str, list[torch.Tensor]] = {}
 
     def note(name: str, value: torch.Tensor):
@@ -35,12 +39,22 @@ def memory_probe(model: nn.Module):
                 for matrix in matrices:
                     note(name, matrix.detach().float().norm(dim=(-2, -1)))
 
+    def surprise(_module, _args, _output):
+        for watch in watches.values():
+            note("surprise", watch.sample(SURPRISE_TOKENS).surprise)
+        watching.close()
+        first.remove()
+
+    watching = ExitStack()
+    watches = watching.enter_context(watch_memories(model, newest=True))
+    first = model.register_forward_hook(surprise)
     handles = [m.register_forward_hook(gates) for m in model.modules() if isinstance(m, MemoryGates)]
     handles.append(model.register_forward_hook(states))
     try:
         yield lambda: {name: float(torch.stack(values).mean()) for name, values in seen.items()}
     finally:
-        for handle in handles:
+        watching.close()
+        for handle in (first, *handles):
             handle.remove()
 
 

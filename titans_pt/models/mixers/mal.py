@@ -18,9 +18,11 @@ class MALState:
 
 
 class MAL(nn.Module):
-    """y = norm(x + memory_out(memory(x) * silu(gate(x)))); out(window_attention(y)), over [persistent | x].
+    """m = memory_out(memory(x) * silu(gate(x))); m + out(window_attention(norm(x + m))), over [persistent | x].
 
-    The ``x +`` keeps to "residual connections throughout": attention sees the token beside what was remembered of it.
+    Two layers, "residual connections throughout": attention sees the token beside what was remembered of it, and what
+    was remembered goes on beside what attention makes of it. Through attention alone, which starts as a mean over the
+    window, next to nothing of it arrives, and recall is not learned (docs/notebook.md).
     """
 
     def __init__(self, config: ModelConfig):
@@ -40,10 +42,11 @@ class MAL(nn.Module):
         if self.persistent is not None and (state is None or reset is not None):
             tokens = self.persistent[None]
             remembered, start = self.memory.start_after(tokens)
-            prefix = self._remembered(tokens, remembered)
+            prefix = self.norm(tokens + self._recalled(tokens, remembered))
         m, memory = self.memory(x, state and state.memory, reset, start=start)
-        a, attention = self.attention(self._remembered(x, m), state and state.attention, reset, prefix)
-        return self.out(a), MALState(memory, attention)
+        m = self._recalled(x, m)
+        a, attention = self.attention(self.norm(x + m), state and state.attention, reset, prefix)
+        return m + self.out(a), MALState(memory, attention)
 
-    def _remembered(self, x: Tensor, m: Tensor) -> Tensor:
-        return self.norm(x + self.memory_out(m * F.silu(self.gate(x))))
+    def _recalled(self, x: Tensor, m: Tensor) -> Tensor:
+        return self.memory_out(m * F.silu(self.gate(x)))

@@ -3,14 +3,15 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from kernels.memory import MemoryState, memory_trace
+from kernels.memory import MemoryState, memory_trace, neural_memory
 from titans_pt.layers.memory import NeuralMemory
+from titans_pt.state import map_tensors
 
 
 @dataclass
@@ -41,12 +42,30 @@ class _Call:
     state: MemoryState | None
     reset: Tensor | None
 
+    def first_row(self) -> "_Call":
+        """The call as it would have been with that row alone; copies, which keep nothing else alive."""
+        tree = (self.k, self.v, self.gates, self.state, self.reset)
+        k, v, gates, state, reset = map_tensors(tree, lambda x: x[:1].detach().clone())
+        return replace(self, k=k, v=v, gates=gates, state=state, reset=reset)
+
+    def cut(self, place: int) -> tuple["_Call", "_Call"]:
+        """Two calls, of the tokens before ``place`` and of those from there on; the second lacks its state."""
+        tree = (self.k, self.v, self.gates, self.reset)
+        halves = []
+        for part in (slice(None, place), slice(place, None)):
+            k, v, gates, reset = map_tensors(tree, lambda x, part=part: x[:, part])
+            halves.append(replace(self, k=k, v=v, gates=gates, reset=reset))
+        return tuple(halves)
+
 
 class MemoryWatch:
-    """Notes the calls of one NeuralMemory, through hooks on it and on its parts, until it is closed."""
+    """Notes the calls of one NeuralMemory, through hooks on it and on its parts, until it is closed.
 
-    def __init__(self, memory: NeuralMemory):
-        self.config = memory.config
+    With ``newest`` it notes the first row of the newest call alone, for :meth:`sample`.
+    """
+
+    def __init__(self, memory: NeuralMemory, newest: bool = False):
+        self.config, self.newest = memory.config, newest
         self._calls: list[_Call] = []
         self._parts: dict[str, object] = {}
         self._signature = inspect.signature(memory.forward)
@@ -61,10 +80,15 @@ class MemoryWatch:
         given = self._signature.bind(*args, **kwargs).arguments
         state = given.get("state")
         weights, norm = self._parts["network"]
-        self._calls.append(_Call(
+        call = _Call(
             self._parts["k"][0], self._parts["v"][0], self._parts["gates"], given.get("start") or weights, norm,
             state and state.memory, given.get("reset"),
-        ))  # fmt: skip
+        )  # fmt: skip
+        self._parts.clear()
+        if self.newest:
+            self._calls = [call.first_row()]
+        else:
+            self._calls.append(call)
 
     def take(self, tokens: int) -> MemoryFigures:
         """Figures of the last ``tokens`` tokens, which calls in any number have read, and a clean slate.
@@ -81,16 +105,35 @@ class MemoryWatch:
         pieces = zip(*(self._figures(call) for call in calls), strict=True)
         return MemoryFigures(*(torch.cat(piece, 1).float().cpu() for piece in pieces))
 
+    @torch.no_grad()
+    def sample(self, tokens: int) -> MemoryFigures:
+        """Figures of the last ``tokens`` tokens (fewer if it had fewer) that the newest call read in its first row.
+
+        As cheap as such a look can be: the tokens before them are read by the kernel.
+        """
+        call = self._calls.pop().first_row()
+        self._calls.clear()
+        before = max(call.k.shape[1] - tokens, 0)
+        if before:
+            past, call = call.cut(before)
+            _, state = neural_memory(
+                past.k, past.k, past.v, *past.gates, past.weights, output_final_state=True, **self._options(past)
+            )
+            call.state = state
+        return MemoryFigures(*(figure.float().cpu() for figure in self._figures(call)))
+
+    def _options(self, call: _Call) -> dict:
+        return {
+            "norm": call.norm,
+            "residual": self.config.residual,
+            "activation": self.config.activation,
+            "chunk_size": self.config.chunk_size,
+            "initial_state": call.state,
+            "reset": call.reset,
+        }
+
     def _figures(self, call: _Call) -> tuple[Tensor, ...]:
-        trace = memory_trace(
-            call.k, call.v, *call.gates, call.weights,
-            norm=call.norm,
-            residual=self.config.residual,
-            activation=self.config.activation,
-            chunk_size=self.config.chunk_size,
-            initial_state=call.state,
-            reset=call.reset,
-        )  # fmt: skip
+        trace = memory_trace(call.k, call.v, *call.gates, call.weights, **self._options(call))
         gates = (gate.mean(-1) if gate.dim() == 4 else gate for gate in call.gates)
         return trace.surprise, *gates, trace.weight_norm, trace.momentum_norm
 
@@ -100,9 +143,9 @@ class MemoryWatch:
 
 
 @contextmanager
-def watch_memories(model: nn.Module) -> Iterator[dict[str, MemoryWatch]]:
+def watch_memories(model: nn.Module, newest: bool = False) -> Iterator[dict[str, MemoryWatch]]:
     """A MemoryWatch for each NeuralMemory of ``model``, by its name there, for the length of the ``with``."""
-    watches = {name: MemoryWatch(m) for name, m in model.named_modules() if isinstance(m, NeuralMemory)}
+    watches = {name: MemoryWatch(m, newest) for name, m in model.named_modules() if isinstance(m, NeuralMemory)}
     try:
         yield watches
     finally:

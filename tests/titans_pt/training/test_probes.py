@@ -1,0 +1,48 @@
+"""The training probe against titans inspect, which has its own tests against the states."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.titans_pt.test_inspection import CASES, small
+from titans_pt.inspection import inspector
+from titans_pt.training.probes import SURPRISE_TOKENS, memory_probe
+
+T = 43
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_surprise_is_that_of_the_first_samples_last_tokens(case):
+    mixers, memory = CASES[case]
+    model = small(mixers, **memory)
+    ids = torch.randint(0, 50, (3, T), generator=torch.Generator().manual_seed(1))
+    with memory_probe(model.train()) as means:
+        logits, _ = model(ids)
+        model(ids.flip(0))  # a second micro-batch: surprise is the first one's
+        found = means()
+    logits.sum().backward()
+    assert not any(m._forward_hooks for m in model.modules())
+    expected = inspector.read(model.eval(), ids[0], ["x"] * T)
+    counts = [min(SURPRISE_TOKENS, T % 8 if "mac" == model.config.pattern[int(name.split(".")[1])] else T)
+              for name in expected.memories]  # fmt: skip
+    surprise = np.mean([figures[-n:].mean() for figures, n in zip(expected.surprise, counts, strict=True)])
+    np.testing.assert_allclose(found["surprise"], surprise, rtol=1e-5)
+
+
+def test_documents_that_end_within_the_sample():
+    model = small(["lmm"])
+    ids = torch.randint(0, 50, (1, T), generator=torch.Generator().manual_seed(2))
+    reset = torch.zeros(1, T, dtype=torch.bool)
+    reset[0, [9, T - 5]] = True
+    with memory_probe(model) as means:
+        model(ids, reset=reset)
+    pieces = [inspector.read(model, part, ["x"] * len(part)).surprise for part in ids[0].split([9, T - 14, 5])]
+    together = np.concatenate(pieces, axis=1)[:, -SURPRISE_TOKENS:]
+    np.testing.assert_allclose(means()["surprise"], together.mean(), rtol=1e-5)
+
+
+def test_a_model_without_memory_has_no_means():
+    model = small(["attention"])
+    with memory_probe(model) as means:
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    assert means() == {}
