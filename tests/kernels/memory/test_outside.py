@@ -1,11 +1,11 @@
-"""Against other people's code, where it is installed and runs on a CPU: pip install titans-pytorch==0.5.5"""
+"""Against other people's code, where it is installed (the extra ``dev``) and runs on a CPU."""
+
+import importlib
 
 import pytest
 import torch
 
 from kernels.memory import neural_memory
-
-titans_pytorch = pytest.importorskip("titans_pytorch", reason="pip install titans-pytorch==0.5.5 to compare with it")
 
 D, HEADS, CHUNK, CHUNKS = 8, 2, 4, 5
 
@@ -18,6 +18,7 @@ def test_titans_pytorch_end_state(depth):
     here then theta / D, eta = 0, and a chunk's forgetting on its first token. With momentum the two differ by
     definition: there S is added once a chunk, here once a token.
     """
+    titans_pytorch = pytest.importorskip("titans_pytorch", reason="pip install titans-pytorch==0.5.5")
     torch.manual_seed(depth)
     other = titans_pytorch.NeuralMemory(
         dim=16, heads=HEADS, dim_head=D, chunk_size=CHUNK, batch_size=CHUNK, momentum=False,
@@ -39,3 +40,61 @@ def test_titans_pytorch_end_state(depth):
         theirs, _ = state.states
     for mine, name in zip(ours.weights, other.memory_model_parameter_names, strict=True):
         torch.testing.assert_close(mine[0], theirs[name].reshape(mine[0].shape), rtol=0, atol=1e-9)
+
+
+def reference(module: str, function: str):
+    """A plain PyTorch function of flash-linear-attention. Its modules import triton; these functions do not use it."""
+    pytest.importorskip("triton", reason="pip install triton, which flash-linear-attention imports")
+    pytest.importorskip("fla", reason="pip install fla-core==0.6.0")
+    return getattr(importlib.import_module(f"fla.ops.{module}.naive"), function)
+
+
+@pytest.fixture
+def linear():
+    """q, k, v (B, T, H, D), beta and log decay (B, T, H), and neural_memory as a matrix that starts at zero.
+
+    All of flash-linear-attention's functions compute in fp32, and scale queries by 1 / sqrt(D) unless told. Theta is
+    beta / 2: their loss is 1/2 ||S k - v||^2.
+    """
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 37, HEADS, D, generator=gen) for _ in range(3))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    beta, decay = (torch.rand(2, 37, HEADS, generator=gen) for _ in range(2))
+
+    def ours(q, k, v, theta, alpha, chunk_size=1):
+        out, state = neural_memory(
+            q, k, v, theta, torch.zeros_like(theta), alpha, (torch.zeros(HEADS, D, D),),
+            residual=False, chunk_size=chunk_size, output_final_state=True,
+        )  # fmt: skip
+        return out, state.weights[0]
+
+    return q, k, v, beta, (0.2 + 0.8 * decay).log(), ours
+
+
+def close(ours, theirs):
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_fla_delta_net(linear):
+    q, k, v, beta, _, ours = linear
+    out, state = reference("delta_rule", "delta_rule_recurrence")(*(x.transpose(1, 2) for x in (q, k, v, beta)))
+    close(ours(q * D**-0.5, k, v, beta / 2, torch.zeros_like(beta)), (out.transpose(1, 2), state))
+
+
+def test_fla_gated_delta_net(linear):
+    """It decays before the delta step: theta = a beta / 2, v / a, 1 - alpha = a."""
+    q, k, v, beta, g, ours = linear
+    theirs = reference("gated_delta_rule", "naive_recurrent_gated_delta_rule")(
+        q, k, v, beta=beta, g=g, scale=1.0, output_final_state=True
+    )
+    decay = g.exp()
+    close(ours(q, k, v / decay.unsqueeze(-1), decay * beta / 2, 1 - decay), theirs)
+
+
+def test_fla_linear_attention(linear):
+    """One chunk over the whole sequence: all gradients at M_0 = 0, so the error is -v and the write v k^T."""
+    q, k, v, beta, _, ours = linear
+    theirs = reference("linear_attn", "naive_recurrent_linear_attn")(q, k, v, scale=1.0, output_final_state=True)
+    half = torch.full_like(beta, 0.5)
+    close(ours(q, k, v, half, torch.zeros_like(beta), chunk_size=q.shape[1]), theirs)

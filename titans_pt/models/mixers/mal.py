@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig
@@ -18,11 +18,11 @@ class MALState:
 
 
 class MAL(nn.Module):
-    """m = memory_out(memory(x) * silu(gate(x))); m + out(window_attention(norm(x + m))), over [persistent | x].
+    """m = memory_out(memory(x) * sigmoid(gate(x))); m + out(window_attention(norm(x + m))), over [persistent | x].
 
-    Two layers, "residual connections throughout": attention sees the token beside what was remembered of it, and what
-    was remembered goes on beside what attention makes of it. Through attention alone, which starts as a mean over the
-    window, next to nothing of it arrives, and recall is not learned (docs/notebook.md).
+    A sigmoid for LMM's reason. Two layers, "residual connections throughout": attention sees the token beside what
+    was remembered of it, and what was remembered goes on beside what attention makes of it. Through attention alone,
+    which starts as a mean over the window, next to nothing of it arrives, and recall is not learned (docs/notebook.md).
     """
 
     def __init__(self, config: ModelConfig):
@@ -49,4 +49,4 @@ class MAL(nn.Module):
         return m + self.out(a), MALState(memory, attention)
 
     def _recalled(self, x: Tensor, m: Tensor) -> Tensor:
-        return self.memory_out(m * F.silu(self.gate(x)))
+        return self.memory_out(m * torch.sigmoid(self.gate(x)))
