@@ -23,7 +23,7 @@ def test_surprise_is_that_of_the_first_samples_last_tokens(case):
     logits.sum().backward()
     assert not any(m._forward_hooks for m in model.modules())
     expected = inspector.read(model.eval(), ids[0], ["x"] * T)
-    counts = [min(SURPRISE_TOKENS, T % 8 if "mac" == model.config.pattern[int(name.split(".")[1])] else T)
+    counts = [min(SURPRISE_TOKENS, T % 8 if model.config.pattern[int(name.split(".")[1])] == "mac" else T)
               for name in expected.memories]  # fmt: skip
     surprise = np.mean([figures[-n:].mean() for figures, n in zip(expected.surprise, counts, strict=True)])
     np.testing.assert_allclose(found["surprise"], surprise, rtol=1e-5)
