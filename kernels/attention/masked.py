@@ -1,4 +1,4 @@
-"""Causal attention, full or in a sliding window, with a prefix that every token sees."""
+"""Attention by explicit masks on PyTorch's scaled_dot_product_attention: any device and dtype, and the oracle."""
 
 from dataclasses import dataclass
 
@@ -36,26 +36,15 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, prefix: Pref
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1), scale=scale).transpose(1, 2)
 
 
-def causal_attention(
+def causal_masked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     window: int | None = None,
     prefix: Prefix | None = None,
     first: Tensor | None = None,
 ) -> Tensor:
-    """Each token sees itself, the ``window - 1`` tokens before it, and the whole prefix.
-
-    Args:
-        q: (B, T, H, D), the last T of the S tokens that k, v (B, S, H, D) hold; S > T continues a stream.
-        window: tokens seen, the token itself included; None for all.
-        prefix: tokens that every query sees.
-        first: (B, T) int64, lowest index into k that each query may see (a document's start); None for 0.
-
-    Returns:
-        (B, T, H, D). Scores are scaled by D ** -0.5.
-    """
+    """:func:`kernels.attention.causal_attention`, which says what the arguments are."""
     length, past = q.shape[1], k.shape[1] - q.shape[1]
     if window is None and prefix is None and first is None and past == 0:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -77,3 +66,13 @@ def causal_attention(
         keys = slice(low, past + end)
         blocks.append(masked_attention(q[:, begin:end], k[:, keys], v[:, keys], mask, part))
     return torch.cat(blocks, 1)
+
+
+def segment_masked(
+    q: Tensor, k: Tensor, v: Tensor, memory_k: Tensor, memory_v: Tensor, prefix: Prefix | None = None
+) -> Tensor:
+    """:func:`kernels.attention.segment_attention`, which says what the arguments are."""
+    token = torch.arange(q.shape[1], device=q.device)
+    memory = torch.arange(memory_k.shape[1], device=q.device) * -(-q.shape[1] // memory_k.shape[1])
+    mask = torch.cat([memory, token]) <= token[:, None]
+    return masked_attention(q, torch.cat([memory_k, k], 1), torch.cat([memory_v, v], 1), mask[None], prefix)

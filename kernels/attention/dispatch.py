@@ -1,0 +1,94 @@
+"""The attention of the models, by the fastest way that serves."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.attention.flash import Part, flash_attention
+from kernels.attention.masked import Prefix, causal_masked, segment_masked
+from kernels.attention.providers import flash_serves
+
+BACKENDS = ("auto", "flash", "masked")
+
+
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    prefix: Prefix | None = None,
+    first: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Each token sees itself, the ``window - 1`` tokens before it, and the whole prefix.
+
+    Args:
+        q: (B, T, H, D), the last T of the S tokens that k, v (B, S, H, D) hold; S > T continues a stream.
+        window: tokens seen, the token itself included; None for all.
+        prefix: tokens that every query sees.
+        first: (B, T) int64, lowest index into k that each query may see (a document's start); None for 0.
+        backend: "flash" (FlashAttention's formulas), "masked" (explicit masks), "auto": flash where its kernels run.
+
+    Returns:
+        (B, T, H, D). Scores are scaled by D ** -0.5.
+    """
+    documents_in_a_stream = first is not None and k.shape[1] > q.shape[1]
+    if not _flash(q, backend) or documents_in_a_stream:
+        return causal_masked(q, k, v, window, prefix, first)
+    parts = [Part(q, k, v, window=window, documents=_documents(first))]
+    if prefix is not None:
+        parts.append(Part(prefix.q, prefix.k, prefix.v, causal=False))
+    return flash_attention(parts)
+
+
+def segment_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    memory_k: Tensor,
+    memory_v: Tensor,
+    *,
+    prefix: Prefix | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """MAC's attention in a segment that starts with the first token: causal over tokens and over memory tokens.
+
+    Args:
+        q, k, v: (B, T, H, D), T tokens of the segment.
+        memory_k, memory_v: (B, M, H, D), one memory token for every n tokens, T = M n or less by under n: token i
+            sees those of its own group and of the groups before it.
+        prefix: tokens that every query sees.
+        backend: see :func:`causal_attention`.
+
+    Returns:
+        (B, T, H, D). Scores are scaled by D ** -0.5.
+    """
+    if not _flash(q, backend):
+        return segment_masked(q, k, v, memory_k, memory_v, prefix)
+    length, groups = q.shape[1], memory_k.shape[1]
+    shared = -(-length // groups)
+    missing = shared * groups - length
+    if missing:
+        # An unfinished group: queries that nobody asks for, behind all others, fill it.
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
+        prefix = prefix and Prefix(F.pad(prefix.q, (0, 0, 0, 0, 0, missing)), prefix.k, prefix.v)
+    parts = [Part(q, k, v), Part(q, memory_k, memory_v, shared=shared)]
+    if prefix is not None:
+        parts.append(Part(prefix.q, prefix.k, prefix.v, causal=False))
+    return flash_attention(parts)[:, :length]
+
+
+def _flash(q: Tensor, backend: str) -> bool:
+    if backend not in BACKENDS:
+        raise ValueError(f"attention: backend {backend!r} is none of {', '.join(BACKENDS)}")
+    return backend == "flash" or (backend == "auto" and flash_serves(q))
+
+
+def _documents(first: Tensor | None) -> Tensor | None:
+    """first (B, T) of whole rows -> where documents begin when the rows lie end to end, and their end; int32."""
+    if first is None:
+        return None
+    batch, length = first.shape
+    starts = (first == torch.arange(length, device=first.device)).flatten().nonzero().flatten()
+    return F.pad(starts, (0, 1), value=batch * length).to(torch.int32)

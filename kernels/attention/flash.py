@@ -1,0 +1,137 @@
+"""FlashAttention over several sets of keys as ONE softmax: a window beside an always-visible prefix, say.
+
+Each set (:class:`Part`) is one call of a kernel that returns its output o_p and the log-sum-exp l_p of its scores. The
+softmax over all sets together is
+
+    l = log sum_p exp(l_p),    o = sum_p exp(l_p - l) o_p
+
+and its gradient is exact when every part's backward kernel is given the MERGED o and l: a backward kernel computes the
+probabilities as exp(score - l) and needs rowsum(do * o), which are then those of the whole softmax (as ring attention
+does; arXiv 2310.01889).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.attention import providers
+
+
+@dataclass
+class Part:
+    """Keys that the queries see by one rule. S keys, T queries.
+
+    q: (B, T, H, D). k, v: (B, S, H, D). A part may have queries of its own (rotated in one, not in another).
+    causal: query i sees the keys up to i + S - T (the last query sees all); else it sees all keys.
+    window: with causal, only the newest so many of these; None for all.
+    shared: consecutive queries that see alike: query i counts as query i // shared. T = shared x (queries so counted).
+    documents: (n + 1,) int32, ascending from 0 to B * T: with T = S, tokens between two of these places (rows laid end
+        to end) see only one another. Row starts are among them.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool = True
+    window: int | None = None
+    shared: int = 1
+    documents: Tensor | None = None
+
+
+@dataclass
+class Rule:
+    """What a kernel is told beside the tensors; see :class:`Part`."""
+
+    causal: bool
+    window: int | None
+    shared: int
+    documents: Tensor | None
+
+
+def flash_attention(parts: list[Part]) -> Tensor:
+    """One softmax over the keys of all parts, scores scaled by D ** -0.5 -> (B, T, H, D) in the queries' dtype.
+
+    On CUDA in fp16 or bf16 by FlashAttention (head width a multiple of 8, at most 256), elsewhere by its plain
+    equivalent. Every query must see a key.
+    """
+    rules = [Rule(p.causal, p.window, p.shared, p.documents) for p in parts]
+    return _Merged.apply(rules, *(t for p in parts for t in (p.q, p.k, p.v)))
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rules: list[Rule], *tensors: Tensor) -> Tensor:
+        provider = providers.choose(tensors[0])
+        outputs, sums, extras = [], [], []
+        for n, rule in enumerate(rules):
+            q, k, v = (_folded(x, rule, i == 0) for i, x in enumerate(tensors[3 * n : 3 * n + 3]))
+            out, lse, extra = provider.forward(q, k, v, rule)
+            outputs.append(_unfolded(out, tensors[0].shape, rule))
+            sums.append(_rows_unfolded(lse, tensors[0].shape, rule))
+            extras.append(extra)
+        if len(rules) == 1:
+            out, total = outputs[0], sums[0]
+        else:
+            total = torch.logsumexp(torch.stack(sums), 0)
+            weights = (torch.exp(s - total).transpose(1, 2).unsqueeze(-1) for s in sums)
+            out = sum(o * w for o, w in zip(outputs, weights, strict=True)).to(tensors[0].dtype)
+        ctx.rules, ctx.provider, ctx.extras = rules, provider, extras
+        ctx.save_for_backward(out, total, *tensors)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out: Tensor):
+        out, total, *tensors = ctx.saved_tensors
+        grads = []
+        for n, rule in enumerate(ctx.rules):
+            shape = tensors[0].shape
+            q, k, v = (_folded(x, rule, i == 0) for i, x in enumerate(tensors[3 * n : 3 * n + 3]))
+            d_q, d_k, d_v = ctx.provider.backward(
+                _folded(d_out, rule, True), q, k, v, _folded(out, rule, True), _rows_folded(total, rule), rule,
+                ctx.extras[n],
+            )  # fmt: skip
+            keys = tensors[3 * n + 1].shape
+            grads += [_unfolded(d_q, shape, rule), d_k.reshape(keys), d_v.reshape(keys)]
+        return None, *grads
+
+
+# ---- a part's tensors as its kernel wants them: queries that see alike become heads, documents one long row
+
+
+def _folded(x: Tensor, rule: Rule, query: bool) -> Tensor:
+    """(B, T, H, D) -> (B, T / shared, H * shared, D) for queries; (B * T, H, D) with documents."""
+    if rule.documents is not None:
+        return x.flatten(0, 1)
+    if query and rule.shared > 1:
+        return x.unflatten(1, (-1, rule.shared)).transpose(2, 3).flatten(2, 3)
+    return x
+
+
+def _unfolded(x: Tensor, shape: torch.Size, rule: Rule) -> Tensor:
+    if rule.shared > 1:
+        x = x.unflatten(2, (-1, rule.shared)).transpose(2, 3)
+    return x.reshape(shape)
+
+
+def _rows_folded(lse: Tensor, rule: Rule) -> Tensor:
+    """(B, H, T) -> (B, H * shared, T / shared); (H, B * T) with documents."""
+    if rule.documents is not None:
+        return lse.transpose(0, 1).flatten(1).contiguous()
+    if rule.shared > 1:
+        return lse.unflatten(2, (-1, rule.shared)).transpose(2, 3).flatten(1, 2).contiguous()
+    return lse
+
+
+def _rows_unfolded(lse: Tensor, shape: torch.Size, rule: Rule) -> Tensor:
+    batch, length, heads, _ = shape
+    if rule.documents is not None:
+        return lse.view(heads, batch, length).transpose(0, 1)
+    if rule.shared > 1:
+        return lse.view(batch, heads, rule.shared, -1).transpose(2, 3).flatten(2)
+    return lse
+
+
+Extra = Any

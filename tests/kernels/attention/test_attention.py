@@ -1,0 +1,139 @@
+"""Every form of attention: what each token sees, by definition; FlashAttention's merged parts against SDPA's masks."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.attention import Prefix, causal_attention, segment_attention
+
+B, H, D = 2, 3, 8
+
+
+def rand(*shape, seed=0, device="cpu", dtype=torch.float64):
+    gen = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=gen, dtype=torch.float64).to(device, dtype).requires_grad_()
+
+
+def by_definition(q, k, v, sees, prefix=None):
+    """Softmax written out; sees: bool (B, T, S)."""
+    scores = torch.einsum("bthd,bshd->bhts", q, k).masked_fill(~sees[:, None], -torch.inf)
+    if prefix is not None:
+        scores = torch.cat([torch.einsum("bthd,bphd->bhtp", prefix.q, prefix.k), scores], -1)
+        v = torch.cat([prefix.v, v], 1)
+    return torch.einsum("bhts,bshd->bthd", torch.softmax(scores * D**-0.5, -1), v)
+
+
+def equal(outputs, leaves, rtol=1e-9):
+    """Values and gradients (for a random gradient of the output) of all outputs are those of the first."""
+    gen = torch.Generator().manual_seed(9)
+    up = torch.randn(outputs[0].shape, generator=gen, dtype=torch.float64).to(outputs[0])
+    grads = [torch.autograd.grad(o, leaves, up, retain_graph=True) for o in outputs]
+    for out, grad in zip(outputs[1:], grads[1:], strict=True):
+        torch.testing.assert_close(out, outputs[0], rtol=rtol, atol=rtol)
+        for mine, want in zip(grad, grads[0], strict=True):
+            torch.testing.assert_close(mine, want, rtol=rtol, atol=rtol)
+
+
+def make_prefix(q, length, seed=5):
+    if not length:
+        return None, []
+    plain = rand(*q.shape, seed=seed, device=q.device, dtype=q.dtype)
+    k, v = (rand(B, length, H, D, seed=seed + i, device=q.device, dtype=q.dtype) for i in (1, 2))
+    return Prefix(plain, k, v), [plain, k, v]
+
+
+@settings(max_examples=60, deadline=None)
+@given(T=st.integers(1, 40), past=st.integers(0, 20), window=st.none() | st.integers(1, 50), prefix=st.integers(0, 5),
+       documents=st.booleans(), seed=st.integers(0, 10**6))  # fmt: skip
+def test_causal(T, past, window, prefix, documents, seed):
+    q, k, v = rand(B, T, H, D, seed=seed), rand(B, past + T, H, D, seed=seed + 1), rand(B, past + T, H, D, seed=seed + 2)
+    always, more = make_prefix(q, prefix)
+    first = None
+    if documents:
+        starts = torch.rand(B, T, generator=torch.Generator().manual_seed(seed)) < 0.2
+        first = torch.where(starts, torch.arange(past, past + T), 0).cummax(1).values
+    query, key = torch.arange(past, past + T)[:, None], torch.arange(past + T)
+    sees = ((key <= query) & (key > query - (window or 10**6))).expand(B, -1, -1)
+    if documents:
+        sees = sees & (key >= first[..., None])
+    options = dict(window=window, prefix=always, first=first)
+    outputs = [causal_attention(q, k, v, backend=backend, **options) for backend in ("masked", "flash")]
+    equal([by_definition(q, k, v, sees, always), *outputs], [q, k, v, *more])
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups=st.integers(1, 9), shared=st.integers(1, 4), short=st.integers(0, 3), prefix=st.integers(0, 3),
+       seed=st.integers(0, 10**6))  # fmt: skip
+def test_segment(groups, shared, short, prefix, seed):
+    """Token i sees the memory tokens of groups 0 .. i // shared, never one that a later token was asked for."""
+    T = groups * shared - min(short, shared - 1)
+    if -(-T // groups) != shared:
+        T = groups * shared
+    q, k, v = (rand(B, T, H, D, seed=seed + i) for i in range(3))
+    m_k, m_v = (rand(B, groups, H, D, seed=seed + 3 + i) for i in range(2))
+    always, more = make_prefix(q, prefix)
+    token, memory = torch.arange(T), torch.arange(groups)
+    sees = torch.cat([memory <= token[:, None] // shared, token <= token[:, None]], 1).expand(B, -1, -1)
+    outputs = [segment_attention(q, k, v, m_k, m_v, prefix=always, backend=b) for b in ("masked", "flash")]
+    equal([by_definition(q, torch.cat([m_k, k], 1), torch.cat([m_v, v], 1), sees, always), *outputs],
+          [q, k, v, m_k, m_v, *more])  # fmt: skip
+
+
+def test_an_unknown_backend():
+    q = rand(B, 3, H, D)
+    with pytest.raises(ValueError, match="backend 'fast' is none of auto, flash, masked"):
+        causal_attention(q, q, q, backend="fast")
+
+
+# ---- on a GPU: FlashAttention's own kernels against fp64 on the same numbers
+
+
+def close(outputs, leaves, oracle, oracle_leaves):
+    """bf16 against fp64: relative to the largest entry, 2 % for gradients, 1 % for outputs."""
+    gen = torch.Generator().manual_seed(9)
+    up = torch.randn(oracle.shape, generator=gen, dtype=torch.float64).to(oracle.device)
+    want = torch.autograd.grad(oracle, oracle_leaves, up)
+    got = torch.autograd.grad(outputs, leaves, up.to(outputs.dtype))
+    assert (outputs.double() - oracle).abs().max() < 1e-2 * oracle.abs().max()
+    for g, w in zip(got, want, strict=True):
+        assert (g.double() - w).abs().max() < 2e-2 * w.abs().max()
+
+
+def halved(*tensors):
+    """The same numbers twice: leaves in bf16 and in fp64."""
+    half = [t.detach().to("cuda", torch.bfloat16).requires_grad_() for t in tensors]
+    return half, [t.detach().double().requires_grad_() for t in half]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T, past", [(1, 0), (130, 0), (1000, 0), (100, 300)])
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("prefix", [0, 16])
+@pytest.mark.parametrize("documents", [False, True])
+def test_causal_on_a_gpu(T, past, window, prefix, documents):
+    shapes = [(B, T, H, D)] + 2 * [(B, past + T, H, D)] + ([(B, T, H, D), *2 * [(B, prefix, H, D)]] if prefix else [])
+    half, exact = halved(*(rand(*shape, seed=i) for i, shape in enumerate(shapes)))
+    first = None
+    if documents:
+        starts = torch.rand(B, T, generator=torch.Generator().manual_seed(T)) < 0.02
+        first = torch.where(starts, torch.arange(past, past + T), 0).cummax(1).values.cuda()
+    outputs = []
+    for leaves, backend in ((half, "auto"), (exact, "masked")):
+        q, k, v, *rest = leaves
+        always = Prefix(*rest) if prefix else None
+        outputs.append(causal_attention(q, k, v, window=window, prefix=always, first=first, backend=backend))
+    close(outputs[0], half, outputs[1], exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T, groups", [(512, 256), (512, 512), (130, 65), (129, 65), (40, 10)])
+@pytest.mark.parametrize("prefix", [0, 16])
+def test_segment_on_a_gpu(T, groups, prefix):
+    shapes = 3 * [(B, T, H, D)] + 2 * [(B, groups, H, D)] + ([(B, T, H, D), *2 * [(B, prefix, H, D)]] if prefix else [])
+    half, exact = halved(*(rand(*shape, seed=i) for i, shape in enumerate(shapes)))
+    outputs = []
+    for leaves, backend in ((half, "auto"), (exact, "masked")):
+        always = Prefix(*leaves[5:]) if prefix else None
+        outputs.append(segment_attention(*leaves[:5], prefix=always, backend=backend))
+    close(outputs[0], half, outputs[1], exact)
