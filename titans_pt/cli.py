@@ -172,7 +172,7 @@ def _recall(options: argparse.Namespace):
     from titans_pt.experiments.recall import chosen, recall
 
     task = MQAR(config.model.vocab_size, config.data.seq_len, options.pairs, options.distance)
-    recall(config, chosen(options.models.split(","), options.ablations), task)
+    recall(config, chosen(options.models.split(","), options.changes.split(",")), task)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -239,7 +239,11 @@ def _parser() -> argparse.ArgumentParser:
     recall = command("recall", _recall, "train small models to recall, with memory and without", "config", yaml)
     recall.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
     recall.add_argument("--models", default="lmm,mac,mag,mal", metavar="NAMES", help="(default: %(default)s)")
-    recall.add_argument("--ablations", action="store_true", help="also without each part of the memory in turn")
+    recall.add_argument(
+        "--changes", default="plain,memory-off", metavar="NAMES",
+        help="what to take from them, of plain, memory-off, no-momentum, no-forgetting, linear-memory, no-conv, no-ln "
+             "(default: %(default)s)",
+    )  # fmt: skip
     recall.add_argument("--pairs", type=int, default=8, metavar="N", help="key-value pairs (default: %(default)s)")
     distance = "least number of tokens between pairs and queries (default: %(default)s)"
     recall.add_argument("--distance", type=int, default=40, metavar="N", help=distance)

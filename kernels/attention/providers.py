@@ -1,9 +1,9 @@
 """Who computes one part of :func:`kernels.attention.flash.flash_attention`: flash-attn, PyTorch's own FlashAttention,
 or, where neither runs, the same formulas in plain PyTorch.
 
-Each provider has two functions. Shapes, as FlashAttention has them: q, d_out, out (B, T, H, D), k, v (B, S, K, D) with
-K dividing H (query head h reads key head h // (H / K)), lse (B, H, T) fp32; with ``rule.documents`` (N, H, D), (N, K, D)
-and (H, N), N tokens of all rows.
+Each provider has two functions. Shapes, as FlashAttention has them: q, d_out, out (B, T, H, D), k, v (B, S, K, D)
+with K dividing H (query head h reads key head h // (H / K)), lse (B, H, T) fp32; with ``rule.documents`` (N, H, D),
+(N, K, D) and (H, N), N tokens of all rows.
 
     forward(q, k, v, rule) -> out, lse, extra
     backward(d_out, q, k, v, out, lse, rule, extra) -> d_q, d_k, d_v

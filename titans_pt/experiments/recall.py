@@ -32,6 +32,8 @@ CHANGES: dict[str, dict] = {
 }
 """What is taken from a model, by name: changes to its settings. "" is the model as it is."""
 CONTROLS = ("", "memory off")
+NAMES = {change.replace(" ", "-").lower() or "plain": change for change in CHANGES}
+"""CHANGES as they are written on the command line."""
 EVALUATION_SEED = 2**31
 """Far from any run.seed: evaluation never meets a sample of training."""
 EVALUATION_ROWS, EVALUATION_BATCHES = 64, 8
@@ -64,16 +66,17 @@ class Variant:
         return ModelConfig(**(tree | change | {"mixers": [self.model], "memory": memory}))
 
 
-def chosen(models: list[str], ablations: bool) -> list[Variant]:
-    """Each model as it is, with its memory off, and with ``ablations`` all other changes too; plain models first.
+def chosen(models: list[str], changes: list[str]) -> list[Variant]:
+    """Every model with every one of the changes (names of CHANGES; "plain" is ""), one change after the other.
 
     Raises:
-        UserError: a model without a memory.
+        UserError: a model without a memory, or an unknown change.
     """
-    for model in models:
-        if model not in MEMORY_MIXERS:
-            raise UserError(f"--models: given {model!r}; allowed: {', '.join(MEMORY_MIXERS)}")
-    return [Variant(model, change) for change in (CHANGES if ablations else CONTROLS) for model in models]
+    for given, allowed, option in ((models, MEMORY_MIXERS, "--models"), (changes, NAMES, "--changes")):
+        for name in given:
+            if name not in allowed:
+                raise UserError(f"{option}: given {name!r}; allowed: {', '.join(allowed)}")
+    return [Variant(model, NAMES[change]) for change in changes for model in models]
 
 
 def recall(config: Config, variants: list[Variant], task: MQAR):

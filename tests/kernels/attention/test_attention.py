@@ -47,7 +47,8 @@ def make_prefix(q, length, seed=5):
 @given(T=st.integers(1, 40), past=st.integers(0, 20), window=st.none() | st.integers(1, 50), prefix=st.integers(0, 5),
        documents=st.booleans(), seed=st.integers(0, 10**6))  # fmt: skip
 def test_causal(T, past, window, prefix, documents, seed):
-    q, k, v = rand(B, T, H, D, seed=seed), rand(B, past + T, H, D, seed=seed + 1), rand(B, past + T, H, D, seed=seed + 2)
+    q = rand(B, T, H, D, seed=seed)
+    k, v = (rand(B, past + T, H, D, seed=seed + i) for i in (1, 2))
     always, more = make_prefix(q, prefix)
     first = None
     if documents:

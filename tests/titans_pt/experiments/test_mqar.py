@@ -124,6 +124,11 @@ def test_unknown_model_is_told(tmp_path, capsys):
     assert "--models: given 'swa'" in capsys.readouterr().err
 
 
+def test_unknown_change_is_told(tmp_path, capsys):
+    assert cli.run(["recall", CONFIG, f"run.dir={tmp_path}", "--changes", "no-memory"]) == 2
+    assert "--changes: given 'no-memory'; allowed: plain, memory-off" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.xfail(reason="open: not yet shown with these settings, see docs/recall.md", strict=False)
