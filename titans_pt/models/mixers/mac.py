@@ -111,7 +111,7 @@ class MAC(nn.Module):
             prefix = persistent and Prefix(plain[:, begin:end], *persistent)
             y = x[:, begin:end] + masked_attention(q[:, begin:end], keys, values, mask.to(x.device), prefix).flatten(-2)
             m, memory = self.memory(y, memory, None if reset is None else reset[:, begin:end])
-            outputs.append(self.gate(y, m))
+            outputs.append(self.gate(x[:, begin:end], y, m))
 
         offset = (offset + end - begin) % self.segment
         oldest = base + length - int(offset.max())

@@ -33,4 +33,4 @@ class MAG(nn.Module):
         prefix = None if self.persistent is None else self.persistent[None]
         a, attention = self.attention(x, state and state.attention, reset, prefix)
         m, memory = remember(self.memory, x, self.persistent, state and state.memory, reset)
-        return self.out(self.gate(a, m)), MAGState(attention, memory)
+        return self.out(self.gate(x, a, m)), MAGState(attention, memory)

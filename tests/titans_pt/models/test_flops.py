@@ -1,0 +1,74 @@
+"""The FLOP count against PyTorch's own counter."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from titans_pt.config import ModelConfig
+from titans_pt.models import build_model
+from titans_pt.models.flops import attention_flops, memory_flops, model_flops
+
+T = 64
+
+ops = torch.ops.aten
+UNKNOWN = {
+    ops.baddbmm_: flop_registry[ops.baddbmm],
+    ops._scaled_dot_product_flash_attention_for_cpu: flop_registry[ops._scaled_dot_product_flash_attention],
+    ops._scaled_dot_product_flash_attention_for_cpu_backward:
+        flop_registry[ops._scaled_dot_product_flash_attention_backward],
+}  # fmt: skip
+for count in UNKNOWN.values():
+    count._get_raw = True  # they take tensors and find the shapes themselves
+"""What the counter leaves out on a CPU."""
+
+
+def config(mixers, **changes):
+    memory = {"chunk_size": 16, "expansion": 2} | changes.pop("memory", {})
+    return ModelConfig(mixers=mixers, vocab_size=96, d_model=32, n_layers=2, n_heads=2, mlp_hidden=48, window=T,
+                       segment=32, memory_tokens=16, persistent_tokens=0, conv_width=1, memory=memory, **changes)  # fmt: skip
+
+
+def counted(settings):
+    """FLOPs a token of the forward pass, and of forward and backward, of two rows of T tokens."""
+    model = build_model(settings)
+    ids = torch.randint(0, 96, (2, T))
+    with FlopCounterMode(display=False, custom_mapping=UNKNOWN) as forward, torch.no_grad():
+        model(ids)
+    with FlopCounterMode(display=False, custom_mapping=UNKNOWN) as both:
+        model(ids)[0].sum().backward()
+    return forward.get_total_flops() / (2 * T), both.get_total_flops() / (2 * T)
+
+
+@pytest.mark.parametrize("memory", [{}, {"depth": 1}, {"depth": 3, "per_layer_gates": True}, {"chunk_size": 32},
+                                    {"n_heads": 4, "expansion": 4}])  # fmt: skip
+def test_lmm_is_counted_to_the_product(memory):
+    settings = config(["lmm"], memory=memory)
+    flops = model_flops(settings, T)
+    forward, both = counted(settings)
+    block = settings.memory.chunk_size
+    # Coefficients: to_m @ m and to_m @ decay_s, (c x c) matrices of gates; 2 c (1 + c) a token, head and gate.
+    layers = settings.memory.depth if settings.memory.per_layer_gates else 1
+    gates = 2 * settings.n_layers * settings.memory_heads * layers * 2 * block * (block + 1) / 2
+    assert forward == pytest.approx(flops.forward + gates, rel=1e-12)
+    # The backward pass plays the memory's forward pass again, which is work, but not the model's.
+    again = settings.n_layers * settings.memory_heads * memory_flops(32 // settings.memory_heads, settings).forward
+    assert both == pytest.approx(flops.total + 3 * gates + again, rel=1e-12)
+
+
+def test_attention_counts_the_keys_that_are_seen():
+    settings = config(["attention"])
+    forward, both = counted(settings)
+    flops = model_flops(settings, T)
+    whole = settings.n_layers * attention_flops(32, T).forward
+    masked = whole - settings.n_layers * attention_flops(32, (T + 1) / 2).forward
+    assert forward == pytest.approx(flops.forward + masked, rel=1e-12)
+    # The backward kernel computes the scores again: half of a forward pass more.
+    assert both == pytest.approx(flops.total + 3 * masked + whole / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("model", ["mac", "mag", "mal", "swa"])
+def test_the_others_are_near(model):
+    """They mask more than they see, so the counter has more, and the short sequence makes that difference large."""
+    settings = config([model])
+    forward, _ = counted(settings)
+    assert 0.75 * forward < model_flops(settings, T).forward < forward
