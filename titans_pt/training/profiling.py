@@ -1,0 +1,81 @@
+"""Where a training step's time goes: a torch.profiler trace in the run folder, and shares by kind of work."""
+
+import logging
+import re
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+log = logging.getLogger(__name__)
+
+KINDS = (
+    ("exchange", r"nccl|all_?reduce|all_?gather|reduce_?scatter|gloo|c10d"),
+    ("memory", r"memory_|MemoryScan"),
+    ("attention", r"flash|fmha|scaled_dot_product|attention"),
+    ("optimizer", r"multi_tensor_apply|adam|foreach"),
+    ("matrix product", r"gemm|nvjet|cutlass|::(bmm|mm|addmm|baddbmm)"),
+    ("copy", r"memcpy|memset|::copy_|::_to_copy|CatArray|::cat$"),
+    ("normalisation, softmax", r"norm|softmax|cross_entropy|nll_loss"),
+    ("element-wise", r"elementwise|reduce_kernel|::(mul|add|sub|div|sum|exp|silu|sigmoid|gelu|where|cumprod)"),
+)
+"""(name, what the name of a kernel (GPU) or operator (CPU) of that kind has in it); the first that fits."""
+
+
+def kind_of(name: str) -> str:
+    """The kind of work that a kernel or operator does, "other" where no name of KINDS fits."""
+    return next((kind for kind, words in KINDS if re.search(words, name, re.IGNORECASE)), "other")
+
+
+def time_shares(profiler: profile) -> dict[str, float]:
+    """Kind of work -> its share of the device's busy time (a CPU's, without a GPU), largest first; together 1."""
+    events = profiler.key_averages()
+    on_gpu = any(event.self_device_time_total > 0 for event in events)
+    totals: dict[str, float] = {}
+    for event in events:
+        # On a GPU only kernels have device time of their own that operators do not count a second time.
+        if on_gpu and event.device_type == torch.autograd.DeviceType.CPU:
+            continue
+        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        totals[kind_of(event.key)] = totals.get(kind_of(event.key), 0.0) + spent
+    whole = sum(totals.values())
+    return {kind: spent / whole for kind, spent in sorted(totals.items(), key=lambda item: -item[1]) if spent > 0}
+
+
+def start_profile() -> profile:
+    """A profiler that has begun; call ``stop()`` on it."""
+    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    profiler = profile(activities=[ProfilerActivity.CPU, *gpu])
+    profiler.start()
+    return profiler
+
+
+class StepProfiler:
+    """Records steps first .. first + count - 1 of a run; writes ``folder``/step-XXXXXXXX.json.gz and logs the shares.
+
+    The trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing. first None: nothing ever.
+    """
+
+    def __init__(self, folder: Path, first: int | None, count: int):
+        self._folder, self._first, self._last = folder, first, (first or 0) + count - 1
+        self._profiler: profile | None = None
+
+    def before(self, step: int):
+        if step == self._first:
+            self._profiler = start_profile()
+
+    def after(self, step: int):
+        if self._profiler and step >= self._last:
+            self.close()
+
+    def close(self):
+        """Ends a recording, whether or not all its steps were taken."""
+        if self._profiler is None:
+            return
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"step-{self._first:08d}.json.gz"
+        profiler.export_chrome_trace(str(path))
+        shares = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in time_shares(profiler).items())
+        log.info("profile of step %d on: %s (%s)", self._first, shares, path)
