@@ -24,8 +24,10 @@ for count in UNKNOWN.values():
 
 def config(mixers, **changes):
     memory = {"chunk_size": 16, "expansion": 2} | changes.pop("memory", {})
-    return ModelConfig(mixers=mixers, vocab_size=96, d_model=32, n_layers=2, n_heads=2, mlp_hidden=48, window=T,
-                       segment=32, memory_tokens=16, persistent_tokens=0, conv_width=1, memory=memory, **changes)  # fmt: skip
+    return ModelConfig(
+        mixers=mixers, vocab_size=96, d_model=32, n_layers=2, n_heads=2, mlp_hidden=48, window=T, segment=32,
+        memory_tokens=16, persistent_tokens=0, conv_width=1, memory=memory, **changes,
+    )  # fmt: skip
 
 
 def counted(settings):

@@ -1,0 +1,46 @@
+"""The training benchmark at the smallest size: every case is measured, what fails says why."""
+
+import csv
+import json
+
+import pytest
+
+from titans_pt.benchmarks import training
+from titans_pt.benchmarks.training import Case, Measurement, benchmark_training, case_config, table
+
+SMALL = "configs/quickstart.yaml"
+
+
+def test_case_settings():
+    config = case_config(Case("mag", 512, depth=3, chunk=16), SMALL, 2048)
+    assert config.model.pattern == ["mag"] * 3 and config.data.seq_len == 512
+    assert (config.model.memory.depth, config.model.memory.chunk_size) == (3, 16)
+    assert config.train.batch_tokens == 2048
+    paper = case_config(Case("transformer", 4096), "configs/170m/{model}.yaml", 32768)
+    assert set(paper.model.pattern) == {"attention"}
+    assert case_config(Case("gla", 4096), "configs/170m/{model}.yaml", 32768).model == paper.model
+
+
+def test_measures_and_reports(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(training, "DEPTHS", (1,))
+    monkeypatch.setattr(training, "CHUNKS", ())
+    benchmark_training(tmp_path, SMALL, ["lmm", "gla"], [256], 512, sweeps=True)
+    with (tmp_path / "training.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["model"], r["length"], r["depth"]) for r in rows] == [("lmm", "256", ""), ("gla", "256", ""),
+                                                                     ("lmm", "256", "1")]  # fmt: skip
+    assert float(rows[0]["tokens_per_second"]) > 0 and float(rows[0]["peak_mib"]) > 50
+    assert int(rows[2]["parameters"]) < int(rows[0]["parameters"])
+    assert "GPU" in rows[1]["failure"]
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "training.json").read_text())["tokens"] == 512
+    assert "| gla | 256 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    (Measurement("lmm", 4096, None, None, 10**6, 12345.6, 0.402, 900.0, {"matrix product": 0.6, "copy": 0.4}),
+     "| lmm | 4,096 |  |  | 1,000,000 | 12,346 | 40.2 % | 900 | matrix product 60 %, copy 40 % |"),
+    (Measurement("gla", 2048, 3, 16, failure="out of memory"), "| gla | 2,048 | 3 | 16 | | | | | out of memory |"),
+])  # fmt: skip
+def test_table(given, words):
+    assert table([given]).splitlines()[-1] == words

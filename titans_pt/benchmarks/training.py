@@ -1,0 +1,248 @@
+"""The whole training step on this machine: models, lengths, memory depths and chunk sizes, at equal tokens a step.
+
+Titans, Figure 9 (throughput against the length) and Figure 8 (against the memory's depth). The step is that of
+``titans train``: the same engine, forward and backward pass, clipping, AdamW. flash-linear-attention's layers stand in
+the same blocks, at the same width, with the MLP's width making up for their size. Every case has a process of its own.
+"""
+
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from titans_pt.config import Config, ModelConfig, load_config
+from titans_pt.evaluation.records import write_whole
+from titans_pt.models import build_model
+from titans_pt.models.flops import model_flops
+from titans_pt.run import versions
+from titans_pt.training.metrics import peak_flops
+from titans_pt.training.profiling import start_profile, time_shares
+
+TITANS = ("lmm", "mac", "mag", "mal")
+OTHERS = {
+    "gated-deltanet": "GatedDeltaNet",
+    "mamba2": "Mamba2",
+    "deltanet": "DeltaNet",
+    "gla": "GatedLinearAttention",
+}
+"""Baselines by the names of their layers in flash-linear-attention (fla.layers), which need a GPU."""
+DEPTHS, CHUNKS = (1, 2, 3, 4), (16, 64, 256)
+STEPS = 5
+"""Timed steps a case, after two that warm up; the median counts."""
+
+
+@dataclass
+class Case:
+    """model: of TITANS, "transformer", "swa" or OTHERS. length: tokens a sequence. depth, chunk: of the memory; None
+    as configured."""
+
+    model: str
+    length: int
+    depth: int | None = None
+    chunk: int | None = None
+
+
+@dataclass
+class Measurement:
+    """tokens_per_second: of the median step. mfu: None where the device's peak or the model's FLOPs are not known.
+
+    peak_mib: largest allocation (a CPU's: of the process). shares: see profiling.time_shares. failure: why there are
+    no figures.
+    """
+
+    model: str
+    length: int
+    depth: int | None
+    chunk: int | None
+    parameters: int = 0
+    tokens_per_second: float = 0.0
+    mfu: float | None = None
+    peak_mib: float = 0.0
+    shares: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
+
+
+def benchmark_training(out: Path, config: str, models: list[str], lengths: list[int], tokens: int, sweeps: bool):
+    """Measures, prints a table, writes ``out``/training.{md,csv,json,png}.
+
+    Args:
+        config: a YAML file; {model} in it becomes the model's name, without it model.mixers is set instead.
+        tokens: B * T of a step, for every length.
+        sweeps: also the memory's depths and chunk sizes, at the middle length.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    cases = [Case(model, length) for length in lengths for model in models]
+    if sweeps:
+        middle = lengths[len(lengths) // 2]
+        titans = [m for m in models if m in TITANS]
+        cases += [Case(m, middle, depth=depth) for depth in DEPTHS for m in titans]
+        cases += [Case(m, middle, chunk=chunk) for chunk in CHUNKS for m in titans]
+    found = []
+    for case in cases:
+        found.append(_in_a_process(case, config, tokens))
+        print(table(found[-1:]).splitlines()[-1], flush=True)
+    write_whole(out / "training.md", lambda path: path.write_text(table(found)))
+    with (out / "training.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, asdict(found[0]))
+        writer.writeheader()
+        writer.writerows(asdict(m) for m in found)
+    about = versions() | {"config": config, "tokens": tokens, "threads": torch.get_num_threads()}
+    (out / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+    plot([m for m in found if m.depth is None and m.chunk is None and not m.failure], out / "training.png")
+    print(f"\n{table(found)}\n{out / 'training.md'}")
+
+
+def table(found: list[Measurement]) -> str:
+    """Markdown, one line a measurement."""
+    columns = ("model", "T", "L_M", "C", "parameters", "tokens/s", "MFU", "peak MiB", "time")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for m in found:
+        head = f"| {m.model} | {m.length:,} | {m.depth or ''} | {m.chunk or ''} |"
+        if m.failure:
+            lines.append(f"{head} | | | | {m.failure} |")
+            continue
+        mfu = "" if m.mfu is None else f"{100 * m.mfu:.1f} %"
+        shares = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in list(m.shares.items())[:4])
+        lines.append(f"{head} {m.parameters:,} | {m.tokens_per_second:,.0f} | {mfu} | {m.peak_mib:,.0f} | {shares} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(found: list[Measurement], path: Path):
+    """Tokens a second against the length, a line a model."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for model in dict.fromkeys(m.model for m in found):
+        points = [(m.length, m.tokens_per_second) for m in found if m.model == model]
+        axes.plot(*zip(*points, strict=True), marker="o", label=model)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens a sequence, at equal tokens a step")
+    axes.set_ylabel("training tokens / s")
+    axes.grid(alpha=0.3)
+    if found:
+        axes.legend()
+    write_whole(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+
+
+# ---- one case, in its own process
+
+
+def _in_a_process(case: Case, config: str, tokens: int) -> Measurement:
+    words = [sys.executable, "-m", "titans_pt.benchmarks.training", json.dumps([asdict(case), config, tokens,
+                                                                               torch.get_num_threads()])]  # fmt: skip
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return Measurement(**asdict(case), failure="out of memory" if "OutOfMemoryError" in last else last[:200])
+    return Measurement(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def case_config(case: Case, config: str, tokens: int) -> Config:
+    """The settings of a case: the file's, with the case's own and one micro-batch a step."""
+    layer = case.model in OTHERS
+    name = "transformer" if layer else case.model
+    overrides = [f"data.seq_len={case.length}", f"train.batch_tokens={tokens}", f"train.micro_batch={tokens}"]
+    if "{model}" not in config:
+        overrides.append(f"model.mixers=[{'attention' if name == 'transformer' else name}]")
+    if case.depth:
+        overrides.append(f"model.memory.depth={case.depth}")
+    if case.chunk:
+        overrides.append(f"model.memory.chunk_size={case.chunk}")
+    return load_config(config.format(model=name), overrides)
+
+
+def measure(case: Case, config: Config) -> Measurement:
+    """Trains for a few steps on random tokens."""
+    from titans_pt.training.engine import Engine
+    from titans_pt.training.ranks import process_group
+
+    with process_group() as ranks:
+        torch.manual_seed(0)
+        model = build_model(config.model)
+        if case.model in OTHERS:
+            _replace_mixers(model, OTHERS[case.model])
+        parameters = sum(p.numel() for p in model.parameters())
+        engine = Engine(model, config, ranks)
+        engine.set_lr(1e-4)
+        tokens = config.train.batch_tokens
+        shape = (tokens // config.data.seq_len, config.data.seq_len)
+        ids = torch.randint(0, config.model.vocab_size, shape, device=ranks.device)
+
+        def step() -> float:
+            began = time.perf_counter()
+            loss = engine.micro_step(ids, None)
+            float(loss)  # waits for the device
+            return time.perf_counter() - began
+
+        for _ in range(2):
+            step()
+        seconds = statistics.median(step() for _ in range(STEPS))
+        peak = torch.cuda.max_memory_allocated() / 2**20 if ranks.device.type == "cuda" else _peak_mib()
+        profiler = start_profile()
+        step()
+        profiler.stop()
+        roof = peak_flops(ranks.device)
+        flops = None if case.model in OTHERS else model_flops(config.model, config.data.seq_len).total
+        speed = tokens / seconds
+        mfu = speed * flops / roof if roof and flops else None
+        return Measurement(
+            **asdict(case), parameters=parameters, tokens_per_second=speed, mfu=mfu, peak_mib=peak,
+            shares=time_shares(profiler),
+        )  # fmt: skip
+
+
+class OtherMixer(nn.Module):
+    """A layer of flash-linear-attention, as our blocks call a mixer."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, state=None, reset=None) -> tuple[Tensor, None]:
+        return self.layer(x)[0], None
+
+
+def _replace_mixers(model: nn.Module, layer: str):
+    """Puts ``fla.layers.<layer>`` of the model's width in every block; MLPs shrink or grow to the same total."""
+    if not torch.cuda.is_available():
+        raise SystemExit("flash-linear-attention's layers need a GPU")
+    if find_spec("fla") is None or find_spec("fla.layers") is None:
+        raise SystemExit("not installed: pip install flash-linear-attention")
+    import fla.layers
+
+    from titans_pt.layers.mlp import SwiGLU
+
+    config: ModelConfig = model.config
+    heads = {"num_heads": config.n_heads}
+    if layer == "Mamba2":
+        heads = {"num_heads": 2 * config.d_model // 64, "head_dim": 64}
+    for n, block in enumerate(model.blocks):
+        before = sum(p.numel() for p in block.parameters())
+        block.mixer = OtherMixer(getattr(fla.layers, layer)(hidden_size=config.d_model, layer_idx=n, **heads))
+        rest = before - sum(p.numel() for p in block.mixer.parameters())
+        hidden = max(64, round(rest / (3 * config.d_model) / 64) * 64)
+        block.mlp = SwiGLU(config.d_model, hidden)
+
+
+def _peak_mib() -> float:
+    """Largest resident set of this process so far, of Linux's account."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1024
+
+
+if __name__ == "__main__":
+    _case, _config, _tokens, _threads = json.loads(sys.argv[1])
+    torch.set_num_threads(_threads)
+    _case = Case(**_case)
+    print(json.dumps(asdict(measure(_case, case_config(_case, _config, _tokens)))))
