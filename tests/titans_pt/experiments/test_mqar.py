@@ -131,7 +131,6 @@ def test_unknown_change_is_told(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.xfail(reason="open: not yet shown with these settings, see docs/recall.md", strict=False)
 def test_lmm_learns(tmp_path):
     config = load_config(CONFIG, [f"run.dir={tmp_path}"])
     record = recall.train(config, recall.Variant("lmm"), MQAR())
