@@ -56,7 +56,7 @@ class TrainerState:
     """Training loss of step 1, for the summary."""
     wandb_id: str | None = None
     topology: dict[str, Any] = field(default_factory=dict)
-    """ranks, zero_stage, precision: for the reader; loading does not depend on it."""
+    """ranks, tensor, zero_stage, precision: for the reader; loading does not depend on it."""
     format: int = FORMAT
 
 

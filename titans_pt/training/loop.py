@@ -18,6 +18,7 @@ from titans_pt.checkpoints import TrainerState
 from titans_pt.config import Config, config_hash
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
+from titans_pt.parallel.topology import check_world_size
 from titans_pt.run import RunFolder, load_weights
 from titans_pt.training.engine import Engine, local_batch
 from titans_pt.training.metrics import MetricsLog, Progress, flops_per_token, peak_flops, read_metrics
@@ -44,7 +45,9 @@ def train(config: Config) -> int:
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group())
         signals = stack.enter_context(StopSignals())
-        local_batch(config, ranks.world_size)  # before anything is written: a wrong batch is the user's to mend
+        # Before anything is written: a batch or a grid of ranks that does not fit is the user's to mend.
+        check_world_size(config.parallel.tensor, ranks.world_size)
+        local_batch(config, ranks.world_size // config.parallel.tensor)
         files = TokenFiles.open(config)
         folder = RunFolder(config.run.dir)
         ranks.on_first(lambda: stack.enter_context(_opened(folder)) and None)
@@ -78,10 +81,11 @@ class Trainer:
         self.engine = self._build_engine(path, state)
         self.batch_samples = train.batch_tokens // data.seq_len
         self.train_samples = PackedSamples(files.train, data.seq_len, config.run.seed)
+        grid = self.engine.topology
         self.loader = Loader(
-            self.train_samples, self.engine.micro_batch, ranks.rank, ranks.world_size, self.batch_samples
+            self.train_samples, self.engine.micro_batch, grid.data_rank, grid.data_size, self.batch_samples
         )
-        self.flops_per_token = flops_per_token(self.engine.model)
+        self.flops_per_token = flops_per_token(self.engine.parameters)
         peak = peak_flops(ranks.device)
         self.peak_flops = peak and peak * ranks.world_size
         self.wandb = self.metrics = None
@@ -110,9 +114,10 @@ class Trainer:
         self.metrics = MetricsLog(self.folder.metrics, self.step)
         self.wandb = WandbLog(self.config, self.folder, state and state.wandb_id)
         log.info(
-            "%s step %d: %s parameters, %d ranks on %s, ZeRO %d, %s, %d micro-batches of %d samples a rank",
-            "resuming at" if state else "starting at", self.step, f"{self.flops_per_token / 6:,.0f}",
-            self.ranks.world_size, self.ranks.device.type, self.config.parallel.zero_stage,
+            "%s step %d: %s parameters, %d tensor x %d data ranks on %s, ZeRO %d, %s, %d micro-batches of %d samples",
+            "resuming at" if state else "starting at", self.step, f"{self.engine.parameters:,}",
+            self.engine.topology.tensor.size, self.engine.topology.data_size, self.ranks.device.type,
+            self.config.parallel.zero_stage,
             self.config.train.precision, self.engine.accumulation, self.engine.micro_batch,
         )  # fmt: skip
         return read_metrics(self.folder.metrics)
@@ -223,9 +228,9 @@ class Trainer:
 
     def _validation_batches(self, samples: PackedSamples, count: int) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
         """This rank's (ids, reset, weight): as many on every rank, filled up with samples of weight 0."""
-        micro, world = self.engine.micro_batch, self.ranks.world_size
-        for first in range(0, count, micro * world):
-            positions = range(first + self.ranks.rank * micro, first + (self.ranks.rank + 1) * micro)
+        micro, grid = self.engine.micro_batch, self.engine.topology
+        for first in range(0, count, micro * grid.data_size):
+            positions = range(first + grid.data_rank * micro, first + (grid.data_rank + 1) * micro)
             pairs = [samples.sample(min(p, count - 1)) for p in positions]
             ids, reset = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
             weight = torch.tensor([float(p < count) for p in positions], device=self.ranks.device)
@@ -255,8 +260,9 @@ class Trainer:
             model_hash=config_hash(config.model), config_hash=config_hash(config),
             config=config.model_dump(mode="json"), tokenizer_sha256=self.files.tokenizer.sha256,
             data_fingerprint=self.files.fingerprint,
-            topology={"ranks": self.ranks.world_size, "zero_stage": config.parallel.zero_stage,
-                      "precision": config.train.precision, "device": self.ranks.device.type},
+            topology={"ranks": self.ranks.world_size, "tensor": config.parallel.tensor,
+                      "zero_stage": config.parallel.zero_stage, "precision": config.train.precision,
+                      "device": self.ranks.device.type},
         )  # fmt: skip
         path = checkpoints.save(self.folder.checkpoints, model, optimizer, state)
         checkpoints.prune(self.folder.checkpoints, config.train.keep_last, path)
