@@ -189,6 +189,10 @@ class TrainConfig(Section):
     checkpoint_every: Positive = 1000
     keep_last: Positive = 3
     """Newest checkpoints that are kept."""
+    keep_every: Positive | None = None
+    """Checkpoints of steps that divide by it are kept for good. Null: only the newest."""
+    timeout: Annotated[float, Field(gt=0.0)] = 600.0
+    """Seconds without any progress of a rank (a collective that a peer never joins) after which all of them stop."""
     max_nonfinite: Positive = 10
     """Skipped (non-finite) steps in a row after which the run stops with a checkpoint."""
 

@@ -23,6 +23,8 @@ from titans_pt.training.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's state of a parameter, by torch's names."""
+REDUCE_BUCKET = 500_000_000
+"""Elements of DeepSpeed's buffer for gradients on their way; it holds that much however small the model is."""
 _NO_DECAY = re.compile(r"((norm|bias)[^.]*(\.weight)?|\.network\.weight_\d+)$")
 """By name: norms and biases (those that every head has its own of are matrices by shape only), and the memory's M_0:
 it is the start of a state under a LayerNorm, and the smaller it is the larger every inner step."""
@@ -63,7 +65,7 @@ def deepspeed_config(config: Config, micro_batch: int, accumulation: int) -> dic
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.train.clip,
         "bf16": {"enabled": config.train.precision == "bf16"},
-        "zero_optimization": {"stage": config.parallel.zero_stage},
+        "zero_optimization": {"stage": config.parallel.zero_stage, "reduce_bucket_size": REDUCE_BUCKET},
         "zero_allow_untested_optimizer": True,  # torch's own AdamW: nothing is compiled
         "data_types": {"grad_accum_dtype": "fp32" if config.parallel.zero_stage > 1 else None},
         "steps_per_print": None,
