@@ -35,13 +35,11 @@ def merged(base: dict, top: dict) -> dict:
     return out
 
 
-@pytest.fixture(scope="session")
-def prepared(tmp_path_factory) -> Path:
-    """A data.dir with token files of a small made-up text; do not write there."""
+def prepare_corpus(folder: Path) -> Path:
+    """Token files of a small made-up text under ``folder``; returns their data.dir."""
     from data_pipeline import prepare
     from titans_pt.config import Config
 
-    folder = tmp_path_factory.mktemp("corpus")
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 6))) for _ in range(100)]
     with (folder / "text.jsonl").open("w") as file:
@@ -50,6 +48,12 @@ def prepared(tmp_path_factory) -> Path:
     data = {"dir": str(folder / "data"), "sources": [{"kind": "files", "path": str(folder / "text.jsonl")}]}
     prepare(Config.model_validate(merged(TINY, {"data": data})))
     return folder / "data"
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory) -> Path:
+    """A data.dir with token files of a small made-up text; do not write there."""
+    return prepare_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@
         manifest.json           size and SHA-256 of each file above; written last
 
 A checkpoint is built in a hidden sibling folder and renamed, so a crash or a full disk leaves the earlier ones alone.
-Nothing here knows about ranks or DeepSpeed.
+Nothing here knows about ranks or DeepSpeed. The layout in words: docs/checkpoints.md.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class TrainerState:
     """Training loss of step 1, for the summary."""
     wandb_id: str | None = None
     topology: dict[str, Any] = field(default_factory=dict)
-    """ranks, zero_stage, precision: for the reader; loading does not depend on it."""
+    """ranks, tensor, zero_stage, precision: for the reader; loading does not depend on it."""
     format: int = FORMAT
 
 
@@ -161,7 +161,7 @@ def find(folder: Path, step: int | None = None) -> Path:
         return path
     path = checkpoint_path(folder, step)
     if not path.is_dir():
-        steps = ", ".join(str(int(_NAME.fullmatch(p.name)[1])) for p in list_checkpoints(folder)) or "none"
+        steps = ", ".join(str(step_of(p)) for p in list_checkpoints(folder)) or "none"
         raise UserError(f"{path}: no such checkpoint; steps at hand: {steps}")
     if problems := verify(path):
         raise UserError(f"{path}: damaged: {'; '.join(problems)}; choose another step")
@@ -195,22 +195,29 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
 
 
-def prune(folder: Path, keep_last: int, keep: Path):
-    """Deletes all but the ``keep_last`` newest checkpoints and ``keep``, the one just written.
+def step_of(path: Path) -> int:
+    return int(_NAME.fullmatch(path.name)[1])
 
-    One that cannot be deleted is a warning: the run is worth more than the space.
+
+def prune(folder: Path, keep_last: int, keep_every: int | None = None, keep: Path | None = None) -> list[Path]:
+    """Deletes all but the ``keep_last`` newest checkpoints, those of steps that divide by ``keep_every``, and ``keep``.
+
+    One that cannot be deleted is a warning: the run is worth more than the space. Returns those that are gone.
     """
+    gone = []
     for path in list_checkpoints(folder)[:-keep_last]:
-        if path == keep:
+        if path == keep or (keep_every and step_of(path) % keep_every == 0):
             continue
         try:
             # Out of sight first, so that a deletion cut short does not leave a damaged checkpoint behind.
             hidden = path.with_name(f".{path.name}.old")
             shutil.rmtree(hidden, ignore_errors=True)
             os.replace(path, hidden)
+            gone.append(path)
             shutil.rmtree(hidden)
         except OSError as error:
             log.warning("old checkpoint %s could not be deleted: %s", path, error.strerror)
+    return gone
 
 
 def clean(folder: Path):

@@ -132,6 +132,28 @@ def _train(options: argparse.Namespace) -> int:
     return train(config)
 
 
+def _plan(options: argparse.Namespace):
+    config = load_config(options.config, options.overrides)
+    from titans_pt.training.plan import make_plan
+
+    plan = make_plan(config, options.ranks)
+    print(plan.text())
+    plan.check(options.memory)
+
+
+def _checkpoint(options: argparse.Namespace):
+    from titans_pt import checkpoint_tools
+
+    if options.action == "prune":
+        if options.keep_last < 1:
+            raise UserError(f"--keep-last: given {options.keep_last}; at least 1, the newest is never deleted")
+        checkpoint_tools.prune_run(options.run, options.keep_last, options.keep_every)
+    elif options.action == "verify":
+        checkpoint_tools.verify_run(options.run)
+    else:
+        checkpoint_tools.list_run(options.run)
+
+
 def _evaluate(options: argparse.Namespace):
     from titans_pt.evaluation import evaluate
 
@@ -208,6 +230,23 @@ def _parser() -> argparse.ArgumentParser:
 
     train = command("train", _train, "train a model, or continue its training", "config", yaml)
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+
+    plan = command("plan", _plan, "what a training would need, without starting it", "config", yaml)
+    plan.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+    ranks = "number of processes (default: WORLD_SIZE, or the machine's GPUs, or parallel.tensor)"
+    plan.add_argument("--ranks", type=int, metavar="N", help=ranks)
+    memory = "memory of a rank's device (default: what this machine's GPUs have; without one nothing is refused)"
+    plan.add_argument("--memory", type=float, metavar="GIB", help=memory)
+
+    checkpoint = commands.add_parser("checkpoint", help="list, check or delete a run's checkpoints")
+    checkpoint.set_defaults(command=_checkpoint)
+    actions = "list them; verify every byte; prune old ones"
+    checkpoint.add_argument("action", choices=("list", "verify", "prune"), help=actions)
+    checkpoint.add_argument("run", metavar="RUN", help=folder)
+    keep_last = "prune: newest checkpoints to keep (default: %(default)s)"
+    checkpoint.add_argument("--keep-last", type=int, default=3, metavar="N", help=keep_last)
+    keep_every = "prune: keep those of steps that divide by N, too"
+    checkpoint.add_argument("--keep-every", type=int, metavar="N", help=keep_every)
 
     evaluate = command("evaluate", _evaluate, "measure a trained model", "run", folder)
     evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="evaluation.* settings over the run's")

@@ -7,6 +7,7 @@ field stands under it. Nothing here imports the rest of the project: config is p
 import difflib
 import hashlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -188,13 +189,20 @@ class TrainConfig(Section):
     checkpoint_every: Positive = 1000
     keep_last: Positive = 3
     """Newest checkpoints that are kept."""
+    keep_every: Positive | None = None
+    """Checkpoints of steps that divide by it are kept for good. Null: only the newest."""
+    timeout: Annotated[float, Field(gt=0.0)] = 600.0
+    """Seconds without any progress of a rank (a collective that a peer never joins) after which all of them stop."""
     max_nonfinite: Positive = 10
     """Skipped (non-finite) steps in a row after which the run stops with a checkpoint."""
 
 
 class ParallelConfig(Section):
     tensor: Positive = 1
-    """Ranks that share one copy of the model. Only 1 so far."""
+    """Ranks that share one copy of the model: heads, MLPs and vocabulary are split over them. The other factor of the
+    number of ranks is data parallelism. Best kept inside one node."""
+    sequence: bool = False
+    """Megatron's sequence parallelism: what lies between mixers and MLPs is split along time over the tensor ranks."""
     zero_stage: Literal[1, 2, 3] = 1
     """DeepSpeed ZeRO: 1 shards the optimiser over data-parallel ranks, 2 gradients too, 3 parameters too."""
 
@@ -274,12 +282,23 @@ class Config(Section):
              f"must be below train.max_steps={t.max_steps}")
         need(t.stop_at is None or t.stop_at <= t.max_steps, "train.stop_at", t.stop_at,
              f"at most train.max_steps={t.max_steps}")
-        need(self.parallel.tensor == 1, "parallel.tensor", self.parallel.tensor,
-             "only 1 is available in this version; use data parallelism (more ranks) instead")
+        self._tensor_parallel(need, used)
         needle = self.evaluation.needle
         need(min(needle.lengths) > needle.max_new_tokens, "evaluation.needle.lengths", needle.lengths,
              f"each must be above evaluation.needle.max_new_tokens={needle.max_new_tokens}")
         return self
+
+    def _tensor_parallel(self, need, used: set[str]):
+        m, tensor = self.model, self.parallel.tensor
+        split = {"model.n_heads": m.n_heads, "model.mlp_hidden": m.hidden, "model.vocab_size": m.vocab_size}
+        if used & set(MEMORY_MIXERS):
+            split["model.memory.n_heads"] = m.memory_heads
+        if self.parallel.sequence:
+            split["data.seq_len"] = self.data.seq_len
+        for path, size in split.items():
+            need(size % tensor == 0, "parallel.tensor", tensor,
+                 f"must divide {path}={size}, which is split over the tensor ranks; set it to "
+                 f"{math.gcd(tensor, *split.values())}, or change {path}")
 
 
 def resolved_yaml(config: Config) -> str:

@@ -1,11 +1,15 @@
 """A run is a folder: everything that can be looked at later is in it."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
+import logging
+import os
 import platform
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -18,6 +22,7 @@ from titans_pt import __version__, checkpoints
 from titans_pt.config import Config, completed, config_hash, load_config, resolved_yaml
 from titans_pt.errors import UserError
 
+log = logging.getLogger(__name__)
 _PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "sentencepiece", "triton", "wandb")
 
 
@@ -40,12 +45,15 @@ class RunFolder:
     def lock(self):
         """Holds the folder for one training process; the system lets go of it even when that is killed.
 
+        The lock is the kernel's (flock), so it also holds between nodes where the file system passes it on, as NFS
+        and Lustre do; where there are none, a warning says so.
+
         Raises:
             UserError: another run is at work in this folder, or it cannot be written to.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / ".lock").open("a")
+            file = (self.path / ".lock").open("a+")
         except OSError as error:
             raise UserError(
                 f"run.dir: {error.filename}: {error.strerror}; set run.dir to a folder you may write to"
@@ -54,9 +62,19 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                file.seek(0)
                 raise UserError(
-                    f"run.dir: {self.path} is in use by another run; wait for it to end, or set another run.dir"
+                    f"run.dir: {self.path} is in use by another run ({file.read().strip() or 'just starting'}); wait "
+                    "for it to end, or set another run.dir"
                 ) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+                log.warning("%s: its file system has no locks (%s); a second run here would not be noticed",
+                            self.path, error.strerror)  # fmt: skip
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+            file.flush()
             yield self
 
     def write_settings(self, config: Config, tokenizer: Path):

@@ -151,6 +151,14 @@ def test_prune_keeps_the_newest_and_never_the_one_just_written(tmp_path):
     assert names(tmp_path) == ["step-00000001", "step-00000003", "step-00000004"]
 
 
+def test_prune_keeps_every_so_manieth_for_good(tmp_path):
+    for step in range(1, 8):
+        save(tmp_path, step)
+    gone = checkpoints.prune(tmp_path, 1, keep_every=3)
+    assert [checkpoints.step_of(path) for path in checkpoints.list_checkpoints(tmp_path)] == [3, 6, 7]
+    assert [checkpoints.step_of(path) for path in gone] == [1, 2, 4, 5]
+
+
 def test_the_hash_is_that_of_the_content(tmp_path):
     a, b = save(tmp_path / "a"), save(tmp_path / "b")
     assert checkpoints.checkpoint_hash(a) == checkpoints.checkpoint_hash(b)

@@ -1,4 +1,8 @@
+import errno
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -63,12 +67,34 @@ def test_weights_must_fit_by_name(run):
 def test_two_runs_on_one_folder_are_refused(tmp_path):
     with (
         RunFolder(tmp_path).lock(),
-        pytest.raises(UserError, match="in use by another run"),
+        pytest.raises(UserError, match=rf"in use by another run \(process {os.getpid()} on .*, since .*\); wait"),
         RunFolder(tmp_path).lock(),
     ):
         pass
     with RunFolder(tmp_path).lock():
         pass
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
+    code = "import sys, time; from titans_pt.run import RunFolder\nwith RunFolder(sys.argv[1]).lock(): "
+    code += "print('held', flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match=f"process {holder.pid} on"), RunFolder(tmp_path).lock():
+        pass
+    holder.kill()
+    holder.wait()
+    with RunFolder(tmp_path).lock():
+        pass
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
+    def none(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("titans_pt.run.fcntl.flock", none)
+    with RunFolder(tmp_path).lock():
+        assert "a second run here would not be noticed" in caplog.text
 
 
 def test_not_a_run_folder(tmp_path):
@@ -78,7 +104,7 @@ def test_not_a_run_folder(tmp_path):
 
 def test_no_checkpoint_yet(run):
     folder, _ = run
-    checkpoints.prune(folder.checkpoints, 0, keep=None)
+    checkpoints.prune(folder.checkpoints, 0)
     for path in checkpoints.list_checkpoints(folder.checkpoints):
         checkpoints.shutil.rmtree(path)
     with pytest.raises(UserError, match="holds no checkpoint yet"):

@@ -147,7 +147,7 @@ class NeuralMemory(nn.Module):
             reset=reset,
             save_every=self.config.save_every,
         )  # fmt: skip
-        return self._normalised(y), NeuralMemoryState(memory, q_state, k_state, v_state)
+        return self._normalised(y).flatten(-2), NeuralMemoryState(memory, q_state, k_state, v_state)
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """prefix (1, P, d_model) -> its outputs (1, P, d_model) and the weights (H, d_in, d_out) after writing it."""
@@ -155,11 +155,11 @@ class NeuralMemory(nn.Module):
         return y, tuple(w[0] for w in state.memory.weights)
 
     def read(self, q: Tensor, weights: tuple[Tensor, ...], norm: tuple[Tensor, Tensor] | None) -> Tensor:
-        """q (B, T, H, D), weights (B, H, d_in, d_out) of a state -> M(q), (B, T, d_model); nothing is written."""
+        """q (B, T, H, D), weights (B, H, d_in, d_out) of a state -> M(q), (B, T, H, D); nothing is written."""
         return self._normalised(memory_read(q, weights, norm=norm, **self._network_options()))
 
     def _network_options(self) -> dict:
         return {"residual": self.config.residual, "activation": self.config.activation}
 
     def _normalised(self, y: Tensor) -> Tensor:
-        return self.output_norm(y.to(self.output_norm.weight.dtype)).flatten(-2)
+        return self.output_norm(y.to(self.output_norm.weight.dtype))

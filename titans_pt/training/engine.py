@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,36 +16,40 @@ from torch import Tensor, nn
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
+from titans_pt.parallel import TensorParallel, Topology
+from titans_pt.parallel.layers import vocabulary_cross_entropy
 from titans_pt.training.loss import NextTokenLoss
 from titans_pt.training.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's state of a parameter, by torch's names."""
+REDUCE_BUCKET = 500_000_000
+"""Elements of DeepSpeed's buffer for gradients on their way; it holds that much however small the model is."""
 _NO_DECAY = re.compile(r"((norm|bias)[^.]*(\.weight)?|\.network\.weight_\d+)$")
 """By name: norms and biases (those that every head has its own of are matrices by shape only), and the memory's M_0:
 it is the start of a state under a LayerNorm, and the smaller it is the larger every inner step."""
 
 
-def local_batch(config: Config, world_size: int) -> tuple[int, int]:
-    """(samples of one micro-batch, micro-batches of one step) of every rank.
+def local_batch(config: Config, data_size: int) -> tuple[int, int]:
+    """(samples of one micro-batch, micro-batches of one step) of every one of ``data_size`` data-parallel ranks.
 
     Raises:
         UserError: train.batch_tokens does not split evenly.
     """
     seq_len, tokens = config.data.seq_len, config.train.batch_tokens
     samples = tokens // seq_len
-    if samples % world_size:
+    if samples % data_size:
         raise UserError(
             f"train.batch_tokens: given {tokens} = {samples} samples of data.seq_len={seq_len}; must be a multiple of "
-            f"{world_size} ranks x {seq_len}, e.g. {-(-samples // world_size) * world_size * seq_len}"
+            f"{data_size} ranks x {seq_len}, e.g. {-(-samples // data_size) * data_size * seq_len}"
         )
-    samples //= world_size
+    samples //= data_size
     micro = min(config.train.micro_batch, samples)
     if samples % micro:
         fits = max(d for d in range(1, micro + 1) if samples % d == 0)
         raise UserError(
             f"train.micro_batch: given {config.train.micro_batch}; must divide the {samples} samples that each of "
-            f"{world_size} ranks takes of train.batch_tokens={tokens}, e.g. {fits}"
+            f"{data_size} ranks takes of train.batch_tokens={tokens}, e.g. {fits}"
         )
     return micro, samples // micro
 
@@ -60,7 +65,7 @@ def deepspeed_config(config: Config, micro_batch: int, accumulation: int) -> dic
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.train.clip,
         "bf16": {"enabled": config.train.precision == "bf16"},
-        "zero_optimization": {"stage": config.parallel.zero_stage},
+        "zero_optimization": {"stage": config.parallel.zero_stage, "reduce_bucket_size": REDUCE_BUCKET},
         "zero_allow_untested_optimizer": True,  # torch's own AdamW: nothing is compiled
         "data_types": {"grad_accum_dtype": "fp32" if config.parallel.zero_stage > 1 else None},
         "steps_per_print": None,
@@ -83,20 +88,43 @@ def decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and not _NO_DECAY.search(name)
 
 
+class ModelParallelUnit:
+    """The grid of ranks as DeepSpeed asks for it ("mpu"): ZeRO works inside the data group, norms sum over tensor.
+
+    DeepSpeed takes a unit that also knows a sequence group for one without tensor parallelism: it must not have one.
+    """
+
+    def __init__(self, topology: Topology):
+        tensor = topology.tensor
+        self.get_model_parallel_rank = self.get_tensor_model_parallel_rank = lambda: tensor.rank
+        self.get_model_parallel_world_size = self.get_tensor_model_parallel_world_size = lambda: tensor.size
+        self.get_model_parallel_group = self.get_tensor_model_parallel_group = lambda: tensor.group
+        self.get_data_parallel_rank = lambda: topology.data_rank
+        self.get_data_parallel_world_size = lambda: topology.data_size
+        self.get_data_parallel_group = lambda: topology.data_group
+
+
 class Engine:
-    """A model under ZeRO 1, 2 or 3, with its AdamW.
+    """A model under tensor parallelism and ZeRO 1, 2 or 3, with its AdamW.
 
     Args:
-        model: fp32, the same weights on every rank; taken over by the engine.
+        model: fp32, the same weights on every rank; taken over by the engine, and cut to the rank's part.
         config: the tree; train, data and parallel are read.
         ranks: the process group, already up.
     """
 
     def __init__(self, model: nn.Module, config: Config, ranks: Ranks):
         deepspeed = _import_deepspeed()
-        self.ranks = ranks
         self.stage = config.parallel.zero_stage
-        self.micro_batch, self.accumulation = local_batch(config, ranks.world_size)
+        self.topology = Topology(config.parallel.tensor, ranks.rank, ranks.world_size)
+        self.micro_batch, self.accumulation = local_batch(config, self.topology.data_size)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.split = TensorParallel(model, self.topology.tensor, config.parallel.sequence)
+        loss = NextTokenLoss(model)
+        if self.split.dims:
+            loss = NextTokenLoss(model, partial(vocabulary_cross_entropy, group=self.topology.tensor))
+        for name, p in model.named_parameters():
+            p.tensor_model_parallel = name in self.split.dims  # else DeepSpeed's norm counts only one rank's
         # bf16 training casts the module before DeepSpeed copies its fp32 masters from it: keep the exact weights.
         weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
         optimizer = torch.optim.AdamW(
@@ -104,9 +132,10 @@ class Engine:
             lr=config.train.lr, betas=tuple(config.train.betas), eps=config.train.eps,
         )  # fmt: skip
         self._engine, *_ = deepspeed.initialize(
-            model=NextTokenLoss(model),
+            model=loss,
             optimizer=optimizer,
             config=deepspeed_config(config, self.micro_batch, self.accumulation),
+            mpu=ModelParallelUnit(self.topology),
             dist_init_required=False,
         )
         self._trainable = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -167,9 +196,9 @@ class Engine:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         for name, p in self._trainable:
-            take("weight", name, safe_get_full_fp32_param(p))
+            take("weight", name, self.split.whole(name, safe_get_full_fp32_param(p)))
             for key in MOMENTS:
-                take(key, name, safe_get_full_optimizer_state(p, key))
+                take(key, name, self.split.whole(name, safe_get_full_optimizer_state(p, key)))
 
     def adam_step(self) -> int:
         """Updates that were applied since the start of the run (skipped ones are not among them)."""
@@ -187,7 +216,7 @@ class Engine:
         """
         for name, p in self._trainable:
             for key in MOMENTS:
-                self._set(p, moment(key, name), key)
+                self._set(p, self.split.part(name, moment(key, name)), key)
         self._set_adam_step(adam_step)
 
     def _set_adam_step(self, count: int):
@@ -206,9 +235,9 @@ class Engine:
             # The whole-tensor setters of stage 3 fail where a parameter does not divide by the ranks; a rank's own
             # part, padded with zeros as DeepSpeed pads it, always fits.
             size = p.ds_tensor.ds_numel
-            padded = torch.zeros(size * self.ranks.world_size, dtype=torch.float32)
+            padded = torch.zeros(size * self.topology.data_size, dtype=torch.float32)
             padded[: value.numel()] = value.flatten()
-            value = padded.narrow(0, size * self.ranks.rank, size)
+            value = padded.narrow(0, size * self.topology.data_rank, size)
             set_weight, set_state = safe_set_local_fp32_param, safe_set_local_optimizer_state
         else:
             set_weight, set_state = safe_set_full_fp32_param, safe_set_full_optimizer_state

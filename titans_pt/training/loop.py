@@ -19,15 +19,18 @@ from titans_pt.config import Config, config_hash
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.run import RunFolder, load_weights
-from titans_pt.training.engine import Engine, local_batch
+from titans_pt.training.engine import Engine
 from titans_pt.training.metrics import MetricsLog, Progress, flops_per_token, peak_flops, read_metrics
+from titans_pt.training.plan import make_plan
 from titans_pt.training.plots import plot_loss
 from titans_pt.training.probes import memory_probe
 from titans_pt.training.ranks import Ranks, process_group
 from titans_pt.training.resume import find_start
+from titans_pt.training.saving import Background
 from titans_pt.training.schedule import learning_rate
 from titans_pt.training.signals import StopSignals
 from titans_pt.training.wandb_log import WandbLog
+from titans_pt.training.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +47,12 @@ def train(config: Config) -> int:
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group())
         signals = stack.enter_context(StopSignals())
-        local_batch(config, ranks.world_size)  # before anything is written: a wrong batch is the user's to mend
+        watch = stack.enter_context(Watch(ranks, config.train.timeout))
+        ranks.on_first(lambda: _announce(config, ranks))  # before anything is written
         files = TokenFiles.open(config)
         folder = RunFolder(config.run.dir)
         ranks.on_first(lambda: stack.enter_context(_opened(folder)) and None)
-        trainer = Trainer(config, folder, files, ranks, signals)
+        trainer = Trainer(config, folder, files, ranks, signals, watch)
         stack.callback(trainer.close)
         return trainer.run()
 
@@ -56,8 +60,11 @@ def train(config: Config) -> int:
 class Trainer:
     """A run in progress. Everything that changes from step to step is in its plain attributes."""
 
-    def __init__(self, config: Config, folder: RunFolder, files: TokenFiles, ranks: Ranks, signals: StopSignals):
-        self.config, self.folder, self.files, self.ranks, self.signals = config, folder, files, ranks, signals
+    def __init__(
+        self, config: Config, folder: RunFolder, files: TokenFiles, ranks: Ranks, signals: StopSignals, watch: Watch
+    ):
+        self.config, self.folder, self.files, self.ranks = config, folder, files, ranks
+        self.signals, self.watch = signals, watch
         train, data = config.train, config.data
         tokenizer = files.tokenizer
         start = ranks.on_first(lambda: find_start(config, folder, tokenizer.sha256, files.fingerprint))
@@ -74,14 +81,16 @@ class Trainer:
         self.validated_step: int | None = None
         self.last_step = train.stop_at or train.max_steps
         self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
+        self.saving = Background()
 
         self.engine = self._build_engine(path, state)
         self.batch_samples = train.batch_tokens // data.seq_len
         self.train_samples = PackedSamples(files.train, data.seq_len, config.run.seed)
+        grid = self.engine.topology
         self.loader = Loader(
-            self.train_samples, self.engine.micro_batch, ranks.rank, ranks.world_size, self.batch_samples
+            self.train_samples, self.engine.micro_batch, grid.data_rank, grid.data_size, self.batch_samples
         )
-        self.flops_per_token = flops_per_token(self.engine.model)
+        self.flops_per_token = flops_per_token(self.engine.parameters)
         peak = peak_flops(ranks.device)
         self.peak_flops = peak and peak * ranks.world_size
         self.wandb = self.metrics = None
@@ -110,9 +119,10 @@ class Trainer:
         self.metrics = MetricsLog(self.folder.metrics, self.step)
         self.wandb = WandbLog(self.config, self.folder, state and state.wandb_id)
         log.info(
-            "%s step %d: %s parameters, %d ranks on %s, ZeRO %d, %s, %d micro-batches of %d samples a rank",
-            "resuming at" if state else "starting at", self.step, f"{self.flops_per_token / 6:,.0f}",
-            self.ranks.world_size, self.ranks.device.type, self.config.parallel.zero_stage,
+            "%s step %d: %s parameters, %d tensor x %d data ranks on %s, ZeRO %d, %s, %d micro-batches of %d samples",
+            "resuming at" if state else "starting at", self.step, f"{self.engine.parameters:,}",
+            self.engine.topology.tensor.size, self.engine.topology.data_size, self.ranks.device.type,
+            self.config.parallel.zero_stage,
             self.config.train.precision, self.engine.accumulation, self.engine.micro_batch,
         )  # fmt: skip
         return read_metrics(self.folder.metrics)
@@ -126,6 +136,7 @@ class Trainer:
             signal = self._train_step()
             if signal:
                 self._save()
+                self._end_saving()
                 self._say(f"stopped by signal {signal} at step {self.step}; {self._saved_at()}; "
                           "the same command continues")
                 return 128 + signal
@@ -153,12 +164,17 @@ class Trainer:
         probe = memory_probe(self.engine.model) if logged and self.ranks.first else nullcontext(dict)
         losses = []
         with probe as memory:
-            for ids, reset in self.loader.batches(self.samples):
+            self.watch.at(f"step {self.step}, reading its samples")
+            for n, (ids, reset) in enumerate(self.loader.batches(self.samples)):
+                self.watch.at(f"step {self.step}, micro-batch {n}")
                 losses.append(self.engine.micro_step(*self._on_device(ids, reset)))
             memory = memory()
         local_loss = float(torch.stack(losses).mean()) / self.ranks.world_size
+        self.watch.at(f"step {self.step}, the sum of the losses")
         # The one exchange of a step: after it all ranks know the same and act alike.
-        loss, *flags = self.ranks.sum([local_loss, *self.signals.flags()])
+        loss, save_failed, *flags = self.ranks.sum([local_loss, float(self.saving.failed), *self.signals.flags()])
+        if save_failed:
+            self._end_saving()
         applied = self.engine.update_applied() and math.isfinite(loss)
 
         first_sample, self.samples = self.samples, self.samples + self.batch_samples
@@ -200,6 +216,7 @@ class Trainer:
 
     def _stop_nonfinite(self):
         self._save()
+        self._end_saving()
         train = self.config.train
         raise UserError(
             f"train.max_nonfinite: {self.nonfinite_in_a_row} steps in a row had a loss or gradient that is not finite; "
@@ -223,18 +240,21 @@ class Trainer:
 
     def _validation_batches(self, samples: PackedSamples, count: int) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
         """This rank's (ids, reset, weight): as many on every rank, filled up with samples of weight 0."""
-        micro, world = self.engine.micro_batch, self.ranks.world_size
-        for first in range(0, count, micro * world):
-            positions = range(first + self.ranks.rank * micro, first + (self.ranks.rank + 1) * micro)
+        micro, grid = self.engine.micro_batch, self.engine.topology
+        for first in range(0, count, micro * grid.data_size):
+            positions = range(first + grid.data_rank * micro, first + (grid.data_rank + 1) * micro)
             pairs = [samples.sample(min(p, count - 1)) for p in positions]
             ids, reset = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
+            self.watch.at(f"validation after step {self.step}, sample {positions[0]}")
             weight = torch.tensor([float(p < count) for p in positions], device=self.ranks.device)
             yield *self._on_device(ids, reset), weight
 
     def _save(self):
-        """Writes a checkpoint of this step, unless it was just written or loaded."""
+        """Takes a checkpoint of this step, unless it was just taken or loaded; training goes on while it is written."""
         if self.saved_step == self.step:
             return
+        self._end_saving()
+        self.watch.at(f"the checkpoint of step {self.step}, gathering")
         model, optimizer = {}, {}
 
         def take(kind: str, name: str, tensor: Tensor):
@@ -243,28 +263,38 @@ class Trainer:
                 tensors[key] = tensor.detach().to("cpu", copy=True)
 
         self.engine.gather(take)
-        adam_step = self.engine.adam_step()
-        self.ranks.on_first(partial(self._write_checkpoint, model, optimizer, adam_step))
+        if self.ranks.first:
+            self.saving.start(partial(self._write_checkpoint, model, optimizer, self._state()))
         self.saved_step = self.step
 
-    def _write_checkpoint(self, model: dict[str, Tensor], optimizer: dict[str, Tensor], adam_step: int):
+    def _end_saving(self):
+        """Returns when the last checkpoint is on the disk; if it failed, fails on all ranks."""
+        self.watch.at(f"step {self.step}, the end of writing a checkpoint")
+        self.ranks.on_first(self.saving.wait)
+
+    def _state(self) -> TrainerState:
         config = self.config
-        state = TrainerState(
-            step=self.step, samples=self.samples, adam_step=adam_step, nonfinite=self.nonfinite,
+        return TrainerState(
+            step=self.step, samples=self.samples, adam_step=self.engine.adam_step(), nonfinite=self.nonfinite,
             nonfinite_in_a_row=self.nonfinite_in_a_row, first_loss=self.first_loss, wandb_id=self.wandb.id,
             model_hash=config_hash(config.model), config_hash=config_hash(config),
             config=config.model_dump(mode="json"), tokenizer_sha256=self.files.tokenizer.sha256,
             data_fingerprint=self.files.fingerprint,
-            topology={"ranks": self.ranks.world_size, "zero_stage": config.parallel.zero_stage,
-                      "precision": config.train.precision, "device": self.ranks.device.type},
+            topology={"ranks": self.ranks.world_size, "tensor": config.parallel.tensor,
+                      "zero_stage": config.parallel.zero_stage, "precision": config.train.precision,
+                      "device": self.ranks.device.type},
         )  # fmt: skip
+
+    def _write_checkpoint(self, model: dict[str, Tensor], optimizer: dict[str, Tensor], state: TrainerState):
+        train = self.config.train
         path = checkpoints.save(self.folder.checkpoints, model, optimizer, state)
-        checkpoints.prune(self.folder.checkpoints, config.train.keep_last, path)
-        log.info("step %d: checkpoint %s", self.step, path)
+        checkpoints.prune(self.folder.checkpoints, train.keep_last, train.keep_every, keep=path)
+        log.info("step %d: checkpoint %s", state.step, path)
 
     def _finish(self):
         self._save()
         self._validate()
+        self._end_saving()
         self.ranks.on_first(self._summarise)
 
     def _summarise(self):
@@ -297,11 +327,23 @@ class Trainer:
 
     def close(self):
         """Ends logs and bars; the engine goes with the process."""
+        self.saving.close()
         self.progress.close()
         if self.metrics:
             self.metrics.close()
         if self.wandb:
             self.wandb.close()
+
+
+def _announce(config: Config, ranks: Ranks):
+    """Prints the plan of the run.
+
+    Raises:
+        UserError: ranks or batch do not divide, or the plan cannot fit the GPU.
+    """
+    plan = make_plan(config, ranks.world_size)
+    print(plan.text(), flush=True)
+    plan.check()
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Next-token cross-entropy around a model."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,12 +10,13 @@ from torch import Tensor, nn
 class NextTokenLoss(nn.Module):
     """The model and its loss as one module, so that an engine sees one forward call.
 
-    ``model`` maps (ids (B, T) int64, reset=(B, T) bool) to (logits (B, T, V), state).
+    ``model`` maps (ids (B, T) int64, reset=(B, T) bool) to (logits (B, T, V), state). ``cross_entropy`` takes what
+    F.cross_entropy takes: another one serves logits of which a rank holds a part.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, cross_entropy: Callable[..., Tensor] = F.cross_entropy):
         super().__init__()
-        self.model = model
+        self.model, self.cross_entropy = model, cross_entropy
 
     def forward(self, ids: Tensor, reset: Tensor | None, weight: Tensor | None = None) -> Tensor:
         """Mean cross-entropy, in fp32 and nats per token.
@@ -30,8 +33,8 @@ class NextTokenLoss(nn.Module):
         logits, _ = self.model(ids[:, :-1], reset=reset)
         targets = ids[:, 1:]
         if weight is None:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            loss = self.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
             return loss * (1.0 + 0.0 * loss.detach())
-        tokens = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+        tokens = self.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
         samples = tokens.view_as(targets).mean(dim=1)
         return (samples * weight).sum() / weight.sum().clamp(min=torch.finfo(torch.float32).tiny)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
@@ -74,13 +73,13 @@ class Progress:
         self._bar.close()
 
 
-def flops_per_token(model: nn.Module) -> float:
+def flops_per_token(parameters: int) -> float:
     """Floating-point operations that one training token takes, forward and backward: 6 for each parameter.
 
     2 for the multiply-add of the forward pass, 4 for the two of the backward pass. It leaves out attention's
     scores and the memory's inner gradients and updates, so a utilisation made from it errs on the low side.
     """
-    return 6.0 * sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    return 6.0 * parameters
 
 
 def peak_flops(device: torch.device) -> float | None:

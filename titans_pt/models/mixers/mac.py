@@ -58,6 +58,7 @@ class MAC(nn.Module):
         self.read = Projection(config.d_model, config.memory_heads, config.conv_width, unit=True)
         self.attention = Attention(config.d_model, config.n_heads, config.rope_base)
         self.memory = build_memory(config)
+        self.join = nn.Flatten(-2)  # (B, T, H, D) -> (B, T, d_model)
         self.gate = BranchGate(config)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
@@ -98,7 +99,7 @@ class MAC(nn.Module):
             chosen = ((place[begin:end] - segment_start[:, None]) % self.stride == 0).any(0).nonzero().flatten() + begin
             if len(chosen):
                 index = chosen.to(x.device)
-                new_k, new_v = attention.keys_values(self.memory.read(queries[:, index], read_weights, norm))
+                new_k, new_v = attention.keys_values(self.join(self.memory.read(queries[:, index], read_weights, norm)))
                 new_k = rotate(new_k, position[index], attention.rope_base)
                 h_k, h_v = torch.cat([h_k, new_k], 1), torch.cat([h_v, new_v], 1)
                 h_place = torch.cat([h_place, place[chosen]])
@@ -109,7 +110,8 @@ class MAC(nn.Module):
             mask = self._mask(place[begin:end], torch.arange(oldest, base + end), h_place, segment_start)
             keys, values = torch.cat([h_k, k[:, tokens]], 1), torch.cat([h_v, v[:, tokens]], 1)
             prefix = persistent and Prefix(plain[:, begin:end], *persistent)
-            y = x[:, begin:end] + masked_attention(q[:, begin:end], keys, values, mask.to(x.device), prefix).flatten(-2)
+            attended = masked_attention(q[:, begin:end], keys, values, mask.to(x.device), prefix)
+            y = x[:, begin:end] + self.join(attended)
             m, memory = self.memory(y, memory, None if reset is None else reset[:, begin:end])
             outputs.append(self.gate(x[:, begin:end], y, m))
 

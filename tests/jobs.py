@@ -1,0 +1,43 @@
+"""Several trainings in one process of each rank, since starting one costs seconds.
+
+    torchrun ... jobs.py CONFIG FOLDER --NAME [KEY=VALUE ...] --NAME [KEY=VALUE ...] ...
+
+Each trains in the folder FOLDER/NAME; --NAME@1 and --NAME@2 are two in the same one.
+"""
+
+import sys
+from contextlib import nullcontext
+
+from titans_pt.config import load_config
+from titans_pt.training import engine, loop
+from titans_pt.training.ranks import process_group
+
+
+def main(config: str, folder: str, *words: str):
+    jobs: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            jobs[name := word[2:]] = []
+        else:
+            jobs[name].append(word)
+    shard_everything()
+    with process_group() as ranks:
+        loop.process_group = lambda: nullcontext(ranks)
+        for name, overrides in jobs.items():
+            loop.train(load_config(config, [f"run.dir={folder}/{name.partition('@')[0]}", *overrides]))
+
+
+def shard_everything():
+    """ZeRO 3 keeps small parameters whole, so a tiny model would never be sharded."""
+    derived = engine.deepspeed_config
+
+    def all_sharded(*args):
+        settings = derived(*args)
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return settings
+
+    engine.deepspeed_config = all_sharded
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

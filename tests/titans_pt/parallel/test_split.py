@@ -1,0 +1,170 @@
+"""A model cut over the ranks of a tensor group is the same model: outputs, loss and every gradient, in float64.
+
+Ranks are threads of this process here: the exchanges are those of torch.distributed, the rest is the real thing.
+"""
+
+import re
+import threading
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titans_pt.config import MemoryConfig, ModelConfig
+from titans_pt.models import build_model
+from titans_pt.parallel import TensorGroup, TensorParallel
+from titans_pt.parallel.layers import vocabulary_cross_entropy
+from titans_pt.training.loss import NextTokenLoss
+
+MODELS = {
+    "lmm": ["lmm"], "mac": ["mac"], "mag": ["mag"], "mal": ["mal"], "attention": ["attention"],
+    "hybrid": ["lmm", "swa", "mac"],
+}  # fmt: skip
+T = 24
+
+
+class ThreadGroup(TensorGroup):
+    """A rank that is a thread; ``shared`` is (a list of one place a rank, a barrier)."""
+
+    def __init__(self, rank, size, shared):
+        super().__init__(rank, size)
+        self.places, self.barrier = shared
+
+    def _all(self, x):
+        self.places[self.rank] = x.detach().clone()
+        self.barrier.wait()
+        found = list(self.places)
+        self.barrier.wait()
+        return found
+
+    def all_reduce(self, x, op=dist.ReduceOp.SUM):
+        stack = torch.stack(self._all(x))
+        return stack.amax(0) if op == dist.ReduceOp.MAX else stack.sum(0)
+
+    def all_gather(self, x, dim):
+        return torch.cat(self._all(x), dim)
+
+    def reduce_scatter(self, x, dim):
+        return self.part(self.all_reduce(x), dim).contiguous()
+
+
+def on_ranks(size, work):
+    """[work(group) of every rank]; the first exception of any."""
+    shared, results, errors = ([None] * size, threading.Barrier(size, timeout=60)), [None] * size, []
+
+    def rank(n):
+        try:
+            results[n] = work(ThreadGroup(n, size, shared))
+        except BaseException as error:
+            errors.append(error)
+            shared[1].abort()
+
+    threads = [threading.Thread(target=rank, args=(n,)) for n in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results
+
+
+def config(mixers, **changes):
+    memory = MemoryConfig(**{"chunk_size": 4, "expansion": 2} | changes.pop("memory", {}))
+    settings = dict(
+        mixers=mixers, vocab_size=52, d_model=32, n_layers=len(mixers), n_heads=4, mlp_hidden=24, window=6, segment=8,
+        memory_tokens=4, persistent_tokens=3, memory=memory,
+    )  # fmt: skip
+    return ModelConfig(**settings | changes)
+
+
+@pytest.fixture(autouse=True)
+def built_one_by_one(monkeypatch):
+    """Threads share torch's generator: each model is built under a lock, from the same seed."""
+    lock = threading.Lock()
+
+    def build(settings):
+        with lock:
+            torch.manual_seed(0)
+            model = build_model(settings).double()
+            with torch.no_grad():  # gates and norms away from their symmetric start
+                for p in model.parameters():
+                    p.add_(0.05 * torch.randn_like(p))
+            return model
+
+    monkeypatch.setitem(globals(), "build", build)
+
+
+class Fp64Loss(NextTokenLoss):
+    """The loss without its step to fp32."""
+
+    def forward(self, ids, reset):
+        logits, _ = self.model(ids[:, :-1], reset=reset)
+        return self.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def batch(vocabulary, reset):
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, vocabulary, (2, T + 1), generator=draw)
+    starts = torch.zeros(2, T, dtype=torch.bool)
+    starts[0, 5] = starts[1, 14] = True
+    return ids, starts if reset else None
+
+
+def check(settings, size=2, sequence=False, reset=False, checkpointing=False):
+    ids, starts = batch(settings.vocab_size, reset)
+    whole = build(settings)  # noqa: F821 - the fixture's
+    expected = Fp64Loss(whole)(ids, starts)
+    expected.backward()
+    gradients = {name: p.grad for name, p in whole.named_parameters()}
+
+    def rank(group):
+        model = build(settings).train()  # noqa: F821
+        model.set_activation_checkpointing(checkpointing)
+        split = TensorParallel(model, group, sequence)
+        loss = Fp64Loss(model, partial(vocabulary_cross_entropy, group=group))(ids, starts)
+        loss.backward()
+        found = {name: split.whole(name, p.grad) for name, p in model.named_parameters()}
+        return loss.detach(), found, {name: p.shape for name, p in model.named_parameters()}
+
+    results = on_ranks(size, rank)
+    for loss, found, _ in results:
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=0)
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert gradient.abs().max() > 0, name
+            difference = (found[name] - gradient).abs().max() / gradient.abs().max()
+            assert difference < 1e-8, f"{name}: {difference}"
+    return results[0][2]
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("mixers", MODELS.values(), ids=MODELS)
+def test_every_gradient_is_that_of_the_whole_model(mixers, sequence):
+    check(config(mixers), sequence=sequence)
+
+
+@pytest.mark.parametrize("mixers", [["mac", "mag"], ["mal", "lmm"]], ids=str)
+def test_four_ranks_documents_and_checkpointing(mixers):
+    check(config(mixers, tie_embeddings=False), size=4, sequence=True, reset=True, checkpointing=True)
+
+
+@pytest.mark.parametrize("memory", [
+    {"depth": 1, "norm": False, "residual": False}, {"depth": 3, "per_layer_gates": True}, {"n_heads": 2},
+], ids=str)  # fmt: skip
+def test_kinds_of_memory(memory):
+    check(config(["mag", "mac"], memory=memory))
+
+
+def test_nothing_of_a_head_is_left_whole():
+    """What stays whole on every rank is known by name; all else has half its size."""
+    for mixers in MODELS.values():
+        shapes = check(config(mixers))
+        whole = {name: p.shape for name, p in build(config(mixers)).named_parameters()}  # noqa: F821
+        kept = {re.sub(r"^blocks\.\d+\.", "", name) for name in shapes if shapes[name] == whole[name]}
+        assert kept <= {
+            "norm.weight", "mixer_norm.weight", "mlp_norm.weight", "mixer.persistent", "mixer.norm.weight",
+            "mixer.memory.output_norm.weight", "mixer.gate.norm_a.weight",
+        }  # fmt: skip
+        assert all(2 * shapes[n].numel() == whole[n].numel() for n in shapes if shapes[n] != whole[n])

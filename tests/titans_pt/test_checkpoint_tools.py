@@ -1,0 +1,48 @@
+from dataclasses import replace
+
+import pytest
+
+from tests.titans_pt.test_checkpoints import MOMENTS, STATE, WEIGHTS
+from titans_pt import checkpoints, cli
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in (2, 4, 6, 8):
+        state = replace(STATE, step=step, topology={"ranks": 4, "tensor": 2})
+        checkpoints.save(tmp_path / "checkpoints", WEIGHTS, MOMENTS, state)
+    return tmp_path
+
+
+def test_list(run, capsys):
+    (run / "checkpoints/step-00000004/trainer.json").unlink()
+    assert cli.run(["checkpoint", "list", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert "step 2, 20 samples, 0.0 MiB, format 1, ranks 4, tensor 2" in lines[0]
+    assert "incomplete or damaged" in lines[1]
+
+
+def test_verify(run, capsys):
+    assert cli.run(["checkpoint", "verify", str(run)]) == 0
+    path = run / "checkpoints/step-00000006/model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert cli.run(["checkpoint", "verify", str(run)]) == 2
+    out, err = capsys.readouterr()
+    assert [line.rpartition(": ")[2] for line in out.splitlines()[:4]] == ["complete"] * 4
+    assert "step-00000006: model.safetensors: " in out
+    assert "1 of 4 checkpoints are damaged" in err
+
+
+def test_prune(run, capsys):
+    assert cli.run(["checkpoint", "prune", str(run), "--keep-last", "1", "--keep-every", "4"]) == 0
+    assert capsys.readouterr().out.count("deleted") == 2
+    assert [checkpoints.step_of(p) for p in checkpoints.list_checkpoints(run / "checkpoints")] == [4, 8]
+    assert cli.run(["checkpoint", "prune", str(run), "--keep-last", "0"]) == 2
+
+
+def test_no_run(tmp_path, capsys):
+    for action in ("list", "verify", "prune"):
+        assert cli.run(["checkpoint", action, str(tmp_path / "none")]) == 2
+        assert "holds no checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,6 @@
+"""Tensor x data parallelism, put on a model from outside: models and layers know nothing of ranks."""
+
+from titans_pt.parallel.split import TensorParallel
+from titans_pt.parallel.topology import TensorGroup, Topology
+
+__all__ = ["TensorGroup", "TensorParallel", "Topology"]

@@ -1,0 +1,87 @@
+"""The two layers that splitting changes for more than their size, and the loss over a split vocabulary."""
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titans_pt.parallel.exchange import Exchanges
+from titans_pt.parallel.topology import TensorGroup
+
+
+class VocabularyEmbedding(nn.Module):
+    """An embedding of which each rank holds V / size neighbouring rows: (B, T) int64 -> (B, T, d_model)."""
+
+    def __init__(self, embedding: nn.Embedding, exchanges: Exchanges):
+        super().__init__()
+        self.weight = embedding.weight
+        self.exchanges = exchanges
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.weight.shape[0]
+        ids = ids - self.exchanges.group.rank * rows
+        foreign = (ids < 0) | (ids >= rows)
+        x = F.embedding(ids.masked_fill(foreign, 0), self.weight)
+        return self.exchanges.reduce_close(x.masked_fill(foreign[..., None], 0.0))
+
+
+class SplitRMSNorm(nn.Module):
+    """nn.RMSNorm over a width of which each rank holds a part: (..., d / size) -> the same shape and dtype.
+
+    The mean of squares is that of the whole width, in fp32 (fp64 for fp64); the weight is split with the width.
+    """
+
+    def __init__(self, norm: nn.RMSNorm, exchanges: Exchanges):
+        super().__init__()
+        self.weight = norm.weight
+        self.width, self.eps = norm.normalized_shape[0], norm.eps
+        self.exchanges = exchanges
+
+    def forward(self, x: Tensor) -> Tensor:
+        precise = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        squares = precise.square().sum(-1, keepdim=True)
+        # Every rank uses the sum for its own part: the gradients of it are summed in their turn.
+        squares = self.exchanges.copy(self.exchanges.reduce(squares))
+        return (precise * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype) * self.weight
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    """(N, V / size) fp32 logits, (N,) targets -> (N,) losses, with the softmax alone kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, group: TensorGroup):
+        width = logits.shape[1]
+        logits = logits - group.all_reduce(logits.max(1, keepdim=True).values, dist.ReduceOp.MAX)
+        targets = targets - group.rank * width
+        mine = (targets >= 0) & (targets < width)
+        targets = targets.masked_fill(~mine, 0)
+        chosen = logits.gather(1, targets[:, None]).squeeze(1).masked_fill(~mine, 0.0)
+        exponentials = logits.exp_()
+        chosen, total = group.all_reduce(torch.stack([chosen, exponentials.sum(1)])).unbind()
+        ctx.save_for_backward(exponentials.div_(total[:, None]), targets, mine)
+        return total.log() - chosen
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        softmax, targets, mine = ctx.saved_tensors
+        d_logits = softmax * gradient[:, None]
+        d_logits.scatter_add_(1, targets[:, None], -(gradient * mine)[:, None])
+        return d_logits, None, None
+
+
+def vocabulary_cross_entropy(
+    logits: Tensor, targets: Tensor, reduction: Literal["mean", "none"] = "mean", *, group: TensorGroup
+) -> Tensor:
+    """F.cross_entropy where each rank holds its part of the vocabulary's logits.
+
+    Args:
+        logits: (N, V / size) fp32, this rank's part; rank r's first column is entry r V / size.
+        targets: (N,) int64, over the whole vocabulary.
+
+    Returns:
+        The mean, or (N,), fp32, nats, alike on every rank. Three numbers a token are exchanged, never the logits.
+    """
+    losses = _VocabularyCrossEntropy.apply(logits, targets, group)
+    return losses.mean() if reduction == "mean" else losses
