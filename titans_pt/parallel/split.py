@@ -16,6 +16,7 @@ from titans_pt.layers.memory import MemoryGates, MemoryNetwork, NeuralMemory, Pr
 from titans_pt.layers.mlp import SwiGLU
 from titans_pt.models.language_model import Block, LanguageModel
 from titans_pt.models.mixers.attention import AttentionMixer
+from titans_pt.models.mixers.common import BranchGate
 from titans_pt.models.mixers.lmm import LMM
 from titans_pt.models.mixers.mac import MAC
 from titans_pt.models.mixers.mag import MAG
@@ -77,14 +78,20 @@ TABLE: dict[type[nn.Module], dict[str, Rule]] = {
         "join": Rule(after="gather"),
         "gate.norm_a": Rule(after="split"),  # of x + attention, which is whole
         "gate.norm_b": NORM_OF_ALL_HEADS,
+        "gate.linear": ENTRY_COLUMN,
         "out": LAST_ROW,
     },
-    MAG: {"gate.norm_a": NORM_OF_ALL_HEADS, "gate.norm_b": NORM_OF_ALL_HEADS, "out": LAST_ROW},
+    MAG: {
+        "gate.norm_a": NORM_OF_ALL_HEADS,
+        "gate.norm_b": NORM_OF_ALL_HEADS,
+        "gate.linear": ENTRY_COLUMN,
+        "out": LAST_ROW,
+    },
     # What MAL adds to its output is whole in time, so it is closed as a whole.
     MAL: {"": Rule(after="close"), "gate": ENTRY_COLUMN, "memory_out": ROW, "out": ROW},
 }  # fmt: skip
 """By class of module, and by path from it: modules that are not named are whole on every rank."""
-HEADS = (Attention, Projection, MemoryGates)
+HEADS = (Attention, Projection, MemoryGates, BranchGate)
 """Modules whose ``n_heads`` becomes the number of the rank's own."""
 
 
