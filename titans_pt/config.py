@@ -182,6 +182,10 @@ class TrainConfig(Section):
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
     log_every: Positive = 10
+    profile_at: Positive | None = None
+    """Step from which torch.profiler records: a trace in RUN/profile, shares of the time in the log. Null: never."""
+    profile_steps: Positive = 2
+    """Steps that it records."""
     eval_every: NonNegative = 500
     """Validation loss every so many steps; 0: only at the end."""
     eval_samples: Positive = 64

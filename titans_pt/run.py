@@ -38,6 +38,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.evaluation = self.path / "evaluation"
         self.plots = self.path / "plots"
+        self.profile = self.path / "profile"
         self.tokenizer = self.path / "tokenizer.model"
         self.wandb = self.path / "wandb"
 

@@ -117,6 +117,7 @@ def test_a_run_folder_has_everything(trained):
     assert record["mfu"] is None
     assert all(0 < record[gate] < 1 for gate in ("theta", "eta", "alpha"))
     assert record["memory_norm"] > 0 and record["surprise"] > 0
+    assert all(record[f"{part}_seconds"] >= 0 for part in ("data", "forward", "backward", "update"))
 
 
 def test_a_finished_run_has_nothing_left_to_do(run_copy, capsys):

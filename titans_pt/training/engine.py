@@ -151,14 +151,18 @@ class Engine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
 
-    def micro_step(self, ids: Tensor, reset: Tensor | None) -> Tensor:
+    def micro_step(self, ids: Tensor, reset: Tensor | None, done: Callable[[str], None] = lambda part: None) -> Tensor:
         """Forward and backward of one micro-batch; the ``accumulation``-th call of a step also updates the weights.
 
-        Returns the micro-batch's mean loss, a detached fp32 scalar on the device.
+        Returns the micro-batch's mean loss, a detached fp32 scalar on the device. ``done`` is told "forward",
+        "backward" and "update" as they end.
         """
         loss = self._engine(ids, reset)
+        done("forward")
         self._engine.backward(loss)
+        done("backward")
         self._engine.step()
+        done("update")
         return loss.detach()
 
     def update_applied(self) -> bool:

@@ -18,12 +18,14 @@ from titans_pt.checkpoints import TrainerState
 from titans_pt.config import Config, config_hash
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
+from titans_pt.models.flops import model_flops
 from titans_pt.run import RunFolder, load_weights
 from titans_pt.training.engine import Engine
-from titans_pt.training.metrics import MetricsLog, Progress, flops_per_token, peak_flops, read_metrics
+from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
 from titans_pt.training.plan import make_plan
 from titans_pt.training.plots import plot_loss
 from titans_pt.training.probes import memory_probe
+from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch
 from titans_pt.training.ranks import Ranks, process_group
 from titans_pt.training.resume import find_start
 from titans_pt.training.saving import Background
@@ -90,7 +92,7 @@ class Trainer:
         self.loader = Loader(
             self.train_samples, self.engine.micro_batch, grid.data_rank, grid.data_size, self.batch_samples
         )
-        self.flops_per_token = flops_per_token(self.engine.parameters)
+        self.flops_per_token = model_flops(config.model, data.seq_len).total
         peak = peak_flops(ranks.device)
         self.peak_flops = peak and peak * ranks.world_size
         self.wandb = self.metrics = None
@@ -100,6 +102,11 @@ class Trainer:
             elif record["kind"] == "validation":
                 self.validation_loss, self.validated_step = record["validation_loss"], record["step"]
         self.progress = Progress(self.step, max(self.step, self.last_step), shown=ranks.first)
+        self.profiler = StepProfiler(folder.profile, train.profile_at if ranks.first else None, train.profile_steps)
+        self.out_of_memory = OutOfMemory(
+            folder.path, ranks.device,
+            f"lower train.micro_batch={train.micro_batch}, or set train.activation_checkpointing=true",
+        )  # fmt: skip
 
     def _build_engine(self, path: Path | None, state: TrainerState | None) -> Engine:
         torch.manual_seed(self.config.run.seed)
@@ -162,12 +169,15 @@ class Trainer:
 
         logged = self.step == 1 or self.step % train.log_every == 0 or self.step == self.last_step
         probe = memory_probe(self.engine.model) if logged and self.ranks.first else nullcontext(dict)
-        losses = []
-        with probe as memory:
+        losses, stopwatch = [], Stopwatch(self.ranks.device)
+        self.profiler.before(self.step)
+        with probe as memory, self.out_of_memory:
             self.watch.at(f"step {self.step}, reading its samples")
             for n, (ids, reset) in enumerate(self.loader.batches(self.samples)):
                 self.watch.at(f"step {self.step}, micro-batch {n}")
-                losses.append(self.engine.micro_step(*self._on_device(ids, reset)))
+                batch = self._on_device(ids, reset)
+                stopwatch.mark("data")
+                losses.append(self.engine.micro_step(*batch, stopwatch.mark))
             memory = memory()
         local_loss = float(torch.stack(losses).mean()) / self.ranks.world_size
         self.watch.at(f"step {self.step}, the sum of the losses")
@@ -189,11 +199,13 @@ class Trainer:
                 self._log("train", loss=loss, grad_norm=self.engine.gradient_norm(), lr=lr,
                           tokens=self.samples * self.config.data.seq_len, tokens_per_second=speed,
                           mfu=self.peak_flops and speed * self.flops_per_token / self.peak_flops,
+                          **{f"{part}_seconds": spent for part, spent in stopwatch.seconds().items()},
                           **memory, skipped=self.nonfinite)
         else:
             self._note_nonfinite(loss, first_sample)
         if logged:
             self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
+        self.profiler.after(self.step)
         self.progress.update(loss, speed)
         return self.signals.decide(flags)
 
@@ -327,6 +339,7 @@ class Trainer:
 
     def close(self):
         """Ends logs and bars; the engine goes with the process."""
+        self.profiler.close()
         self.saving.close()
         self.progress.close()
         if self.metrics:

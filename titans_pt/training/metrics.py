@@ -73,15 +73,6 @@ class Progress:
         self._bar.close()
 
 
-def flops_per_token(parameters: int) -> float:
-    """Floating-point operations that one training token takes, forward and backward: 6 for each parameter.
-
-    2 for the multiply-add of the forward pass, 4 for the two of the backward pass. It leaves out attention's
-    scores and the memory's inner gradients and updates, so a utilisation made from it errs on the low side.
-    """
-    return 6.0 * parameters
-
-
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of a device, or None where it is not known (CPUs, other GPUs)."""
     if device.type != "cuda":

@@ -2,10 +2,14 @@
 
 import logging
 import re
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from titans_pt.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,36 @@ def start_profile() -> profile:
     return profiler
 
 
+class Stopwatch:
+    """Where the seconds of a step went: what passes between two marks belongs to the second.
+
+    On a GPU by events in its stream, which nobody waits for until :meth:`seconds` is called.
+    """
+
+    def __init__(self, device: torch.device):
+        self._gpu = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+        self.mark("")
+
+    def mark(self, name: str):
+        if self._gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        else:
+            event = time.perf_counter()
+        self._marks.append((name, event))
+
+    def seconds(self) -> dict[str, float]:
+        """Name -> seconds, of all marks of that name together."""
+        if self._gpu:
+            self._marks[-1][1].synchronize()
+        totals: dict[str, float] = {}
+        for (_, before), (name, after) in zip(self._marks[:-1], self._marks[1:], strict=True):
+            spent = before.elapsed_time(after) / 1000 if self._gpu else after - before
+            totals[name] = totals.get(name, 0.0) + spent
+        return totals
+
+
 class StepProfiler:
     """Records steps first .. first + count - 1 of a run; writes ``folder``/step-XXXXXXXX.json.gz and logs the shares.
 
@@ -79,3 +113,24 @@ class StepProfiler:
         profiler.export_chrome_trace(str(path))
         shares = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in time_shares(profiler).items())
         log.info("profile of step %d on: %s (%s)", self._first, shares, path)
+
+
+class OutOfMemory:
+    """Around a step on a GPU: when its memory runs out, a snapshot of who holds what, and one line for the user.
+
+    The snapshot, ``folder``/memory-snapshot.pickle, opens at pytorch.org/memory_viz. Without a GPU nothing happens.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, remedy: str):
+        self._path, self._remedy, self._gpu = folder / "memory-snapshot.pickle", remedy, device.type == "cuda"
+        if self._gpu:
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, _kind, error: BaseException | None, _trace):
+        if isinstance(error, torch.OutOfMemoryError):
+            if self._gpu:
+                torch.cuda.memory._dump_snapshot(str(self._path))
+            raise UserError(f"out of GPU memory: {self._remedy}; who held what: {self._path}") from error

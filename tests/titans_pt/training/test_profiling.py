@@ -3,11 +3,13 @@
 import gzip
 import json
 import logging
+import time
 
 import pytest
 import torch
 
-from titans_pt.training.profiling import StepProfiler, kind_of, start_profile, time_shares
+from titans_pt.errors import UserError
+from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch, kind_of, start_profile, time_shares
 
 
 @pytest.mark.parametrize(("name", "kind"), [
@@ -71,3 +73,45 @@ def test_none_is_none(tmp_path):
         steps.after(step)
     steps.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_stopwatch_adds_what_has_one_name():
+    watch = Stopwatch(torch.device("cpu"))
+    for name, seconds in (("forward", 0.02), ("backward", 0.05), ("forward", 0.02)):
+        time.sleep(seconds)
+        watch.mark(name)
+    found = watch.seconds()
+    assert list(found) == ["forward", "backward"]
+    assert 0.04 <= found["forward"] < 0.5 and 0.05 <= found["backward"] < 0.5
+
+
+def test_out_of_memory_is_one_line(tmp_path):
+    told = pytest.raises(UserError, match="out of GPU memory: lower train.micro_batch=8; who held what: ")
+    with told, OutOfMemory(tmp_path, torch.device("cpu"), "lower train.micro_batch=8"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_other_errors_pass(tmp_path):
+    with pytest.raises(KeyError), OutOfMemory(tmp_path, torch.device("cpu"), ""):
+        raise KeyError("x")
+
+
+@pytest.mark.gpu
+def test_out_of_memory_leaves_a_snapshot(tmp_path):
+    with pytest.raises(UserError), OutOfMemory(tmp_path, torch.device("cuda"), "less"):
+        torch.empty(2**50, device="cuda")
+    assert (tmp_path / "memory-snapshot.pickle").stat().st_size > 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_busy_with_what_it_was_given():
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    x @ x
+    profiler = start_profile()
+    for _ in range(20):
+        x @ x
+    torch.cuda.synchronize()
+    profiler.stop()
+    shares = time_shares(profiler)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["matrix product"] > 0.8
