@@ -74,6 +74,7 @@ class LanguageModel(nn.Module):
         state: LanguageModelState | None = None,
         reset: Tensor | None = None,
         last_only: bool = False,
+        head: bool = True,
     ) -> tuple[Tensor, LanguageModelState]:
         """One call for the whole sequence or any piece of it.
 
@@ -82,6 +83,7 @@ class LanguageModel(nn.Module):
             state: what the previous piece returned; None at the start.
             reset: None or bool (B, T), True where a document starts: nothing before it is seen from there on.
             last_only: logits of the last token alone, (B, 1, vocab_size).
+            head: False leaves the head out: what it would be given, (B, T, d_model), instead of logits.
 
         Returns:
             Logits (B, T, vocab_size) in the parameters' dtype, and the state after the last token.
@@ -98,7 +100,8 @@ class LanguageModel(nn.Module):
             after.append(block_state)
         if last_only:
             x = x[:, -1:]
-        return self.head(self.norm(x)), LanguageModelState(after)
+        x = self.norm(x)
+        return self.head(x) if head else x, LanguageModelState(after)
 
 
 def build_model(config: ModelConfig) -> LanguageModel:

@@ -13,6 +13,7 @@ from titans_pt.models.language_model import LanguageModel
 from titans_pt.parallel import TensorGroup, TensorParallel
 from titans_pt.parallel.topology import check_world_size
 from titans_pt.training.engine import REDUCE_BUCKET, local_batch
+from titans_pt.training.loss import rows_at_once
 
 GIB = 2**30
 PROBE_TOKENS = 1024
@@ -160,9 +161,10 @@ def _activation_bytes(config: Config, micro: int) -> dict[str, int]:
         activations, memory = inputs * m.n_layers + max(tokens.values()), max(states.values())
     else:
         activations, memory = sum(tokens[kind] for kind in pattern), sum(states[kind] for kind in pattern)
-    # The head's output, the same in fp32, its softmax, and their two gradients.
+    # The head's output, the same in fp32, its softmax, and their two gradients; of the samples that are taken at once.
     logits = length * m.vocab_size // tensor * (2 * _width(config) + 12)
-    return {"activations": int(micro * activations), "memory states": micro * memory, "logits": micro * logits}
+    rows = rows_at_once(micro, length, m.vocab_size)
+    return {"activations": int(micro * activations), "memory states": micro * memory, "logits": rows * logits}
 
 
 class _Saved:

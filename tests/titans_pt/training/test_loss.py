@@ -1,0 +1,75 @@
+"""The loss: whose token it predicts, its weights, and the same whether all logits exist together or few rows' do."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titans_pt.config import ModelConfig
+from titans_pt.models import build_model
+from titans_pt.training import loss as module
+from titans_pt.training.loss import NextTokenLoss, rows_at_once
+
+
+class Table(nn.Module):
+    """Logits looked up by the current id."""
+
+    config = ModelConfig(vocab_size=5)
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(5, 5, bias=False)
+
+    def forward(self, ids, state=None, reset=None, head=True):
+        x = F.one_hot(ids, 5).float()
+        return self.head(x) if head else x, None
+
+
+@torch.no_grad()
+def test_loss_is_that_of_the_next_token():
+    loss, ids = NextTokenLoss(Table()), torch.tensor([[0, 1, 2, 3], [4, 4, 0, 1]])
+    expected = F.cross_entropy(loss.model(ids[:, :-1])[0].flatten(0, 1), ids[:, 1:].flatten())
+    assert float(loss(ids, None)) == pytest.approx(float(expected))
+    assert loss(ids, None, torch.ones(2)) == pytest.approx(float(expected))
+    assert loss(ids, None, torch.tensor([0.0, 1.0])) == pytest.approx(float(loss(ids[1:], None)))
+    assert loss(ids, None, torch.zeros(2)) == 0
+
+
+def test_an_infinite_loss_spoils_every_gradient():
+    loss = NextTokenLoss(Table())
+    with torch.no_grad():
+        loss.model.head.weight[1, 0] = -math.inf
+    loss(torch.tensor([[0, 1]]), None).backward()
+    assert loss.model.head.weight.grad[:, 0].isnan().all()
+
+
+def test_rows_at_once():
+    assert rows_at_once(8, 4096, 32_000) == 1
+    assert rows_at_once(8, 256, 2048) == 8
+    assert rows_at_once(8, 4096, 4096) == 4
+
+
+@pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0])])
+def test_a_few_rows_at_a_time_are_the_same(weight, monkeypatch):
+    torch.manual_seed(0)
+    settings = ModelConfig(mixers=["lmm"], vocab_size=300, d_model=16, n_layers=1, n_heads=2, mlp_hidden=16)
+    loss = NextTokenLoss(build_model(settings))
+    ids = torch.randint(0, 300, (5, 21))
+    found = []
+    for limit in (1 << 30, 2 * 4 * 20 * 300):
+        monkeypatch.setattr(module, "LOGITS_BYTES", limit)
+        loss.zero_grad()
+        sizes = []
+        note = partial(lambda sizes, x: sizes.append(x.numel()) or x, sizes)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            value = loss(ids, None, weight)
+        value.backward()
+        found.append((value.detach(), [p.grad.clone() for p in loss.parameters()], max(sizes)))
+    (whole, grads, most), (parts, part_grads, most_of_parts) = found
+    torch.testing.assert_close(parts, whole)
+    for a, b in zip(part_grads, grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+    assert most == 5 * 20 * 300 and most_of_parts < 20 * 300, "no logits are kept"
