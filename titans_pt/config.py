@@ -106,8 +106,9 @@ class MemoryConfig(Section):
     theta_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Share of the step bound used at initialisation."""
     init_std: Annotated[float, Field(gt=0.0)] | None = None
-    """Standard deviation of M_0's weights. Null: 1 with norm, 1 / sqrt(d_in) without. Under the LayerNorm an inner
-    step moves the output by 1 / init_std^2: at 1 / sqrt(d_in) it overshoots, and outer gradients explode."""
+    """Standard deviation of M_0's weights. Null: 0.5 with norm, 1 / sqrt(d_in) without. Under the LayerNorm an inner
+    step moves the output by 1 / init_std^2: at 1 / sqrt(d_in) it overshoots, and outer gradients explode; at 1 a model
+    learns language as well as at 0.5, and recall later (docs/notebook.md)."""
     save_every: Positive | None = None
     """The backward pass keeps the memory's weights at every save_every-th block and computes those between again:
     less memory, the same result. Null: the square root of the number of blocks."""

@@ -28,7 +28,7 @@ CHANGES: dict[str, dict] = {
     "no forgetting": {"memory": {"forgetting": False}},
     "linear memory": {"memory": {"depth": 1}},
     "no conv": {"conv_width": 1},
-    "no LN": {"memory": {"norm": False}},
+    "no LN": {"memory": {"norm": False, "init_std": None}},  # that of M_0 is chosen for what is under a LayerNorm
 }
 """What is taken from a model, by name: changes to its settings. "" is the model as it is."""
 CONTROLS = ("", "memory off")

@@ -86,7 +86,7 @@ class MemoryNetwork(nn.Module):
         self.depth, self.norm = config.depth, config.norm
         widths = [width, *[config.expansion * width] * (config.depth - 1), width]
         for n, (a, b) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
-            std = config.init_std or (1.0 if config.norm else a**-0.5)
+            std = config.init_std or (0.5 if config.norm else a**-0.5)
             self.register_parameter(f"weight_{n}", nn.Parameter(torch.empty(n_heads, a, b).normal_(std=std)))
         if config.norm:
             self.norm_weight = nn.Parameter(torch.ones(n_heads, width))
