@@ -38,11 +38,13 @@ class MACState:
 
 
 class MAC(nn.Module):
-    """For each segment: h = M(q) with the memory of the END of the previous segment; y = x + attention, causal, over
-    [persistent | h | segment]; y is written; o = out(gate(y, M_t(y))).
+    """For each segment: h = M(q) with the memory of the END of the previous segment; a = attention, causal, over
+    [persistent | h | segment]; y = x + write * a is written and read; o = out(gate(x + a, M_t(y))).
 
-    The ``x +`` is ours ("residual connections throughout"): attention starts as a mean over all it sees, and without
-    it that mean, in which tokens can hardly be told apart, is all there is to write.
+    The paper has y = a. The ``x +`` is ours ("residual connections throughout"): attention starts as a mean over all
+    it sees, and without it that mean, in which tokens can hardly be told apart, is all there is to write. ``write`` is
+    a learned vector that starts at 0: what attention adds to a token depends on where it stands, so a key that is
+    asked for is not the key that was written, and recall stays at 31 % for long (docs/notebook.md).
 
     Titans, Section 4.1, made causal. Token i sees h_j for j <= i only: h_j is read with the query of token j, and the
     paper's fully visible prefix would show token i the queries of tokens after it. M_t is each token's OWN memory, not
@@ -58,6 +60,7 @@ class MAC(nn.Module):
         self.read = Projection(config.d_model, config.memory_heads, config.conv_width, unit=True)
         self.attention = Attention(config.d_model, config.n_heads, config.rope_base)
         self.memory = build_memory(config)
+        self.write = nn.Parameter(torch.zeros(config.d_model))
         self.join = nn.Flatten(-2)  # (B, T, H, D) -> (B, T, d_model)
         self.gate = BranchGate(config)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
@@ -111,9 +114,10 @@ class MAC(nn.Module):
             keys, values = torch.cat([h_k, k[:, tokens]], 1), torch.cat([h_v, v[:, tokens]], 1)
             prefix = persistent and Prefix(plain[:, begin:end], *persistent)
             attended = masked_attention(q[:, begin:end], keys, values, mask.to(x.device), prefix)
-            y = x[:, begin:end] + self.join(attended)
-            m, memory = self.memory(y, memory, None if reset is None else reset[:, begin:end])
-            outputs.append(self.gate(x[:, begin:end], y, m))
+            attended, piece = self.join(attended), x[:, begin:end]
+            written = piece + self.write * attended
+            m, memory = self.memory(written, memory, None if reset is None else reset[:, begin:end])
+            outputs.append(self.gate(piece, piece + attended, m))
 
         offset = (offset + end - begin) % self.segment
         oldest = base + length - int(offset.max())
