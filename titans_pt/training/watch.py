@@ -87,5 +87,6 @@ class Watch:
         return (
             f"train.timeout: nothing has moved for {self.timeout:g} s: {'; '.join(places)} (rank {self.ranks.rank} in "
             f"{frame.name}, {frame.filename}:{frame.lineno}). Look at the machine of a rank that stands elsewhere or "
-            "is silent; if all are merely slow, raise train.timeout. The same command continues from the newest checkpoint"
+            "is silent; if all are merely slow, raise train.timeout. The same command continues from the newest "
+            "checkpoint"
         )
