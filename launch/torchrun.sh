@@ -9,6 +9,9 @@
 # ADDRESS    this node's own address, where its host name is not one that the others can reach
 set -euo pipefail
 
+# A store of its own for every start of the processes: in the shared one, those that are started again find the addresses
+# of those that were killed, and never meet (torch 2.13 with gloo).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 options=(--nproc_per_node "${PROCESSES:-gpu}" --max_restarts "${RESTARTS:-3}")
 if [[ "${NODES:-1}" == 1 ]]; then
     options+=(--standalone)
