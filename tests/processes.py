@@ -7,30 +7,29 @@ from pathlib import Path
 
 from titans_pt.training.metrics import read_metrics
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 ROOT = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 
-def torchrun(processes: int, *options: str) -> list[str]:
+def torchrun(processes: int) -> list[str]:
     """The start of a command line."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), *options]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
 
 
-def run(command: list[str], timeout: float = 250) -> subprocess.CompletedProcess:
+def run(command: list[str], timeout: float = 600) -> subprocess.CompletedProcess:
     """Runs a command to its end; once more when torchrun lost the race for a free port."""
 
     def once():
-        return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
+        return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
 
     result = once()
     return once() if result.returncode and "address already in use" in result.stderr.lower() else result
 
 
-def run_jobs(processes: int, config: Path, folder: Path, jobs: dict[str, list[str]], timeout: float = 250):
+def run_jobs(processes: int, config: Path, folder: Path, jobs: dict[str, list[str]], timeout: float = 600):
     """Trains ``config`` once for each job, {name of its run folder under ``folder``: overrides}, in one start."""
     words = [word for name, overrides in jobs.items() for word in (f"--{name}", *overrides)]
-    # As a module: a script's own folder would come first, and tests/titans_pt would be titans_pt.
-    result = run([*torchrun(processes), "--module", "tests.jobs", str(config), str(folder), *words], timeout)
+    result = run([*torchrun(processes), "-m", "tests.jobs", str(config), str(folder), *words], timeout)
     assert result.returncode == 0, result.stderr[-6000:]
 
 

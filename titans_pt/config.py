@@ -245,6 +245,10 @@ class WandbConfig(Section):
     entity: str | None = None
     name: str | None = None
     """Null: the name of run.dir's folder."""
+    checkpoints: bool = False
+    """Also send every checkpoint, as an artifact."""
+    evaluation: bool = False
+    """Also send what ``titans evaluate`` finds, as an artifact of the training's run."""
 
 
 class Config(Section):

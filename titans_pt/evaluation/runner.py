@@ -110,6 +110,12 @@ def _summarise(
     write_whole(path, lambda temporary: temporary.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8"))
     lines += ["", "files:", *(f"  {file}" for file in files)]
     print("\n".join(lines), flush=True)
+    if config.wandb.evaluation:
+        from titans_pt.training.wandb_log import WandbLog
+
+        wandb = WandbLog(config, run.folder, None)
+        wandb.send("evaluation", "evaluation", folder)
+        wandb.close()
     return whole
 
 

@@ -302,6 +302,8 @@ class Trainer:
         path = checkpoints.save(self.folder.checkpoints, model, optimizer, state)
         checkpoints.prune(self.folder.checkpoints, train.keep_last, train.keep_every, keep=path)
         log.info("step %d: checkpoint %s", state.step, path)
+        if self.config.wandb.checkpoints:
+            self.wandb.send("checkpoint", "model", path)
 
     def _finish(self):
         self._save()

@@ -56,6 +56,19 @@ class WandbLog:
         except Exception as error:
             self._give_up(error)
 
+    def send(self, name: str, kind: str, folder: Path):
+        """Sends a folder's files as an artifact ``name`` of type ``kind``; W&B takes a copy of them first."""
+        if self._run is None:
+            return
+        try:
+            import wandb
+
+            artifact = wandb.Artifact(f"{self.id}-{name}", kind)
+            artifact.add_dir(str(folder))
+            self._run.log_artifact(artifact)
+        except Exception as error:
+            self._give_up(error)
+
     def close(self):
         if self._run is None:
             return

@@ -1,7 +1,6 @@
 """Ends a run in which some rank no longer gets on, and says where every rank stood."""
 
 import json
-import logging
 import os
 import sys
 import threading
@@ -11,8 +10,6 @@ import traceback
 import torch.distributed as dist
 
 from titans_pt.training.ranks import Ranks
-
-log = logging.getLogger(__name__)
 
 
 class Watch:
@@ -31,7 +28,8 @@ class Watch:
         self._interval = min(5.0, timeout / 4)
         self._ended = threading.Event()
         self._main = threading.get_ident()
-        self._store = self._thread = None
+        self._store = None
+        self._threads: list[threading.Thread] = []
         self.at("the start")
 
     def at(self, where: str):
@@ -43,36 +41,51 @@ class Watch:
             # A connection of its own: a thread must not wait for the one that the collectives use.
             store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
             self._store = dist.PrefixStore(f"titans-watch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-            self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-            self._thread.start()
+            # Two threads: a store whose host hangs must not keep us from noticing that.
+            self._threads = [threading.Thread(target=f, daemon=True) for f in (self._tell, self._look)]
+            for thread in self._threads:
+                thread.start()
         return self
 
     def __exit__(self, *error):
         self._ended.set()
-        if self._thread:
-            self._thread.join()
-
-    def _run(self):
-        while not self._ended.wait(self._interval):
-            try:
-                self._tell()
-                if time.time() - self._place[1] > self.timeout:
-                    self._stop()
-            except dist.DistError as error:  # the store went with the process that held it
-                log.info("the watch over the ranks has ended: %s", error)
-                return
+        for thread in self._threads:
+            thread.join(self._interval)
 
     def _tell(self):
-        where, since = self._place
-        self._store.set(str(self.ranks.rank), json.dumps([where, since, time.time()]))
+        while not self._ended.wait(self._interval):
+            where, since = self._place
+            try:
+                self._store.set(str(self.ranks.rank), json.dumps([where, since, time.time()]))
+            except dist.DistError:  # the store went with the process that held it: the run is ending
+                return
+
+    def _look(self):
+        while not self._ended.wait(self._interval):
+            if time.time() - self._place[1] > self.timeout:
+                threading.Timer(6 * self._interval, self._end, [self._alone()]).start()
+                try:
+                    self._stop()
+                except dist.DistError:
+                    self._end(self._alone())
 
     def _stop(self):
         if self._store.add("stalled", 1) == 1:
             time.sleep(2 * self._interval)  # for the others to tell their places
-            print(f"titans: error: {self._report()}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(4 * self._interval)  # the report must be out before torchrun ends everyone
+            self._end(self._report())
+        time.sleep(4 * self._interval)  # the report must be out before torchrun ends everyone
         os._exit(1)
+
+    def _end(self, message: str):
+        print(f"titans: error: {message}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def _alone(self) -> str:
+        return (
+            f"train.timeout: rank {self.ranks.rank} has stood at {self._place[0]} for {self.timeout:g} s, and the "
+            "process that holds the ranks' store (rank 0, or torchrun's) does not answer: look at its machine first. "
+            "The same command continues from the newest checkpoint"
+        )
 
     def _report(self) -> str:
         now, places = time.time(), []

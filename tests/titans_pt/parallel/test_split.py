@@ -164,7 +164,7 @@ def test_nothing_of_a_head_is_left_whole():
         whole = {name: p.shape for name, p in build(config(mixers)).named_parameters()}  # noqa: F821
         kept = {re.sub(r"^blocks\.\d+\.", "", name) for name in shapes if shapes[name] == whole[name]}
         assert kept <= {
-            "norm.weight", "mixer_norm.weight", "mlp_norm.weight", "mixer.persistent", "mixer.norm.weight", "mixer.write",
-            "mixer.memory.output_norm.weight", "mixer.gate.norm_a.weight",
+            "norm.weight", "mixer_norm.weight", "mlp_norm.weight", "mixer.persistent", "mixer.norm.weight",
+            "mixer.write", "mixer.memory.output_norm.weight", "mixer.gate.norm_a.weight",
         }  # fmt: skip
         assert all(2 * shapes[n].numel() == whole[n].numel() for n in shapes if shapes[n] != whole[n])

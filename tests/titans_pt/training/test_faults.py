@@ -6,19 +6,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import psutil
 import pytest
 
-from tests.processes import ENVIRONMENT, curve, run, run_jobs, torchrun
+from tests.processes import ENVIRONMENT, ROOT, curve, run, run_jobs, torchrun
 from titans_pt import checkpoints
 from titans_pt.config import load_config
 from titans_pt.training.metrics import read_metrics
 
 
-def start(config: Path, *overrides: str, options: tuple[str, ...] = ()) -> subprocess.Popen:
-    command = [*torchrun(2, *options), "-m", "titans_pt", "train", str(config), *overrides]
-    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+pytestmark = pytest.mark.timeout(900)  # starting processes takes its time on a busy machine
+
+
+def start(config: Path, *overrides: str) -> subprocess.Popen:
+    command = [*torchrun(2), "-m", "titans_pt", "train", str(config), *overrides]
+    return subprocess.Popen(command, env=ENVIRONMENT, stdout=PIPE, stderr=PIPE, text=True)
 
 
 def ranks_of(process: subprocess.Popen) -> dict[int, psutil.Process]:
@@ -54,10 +58,12 @@ def test_sigterm_on_one_rank_stops_all_with_a_checkpoint(tiny, tmp_path):
 
 def test_a_killed_rank_is_restarted_and_the_curve_is_as_if_undisturbed(tiny, tmp_path):
     config = tiny(train={"max_steps": 60, "checkpoint_every": 5})
-    process = start(config, options=("--max-restarts", "2"))
+    launcher = [str(ROOT / "launch" / "torchrun.sh"), str(config)]
+    environment = ENVIRONMENT | {"PROCESSES": "2", "RESTARTS": "2", "PYTHON": sys.executable}
+    process = subprocess.Popen(launcher, env=environment, stdout=PIPE, stderr=PIPE, text=True)
     wait_for_step(tmp_path / "run", process, 12)
     ranks_of(process)[1].kill()
-    _, err = process.communicate(timeout=250)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err[-3000:]
     log = (tmp_path / "run" / "log.txt").read_text()
     assert log.count("starting at step 0") == 1
@@ -71,11 +77,11 @@ def test_a_killed_rank_is_restarted_and_the_curve_is_as_if_undisturbed(tiny, tmp
 
 def test_a_rank_that_hangs_ends_the_run_and_every_place_is_told(tiny, tmp_path):
     folder = tmp_path / "run"
-    process = start(tiny(train={"max_steps": 100_000}), "train.timeout=8")
+    process = start(tiny(train={"max_steps": 100_000}), "train.timeout=30")
     wait_for_step(folder, process, 3)
     stopped = ranks_of(process)[1]
     stopped.send_signal(signal.SIGSTOP)
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=150)
     (line,) = [line for line in err.splitlines() if line.startswith("titans: error: train.timeout")]
     assert "rank 0 stands at step" in line
     assert "rank 1 stands at step" in line

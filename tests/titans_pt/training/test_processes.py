@@ -1,7 +1,6 @@
 """Training in real processes, two ranks under torchrun on the CPU."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,22 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import ENVIRONMENT, run, torchrun
 from titans_pt import checkpoints
 from titans_pt.training.metrics import read_metrics
 
 WORKER = Path(__file__).with_name("worker.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def run(command: list[str], timeout: float = 200) -> subprocess.CompletedProcess:
-    """Runs a command to its end; once more when torchrun lost the race for a free port."""
-
-    def once():
-        return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
-
-    result = once()
-    return once() if result.returncode and "address already in use" in result.stderr.lower() else result
+TORCHRUN = torchrun(2)
 
 
 def losses(folder: Path) -> list[tuple]:

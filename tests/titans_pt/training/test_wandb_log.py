@@ -53,3 +53,18 @@ def test_offline_keeps_its_files_and_its_id_in_the_run_folder(tmp_path, capfd):
     assert ids[0] and ids[0] == ids[1]
     assert list(folder.wandb.glob(f"offline-run-*{ids[0]}"))
     assert capfd.readouterr().out == ""
+
+
+def test_an_artifact_is_kept_offline_and_may_fail(tmp_path, caplog):
+    folder, sent = RunFolder(tmp_path / "run"), tmp_path / "checkpoint"
+    folder.path.mkdir()
+    sent.mkdir()
+    (sent / "model.safetensors").write_text("weights of 17 bytes")
+    wandb = WandbLog(Config.model_validate({"wandb": {"mode": "offline"}}), folder, None)
+    wandb.send("checkpoint", "model", sent)
+    wandb.send("checkpoint", "model", tmp_path / "missing")
+    wandb.send("checkpoint", "model", sent)
+    wandb.close()
+    (record,) = folder.wandb.glob("offline-run-*/run-*.wandb")
+    assert record.read_bytes().count(b"-checkpoint") >= 1
+    assert len([r for r in caplog.records if "W&B is off" in r.getMessage()]) == 1

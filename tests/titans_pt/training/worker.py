@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from tests.jobs import shard_everything
 from titans_pt.config import load_config
-from titans_pt.training import engine, loop
+from titans_pt.training import loop
 from titans_pt.training.ranks import process_group
 
 
@@ -69,14 +70,7 @@ def nan_logits(step: int):
 
 
 def main(config: str, folder: str, *jobs: str):
-    derived = engine.deepspeed_config
-
-    def all_sharded(*args):
-        settings = derived(*args)
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # else a tiny model is never sharded
-        return settings
-
-    engine.deepspeed_config = all_sharded
+    shard_everything()
     with process_group() as ranks:
         loop.process_group = lambda: nullcontext(ranks)
         for job in jobs:
