@@ -16,7 +16,6 @@ from titans_pt import checkpoints
 from titans_pt.config import load_config
 from titans_pt.training.metrics import read_metrics
 
-
 pytestmark = pytest.mark.timeout(900)  # starting processes takes its time on a busy machine
 
 
