@@ -1,12 +1,12 @@
 """What the gates say about every block, and the way back to the gates. One program a block, row and gate.
 
-Row recurrences over the block's tokens t, i being the token that wrote (see kernels.memory.chunked for the meaning):
+With a = 1 - alpha, over the block's tokens (kernels.memory.chunked has the meaning):
 
-    E_t = eta_t E_{t-1} + 1[i = t]      P_t = (1 - alpha_t) P_{t-1} + E_t
-    m_t = eta_t m_{t-1}                 B_t = (1 - alpha_t) B_{t-1} + m_t        A_t = (1 - alpha_t) A_{t-1}
+    D[t, j] = prod_{j<l<=t} a_l     E[t, i] = prod_{i<l<=t} eta_l     P = D E
+    A_t = prod_{l<=t} a_l           m_t = prod_{l<=t} eta_l           B = D m
 
-from E = P = B = 0, m = A = 1: products only, so gates of exactly 0 and 1 are ordinary. Token i enters with theta_i.
-Places behind the block's last token: 0 in P, E and the vectors.
+as cumulative products, never quotients or logarithms: gates of exactly 0 and 1 are ordinary. The last row is the
+block's end: places behind its last token repeat it (a = eta = 1, and nothing is written there).
 """
 
 import triton
@@ -15,107 +15,117 @@ import triton.language as tl
 from kernels.memory.fused.functions import E_END, FIELDS, LENGTH, P_END, START, THETA, VECTORS, A, B, M
 
 
+@triton.jit
+def _decay(gate, shift, BLOCK: tl.constexpr):
+    """gate (BLOCK,) -> prod_{i<l<=t} gate_l at [t, i], i <= t. With shift = 1, gate_t standing at t + 1: [t - 1, i]."""
+    t = tl.arange(0, BLOCK)[:, None] - shift
+    i = tl.arange(0, BLOCK)[None, :]
+    return tl.where(i <= t, tl.cumprod(tl.where(i < t, gate[:, None], 1.0), 0), 0.0)
+
+
+@triton.jit
+def _last(rows, BLOCK: tl.constexpr):
+    """Last row of a (BLOCK, BLOCK) tile."""
+    return tl.sum(tl.where(tl.arange(0, BLOCK)[:, None] == BLOCK - 1, rows, 0.0), 0)
+
+
 @triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
 def coefficients(
-    theta, eta, alpha, info, P, E, vectors, ends,
+    theta, eta, alpha, info, P, vectors,
     T, H, N, first, K,
-    BLOCK: tl.constexpr, GATES: tl.constexpr, KEEP_E: tl.constexpr,
+    BLOCK: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """theta, eta, alpha (B, T, H, GATES) -> P, E (B H, K, GATES, c, c), E with KEEP_E only; vectors (B H, K, GATES,
-    VECTORS, c): A, B, m, P and E of the block's end times theta, theta; ends (B H, K, GATES, 3): the last A, B, m.
+    """theta, eta, alpha (B, T, H, GATES) -> P (B H, K, GATES, c, c), and vectors (B H, K, GATES, VECTORS, c): A, B, m,
+    the last rows of P and E times theta, theta.
     """
     row, i, gate = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     batch, head = row // H, row % H
     info += (batch * N + first + i) * FIELDS
     start, length = tl.load(info + START), tl.load(info + LENGTH)
-    gates = ((batch * T + start) * H + head) * GATES + gate
     at = (row * K + i) * GATES + gate
     c = tl.arange(0, BLOCK)
     valid = c < length
+    places = ((batch * T + start) * H + head) * GATES + gate + c * H * GATES
+    step = tl.load(theta + places, mask=valid, other=0.0)
+    momentum = tl.load(eta + places, mask=valid, other=1.0)
+    keep = 1 - tl.load(alpha + places, mask=valid, other=0.0)
 
-    p = tl.zeros([BLOCK], tl.float32)
-    e = tl.zeros([BLOCK], tl.float32)
-    a, b, m = 1.0, 0.0, 1.0
-    own = vectors + at * VECTORS * BLOCK
-    for t in range(BLOCK):
-        inside = t < length
-        keep = 1 - tl.load(alpha + gates + t * H * GATES, mask=inside, other=0.0)
-        momentum = tl.load(eta + gates + t * H * GATES, mask=inside, other=1.0)
-        e = tl.where(c == tl.where(inside, t, -1), 1.0, momentum * e)
-        m = momentum * m
-        p = tl.where(inside, keep * p + e, p)
-        b = tl.where(inside, keep * b + m, b)
-        a = keep * a
-        tl.store(P + (at * BLOCK + t) * BLOCK + c, tl.where(inside, p, 0.0))
-        if KEEP_E:
-            tl.store(E + (at * BLOCK + t) * BLOCK + c, tl.where(inside, e, 0.0))
-        tl.store(own + A * BLOCK + t, tl.where(inside, a, 0.0))
-        tl.store(own + B * BLOCK + t, tl.where(inside, b, 0.0))
-        tl.store(own + M * BLOCK + t, tl.where(inside, m, 0.0))
-    step = tl.load(theta + gates + c * H * GATES, mask=valid, other=0.0)
-    tl.store(own + P_END * BLOCK + c, p * step)
-    tl.store(own + E_END * BLOCK + c, e * step)
-    tl.store(own + THETA * BLOCK + c, step)
-    tl.store(ends + at * 3, a)
-    tl.store(ends + at * 3 + 1, b)
-    tl.store(ends + at * 3 + 2, m)
+    decay_m = tl.where(valid[None, :], _decay(keep, 0, BLOCK), 0.0)
+    decay_s = _decay(momentum, 0, BLOCK)
+    p = tl.dot(decay_m, decay_s, input_precision="ieee")
+    m = tl.cumprod(momentum, 0)
+    tl.store(P + at * BLOCK * BLOCK + c[:, None] * BLOCK + c[None, :], p)
+    own = vectors + at * VECTORS * BLOCK + c
+    tl.store(own + A * BLOCK, tl.cumprod(keep, 0))
+    tl.store(own + B * BLOCK, tl.sum(decay_m * m[None, :], 1))
+    tl.store(own + M * BLOCK, m)
+    tl.store(own + P_END * BLOCK, _last(p, BLOCK) * step)
+    tl.store(own + E_END * BLOCK, _last(decay_s, BLOCK) * step)
+    tl.store(own + THETA * BLOCK, step)
 
 
 @triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
 def coefficients_backward(
-    theta, eta, alpha, info, P, E, vectors, d_mix, d_vectors, d_ends, d_theta, d_eta, d_alpha,
+    eta, alpha, info, P, vectors, d_mix, d_vectors, d_ends, d_theta, d_eta, d_alpha,
     T, H, N, first, K,
     BLOCK: tl.constexpr, GATES: tl.constexpr, LAYERS: tl.constexpr,
 ):  # fmt: skip
     """d_mix (B H, K, LAYERS, c, c), the gradient of P theta; d_vectors (B H, K, LAYERS, VECTORS, c), rows A, B, P_END
-    and E_END; d_ends (B H, K, LAYERS, 3) -> d_theta, d_eta, d_alpha (B, T, H, GATES). One gate serves LAYERS / GATES.
+    and E_END; d_ends (B H, K, LAYERS, 3), of the last A, B and m -> d_theta, d_eta, d_alpha (B, T, H, GATES).
+
+    A recurrence x_t = a_t x_{t-1} + u_t has the gradient D^T dx of u, and its rows times x_{t-1} are the one of a_t.
     """
     row, i, gate = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     batch, head = row // H, row % H
     info += (batch * N + first + i) * FIELDS
     start, length = tl.load(info + START), tl.load(info + LENGTH)
-    gates = ((batch * T + start) * H + head) * GATES + gate
     at = (row * K + i) * GATES + gate
     layer = (row * K + i) * LAYERS + gate
     c = tl.arange(0, BLOCK)
-    valid = c < length
-    SHARED: tl.constexpr = LAYERS // GATES
+    valid, end = c < length, c == BLOCK - 1
+    places = ((batch * T + start) * H + head) * GATES + gate + c * H * GATES
+    square = c[:, None] * BLOCK + c[None, :]
+    P += at * BLOCK * BLOCK
+    own = vectors + at * VECTORS * BLOCK + c
+    step = tl.load(own + THETA * BLOCK)
+    momentum = tl.load(eta + places, mask=valid, other=1.0)
+    keep = 1 - tl.load(alpha + places, mask=valid, other=0.0)
+    earlier = tl.load(eta + places - H * GATES, mask=(c > 0) & (c <= length), other=1.0)
+    decay_m, decay_s = _decay(keep, 0, BLOCK), _decay(momentum, 0, BLOCK)
 
-    own = vectors + at * VECTORS * BLOCK
-    step = tl.load(own + THETA * BLOCK + c)
-    d_step = tl.zeros([BLOCK], tl.float32)
-    to_p = tl.zeros([BLOCK], tl.float32)
-    to_e = tl.zeros([BLOCK], tl.float32)
-    to_a, to_b, to_m = 0.0, 0.0, 0.0
-    for back in range(BLOCK):
-        t = BLOCK - 1 - back
-        inside, last, later = t < length, t == length - 1, (t > 0) & (t < length)
-        for n in tl.static_range(SHARED):
-            d_own = d_vectors + (layer + n) * VECTORS * BLOCK
-            d_row = tl.load(d_mix + ((layer + n) * BLOCK + t) * BLOCK + c, mask=c < tl.where(inside, length, 0), other=0.0)
-            d_row += tl.load(d_own + P_END * BLOCK + c, mask=c < tl.where(last, length, 0), other=0.0)
-            d_last = tl.load(d_own + E_END * BLOCK + c, mask=c < tl.where(last, length, 0), other=0.0)
-            d_step += d_row * tl.load(P + (at * BLOCK + t) * BLOCK + c)
-            d_step += d_last * tl.load(E + (at * BLOCK + t) * BLOCK + c)
-            to_p += d_row * step
-            to_e += d_last * step
-            to_a += tl.load(d_own + A * BLOCK + t, mask=inside, other=0.0)
-            to_b += tl.load(d_own + B * BLOCK + t, mask=inside, other=0.0)
-            to_a += tl.load(d_ends + (layer + n) * 3, mask=last, other=0.0)
-            to_b += tl.load(d_ends + (layer + n) * 3 + 1, mask=last, other=0.0)
-            to_m += tl.load(d_ends + (layer + n) * 3 + 2, mask=last, other=0.0)
-        to_e += to_p
-        to_m += to_b
-        p = tl.load(P + (at * BLOCK + t - 1) * BLOCK + c, mask=c < tl.where(later, length, 0), other=0.0)
-        e = tl.load(E + (at * BLOCK + t - 1) * BLOCK + c, mask=c < tl.where(later, length, 0), other=0.0)
-        a = tl.load(own + A * BLOCK + t - 1, mask=later, other=1.0)
-        b = tl.load(own + B * BLOCK + t - 1, mask=later, other=0.0)
-        m = tl.load(own + M * BLOCK + t - 1, mask=later, other=1.0)
-        place = gates + t * H * GATES
-        tl.store(d_alpha + place, -(tl.sum(to_p * p) + to_b * b + to_a * a), mask=inside)
-        tl.store(d_eta + place, tl.sum(to_e * e) + to_m * m, mask=inside)
-        keep = 1 - tl.load(alpha + place, mask=inside, other=0.0)
-        momentum = tl.load(eta + place, mask=inside, other=1.0)
-        to_p, to_b, to_a = to_p * keep, to_b * keep, to_a * keep
-        to_e, to_m = to_e * momentum, to_m * momentum
-    tl.store(d_theta + gates + c * H * GATES, d_step, mask=valid)
+    # One gate may serve both layers: their gradients add up.
+    d_p = tl.zeros([BLOCK, BLOCK], tl.float32)
+    d_p_end = tl.zeros([BLOCK], tl.float32)
+    d_e_end = tl.zeros([BLOCK], tl.float32)
+    d_a = tl.zeros([BLOCK], tl.float32)
+    d_b = tl.zeros([BLOCK], tl.float32)
+    d_m = tl.zeros([BLOCK], tl.float32)
+    for n in tl.static_range(LAYERS // GATES):
+        d_own = d_vectors + (layer + n) * VECTORS * BLOCK + c
+        d_end = d_ends + (layer + n) * 3
+        d_p += tl.load(d_mix + (layer + n) * BLOCK * BLOCK + square)
+        d_p_end += tl.load(d_own + P_END * BLOCK)
+        d_e_end += tl.load(d_own + E_END * BLOCK)
+        d_a += tl.load(d_own + A * BLOCK) + tl.where(end, tl.load(d_end), 0.0)
+        d_b += tl.load(d_own + B * BLOCK) + tl.where(end, tl.load(d_end + 1), 0.0)
+        d_m += tl.where(end, tl.load(d_end + 2), 0.0)
+    d_p += tl.where(end[:, None], d_p_end[None, :], 0.0)
+    d_step = tl.sum(d_p * tl.load(P + square), 0) + d_e_end * _last(decay_s, BLOCK)
+    d_p *= step[None, :]
+
+    to_p = tl.dot(tl.trans(decay_m), d_p, input_precision="ieee")
+    to_a = tl.sum(decay_m * d_a[:, None], 0)
+    to_b = tl.sum(decay_m * d_b[:, None], 0)
+    d_e = tl.where(valid[:, None], to_p, 0.0) + tl.where(end[:, None], (d_e_end * step)[None, :], 0.0)
+    to_e = tl.dot(tl.trans(decay_s), d_e, input_precision="ieee")
+    to_m = tl.sum(decay_s * (tl.where(valid, to_b, 0.0) + d_m)[:, None], 0)
+    # The rows before: at the block's first token P, E, B are 0, and A, m are 1.
+    p = tl.load(P + square - BLOCK, mask=square >= BLOCK, other=0.0)
+    a = tl.load(own + A * BLOCK - 1, mask=c > 0, other=1.0)
+    b = tl.load(own + B * BLOCK - 1, mask=c > 0, other=0.0)
+    m = tl.load(own + M * BLOCK - 1, mask=c > 0, other=1.0)
+    d_keep = tl.sum(to_p * p, 1) + to_a * a + to_b * b
+    d_momentum = tl.sum(to_e * _decay(earlier, 1, BLOCK), 1) + to_m * m
+    tl.store(d_theta + places, d_step, mask=valid)
+    tl.store(d_eta + places, d_momentum, mask=valid)
+    tl.store(d_alpha + places, -d_keep, mask=valid)

@@ -28,7 +28,7 @@ class Call:
 
         groups * R * 12 L D h                                             kept from forward to backward
       + every * R * (2 b L D h + c D (12 + 2 b) + c h (8 + 4 b) [L = 2]   scratch of the backward pass
-                     + 4 c c (2 G + L) + 4 (6 c + 3) (G + L) + 8 D)
+                     + 4 c c (G + L) + 24 c (G + L) + 12 L + 8 D)
       + R * (12 + b) L D h                                                the state's gradient, the group's frozen weights
 
     Scratch serves the layers of a model one after the other, what is kept stays: so ``every`` is as large as
@@ -59,13 +59,13 @@ class Call:
         wide = (c, h) if layers == 2 else (0,)
         vectors = VECTORS.value
         found = {
-            "P": ((gates, c, c), full), "vectors": ((gates, vectors, c), full), "ends": ((gates, 3), full),
+            "P": ((gates, c, c), full), "vectors": ((gates, vectors, c), full),
             "weights": ((self.size,), operand), "momenta": ((self.size,), operand),
             "hidden": (wide, operand), "pulled": (wide, operand), "output": ((c, D), full), "error": ((c, D), operand),
         }  # fmt: skip
         if backward:
             found |= {
-                "E": ((gates, c, c), full), "query_hidden": (wide, operand), "d_query_hidden": (wide, operand),
+                "query_hidden": (wide, operand), "d_query_hidden": (wide, operand),
                 "d_out": ((c, D), operand), "d_input": (wide, full), "d_hidden": (wide, full),
                 "d_error": ((c, D), full), "d_key": ((c, D), full), "d_norm_read": ((2, D), full),
                 "d_mix": ((layers, c, c), full), "d_vectors": ((layers, vectors, c), full),
@@ -105,18 +105,15 @@ class Call:
         first, blocks = self.group(number)
         kernel[(self.rows, blocks, self.constants["GATES"])](
             *tensors, self.length, self.heads, self.blocks, first, blocks,
-            BLOCK=self.block, GATES=self.constants["GATES"], **constants, num_warps=1, num_stages=1,
+            BLOCK=self.block, GATES=self.constants["GATES"], **constants, num_warps=4, num_stages=1,
         )  # fmt: skip
 
-    def play(self, number: int, q, k, v, gates, begin, norm, info, state, scratch, reset: bool, backward: bool):
+    def play(self, number: int, q, k, v, gates, begin, norm, info, state, scratch, reset: bool):
         """Coefficients and states of a group's blocks into ``scratch``; moves ``state`` on."""
         s = scratch
-        self.launch_gates(
-            coefficients.coefficients, number, *gates, info, s.P, s.E if backward else s.P, s.vectors, s.ends,
-            KEEP_E=backward,
-        )  # fmt: skip
+        self.launch_gates(coefficients.coefficients, number, *gates, info, s.P, s.vectors)
         self.launch(
-            scan.scan, number, k, v, info, begin, norm, s.vectors, s.ends, *state, s.weights, s.momenta, s.hidden,
+            scan.scan, number, k, v, info, begin, norm, s.vectors, *state, s.weights, s.momenta, s.hidden,
             s.pulled, s.output, s.error, parallel=False, RESET=reset,
         )  # fmt: skip
 
@@ -168,7 +165,7 @@ def memory(
         for n in range(call.groups):
             if keep:
                 kept[n] = state
-            call.play(n, q, k, v, (theta, eta, alpha), begin, affine, info, state, s, reset is not None, False)
+            call.play(n, q, k, v, (theta, eta, alpha), begin, affine, info, state, s, reset is not None)
             call.launch(
                 read.read, n, q, k, info, affine, s.P, s.vectors, s.weights, s.momenta, s.hidden, s.pulled, s.error,
                 out, parallel=True,
@@ -217,7 +214,7 @@ def memory_backward(
     has_reset = reset is not None
     with torch.cuda.device_of(q):
         for n in reversed(range(call.groups)):
-            call.play(n, q, k, v, gates, begin, affine, info, kept[n].clone(), s, has_reset, True)
+            call.play(n, q, k, v, gates, begin, affine, info, kept[n].clone(), s, has_reset)
             between = (
                 s.query_hidden, s.d_query_hidden, s.d_out, s.d_input, s.d_hidden, s.d_error, s.d_key, s.d_norm_read,
             )  # fmt: skip
@@ -226,12 +223,12 @@ def memory_backward(
                 s.pulled, s.error, *between, s.d_mix, s.d_vectors, d_q, parallel=True,
             )  # fmt: skip
             call.launch(
-                scan.scan_backward, n, q, k, v, info, affine, s.vectors, s.ends, s.weights, s.momenta, s.hidden,
+                scan.scan_backward, n, q, k, v, info, affine, s.vectors, s.weights, s.momenta, s.hidden,
                 s.pulled, s.output, s.error, *between, *d_state, d_begin, d_norm, s.d_vectors, s.d_ends, d_k, d_v,
                 parallel=False, RESET=has_reset,
             )  # fmt: skip
             call.launch_gates(
-                coefficients.coefficients_backward, n, *gates, info, s.P, s.E, s.vectors, s.d_mix, s.d_vectors,
+                coefficients.coefficients_backward, n, eta, alpha, info, s.P, s.vectors, s.d_mix, s.d_vectors,
                 s.d_ends, *d_gates, LAYERS=call.layers,
             )  # fmt: skip
     d_norm = d_norm.sum(0).transpose(0, 1).contiguous() if norm is not None else d_norm

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.memory.fused.functions import (
-    CHUNK, DOCUMENT, E_END, FIELDS, LENGTH, P_END, START, VECTORS, A, B, activate, curvature, mean, slope,
+    CHUNK, DOCUMENT, E_END, FIELDS, LENGTH, P_END, START, VECTORS, A, B, M, activate, curvature, mean, slope,
     store_tokens, tokens, unit, unit_vjp, vector, where_all,
 )  # fmt: skip
 
@@ -42,6 +42,13 @@ def _width_places(BLOCK: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _end(vectors, at, BLOCK: tl.constexpr):
+    """A, B and m at the end of a block: the weights of the state before it in the state behind it."""
+    last = vectors + at * VECTORS * BLOCK + BLOCK - 1
+    return tl.load(last + A * BLOCK), tl.load(last + B * BLOCK), tl.load(last + M * BLOCK)
+
+
+@triton.jit
 def _inner_error(f, key, value, norm, head, H, D: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr):
     """Gradient of ||M(k) - v||^2 at the outer matrix' output f; fp32, (BLOCK, D)."""
     y = f
@@ -59,10 +66,10 @@ def _inner_error(f, key, value, norm, head, H, D: tl.constexpr, NORM: tl.constex
 
 
 @triton.jit
-def _write(W, S, F, weights, momenta, begin, places, end, left, right_p, right_e, new, more, freeze,
-           RESET: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _write(W, S, F, weights, momenta, begin, places, vectors, at, left, right_p, right_e, new, more, freeze,
+           BLOCK: tl.constexpr, RESET: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """W <- a W + b S - left right_p, S <- m S - left right_e on a tile; copies for the next block, F where frozen."""
-    a, b, m = tl.load(end), tl.load(end + 1), tl.load(end + 2)
+    a, b, m = _end(vectors, at, BLOCK)
     s = tl.load(S + places)
     w = a * tl.load(W + places) + b * s - tl.dot(left, right_p, input_precision=PRECISION)
     s = m * s - tl.dot(left, right_e, input_precision=PRECISION)
@@ -78,7 +85,7 @@ def _write(W, S, F, weights, momenta, begin, places, end, left, right_p, right_e
 
 @triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
 def scan(
-    k, v, info, begin, norm, vectors, ends, W, S, F, weights, momenta, hidden, pulled, output, error,
+    k, v, info, begin, norm, vectors, W, S, F, weights, momenta, hidden, pulled, output, error,
     T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, RESET: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -158,17 +165,17 @@ def scan(
                 g1 = pull * slope(z, ACTIVATION)
                 g1_p = (g1 * vector(vectors, at * GATES, P_END, BLOCK)).to(OPERAND)
                 g1_e = (g1 * vector(vectors, at * GATES, E_END, BLOCK)).to(OPERAND)
-                _write(W, S, F, next_w, next_s, begin, _inner_places(j, D, HIDDEN, SLICE), ends + at * GATES * 3,
-                       tl.trans(key), g1_p, g1_e, new, more, freeze, RESET, PRECISION)  # fmt: skip
-            _write(W, S, F, next_w, next_s, begin, places, ends + upper * 3,
-                   tl.trans(x), g_p, g_e, new, more, freeze, RESET, PRECISION)  # fmt: skip
+                _write(W, S, F, next_w, next_s, begin, _inner_places(j, D, HIDDEN, SLICE), vectors, at * GATES,
+                       tl.trans(key), g1_p, g1_e, new, more, freeze, BLOCK, RESET, PRECISION)  # fmt: skip
+            _write(W, S, F, next_w, next_s, begin, places, vectors, upper,
+                   tl.trans(x), g_p, g_e, new, more, freeze, BLOCK, RESET, PRECISION)  # fmt: skip
 
 
 @triton.jit
-def _turn(dW, dS, dF, d_begin, places, end, left, right_a, right_b, d_frozen, carry, begins, initial, new,
-          RESET: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _turn(dW, dS, dF, d_begin, places, vectors, at, left, right_a, right_b, d_frozen, carry, begins, initial, new,
+          BLOCK: tl.constexpr, RESET: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Gradients of a tile of the state behind a block -> before it; d_frozen: what the block adds to dF."""
-    a, b, m = tl.load(end), tl.load(end + 1), tl.load(end + 2)
+    a, b, m = _end(vectors, at, BLOCK)
     dw, ds = tl.load(dW + places), tl.load(dS + places)
     d_frozen += tl.load(dF + places, mask=where_all(carry, places), other=0.0)
     ds = b * dw + m * ds + tl.dot(left, right_b, input_precision=PRECISION)
@@ -192,7 +199,7 @@ def _inner_products(dw, ds, weights, momenta, places):
 
 @triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
 def scan_backward(
-    q, k, v, info, norm, vectors, ends, weights, momenta, hidden, pulled, output, error,
+    q, k, v, info, norm, vectors, weights, momenta, hidden, pulled, output, error,
     query_hidden, d_query_hidden, d_out, d_input, d_hidden, d_error, d_key, d_norm_read,
     dW, dS, dF, d_begin, d_norm, d_vectors, d_ends, d_k, d_v,
     T, H, N, first, K,
@@ -365,13 +372,13 @@ def scan_backward(
                 dz1_a = (dz1 * vector(vectors, lower, A, BLOCK)).to(OPERAND)
                 dz1_b = (dz1 * vector(vectors, lower, B, BLOCK)).to(OPERAND)
                 d_inner = tl.dot(tl.trans(key), dh, input_precision=PRECISION)
-                _turn(dW, dS, dF, d_begin, inner_places, ends + lower * 3, tl.trans(query), dz1_a, dz1_b, d_inner,
-                      carry, begins, n == 0, new, RESET, PRECISION)  # fmt: skip
+                _turn(dW, dS, dF, d_begin, inner_places, vectors, lower, tl.trans(query), dz1_a, dz1_b, d_inner,
+                      carry, begins, n == 0, new, BLOCK, RESET, PRECISION)  # fmt: skip
             else:
                 d_outer = tl.dot(tl.trans(x), df, input_precision=PRECISION)
                 dk = tl.dot(df, tl.trans(outer), dk, input_precision=PRECISION)
-            _turn(dW, dS, dF, d_begin, places, ends + upper * 3, tl.trans(z_x), dz_a, dz_b, d_outer,
-                  carry, begins, n == 0, new, RESET, PRECISION)  # fmt: skip
+            _turn(dW, dS, dF, d_begin, places, vectors, upper, tl.trans(z_x), dz_a, dz_b, d_outer,
+                  carry, begins, n == 0, new, BLOCK, RESET, PRECISION)  # fmt: skip
         store_tokens(d_k, token, H, length, dk + tl.load(d_key + narrow), D, BLOCK)
 
     if NORM:
