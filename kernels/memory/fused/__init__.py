@@ -3,6 +3,7 @@
     coefficients.py   what the gates say about each block of tokens: parallel over blocks
     scan.py           the state from block to block: serial, keys and values only
     read.py           outputs: parallel over blocks
+    step.py           decoding, token by token
     operators.py      the kernels as differentiable operators; states kept for the backward pass
     configurations.py what is served, and with which launch parameters
 """
@@ -10,8 +11,8 @@
 import torch
 from torch import Tensor
 
-from kernels.memory.fused.configurations import unsupported
-from kernels.memory.fused.operators import memory
+from kernels.memory.fused.configurations import STEP_TOKENS, unsupported
+from kernels.memory.fused.operators import memory, memory_step
 from kernels.memory.state import MemoryState, Weights, choose
 
 __all__ = ["fused_memory", "unsupported"]
@@ -62,7 +63,13 @@ def fused_memory(
 
     tensors = [q, k, v, *gates, begin, affine, state]
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    out, state, _ = memory(*tensors, offset, reset, chunk_size, resets, residual, activation, save_every or 0, keep)
+    if not keep and reset is None and length <= STEP_TOKENS:
+        here = torch.zeros(batch, dtype=torch.int64, device=q.device) if offset is None else offset
+        out, state = memory_step(q, k, v, *gates, affine, state, here, chunk_size, residual, activation)
+    else:
+        out, state, _ = memory(
+            *tensors, offset, reset, chunk_size, resets, residual, activation, save_every or 0, keep
+        )
 
     shapes = [w.shape[1:] for w in weights]
     current, momentum, frozen = (

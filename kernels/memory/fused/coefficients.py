@@ -52,7 +52,7 @@ def coefficients(
 
     decay_m = tl.where(valid[None, :], _decay(keep, 0, BLOCK), 0.0)
     decay_s = _decay(momentum, 0, BLOCK)
-    p = tl.dot(decay_m, decay_s, input_precision="ieee")
+    p = tl.dot(decay_m, decay_s, input_precision="tf32x3")
     m = tl.cumprod(momentum, 0)
     tl.store(P + at * BLOCK * BLOCK + c[:, None] * BLOCK + c[None, :], p)
     own = vectors + at * VECTORS * BLOCK + c
@@ -113,11 +113,11 @@ def coefficients_backward(
     d_step = tl.sum(d_p * tl.load(P + square), 0) + d_e_end * _last(decay_s, BLOCK)
     d_p *= step[None, :]
 
-    to_p = tl.dot(tl.trans(decay_m), d_p, input_precision="ieee")
+    to_p = tl.dot(tl.trans(decay_m), d_p, input_precision="tf32x3")
     to_a = tl.sum(decay_m * d_a[:, None], 0)
     to_b = tl.sum(decay_m * d_b[:, None], 0)
     d_e = tl.where(valid[:, None], to_p, 0.0) + tl.where(end[:, None], (d_e_end * step)[None, :], 0.0)
-    to_e = tl.dot(tl.trans(decay_s), d_e, input_precision="ieee")
+    to_e = tl.dot(tl.trans(decay_s), d_e, input_precision="tf32x3")
     to_m = tl.sum(decay_s * (tl.where(valid, to_b, 0.0) + d_m)[:, None], 0)
     # The rows before: at the block's first token P, E, B are 0, and A, m are 1.
     p = tl.load(P + square - BLOCK, mask=square >= BLOCK, other=0.0)

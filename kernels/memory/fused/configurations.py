@@ -9,6 +9,9 @@ WIDTHS, EXPANSIONS, DTYPES = (32, 64, 128), (1, 2, 4), (torch.float32, torch.flo
 MAX_BLOCK, MIN_BLOCK = 64, 16
 """Tokens of a compute block: as many as the chunk has, up to MAX_BLOCK. Matrix products want 16 at least."""
 
+STEP_TOKENS = 8
+"""Calls without a gradient and at most this long go token by token (step.py): then no block is worth its set-up."""
+
 
 @dataclass(frozen=True)
 class Configuration:
@@ -22,6 +25,7 @@ KERNELS = {
     "scan": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8)},
     "read": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8)},
     "read_backward": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8)},
+    "step": {32: Configuration(32, 4), 64: Configuration(32, 4), 128: Configuration(32, 8)},
     "scan_backward": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8)},
 }
 """By kernel and D."""

@@ -1,5 +1,6 @@
 """What the kernels share: tiles of tokens, the activations and the LayerNorm with their derivatives.
 
+A place in a tensor is a 64-bit scalar, added to the pointer first, and a 32-bit tile: 64-bit tiles cost registers.
 Tiles are (c, D) or (c, hidden slice); arithmetic is fp32. kernels.memory.mlp states the same functions in PyTorch.
 """
 
@@ -23,13 +24,13 @@ A, B, M, P_END, E_END, THETA, VECTORS = (tl.constexpr(n) for n in range(7))
 def tokens(pointer, first, H, length, D: tl.constexpr, BLOCK: tl.constexpr):
     """(BLOCK, D) of a tensor (B, T, H, D), zeros from ``length`` on; first: index of the first (token, head)."""
     c, d = tl.arange(0, BLOCK), tl.arange(0, D)
-    return tl.load(pointer + (first + c[:, None] * H) * D + d[None, :], mask=c[:, None] < length, other=0.0)
+    return tl.load(pointer + first * D + (c[:, None] * (H * D) + d[None, :]), mask=c[:, None] < length, other=0.0)
 
 
 @triton.jit
 def store_tokens(pointer, first, H, length, tile, D: tl.constexpr, BLOCK: tl.constexpr):
     c, d = tl.arange(0, BLOCK), tl.arange(0, D)
-    places = pointer + (first + c[:, None] * H) * D + d[None, :]
+    places = pointer + first * D + (c[:, None] * (H * D) + d[None, :])
     tl.store(places, tile.to(pointer.dtype.element_ty), mask=c[:, None] < length)
 
 

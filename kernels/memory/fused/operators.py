@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.memory.fused import coefficients, layout, read, scan
+from kernels.memory.fused import step as decoding
 from kernels.memory.fused.configurations import KERNELS, block_tokens, precision
 from kernels.memory.fused.functions import VECTORS
 
@@ -261,3 +262,38 @@ def _backward(ctx, d_out, d_state, _):
 
 
 memory.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op("titans::memory_step", mutates_args=())
+def memory_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor,
+    alpha: Tensor,
+    norm: Tensor | None,
+    state: Tensor,
+    offset: Tensor,
+    chunk: int,
+    residual: bool,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """Few tokens, without a gradient; arguments and results as in :func:`memory`. One launch, no scratch."""
+    batch, length, heads, width = q.shape
+    layers, hidden = state.shape[3], state.shape[4] // width
+    out, new_state = torch.empty_like(q), torch.empty_like(state)
+    chosen = KERNELS["step"][width]
+    with torch.cuda.device_of(q):
+        decoding.step[(batch * heads,)](
+            q, k, v, theta, eta, alpha, state if norm is None else norm, offset, *state, *new_state, out, length, heads,
+            D=width, HIDDEN=hidden, SLICE=min(chosen.slice, hidden) if layers == 2 else width, LAYERS=layers,
+            GATES=theta.shape[-1], CHUNK=chunk, NORM=norm is not None, RESIDUAL=residual, ACTIVATION=activation,
+            num_warps=chosen.warps, num_stages=1,
+        )  # fmt: skip
+    return out, new_state
+
+
+@memory_step.register_fake
+def _(q, k, v, theta, eta, alpha, norm, state, offset, chunk, residual, activation):
+    return torch.empty_like(q), torch.empty_like(state)

@@ -40,19 +40,19 @@ def _read(
     for j in range(0, HIDDEN, SLICE):
         x, zx = key, query
         if LAYERS == 2:
-            here = wide + _hidden_places(j, BLOCK, HIDDEN, SLICE)
-            z = tl.load(hidden + here).to(tl.float32)
+            here = _hidden_places(j, BLOCK, HIDDEN, SLICE)
+            z = tl.load(hidden + wide + here).to(tl.float32)
             x = activate(z, ACTIVATION).to(OPERAND)
-            g1 = (tl.load(pulled + here) * slope(z, ACTIVATION)).to(OPERAND)
+            g1 = (tl.load(pulled + wide + here) * slope(z, ACTIVATION)).to(OPERAND)
             z = -tl.dot(mixed1, g1, input_precision=PRECISION)
             z = _through(query, weights, momenta, _inner_places(j, D, HIDDEN, SLICE), a1, b1, z, PRECISION).to(OPERAND)
             if KEEP:
-                tl.store(query_hidden + here, z)
+                tl.store(query_hidden + wide + here, z)
             zx = activate(z.to(tl.float32), ACTIVATION).to(OPERAND)
         scores = tl.dot(zx, tl.trans(x), scores, input_precision=PRECISION)
         out = _through(zx, weights, momenta, _outer_places(j, D, HIDDEN, SLICE, LAYERS), a2, b2, out, PRECISION)
     mixed = (scores * mix2).to(OPERAND)
-    out -= tl.dot(mixed, tl.load(error + narrow), input_precision=PRECISION)
+    out -= tl.dot(mixed, tl.load(error + narrow + _width_places(BLOCK, D)), input_precision=PRECISION)
     return out, scores
 
 
@@ -83,7 +83,7 @@ def read(
     y, _ = _read(
         query, key, mixed1, _mix(P, vectors, upper, BLOCK), a1, b1, a2, b2,
         weights + (at + row + 1) * SIZE, momenta + at * SIZE, hidden, pulled, error, hidden,
-        at * BLOCK * HIDDEN, at * BLOCK * D + _width_places(BLOCK, D),
+        at * BLOCK * HIDDEN, at * BLOCK * D,
         D, HIDDEN, BLOCK, SLICE, LAYERS, ACTIVATION, PRECISION, False,
     )  # fmt: skip
     if NORM:
@@ -114,7 +114,8 @@ def read_backward(
     SIZE: tl.constexpr = LAYERS * D * HIDDEN
     at = row * K + i
     lower, upper = at * GATES, at * GATES + GATES - 1
-    wide, narrow = at * BLOCK * HIDDEN, at * BLOCK * D + _width_places(BLOCK, D)
+    wide, narrow = at * BLOCK * HIDDEN, at * BLOCK * D
+    width = _width_places(BLOCK, D)
     weights, momenta = weights + (at + row + 1) * SIZE, momenta + at * SIZE
     token = (batch * T + start) * H + head
     c, d = tl.arange(0, BLOCK), tl.arange(0, D)
@@ -140,10 +141,10 @@ def read_backward(
         tl.store(d_norm_read + at * 2 * D + D + d, tl.sum(dy, 0))
         dz = unit_vjp(dy * tl.load(norm + head * D + d)[None, :], normalised, scale, D)
     dz = dz.to(OPERAND)
-    tl.store(d_out + narrow, dz)
+    tl.store(d_out + narrow + width, dz)
     mixed2 = (scores2 * mix2).to(OPERAND)
-    tl.store(d_error + narrow, -tl.dot(tl.trans(mixed2), dz, input_precision=PRECISION))
-    d_mixed2 = -tl.dot(dz, tl.trans(tl.load(error + narrow)), input_precision=PRECISION)
+    tl.store(d_error + narrow + width, -tl.dot(tl.trans(mixed2), dz, input_precision=PRECISION))
+    d_mixed2 = -tl.dot(dz, tl.trans(tl.load(error + narrow + width)), input_precision=PRECISION)
     square = c[:, None] * BLOCK + c[None, :]
     tl.store(d_mix + (at * LAYERS + LAYERS - 1) * BLOCK * BLOCK + square, d_mixed2 * scores2)
     d_scores2 = (d_mixed2 * mix2).to(OPERAND)
@@ -156,12 +157,12 @@ def read_backward(
     through_s = tl.zeros([BLOCK, D], tl.float32)
     for j in range(0, HIDDEN, SLICE):
         places = _outer_places(j, D, HIDDEN, SLICE, LAYERS)
-        here = wide + _hidden_places(j, BLOCK, HIDDEN, SLICE)
+        here = _hidden_places(j, BLOCK, HIDDEN, SLICE)
         x, zx = key, query
         if LAYERS == 2:
-            z = tl.load(query_hidden + here).to(tl.float32)
+            z = tl.load(query_hidden + wide + here).to(tl.float32)
             zx = activate(z, ACTIVATION).to(OPERAND)
-            z_key = tl.load(hidden + here).to(tl.float32)
+            z_key = tl.load(hidden + wide + here).to(tl.float32)
             x = activate(z_key, ACTIVATION).to(OPERAND)
         back = tl.dot(dz, tl.trans(tl.load(weights + places)), input_precision=PRECISION)
         da2 += tl.sum(zx * back, 1)
@@ -171,18 +172,18 @@ def read_backward(
         dzx += b2 * back
         dx = tl.dot(tl.trans(d_scores2), zx, input_precision=PRECISION)
         if LAYERS == 2:
-            tl.store(d_input + here, dx)
+            tl.store(d_input + wide + here, dx)
             dz1 = (dzx * slope(z, ACTIVATION)).to(OPERAND)
-            tl.store(d_query_hidden + here, dz1)
-            g1 = (tl.load(pulled + here) * slope(z_key, ACTIVATION)).to(OPERAND)
+            tl.store(d_query_hidden + wide + here, dz1)
+            g1 = (tl.load(pulled + wide + here) * slope(z_key, ACTIVATION)).to(OPERAND)
             d_mixed1 -= tl.dot(dz1, tl.trans(g1), input_precision=PRECISION)
-            tl.store(d_hidden + here, -tl.dot(tl.trans(mixed1), dz1, input_precision=PRECISION))
+            tl.store(d_hidden + wide + here, -tl.dot(tl.trans(mixed1), dz1, input_precision=PRECISION))
             places = _inner_places(j, D, HIDDEN, SLICE)
             dq = tl.dot(dz1, tl.trans(tl.load(weights + places)), dq, input_precision=PRECISION)
             through_s = tl.dot(dz1, tl.trans(tl.load(momenta + places)), through_s, input_precision=PRECISION)
         else:
             dq = dzx
-            tl.store(d_key + narrow, dx)
+            tl.store(d_key + narrow + width, dx)
     own = d_vectors + (at * LAYERS + LAYERS - 1) * VECTORS * BLOCK
     tl.store(own + A * BLOCK + c, da2)
     tl.store(own + B * BLOCK + c, db2)
@@ -195,7 +196,7 @@ def read_backward(
         d_scores1 = (d_mixed1 * _mix(P, vectors, lower, BLOCK)).to(OPERAND)
         dq = a1 * dq + b1 * through_s
         dq = tl.dot(d_scores1, key, dq, input_precision=PRECISION)
-        tl.store(d_key + narrow, tl.dot(tl.trans(d_scores1), query, input_precision=PRECISION))
+        tl.store(d_key + narrow + width, tl.dot(tl.trans(d_scores1), query, input_precision=PRECISION))
     if RESIDUAL:
         dq += dy
     store_tokens(d_q, token, H, length, dq, D, BLOCK)

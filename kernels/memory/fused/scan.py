@@ -130,6 +130,7 @@ def scan(
         freeze = last_chunk == first + i + 1
         frozen = weights + (row * (K + 1) + tl.maximum(chunk - first + 1, 0)) * SIZE
         at = row * K + i
+        block_hidden, block_pulled = hidden + at * BLOCK * HIDDEN, pulled + at * BLOCK * HIDDEN
         token = (batch * T + start) * H + head
         key = tokens(k, token, H, length, D, BLOCK)
 
@@ -139,7 +140,7 @@ def scan(
             if LAYERS == 2:
                 z = tl.dot(key, tl.load(frozen + _inner_places(j, D, HIDDEN, SLICE)), input_precision=PRECISION)
                 z = z.to(OPERAND)
-                tl.store(hidden + at * BLOCK * HIDDEN + _hidden_places(j, BLOCK, HIDDEN, SLICE), z)
+                tl.store(block_hidden + _hidden_places(j, BLOCK, HIDDEN, SLICE), z)
                 x = activate(z.to(tl.float32), ACTIVATION).to(OPERAND)
             outer = tl.load(frozen + _outer_places(j, D, HIDDEN, SLICE, LAYERS))
             f = tl.dot(x, outer, f, input_precision=PRECISION)
@@ -157,10 +158,10 @@ def scan(
             places = _outer_places(j, D, HIDDEN, SLICE, LAYERS)
             x = key
             if LAYERS == 2:
-                here = at * BLOCK * HIDDEN + _hidden_places(j, BLOCK, HIDDEN, SLICE)
+                here = _hidden_places(j, BLOCK, HIDDEN, SLICE)
                 pull = tl.dot(g, tl.trans(tl.load(frozen + places)), input_precision=PRECISION).to(OPERAND)
-                tl.store(pulled + here, pull)
-                z = tl.load(hidden + here).to(tl.float32)
+                tl.store(block_pulled + here, pull)
+                z = tl.load(block_hidden + here).to(tl.float32)
                 x = activate(z, ACTIVATION).to(OPERAND)
                 g1 = pull * slope(z, ACTIVATION)
                 g1_p = (g1 * vector(vectors, at * GATES, P_END, BLOCK)).to(OPERAND)
@@ -242,16 +243,17 @@ def scan_backward(
         frozen = weights + (row * (K + 1) + tl.maximum(chunk - first + 1, 0)) * SIZE
         at = row * K + i
         block_w, block_s = weights + (row * (K + 1) + i + 1) * SIZE, momenta + at * SIZE
-        wide, narrow = at * BLOCK * HIDDEN, at * BLOCK * D + _width_places(BLOCK, D)
+        wide, narrow = at * BLOCK * HIDDEN, at * BLOCK * D
+        width = _width_places(BLOCK, D)
         lower, upper = at * GATES, at * GATES + GATES - 1
         token = (batch * T + start) * H + head
         key = tokens(k, token, H, length, D, BLOCK)
-        g = tl.load(error + narrow)
+        g = tl.load(error + narrow + width)
         p2, e2 = vector(vectors, upper, P_END, BLOCK), vector(vectors, upper, E_END, BLOCK)
         p1, e1 = vector(vectors, lower, P_END, BLOCK), vector(vectors, lower, E_END, BLOCK)
 
         # Through the state that the block wrote: to keys, activations, inner errors and coefficients.
-        dg = tl.load(d_error + narrow)
+        dg = tl.load(d_error + narrow + width)
         dk = tl.zeros([BLOCK, D], tl.float32)
         dp2 = tl.zeros([BLOCK], tl.float32)
         de2 = tl.zeros([BLOCK], tl.float32)
@@ -261,10 +263,10 @@ def scan_backward(
         da1, db1, dm1 = 0.0, 0.0, 0.0
         for j in range(0, HIDDEN, SLICE):
             places = _outer_places(j, D, HIDDEN, SLICE, LAYERS)
-            here = wide + _hidden_places(j, BLOCK, HIDDEN, SLICE)
+            here = _hidden_places(j, BLOCK, HIDDEN, SLICE)
             x = key
             if LAYERS == 2:
-                z = tl.load(hidden + here).to(tl.float32)
+                z = tl.load(hidden + wide + here).to(tl.float32)
                 x = activate(z, ACTIVATION).to(OPERAND)
             dw, ds = tl.load(dW + places), tl.load(dS + places)
             da, db, dm = _inner_products(dw, ds, block_w, block_s, places)
@@ -279,21 +281,21 @@ def scan_backward(
             dg = tl.dot((-p2 * x).to(OPERAND), dw, dg, input_precision=PRECISION)
             dg = tl.dot((-e2 * x).to(OPERAND), ds, dg, input_precision=PRECISION)
             if LAYERS == 2:
-                tl.store(d_input + here, tl.load(d_input + here) + dx)
+                tl.store(d_input + wide + here, tl.load(d_input + wide + here) + dx)
                 places = _inner_places(j, D, HIDDEN, SLICE)
                 dw, ds = tl.load(dW + places), tl.load(dS + places)
                 da, db, dm = _inner_products(dw, ds, block_w, block_s, places)
                 da1, db1, dm1 = da1 + da, db1 + db, dm1 + dm
                 dw, ds = dw.to(OPERAND), ds.to(OPERAND)
                 bend = slope(z, ACTIVATION)
-                g1 = tl.load(pulled + here) * bend
+                g1 = tl.load(pulled + wide + here) * bend
                 to_g = tl.dot(key, dw, input_precision=PRECISION)
                 dp1 -= tl.sum(g1 * to_g, 1)
-                dg1 = tl.load(d_hidden + here) - p1 * to_g
+                dg1 = tl.load(d_hidden + wide + here) - p1 * to_g
                 to_g = tl.dot(key, ds, input_precision=PRECISION)
                 de1 -= tl.sum(g1 * to_g, 1)
                 dg1 -= e1 * to_g
-                tl.store(d_hidden + here, dg1)
+                tl.store(d_hidden + wide + here, dg1)
                 dk = tl.dot((-p1 * g1).to(OPERAND), tl.trans(dw), dk, input_precision=PRECISION)
                 dk = tl.dot((-e1 * g1).to(OPERAND), tl.trans(ds), dk, input_precision=PRECISION)
                 outer = tl.load(frozen + _outer_places(j, D, HIDDEN, SLICE, LAYERS))
@@ -318,7 +320,7 @@ def scan_backward(
 
         # The gradient of the inner gradient: LayerNorm's second derivative included.
         if NORM:
-            f = tl.load(output + narrow)
+            f = tl.load(output + narrow + width)
             normalised, scale = unit(f, D)
             y = normalised * gain + shift
             if RESIDUAL:
@@ -343,7 +345,7 @@ def scan_backward(
             dk += dy
         df = df.to(OPERAND)
         query = tokens(q, token, H, length, D, BLOCK)
-        dz = tl.load(d_out + narrow)
+        dz = tl.load(d_out + narrow + width)
         dz_a = (dz * vector(vectors, upper, A, BLOCK)).to(OPERAND)
         dz_b = (dz * vector(vectors, upper, B, BLOCK)).to(OPERAND)
         tl.debug_barrier()
@@ -351,24 +353,24 @@ def scan_backward(
         # Through the frozen weights, and the state's own gradient.
         for j in range(0, HIDDEN, SLICE):
             places = _outer_places(j, D, HIDDEN, SLICE, LAYERS)
-            here = wide + _hidden_places(j, BLOCK, HIDDEN, SLICE)
+            here = _hidden_places(j, BLOCK, HIDDEN, SLICE)
             outer = tl.load(frozen + places)
             x, z_x = key, query
             if LAYERS == 2:
-                z = tl.load(hidden + here).to(tl.float32)
+                z = tl.load(hidden + wide + here).to(tl.float32)
                 x = activate(z, ACTIVATION).to(OPERAND)
-                z_x = activate(tl.load(query_hidden + here).to(tl.float32), ACTIVATION).to(OPERAND)
+                z_x = activate(tl.load(query_hidden + wide + here).to(tl.float32), ACTIVATION).to(OPERAND)
                 bend = slope(z, ACTIVATION)
-                dg1 = tl.load(d_hidden + here)
+                dg1 = tl.load(d_hidden + wide + here)
                 d_outer = tl.dot(tl.trans((dg1 * bend).to(OPERAND)), g, input_precision=PRECISION)
                 d_outer = tl.dot(tl.trans(x), df, d_outer, input_precision=PRECISION)
-                dx = tl.dot(df, tl.trans(outer), input_precision=PRECISION) + tl.load(d_input + here)
-                dh = dx * bend + dg1 * tl.load(pulled + here) * curvature(z, ACTIVATION)
+                dx = tl.dot(df, tl.trans(outer), input_precision=PRECISION) + tl.load(d_input + wide + here)
+                dh = dx * bend + dg1 * tl.load(pulled + wide + here) * curvature(z, ACTIVATION)
                 dh = dh.to(OPERAND)
                 inner_places = _inner_places(j, D, HIDDEN, SLICE)
                 inner = tl.load(frozen + inner_places)
                 dk = tl.dot(dh, tl.trans(inner), dk, input_precision=PRECISION)
-                dz1 = tl.load(d_query_hidden + here)
+                dz1 = tl.load(d_query_hidden + wide + here)
                 dz1_a = (dz1 * vector(vectors, lower, A, BLOCK)).to(OPERAND)
                 dz1_b = (dz1 * vector(vectors, lower, B, BLOCK)).to(OPERAND)
                 d_inner = tl.dot(tl.trans(key), dh, input_precision=PRECISION)
@@ -379,7 +381,7 @@ def scan_backward(
                 dk = tl.dot(df, tl.trans(outer), dk, input_precision=PRECISION)
             _turn(dW, dS, dF, d_begin, places, vectors, upper, tl.trans(z_x), dz_a, dz_b, d_outer,
                   carry, begins, n == 0, new, BLOCK, RESET, PRECISION)  # fmt: skip
-        store_tokens(d_k, token, H, length, dk + tl.load(d_key + narrow), D, BLOCK)
+        store_tokens(d_k, token, H, length, dk + tl.load(d_key + narrow + width), D, BLOCK)
 
     if NORM:
         tl.store(d_norm + row * 2 * D + d, d_gain)
