@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # The CPU build; on a GPU node name your own, e.g. make install TORCH=torch==2.11.0
 TORCH ?= torch==2.13.0
+# Only where torch brings none; not in constraints.txt, since every CUDA build of torch insists on its own version.
+TRITON ?= triton==3.9.0
 RUN ?= runs/quickstart
 
 VENV := .venv
@@ -18,6 +20,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet "$(TRITON)"
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 

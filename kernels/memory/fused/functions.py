@@ -47,9 +47,24 @@ def where_all(flag, places):
 
 
 @triton.jit
+def _normal(z):
+    """Density and distribution function of the standard normal, both from one exponential.
+
+    Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26: within 1e-7. erf's own code takes several times
+    the registers, and GELU, its slope and its curvature are all that the kernels' elementwise work consists of.
+    """
+    density = tl.exp(-0.5 * z * z)
+    t = 1 / (1 + (0.3275911 * SQRT_HALF) * tl.abs(z))
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    tail = 0.5 * series * density
+    return density * GAUSS, tl.where(z > 0, 1 - tail, tail)
+
+
+@triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
-        y = 0.5 * z * (1 + tl.erf(z * SQRT_HALF))
+        _, below = _normal(z)
+        y = z * below
     elif ACTIVATION == "silu":
         y = z * tl.sigmoid(z)
     else:
@@ -61,7 +76,8 @@ def activate(z, ACTIVATION: tl.constexpr):
 def slope(z, ACTIVATION: tl.constexpr):
     """First derivative of the activation."""
     if ACTIVATION == "gelu":
-        y = 0.5 * (1 + tl.erf(z * SQRT_HALF)) + z * tl.exp(-0.5 * z * z) * GAUSS
+        density, below = _normal(z)
+        y = below + z * density
     elif ACTIVATION == "silu":
         y = tl.sigmoid(z)
         y = y * (1 + z * (1 - y))
@@ -74,7 +90,8 @@ def slope(z, ACTIVATION: tl.constexpr):
 def curvature(z, ACTIVATION: tl.constexpr):
     """Second derivative of the activation."""
     if ACTIVATION == "gelu":
-        y = (2 - z * z) * tl.exp(-0.5 * z * z) * GAUSS
+        density, _ = _normal(z)
+        y = (2 - z * z) * density
     elif ACTIVATION == "silu":
         y = tl.sigmoid(z)
         y = y * (1 - y) * (2 + z * (1 - 2 * y))

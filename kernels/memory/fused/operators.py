@@ -106,7 +106,8 @@ class Call:
         first, blocks = self.group(number)
         kernel[(self.rows, blocks, self.constants["GATES"])](
             *tensors, self.length, self.heads, self.blocks, first, blocks,
-            BLOCK=self.block, GATES=self.constants["GATES"], **constants, num_warps=4, num_stages=1,
+            BLOCK=self.block, GATES=self.constants["GATES"], **constants,
+            num_warps=KERNELS[kernel.__name__][self.constants["D"]].warps, num_stages=1,
         )  # fmt: skip
 
     def play(self, number: int, q, k, v, gates, begin, norm, info, state, scratch, reset: bool):
