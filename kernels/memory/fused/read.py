@@ -198,5 +198,5 @@ def read_backward(
         dq = tl.dot(d_scores1, key, dq, input_precision=PRECISION)
         tl.store(d_key + narrow + width, tl.dot(tl.trans(d_scores1), query, input_precision=PRECISION))
     if RESIDUAL:
-        dq += dy
+        dq += tokens(d_y, token, H, length, D, BLOCK).to(tl.float32)
     store_tokens(d_q, token, H, length, dq, D, BLOCK)

@@ -224,11 +224,7 @@ def scan_backward(
     d = tl.arange(0, D)
     c = tl.arange(0, BLOCK)
     OPERAND: tl.constexpr = k.dtype.element_ty
-    if NORM:
-        gain = tl.load(norm + head * D + d)[None, :]
-        shift = tl.load(norm + (H + head) * D + d)[None, :]
-        d_gain = tl.load(d_norm + row * 2 * D + d)
-        d_shift = tl.load(d_norm + row * 2 * D + D + d)
+    d_norm += row * 2 * D + d
 
     for back in range(K):
         tl.debug_barrier()
@@ -320,17 +316,20 @@ def scan_backward(
 
         # The gradient of the inner gradient: LayerNorm's second derivative included.
         if NORM:
-            f = tl.load(output + narrow + width)
-            normalised, scale = unit(f, D)
-            y = normalised * gain + shift
+            gain = tl.load(norm + head * D + d)[None, :]
+            normalised, scale = unit(tl.load(output + narrow + width), D)
+            y = normalised * gain + tl.load(norm + (H + head) * D + d)[None, :]
             if RESIDUAL:
                 y += key.to(tl.float32)
             e = 2 * (y - tokens(v, token, H, length, D, BLOCK).to(tl.float32))
             upstream = e * gain
             d_upstream = unit_vjp(dg, normalised, scale, D)
             dy = 2 * d_upstream * gain
-            d_gain += tl.sum(d_upstream * e + dy * normalised, 0) + tl.load(d_norm_read + at * 2 * D + d)
-            d_shift += tl.sum(dy, 0) + tl.load(d_norm_read + at * 2 * D + D + d)
+            # Sums over the row's blocks, in memory: in registers they would cost a tile's worth.
+            total = tl.sum(d_upstream * e + dy * normalised, 0) + tl.load(d_norm_read + at * 2 * D + d)
+            tl.store(d_norm, tl.load(d_norm) + total)
+            total = tl.sum(dy, 0) + tl.load(d_norm_read + at * 2 * D + D + d)
+            tl.store(d_norm + D, tl.load(d_norm + D) + total)
             du = dy * gain - scale * (
                 dg * mean(upstream * normalised, D) + upstream * mean(dg * normalised, D)
             )
@@ -382,7 +381,3 @@ def scan_backward(
             _turn(dW, dS, dF, d_begin, places, vectors, upper, tl.trans(z_x), dz_a, dz_b, d_outer,
                   carry, begins, n == 0, new, BLOCK, RESET, PRECISION)  # fmt: skip
         store_tokens(d_k, token, H, length, dk + tl.load(d_key + narrow + width), D, BLOCK)
-
-    if NORM:
-        tl.store(d_norm + row * 2 * D + d, d_gain)
-        tl.store(d_norm + row * 2 * D + D + d, d_shift)
