@@ -83,9 +83,9 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
 def implementations():
     """(name, expansion, build); build(inputs) returns a function without arguments that returns outputs."""
     for expansion in EXPANSIONS:
-        yield "triton", expansion, partial(_memory, "triton", False)
-        yield "chunked", expansion, partial(_memory, "chunked", False)
-        yield "chunked, compiled", expansion, partial(_memory, "chunked", True)
+        yield "triton", expansion, partial(memory_call, "triton", False)
+        yield "chunked", expansion, partial(memory_call, "chunked", False)
+        yield "chunked, compiled", expansion, partial(memory_call, "chunked", True)
     # Linear memories: hidden = D says that they have no hidden layer.
     yield "fla gated_delta_rule", 1, _gated_delta_rule
     yield "fla ttt_linear", 1, _ttt_linear
@@ -109,7 +109,7 @@ def inputs(batch: int, length: int, expansion: int, device: str, dtype: torch.dt
     return {name: x.detach().requires_grad_() for name, x in found.items()}
 
 
-def _memory(backend: str, compiled: bool, x: dict[str, Tensor]) -> Callable[[], Tensor]:
+def memory_call(backend: str, compiled: bool, x: dict[str, Tensor]) -> Callable[[], Tensor]:
     call = torch.compile(neural_memory) if compiled else neural_memory
     gates = x["theta"], x["eta"], x["alpha"]
 
@@ -184,7 +184,7 @@ def _check(name: str, expansion: int, build, device: str, dtype: torch.dtype) ->
         error = _error(out.double(), _delta_recurrence(x))
         return "" if error < limit else f"wrong: outputs off by {error:.1e}"
     exact = {n: t.detach().double().requires_grad_() for n, t in x.items()}
-    expected = _memory("chunked", False, exact)()
+    expected = memory_call("chunked", False, exact)()
     error = _error(out.double() - exact["q"], expected - exact["q"])
     expected_grads = torch.autograd.grad((expected * seed.double()).sum(), _used(name, exact))
     grad_error = max(_error(a, b) for a, b in zip(grads, expected_grads, strict=True))

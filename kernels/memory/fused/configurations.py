@@ -23,15 +23,21 @@ class Configuration:
     spills: int = 0
 
 
+# fmt: off
 KERNELS = {
     "coefficients": {D: Configuration(0, 8, 600) for D in WIDTHS},
     "coefficients_backward": {D: Configuration(0, 8, 200) for D in WIDTHS},
-    "scan": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8)},
-    "read": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8)},
-    "read_backward": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8)},
-    "scan_backward": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8)},
+    "scan": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8, 400)},
+    "read": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8, 300)},
+    "read_backward": {
+        32: Configuration(32, 8, 100), 64: Configuration(32, 8, 400), 128: Configuration(32, 8, 3000),
+    },
+    "scan_backward": {
+        32: Configuration(32, 8, 1200), 64: Configuration(32, 8, 1400), 128: Configuration(32, 8, 6000),
+    },
     "step": {32: Configuration(32, 4), 64: Configuration(32, 4), 128: Configuration(32, 8)},
 }
+# fmt: on
 """By kernel and D, for every architecture: Hopper's registers and shared memory are what they were chosen for."""
 
 

@@ -27,7 +27,7 @@ def test_on_a_cpu_only_the_chunked_form_is_timed(tmp_path, capsys):
 
 def test_what_fails_its_check_is_not_timed(tmp_path, monkeypatch):
     def wrong(x):
-        right = kernels._memory("chunked", False, x)
+        right = kernels.memory_call("chunked", False, x)
         return lambda: right() * 1.1
 
     monkeypatch.setattr(kernels, "implementations", lambda: [("chunked", 2, wrong)])
