@@ -1,8 +1,10 @@
 # make quickstart: install, prepare text, train a small Titans, resume it, evaluate it, draw the plots
 # make test:       install, run the tests
 PYTHON ?= python3
-# The CPU build, which brings no triton; on a GPU node name your own, which does, e.g. make install TORCH=torch==2.11.0
-TORCH ?= torch==2.13.0 triton==3.9.0
+# The CPU build; on a GPU node name your own, e.g. make install TORCH=torch==2.11.0
+TORCH ?= torch==2.13.0
+# Only where torch brings none; not in constraints.txt, since every CUDA build of torch insists on its own version.
+TRITON ?= triton==3.9.0
 RUN ?= runs/quickstart
 
 VENV := .venv
@@ -17,7 +19,8 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet "$(TRITON)"
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 

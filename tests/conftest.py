@@ -1,12 +1,18 @@
 """What tests share: a tiny prepared corpus, and a tiny model's settings on it."""
 
 import json
+import os
 import random
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hypothesis import settings
+
+# Triton decides when it is imported: without a GPU, its interpreter runs the kernels on tensors of the CPU.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The same examples in every run: a red test is the change's fault. Search wider with --hypothesis-profile=default.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -183,6 +183,13 @@ def _inspect(options: argparse.Namespace):
 
 
 def _benchmark(options: argparse.Namespace):
+    if options.what == "kernels":
+        from titans_pt.benchmarks.kernels import benchmark_kernels
+
+        benchmark_kernels(
+            Path(options.out), rounds=options.rounds, longest=options.longest, tokens=options.tokens
+        )
+        return
     from titans_pt.benchmarks.memory import benchmark_memory
 
     benchmark_memory(Path(options.out), rounds=options.rounds, longest=options.longest)
@@ -268,10 +275,16 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--max-tokens", type=int, default=2048, metavar="N", help="(default: %(default)s)")
     inspect.add_argument("--checkpoint", type=int, metavar="STEP", help=step)
 
-    benchmark = commands.add_parser("benchmark", help="time the memory layer on this machine")
+    benchmark = commands.add_parser("benchmark", help="time the memory on this machine")
     benchmark.set_defaults(command=_benchmark)
-    benchmark.add_argument("what", choices=("memory",), help="memory: time and memory by length, and of titans-pytorch")
-    benchmark.add_argument("--rounds", type=int, default=3, metavar="N", help="processes a case (default: %(default)s)")
+    what = (
+        "memory: the layer's time and memory by length, and of titans-pytorch; "
+        "kernels: the memory's kernels, other operators, the machine's ceilings"
+    )
+    benchmark.add_argument("what", choices=("memory", "kernels"), help=what)
+    benchmark.add_argument("--rounds", type=int, default=3, metavar="N", help="timings a case (default: %(default)s)")
+    tokens = "kernels: tokens of a call, batch times length (default: %(default)s)"
+    benchmark.add_argument("--tokens", type=int, default=32_768, metavar="N", help=tokens)
     benchmark.add_argument("--longest", type=int, default=65_536, metavar="TOKENS", help="(default: %(default)s)")
     benchmark.add_argument("--out", default="runs/benchmark", metavar="DIR", help="(default: %(default)s)")
 

@@ -48,6 +48,7 @@ def segment_attention(
     v: Tensor,
     memory_k: Tensor,
     memory_v: Tensor,
+    stride: int,
     *,
     prefix: Prefix | None = None,
     backend: str = "auto",
@@ -56,8 +57,8 @@ def segment_attention(
 
     Args:
         q, k, v: (B, T, H, D), T tokens of the segment.
-        memory_k, memory_v: (B, M, H, D), one memory token for every n tokens, T = M n or less by under n: token i
-            sees those of its own group and of the groups before it.
+        memory_k, memory_v: (B, M, H, D), one memory token for every ``stride`` tokens, M = ceil(T / stride): token i
+            sees number i // stride and those before it.
         prefix: tokens that every query sees.
         backend: see :func:`causal_attention`.
 
@@ -65,15 +66,14 @@ def segment_attention(
         (B, T, H, D). Scores are scaled by D ** -0.5.
     """
     if not _flash(q, backend):
-        return segment_masked(q, k, v, memory_k, memory_v, prefix)
-    length, groups = q.shape[1], memory_k.shape[1]
-    shared = -(-length // groups)
-    missing = shared * groups - length
+        return segment_masked(q, k, v, memory_k, memory_v, stride, prefix)
+    length = q.shape[1]
+    missing = -length % stride
     if missing:
         # An unfinished group: queries that nobody asks for, behind all others, fill it.
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
         prefix = prefix and Prefix(F.pad(prefix.q, (0, 0, 0, 0, 0, missing)), prefix.k, prefix.v)
-    parts = [Part(q, k, v), Part(q, memory_k, memory_v, shared=shared)]
+    parts = [Part(q, k, v), Part(q, memory_k, memory_v, shared=stride)]
     if prefix is not None:
         parts.append(Part(prefix.q, prefix.k, prefix.v, causal=False))
     return flash_attention(parts)[:, :length]

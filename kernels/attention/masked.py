@@ -69,10 +69,10 @@ def causal_masked(
 
 
 def segment_masked(
-    q: Tensor, k: Tensor, v: Tensor, memory_k: Tensor, memory_v: Tensor, prefix: Prefix | None = None
+    q: Tensor, k: Tensor, v: Tensor, memory_k: Tensor, memory_v: Tensor, stride: int, prefix: Prefix | None = None
 ) -> Tensor:
     """:func:`kernels.attention.segment_attention`, which says what the arguments are."""
     token = torch.arange(q.shape[1], device=q.device)
-    memory = torch.arange(memory_k.shape[1], device=q.device) * -(-q.shape[1] // memory_k.shape[1])
+    memory = torch.arange(memory_k.shape[1], device=q.device) * stride
     mask = torch.cat([memory, token]) <= token[:, None]
     return masked_attention(q, torch.cat([memory_k, k], 1), torch.cat([memory_v, v], 1), mask[None], prefix)

@@ -1,5 +1,10 @@
 """The one entry: checks, dtypes, the choice of an implementation."""
 
+import functools
+import os
+import warnings
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -8,7 +13,10 @@ from kernels.memory.chunked import chunked_memory
 from kernels.memory.naive import naive_memory
 from kernels.memory.state import MemoryState, Weights, state_dtype
 
-BACKENDS = ("auto", "chunked", "naive")
+BACKENDS = ("auto", "triton", "chunked", "naive")
+HAS_TRITON = find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton interprets kernels, on tensors of the CPU: it decides that when it is imported."""
 
 
 def neural_memory(
@@ -43,21 +51,31 @@ def neural_memory(
         initial_state: continue from it instead of M_0, S_0 = 0. Gradients flow through it.
         output_final_state: also return the state after the last token.
         reset: None or bool (B, T), True where a document starts: M_0, S_0 = 0, chunks count from there.
-        backend: "naive" (definition), "chunked" (exact dual form), "auto" (the fastest that serves).
+        backend: "naive" (definition), "chunked" (exact dual form), "triton" (fused kernels, on a GPU), "auto": triton
+            on a GPU where it serves, else chunked (a warning, once, says why).
         save_every: blocks between two states kept for the backward pass, which computes those between again.
-            None: the square root of the number of blocks, least memory: O(sqrt(T)) states.
+            None, chunked: the square root of the number of blocks, least memory: O(sqrt(T)) states. None, triton: as
+            many as kernels.memory.fused.operators.SCRATCH_BYTES holds.
 
     Returns:
-        (B, T, H, D) in q's dtype, and the final state or None. State and arithmetic are fp32, fp64 for fp64 inputs.
+        (B, T, H, D) in q's dtype, and the final state or None. State and arithmetic are fp32, fp64 for fp64 inputs;
+        "triton" multiplies matrices in q's dtype, accumulating in fp32.
 
     Raises:
-        ValueError: shapes, activation or backend that do not fit.
+        ValueError: shapes, activation or backend that do not fit, or backend="triton" for what it does not serve.
     """
     _check(q, k, v, theta, eta, alpha, weights, norm, activation, chunk_size, reset, backend)
     dtype = state_dtype(q)
+    fused = _fused(q, weights, chunk_size, backend)
     with torch.autocast(q.device.type, enabled=False):
-        inputs = [x.to(dtype) for x in (q, k, v)]
         gates = [g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha)]
+        if fused is not None:
+            out, state = fused(
+                q, k, v, *gates, weights, norm=norm, residual=residual, activation=activation, chunk_size=chunk_size,
+                initial_state=initial_state, reset=reset, save_every=save_every,
+            )  # fmt: skip
+            return out, state if output_final_state else None
+        inputs = [x.to(dtype) for x in (q, k, v)]
         batch = q.shape[0]
         start = tuple(w.to(dtype).expand(batch, *w.shape) for w in weights)
         options = {
@@ -73,6 +91,37 @@ def neural_memory(
         else:
             out, state = chunked_memory(*inputs, *gates, start, **options, save_every=save_every)
     return out.to(q.dtype), state if output_final_state else None
+
+
+def _fused(q: Tensor, weights: Weights, chunk_size: int, backend: str):
+    """The fused implementation if it is to be used, else None.
+
+    Raises:
+        ValueError: backend is "triton", which does not serve this call.
+    """
+    if backend not in ("auto", "triton") or (backend == "auto" and q.device.type != "cuda"):
+        return None
+    if not HAS_TRITON:
+        reason = "triton is not installed"
+    elif q.device.type != "cuda" and not INTERPRETED:
+        reason = f"tensors are on {q.device.type}, not on a GPU (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
+    else:
+        # Not at the top: it imports triton, which machines without a GPU need not have.
+        from kernels.memory.fused import fused_memory, unsupported
+
+        reason = unsupported(q, weights, chunk_size)
+        if reason is None:
+            return fused_memory
+    if backend == "triton":
+        raise ValueError(f'neural_memory: backend "triton" does not serve this: {reason}; use "auto" or "chunked"')
+    _warn(f"neural_memory: the fused kernels do not serve this, PyTorch operators do (slower): {reason}")
+    return None
+
+
+@functools.cache
+def _warn(message: str):
+    """Warns once of each message, whatever the warning filters."""
+    warnings.warn(message, stacklevel=3)
 
 
 def memory_read(

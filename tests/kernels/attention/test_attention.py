@@ -64,19 +64,16 @@ def test_causal(T, past, window, prefix, documents, seed):
 
 
 @settings(max_examples=40, deadline=None)
-@given(groups=st.integers(1, 9), shared=st.integers(1, 4), short=st.integers(0, 3), prefix=st.integers(0, 3),
-       seed=st.integers(0, 10**6))  # fmt: skip
-def test_segment(groups, shared, short, prefix, seed):
-    """Token i sees the memory tokens of groups 0 .. i // shared, never one that a later token was asked for."""
-    T = groups * shared - min(short, shared - 1)
-    if -(-T // groups) != shared:
-        T = groups * shared
+@given(T=st.integers(1, 36), stride=st.integers(1, 5), prefix=st.integers(0, 3), seed=st.integers(0, 10**6))
+def test_segment(T, stride, prefix, seed):
+    """Token i sees memory tokens 0 .. i // stride, never one that was read with a later token's query."""
+    groups = -(-T // stride)
     q, k, v = (rand(B, T, H, D, seed=seed + i) for i in range(3))
     m_k, m_v = (rand(B, groups, H, D, seed=seed + 3 + i) for i in range(2))
     always, more = make_prefix(q, prefix)
     token, memory = torch.arange(T), torch.arange(groups)
-    sees = torch.cat([memory <= token[:, None] // shared, token <= token[:, None]], 1).expand(B, -1, -1)
-    outputs = [segment_attention(q, k, v, m_k, m_v, prefix=always, backend=b) for b in ("masked", "flash")]
+    sees = torch.cat([memory <= token[:, None] // stride, token <= token[:, None]], 1).expand(B, -1, -1)
+    outputs = [segment_attention(q, k, v, m_k, m_v, stride, prefix=always, backend=b) for b in ("masked", "flash")]
     equal([by_definition(q, torch.cat([m_k, k], 1), torch.cat([m_v, v], 1), sees, always), *outputs],
           [q, k, v, m_k, m_v, *more])  # fmt: skip
 
@@ -128,13 +125,14 @@ def test_causal_on_a_gpu(T, past, window, prefix, documents):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T, groups", [(512, 256), (512, 512), (130, 65), (129, 65), (40, 10)])
+@pytest.mark.parametrize("T, stride", [(512, 2), (512, 1), (130, 2), (129, 2), (41, 4)])
 @pytest.mark.parametrize("prefix", [0, 16])
-def test_segment_on_a_gpu(T, groups, prefix):
+def test_segment_on_a_gpu(T, stride, prefix):
+    groups = -(-T // stride)
     shapes = 3 * [(B, T, H, D)] + 2 * [(B, groups, H, D)] + ([(B, T, H, D), *2 * [(B, prefix, H, D)]] if prefix else [])
     half, exact = halved(*(rand(*shape, seed=i) for i, shape in enumerate(shapes)))
     outputs = []
     for leaves, backend in ((half, "auto"), (exact, "masked")):
         always = Prefix(*leaves[5:]) if prefix else None
-        outputs.append(segment_attention(*leaves[:5], prefix=always, backend=backend))
+        outputs.append(segment_attention(*leaves[:5], stride, prefix=always, backend=backend))
     close(outputs[0], half, outputs[1], exact)

@@ -1,11 +1,12 @@
 """MAC: what the memory knows of the past stands before each segment as context; the segment's outcome is written."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from kernels.attention import Prefix, masked_attention
+from kernels.attention import Prefix, masked_attention, segment_attention
 from kernels.memory.state import choose, state_dtype
 from titans_pt.config import ModelConfig
 from titans_pt.layers.attention import Attention
@@ -92,6 +93,9 @@ class MAC(nn.Module):
             h_k, h_v, h_place = k[:, :0], v[:, :0], place[:0]
         first = base + length - k.shape[1]  # place of the oldest token in k, v
 
+        def call(step, *arguments):
+            return (_compiled(step) if _worth_compiling(x) else step)(self, *arguments)
+
         outputs = []
         for begin, end, starts, documents, offset in self._pieces(carried, reset, length):
             current = memory.memory.weights if memory else initial
@@ -102,22 +106,23 @@ class MAC(nn.Module):
             chosen = ((place[begin:end] - segment_start[:, None]) % self.stride == 0).any(0).nonzero().flatten() + begin
             if len(chosen):
                 index = chosen.to(x.device)
-                new_k, new_v = attention.keys_values(self.join(self.memory.read(queries[:, index], read_weights, norm)))
-                new_k = rotate(new_k, position[index], attention.rope_base)
+                new_k, new_v = call(MAC._recall, queries[:, index], position[index], read_weights, norm)
                 h_k, h_v = torch.cat([h_k, new_k], 1), torch.cat([h_v, new_v], 1)
                 h_place = torch.cat([h_place, place[chosen]])
             past = int((h_place < oldest).sum())
             h_k, h_v, h_place = h_k[:, past:], h_v[:, past:], h_place[past:]
 
             tokens = slice(oldest - first, base + end - first)
-            mask = self._mask(place[begin:end], torch.arange(oldest, base + end), h_place, segment_start)
+            mask = None  # of a piece that is the start of a segment in all rows: segment_attention knows who sees what
+            if (segment_start != base + begin).any():
+                mask = self._mask(place[begin:end], torch.arange(oldest, base + end), h_place, segment_start)
+                mask = mask.to(x.device)
             keys, values = torch.cat([h_k, k[:, tokens]], 1), torch.cat([h_v, v[:, tokens]], 1)
-            prefix = persistent and Prefix(plain[:, begin:end], *persistent)
-            attended = masked_attention(q[:, begin:end], keys, values, mask.to(x.device), prefix)
-            attended, piece = self.join(attended), x[:, begin:end]
-            written = piece + self.write * attended
-            m, memory = self.memory(written, memory, None if reset is None else reset[:, begin:end])
-            outputs.append(self.gate(piece, piece + attended, m))
+            piece, documents = slice(begin, end), None if reset is None else reset[:, begin:end]
+            o, memory = call(
+                MAC._write, x[:, piece], q[:, piece], plain[:, piece], keys, values, mask, persistent, memory, documents
+            )
+            outputs.append(o)
 
         offset = (offset + end - begin) % self.segment
         oldest = base + length - int(offset.max())
@@ -127,6 +132,28 @@ class MAC(nn.Module):
             offset, base + length,
         )  # fmt: skip
         return self.out(torch.cat(outputs, 1)), state
+
+    def _recall(self, queries: Tensor, position: Tensor, weights, norm) -> tuple[Tensor, Tensor]:
+        """Rotated keys, and values, (B, m, H, D), of the memory tokens read with queries (B, m, H, D)."""
+        k, v = self.attention.keys_values(self.join(self.memory.read(queries, weights, norm)))
+        return rotate(k, position, self.attention.rope_base), v
+
+    def _write(self, x, q, plain, keys, values, mask, persistent, memory, reset) -> tuple[Tensor, NeuralMemoryState]:
+        """A piece's attention, written to the memory and read by each token: outputs (B, t, d_model), the memory.
+
+        keys, values: of memory tokens, then of tokens. mask: who sees which of them; None for a piece that starts its
+        segment.
+        """
+        prefix = persistent and Prefix(plain, *persistent)
+        if mask is None:
+            cut = [keys.shape[1] - q.shape[1], q.shape[1]]
+            (h_k, k), (h_v, v) = keys.split(cut, 1), values.split(cut, 1)
+            attended = segment_attention(q, k, v, h_k, h_v, self.stride, prefix=prefix)
+        else:
+            attended = masked_attention(q, keys, values, mask, prefix)
+        attended = self.join(attended)
+        m, memory = self.memory(x + self.write * attended, memory, reset)
+        return self.gate(x, x + attended, m), memory
 
     def _pieces(self, offset: Tensor, reset: Tensor | None, length: int):
         """Cuts the call wherever a segment starts in ANY row: then every row has one segment in a piece.
@@ -154,6 +181,17 @@ class MAC(nn.Module):
         tokens = (key <= query) & (key >= start)
         memory_tokens = (h_key <= query) & (h_key >= start) & ((h_key - start) % self.stride == 0)
         return torch.cat([memory_tokens, tokens], -1)
+
+
+def _worth_compiling(x: Tensor) -> bool:
+    """On a GPU the segments, which wait for one another, would otherwise be a storm of small launches."""
+    return x.is_cuda
+
+
+@functools.cache
+def _compiled(step):
+    """A step of the segments, fused. Without CUDA graphs: those keep one segment's results, training needs them all."""
+    return torch.compile(step, dynamic=False)
 
 
 def _choose(rows: Tensor, yes: tuple[Tensor, ...], no: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -1,0 +1,93 @@
+"""The memory in Triton kernels, for a GPU (or, slowly, for Triton's interpreter on a CPU).
+
+    coefficients.py   what the gates say about each block of tokens: parallel over blocks
+    scan.py           the state from block to block: serial, keys and values only
+    read.py           outputs: parallel over blocks
+    step.py           decoding, token by token
+    operators.py      the kernels as differentiable operators; states kept for the backward pass
+    configurations.py what is served, and with which launch parameters
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.memory.fused.configurations import STEP_TOKENS, unsupported
+from kernels.memory.fused.operators import memory, memory_step
+from kernels.memory.state import MemoryState, Weights, choose
+
+__all__ = ["fused_memory", "unsupported"]
+
+
+def fused_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor,
+    alpha: Tensor,
+    weights: Weights,
+    *,
+    norm: Weights | None,
+    residual: bool,
+    activation: str,
+    chunk_size: int,
+    initial_state: MemoryState | None,
+    reset: Tensor | None,
+    save_every: int | None,
+) -> tuple[Tensor, MemoryState]:
+    """Arguments as in :func:`kernels.memory.neural_memory`; gates (B, T, H, 1 or L). Memory: operators.Call.
+
+    Host and device do not wait for each other, except for a ``reset`` that is on the GPU: how many there are decides
+    how much is allocated, so it is read once. A reset on the CPU is free of that. For CUDA graphs, a state's offset
+    must be on the GPU as well.
+    """
+    q, k, v = (x.to(q.dtype).contiguous() for x in (q, k, v))
+    gates = [g.float().contiguous() for g in (theta, eta, alpha)]
+    begin = torch.stack([w.float().flatten(1) for w in weights], 1)
+    affine = None if norm is None else torch.stack([p.float() for p in norm])
+    batch, length = q.shape[:2]
+    offset, resets = None, 0
+    if initial_state is None:
+        start = begin.expand(batch, *begin.shape)
+        state = torch.stack([start, torch.zeros_like(start), start])
+        before = torch.zeros(batch, dtype=torch.int64)
+    else:
+        groups = initial_state.weights, initial_state.momentum, initial_state.chunk_weights
+        state = torch.stack([torch.stack([w.float().flatten(2) for w in group], 2) for group in groups])
+        before = initial_state.offset
+        offset = before.to(q.device, non_blocking=True)
+    after = _offset_after(before, reset, length, chunk_size)
+    if reset is not None:
+        resets = int(reset.sum(1).max())
+        reset = reset.to(q.device, non_blocking=True)
+
+    tensors = [q, k, v, *gates, begin, affine, state]
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if not keep and reset is None and length <= STEP_TOKENS:
+        here = torch.zeros(batch, dtype=torch.int64, device=q.device) if offset is None else offset
+        out, state = memory_step(q, k, v, *gates, affine, state, here, chunk_size, residual, activation)
+    else:
+        out, state, _ = memory(
+            *tensors, offset, reset, chunk_size, resets, residual, activation, save_every or 0, keep
+        )
+
+    shapes = [w.shape[1:] for w in weights]
+    current, momentum, frozen = (
+        tuple(group[:, :, n].unflatten(-1, shape) for n, shape in enumerate(shapes)) for group in state
+    )
+    # A chunk that is complete ends here: the next one starts at the current weights.
+    if offset is None and reset is None:
+        return out, MemoryState(current, momentum, frozen if length % chunk_size else current, after)
+    device_offset = torch.zeros(batch, dtype=torch.int64, device=q.device) if offset is None else offset
+    ended = _offset_after(device_offset, reset, length, chunk_size) == 0
+    return out, MemoryState(current, momentum, choose(ended, current, frozen), after)
+
+
+def _offset_after(offset: Tensor, reset: Tensor | None, length: int, chunk: int) -> Tensor:
+    """(B,): tokens read of the current chunk after ``length`` more, on the device of ``offset``."""
+    position = offset + length
+    if reset is not None:
+        place = torch.arange(length, device=offset.device)
+        last = torch.where(reset.to(offset.device), place, -1).amax(1)
+        position = torch.where(last < 0, position, length - last)
+    return position % chunk

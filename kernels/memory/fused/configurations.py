@@ -1,0 +1,66 @@
+"""What the kernels serve, and how each is launched: pinned, so that a result never depends on a measurement."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WIDTHS, EXPANSIONS, DTYPES = (32, 64, 128), (1, 2, 4), (torch.float32, torch.float16, torch.bfloat16)
+MAX_BLOCK, MIN_BLOCK = 64, 16
+"""Tokens of a compute block: as many as the chunk has, up to MAX_BLOCK. Matrix products want 16 at least."""
+
+STEP_TOKENS = 8
+"""Calls without a gradient and at most this long go token by token (step.py): then no block is worth its set-up."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """slice: columns of the hidden layer at a time (L = 1 has one slice of D). warps: warps of a program.
+    spills: bytes a thread that the compiler could not keep in registers, at most (sm_90a, bf16, C = 64)."""
+
+    slice: int
+    warps: int
+    spills: int = 0
+
+
+# fmt: off
+KERNELS = {
+    "coefficients": {D: Configuration(0, 8, 600) for D in WIDTHS},
+    "coefficients_backward": {D: Configuration(0, 8, 200) for D in WIDTHS},
+    "scan": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8, 400)},
+    "read": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8, 300)},
+    "read_backward": {
+        32: Configuration(32, 8, 100), 64: Configuration(32, 8, 400), 128: Configuration(32, 8, 3000),
+    },
+    "scan_backward": {
+        32: Configuration(32, 8, 1200), 64: Configuration(32, 8, 1400), 128: Configuration(32, 8, 6000),
+    },
+    "step": {32: Configuration(32, 4), 64: Configuration(32, 4), 128: Configuration(32, 8)},
+}
+# fmt: on
+"""By kernel and D, for every architecture: Hopper's registers and shared memory are what they were chosen for."""
+
+
+def block_tokens(chunk: int) -> int:
+    return min(chunk, MAX_BLOCK)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How fp32 operands are multiplied: exactly. (Tensor cores would round them to 10 bits.)"""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def unsupported(q: Tensor, weights: tuple[Tensor, ...], chunk: int) -> str | None:
+    """Why the kernels cannot serve a call whose shapes fit each other, or None."""
+    width, block = q.shape[-1], block_tokens(chunk)
+    if q.dtype not in DTYPES:
+        return f"dtype {q.dtype} is none of {', '.join(map(str, DTYPES))}"
+    if len(weights) > 2:
+        return f"the memory has {len(weights)} layers, not 1 or 2"
+    if width not in WIDTHS:
+        return f"head width {width} is none of {WIDTHS}"
+    if len(weights) == 2 and weights[0].shape[-1] not in [e * width for e in EXPANSIONS]:
+        return f"hidden width {weights[0].shape[-1]} is not 1, 2 or 4 times the head width {width}"
+    if block < MIN_BLOCK or block & (block - 1) or chunk % block:
+        return f"chunk_size {chunk} is neither 16, 32 nor a multiple of {MAX_BLOCK}"
+    return None

@@ -1,0 +1,119 @@
+"""What the kernels share: tiles of tokens, the activations and the LayerNorm with their derivatives.
+
+A place in a tensor is a 64-bit scalar, added to the pointer first, and a 32-bit tile: 64-bit tiles cost registers.
+Tiles are (c, D) or (c, hidden slice); arithmetic is fp32. kernels.memory.mlp states the same functions in PyTorch.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.memory.mlp import LN_EPS
+
+EPS = tl.constexpr(LN_EPS)
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+GAUSS = tl.constexpr(0.3989422804014327)
+
+START, LENGTH, CHUNK, DOCUMENT, FIELDS = (tl.constexpr(n) for n in range(5))
+"""Columns of the table of blocks, and their number: see layout.table."""
+
+A, B, M, P_END, E_END, THETA, VECTORS = (tl.constexpr(n) for n in range(7))
+"""Rows of a block's coefficient vectors, and their number: see coefficients.py."""
+
+
+@triton.jit
+def tokens(pointer, first, H, length, D: tl.constexpr, BLOCK: tl.constexpr):
+    """(BLOCK, D) of a tensor (B, T, H, D), zeros from ``length`` on; first: index of the first (token, head)."""
+    c, d = tl.arange(0, BLOCK), tl.arange(0, D)
+    return tl.load(pointer + first * D + (c[:, None] * (H * D) + d[None, :]), mask=c[:, None] < length, other=0.0)
+
+
+@triton.jit
+def store_tokens(pointer, first, H, length, tile, D: tl.constexpr, BLOCK: tl.constexpr):
+    c, d = tl.arange(0, BLOCK), tl.arange(0, D)
+    places = pointer + first * D + (c[:, None] * (H * D) + d[None, :])
+    tl.store(places, tile.to(pointer.dtype.element_ty), mask=c[:, None] < length)
+
+
+@triton.jit
+def vector(pointer, at, row, BLOCK: tl.constexpr):
+    """(BLOCK, 1): coefficient vector ``row`` of the block whose vectors are number ``at``."""
+    return tl.load(pointer + (at * VECTORS + row) * BLOCK + tl.arange(0, BLOCK))[:, None]
+
+
+@triton.jit
+def where_all(flag, places):
+    """A mask like ``places``, which are not negative: a scalar ``flag`` everywhere."""
+    return places < tl.where(flag, 1 << 30, 0)
+
+
+@triton.jit
+def _normal(z):
+    """Density and distribution function of the standard normal, both from one exponential.
+
+    Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26: within 1e-7. erf's own code takes several times
+    the registers, and GELU, its slope and its curvature are all that the kernels' elementwise work consists of.
+    """
+    density = tl.exp(-0.5 * z * z)
+    t = 1 / (1 + (0.3275911 * SQRT_HALF) * tl.abs(z))
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    tail = 0.5 * series * density
+    return density * GAUSS, tl.where(z > 0, 1 - tail, tail)
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "gelu":
+        _, below = _normal(z)
+        y = z * below
+    elif ACTIVATION == "silu":
+        y = z * tl.sigmoid(z)
+    else:
+        y = tl.maximum(z, 0.0)
+    return y
+
+
+@triton.jit
+def slope(z, ACTIVATION: tl.constexpr):
+    """First derivative of the activation."""
+    if ACTIVATION == "gelu":
+        density, below = _normal(z)
+        y = below + z * density
+    elif ACTIVATION == "silu":
+        y = tl.sigmoid(z)
+        y = y * (1 + z * (1 - y))
+    else:
+        y = tl.where(z > 0, 1.0, 0.0)
+    return y
+
+
+@triton.jit
+def curvature(z, ACTIVATION: tl.constexpr):
+    """Second derivative of the activation."""
+    if ACTIVATION == "gelu":
+        density, _ = _normal(z)
+        y = (2 - z * z) * density
+    elif ACTIVATION == "silu":
+        y = tl.sigmoid(z)
+        y = y * (1 - y) * (2 + z * (1 - 2 * y))
+    else:
+        y = tl.zeros_like(z)
+    return y
+
+
+@triton.jit
+def mean(x, D: tl.constexpr):
+    return tl.sum(x, 1, keep_dims=True) / D
+
+
+@triton.jit
+def unit(f, D: tl.constexpr):
+    """LayerNorm without its affine part: (normalised, 1 / standard deviation)."""
+    centred = f - mean(f, D)
+    scale = tl.rsqrt(mean(centred * centred, D) + EPS)
+    return centred * scale, scale
+
+
+@triton.jit
+def unit_vjp(upstream, normalised, scale, D: tl.constexpr):
+    """Vector-Jacobian product of unit's first output. The Jacobian is symmetric."""
+    return (upstream - mean(upstream, D) - normalised * mean(upstream * normalised, D)) * scale

@@ -1,0 +1,35 @@
+"""Which tokens form a block: a table on the device, made without reading anything back."""
+
+import torch
+from torch import Tensor
+
+
+def count(length: int, block: int, offset: bool, resets: int) -> int:
+    """The most blocks that a row of ``length`` tokens can have; offset: whether rows may begin inside a block."""
+    return resets + ((length + block - 2) // block + 1 if offset else -(-length // block))
+
+
+def table(length: int, chunk: int, block: int, blocks: int, offset: Tensor, reset: Tensor | None) -> Tensor:
+    """(B, blocks, 4) int32: start, tokens, number of the block at which the chunk began (-1: before), new document.
+
+    offset: (B,), tokens already read of the current chunk. reset: bool (B, T) or None. Blocks lie on a grid of
+    ``block`` tokens that starts with the chunk, ``block`` dividing ``chunk``; rows with fewer end in empty blocks.
+    """
+    t = torch.arange(length, device=offset.device)
+    position = t + offset[:, None]
+    if reset is not None:
+        since = torch.where(reset, t, -1).cummax(1).values
+        position = torch.where(since < 0, position, t - since)
+    begins = position % block == 0
+    begins[:, 0] = True
+    index = torch.where(begins, begins.cumsum(1) - 1, blocks)
+    start = t.new_full((len(offset), blocks + 1), length).scatter_(1, index, t.expand_as(index))
+    start[:, -1] = length
+    tokens = start.diff(dim=1)
+    start = start[:, :-1]
+    place = start.clamp(max=length - 1)
+    number = torch.arange(blocks, device=offset.device)
+    new_chunk = (tokens > 0) & ((position % chunk).gather(1, place) == 0)
+    frozen = torch.where(new_chunk, number, -1).cummax(1).values
+    document = torch.zeros_like(new_chunk) if reset is None else reset.gather(1, place) & new_chunk
+    return torch.stack([start, tokens, frozen, document], -1).to(torch.int32)

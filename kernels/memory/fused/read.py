@@ -1,0 +1,215 @@
+"""The parallel part: what each block's queries read, forward and backward. One program a block and row.
+
+Everything that crosses from one block to another is in the state at the block's start, which scan.py left behind.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.memory.fused.functions import (
+    FIELDS,
+    LENGTH,
+    START,
+    THETA,
+    VECTORS,
+    A,
+    B,
+    activate,
+    slope,
+    store_tokens,
+    tokens,
+    unit,
+    unit_vjp,
+    vector,
+)  # fmt: skip
+from kernels.memory.fused.scan import _hidden_places, _inner_places, _outer_places, _width_places
+
+
+@triton.jit
+def _mix(P, vectors, at, BLOCK: tl.constexpr):
+    """P[t, i] theta_i of a block, (BLOCK, BLOCK)."""
+    c = tl.arange(0, BLOCK)
+    theta = tl.load(vectors + (at * VECTORS + THETA) * BLOCK + c)
+    return tl.load(P + at * BLOCK * BLOCK + c[:, None] * BLOCK + c[None, :]) * theta[None, :]
+
+
+@triton.jit
+def _through(z, weights, momenta, places, a, b, total, PRECISION: tl.constexpr):
+    """total + A (z W) + B (z S), the weights of a block's start on a tile."""
+    total = tl.dot((a * z).to(z.dtype), tl.load(weights + places), total, input_precision=PRECISION)
+    return tl.dot((b * z).to(z.dtype), tl.load(momenta + places), total, input_precision=PRECISION)
+
+
+@triton.jit
+def _read(
+    query, key, mixed1, mix2, a1, b1, a2, b2, weights, momenta, hidden, pulled, error, query_hidden, wide, narrow,
+    D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Output of the outer matrix for the block's queries, and the scores of its layer; keeps Z of the queries."""
+    OPERAND: tl.constexpr = query.dtype
+    scores = tl.zeros([BLOCK, BLOCK], tl.float32)
+    out = tl.zeros([BLOCK, D], tl.float32)
+    for j in range(0, HIDDEN, SLICE):
+        x, zx = key, query
+        if LAYERS == 2:
+            here = _hidden_places(j, BLOCK, HIDDEN, SLICE)
+            z = tl.load(hidden + wide + here).to(tl.float32)
+            x = activate(z, ACTIVATION).to(OPERAND)
+            g1 = (tl.load(pulled + wide + here) * slope(z, ACTIVATION)).to(OPERAND)
+            z = -tl.dot(mixed1, g1, input_precision=PRECISION)
+            z = _through(query, weights, momenta, _inner_places(j, D, HIDDEN, SLICE), a1, b1, z, PRECISION).to(OPERAND)
+            if KEEP:
+                tl.store(query_hidden + wide + here, z)
+            zx = activate(z.to(tl.float32), ACTIVATION).to(OPERAND)
+        scores = tl.dot(zx, tl.trans(x), scores, input_precision=PRECISION)
+        out = _through(zx, weights, momenta, _outer_places(j, D, HIDDEN, SLICE, LAYERS), a2, b2, out, PRECISION)
+    mixed = (scores * mix2).to(OPERAND)
+    out -= tl.dot(mixed, tl.load(error + narrow + _width_places(BLOCK, D)), input_precision=PRECISION)
+    return out, scores
+
+
+@triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
+def read(
+    q, k, info, norm, P, vectors, weights, momenta, hidden, pulled, error, out,
+    T, H, N, first, K,
+    D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
+    GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y_t = M_t(q_t), out (B, T, H, D). The intermediates are those of scan.scan and coefficients.coefficients."""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, head = row // H, row % H
+    info += (batch * N + first + i) * FIELDS
+    start, length = tl.load(info + START), tl.load(info + LENGTH)
+    SIZE: tl.constexpr = LAYERS * D * HIDDEN
+    at = row * K + i
+    lower, upper = at * GATES, at * GATES + GATES - 1
+    token = (batch * T + start) * H + head
+    query, key = tokens(q, token, H, length, D, BLOCK), tokens(k, token, H, length, D, BLOCK)
+    a1, b1 = vector(vectors, lower, A, BLOCK), vector(vectors, lower, B, BLOCK)
+    a2, b2 = vector(vectors, upper, A, BLOCK), vector(vectors, upper, B, BLOCK)
+    mixed1 = key
+    if LAYERS == 2:
+        scores1 = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        mixed1 = (scores1 * _mix(P, vectors, lower, BLOCK)).to(key.dtype)
+    y, _ = _read(
+        query, key, mixed1, _mix(P, vectors, upper, BLOCK), a1, b1, a2, b2,
+        weights + (at + row + 1) * SIZE, momenta + at * SIZE, hidden, pulled, error, hidden,
+        at * BLOCK * HIDDEN, at * BLOCK * D,
+        D, HIDDEN, BLOCK, SLICE, LAYERS, ACTIVATION, PRECISION, False,
+    )  # fmt: skip
+    if NORM:
+        d = tl.arange(0, D)
+        y, _ = unit(y, D)
+        y = y * tl.load(norm + head * D + d)[None, :] + tl.load(norm + (H + head) * D + d)[None, :]
+    if RESIDUAL:
+        y += query.to(tl.float32)
+    store_tokens(out, token, H, length, y, D, BLOCK)
+
+
+@triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
+def read_backward(
+    q, k, d_y, info, norm, P, vectors, weights, momenta, hidden, pulled, error,
+    query_hidden, d_query_hidden, d_out, d_input, d_hidden, d_error, d_key, d_norm_read, d_mix, d_vectors, d_q,
+    T, H, N, first, K,
+    D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
+    GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The way back through :func:`read`: d_y (B, T, H, D) -> d_q complete, d_mix, d_vectors rows A and B, and, for
+    scan.scan_backward, what reaches the keys' side of the block and the state at its start (see there).
+    """
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, head = row // H, row % H
+    info += (batch * N + first + i) * FIELDS
+    start, length = tl.load(info + START), tl.load(info + LENGTH)
+    SIZE: tl.constexpr = LAYERS * D * HIDDEN
+    at = row * K + i
+    lower, upper = at * GATES, at * GATES + GATES - 1
+    wide, narrow = at * BLOCK * HIDDEN, at * BLOCK * D
+    width = _width_places(BLOCK, D)
+    weights, momenta = weights + (at + row + 1) * SIZE, momenta + at * SIZE
+    token = (batch * T + start) * H + head
+    c, d = tl.arange(0, BLOCK), tl.arange(0, D)
+    OPERAND: tl.constexpr = q.dtype.element_ty
+    query, key = tokens(q, token, H, length, D, BLOCK), tokens(k, token, H, length, D, BLOCK)
+    a1, b1 = vector(vectors, lower, A, BLOCK), vector(vectors, lower, B, BLOCK)
+    a2, b2 = vector(vectors, upper, A, BLOCK), vector(vectors, upper, B, BLOCK)
+    mixed1 = key
+    if LAYERS == 2:
+        scores1 = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        mixed1 = (scores1 * _mix(P, vectors, lower, BLOCK)).to(OPERAND)
+    mix2 = _mix(P, vectors, upper, BLOCK)
+    y, scores2 = _read(
+        query, key, mixed1, mix2, a1, b1, a2, b2, weights, momenta, hidden, pulled, error, query_hidden, wide, narrow,
+        D, HIDDEN, BLOCK, SLICE, LAYERS, ACTIVATION, PRECISION, True,
+    )  # fmt: skip
+
+    dy = tokens(d_y, token, H, length, D, BLOCK).to(tl.float32)
+    dz = dy
+    if NORM:
+        normalised, scale = unit(y, D)
+        tl.store(d_norm_read + at * 2 * D + d, tl.sum(dy * normalised, 0))
+        tl.store(d_norm_read + at * 2 * D + D + d, tl.sum(dy, 0))
+        dz = unit_vjp(dy * tl.load(norm + head * D + d)[None, :], normalised, scale, D)
+    dz = dz.to(OPERAND)
+    tl.store(d_out + narrow + width, dz)
+    mixed2 = (scores2 * mix2).to(OPERAND)
+    tl.store(d_error + narrow + width, -tl.dot(tl.trans(mixed2), dz, input_precision=PRECISION))
+    d_mixed2 = -tl.dot(dz, tl.trans(tl.load(error + narrow + width)), input_precision=PRECISION)
+    square = c[:, None] * BLOCK + c[None, :]
+    tl.store(d_mix + (at * LAYERS + LAYERS - 1) * BLOCK * BLOCK + square, d_mixed2 * scores2)
+    d_scores2 = (d_mixed2 * mix2).to(OPERAND)
+    tl.debug_barrier()
+
+    da2 = tl.zeros([BLOCK], tl.float32)
+    db2 = tl.zeros([BLOCK], tl.float32)
+    dq = tl.zeros([BLOCK, D], tl.float32)
+    d_mixed1 = tl.zeros([BLOCK, BLOCK], tl.float32)
+    through_s = tl.zeros([BLOCK, D], tl.float32)
+    for j in range(0, HIDDEN, SLICE):
+        places = _outer_places(j, D, HIDDEN, SLICE, LAYERS)
+        here = _hidden_places(j, BLOCK, HIDDEN, SLICE)
+        x, zx = key, query
+        if LAYERS == 2:
+            z = tl.load(query_hidden + wide + here).to(tl.float32)
+            zx = activate(z, ACTIVATION).to(OPERAND)
+            z_key = tl.load(hidden + wide + here).to(tl.float32)
+            x = activate(z_key, ACTIVATION).to(OPERAND)
+        back = tl.dot(dz, tl.trans(tl.load(weights + places)), input_precision=PRECISION)
+        da2 += tl.sum(zx * back, 1)
+        dzx = tl.dot(d_scores2, x, input_precision=PRECISION) + a2 * back
+        back = tl.dot(dz, tl.trans(tl.load(momenta + places)), input_precision=PRECISION)
+        db2 += tl.sum(zx * back, 1)
+        dzx += b2 * back
+        dx = tl.dot(tl.trans(d_scores2), zx, input_precision=PRECISION)
+        if LAYERS == 2:
+            tl.store(d_input + wide + here, dx)
+            dz1 = (dzx * slope(z, ACTIVATION)).to(OPERAND)
+            tl.store(d_query_hidden + wide + here, dz1)
+            g1 = (tl.load(pulled + wide + here) * slope(z_key, ACTIVATION)).to(OPERAND)
+            d_mixed1 -= tl.dot(dz1, tl.trans(g1), input_precision=PRECISION)
+            tl.store(d_hidden + wide + here, -tl.dot(tl.trans(mixed1), dz1, input_precision=PRECISION))
+            places = _inner_places(j, D, HIDDEN, SLICE)
+            dq = tl.dot(dz1, tl.trans(tl.load(weights + places)), dq, input_precision=PRECISION)
+            through_s = tl.dot(dz1, tl.trans(tl.load(momenta + places)), through_s, input_precision=PRECISION)
+        else:
+            dq = dzx
+            tl.store(d_key + narrow + width, dx)
+    own = d_vectors + (at * LAYERS + LAYERS - 1) * VECTORS * BLOCK
+    tl.store(own + A * BLOCK + c, da2)
+    tl.store(own + B * BLOCK + c, db2)
+    if LAYERS == 2:
+        own = d_vectors + at * LAYERS * VECTORS * BLOCK
+        tl.store(own + A * BLOCK + c, tl.sum(query * dq, 1))
+        tl.store(own + B * BLOCK + c, tl.sum(query * through_s, 1))
+        scores1 = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        tl.store(d_mix + at * LAYERS * BLOCK * BLOCK + square, d_mixed1 * scores1)
+        d_scores1 = (d_mixed1 * _mix(P, vectors, lower, BLOCK)).to(OPERAND)
+        dq = a1 * dq + b1 * through_s
+        dq = tl.dot(d_scores1, key, dq, input_precision=PRECISION)
+        tl.store(d_key + narrow + width, tl.dot(tl.trans(d_scores1), query, input_precision=PRECISION))
+    if RESIDUAL:
+        dq += tokens(d_y, token, H, length, D, BLOCK).to(tl.float32)
+    store_tokens(d_q, token, H, length, dq, D, BLOCK)

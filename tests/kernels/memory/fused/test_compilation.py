@@ -1,0 +1,47 @@
+"""The pinned configurations compile for a Hopper GPU and fit its registers, as far as the table says they do."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.memory.fused.configurations import KERNELS, WIDTHS
+
+SHARED = 227 * 1024
+"""Bytes of shared memory that one program may have on sm_90."""
+
+
+def compiled(cases: list[dict]) -> list[dict]:
+    words = [sys.executable, str(Path(__file__).with_name("compile_offline.py")), json.dumps(cases)]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(cases: list[dict]):
+    for found in compiled(cases):
+        stated = KERNELS[found["kernel"]][found.get("D", 64)].spills
+        assert found["spills"] <= stated, found
+        assert found["registers"] <= 255 and found["shared"] <= SHARED, found
+
+
+def test_read_and_step():
+    check([{"kernel": "read"}, {"kernel": "step"}])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("D", WIDTHS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_pinned_configuration(kernel, D):
+    check([{"kernel": kernel, "D": D, "expansion": e} for e in (2, 4)] + [{"kernel": kernel, "D": D, "depth": 1}])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_other_operands_and_blocks_compile(kernel):
+    compiled([{"kernel": kernel, "dtype": "fp32", "D": 32}, {"kernel": kernel, "dtype": "fp16", "C": 16, "gates": 2}])

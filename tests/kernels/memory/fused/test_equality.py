@@ -1,0 +1,59 @@
+"""The kernels, interpreted or on a GPU, against the definition and the dual form: outputs, states, all gradients."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.kernels.memory.fused.cases import Case, assert_equal, run
+
+FP32, FP16 = 1e-4, 2e-3
+
+
+@pytest.mark.parametrize("case", [
+    Case(T=63, expansion=4, per_layer=True),
+    Case(T=100, depth=1, H=1),
+    Case(T=17, depth=1, per_layer=True, norm=False, activation="silu", resets=True, H=1),
+], ids=str)  # fmt: skip
+def test_equals_the_definition(case):
+    assert_equal(case, FP32, oracle="naive")
+
+
+@pytest.mark.parametrize("case", [
+    Case(T=130, C=64, expansion=1, norm=False, activation="silu", extremes=True),
+    Case(T=130, C=256, H=1, initial=True),
+    Case(T=100, C=16, H=1, B=2, initial=True, resets=True, save_every=2, activation="relu"),
+    Case(T=63, C=32, D=64, residual=False, H=1, extremes=True),
+    Case(T=63, C=64, D=128, expansion=1, H=1),
+], ids=str)  # fmt: skip
+def test_equals_the_dual_form(case):
+    assert_equal(case, FP32)
+
+
+@pytest.mark.parametrize("case", [
+    Case(T=100, C=64, D=64, H=1, dtype=torch.float16, initial=True),
+    Case(T=63, C=16, depth=1, D=64, H=1, dtype=torch.float16),
+], ids=str)  # fmt: skip
+def test_half_precision_operands(case):
+    assert_equal(case, FP16)
+
+
+EVERYTHING = [
+    Case(T=T, C=C, D=D, expansion=expansion, depth=depth, norm=norm, residual=residual, H=1, dtype=dtype, initial=True)
+    for (T, C), D, (depth, expansion), norm, residual, dtype in itertools.product(
+        [(63, 16), (100, 64), (130, 256)], [32, 64, 128], [(1, 1), (2, 1), (2, 2), (2, 4)], [True, False],
+        [True, False], [torch.float32, torch.float16],
+    )
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EVERYTHING, ids=str)
+def test_every_shape(case):
+    assert_equal(case, FP32 if case.dtype == torch.float32 else FP16)
+
+
+def test_one_state_for_all_and_one_for_each_block_give_the_same():
+    few, many = (run(Case(T=70, H=1, depth=1, save_every=n), "triton") for n in (None, 1))
+    for a, b in zip([*few[0], *few[1]], [*many[0], *many[1]], strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,219 @@
+"""The operators: their schemas and fakes, torch.compile, who serves what, decoding, memory."""
+
+import warnings
+
+import pytest
+import torch
+
+from kernels.memory import neural_memory
+from kernels.memory.fused import fused_memory, layout, operators
+from tests.kernels.memory.fused.cases import DEVICE, Case, error, inputs, run
+
+SMALL = Case(T=20, H=1, depth=1)
+
+
+def arguments(case: Case) -> tuple[tuple, dict]:
+    leaves, options = inputs(case)
+    weights, norm = tuple(leaves[6 : 6 + case.depth]), tuple(leaves[6 + case.depth : 8 + case.depth])
+    return (*leaves[:6], weights), {"norm": norm, **options}
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """What the operator was called with, by a call of the memory that needs gradients."""
+    calls = []
+
+    def record(*given):
+        calls.append(given)
+        return operators.memory(*given)
+
+    monkeypatch.setattr("kernels.memory.fused.memory", record)
+    given, options = arguments(SMALL)
+    given[0].requires_grad_()
+    neural_memory(*given, **options, backend="triton")
+    return calls[0]
+
+
+def test_operator_is_well_formed(recorded):
+    torch.library.opcheck(operators.memory, recorded, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_torch_compile_takes_it_whole():
+    given, options = arguments(SMALL)
+    given[0].requires_grad_()
+
+    def call(q):
+        out, state = neural_memory(q, *given[1:], **options, backend="triton", output_final_state=True)
+        return out.square().sum() + state.momentum[0].sum()
+
+    plain = torch.autograd.grad(call(given[0]), given[0])[0]
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(torch.autograd.grad(compiled(given[0]), given[0])[0], plain)
+
+
+@pytest.mark.parametrize("change, reason", [
+    ({"chunk_size": 24}, "chunk_size 24 is neither"),
+    ({"dtype": torch.float64}, "dtype torch.float64 is none"),
+])  # fmt: skip
+def test_asked_for_what_it_does_not_serve(change, reason):
+    given, options = arguments(SMALL)
+    dtype = change.pop("dtype", torch.float32)
+    given = [g.to(dtype) if isinstance(g, torch.Tensor) else g for g in given]
+    with pytest.raises(ValueError, match=f'backend "triton" does not serve this: {reason}'):
+        neural_memory(*given, **(options | change), backend="triton")
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there auto takes the kernels")
+def test_auto_on_a_cpu_is_the_dual_form_without_a_warning(monkeypatch):
+    monkeypatch.setattr("kernels.memory.fused.fused_memory", None)
+    given, options = arguments(SMALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        neural_memory(*given, **options)
+
+
+def test_what_falls_back_says_why_once(monkeypatch):
+    from kernels.memory import dispatch
+
+    class OnGPU:
+        """As much of a tensor as the choice looks at."""
+
+        device, dtype, shape = torch.device("cuda"), torch.float32, (1, 1, 1, 48)
+
+    weights = (torch.zeros(1, 48, 48),)
+    dispatch._warn.cache_clear()
+    with pytest.warns(UserWarning, match="head width 48 is none of"):
+        assert dispatch._fused(OnGPU, weights, 16, "auto") is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch._fused(OnGPU, weights, 16, "auto") is None
+    monkeypatch.setattr(OnGPU, "shape", (1, 1, 1, 32))
+    assert dispatch._fused(OnGPU, (torch.zeros(1, 32, 32),), 16, "auto") is fused_memory
+
+
+@pytest.mark.parametrize("case", [
+    Case(T=40, H=1, B=2, per_layer=True, activation="silu"),
+    Case(T=40, H=1, depth=1, norm=False, residual=False),
+], ids=str)  # fmt: skip
+def test_decoding_is_the_sequence(case):
+    """Prefill, then pieces of 1, 3, 8 and 5 tokens over a chunk's end, against one call."""
+    leaves, options = inputs(case)
+    weights = tuple(leaves[6 : 6 + case.depth])
+    norm = tuple(leaves[6 + case.depth :]) or None
+    whole, end = neural_memory(
+        *leaves[:6], weights, norm=norm, **options, backend="chunked", output_final_state=True
+    )
+    at, state, pieces = 23, None, []
+    with torch.no_grad():
+        for begin, stop, backend in [(0, at, "chunked"), (at, 24, "triton"), (24, 27, "triton"), (27, 35, "triton"),
+                                     (35, 40, "triton")]:  # fmt: skip
+            out, state = neural_memory(
+                *(x[:, begin:stop] for x in leaves[:6]), weights, norm=norm, **options, backend=backend,
+                initial_state=state, output_final_state=True,
+            )  # fmt: skip
+            pieces.append(out)
+    assert error(torch.cat(pieces, 1), whole) < 1e-5
+    for group in ("weights", "momentum", "chunk_weights"):
+        for a, b in zip(getattr(state, group), getattr(end, group), strict=True):
+            assert error(a, b) < 1e-5
+    assert torch.equal(state.offset, end.offset)
+
+
+def test_few_tokens_take_one_launch(monkeypatch):
+    monkeypatch.setattr("kernels.memory.fused.memory", None)
+    given, options = arguments(Case(T=3, H=1))
+    with torch.no_grad():
+        neural_memory(*given, **options, backend="triton")
+
+
+def test_table_of_blocks():
+    """Two rows: offsets 0 and 5 in chunks of 32, blocks of 16, a reset at token 20 of the second."""
+    reset = torch.zeros(2, 40, dtype=torch.bool)
+    reset[1, 20] = True
+    blocks = layout.count(40, 16, offset=True, resets=1)
+    made = layout.table(40, 32, 16, blocks, torch.tensor([0, 5]), reset)
+    assert made[0, :3].tolist() == [[0, 16, 0, 0], [16, 16, 0, 0], [32, 8, 2, 0]]
+    assert made[1, :4].tolist() == [[0, 11, -1, 0], [11, 9, -1, 0], [20, 16, 2, 1], [36, 4, 2, 0]]
+    assert made[:, :, 1].sum(1).tolist() == [40, 40] and (made[0, 3:, 1] == 0).all()
+
+
+def test_blocks_of_a_group_follow_the_budget_and_its_formula(monkeypatch):
+    q, gate, begin = torch.empty(2, 640, 3, 64), torch.empty(2, 640, 3, 2), torch.empty(3, 2, 64 * 128)
+
+    def call(save_every=0):
+        return operators.Call(q, gate, begin, begin, None, None, 64, 0, True, "gelu", save_every)
+
+    c, D, h, L, G, b, rows = 64, 64, 128, 2, 2, 4, 6
+    scratch = (2 * b * L * D * h + c * D * (12 + 2 * b) + c * h * (8 + 4 * b) + 4 * c * c * (G + L) + 24 * c * (G + L)
+               + 12 * L + 8 * D)  # fmt: skip
+    assert call().block_bytes() == scratch
+    assert call().every == 10 and call(3).groups == 4
+    monkeypatch.setattr(operators, "SCRATCH_BYTES", 4 * rows * scratch)
+    assert (call().every, call().groups) == (4, 3)
+    monkeypatch.setattr(operators, "SCRATCH_BYTES", 1)
+    assert call().every == 1
+
+
+@pytest.mark.gpu
+def test_peak_memory_on_a_gpu():
+    """Forward and backward stay below the docstring's formula, inputs, outputs and gradients aside."""
+    B, T, H, D, h = 4, 4096, 8, 64, 128
+    case = Case(T=T, C=64, D=D, B=B, H=H, dtype=torch.bfloat16)
+    given, options = arguments(case)
+    leaves = [t.requires_grad_() for t in (*given[:6], *given[6], *options["norm"])]
+
+    def once():
+        out, _ = neural_memory(*given, **options, backend="triton")
+        return torch.autograd.grad(out.float().sum(), leaves)
+
+    once()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    once()
+    gate = given[3].unsqueeze(-1)
+    call = operators.Call(given[0], gate, torch.empty(H, 2, D * h), gate, None, None, 64, 0, True, "gelu", 0)
+    rows, packed = B * H, 2 * D * h
+    bound = call.groups * rows * 12 * packed + call.every * rows * call.block_bytes() + rows * (12 + 2) * packed
+    copies = 4 * B * T * H * (8 * D * 4 + 6 * 4)  # q, k, v, out, their gradients, gates and theirs, at most in fp32
+    assert torch.cuda.max_memory_allocated() - start < bound + copies + 5 * rows * 12 * packed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [
+    Case(T=1000, C=64, D=64, B=2, H=4, dtype=torch.bfloat16),
+    Case(T=777, C=64, D=64, expansion=4, B=2, H=2, dtype=torch.bfloat16, initial=True, resets=True),
+    Case(T=500, C=16, D=64, depth=1, B=2, H=2, dtype=torch.bfloat16, per_layer=True),
+    Case(T=600, C=256, D=128, expansion=4, H=2, dtype=torch.bfloat16),
+    Case(T=300, C=64, D=32, H=2, dtype=torch.bfloat16, norm=False, activation="silu"),
+], ids=str)  # fmt: skip
+def test_bf16_on_a_gpu(case):
+    """Outputs without the residual within 5e-3, states and gradients 1e-2, those of eta and alpha 2e-2."""
+    (out, grad, _), (out_, grad_, _) = run(case, "triton"), run(case, "chunked", torch.float64)
+    q = inputs(case)[0][0] if case.residual else 0
+    assert error(out[0].double() - q, out_[0] - q) < 5e-3
+    for a, b in zip(out[1:], out_[1:], strict=True):
+        assert error(a, b) < 1e-2
+    for n, (a, b) in enumerate(zip(grad, grad_, strict=True)):
+        assert error(a, b) < (2e-2 if n in (4, 5) else 1e-2), n
+
+
+@pytest.mark.gpu
+def test_the_same_call_gives_the_same_bits():
+    case = Case(T=500, C=64, D=64, B=2, H=4, dtype=torch.bfloat16, save_every=3)
+    for a, b in zip(*(sum(map(list, run(case, "triton")[:2]), []) for _ in range(2)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_of_forward_and_decode():
+    for T in (1, 256):
+        given, options = arguments(Case(T=T, C=64, D=64, B=2, dtype=torch.bfloat16))
+        with torch.no_grad():
+            expected, _ = neural_memory(*given, **options, backend="triton")
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out, _ = neural_memory(*given, **options, backend="triton")
+            graph.replay()
+        assert torch.equal(out, expected)

@@ -1,0 +1,48 @@
+"""The kernels' benchmark measures what it says, refuses what is wrong, and leaves its files."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+from titans_pt.benchmarks import kernels
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU every column has figures")
+def test_on_a_cpu_only_the_chunked_form_is_timed(tmp_path, capsys):
+    kernels.benchmark_kernels(tmp_path, rounds=1, longest=128, tokens=256)
+    rows = list(csv.DictReader((tmp_path / "kernels.csv").open()))
+    assert {r["implementation"] for r in rows} == {name for name, *_ in kernels.implementations()}
+    for row in rows:
+        if row["implementation"] == "chunked":
+            assert float(row["both_ms"]) > float(row["forward_ms"]) > 0 and not row["note"]
+            assert float(row["tokens_per_second"]) == pytest.approx(256e3 / float(row["both_ms"]))
+        else:
+            assert not row["both_ms"] and row["note"]
+    assert (tmp_path / "kernels.md").read_text().strip() in capsys.readouterr().out
+    assert json.loads((tmp_path / "kernels.json").read_text())["matmul_tflops"] > 0
+    assert (tmp_path / "kernels.png").stat().st_size > 1000
+
+
+def test_what_fails_its_check_is_not_timed(tmp_path, monkeypatch):
+    def wrong(x):
+        right = kernels.memory_call("chunked", False, x)
+        return lambda: right() * 1.1
+
+    monkeypatch.setattr(kernels, "implementations", lambda: [("chunked", 2, wrong)])
+    kernels.benchmark_kernels(tmp_path, rounds=1, longest=128, tokens=128)
+    (row,) = csv.DictReader((tmp_path / "kernels.csv").open())
+    assert row["note"].startswith("wrong: outputs off by") and not row["both_ms"]
+
+
+def test_gated_delta_rule_is_checked_against_its_recurrence():
+    """One token: q . k (beta (v - 0)); two with the same key: the second corrects what the first left."""
+    x = kernels.inputs(1, 2, 1, "cpu", torch.float64)
+    x["k"] = x["k"][:, :1].expand_as(x["k"])
+    out = kernels._delta_recurrence(x)
+    score, beta = (x["q"] * x["k"]).sum(-1, keepdim=True), x["eta"].unsqueeze(-1)
+    first = beta[:, 0] * x["v"][:, 0]
+    kept = (1 - x["alpha"][:, 1].unsqueeze(-1)) * first
+    torch.testing.assert_close(out[:, 0], score[:, 0] * first, check_dtype=False)
+    torch.testing.assert_close(out[:, 1], score[:, 1] * (kept + beta[:, 1] * (x["v"][:, 1] - kept)), check_dtype=False)

@@ -1,0 +1,316 @@
+"""The memory's kernels on this machine, beside other implementations, other operators and the machine's ceilings.
+
+Same batch, length, heads and head width for all. An implementation is timed only after it has passed its check; one
+that cannot run or does not pass has its reason in the table in place of figures.
+"""
+
+import csv
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from kernels.memory import neural_memory
+from titans_pt.run import versions
+
+HEADS, WIDTH, CHUNK, EXPANSIONS = 12, 64, 64, (2, 4)
+LENGTHS = (2048, 4096, 8192, 16_384, 32_768)
+CHECKED = 200
+"""Tokens of the correctness check, one row."""
+TOLERANCES = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (5e-3, 2e-2)}
+"""Relative error of outputs (without the residual: it flatters them) and of gradients, by the operands' dtype."""
+
+
+@dataclass
+class Row:
+    """One implementation at one length; figures None where ``note`` says why.
+
+    tflops, gigabytes: of forward + backward, a second; operations and bytes as :func:`work` counts them.
+    """
+
+    implementation: str
+    hidden: int
+    length: int
+    batch: int
+    forward_ms: float | None = None
+    both_ms: float | None = None
+    tokens_per_second: float | None = None
+    tflops: float | None = None
+    gigabytes: float | None = None
+    peak_mib: float | None = None
+    note: str = ""
+
+
+def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], tokens: int = 32_768):
+    """Measures, prints a Markdown table, writes kernels.{md,csv,json,png} to ``out``.
+
+    tokens: of a call, batch times length. longest: of the lengths of LENGTHS and ``longest`` itself, those up to it.
+    rounds: timings of each call after one that warms up; the median counts.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    longest = min(longest, tokens)
+    lengths = sorted({n for n in LENGTHS if n <= longest} | ({longest} if longest < LENGTHS[0] else set()))
+    rows = []
+    for name, expansion, build in implementations():
+        reason = _reason(name, expansion, build, device, dtype)
+        for length in lengths:
+            row = Row(name, WIDTH * expansion, length, tokens // length, note=reason)
+            rows.append(_timed(row, build, expansion, device, dtype, rounds) if not reason else row)
+            print(_line(asdict(rows[-1]).values()), flush=True)
+    ceilings = measured_ceilings(device, dtype)
+    title = (f"D = {WIDTH}, {HEADS} heads, C = {CHUNK}, {tokens:,} tokens a call, {str(dtype).removeprefix('torch.')}; "
+             f"matmul {ceilings['matmul_tflops']:.1f} TFLOP/s, copy {ceilings['copy_gigabytes']:.0f} GB/s")
+    (out / "kernels.md").write_text(f"{title}\n\n{table(rows)}\n")
+    (out / "kernels.json").write_text(json.dumps(versions() | _fla_version() | ceilings, indent=1) + "\n")
+    with (out / "kernels.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    _plot(rows, out / "kernels.png", title)
+    print(f"\n{title}\n\n{table(rows)}\n\n{out / 'kernels.md'}")
+
+
+def implementations():
+    """(name, expansion, build); build(inputs) returns a function without arguments that returns outputs."""
+    for expansion in EXPANSIONS:
+        yield "triton", expansion, partial(memory_call, "triton", False)
+        yield "chunked", expansion, partial(memory_call, "chunked", False)
+        yield "chunked, compiled", expansion, partial(memory_call, "chunked", True)
+    # Linear memories: hidden = D says that they have no hidden layer.
+    yield "fla gated_delta_rule", 1, _gated_delta_rule
+    yield "fla ttt_linear", 1, _ttt_linear
+
+
+def inputs(batch: int, length: int, expansion: int, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Random q, k, v (unit keys), stable gates, M_0 and LayerNorm; all differentiable leaves."""
+    draw = torch.Generator(device).manual_seed(0)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=draw, device=device)
+
+    q, k = (normalize(rand(batch, length, HEADS, WIDTH), dim=-1).to(dtype) for _ in range(2))
+    theta, eta, alpha = (torch.sigmoid(rand(batch, length, HEADS)) for _ in range(3))
+    found = {
+        "q": q, "k": k, "v": rand(batch, length, HEADS, WIDTH).to(dtype),
+        "theta": 1.9 / CHUNK * (1 - eta) * theta, "eta": eta, "alpha": 0.01 * alpha,
+        "w1": rand(HEADS, WIDTH, expansion * WIDTH), "w2": rand(HEADS, expansion * WIDTH, WIDTH),
+        "gain": torch.ones(HEADS, WIDTH, device=device), "shift": torch.zeros(HEADS, WIDTH, device=device),
+    }  # fmt: skip
+    return {name: x.detach().requires_grad_() for name, x in found.items()}
+
+
+def memory_call(backend: str, compiled: bool, x: dict[str, Tensor]) -> Callable[[], Tensor]:
+    call = torch.compile(neural_memory) if compiled else neural_memory
+    gates = x["theta"], x["eta"], x["alpha"]
+
+    def run():
+        return call(
+            x["q"], x["k"], x["v"], *gates, (x["w1"], x["w2"]), norm=(x["gain"], x["shift"]), chunk_size=CHUNK,
+            backend=backend,
+        )[0]  # fmt: skip
+
+    return run
+
+
+def _gated_delta_rule(x: dict[str, Tensor]) -> Callable[[], Tensor]:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    # eta as its step, alpha as its decay: any numbers in (0, 1) take as long.
+    return lambda: chunk_gated_delta_rule(x["q"], x["k"], x["v"], torch.log1p(-x["alpha"]), x["eta"], scale=1.0)[0]
+
+
+def _ttt_linear(x: dict[str, Tensor]) -> Callable[[], Tensor]:
+    from fla.ops.ttt import chunk_ttt_linear
+
+    return lambda: chunk_ttt_linear(
+        x["q"], x["k"], x["v"], x["gain"].to(x["q"]), x["shift"].to(x["q"]), x["theta"].unsqueeze(-1).to(x["q"]),
+        scale=1.0,
+    )[0]  # fmt: skip
+
+
+def work(length: int, batch: int, expansion: int, itemsize: int) -> tuple[float, float]:
+    """Operations and bytes of forward + backward that the two-layer memory cannot do without, states not counted.
+
+    Forward, a token and head: 11 products of 2 D h (3 on the keys' side, 4 for the queries through W and S, 4 for the
+    update of W and S) and 4 C (D + h) inside the chunk; backward: twice that. Bytes: q, k, v, outputs and gates, and
+    in the backward pass those again and their gradients.
+    """
+    hidden = WIDTH * expansion
+    operations = 3 * (22 * WIDTH * hidden + 4 * CHUNK * (WIDTH + hidden))
+    traffic = 3 * (4 * WIDTH * itemsize + 3 * 4)
+    return operations * length * batch * HEADS, traffic * length * batch * HEADS
+
+
+def _reason(name: str, expansion: int, build, device: str, dtype: torch.dtype) -> str:
+    """Why an implementation is not timed; empty if it may be."""
+    if name.startswith("fla") and find_spec("fla") is None:
+        return "flash-linear-attention is not installed"
+    if name.startswith(("fla", "triton")) and device != "cuda":
+        return "no GPU"
+    if name.endswith("compiled") and device != "cuda":
+        return "compiled only on a GPU"
+    try:
+        return _check(name, expansion, build, device, dtype)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others are still to be measured
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+def _check(name: str, expansion: int, build, device: str, dtype: torch.dtype) -> str:
+    """What is wrong with an implementation's outputs and gradients on a short call; empty if nothing is.
+
+    The memory: against the dual form in float64. Gated delta rule: outputs against its recurrence. TTT: finite.
+    """
+    x = inputs(1, CHECKED, expansion, device, dtype)
+    out = build(x)()
+    seed = torch.randn(out.shape, generator=torch.Generator(device).manual_seed(1), device=device)
+    # Copies: a gradient may be a view of a buffer that a compiled graph uses again.
+    grads = [g.double().clone() for g in torch.autograd.grad((out.float() * seed).sum(), _used(name, x))]
+    if not all(t.isfinite().all() for t in (out, *grads)):
+        return "not finite"
+    limit, grad_limit = TOLERANCES[dtype]
+    if name == "fla ttt_linear":
+        return ""
+    if name == "fla gated_delta_rule":
+        error = _error(out.double(), _delta_recurrence(x))
+        return "" if error < limit else f"wrong: outputs off by {error:.1e}"
+    exact = {n: t.detach().double().requires_grad_() for n, t in x.items()}
+    expected = memory_call("chunked", False, exact)()
+    error = _error(out.double() - exact["q"], expected - exact["q"])
+    expected_grads = torch.autograd.grad((expected * seed.double()).sum(), _used(name, exact))
+    grad_error = max(_error(a, b) for a, b in zip(grads, expected_grads, strict=True))
+    if error < limit and grad_error < grad_limit:
+        return ""
+    return f"wrong: outputs off by {error:.1e}, gradients by {grad_error:.1e}"
+
+
+def _used(name: str, x: dict[str, Tensor]) -> list[Tensor]:
+    """What an implementation differentiates."""
+    if name == "fla gated_delta_rule":
+        return [x[n] for n in ("q", "k", "v", "alpha", "eta")]
+    if name == "fla ttt_linear":
+        return [x[n] for n in ("q", "k", "v", "theta")]
+    return list(x.values())
+
+
+def _error(a: Tensor, b: Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+@torch.no_grad()
+def _delta_recurrence(x: dict[str, Tensor]) -> Tensor:
+    q, k, v, keep, beta = (x[n].double() for n in ("q", "k", "v", "alpha", "eta"))
+    state = q.new_zeros(q.shape[0], HEADS, WIDTH, WIDTH)
+    outputs = []
+    for t in range(q.shape[1]):
+        state = (1 - keep[:, t, :, None, None]) * state
+        error = beta[:, t, :, None] * (v[:, t] - (k[:, t, :, None] @ state).squeeze(-2))
+        state = state + k[:, t, :, :, None] * error[..., None, :]
+        outputs.append((q[:, t, :, None] @ state).squeeze(-2))
+    return torch.stack(outputs, 1)
+
+
+def _timed(row: Row, build, expansion: int, device: str, dtype: torch.dtype, rounds: int) -> Row:
+    x = inputs(row.batch, row.length, expansion, device, dtype)
+    run, used = build(x), _used(row.implementation, x)
+    seed = torch.randn_like(x["q"])
+
+    def both():
+        torch.autograd.grad(run(), used, seed)
+
+    try:
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            start = torch.cuda.memory_allocated()
+        row.both_ms = milliseconds(both, device, rounds)
+        if device == "cuda":
+            row.peak_mib = (torch.cuda.max_memory_allocated() - start) / 2**20
+        with torch.no_grad():
+            row.forward_ms = milliseconds(run, device, rounds)
+    except torch.OutOfMemoryError:
+        row.note = "out of memory"
+        return row
+    seconds = row.both_ms / 1e3
+    row.tokens_per_second = row.batch * row.length / seconds
+    if not row.implementation.startswith("fla"):
+        operations, traffic = work(row.length, row.batch, expansion, dtype.itemsize)
+        row.tflops, row.gigabytes = operations / seconds / 1e12, traffic / seconds / 1e9
+    return row
+
+
+def milliseconds(function, device: str, rounds: int) -> float:
+    """Median time of a call, the first one left out."""
+    times = []
+    for n in range(rounds + 1):
+        if device == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            function()
+            end.record()
+            end.synchronize()
+            taken = begin.elapsed_time(end)
+        else:
+            began = time.perf_counter()
+            function()
+            taken = 1e3 * (time.perf_counter() - began)
+        if n:
+            times.append(taken)
+    return statistics.median(times)
+
+
+def measured_ceilings(device: str, dtype: torch.dtype) -> dict[str, float]:
+    """What this machine reaches: a large matrix product (TFLOP/s), a large copy (GB/s, read and written)."""
+    n, size = (8192, 1 << 30) if device == "cuda" else (512, 1 << 24)
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    matmul = milliseconds(lambda: a @ b, device, 10)
+    source = torch.randn(size // 4, device=device)
+    target = torch.empty_like(source)
+    copy = milliseconds(lambda: target.copy_(source), device, 10)
+    return {"matmul_tflops": 2 * n**3 / matmul / 1e9, "copy_gigabytes": 2 * size / copy / 1e6}
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as Markdown."""
+    heads = ["implementation", "hidden", "T", "B", "forward ms", "forward + backward ms", "tokens/s", "TFLOP/s", "GB/s",
+             "peak MiB", "note"]  # fmt: skip
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    return "\n".join(lines + [_line(asdict(row).values()) for row in rows])
+
+
+def _line(cells) -> str:
+    shown = ("-" if c is None else f"{c:,.0f}" if isinstance(c, float) and c >= 1000 else
+             f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells)  # fmt: skip
+    return f"| {' | '.join(shown)} |"
+
+
+def _plot(rows: list[Row], path: Path, title: str):
+    from matplotlib.figure import Figure  # no pyplot: it keeps global state and picks a display
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, hidden in dict.fromkeys((r.implementation, r.hidden) for r in rows):
+        points = [(r.length, r.tokens_per_second) for r in rows
+                  if (r.implementation, r.hidden) == (name, hidden) and r.tokens_per_second]  # fmt: skip
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=f"{name}, hidden {hidden}")
+    axes.set(xscale="log", yscale="log", xlabel="T (tokens)", ylabel="tokens/s, forward + backward")
+    axes.set_title(title, fontsize=9)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _fla_version() -> dict[str, str]:
+    from importlib import metadata
+
+    return {"flash-linear-attention": metadata.version("flash-linear-attention")} if find_spec("fla") else {}
