@@ -7,7 +7,20 @@ import triton
 import triton.language as tl
 
 from kernels.memory.fused.functions import (
-    FIELDS, LENGTH, START, THETA, VECTORS, A, B, activate, slope, store_tokens, tokens, unit, unit_vjp, vector,
+    FIELDS,
+    LENGTH,
+    START,
+    THETA,
+    VECTORS,
+    A,
+    B,
+    activate,
+    slope,
+    store_tokens,
+    tokens,
+    unit,
+    unit_vjp,
+    vector,
 )  # fmt: skip
 from kernels.memory.fused.scan import _hidden_places, _inner_places, _outer_places, _width_places
 

@@ -11,8 +11,27 @@ import triton
 import triton.language as tl
 
 from kernels.memory.fused.functions import (
-    CHUNK, DOCUMENT, E_END, FIELDS, LENGTH, P_END, START, VECTORS, A, B, M, activate, curvature, mean, slope,
-    store_tokens, tokens, unit, unit_vjp, vector, where_all,
+    CHUNK,
+    DOCUMENT,
+    E_END,
+    FIELDS,
+    LENGTH,
+    P_END,
+    START,
+    VECTORS,
+    A,
+    B,
+    M,
+    activate,
+    curvature,
+    mean,
+    slope,
+    store_tokens,
+    tokens,
+    unit,
+    unit_vjp,
+    vector,
+    where_all,
 )  # fmt: skip
 
 TILE = tl.constexpr(1024)

@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parents[4]))
 
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kernels.memory.fused import coefficients, read, scan, step  # noqa: E402
 from kernels.memory.fused.configurations import KERNELS, block_tokens  # noqa: E402
 
-PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 OPERANDS = {"q", "k", "v", "d_y", "out", "weights", "momenta", "hidden", "pulled", "error", "query_hidden",
             "d_query_hidden", "d_out", "d_q", "d_k", "d_v"}  # fmt: skip
 INTEGERS = {"T", "H", "N", "first", "K"}
@@ -56,7 +56,7 @@ def resources(kernel: str, D=64, expansion=2, C=64, depth=2, dtype="bf16", gates
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])
         file.flush()
-        command = [PTXAS, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
