@@ -30,7 +30,7 @@ class Call:
         groups * R * 12 L D h                                             kept from forward to backward
       + every * R * (2 b L D h + c D (12 + 2 b) + c h (8 + 4 b) [L = 2]   scratch of the backward pass
                      + 4 c c (G + L) + 24 c (G + L) + 12 L + 8 D)
-      + R * (12 + b) L D h                                                the state's gradient, the group's frozen weights
+      + R * (12 + b) L D h                                                the state's gradient, frozen weights
 
     Scratch serves the layers of a model one after the other, what is kept stays: so ``every`` is as large as
     SCRATCH_BYTES lets it be.

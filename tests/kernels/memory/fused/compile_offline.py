@@ -14,16 +14,18 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "0"
 sys.path.insert(0, str(Path(__file__).parents[4]))
 
+import torch  # noqa: E402
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kernels.memory.fused import coefficients, read, scan, step  # noqa: E402
-from kernels.memory.fused.configurations import KERNELS, block_tokens  # noqa: E402
+from kernels.memory.fused.configurations import KERNELS, block_tokens, precision  # noqa: E402
 
-PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 OPERANDS = {"q", "k", "v", "d_y", "out", "weights", "momenta", "hidden", "pulled", "error", "query_hidden",
             "d_query_hidden", "d_out", "d_q", "d_k", "d_v"}  # fmt: skip
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INTEGERS = {"T", "H", "N", "first", "K"}
 FUNCTIONS = {f.__name__: f for f in (
     coefficients.coefficients, coefficients.coefficients_backward, scan.scan, scan.scan_backward, read.read,
@@ -38,7 +40,7 @@ def resources(kernel: str, D=64, expansion=2, C=64, depth=2, dtype="bf16", gates
     width = D * expansion if depth == 2 else D
     constants = {
         "D": D, "HIDDEN": width, "BLOCK": block_tokens(C), "LAYERS": depth, "GATES": gates, "CHUNK": C, "NORM": True,
-        "RESIDUAL": True, "RESET": False, "ACTIVATION": "gelu", "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+        "RESIDUAL": True, "RESET": False, "ACTIVATION": "gelu", "PRECISION": precision(DTYPES[dtype]),
         "SLICE": min(changed.get("slice", chosen.slice), width) if depth == 2 else D,
     }  # fmt: skip
     names = function.arg_names
@@ -56,7 +58,7 @@ def resources(kernel: str, D=64, expansion=2, C=64, depth=2, dtype="bf16", gates
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])
         file.flush()
-        command = [PTXAS, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
