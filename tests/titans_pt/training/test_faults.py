@@ -74,21 +74,6 @@ def test_a_killed_rank_is_restarted_and_the_curve_is_as_if_undisturbed(tiny, tmp
     assert curve(tmp_path / "run", *keys) == curve(tmp_path / "calm", *keys)
 
 
-def test_a_rank_that_hangs_ends_the_run_and_every_place_is_told(tiny, tmp_path):
-    folder = tmp_path / "run"
-    process = start(tiny(train={"max_steps": 100_000}), "train.timeout=30")
-    wait_for_step(folder, process, 3)
-    stopped = ranks_of(process)[1]
-    stopped.send_signal(signal.SIGSTOP)
-    _, err = process.communicate(timeout=150)
-    (line,) = [line for line in err.splitlines() if line.startswith("titans: error: train.timeout")]
-    assert "rank 0 stands at step" in line
-    assert "rank 1 stands at step" in line
-    assert "and has been silent for" in line.partition("rank 1")[2]
-    assert process.returncode == 1
-    assert not stopped.is_running()
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 1.5 MB."""

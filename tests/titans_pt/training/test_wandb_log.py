@@ -55,16 +55,26 @@ def test_offline_keeps_its_files_and_its_id_in_the_run_folder(tmp_path, capfd):
     assert capfd.readouterr().out == ""
 
 
-def test_an_artifact_is_kept_offline_and_may_fail(tmp_path, caplog):
-    folder, sent = RunFolder(tmp_path / "run"), tmp_path / "checkpoint"
+@pytest.fixture
+def offline(tmp_path):
+    folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
+    return folder, WandbLog(Config.model_validate({"wandb": {"mode": "offline"}}), folder, None)
+
+
+def test_an_artifact_is_kept_offline(offline, tmp_path):
+    folder, wandb = offline
+    sent = tmp_path / "checkpoint"
     sent.mkdir()
-    (sent / "model.safetensors").write_text("weights of 17 bytes")
-    wandb = WandbLog(Config.model_validate({"wandb": {"mode": "offline"}}), folder, None)
-    wandb.send("checkpoint", "model", sent)
-    wandb.send("checkpoint", "model", tmp_path / "missing")
+    (sent / "model.safetensors").write_text("weights")
     wandb.send("checkpoint", "model", sent)
     wandb.close()
     (record,) = folder.wandb.glob("offline-run-*/run-*.wandb")
-    assert record.read_bytes().count(b"-checkpoint") >= 1
+    assert f"{wandb.id}-checkpoint".encode() in record.read_bytes()
+
+
+def test_an_artifact_that_fails_is_one_warning(offline, tmp_path, caplog):
+    _, wandb = offline
+    for _ in range(2):
+        wandb.send("checkpoint", "model", tmp_path / "missing")
     assert len([r for r in caplog.records if "W&B is off" in r.getMessage()]) == 1
