@@ -182,17 +182,25 @@ def _inspect(options: argparse.Namespace):
     inspect(options.run, options.text, max_tokens=options.max_tokens, step=options.checkpoint)
 
 
-def _benchmark(options: argparse.Namespace):
-    if options.what == "kernels":
-        from titans_pt.benchmarks.kernels import benchmark_kernels
-
-        benchmark_kernels(
-            Path(options.out), rounds=options.rounds, longest=options.longest, tokens=options.tokens
-        )
-        return
+def _benchmark_memory(options: argparse.Namespace):
     from titans_pt.benchmarks.memory import benchmark_memory
 
     benchmark_memory(Path(options.out), rounds=options.rounds, longest=options.longest)
+
+
+def _benchmark_kernels(options: argparse.Namespace):
+    from titans_pt.benchmarks.kernels import benchmark_kernels
+
+    benchmark_kernels(Path(options.out), rounds=options.rounds, longest=options.longest, tokens=options.tokens)
+
+
+def _benchmark_training(options: argparse.Namespace):
+    from titans_pt.benchmarks.training import benchmark_training
+
+    lengths = [int(word) for word in options.lengths.split(",")]
+    benchmark_training(
+        Path(options.out), options.config, options.models.split(","), lengths, options.tokens, options.sweeps
+    )
 
 
 def _recall(options: argparse.Namespace):
@@ -275,18 +283,32 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--max-tokens", type=int, default=2048, metavar="N", help="(default: %(default)s)")
     inspect.add_argument("--checkpoint", type=int, metavar="STEP", help=step)
 
-    benchmark = commands.add_parser("benchmark", help="time the memory on this machine")
-    benchmark.set_defaults(command=_benchmark)
-    what = (
-        "memory: the layer's time and memory by length, and of titans-pytorch; "
-        "kernels: the memory's kernels, other operators, the machine's ceilings"
-    )
-    benchmark.add_argument("what", choices=("memory", "kernels"), help=what)
-    benchmark.add_argument("--rounds", type=int, default=3, metavar="N", help="timings a case (default: %(default)s)")
-    tokens = "kernels: tokens of a call, batch times length (default: %(default)s)"
-    benchmark.add_argument("--tokens", type=int, default=32_768, metavar="N", help=tokens)
-    benchmark.add_argument("--longest", type=int, default=65_536, metavar="TOKENS", help="(default: %(default)s)")
-    benchmark.add_argument("--out", default="runs/benchmark", metavar="DIR", help="(default: %(default)s)")
+    benchmark = commands.add_parser("benchmark", help="time the memory, its kernels or training on this machine")
+    kinds = benchmark.add_subparsers(metavar="WHAT", required=True)
+
+    def kind(name: str, run, about: str, rounds: bool = True) -> argparse.ArgumentParser:
+        parser = kinds.add_parser(name, help=about)
+        parser.set_defaults(command=run)
+        if rounds:
+            timings = "timings a case (default: %(default)s)"
+            parser.add_argument("--rounds", type=int, default=3, metavar="N", help=timings)
+            parser.add_argument("--longest", type=int, default=65_536, metavar="TOKENS", help="(default: %(default)s)")
+        parser.add_argument("--out", default="runs/benchmark", metavar="DIR", help="(default: %(default)s)")
+        return parser
+
+    together = "tokens of all rows of a call together, B * T (default: %(default)s)"
+    kind("memory", _benchmark_memory, "the memory layer, and titans-pytorch's, by length")
+    kernels = kind("kernels", _benchmark_kernels, "the memory's kernels, the dual form, and flash-linear-attention's")
+    kernels.add_argument("--tokens", type=int, default=32_768, metavar="N", help=together)
+    training = kind("training", _benchmark_training, "the whole training step of every model, by length", rounds=False)
+    config = "a YAML file; {model} in it becomes the model's name (default: %(default)s)"
+    training.add_argument("--config", default="configs/170m/{model}.yaml", metavar="FILE", help=config)
+    models = "lmm,mac,mag,mal,transformer,gated-deltanet,mamba2,deltanet,gla"
+    training.add_argument("--models", default=models, metavar="NAMES", help="(default: %(default)s)")
+    lengths = "tokens a sequence (default: %(default)s)"
+    training.add_argument("--lengths", default="2048,4096,8192,16384,32768", metavar="NUMBERS", help=lengths)
+    training.add_argument("--tokens", type=int, default=32_768, metavar="N", help=together)
+    training.add_argument("--sweeps", action="store_true", help="also memories of depth 1 to 4, and of several chunks")
 
     recall = command("recall", _recall, "train small models to recall, with memory and without", "config", yaml)
     recall.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
