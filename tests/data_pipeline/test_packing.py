@@ -142,9 +142,9 @@ def test_token_files_open(config, texts):
     manifest = prepare(config)
     files = TokenFiles.open(config)
     assert files.manifest == manifest and files.fingerprint == manifest["content"]
-    assert files.train.tokens == manifest["splits"]["train"]["tokens"]
+    assert files.train[0].tokens == manifest["splits"]["train"]["tokens"]
     assert files.tokenizer.decode(files.validation[0].tolist()) in texts
-    ids, _ = PackedSamples(files.train, config.data.seq_len, config.run.seed).sample(0)
+    ids, _ = files.samples(config).sample(0)
     assert ids.max() < config.model.vocab_size
 
 

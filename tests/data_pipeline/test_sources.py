@@ -16,21 +16,25 @@ def files(path, **more):
     return SourceConfig(kind="files", path=str(path), **more)
 
 
+def texts(source, counts=None):
+    return [document.text for document in documents(source, counts=counts)]
+
+
 @pytest.fixture(scope="module")
 def stdlib():
     counts = Counter()
-    return list(documents(SourceConfig(), counts)), counts
+    return texts(SourceConfig(), counts), counts
 
 
 def test_stdlib_is_real_english(stdlib):
-    texts, counts = stdlib
-    joined = "\n".join(texts)
-    assert len(texts) > 400 and len(joined) > 1_500_000 and counts["empty"] > 0
+    found, counts = stdlib
+    joined = "\n".join(found)
+    assert len(found) > 400 and len(joined) > 1_500_000 and counts["empty"] > 0
     assert joined.count(" the ") > 10_000
-    assert all(text == text.strip() and text for text in texts)
-    [module] = [text for text in texts if text.startswith("json.decoder\n")]
+    assert all(text == text.strip() and text for text in found)
+    [module] = [text for text in found if text.startswith("json.decoder\n")]
     assert "json.decoder.JSONDecoder.raw_decode\n\nDecode a JSON document" in module
-    assert not any(text.startswith(("test.", "idlelib.")) for text in texts)
+    assert not any(text.startswith(("test.", "idlelib.")) for text in found)
 
 
 def test_stdlib_fingerprint_is_stable():
@@ -49,27 +53,27 @@ def test_folder_is_read_recursively_in_order_without_hidden_or_other_files(tmp_p
     rows = [f"row {i}" for i in range(3000)]
     parquet.write_table(pa.table({"id": range(3000), "text": rows}), tmp_path / "a.parquet")
     expected = rows + ["one", "two", "three", "four", "ä text\nof two lines"]
-    assert list(documents(files(tmp_path))) == expected
+    assert texts(files(tmp_path)) == expected
 
 
 def test_empty_documents_are_dropped_and_counted(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "", " \n\t", None, "b")))
     counts = Counter()
-    assert list(documents(files(path), counts)) == ["a", "b"]
+    assert texts(files(path), counts) == ["a", "b"]
     assert counts["empty"] == 3
 
 
 def test_lone_surrogates_are_replaced(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a\\ud800b \\ud83d\\ude00"}\n')
-    assert list(documents(files(path))) == ["a\ufffdb 😀"]
+    assert texts(files(path)) == ["a\ufffdb 😀"]
 
 
 def test_other_text_column(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "jsonl", "text": 1}\n')
     parquet.write_table(pa.table({"content": ["parquet"]}), tmp_path / "b.parquet")
-    assert list(documents(files(tmp_path, text_column="content"))) == ["jsonl", "parquet"]
+    assert texts(files(tmp_path, text_column="content")) == ["jsonl", "parquet"]
 
 
 def test_fingerprint_sees_a_change(tmp_path):

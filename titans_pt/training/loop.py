@@ -77,7 +77,7 @@ class Trainer:
 
         self.engine = self._build_engine(path, state)
         self.batch_samples = train.batch_tokens // data.seq_len
-        self.train_samples = PackedSamples(files.train, data.seq_len, config.run.seed)
+        self.train_samples = files.samples(config)
         self.loader = Loader(
             self.train_samples, self.engine.micro_batch, ranks.rank, ranks.world_size, self.batch_samples
         )
