@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import datasets
 
-from data_pipeline.files import Row
+from data_pipeline.files import Rejected, Row, missing
 from titans_pt.config import SourceConfig
 from titans_pt.errors import UserError
 
@@ -27,13 +27,14 @@ def files(source: SourceConfig) -> list[str]:
         found = builder.config.data_files or {}
         if source.split not in found:
             raise ValueError(f"no split {source.split!r}; there are {', '.join(map(str, found)) or 'none'}")
-        return [str(file) for file in found[source.split]]
+        return [str(file) for file in found[source.split]][:source.max_files]
 
 
 def version(source: SourceConfig) -> list:
     """What changes when the dataset does: its files, with their entity tags or times. Raises as :func:`files`."""
     names = files(source)
-    return [names, [list(data) for data in _builder(source).config.data_files[source.split].origin_metadata]]
+    tags = _builder(source).config.data_files[source.split].origin_metadata[:len(names)]
+    return [names, [list(tag) for tag in tags]]
 
 
 def pieces(source: SourceConfig) -> Iterator[tuple[str, int, int, int]]:
@@ -49,8 +50,8 @@ def pieces(source: SourceConfig) -> Iterator[tuple[str, int, int, int]]:
             yield source.path, start, min(start + ROWS, count), 0
 
 
-def rows(source: SourceConfig, file: str, start: int, stop: int) -> Iterator[Row]:
-    """Rows of one piece, in order.
+def rows(source: SourceConfig, file: str, start: int, stop: int) -> Iterator[Row | Rejected]:
+    """Rows of one piece, in order; a missing column comes as :class:`Rejected`.
 
     Raises:
         UserError: the network failed for good, a file is broken.
@@ -68,6 +69,10 @@ def rows(source: SourceConfig, file: str, start: int, stop: int) -> Iterator[Row
             data = data.shard(num_shards=slices, index=stop)
         if data.column_names:
             wanted = {source.text_column, source.id_column, *source.minimum}
+            for column in (source.text_column, *source.minimum):
+                if column not in data.column_names:
+                    yield missing(place, column, source, data.column_names)
+                    return
             data = data.select_columns([column for column in data.column_names if column in wanted])
         for number, values in enumerate(data, first):
             yield Row(f"{place}, row {number}", place, number, values)

@@ -1,5 +1,7 @@
 """Token files to samples. The whole position in the data is one number: how many samples have been consumed."""
 
+import hashlib
+import json
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,7 +24,8 @@ class TokenFiles:
 
     Attributes:
         train: its streams of tokens: one, or one a source where these have weights.
-        fingerprint: hash (hex) of the tokens and the tokenizer; equal for equal content, wherever it lies.
+        fingerprint: hash (hex) of tokens, tokenizer and weights; equal for equal content, wherever it lies. A run that
+            goes on with another would repeat samples or leave some out.
     """
 
     train: tuple[IndexedDataset, ...]
@@ -50,7 +53,10 @@ class TokenFiles:
             raise UserError(f"{tokenizer.path}: not the tokenizer that made the token files beside it; "
                             "put it back, or run: titans prepare --force")
         train = tuple(IndexedDataset(folder / name) for name in dict.fromkeys(streams(config.data)))
-        return cls(train, IndexedDataset(folder / "validation"), tokenizer, manifest, manifest["content"])
+        fingerprint, weights = manifest["content"], [source.weight for source in config.data.sources]
+        if len(train) > 1:
+            fingerprint = hashlib.sha256(json.dumps([fingerprint, weights]).encode()).hexdigest()
+        return cls(train, IndexedDataset(folder / "validation"), tokenizer, manifest, fingerprint)
 
     def samples(self, config: Config) -> "PackedSamples | Mixture":
         """Training samples of data.seq_len tokens in the order of run.seed, mixed by the weights of data.sources.
@@ -107,6 +113,10 @@ class PackedSamples:
         for j in range(bisect_left(starts, start), bisect_left(starts, start + self.seq_len)):
             reset[starts[j] - start] = True
         return self.dataset.read(start, stop).astype(np.int64), reset
+
+    def stream(self, position: int) -> IndexedDataset:
+        """The stream that the sample at ``position`` is cut from."""
+        return self.dataset
 
     def describe(self, position: int) -> dict:
         """Where the sample at ``position`` comes from, for an error log.
@@ -171,6 +181,10 @@ class Mixture:
         """As :meth:`PackedSamples.sample`."""
         stream, position = self.locate(position)
         return self.streams[stream].sample(position)
+
+    def stream(self, position: int) -> IndexedDataset:
+        """As :meth:`PackedSamples.stream`."""
+        return self.streams[self.locate(position)[0]].dataset
 
     def describe(self, position: int) -> dict:
         """As :meth:`PackedSamples.describe`; ``position`` is that in the mixture, epoch and sample are the stream's."""

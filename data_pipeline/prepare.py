@@ -70,7 +70,9 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
             print(f"{folder}: token files are up to date, nothing to do", file=sys.stderr)
             shutil.rmtree(folder / _BUILD, ignore_errors=True)  # left by a process that was killed at its very end
             return old
-        what = changed_setting(old, config) or "the text of data.sources has changed"
+        what = changed_setting(old, config) or (
+            "the text of data.sources has changed" if old.get("format") == FORMAT else
+            f"file format {old.get('format')}, this version writes {FORMAT}")
         raise UserError(f"data.dir={config.data.dir}: holds token files of other settings ({what}); "
                         "choose another data.dir, or replace them with: titans prepare --force")
     created = not folder.exists()

@@ -195,6 +195,7 @@ def fingerprint(source: SourceConfig) -> str:
 
             rows = hub.version(source)
         case "indexed":
+            IndexedDataset(source.path)  # says what is the matter, if anything is
             stats = [Path(f"{source.path}{suffix}").stat() for suffix in (".bin", ".idx")]
             rows = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
     return hashlib.sha256(json.dumps([source.kind, source.text_column, rows]).encode()).hexdigest()

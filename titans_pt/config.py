@@ -50,6 +50,8 @@ class SourceConfig(Section):
     """hub: branch, tag or commit. Null: the newest."""
     streaming: bool = True
     """hub: read over the network as it is needed. False: download first, into the cache of ``datasets``."""
+    max_files: Positive | None = None
+    """hub, streaming: only the first so many files of the dataset; FineWeb-Edu's have some 0.7B tokens each."""
     text_column: str = "text"
     """Column (field of a .jsonl row) that holds the text."""
     id_column: str = "id"
@@ -64,11 +66,14 @@ class SourceConfig(Section):
     def _check(self):
         if (self.kind == "stdlib") != (self.path is None):
             raise ValueError(f"path: given {self.path!r} with kind={self.kind!r}; kind=stdlib has none, others need it")
-        rows, hub = ("text_column", "id_column", "minimum"), ("name", "split", "revision", "streaming")
+        rows, hub = ("text_column", "id_column", "minimum"), ("name", "split", "revision", "streaming", "max_files")
         used = {"files": rows, "hub": rows + hub}.get(self.kind, ())
         for key in (*rows, *hub):
             if key not in used and (given := getattr(self, key)) != type(self).model_fields[key].default:
                 raise ValueError(f"{key}: given {given!r} with kind={self.kind!r}, which does not use it; remove it")
+        if self.max_files and not self.streaming:
+            raise ValueError(f"max_files: given {self.max_files} with streaming=false, which downloads all files; "
+                             "remove it, or set streaming=true")
         return self
 
 
