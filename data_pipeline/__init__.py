@@ -1,6 +1,6 @@
 """Text to batches: sources, tokenizer, token files, packed samples, and a loader whose position is one number."""
 
-from data_pipeline.indexed import IndexedDataset, IndexedWriter
+from data_pipeline.indexed import IndexedDataset, IndexedWriter, document_begins
 from data_pipeline.packing import Mixture, PackedSamples, TokenFiles
 from data_pipeline.prepare import prepare
 from data_pipeline.sources import Document, documents
@@ -8,7 +8,7 @@ from data_pipeline.tokenizer import StreamDecoder, Tokenizer, train_tokenizer
 
 __all__ = [
     "Document", "IndexedDataset", "IndexedWriter", "Loader", "Mixture", "PackedSamples", "StreamDecoder", "TokenFiles",
-    "Tokenizer", "documents", "prepare", "train_tokenizer",
+    "Tokenizer", "document_begins", "documents", "prepare", "train_tokenizer",
 ]
 
 

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import os
 import struct
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -213,6 +214,14 @@ class IndexedDataset:
 
     def _start(self, i: int) -> int:
         return int(self._pointers[i]) // self.dtype.itemsize if i < len(self) else self.tokens
+
+
+def document_begins(document_starts: Sequence[int], start: int, length: int) -> np.ndarray:
+    """bool (length,): where a document begins in tokens [start, start + length) of a stream."""
+    begins = np.zeros(length, bool)
+    for j in range(bisect_left(document_starts, start), bisect_left(document_starts, start + length)):
+        begins[document_starts[j] - start] = True
+    return begins
 
 
 class _DocumentStarts(Sequence):

@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.indexed import IndexedDataset
+from data_pipeline.indexed import IndexedDataset, document_begins
 from data_pipeline.prepare import changed_setting, read_manifest, streams
 from data_pipeline.tokenizer import Tokenizer, saved_tokenizer
 from titans_pt.config import Config
@@ -108,10 +108,7 @@ class PackedSamples:
             is the first of a document.
         """
         start, stop = self._range(position)
-        reset = np.zeros(self.seq_len, bool)
-        starts = self.dataset.document_starts
-        for j in range(bisect_left(starts, start), bisect_left(starts, start + self.seq_len)):
-            reset[starts[j] - start] = True
+        reset = document_begins(self.dataset.document_starts, start, self.seq_len)
         return self.dataset.read(start, stop).astype(np.int64), reset
 
     def stream(self, position: int) -> IndexedDataset:

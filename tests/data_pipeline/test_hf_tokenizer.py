@@ -111,3 +111,15 @@ def test_broken_or_lossy(tmp_path, byte_level):
     path.write_text(json.dumps(tree | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}))
     with pytest.raises(UserError, match="WordPiece.*does not give back the text"):
         Tokenizer.load(path)
+
+
+@pytest.mark.slow  # half a minute to build it
+def test_a_vocabulary_over_uint16(tmp_path, byte_level, config):
+    large = tokenizers.Tokenizer.from_file(str(byte_level))
+    large.add_tokens([f"Document 0 {i}" for i in range(65_500)])
+    path = saved(tmp_path / "large", large)
+    settings = config(data={"tokenizer": {"path": str(path)}}, model={"vocab_size": 65_900})
+    prepare(settings)
+    files = TokenFiles.open(settings)
+    assert files.train[0].dtype == "int32" and files.tokenizer.vocab_size == 65_900
+    assert files.tokenizer.decode(files.train[0][0].tolist()).startswith("Document 0 ")

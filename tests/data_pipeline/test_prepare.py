@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from small_corpus import VOCAB, make_texts, write_jsonl
 
-from data_pipeline import IndexedDataset, TokenFiles, Tokenizer, documents, prepare
+from data_pipeline import IndexedDataset, IndexedWriter, TokenFiles, Tokenizer, documents, prepare
 from data_pipeline.merge import unigram_loss
 from titans_pt.config import Config, SourceConfig
 from titans_pt.errors import UserError
@@ -274,3 +274,43 @@ def test_standard_library_end_to_end(tmp_path, monkeypatch):
     assert sum(split["characters"] for split in manifest["splits"].values()) == sum(
         map(len, {document.text for document in some}))
     assert 3.0 < manifest["unigram_loss"] < math.log(1024)
+
+
+def test_token_files_of_others_are_a_source(config, tokenizer, texts, tmp_path):
+    """Without eos, as some tools write them; the files are those of the text."""
+    with IndexedWriter(tmp_path / "theirs", VOCAB) as writer:
+        for text in [*texts, texts[4]]:
+            writer.add(tokenizer.encode(text))
+    source = {"kind": "indexed", "path": str(tmp_path / "theirs")}
+    given = {"path": str(tokenizer.path)}
+    manifest = prepare(config(data={"sources": [source], "tokenizer": given, "dir": str(tmp_path / "copied")}))
+    assert manifest["dropped"]["duplicate"] == 1
+    found = texts_of(tmp_path / "copied", "train") + texts_of(tmp_path / "copied", "validation")
+    assert sorted(found) == sorted(texts)
+    fails(config(data={"sources": [source]}), tmp_path / "data", "kind=indexed holds ids", "data.tokenizer.path")
+    with IndexedWriter(tmp_path / "theirs", VOCAB) as writer:
+        writer.add([5, VOCAB])
+    fails(config(data={"sources": [source], "tokenizer": given}), tmp_path / "data", "document 0 has ids from 5 to 320",
+          "has 320", "data.tokenizer.path")
+
+
+def test_bos_if_asked_for(config, tokenizer):
+    config = config(data={"tokenizer": {"path": str(tokenizer.path), "add_bos": True}})
+    prepare(config)
+    for ids in TokenFiles.open(config).train[0]:
+        assert ids[0] == tokenizer.bos_id == 1 and ids[-1] == tokenizer.eos_id and 1 not in ids[1:]
+
+
+@pytest.mark.parametrize("wrong", [
+    {"kind": "files"}, {"kind": "stdlib", "path": "x"}, {"kind": "files", "path": "x", "name": "sample-10BT"},
+    {"kind": "indexed", "path": "x", "minimum": {"a": 1}},
+    {"kind": "hub", "path": "x", "streaming": False, "max_files": 2},
+])
+def test_settings_that_a_source_does_not_use_are_refused(wrong):
+    with pytest.raises(ValueError, match="kind=|max_files"):
+        SourceConfig(**wrong)
+
+
+def test_weights_for_all_sources_or_none():
+    with pytest.raises(ValueError, match="sources.1.weight: given none"):
+        Config.model_validate({"data": {"sources": [{"weight": 1.0}, {}]}})

@@ -17,5 +17,6 @@ def test_shard_of_an_array_task(tmp_path, slurm, words):
     titans.write_text("#!/bin/sh\necho \"$@\"\n")
     titans.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "32", **slurm}
-    result = subprocess.run(["bash", SCRIPT, "c.yaml", "data.dir=/a b"], env=environment, capture_output=True, text=True)
+    command = ["bash", SCRIPT, "c.yaml", "data.dir=/a b"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.stdout.strip() == f"prepare c.yaml data.dir=/a b --workers 32 {words}".strip(), result.stderr
