@@ -1,12 +1,21 @@
 """Text to batches: sources, tokenizer, token files, packed samples, and a loader whose position is one number."""
 
-from data_pipeline.indexed import IndexedDataset, IndexedWriter
-from data_pipeline.packing import Loader, PackedSamples, TokenFiles
-from data_pipeline.prepare import prepare, unigram_loss
-from data_pipeline.sources import documents
+from data_pipeline.indexed import IndexedDataset, IndexedWriter, document_begins
+from data_pipeline.packing import Mixture, PackedSamples, TokenFiles
+from data_pipeline.prepare import prepare
+from data_pipeline.sources import Document, documents
 from data_pipeline.tokenizer import StreamDecoder, Tokenizer, train_tokenizer
 
 __all__ = [
-    "IndexedDataset", "IndexedWriter", "Loader", "PackedSamples", "StreamDecoder", "TokenFiles", "Tokenizer",
-    "documents", "prepare", "train_tokenizer", "unigram_loss",
+    "Document", "IndexedDataset", "IndexedWriter", "Loader", "Mixture", "PackedSamples", "StreamDecoder", "TokenFiles",
+    "Tokenizer", "document_begins", "documents", "prepare", "train_tokenizer",
 ]
+
+
+def __getattr__(name: str):
+    """Loader alone needs torch, which the many processes of ``titans prepare`` do without (200 MB each)."""
+    if name == "Loader":
+        from data_pipeline.loader import Loader
+
+        return Loader
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,15 +6,16 @@ PREFIX.idx, little-endian, without padding:
     sizes i32[S], tokens of a sequence; pointers i64[S], its first byte in .bin; document indices i64[D], the
     sequence at which each document begins, and S at the end.
 
-What is written here has one sequence a document, so D = S + 1. Other Megatron files can be read as well.
+What is written here has one sequence a document, so D = S + 1. Other Megatron files can be read as well. Neither
+reading nor writing holds more than a piece of either file in memory.
 """
 
 import contextlib
 import hashlib
 import os
 import struct
-from array import array
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,17 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _REMEDY = "make the token files anew with: titans prepare"
+_PIECE = 1 << 20
+"""Entries of an index that are handled at once."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """What ids in [0, vocab_size) are kept as: uint16 if they fit, else int32."""
+    return np.dtype(DTYPES[_code(vocab_size)])
+
+
+def _code(vocab_size: int) -> int:
+    return 8 if vocab_size <= 1 << 16 else 4
 
 
 class IndexedWriter:
@@ -34,7 +46,7 @@ class IndexedWriter:
 
     Args:
         prefix: path without suffix, in a folder that exists.
-        vocab_size: ids are in [0, vocab_size); uint16 on disk if they fit, else int32.
+        vocab_size: ids are in [0, vocab_size); see :func:`token_dtype`.
 
     Raises:
         OSError: from any method, when the disk is full or the folder not writable.
@@ -42,11 +54,13 @@ class IndexedWriter:
 
     def __init__(self, prefix: str | Path, vocab_size: int):
         self._prefix = Path(prefix)
-        self._code = 8 if vocab_size <= 1 << 16 else 4
+        self._code = _code(vocab_size)
         self._dtype = np.dtype(DTYPES[self._code])
-        self._sizes = array("i")
+        self._count = 0
         self._hash = hashlib.sha256()
         self._bin = open(self._part(".bin"), "wb")  # noqa: SIM115  closed by finish and abort
+        self._idx = open(self._part(".idx"), "w+b")  # noqa: SIM115
+        self._idx.seek(HEADER.size)  # the header has counts, so it comes last
 
     def __enter__(self) -> "IndexedWriter":
         return self
@@ -64,23 +78,34 @@ class IndexedWriter:
 
     def add(self, ids: Sequence[int]) -> None:
         """Appends one document of ``len(ids)`` tokens."""
-        data = np.asarray(ids, self._dtype).tobytes()
+        self.extend(np.asarray(ids, self._dtype), np.array([len(ids)]))
+
+    def extend(self, tokens: np.ndarray, sizes: np.ndarray) -> None:
+        """Appends ``len(sizes)`` documents of these lengths, whose tokens are (sizes.sum(),) one after another."""
+        data = tokens.astype(self._dtype, copy=False).tobytes()
         self._bin.write(data)
         self._hash.update(data)
-        self._sizes.append(len(ids))
+        self._idx.write(sizes.astype("<i4").tobytes())
+        self._count += len(sizes)
 
     def finish(self) -> None:
-        """Writes the index and gives both files their names; on failure removes what it wrote under other names."""
-        sizes = np.frombuffer(self._sizes, np.int32) if self._sizes else np.zeros(0, np.int32)
-        starts = np.cumsum(sizes, dtype=np.int64) - sizes
+        """Completes the index and gives both files their names; on failure removes what it wrote under other names."""
         try:
             _sync_and_close(self._bin)
-            with open(self._part(".idx"), "wb") as idx:
-                idx.write(HEADER.pack(MAGIC, 1, self._code, len(sizes), len(sizes) + 1))
-                idx.write(sizes.astype("<i4").tobytes())
-                idx.write((starts * self._dtype.itemsize).astype("<i8").tobytes())
-                idx.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
-                _sync_and_close(idx)
+            idx, at = self._idx, 0
+            for start in range(0, self._count, _PIECE):
+                idx.seek(HEADER.size + 4 * start)
+                sizes = np.frombuffer(idx.read(4 * min(_PIECE, self._count - start)), "<i4").astype(np.int64)
+                ends = at + np.cumsum(sizes) * self._dtype.itemsize
+                idx.seek(HEADER.size + 4 * self._count + 8 * start)
+                idx.write((ends - sizes * self._dtype.itemsize).astype("<i8").tobytes())
+                at = int(ends[-1])
+            idx.seek(HEADER.size + 12 * self._count)
+            for start in range(0, self._count + 1, _PIECE):
+                idx.write(np.arange(start, min(start + _PIECE, self._count + 1), dtype="<i8").tobytes())
+            idx.seek(0)
+            idx.write(HEADER.pack(MAGIC, 1, self._code, self._count, self._count + 1))
+            _sync_and_close(idx)
             os.replace(self._part(".bin"), self._prefix.with_name(self._prefix.name + ".bin"))
             os.replace(self._part(".idx"), self._prefix.with_name(self._prefix.name + ".idx"))
         except OSError:
@@ -89,8 +114,9 @@ class IndexedWriter:
 
     def abort(self) -> None:
         """Removes what was written."""
-        with contextlib.suppress(OSError):  # a full disk refuses the buffered rest, which goes anyway
-            self._bin.close()
+        for file in (self._bin, self._idx):
+            with contextlib.suppress(OSError):  # a full disk refuses the buffered rest, which goes anyway
+                file.close()
         for suffix in (".bin", ".idx"):
             self._part(suffix).unlink(missing_ok=True)
 
@@ -105,12 +131,11 @@ def _sync_and_close(file) -> None:
 
 
 class IndexedDataset:
-    """PREFIX.bin and PREFIX.idx, memory-mapped: nothing is read before it is asked for.
+    """PREFIX.bin and PREFIX.idx, memory-mapped: nothing stays in memory but what the system caches.
 
     Attributes:
         tokens: tokens in all.
-        starts: int64 (S + 1,), stream index of the first token of each sequence, and ``tokens`` at the end.
-        document_starts: int64 (documents,), stream index of the first token of each document, ascending.
+        document_starts: sequence of int (documents,), stream index of the first token of each document, ascending.
 
     Raises:
         UserError: a file is missing, truncated, or not of this format.
@@ -120,47 +145,95 @@ class IndexedDataset:
         self.prefix = Path(path_prefix)
         idx, bin_ = (self.prefix.with_name(self.prefix.name + suffix) for suffix in (".idx", ".bin"))
         try:
-            raw, bin_bytes = np.fromfile(idx, np.uint8), bin_.stat().st_size
+            idx_bytes, bin_bytes = idx.stat().st_size, bin_.stat().st_size
+            with open(idx, "rb") as file:
+                header = file.read(HEADER.size)
         except OSError as error:
             raise UserError(f"{error.filename}: {error.strerror}; {_REMEDY}") from None
-        if len(raw) < HEADER.size:
-            raise UserError(f"{idx}: truncated ({len(raw)} bytes); {_REMEDY}")
-        magic, version, code, count, document_count = HEADER.unpack_from(raw)
+        if len(header) < HEADER.size:
+            raise UserError(f"{idx}: truncated ({idx_bytes} bytes); {_REMEDY}")
+        magic, version, code, count, document_count = HEADER.unpack(header)
         if magic != MAGIC or version != 1 or code not in DTYPES:
             raise UserError(f"{idx}: not an indexed dataset of version 1 (Megatron's MMIDIDX); {_REMEDY}")
-        if len(raw) < HEADER.size + 12 * count + 8 * document_count:
-            raise UserError(f"{idx}: truncated ({len(raw)} bytes, for {count} sequences); {_REMEDY}")
+        if idx_bytes < HEADER.size + 12 * count + 8 * document_count:
+            raise UserError(f"{idx}: truncated ({idx_bytes} bytes, for {count} sequences); {_REMEDY}")
         self.dtype = np.dtype(DTYPES[code])
-        sizes = np.frombuffer(raw, "<i4", count, HEADER.size)
-        pointers = np.frombuffer(raw, "<i8", count, HEADER.size + 4 * count)
-        documents = np.frombuffer(raw, "<i8", document_count, HEADER.size + 12 * count)
-
-        self.starts = np.zeros(count + 1, np.int64)
-        np.cumsum(sizes, out=self.starts[1:])
-        self.tokens = int(self.starts[-1])
+        raw = np.memmap(idx, np.uint8, "r")
+        self._sizes = raw[HEADER.size:][:4 * count].view("<i4")
+        self._pointers = raw[HEADER.size + 4 * count:][:8 * count].view("<i8")
+        documents = raw[HEADER.size + 12 * count:][:8 * document_count].view("<i8")
+        self.tokens = self._check(idx, documents)
         if bin_bytes != self.tokens * self.dtype.itemsize:
             raise UserError(f"{bin_}: {bin_bytes} bytes, but its .idx says {self.tokens * self.dtype.itemsize}: "
                             f"truncated, or of another run; {_REMEDY}")
-        if (count and sizes.min() < 0) or not np.array_equal(pointers, self.starts[:-1] * self.dtype.itemsize) or (
-            document_count == 0 or documents[0] != 0 or documents[-1] != count or (np.diff(documents) < 0).any()
-        ):
-            raise UserError(f"{idx}: its sizes, pointers and documents contradict one another; {_REMEDY}")
-        self.document_starts = self.starts[documents[:-1]]
+        self.document_starts = _DocumentStarts(self, documents)
         self._stream = np.memmap(bin_, self.dtype, "r") if self.tokens else np.zeros(0, self.dtype)
+
+    def _check(self, idx: Path, documents: np.ndarray) -> int:
+        """Tokens in all, if sizes, pointers and documents agree."""
+        tokens, sound = 0, len(documents) > 0 and documents[0] == 0 and documents[-1] == len(self._sizes)
+        for start in range(0, len(self._sizes), _PIECE):
+            sizes = self._sizes[start:start + _PIECE].astype(np.int64)
+            ends = tokens + np.cumsum(sizes)
+            pointers = self._pointers[start:start + _PIECE]
+            sound &= sizes.min() >= 0 and np.array_equal(pointers, (ends - sizes) * self.dtype.itemsize)
+            tokens = int(ends[-1])
+        for start in range(0, len(documents), _PIECE):
+            sound &= bool((np.diff(documents[start:start + _PIECE + 1]) >= 0).all())
+        if not sound:
+            raise UserError(f"{idx}: its sizes, pointers and documents contradict one another; {_REMEDY}")
+        return tokens
 
     def __len__(self) -> int:
         """Sequences; one a document in files that were written here."""
-        return len(self.starts) - 1
+        return len(self._sizes)
 
     def __getitem__(self, i: int) -> np.ndarray:
         """Tokens of sequence ``i``, a read-only view."""
         if not -len(self) <= i < len(self):
             raise IndexError(i)
         i %= len(self)
-        return self._stream[self.starts[i]:self.starts[i + 1]]
+        start = self._start(i)
+        return self._stream[start:start + int(self._sizes[i])]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of all sequences joined, a read-only view of shape (stop - start,)."""
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens [{start}, {stop}) of {self.tokens}")
         return self._stream[start:stop]
+
+    def document(self, j: int) -> np.ndarray:
+        """Tokens of document ``j``, all its sequences joined, a read-only view."""
+        last = j + 1 == len(self.document_starts)
+        return self.read(self.document_starts[j], self.tokens if last else self.document_starts[j + 1])
+
+    def lengths(self) -> Iterator[np.ndarray]:
+        """Yields int32 arrays, tokens of each sequence, at most a million at once."""
+        for start in range(0, len(self), _PIECE):
+            yield self._sizes[start:start + _PIECE]
+
+    def _start(self, i: int) -> int:
+        return int(self._pointers[i]) // self.dtype.itemsize if i < len(self) else self.tokens
+
+
+def document_begins(document_starts: Sequence[int], start: int, length: int) -> np.ndarray:
+    """bool (length,): where a document begins in tokens [start, start + length) of a stream."""
+    begins = np.zeros(length, bool)
+    for j in range(bisect_left(document_starts, start), bisect_left(document_starts, start + length)):
+        begins[document_starts[j] - start] = True
+    return begins
+
+
+class _DocumentStarts(Sequence):
+    """Computed as they are asked for: an array would cost eight bytes a document in every process."""
+
+    def __init__(self, dataset: IndexedDataset, documents: np.ndarray):
+        self._dataset, self._documents = dataset, documents
+
+    def __len__(self) -> int:
+        return len(self._documents) - 1
+
+    def __getitem__(self, j: int) -> int:
+        if not 0 <= j < len(self):
+            raise IndexError(j)
+        return self._dataset._start(int(self._documents[j]))

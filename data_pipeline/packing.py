@@ -1,16 +1,17 @@
-"""Token files to batches. The whole position in the data is one number: how many samples have been consumed."""
+"""Token files to samples. The whole position in the data is one number: how many samples have been consumed."""
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import hashlib
+import json
+from bisect import bisect_right
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from data_pipeline.indexed import IndexedDataset
-from data_pipeline.prepare import changed_setting, read_manifest
-from data_pipeline.tokenizer import Tokenizer
+from data_pipeline.indexed import IndexedDataset, document_begins
+from data_pipeline.prepare import changed_setting, read_manifest, streams
+from data_pipeline.tokenizer import Tokenizer, saved_tokenizer
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 
@@ -22,10 +23,12 @@ class TokenFiles:
     """What ``titans prepare`` left in data.dir.
 
     Attributes:
-        fingerprint: hash (hex) of the tokens and the tokenizer; equal for equal content, wherever it lies.
+        train: its streams of tokens: one, or one a source where these have weights.
+        fingerprint: hash (hex) of tokens, tokenizer and weights; equal for equal content, wherever it lies. A run that
+            goes on with another would repeat samples or leave some out.
     """
 
-    train: IndexedDataset
+    train: tuple[IndexedDataset, ...]
     validation: IndexedDataset
     tokenizer: Tokenizer
     manifest: dict
@@ -45,12 +48,26 @@ class TokenFiles:
         if what := changed_setting(manifest, config):
             raise UserError(f"{where}: token files of other settings ({what}); set it back, choose another data.dir, "
                             "or run: titans prepare --force")
-        tokenizer = Tokenizer.load(folder / "tokenizer.model")
+        tokenizer = Tokenizer.load(saved_tokenizer(folder), config.data.tokenizer.eos_token)
         if tokenizer.sha256 != manifest["tokenizer_sha256"]:
             raise UserError(f"{tokenizer.path}: not the tokenizer that made the token files beside it; "
                             "put it back, or run: titans prepare --force")
-        train, validation = (IndexedDataset(folder / split) for split in ("train", "validation"))
-        return cls(train, validation, tokenizer, manifest, manifest["content"])
+        train = tuple(IndexedDataset(folder / name) for name in dict.fromkeys(streams(config.data)))
+        fingerprint, weights = manifest["content"], [source.weight for source in config.data.sources]
+        if len(train) > 1:
+            fingerprint = hashlib.sha256(json.dumps([fingerprint, weights]).encode()).hexdigest()
+        return cls(train, IndexedDataset(folder / "validation"), tokenizer, manifest, fingerprint)
+
+    def samples(self, config: Config) -> "PackedSamples | Mixture":
+        """Training samples of data.seq_len tokens in the order of run.seed, mixed by the weights of data.sources.
+
+        Raises:
+            UserError: a stream is shorter than one sample.
+        """
+        packed = [PackedSamples(stream, config.data.seq_len, config.run.seed) for stream in self.train]
+        if len(packed) == 1:
+            return packed[0]
+        return Mixture(packed, [source.weight for source in config.data.sources])
 
 
 class PackedSamples:
@@ -91,10 +108,12 @@ class PackedSamples:
             is the first of a document.
         """
         start, stop = self._range(position)
-        reset = np.zeros(self.seq_len, bool)
-        first, last = np.searchsorted(self.dataset.document_starts, (start, start + self.seq_len))
-        reset[self.dataset.document_starts[first:last] - start] = True
+        reset = document_begins(self.dataset.document_starts, start, self.seq_len)
         return self.dataset.read(start, stop).astype(np.int64), reset
+
+    def stream(self, position: int) -> IndexedDataset:
+        """The stream that the sample at ``position`` is cut from."""
+        return self.dataset
 
     def describe(self, position: int) -> dict:
         """Where the sample at ``position`` comes from, for an error log.
@@ -102,77 +121,70 @@ class PackedSamples:
         ``tokens`` is the range [start, stop) of the stream, ``documents`` the first and last document in it.
         """
         start, stop = self._range(position)
-        documents = np.searchsorted(self.dataset.document_starts, (start, stop - 1), side="right") - 1
+        documents = [bisect_right(self.dataset.document_starts, token) - 1 for token in (start, stop - 1)]
         return {"position": position, "epoch": position // self._n, "sample": self.index(position),
-                "tokens": [start, stop], "documents": documents.tolist(), "file": f"{self.dataset.prefix}.bin"}
+                "tokens": [start, stop], "documents": documents, "file": f"{self.dataset.prefix}.bin"}
 
     def _range(self, position: int) -> tuple[int, int]:
         start = self.index(position) * self.seq_len
         return start, start + self.seq_len + 1
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        """int64 (samples,). The stream of RandomState is frozen by NumPy's policy: the same for all versions."""
+        """uint32 or int64 (samples,): 15 MB for 15B tokens in samples of 4096.
+
+        The stream of RandomState is frozen by NumPy's policy: the same for all versions.
+        """
         cached = self._order  # read once: the loader's thread may replace it
         if cached is None or cached[0] != epoch:
             words = [self.seed & _WORD, self.seed >> 32 & _WORD, epoch & _WORD, epoch >> 32]
-            self._order = cached = (epoch, np.random.RandomState(words).permutation(self._n))
+            order = np.random.RandomState(words).permutation(self._n)
+            self._order = cached = (epoch, order.astype(np.uint32) if self._n <= _WORD else order)
         return cached[1]
 
 
-class Loader:
-    """One rank's part of each global batch; the batches do not depend on how many ranks there are.
+class Mixture:
+    """Samples of several streams by weight, in an order that is a function of (weights, position).
+
+    The heaviest stream takes its share of all positions, evenly spaced; the next its share of those that are left; and
+    so on. So in ANY window of n positions a stream with share w of the weight has n * w samples, off by less than 1
+    with two streams and less than 2 + ln(k) with k. Each stream goes through its own epochs. Nothing is kept in memory.
 
     Args:
-        samples: the samples. micro_batch: B, samples a rank puts through the model at once.
-        rank, world_size: of the data-parallel group. batch_samples: samples of one optimiser step, all ranks together.
-
-    Raises:
-        UserError: batch_samples does not divide into micro-batches of all ranks.
+        streams: samples of the same length. weights: of each, relative to one another.
     """
 
-    def __init__(self, samples: PackedSamples, micro_batch: int, rank: int, world_size: int, batch_samples: int):
-        if batch_samples % (micro_batch * world_size):
-            raise UserError(_indivisible(batch_samples, micro_batch, world_size, samples.seq_len))
-        self.samples, self.micro_batch, self.rank = samples, micro_batch, rank
-        self.world_size, self.batch_samples = world_size, batch_samples
-        self.micro_steps = batch_samples // (micro_batch * world_size)
-        self._pin = torch.cuda.is_available()
-        self._pool = ThreadPoolExecutor(1, "loader")
-        self._ahead: tuple[int, Future] | None = None
+    def __init__(self, streams: list[PackedSamples], weights: list[float]):
+        self.streams, self.seq_len = streams, streams[0].seq_len
+        exact = [Fraction(str(weight)) for weight in weights]  # as it was written: 0.3 is 3/10
+        self._by_weight = sorted(range(len(streams)), key=lambda i: -exact[i])
+        left = [exact[i] for i in self._by_weight]
+        self._shares = [weight / sum(left[i:]) for i, weight in enumerate(left)]
 
-    def batches(self, consumed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields this rank's ``micro_steps`` parts of the global batch at positions consumed + [0, batch_samples).
+    def __len__(self) -> int:
+        """Samples of all streams once."""
+        return sum(map(len, self.streams))
 
-        Yields:
-            ids: int64 (B, T + 1). reset: bool (B, T). On the CPU, in pinned memory if there is a GPU.
-        """
-        ahead, self._ahead = self._ahead, None
-        batch = ahead[1].result() if ahead and ahead[0] == consumed else self._load(consumed)
-        following = consumed + self.batch_samples  # what training asks for next; read while it computes
-        self._ahead = (following, self._pool.submit(self._load, following))
-        yield from batch
+    def locate(self, position: int) -> tuple[int, int]:
+        """(stream, position in that stream) of the sample at ``position``."""
+        behind = position + 1
+        for stream, share in zip(self._by_weight, self._shares, strict=True):
+            before, taken = (n * share.numerator // share.denominator for n in (position, behind))
+            if taken > before:
+                return stream, before
+            position, behind = position - before, behind - taken
+        raise AssertionError("the last stream's share is 1")
 
-    def positions(self, consumed: int, micro_step: int) -> range:
-        """Positions of the B samples of this rank's ``micro_step``-th part of the batch at ``consumed``."""
-        start = consumed + (micro_step * self.world_size + self.rank) * self.micro_batch
-        return range(start, start + self.micro_batch)
+    def sample(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """As :meth:`PackedSamples.sample`."""
+        stream, position = self.locate(position)
+        return self.streams[stream].sample(position)
 
-    def _load(self, consumed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [self._collate(self.positions(consumed, step)) for step in range(self.micro_steps)]
+    def stream(self, position: int) -> IndexedDataset:
+        """As :meth:`PackedSamples.stream`."""
+        return self.streams[self.locate(position)[0]].dataset
 
-    def _collate(self, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, reset = zip(*(self.samples.sample(position) for position in positions), strict=True)
-        tensors = torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(reset))
-        return tuple(tensor.pin_memory() for tensor in tensors) if self._pin else tensors
+    def describe(self, position: int) -> dict:
+        """As :meth:`PackedSamples.describe`; ``position`` is that in the mixture, epoch and sample are the stream's."""
+        stream, own = self.locate(position)
+        return self.streams[stream].describe(own) | {"position": position}
 
-
-def _indivisible(batch_samples: int, micro_batch: int, world_size: int, seq_len: int) -> str:
-    """What to change so that the batch divides: a smaller micro-batch where one does, or another batch."""
-    together = micro_batch * world_size
-    remedy = f"set train.batch_tokens={-(-batch_samples // together) * together * seq_len}"
-    share, rest = divmod(batch_samples, world_size)
-    if not rest:
-        fits = max(b for b in range(1, min(micro_batch, share) + 1) if share % b == 0)
-        remedy = f"set train.micro_batch={fits}, or {remedy}"
-    return (f"train.batch_tokens={batch_samples * seq_len}: its {batch_samples} samples of {seq_len} tokens do not "
-            f"divide into train.micro_batch={micro_batch} on each of {world_size} ranks; {remedy}")

@@ -1,7 +1,12 @@
 """Text to token files: what ``titans prepare`` does.
 
-data.dir then holds train.bin/.idx, validation.bin/.idx (see :mod:`data_pipeline.indexed`), tokenizer.model, and
-manifest.json, which is written last: a folder with a manifest is complete.
+data.dir then holds train.bin/.idx (train-0, train-1, ... where the sources have weights), validation.bin/.idx (see
+:mod:`data_pipeline.indexed`), a .documents.parquet beside each, the tokenizer, and manifest.json, which is written
+last: a folder with a manifest is complete.
+
+Work is cut into parts (:mod:`data_pipeline.parts`) that any number of processes on any number of nodes write, each
+once, to .preparing/ in that folder; then one process merges them (:mod:`data_pipeline.merge`). The result is the same,
+byte for byte, whoever wrote them and however often they were killed.
 """
 
 import contextlib
@@ -10,64 +15,81 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
-from collections import Counter
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
+from pydantic import ValidationError
 
 from data_pipeline import sources
-from data_pipeline.indexed import IndexedWriter
-from data_pipeline.tokenizer import Tokenizer, train_tokenizer
-from titans_pt.config import Config
+from data_pipeline.merge import SPLITS, merge
+from data_pipeline.parts import Job, document_hash, held_out, write_json, write_parts
+from data_pipeline.sources import Document
+from data_pipeline.tokenizer import Tokenizer, saved_tokenizer, train_tokenizer
+from titans_pt.config import Config, DataConfig
 from titans_pt.errors import UserError
 
-FORMAT = 1
-SPLITS = ("train", "validation")
-_BATCH_CHARACTERS = 1_000_000
-"""Text that is tokenised at once, by all cores."""
+FORMAT = 2
+READABLE = (1, 2)
+"""Formats whose token files can be trained on; 1 has no list of documents."""
+_BUILD = ".preparing"
+_OURS = re.compile(r"(train(-\d+)?|validation)\.(bin|idx|documents\.parquet)|tokenizer(_config)?\.(model|json)|"
+                   r"rejected\.jsonl")
 
 
-def prepare(config: Config, force: bool = False) -> dict:
+def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None = None, workers: int = 1) -> dict | None:
     """Writes the token files of ``config`` to data.dir and returns their manifest.
 
     Each document ends with eos, which is the boundary between documents. Exact duplicates are dropped. Whether a
     document is held out depends on its text alone, so it stays where it is when the sources grow. Nothing is done
-    if the folder already holds what these settings and sources give. The files are built in a subfolder and
-    moved into place when all are complete, the manifest last.
+    if the folder already holds what these settings and sources give. After a stop of any kind the same call goes on
+    with the parts that are missing.
 
     Args:
-        force: build anew, and replace token files that other settings or sources gave.
+        force: replace token files that other settings or sources gave.
+        shard: (i, n): only every n-th part, from part i on, and no token files yet. A call without it completes them.
+        workers: cores to use.
 
     Returns:
-        The manifest: format, fingerprint (of settings and sources), content (hash of the token files), settings,
-        tokenizer_sha256, vocab_size, splits (documents, tokens, characters of each), dropped (empty, duplicate),
-        unigram_loss (nats per validation token under the add-one-smoothed token frequencies of train).
+        The manifest; None with ``shard``. Its keys: format, fingerprint (of settings and sources), content (hash of
+        the token files), settings, tokenizer_sha256, vocab_size, streams (names of the training streams) and those of
+        :func:`data_pipeline.merge.merge`.
 
     Raises:
         UserError: bad source, tokenizer and model.vocab_size that disagree, an empty split, folder not writable,
-            disk full, token files of other settings in data.dir. The folder is then as it was before; only if
-            the last step, moving the files into place, fails can it be left without a manifest, that is, empty.
+            disk full, token files of other settings in data.dir. Token files in the folder are then as they were; only
+            if the last step, moving new ones into place, fails can they be left without a manifest: they count as none.
     """
     folder = Path(config.data.dir)
     fingerprint = _fingerprint(config)
     if (old := read_manifest(folder)) and not force:
         if old.get("fingerprint") == fingerprint:
             print(f"{folder}: token files are up to date, nothing to do", file=sys.stderr)
+            shutil.rmtree(folder / _BUILD, ignore_errors=True)  # left by a process that was killed at its very end
             return old
-        what = changed_setting(old, config) or "the text of data.sources has changed"
+        what = changed_setting(old, config) or (
+            "the text of data.sources has changed" if old.get("format") == FORMAT else
+            f"file format {old.get('format')}, this version writes {FORMAT}")
         raise UserError(f"data.dir={config.data.dir}: holds token files of other settings ({what}); "
                         "choose another data.dir, or replace them with: titans prepare --force")
     created = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder) as build:
-            manifest = _build(config, build) | {"fingerprint": fingerprint}
-            _write_json(build / "manifest.json", manifest)
-            _move(build, folder)
+        with _locked(folder, exclusive=shard is None):
+            # Named by what goes in: what was begun with other settings or text is never taken for ours.
+            build = folder / _BUILD / fingerprint[:16]
+            build.mkdir(parents=True, exist_ok=True)
+            try:
+                manifest = _build(config, build, fingerprint, shard, workers)
+                if shard is None:
+                    _move(build / "merged", folder)
+                    shutil.rmtree(folder / _BUILD, ignore_errors=True)
+            finally:
+                if shard is None:  # else other processes may be at work there
+                    _keep_finished(build)
     except OSError as error:
         reason = "disk full; free space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else (
             f"{error.strerror or error}; make the folder writable")
@@ -91,24 +113,40 @@ def read_manifest(folder: Path) -> dict | None:
 
 def changed_setting(manifest: dict, config: Config) -> str | None:
     """The first setting in which token files and ``config`` differ, with both values; None if there is none."""
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in READABLE:
         return f"file format {manifest.get('format')}, this version writes {FORMAT}"
-    for name, now in _settings(config).items():
-        if (then := manifest["settings"].get(name)) != now:
+    made = dict(manifest["settings"])
+    with contextlib.suppress(ValidationError):  # of an earlier version: settings that are new since have their defaults
+        keys = ("sources", "tokenizer", "validation_fraction")
+        old = DataConfig.model_validate({key: made[f"data.{key}"] for key in keys})
+        made = _settings(old, made["model.vocab_size"]) | {"mixture": made.get("mixture", False)}
+    for name, now in _settings(config.data, config.model.vocab_size).items():
+        if (then := made.get(name)) != now:
             return f"{name}: made with {json.dumps(then)}, config has {json.dumps(now)}"
     return None
 
 
-def _settings(config: Config) -> dict:
-    """The settings that decide what is in the token files, by path."""
-    data = config.data.model_dump(mode="json")
-    chosen = {f"data.{name}": data[name] for name in ("sources", "tokenizer", "validation_fraction")}
-    return {"model.vocab_size": config.model.vocab_size, **chosen}
+def streams(data: DataConfig) -> list[str]:
+    """For each source the name of the training stream that it goes to: one for all, unless they have weights."""
+    weighted = data.sources[0].weight is not None
+    return [f"train-{i}" if weighted else "train" for i in range(len(data.sources))]
+
+
+def _settings(data: DataConfig, vocab_size: int) -> dict:
+    """The settings that decide what is in the token files, by path. Weights may change without making them anew."""
+    return {
+        "model.vocab_size": vocab_size,
+        "data.sources": [s.model_dump(mode="json", exclude={"weight"}, exclude_defaults=True) for s in data.sources],
+        "data.tokenizer": data.tokenizer.model_dump(mode="json", exclude_defaults=True),
+        "data.validation_fraction": data.validation_fraction,
+        "mixture": data.sources[0].weight is not None,
+    }
 
 
 def _fingerprint(config: Config) -> str:
-    path = config.data.tokenizer.path
-    parts = [FORMAT, _settings(config), path and Tokenizer.load(path).sha256]
+    given = config.data.tokenizer
+    parts = [FORMAT, sources.PART_BYTES, _settings(config.data, config.model.vocab_size)]
+    parts += [given.path and Tokenizer.load(given.path, given.eos_token).sha256]
     parts += [sources.fingerprint(source) for source in config.data.sources]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -116,144 +154,126 @@ def _fingerprint(config: Config) -> str:
 # --- building, in a folder of its own ---
 
 
-def _build(config: Config, build: Path) -> dict:
-    """Writes tokenizer.model and both splits to ``build``; returns the manifest without its fingerprint."""
-    tokenizer = _tokenizer(config, build / "tokenizer.model")
-    counts = {split: Counter(documents=0, tokens=0, characters=0) for split in SPLITS}
-    seen = {split: np.zeros(tokenizer.vocab_size, np.int64) for split in SPLITS}  # times each token occurs
-    dropped = Counter(empty=0, duplicate=0)
-    with contextlib.ExitStack() as stack:
-        writers = {s: stack.enter_context(IndexedWriter(build / s, tokenizer.vocab_size)) for s in SPLITS}
-        bar = stack.enter_context(tqdm(desc="tokenising", unit=" tokens", unit_scale=True, file=sys.stderr,
-                                       mininterval=0.5 if sys.stderr.isatty() else 30))
-        for batch in _batches(_unique(config, dropped)):
-            for (split, text), ids in zip(batch, tokenizer.encode_batch([text for _, text in batch]), strict=True):
-                ids.append(tokenizer.eos_id)
-                writers[split].add(ids)
-                seen[split] += np.bincount(ids, minlength=tokenizer.vocab_size)
-                counts[split].update(documents=1, tokens=len(ids), characters=len(text))
-                bar.update(len(ids))
-    total = sum(count["documents"] for count in counts.values())
+def _build(config: Config, build: Path, fingerprint: str, shard: tuple[int, int] | None, workers: int) -> dict | None:
+    """Writes parts to ``build``, and without ``shard`` everything that data.dir is to hold to build/merged."""
+    data = config.data
+    tokenizer = _tokenizer(config, build)
+    parts = sources.parts(data.sources)
+    job = Job(data, tokenizer.path, build, threads=1)
+    own = range(len(parts)) if shard is None else range(shard[0], len(parts), shard[1])
+    write_parts(job, {index: parts[index] for index in own}, workers)
+    if shard is not None:
+        print(f"titans prepare: shard {shard[0]} of {shard[1]}: its {len(own)} of {len(parts)} parts are complete; "
+              "when all shards are, run the same command without --shard", file=sys.stderr)
+        return None
+    out = build / "merged"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    names = streams(data)
+    merged = merge(parts, build, out, tokenizer.vocab_size, names)
     for split in SPLITS:
-        if not counts[split]["documents"]:
-            raise UserError(f"data.validation_fraction={config.data.validation_fraction}: of {total} documents none "
+        if not merged["splits"][split]["documents"]:
+            total = sum(count["documents"] for count in merged["splits"].values())
+            raise UserError(f"data.validation_fraction={data.validation_fraction}: of {total} documents none "
                             f"fell to the {split} split; add text in data.sources"
                             + (", or raise the fraction (below 0.5)" if split == "validation" else ""))
-    hashes = [writers[split].sha256 for split in SPLITS] + [tokenizer.sha256]
-    return {
+    tokenizer.save(out)
+    hashes = [file["sha256"] for file in merged["files"].values()] + [tokenizer.sha256]
+    manifest = {
         "format": FORMAT,
         "content": hashlib.sha256("".join(hashes).encode()).hexdigest(),
-        "settings": _settings(config),
+        "settings": _settings(data, config.model.vocab_size),
         "tokenizer_sha256": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
-        "splits": {split: dict(counts[split]) for split in SPLITS},
-        "dropped": dict(dropped),
-        "unigram_loss": unigram_loss(seen["train"], seen["validation"]),
+        "streams": list(dict.fromkeys(names)),
+        **merged,
+        "fingerprint": fingerprint,
     }
+    write_json(out / "manifest.json", manifest)
+    return manifest
 
 
-def unigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
-    """Mean nats per token of ``validation`` under the frequencies of ``train``, each raised by one.
-
-    Both are int64 (vocab_size,), how often each token occurs. What a model must beat to use any context at all.
-    """
-    log_p = np.log((train + 1) / (train.sum() + len(train)))
-    return float(-(validation @ log_p) / validation.sum())
-
-
-def _tokenizer(config: Config, path: Path) -> Tokenizer:
-    """The tokenizer at ``path``: a copy of the one that is given, or trained on the training split."""
-    given, size = config.data.tokenizer.path, config.model.vocab_size
-    if given is None:
-        texts = (text for split, text in _unique(config, Counter(), interleave=True) if split == "train")
-        return train_tokenizer(texts, path, size, config.data.tokenizer.train_characters)
-    tokenizer = Tokenizer.load(given)
+def _tokenizer(config: Config, build: Path) -> Tokenizer:
+    """The tokenizer in ``build``: a copy of the one that is given, or trained on the training split."""
+    given, size = config.data.tokenizer, config.model.vocab_size
+    if given.path is None and any(source.kind == "indexed" for source in config.data.sources):
+        raise UserError("data.sources: kind=indexed holds ids, not text; set data.tokenizer.path to the tokenizer that "
+                        "made them")
+    path = saved_tokenizer(build)
+    if not path.is_file():
+        with tempfile.TemporaryDirectory(dir=build) as scratch:  # several nodes may be at it: each makes the same
+            if given.path is None:
+                train_tokenizer(_sample(config.data), Path(scratch) / path.name, size, given.train_characters)
+            else:
+                path = build / Tokenizer.load(given.path, given.eos_token).save(Path(scratch)).name
+            for file in sorted(Path(scratch).iterdir(), key=lambda file: file.name == path.name):
+                os.replace(file, build / file.name)
+    tokenizer = Tokenizer.load(path, given.eos_token)
     if tokenizer.vocab_size != size:
-        raise UserError(f"model.vocab_size: given {size}, but the tokenizer {given} has {tokenizer.vocab_size}: "
+        raise UserError(f"model.vocab_size: given {size}, but the tokenizer {given.path} has {tokenizer.vocab_size}: "
                         f"set model.vocab_size={tokenizer.vocab_size}, or another data.tokenizer.path")
-    shutil.copyfile(given, path)
-    return Tokenizer.load(path)
+    if given.add_bos and tokenizer.bos_id < 0:
+        raise UserError(f"data.tokenizer.add_bos: given true, but {given.path} has no begin-of-text piece; "
+                        "set it to false, or another data.tokenizer.path")
+    return tokenizer
 
 
-def _unique(config: Config, dropped: Counter, interleave: bool = False) -> Iterator[tuple[str, str]]:
-    """(split, text) of each document; exact duplicates are dropped.
-
-    Source by source, or one document of each in turn, so that a limited sample has all of them.
-    """
-    streams = [sources.documents(source, dropped) for source in config.data.sources]
-    known: set[bytes] = set()
-    for text in _in_turn(streams) if interleave else (text for stream in streams for text in stream):
-        digest = hashlib.sha256(text.encode()).digest()
-        if digest[:16] in known:  # half the hash: a set of millions stays small, and chance stays out of the question
-            dropped["duplicate"] += 1
-            continue
-        known.add(digest[:16])
-        share = int.from_bytes(digest[16:24], "big") / 2**64
-        yield "validation" if share < config.data.validation_fraction else "train", text
+def _sample(data: DataConfig) -> Iterator[str]:
+    """Texts of the training split to train a tokenizer on: one document of each source in turn, no duplicates."""
+    reject = sources.refuse if data.bad_input == "refuse" else lambda rejected: None  # counted when its part is read
+    known: set[bytes] = set()  # of what is read until the tokenizer has enough
+    for document in _in_turn([sources.documents(source, reject=reject) for source in data.sources]):
+        digest = document_hash(document)
+        if digest not in known and not held_out(digest, data.validation_fraction):
+            yield document.text
+        known.add(digest)
 
 
-def _in_turn(streams: list[Iterator[str]]) -> Iterator[str]:
+def _in_turn(streams: list[Iterator[Document]]) -> Iterator[Document]:
     while streams:
         going = []
         for stream in streams:
-            for text in stream:
-                yield text
+            for document in stream:
+                yield document
                 going.append(stream)
                 break
         streams = going
-
-
-def _batches(items: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    batch, characters = [], 0
-    for item in items:
-        batch.append(item)
-        characters += len(item[1])
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 # --- files ---
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[Path]:
-    """An empty subfolder to build in, removed afterwards; one process at a time.
-
-    Inside ``folder``, not beside it: only there is a rename to its final place sure to stay on one file system.
-    """
+def _locked(folder: Path, exclusive: bool) -> Iterator[None]:
+    """Many processes with --shard at a time, or one without."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"data.dir={folder}: another titans prepare is at work there; wait for it, "
                             "or choose another data.dir") from None
         except OSError:
             pass  # a file system without locks
-        build = folder / ".preparing"
-        shutil.rmtree(build, ignore_errors=True)  # left by a process that was killed
-        try:
-            build.mkdir()
-            yield build
-        finally:
-            shutil.rmtree(build, ignore_errors=True)
+        yield
     finally:
         os.close(handle)
 
 
-def _move(build: Path, folder: Path) -> None:
+def _keep_finished(build: Path) -> None:
+    """Removes what a second call could not use; all of ``build`` if no part in it is complete."""
+    shutil.rmtree(build / "merged", ignore_errors=True)
+    if not any(build.glob("part-*.json")):
+        shutil.rmtree(build, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            build.parent.rmdir()  # unless work with other settings was begun, too
+
+
+def _move(merged: Path, folder: Path) -> None:
     """Moves all files into place. Without its manifest, a folder that is half moved counts as empty."""
     (folder / "manifest.json").unlink(missing_ok=True)
-    for path in sorted(build.iterdir(), key=lambda path: (path.name == "manifest.json", path.name)):
+    for path in folder.iterdir():
+        if _OURS.fullmatch(path.name):
+            path.unlink()  # of another set of streams, or another kind of tokenizer
+    for path in sorted(merged.iterdir(), key=lambda path: (path.name == "manifest.json", path.name)):
         os.replace(path, folder / path.name)
-
-
-def _write_json(path: Path, value: dict) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())

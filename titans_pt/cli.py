@@ -122,7 +122,14 @@ def _prepare(options: argparse.Namespace):
     config = load_config(options.config, options.overrides)
     from data_pipeline import prepare
 
-    prepare(config, force=options.force)
+    prepare(config, force=options.force, shard=options.shard, workers=options.workers)
+
+
+def _data_inspect(options: argparse.Namespace):
+    config = load_config(options.config, options.overrides)
+    from data_pipeline.inspection import inspect_data
+
+    inspect_data(config, options.sample, options.step, options.count, options.documents, options.verify)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -224,6 +231,22 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def _from(least: int):
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a whole number from {least} on")
+        return int(text)
+
+    return number
+
+
+def _shard(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or int(found[1]) >= int(found[2]):
+        raise argparse.ArgumentTypeError(f"given {text!r}; allowed: I/N, with I from 0 to N - 1")
+    return int(found[1]), int(found[2])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="titans", description="Pretrain and study Titans language models.")
     parser.add_argument("--version", action="version", version=f"titans {__version__}")
@@ -242,6 +265,24 @@ def _parser() -> argparse.ArgumentParser:
     prepare = command("prepare", _prepare, "turn text into token files", "config", yaml)
     prepare.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
     prepare.add_argument("--force", action="store_true", help="replace token files that other settings made")
+    cores = len(os.sched_getaffinity(0))
+    prepare.add_argument("--workers", type=_from(1), default=cores, metavar="N",
+                         help="cores to use (default: all, %(default)s here)")
+    prepare.add_argument("--shard", type=_shard, metavar="I/N", help="only this share of the work, I from 0 to N - 1; "
+                         "run once more without it when all are done")
+
+    data = commands.add_parser("data", help="look into token files").add_subparsers(required=True, metavar="ACTION")
+    look = data.add_parser("inspect", help="documents, tokens, lengths, what a sample contains")
+    look.set_defaults(command=_data_inspect)
+    look.add_argument("config", metavar="CONFIG", help=yaml)
+    look.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+    shown = "documents to show of each stream (default: %(default)s)"
+    look.add_argument("--documents", type=_from(0), default=3, metavar="K", help=shown)
+    look.add_argument("--verify", action="store_true", help="compare the token files with their checksums")
+    which = look.add_mutually_exclusive_group()
+    which.add_argument("--sample", type=_from(0), metavar="N", help="what training reads after N samples")
+    which.add_argument("--step", type=_from(1), metavar="S", help="the batch of a step, as --sample")
+    look.add_argument("--count", type=_from(1), default=1, metavar="K", help="samples from --sample on")
 
     train = command("train", _train, "train a model, or continue its training", "config", yaml)
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)

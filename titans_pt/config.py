@@ -38,23 +38,54 @@ class RunConfig(Section):
 
 
 class SourceConfig(Section):
-    kind: Literal["stdlib", "files"] = "stdlib"
-    """stdlib: the documentation that ships with Python (no download). files: .txt, .jsonl, .parquet under ``path``."""
+    kind: Literal["stdlib", "files", "hub", "indexed"] = "stdlib"
+    """stdlib: the documentation that ships with Python (no download). files: .txt, .jsonl (also .gz, .zst) and .parquet
+    under ``path``. hub: a dataset that ``datasets.load_dataset`` finds. indexed: token files of Megatron's format."""
     path: str | None = None
-    """File or folder, for kind=files."""
+    """files: a file or folder. hub: a dataset id or folder. indexed: the path of .bin and .idx without its suffix."""
+    name: str | None = None
+    """hub: configuration of the dataset, such as sample-10BT."""
+    split: str = "train"
+    """hub: split of the dataset."""
+    revision: str | None = None
+    """hub: branch, tag or commit. Null: the newest."""
+    streaming: bool = True
+    """hub: read over the network as it is needed. False: download first, into the cache of ``datasets``."""
+    max_files: Positive | None = None
+    """hub, streaming: only the first so many files of the dataset; FineWeb-Edu's have some 0.7B tokens each."""
     text_column: str = "text"
-    """Field of a .jsonl or .parquet row that holds the text."""
+    """Column (field of a .jsonl row) that holds the text."""
+    id_column: str = "id"
+    """Column that names a document, kept beside its tokens; where there is none, file and row name it alone."""
+    minimum: dict[str, float] = {}
+    """Rows below a value are dropped, by column: {int_score: 3, language_score: 0.65}."""
+    weight: Annotated[float, Field(gt=0.0)] | None = None
+    """Share of training samples, relative to the other sources' weights; for all sources or for none. Null: sources
+    are read one after the other into one stream of tokens."""
 
     @model_validator(mode="after")
     def _check(self):
-        if (self.kind == "files") != (self.path is not None):
-            raise ValueError(f"path: given {self.path!r} with kind={self.kind!r}; kind=files needs a path, others none")
+        if (self.kind == "stdlib") != (self.path is None):
+            raise ValueError(f"path: given {self.path!r} with kind={self.kind!r}; kind=stdlib has none, others need it")
+        rows, hub = ("text_column", "id_column", "minimum"), ("name", "split", "revision", "streaming", "max_files")
+        used = {"files": rows, "hub": rows + hub}.get(self.kind, ())
+        for key in (*rows, *hub):
+            if key not in used and (given := getattr(self, key)) != type(self).model_fields[key].default:
+                raise ValueError(f"{key}: given {given!r} with kind={self.kind!r}, which does not use it; remove it")
+        if self.max_files and not self.streaming:
+            raise ValueError(f"max_files: given {self.max_files} with streaming=false, which downloads all files; "
+                             "remove it, or set streaming=true")
         return self
 
 
 class TokenizerConfig(Section):
     path: str | None = None
-    """A SentencePiece .model file (Llama-2's, for the paper's recipe). Null: train one on the text."""
+    """A SentencePiece .model file (Llama-2's, for the paper's recipe) or a Hugging Face tokenizer.json.
+    Null: train a SentencePiece model on the text."""
+    eos_token: str | None = None
+    """Piece that ends a document. Null: the model's own; for tokenizer.json that of tokenizer_config.json beside it."""
+    add_bos: bool = False
+    """Begin each document with bos, too. Its end is always marked by eos."""
     train_characters: Positive = 20_000_000
     """At most this many characters of the text are used to train a tokenizer."""
 
@@ -64,6 +95,9 @@ class DataConfig(Section):
     """Folder of the token files that ``titans prepare`` writes and training reads."""
     sources: Annotated[list[SourceConfig], Field(min_length=1)] = [SourceConfig()]
     tokenizer: TokenizerConfig = TokenizerConfig()
+    bad_input: Literal["refuse", "skip"] = "refuse"
+    """What cannot be read (a truncated file, bytes that are not UTF-8, a row without the text column). refuse: stop and
+    name it. skip: leave it out, count it, and name it in rejected.jsonl of ``dir``."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.02
     """Share of documents (by hash of their text) held out for validation."""
     seq_len: Positive = 4096
@@ -71,6 +105,14 @@ class DataConfig(Section):
     reset_at_documents: bool = False
     """True: memory, convolutions and attention begin anew at each document of a packed sample.
     False (the paper is silent; usual in pretraining): state and attention are carried across."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        weighted = [source.weight is not None for source in self.sources]
+        if any(weighted) and not all(weighted):
+            raise ValueError(f"sources.{weighted.index(False)}.weight: given none, but other sources have one; "
+                             "give every source a weight, or none")
+        return self
 
 
 class MemoryConfig(Section):

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import platform
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,8 +38,14 @@ class RunFolder:
         self.evaluation = self.path / "evaluation"
         self.plots = self.path / "plots"
         self.profile = self.path / "profile"
-        self.tokenizer = self.path / "tokenizer.model"
         self.wandb = self.path / "wandb"
+
+    @property
+    def tokenizer(self) -> Path:
+        """tokenizer.model or tokenizer.json, whichever the run was trained with."""
+        from data_pipeline.tokenizer import saved_tokenizer
+
+        return saved_tokenizer(self.path)
 
     @contextlib.contextmanager
     def lock(self):
@@ -83,7 +88,9 @@ class RunFolder:
         self.config.write_text(f"# sha256 of the settings: {config_hash(config)}\n{resolved_yaml(config)}")
         self.versions.write_text(json.dumps(versions(), indent=1) + "\n")
         if Path(tokenizer).resolve() != self.tokenizer.resolve():
-            shutil.copyfile(tokenizer, self.tokenizer)
+            from data_pipeline import Tokenizer
+
+            Tokenizer.load(tokenizer, config.data.tokenizer.eos_token).save(self.path)
 
 
 def versions() -> dict[str, str]:
@@ -129,17 +136,18 @@ def load_run(path: str | Path, step: int | None = None, device: str | torch.devi
     for key, was, now in differences(completed(state.config)["model"], config.model.model_dump(mode="json")):
         raise UserError(f"model.{key}: given {now!r}, but {checkpoint} was trained with {was!r}; leave it as it is")
     if not folder.tokenizer.is_file():
-        raise UserError(f"{folder.tokenizer}: missing; copy tokenizer.model of the run's data.dir there")
+        raise UserError(f"{folder.tokenizer}: missing; copy the tokenizer of the run's data.dir there")
     found = hashlib.sha256(folder.tokenizer.read_bytes()).hexdigest()
     if found != state.tokenizer_sha256:
         raise UserError(
             f"{folder.tokenizer}: not the tokenizer of this model (sha256 {found[:12]}..., trained with "
-            f"{state.tokenizer_sha256[:12]}...); put back the tokenizer.model that the run was trained with"
+            f"{state.tokenizer_sha256[:12]}...); put back the one that the run was trained with"
         )
     model = build_model(config.model)
     load_weights(model, checkpoints.read_tensors(checkpoint / checkpoints.MODEL))
     return LoadedRun(
-        folder, config, model.to(device).eval(), Tokenizer.load(folder.tokenizer), state.step,
+        folder, config, model.to(device).eval(),
+        Tokenizer.load(folder.tokenizer, config.data.tokenizer.eos_token), state.step,
         checkpoints.checkpoint_hash(checkpoint),
     )  # fmt: skip
 

@@ -3,8 +3,10 @@ import struct
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.datasets import indexed_dataset as megatron
 
 from data_pipeline import indexed
 from data_pipeline.indexed import IndexedDataset, IndexedWriter
@@ -43,7 +45,7 @@ def test_megatron_format_and_back(tmp_path_factory, documents, vocab_size):
     stream = [token for ids in documents for token in ids]
     assert len(dataset) == len(documents) and [ids.tolist() for ids in dataset] == documents
     assert dataset.tokens == len(stream) and dataset.read(0, len(stream)).tolist() == stream
-    assert dataset.document_starts.tolist() == np.cumsum([0, *map(len, documents)])[:-1].tolist()
+    assert list(dataset.document_starts) == np.cumsum([0, *map(len, documents)])[:-1].tolist()
 
 
 def test_reading_is_random_access_without_a_copy(tmp_path):
@@ -70,8 +72,9 @@ def test_documents_of_several_sequences(tmp_path):
     (tmp_path / "a.idx").write_bytes(header + struct.pack("<3i3q3q", 2, 1, 2, 0, 8, 12, 0, 2, 3))
     (tmp_path / "a.bin").write_bytes(np.arange(5, dtype="<i4").tobytes())
     dataset = IndexedDataset(tmp_path / "a")
-    assert len(dataset) == 3 and dataset.document_starts.tolist() == [0, 3]
+    assert len(dataset) == 3 and list(dataset.document_starts) == [0, 3]
     assert dataset.read(0, 5).tolist() == list(range(5))
+    assert [dataset.document(j).tolist() for j in range(2)] == [[0, 1, 2], [3, 4]]
 
 
 def test_missing_or_truncated_files(tmp_path):
@@ -85,7 +88,7 @@ def test_missing_or_truncated_files(tmp_path):
     cases = [(idx, None, "No such file"), (bin_, None, "No such file"), (idx, b"", "truncated"),
              (idx, good[idx][:-1], "truncated"), (idx, b"X" + good[idx][1:], "not an indexed dataset"),
              (bin_, good[bin_][:-1], "truncated"), (bin_, good[bin_] * 2, "truncated, or of another run"),
-             (idx, bytes(flipped), "its .idx says"), (idx, bytes(pointer), "contradict")]
+             (idx, bytes(flipped), "contradict"), (idx, bytes(pointer), "contradict")]
     for path, data, what in cases:
         for name, content in good.items():
             name.write_bytes(content)
@@ -130,7 +133,8 @@ def full_disk(suffix):
     def fake(path, mode):
         file = open(path, mode)  # noqa: SIM115
         if str(path).endswith(suffix):
-            return type("Full", (), {"write": refuse, "flush": refuse, "close": lambda _: file.close(),
+            return type("Full", (), {"write": refuse, "flush": refuse, "seek": lambda *_: None,
+                                     "close": lambda _: file.close(),
                                      "__enter__": lambda self: self, "__exit__": lambda *_: file.close()})()
         return file
 
@@ -141,3 +145,34 @@ def test_an_id_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(OverflowError), IndexedWriter(tmp_path / "a", 10) as writer:
         writer.add([70_000])
     assert list(tmp_path.iterdir()) == []
+
+
+@settings(max_examples=30)
+@given(st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=20), min_size=1, max_size=20),
+       st.sampled_from([1000, 100_000]))
+def test_megatron_core_reads_what_is_written_here(tmp_path_factory, documents, vocab_size):
+    """NVIDIA's own reader, by both of its ways."""
+    prefix = write(tmp_path_factory.mktemp("indexed") / "train", documents, vocab_size)
+    for mmap in (True, False):
+        theirs = megatron.IndexedDataset(str(prefix), mmap=mmap)
+        assert len(theirs) == len(documents)
+        assert [theirs[i].tolist() for i in range(len(documents))] == documents
+        assert theirs.document_indices.tolist() == list(range(len(documents) + 1))
+        assert theirs.sequence_lengths.tolist() == [len(ids) for ids in documents]
+
+
+@settings(max_examples=30)
+@given(st.lists(st.lists(st.lists(st.integers(0, 999), max_size=9), min_size=1, max_size=4), min_size=1, max_size=9),
+       st.sampled_from([np.uint16, np.int32]))
+def test_what_megatron_core_writes_is_read_here(tmp_path_factory, documents, dtype):
+    """Documents of one or more sentences, empty ones among them."""
+    prefix = tmp_path_factory.mktemp("indexed") / "theirs"
+    builder = megatron.IndexedDatasetBuilder(str(prefix) + ".bin", dtype=dtype)
+    for sentences in documents:
+        joined = [token for sentence in sentences for token in sentence]
+        builder.add_document(torch.tensor(joined, dtype=torch.int64), [len(sentence) for sentence in sentences])
+    builder.finalize(str(prefix) + ".idx")
+    dataset = IndexedDataset(prefix)
+    assert dataset.dtype == dtype and len(dataset) == sum(map(len, documents))
+    assert [dataset.document(j).tolist() for j in range(len(documents))] == [
+        [token for sentence in sentences for token in sentence] for sentences in documents]

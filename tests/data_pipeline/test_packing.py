@@ -1,22 +1,15 @@
 import json
-from types import SimpleNamespace
+import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_corpus import make_texts, write_jsonl
+from streams import dataset
 
-from data_pipeline import IndexedDataset, IndexedWriter, Loader, PackedSamples, TokenFiles, prepare
+from data_pipeline import IndexedDataset, IndexedWriter, Mixture, PackedSamples, TokenFiles, prepare
 from titans_pt.errors import UserError
-
-
-def dataset(sizes):
-    """A stream 0, 1, 2, ... cut into documents of these sizes: each token is its own place in the stream."""
-    starts = np.cumsum([0, *sizes])
-    return SimpleNamespace(prefix="stream", tokens=int(starts[-1]), document_starts=starts[:-1],
-                           read=lambda start, stop: np.arange(start, stop, dtype=np.uint16))
-
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
@@ -80,48 +73,71 @@ def test_too_few_tokens():
     assert len(PackedSamples(dataset([11]), 10, 0)) == 1
 
 
+WEIGHTS = st.lists(st.sampled_from([0.05, 0.1, 0.3, 0.7, 1, 3, 1 / 3]), min_size=1, max_size=5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(WEIGHTS, st.integers(0, 10**10), st.integers(1, 400))
+def test_weights_of_a_mixture_are_exact_over_any_window(weights, start, length):
+    mixture = Mixture([PackedSamples(dataset([100 + i]), 10, 0) for i in range(len(weights))], weights)
+    drawn = [mixture.locate(position)[0] for position in range(start, start + length)]
+    bound = 1 if len(weights) <= 2 else 2 + math.log(len(weights))
+    for stream, weight in enumerate(weights):
+        assert abs(drawn.count(stream) - length * weight / sum(weights)) < bound + 1e-6
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 500), st.integers(1, 12))
-def test_batch_is_the_same_for_any_ranks_micro_batch_and_resume_point(micro_batch, world, steps, consumed, seq_len):
-    samples = PackedSamples(dataset([90, 5, 45]), seq_len, seed=1)
-    batch = micro_batch * world * steps
-    whole, reset = next(Loader(samples, batch, 0, 1, batch).batches(consumed))
-    assert whole.tolist() == [samples.sample(consumed + i)[0].tolist() for i in range(batch)]
-    rows = {}
-    for rank in range(world):
-        loader = Loader(samples, micro_batch, rank, world, batch)
-        list(loader.batches(consumed - batch) if consumed >= batch else ())  # so that it has read ahead
-        parts = list(loader.batches(consumed))
-        assert len(parts) == loader.micro_steps == steps
-        for step, (ids, resets) in enumerate(parts):
-            assert ids.shape == (micro_batch, seq_len + 1) and ids.dtype == torch.int64
-            assert resets.shape == (micro_batch, seq_len) and resets.dtype == torch.bool
-            for position, row, marks in zip(loader.positions(consumed, step), ids, resets, strict=True):
-                assert position not in rows
-                rows[position] = row.tolist(), marks.tolist()
-    assert [rows[consumed + i][0] for i in range(batch)] == whole.tolist()
-    assert [rows[consumed + i][1] for i in range(batch)] == reset.tolist()
+@given(WEIGHTS, st.integers(1, 300))
+def test_each_stream_of_a_mixture_is_read_in_its_own_order(weights, length):
+    streams = [PackedSamples(dataset([100 + 30 * i]), 10, 0) for i in range(len(weights))]
+    mixture, behind = Mixture(streams, weights), [0] * len(weights)
+    for position in range(length):
+        stream, own = mixture.locate(position)
+        assert own == behind[stream]
+        behind[stream] += 1
+        assert np.array_equal(mixture.sample(position)[0], streams[stream].sample(own)[0])
+        assert mixture.describe(position)["position"] == position
+        assert mixture.stream(position) is streams[stream].dataset
 
 
-def test_jumping_back_and_leaving_a_batch_early():
-    loader = Loader(PackedSamples(dataset([200]), 10, seed=0), 2, 0, 1, 4)
-    first = [ids.tolist() for ids, _ in loader.batches(8)]
-    next(loader.batches(12))
-    assert [ids.tolist() for ids, _ in loader.batches(8)] == first
+def test_order_of_a_mixture_never_changes():
+    """Frozen, as that of one stream."""
+    mixture = Mixture([PackedSamples(dataset([101]), 10, 0) for _ in range(3)], [0.2, 0.5, 0.3])
+    assert [mixture.locate(i)[0] for i in range(20)] == [0, 1, 2, 1, 0, 1, 2, 1, 2, 1, 0, 1, 2, 1, 0, 1, 2, 1, 2, 1]
 
 
-@pytest.mark.parametrize(("batch", "micro", "world", "parts"), [
-    (12, 8, 1, ["train.batch_tokens=120", "train.micro_batch=8", "1 ranks", "set train.micro_batch=6", "=160"]),
-    (12, 4, 2, ["train.micro_batch=3", "train.batch_tokens=160"]),
-    (10, 2, 4, ["4 ranks", "set train.batch_tokens=160"]),
-    (2, 4, 4, ["set train.batch_tokens=160"]),
-])
-def test_indivisible_batch(batch, micro, world, parts):
-    samples = PackedSamples(dataset([200]), 10, seed=0)
-    with pytest.raises(UserError) as error:
-        Loader(samples, micro, 0, world, batch)
-    for part in parts:
-        assert part in str(error.value), str(error.value)
+def test_weights_may_change_without_new_token_files(config, corpus, tmp_path):
+    other = write_jsonl(tmp_path / "other.jsonl", make_texts(60, seed=9))
+
+    def weighted(*weights):
+        sources = [{"kind": "files", "path": str(path), "weight": weight}
+                   for path, weight in zip((corpus, other), weights, strict=True)]
+        return config(data={"sources": sources})
+
+    manifest = prepare(weighted(0.7, 0.3))
+    assert manifest["streams"] == ["train-0", "train-1"]
+    files = TokenFiles.open(weighted(0.5, 0.5))
+    samples = files.samples(weighted(0.5, 0.5))
+    found = [samples.describe(i)["file"] for i in range(40)]
+    assert found.count(f"{tmp_path}/data/train-0.bin") == 20
+    assert prepare(weighted(0.1, 0.9)) == manifest
+    assert TokenFiles.open(weighted(1, 1)).fingerprint != TokenFiles.open(weighted(0.7, 0.3)).fingerprint  # order
+    with pytest.raises(UserError, match="mixture: made with true, config has false"):
+        TokenFiles.open(config(data={"sources": [{"kind": "files", "path": str(p)} for p in (corpus, other)]}))
+
+
+def test_token_files_of_format_1_can_be_trained_on(config, tmp_path):
+    """As version 0.1.0 wrote them: all settings spelt out, no list of documents."""
+    manifest = prepare(config())
+    path = tmp_path / "data" / "manifest.json"
+    source = {"kind": "files", "path": str(tmp_path / "corpus.jsonl"), "text_column": "text"}
+    settings = {"model.vocab_size": 320, "data.sources": [source], "data.validation_fraction": 0.2,
+                "data.tokenizer": {"path": None, "train_characters": 20_000_000}}
+    kept = {key: manifest[key] for key in ("content", "tokenizer_sha256", "vocab_size", "splits", "unigram_loss")}
+    path.write_text(json.dumps({"format": 1, "settings": settings, **kept}))
+    assert TokenFiles.open(config()).samples(config()).sample(0)[0].shape == (65,)
+    with pytest.raises(UserError, match="file format 1, this version writes 2.*--force"):
+        prepare(config())
 
 
 def test_real_files(tmp_path):
@@ -142,9 +158,9 @@ def test_token_files_open(config, texts):
     manifest = prepare(config)
     files = TokenFiles.open(config)
     assert files.manifest == manifest and files.fingerprint == manifest["content"]
-    assert files.train.tokens == manifest["splits"]["train"]["tokens"]
+    assert files.train[0].tokens == manifest["splits"]["train"]["tokens"]
     assert files.tokenizer.decode(files.validation[0].tolist()) in texts
-    ids, _ = PackedSamples(files.train, config.data.seq_len, config.run.seed).sample(0)
+    ids, _ = files.samples(config).sample(0)
     assert ids.max() < config.model.vocab_size
 
 

@@ -4,9 +4,13 @@ from collections import Counter
 
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 from small_corpus import write_jsonl
 
+from data_pipeline import IndexedWriter, sources
+from data_pipeline import files as readers
 from data_pipeline.sources import documents, fingerprint
 from titans_pt.config import SourceConfig
 from titans_pt.errors import UserError
@@ -16,21 +20,25 @@ def files(path, **more):
     return SourceConfig(kind="files", path=str(path), **more)
 
 
+def texts(source, counts=None):
+    return [document.text for document in documents(source, counts=counts)]
+
+
 @pytest.fixture(scope="module")
 def stdlib():
     counts = Counter()
-    return list(documents(SourceConfig(), counts)), counts
+    return texts(SourceConfig(), counts), counts
 
 
 def test_stdlib_is_real_english(stdlib):
-    texts, counts = stdlib
-    joined = "\n".join(texts)
-    assert len(texts) > 400 and len(joined) > 1_500_000 and counts["empty"] > 0
+    found, counts = stdlib
+    joined = "\n".join(found)
+    assert len(found) > 400 and len(joined) > 1_500_000 and counts["empty"] > 0
     assert joined.count(" the ") > 10_000
-    assert all(text == text.strip() and text for text in texts)
-    [module] = [text for text in texts if text.startswith("json.decoder\n")]
+    assert all(text == text.strip() and text for text in found)
+    [module] = [text for text in found if text.startswith("json.decoder\n")]
     assert "json.decoder.JSONDecoder.raw_decode\n\nDecode a JSON document" in module
-    assert not any(text.startswith(("test.", "idlelib.")) for text in texts)
+    assert not any(text.startswith(("test.", "idlelib.")) for text in found)
 
 
 def test_stdlib_fingerprint_is_stable():
@@ -49,27 +57,27 @@ def test_folder_is_read_recursively_in_order_without_hidden_or_other_files(tmp_p
     rows = [f"row {i}" for i in range(3000)]
     parquet.write_table(pa.table({"id": range(3000), "text": rows}), tmp_path / "a.parquet")
     expected = rows + ["one", "two", "three", "four", "ä text\nof two lines"]
-    assert list(documents(files(tmp_path))) == expected
+    assert texts(files(tmp_path)) == expected
 
 
 def test_empty_documents_are_dropped_and_counted(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "", " \n\t", None, "b")))
     counts = Counter()
-    assert list(documents(files(path), counts)) == ["a", "b"]
+    assert texts(files(path), counts) == ["a", "b"]
     assert counts["empty"] == 3
 
 
 def test_lone_surrogates_are_replaced(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a\\ud800b \\ud83d\\ude00"}\n')
-    assert list(documents(files(path))) == ["a\ufffdb 😀"]
+    assert texts(files(path)) == ["a\ufffdb 😀"]
 
 
 def test_other_text_column(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "jsonl", "text": 1}\n')
     parquet.write_table(pa.table({"content": ["parquet"]}), tmp_path / "b.parquet")
-    assert list(documents(files(tmp_path, text_column="content"))) == ["jsonl", "parquet"]
+    assert texts(files(tmp_path, text_column="content")) == ["jsonl", "parquet"]
 
 
 def test_fingerprint_sees_a_change(tmp_path):
@@ -139,3 +147,102 @@ def test_text_that_is_not_utf8(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"abc\xff")
     fails(path, str(path), "not UTF-8 at byte 3", "convert")
+
+
+def skipped(path, **more):
+    """(texts, what was rejected) where unusable input is skipped."""
+    rejected = []
+    return [d.text for d in documents(files(path, **more), reject=rejected.append)], rejected
+
+
+def test_skipping_goes_on_behind_what_is_broken(tmp_path):
+    lines = [b'{"text": "one"}', b'{"text": "\xff"}', b'{"text": "bro', b'{"body": 1}', b'{"text": "two"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    (tmp_path / "c.jsonl").touch()
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n' * 3000)[:-20])
+    (tmp_path / "e.parquet").write_bytes(b"PAR1")
+    parquet.write_table(pa.table({"body": ["x"]}), tmp_path / "f.parquet")
+    (tmp_path / "z.txt").write_text("four")
+    found, rejected = skipped(tmp_path)
+    assert [text for text in found if text != "three"] == ["one", "two", "four"]
+    wrong = [(item.where.removeprefix(f"{tmp_path}/"), item.reason.split(" (")[0]) for item in rejected]
+    assert wrong == [
+        ("a.jsonl:2", "not valid JSON"), ("a.jsonl:3", "not valid JSON"),
+        ("a.jsonl:4", "has no column as text_column='text' says"), ("b.txt", "not UTF-8 at byte 0"),
+        ("c.jsonl", "an empty file"), ("d.jsonl.gz", "unreadable or truncated"),
+        ("e.parquet", "unreadable or truncated"), ("f.parquet", "has no column as text_column='text' says")]
+
+
+def test_parquet_rows_that_are_not_utf8(tmp_path):
+    offsets = pa.array([0, 1, 2, 3], pa.int32()).buffers()[1]
+    column = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"a\xffc")])
+    parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    fails(tmp_path, "a.parquet, row 1", "not UTF-8 at byte 0", "data.bad_input=skip")
+    assert skipped(tmp_path)[0] == ["a", "c"]
+
+
+def test_a_broken_row_group_costs_only_its_rows(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": [f"row {i} {i * i}" for i in range(400)]}), path, row_group_size=100,
+                        use_dictionary=False)
+    column = parquet.read_metadata(path).row_group(1).column(0)
+    data = bytearray(path.read_bytes())
+    data[column.data_page_offset:column.data_page_offset + column.total_compressed_size] = bytes(
+        column.total_compressed_size)
+    path.write_bytes(data)
+    found, [rejected] = skipped(path)
+    assert found == [f"row {i} {i * i}" for i in range(400) if not 100 <= i < 200]
+    assert "rows 100 to 199" in rejected.where
+
+
+@settings(max_examples=60)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=12), st.integers(1, 90),
+       st.sampled_from(["\n", "\r\n", "\n\n"]))
+def test_pieces_of_jsonl_are_the_whole(tmp_path_factory, texts, target, newline):
+    path = tmp_path_factory.mktemp("pieces") / "a.jsonl"
+    path.write_bytes("".join(json.dumps({"text": text}, ensure_ascii=False) + newline for text in texts).encode())
+    rows = [row for start, stop, _ in readers.pieces(path, target)
+            for row in readers.rows(path, files(path), start, stop)]
+    assert [row.values["text"] for row in rows if isinstance(row, readers.Row)] == texts
+
+
+def test_pieces_of_parquet_are_the_whole(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": [f"row {i}" for i in range(1000)], "id": range(1000)}), path,
+                        row_group_size=64)
+    pieces = list(readers.pieces(path, 1500))
+    rows = [row for start, stop, _ in pieces for row in readers.rows(path, files(path), start, stop)]
+    assert len(pieces) > 4 and [(row.number, row.values["text"]) for row in rows] == [
+        (i, f"row {i}") for i in range(1000)]
+    assert [document.id for document in documents(files(path))] == [str(i) for i in range(1000)]
+
+
+def test_zstd_of_several_frames_and_a_truncated_one(tmp_path):
+    path = tmp_path / "a.jsonl.zst"
+    frames = [pa.compress(json.dumps({"text": text}).encode() + b"\n", "zstd", asbytes=True) for text in ("one", "two")]
+    path.write_bytes(b"".join(frames))
+    assert texts(files(path)) == ["one", "two"]
+    path.write_bytes(b"".join(frames)[:-4])
+    fails(path, "a.jsonl.zst", "truncated")
+
+
+def test_minimum_of_a_column(tmp_path):
+    rows = [{"text": f"{score}", "int_score": score} for score in (1, 3, None, 4)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = Counter()
+    assert texts(files(path, minimum={"int_score": 3}), counts) == ["3", "4"] and counts["filtered"] == 2
+    fails(path, "has no column 'score'", "minimum", minimum={"score": 1})
+    path.write_text('{"text": "a", "int_score": "4"}')
+    fails(path, "holds a str, not a number", minimum={"int_score": 3})
+
+
+def test_indexed_files_as_a_source(tmp_path):
+    with IndexedWriter(tmp_path / "a", 100) as writer:
+        for ids in ([5, 6, 2], [7, 8], [9, 2]):
+            writer.add(ids)
+    found = list(documents(SourceConfig(kind="indexed", path=str(tmp_path / "a"))))
+    assert [(d.row, d.tokens.tolist()) for d in found] == [(0, [5, 6, 2]), (1, [7, 8]), (2, [9, 2])]
+    with pytest.raises(UserError, match="nowhere.idx: No such file"):
+        sources.fingerprint(SourceConfig(kind="indexed", path=str(tmp_path / "nowhere")))

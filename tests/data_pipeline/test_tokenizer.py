@@ -1,12 +1,15 @@
 import io
 import random
+from pathlib import Path
 
+import mistral_common
 import pytest
 import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_corpus import VOCAB, make_texts
 
+from data_pipeline import tokenizer as module
 from data_pipeline.tokenizer import StreamDecoder, Tokenizer, train_tokenizer
 from titans_pt.errors import UserError
 
@@ -47,7 +50,7 @@ def test_attributes(tokenizer):
 def test_round_trip(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text == streamed(tokenizer, ids)
-    assert tokenizer.encode_batch([text, "x"]) == [ids, tokenizer.encode("x")]
+    assert [list(one) for one in tokenizer.encode_batch([text, "x"])] == [ids, tokenizer.encode("x")]
     assert not {0, tokenizer.bos_id, tokenizer.eos_id} & set(ids)
 
 
@@ -160,3 +163,68 @@ def test_model_without_end_of_text(tmp_path, texts):
 def test_unwritable_output(tmp_path, texts):
     with pytest.raises(UserError, match="cannot be written"):
         train_tokenizer(texts, tmp_path / "no" / "folder.model", 300, 5000)
+
+# ---- a real model of 32,000 pieces, and real text
+
+
+@pytest.fixture(scope="session")
+def mistral():
+    """Of Llama's kind: a dummy prefix, byte fallback, bos 1, eos 2."""
+    [path] = Path(mistral_common.__file__).parent.glob("data/tokenizer.model.v1")
+    return Tokenizer.load(path)
+
+
+LANGUAGES = {
+    "English": "When in the course of human events, it becomes necessary ...\n\n\tfor (int i = 0; i < n; i++)\n",
+    "German": "Größenwahn und Übermut: \u201eZwölf Boxkämpfer jagen Viktor quer über den Sylter Deich\u201c.",
+    "Russian": "Съешь же ещё этих мягких французских булок, да выпей чаю.",
+    "Greek": "Ξεσκεπάζω την ψυχοφθόρα βδελυγμία.",
+    "Arabic": "نص حكيم له سر قاطع وذو شأن عظيم مكتوب على ثوب أخضر",
+    "Hebrew": "דג סקרן שט בים מאוכזב ולפתע מצא חברה",
+    "Hindi": "ऋषियों को सताने वाले दुष्ट राक्षसों के राजा रावण का सर्वनाश",
+    "Thai": "เป็นมนุษย์สุดประเสริฐเลิศคุณค่า",
+    "Chinese": "天地玄黃，宇宙洪荒。日月盈昃，辰宿列張。",
+    "Japanese": "いろはにほへと ちりぬるを わかよたれそ つねならむ",
+    "Korean": "키스의 고유조건은 입술끼리 만나야 하고 특별한 기술은 필요치 않다.",
+    "signs": "∀x ∈ ℝ: ⌈x⌉ = −⌊−x⌋ \U0001F600\u200d\U0001F9D1 e\u0301 \ufeff\u2028\r\n   ",
+}
+
+
+def test_real_model(mistral):
+    assert (mistral.vocab_size, mistral.bos_id, mistral.eos_id, mistral.dummy_prefix) == (32000, 1, 2, True)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_round_trip_in_several_scripts(mistral, tokenizer, language):
+    text = LANGUAGES[language]
+    for one in (mistral, tokenizer):
+        ids = one.encode(text)
+        assert one.decode(ids) == text and not {one.bos_id, one.eos_id, 0} & set(ids)
+
+
+def test_round_trip_of_real_text(mistral):
+    from pydoc_data.topics import topics
+
+    texts = [*topics.values(), Path(random.__file__).read_text()]
+    assert [mistral.decode(ids) for ids in mistral.encode_batch(texts)] == texts
+
+
+@pytest.mark.parametrize("cut", [7, 50, 400])
+def test_stretches_have_the_ids_of_the_whole(mistral, tokenizer, monkeypatch, cut):
+    """Cut at newlines, else spaces: the same ids, for models with a dummy prefix and without."""
+    from pydoc_data.topics import topics
+
+    texts = [text[:3000] for text in list(topics.values())[:8]]
+    whole = [(one, text, one.encode(text)) for one in (mistral, tokenizer) for text in texts]
+    monkeypatch.setattr(module, "_STRETCH", cut)
+    for one, text, ids in whole:
+        found = one.encode(text)
+        assert one.decode(found) == text
+        if cut == 400:  # no word is longer
+            assert found == ids
+
+
+def test_one_long_line_without_spaces(mistral, monkeypatch):
+    monkeypatch.setattr(module, "_STRETCH", 100)
+    text = "".join(random.Random(0).choices("abcdefgh\u4e00é", k=5000))
+    assert mistral.decode(mistral.encode(text)) == text

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data_pipeline import TokenFiles
+from data_pipeline import TokenFiles, document_begins
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_positions
@@ -102,17 +102,13 @@ class Perplexity:
         run = self.loaded
         return digest(self.name, start, self._stop(start), text, run.tokenizer.sha256, run.checkpoint_hash)
 
-    def _document_starts(self, start: int, length: int) -> Tensor:
-        places = self.validation.document_starts - start
-        starts = torch.zeros(length, dtype=torch.bool)
-        starts[places[(places >= 0) & (places < length)]] = True
-        return starts
-
     def measure(self, index: int) -> dict:
         """Scores stream ``index``: n, nats, decoded bytes and the sums by position."""
         start, run, tokenizer = self.starts[index], self.loaded, self.loaded.tokenizer
         ids = self._read(start)
-        reset = self._document_starts(start, len(ids)) if self.config.data.reset_at_documents else None
+        reset = None
+        if self.config.data.reset_at_documents:
+            reset = torch.from_numpy(document_begins(self.validation.document_starts, start, len(ids)))
         began = time.perf_counter()
         losses = token_losses(run.model, torch.from_numpy(ids), self.config.evaluation.prefill_tokens, reset).numpy()
         seconds = time.perf_counter() - began

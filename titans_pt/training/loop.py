@@ -87,7 +87,7 @@ class Trainer:
 
         self.engine = self._build_engine(path, state)
         self.batch_samples = train.batch_tokens // data.seq_len
-        self.train_samples = PackedSamples(files.train, data.seq_len, config.run.seed)
+        self.train_samples = files.samples(config)
         grid = self.engine.topology
         self.loader = Loader(
             self.train_samples, self.engine.micro_batch, grid.data_rank, grid.data_size, self.batch_samples

@@ -1,0 +1,113 @@
+"""Rows of a dataset that ``datasets.load_dataset`` finds: by its id on the hub, or a folder laid out like one."""
+
+import contextlib
+from collections.abc import Iterator
+from functools import lru_cache
+
+import datasets
+
+from data_pipeline.files import Rejected, Row, missing
+from titans_pt.config import SourceConfig
+from titans_pt.errors import UserError
+
+SLICES = 16
+"""Pieces of a streamed file. FineWeb-Edu's are 2 GB: about 45 million tokens a piece."""
+ROWS = 50_000
+"""Rows of a piece of a downloaded dataset."""
+
+
+def files(source: SourceConfig) -> list[str]:
+    """Addresses of the dataset's files, the commit in them where it is on the hub.
+
+    Raises:
+        UserError: no such dataset, configuration or split; no network.
+    """
+    with _explained(source):
+        builder = _builder(source)
+        found = builder.config.data_files or {}
+        if source.split not in found:
+            raise ValueError(f"no split {source.split!r}; there are {', '.join(map(str, found)) or 'none'}")
+        return [str(file) for file in found[source.split]][:source.max_files]
+
+
+def version(source: SourceConfig) -> list:
+    """What changes when the dataset does: its files, with their entity tags or times. Raises as :func:`files`."""
+    names = files(source)
+    tags = _builder(source).config.data_files[source.split].origin_metadata[:len(names)]
+    return [names, [list(tag) for tag in tags]]
+
+
+def pieces(source: SourceConfig) -> Iterator[tuple[str, int, int, int]]:
+    """Yields (file, start, stop, 0) of each piece: slices of a streamed file, rows of a downloaded dataset."""
+    if source.streaming:
+        for index, file in enumerate(files(source)):
+            for piece in range(SLICES):
+                yield file, index, piece, 0
+    else:
+        with _explained(source):
+            count = len(_dataset(source))
+        for start in range(0, count, ROWS):
+            yield source.path, start, min(start + ROWS, count), 0
+
+
+def rows(source: SourceConfig, file: str, start: int, stop: int) -> Iterator[Row | Rejected]:
+    """Rows of one piece, in order; a missing column comes as :class:`Rejected`.
+
+    Raises:
+        UserError: the network failed for good, a file is broken.
+    """
+    with _explained(source):
+        data = _dataset(source)
+        if not source.streaming:
+            place, first, data = file, start, data.select(range(start, stop))
+        else:
+            data = data.shard(num_shards=data.num_shards, index=start).reshard()  # one file, by row groups if it can
+            slices = min(SLICES, data.num_shards)
+            if stop >= slices:
+                return
+            place, first = f"{file}#{stop}/{slices}", 0
+            data = data.shard(num_shards=slices, index=stop)
+        if data.column_names:
+            wanted = {source.text_column, source.id_column, *source.minimum}
+            for column in (source.text_column, *source.minimum):
+                if column not in data.column_names:
+                    yield missing(place, column, source, data.column_names)
+                    return
+            data = data.select_columns([column for column in data.column_names if column in wanted])
+        for number, values in enumerate(data, first):
+            yield Row(f"{place}, row {number}", place, number, values)
+
+
+# Both are kept: each piece of a dataset would otherwise ask the hub again.
+
+
+@lru_cache(8)
+def _load_builder(path: str, name: str | None, revision: str | None):
+    return datasets.load_dataset_builder(path, name, revision=revision)
+
+
+def _builder(source: SourceConfig):
+    return _load_builder(source.path, source.name, source.revision)
+
+
+@lru_cache(8)
+def _load(path: str, name: str | None, split: str, revision: str | None, streaming: bool):
+    return datasets.load_dataset(path, name=name, split=split, revision=revision, streaming=streaming)
+
+
+def _dataset(source: SourceConfig):
+    return _load(source.path, source.name, source.split, source.revision, source.streaming)
+
+
+@contextlib.contextmanager
+def _explained(source: SourceConfig):
+    """What ``datasets`` and its network layers raise has no common class: it is said in one line of ours."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        what = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"data.sources: kind=hub path={source.path!r} name={source.name!r}: {what}; check path, name, "
+                        "split and revision, or the network, and run the same command again: what is finished "
+                        "is kept") from error

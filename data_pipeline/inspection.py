@@ -1,0 +1,143 @@
+"""What is in token files: ``titans data inspect``."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from pyarrow import parquet
+
+from data_pipeline.indexed import IndexedDataset
+from data_pipeline.merge import REJECTED
+from data_pipeline.packing import Mixture, PackedSamples, TokenFiles
+from data_pipeline.tokenizer import Tokenizer
+from titans_pt.config import Config
+from titans_pt.errors import UserError
+
+_EXCERPT = 160
+"""Characters shown of a document."""
+_BAR = 40
+_READ = 1 << 24
+
+
+def inspect_data(
+    config: Config, sample: int | None = None, step: int | None = None, count: int = 1, documents: int = 3,
+    verify: bool = False,
+) -> None:
+    """Prints what the token files of ``config`` hold; or with ``sample`` or ``step`` what training sees there.
+
+    Args:
+        sample: position in the order of training: samples consumed before it.
+        step: optimiser step, from 1; its batch begins at sample (step - 1) * batch_tokens / seq_len, if no step before
+            it had another train.batch_tokens.
+        count: samples to show from ``sample`` on.
+        documents: documents of each stream to show, evenly spaced.
+        verify: read all token files and compare them with the manifest's checksums.
+
+    Raises:
+        UserError: no token files, or of other settings; a checksum that differs.
+    """
+    files = TokenFiles.open(config)
+    if step is not None:
+        count = config.train.batch_tokens // config.data.seq_len
+        sample = (step - 1) * count
+    if sample is not None:
+        samples = files.samples(config)
+        for position in range(sample, sample + count):
+            _print_sample(samples, position, files.tokenizer)
+        return
+    _print_totals(config, files)
+    for stream in (*files.train, files.validation):
+        _print_lengths(stream)
+        _print_documents(stream, documents, files.tokenizer)
+    if verify:
+        _verify(Path(config.data.dir), files.manifest)
+
+
+def document_place(stream: IndexedDataset, j: int) -> dict:
+    """file, row, id, hash, tokens and characters of document ``j`` of a stream; empty for files of format 1."""
+    path = stream.prefix.with_name(f"{stream.prefix.name}.documents.parquet")
+    if not path.exists():
+        return {}
+    with parquet.ParquetFile(path) as table:
+        for group in range(table.num_row_groups):
+            rows = table.metadata.row_group(group).num_rows
+            if j < rows:
+                return table.read_row_group(group).slice(j, 1).to_pylist()[0]
+            j -= rows
+    raise UserError(f"{path}: truncated, or of another run; make the token files anew with: titans prepare --force")
+
+
+def _print_totals(config: Config, files: TokenFiles) -> None:
+    manifest, data = files.manifest, config.data
+    print(f"{data.dir}: {len(files.train)} training stream{'s' * (len(files.train) > 1)}, "
+          f"vocabulary {manifest['vocab_size']:,}, content {manifest['content'][:16]}")
+    for split, total in manifest["splits"].items():
+        characters = total["characters"] / max(1, total["tokens"])
+        print(f"{split}: {total['documents']:,} documents, {total['tokens']:,} tokens, "
+              f"{total['characters']:,} characters ({characters:.2f} a token)")
+    dropped = ", ".join(f"{number:,} {kind}" for kind, number in manifest["dropped"].items())
+    print(f"dropped: {dropped}" + (f" (see {REJECTED})" if manifest["dropped"].get("rejected") else ""))
+    if trip := manifest.get("round_trip"):
+        print(f"decoded again: {trip['equal']:,} of {trip['tried']:,} documents tried are equal")
+    samples = files.samples(config)
+    batch = config.train.batch_tokens // data.seq_len
+    print(f"samples of {data.seq_len:,} tokens: {len(samples):,} an epoch, "
+          f"{len(samples) / batch:,.1f} batches of {batch}")
+    if isinstance(samples, Mixture):
+        total = sum(source.weight for source in data.sources)
+        for stream, source in zip(samples.streams, data.sources, strict=True):
+            epochs = source.weight / total * config.train.max_steps * batch / len(stream)
+            print(f"  {stream.dataset.prefix.name}: {source.weight / total:.1%} of samples, {len(stream):,} an epoch, "
+                  f"{epochs:.2f} epochs in train.max_steps={config.train.max_steps}")
+
+
+def _print_lengths(stream: IndexedDataset) -> None:
+    """Histogram by powers of two."""
+    counts = np.zeros(32, np.int64)
+    for lengths in stream.lengths():
+        counts += np.bincount(np.frexp(np.maximum(lengths, 1))[1] - 1, minlength=32)
+    print(f"\n{stream.prefix.name}: {len(stream.document_starts):,} documents, {stream.tokens:,} tokens; by tokens:")
+    for power in range(np.flatnonzero(counts).min(initial=0), np.flatnonzero(counts).max(initial=-1) + 1):
+        bar = "#" * int(-(-_BAR * counts[power] // counts.max()))
+        print(f"  {2**power:>9,} to {2 ** (power + 1) - 1:>9,} {counts[power]:>12,} {bar}".rstrip())
+
+
+def _print_documents(stream: IndexedDataset, count: int, tokenizer: Tokenizer) -> None:
+    total = len(stream.document_starts)
+    for j in sorted({total * i // count for i in range(count)} if total and count else ()):
+        _print_document(stream, j, stream.document(j), tokenizer)
+
+
+def _print_document(stream: IndexedDataset, j: int, ids: np.ndarray, tokenizer: Tokenizer) -> None:
+    """Where document ``j`` comes from, and how ``ids``, all or some of its tokens, begin."""
+    place = document_place(stream, j)
+    where = f"{place['file']} row {place['row']} id {place['id'] or '-'}" if place else "(format 1: no place kept)"
+    text = tokenizer.decode(ids[:4 * _EXCERPT].tolist())
+    print(f"  document {j} of {stream.prefix.name}: {where}, {len(ids):,} tokens: "
+          f"{text[:_EXCERPT]!r}{'...' * (len(text) > _EXCERPT)}")
+
+
+def _print_sample(samples: PackedSamples | Mixture, position: int, tokenizer: Tokenizer) -> None:
+    found = samples.describe(position)
+    stream = samples.stream(position)
+    start, stop = found["tokens"]
+    print(f"sample {position}: {found['file']} epoch {found['epoch']} sample {found['sample']}, "
+          f"tokens {start} to {stop - 1}")
+    first, last = found["documents"]
+    for j in range(first, last + 1):
+        begin = stream.document_starts[j]
+        end = stream.document_starts[j + 1] if j + 1 < len(stream.document_starts) else stream.tokens
+        if begin < end:
+            _print_document(stream, j, stream.read(max(begin, start), min(end, stop)), tokenizer)
+
+
+def _verify(folder: Path, manifest: dict) -> None:
+    for name, expected in manifest.get("files", {}).items():
+        checksum = hashlib.sha256()
+        with open(folder / name, "rb") as file:
+            while data := file.read(_READ):
+                checksum.update(data)
+        if checksum.hexdigest() != expected["sha256"]:
+            raise UserError(f"{folder / name}: its checksum is not that of the manifest; copy it anew, or run: "
+                            "titans prepare --force")
+        print(f"{name}: {expected['bytes']:,} bytes, checksum right")

@@ -1,0 +1,195 @@
+"""Parts to token files: duplicates out, splits apart, everything in the order of the sources."""
+
+import hashlib
+import json
+import os
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+from pyarrow import parquet
+from tqdm import tqdm
+
+from data_pipeline.indexed import IndexedWriter, token_dtype
+from data_pipeline.parts import ROW_GROUP, SCHEMA, part_path, read_summary
+from data_pipeline.sources import Part
+from titans_pt.errors import UserError
+
+SPLITS = ("train", "validation")
+DOCUMENTS = pyarrow.schema([field for field in SCHEMA if field.name != "held_out"])
+"""Columns of SPLIT.documents.parquet: one row a document, in the order of SPLIT.idx."""
+REJECTED = "rejected.jsonl"
+_BUCKET_DOCUMENTS = 1 << 21
+"""Documents whose hashes are sorted at once: some 150 MB."""
+_HASH = np.dtype([("high", ">u8"), ("low", ">u8"), ("document", "<i8")])
+
+
+def merge(parts: list[Part], folder: Path, out: Path, vocab_size: int, streams: list[str]) -> dict:
+    """Writes the token files of all ``parts``, which lie complete in ``folder``, to the empty folder ``out``.
+
+    Memory is bounded, whatever the parts hold: hashes are sorted by buckets on disk, tokens copied by row groups.
+
+    Args:
+        streams: for each source the name of its training stream.
+
+    Returns:
+        Of the manifest: files (bytes and sha256 of each .bin), splits
+        (documents, tokens, characters), dropped (empty, duplicate, filtered, rejected), round_trip, unigram_loss.
+
+    Raises:
+        UserError: a part was changed. OSError: disk full, folder not writable.
+    """
+    summaries = [read_summary(folder, index) for index in range(len(parts))]
+    sizes = [summary["documents"] for summary in summaries]
+    duplicate = _duplicates(folder, sizes, out)
+    names = [*dict.fromkeys(streams), "validation"]
+    counts = {split: Counter(documents=0, tokens=0, characters=0) for split in SPLITS}
+    seen = {split: np.zeros(vocab_size, np.int64) for split in SPLITS}  # times each token occurs
+    first = np.cumsum([0, *sizes])
+    with ExitStack() as stack:
+        writers = {name: stack.enter_context(_StreamWriter(out, name, vocab_size)) for name in names}
+        bar = stack.enter_context(tqdm(desc="merging", unit=" tokens", unit_scale=True, dynamic_ncols=True,
+                                       total=sum(summary["tokens"] for summary in summaries),
+                                       mininterval=0.5 if os.isatty(2) else 30))
+        for index, part in enumerate(parts):
+            checksum, at, document = hashlib.sha256(), 0, int(first[index])
+            tokens = _mapped(part_path(folder, index, ".bin"), token_dtype(vocab_size))
+            for table in _row_groups(part_path(folder, index, ".parquet")):
+                lengths, held_out = (np.asarray(table[name]) for name in ("tokens", "held_out"))
+                here = tokens[at:at + int(lengths.sum())]
+                checksum.update(here)
+                kept = ~duplicate[document:document + len(lengths)].astype(bool)
+                for split, chosen in (("train", kept & ~held_out), ("validation", kept & held_out)):
+                    some = here[np.repeat(chosen, lengths)]
+                    rows = table.filter(pyarrow.array(chosen)).select(DOCUMENTS.names)
+                    writers[streams[part.source] if split == "train" else split].extend(some, lengths[chosen], rows)
+                    seen[split] += np.bincount(some, minlength=vocab_size)
+                    counts[split].update(documents=len(rows), tokens=len(some),
+                                         characters=int(np.asarray(rows["characters"]).sum()))
+                at, document = at + len(here), document + len(lengths)
+                bar.update(len(here))
+            if checksum.hexdigest() != summaries[index]["sha256"]:
+                raise UserError(f"{part_path(folder, index, '.bin')}: not what was written; remove "
+                                f"{part_path(folder, index, '.json')} and run titans prepare again")
+    dropped = Counter(empty=0, duplicate=int(np.count_nonzero(duplicate)), filtered=0)
+    round_trip = Counter(tried=0, equal=0)
+    for summary in summaries:
+        dropped.update({key: summary[key] for key in ("empty", "filtered")})
+        round_trip.update(summary["round_trip"])
+    del duplicate
+    (out / _DUPLICATES).unlink()
+    return {
+        "files": {f"{name}.bin": {"bytes": writers[name].bytes, "sha256": writers[name].sha256} for name in names},
+        "splits": {split: dict(counts[split]) for split in SPLITS},
+        "dropped": dict(dropped) | {"rejected": _write_rejected(summaries, out)},
+        "round_trip": dict(round_trip),
+        "unigram_loss": unigram_loss(seen["train"], seen["validation"]) if seen["validation"].any() else None,
+    }
+
+
+def unigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
+    """Mean nats per token of ``validation`` under the frequencies of ``train``, each raised by one.
+
+    Both are int64 (vocab_size,), how often each token occurs. What a model must beat to use any context at all.
+    """
+    log_p = np.log((train + 1) / (train.sum() + len(train)))
+    return float(-(validation @ log_p) / validation.sum())
+
+
+# --- duplicates ---
+
+_DUPLICATES = "duplicates"
+
+
+def _duplicates(folder: Path, sizes: list[int], out: Path) -> np.ndarray:
+    """uint8 (documents of all parts,), on disk: 1 where a document before has the same hash.
+
+    The hashes go to buckets by their first bytes, so equal ones meet in one bucket, which is then sorted in memory.
+    """
+    total, path = sum(sizes), out / _DUPLICATES
+    with open(path, "wb") as file:
+        file.truncate(max(1, total))
+    mask = np.memmap(path, np.uint8, "r+")
+    count = -(-total // _BUCKET_DOCUMENTS)
+    with ExitStack() as stack:
+        buckets = [stack.enter_context(open(out / f"bucket-{i}", "w+b")) for i in range(count)]
+        document = 0
+        for index in range(len(sizes)):
+            for table in _row_groups(part_path(folder, index, ".parquet"), ["hash"]):
+                entries = np.zeros(len(table), _HASH)
+                halves = np.frombuffer(b"".join(table["hash"].to_pylist()), ">u8").reshape(-1, 2)
+                entries["high"], entries["low"] = halves.T
+                entries["document"] = np.arange(document, document + len(table))
+                document += len(table)
+                bucket = (entries["high"] >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)
+                for i in np.unique(bucket):
+                    buckets[int(i)].write(entries[bucket == i].tobytes())
+        for file in buckets:
+            file.seek(0)
+            entries = np.frombuffer(file.read(), _HASH)
+            entries = entries[np.lexsort((entries["low"], entries["high"]))]  # stable: the first of equals stays first
+            same = (entries["high"][1:] == entries["high"][:-1]) & (entries["low"][1:] == entries["low"][:-1])
+            mask[entries["document"][1:][same]] = 1
+            os.unlink(file.name)
+    return mask
+
+
+# --- reading parts, writing streams ---
+
+
+def _row_groups(path: Path, columns: list[str] | None = None):
+    with parquet.ParquetFile(path) as file:
+        for i in range(file.num_row_groups):
+            yield file.read_row_group(i, columns)
+
+
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
+
+
+class _StreamWriter:
+    """NAME.bin, NAME.idx and NAME.documents.parquet, complete at the end of the block."""
+
+    def __init__(self, folder: Path, name: str, vocab_size: int):
+        self._tokens = IndexedWriter(folder / name, vocab_size)
+        self._documents = parquet.ParquetWriter(folder / f"{name}.documents.parquet", DOCUMENTS)
+        self._rows: list[pyarrow.Table] = []
+        self.bytes = 0
+
+    def __enter__(self) -> "_StreamWriter":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if kind is None:
+            self._flush(1)
+        self._documents.close()
+        self._tokens.__exit__(kind)
+
+    @property
+    def sha256(self) -> str:
+        return self._tokens.sha256
+
+    def extend(self, tokens: np.ndarray, lengths: np.ndarray, rows: pyarrow.Table) -> None:
+        self._tokens.extend(tokens, lengths)
+        self._rows.append(rows)
+        self.bytes += tokens.nbytes
+        self._flush(ROW_GROUP)
+
+    def _flush(self, least: int) -> None:
+        """Writes the rows that wait, if there are ``least`` of them: small parts would make small row groups."""
+        if sum(map(len, self._rows)) >= least:
+            self._documents.write_table(pyarrow.concat_tables(self._rows), row_group_size=ROW_GROUP)
+            self._rows = []
+
+
+def _write_rejected(summaries: list[dict], out: Path) -> int:
+    """Names what was left out, one JSON object a line; returns how many. No file if there are none."""
+    rejected = [item for summary in summaries for item in summary["rejected"]]
+    if rejected:
+        (out / REJECTED).write_text("".join(json.dumps(item) + "\n" for item in rejected), encoding="utf-8")
+        print(f"titans prepare: {len(rejected)} unusable inputs were left out; the first: {rejected[0]['where']}: "
+              f"{rejected[0]['reason']}; all are named in {REJECTED}", file=sys.stderr)
+    return len(rejected)

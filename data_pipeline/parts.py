@@ -1,0 +1,323 @@
+"""Parts of the text to tokens, by many processes. A part is complete when its .json is there: that is written last.
+
+part-NNNNNN.bin holds the tokens of all its documents, duplicates and held-out ones among them; part-NNNNNN.parquet one
+row a document (see SCHEMA); part-NNNNNN.json what was counted. What they hold does not depend on who wrote them.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from multiprocessing import connection
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+from pyarrow import parquet
+from tqdm import tqdm
+
+from data_pipeline import sources
+from data_pipeline.indexed import token_dtype
+from data_pipeline.sources import Document, Part
+from data_pipeline.tokenizer import Tokenizer
+from titans_pt.config import DataConfig
+from titans_pt.errors import UserError
+
+SCHEMA = pyarrow.schema([
+    ("file", pyarrow.string()),  # where the document stands
+    ("row", pyarrow.int64()),  # its row there; in .jsonl the byte where its line begins
+    ("id", pyarrow.string()),  # from the source's id column, or empty
+    ("hash", pyarrow.binary(16)),  # first half of the SHA-256 of its text (of its ids, for kind=indexed)
+    ("tokens", pyarrow.int32()),
+    ("characters", pyarrow.int32()),
+    ("held_out", pyarrow.bool_()),  # in the validation split
+])
+ROW_GROUP = 8192
+"""Documents of a row group: what is looked at to find one of them, and what is merged at once."""
+_BATCH_CHARACTERS = 1_000_000
+"""Text that is tokenised at once."""
+
+Report = Callable[[int, int, int, int], None]
+"""Adds to what is shown: documents, tokens; bytes and tokens of parts that are finished."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all parts of one ``titans prepare`` have in common."""
+
+    data: DataConfig
+    tokenizer: Path
+    folder: Path
+    threads: int
+    """Of the tokenizer library, in each process."""
+
+
+def part_path(folder: Path, index: int, suffix: str) -> Path:
+    return folder / f"part-{index:06d}{suffix}"
+
+
+def read_summary(folder: Path, index: int) -> dict | None:
+    """What was counted in a part: documents, tokens, sha256 of .bin, empty, filtered, rejected, round_trip (documents
+    decoded again: tried, equal). None while it is not complete."""
+    try:
+        return json.loads(part_path(folder, index, ".json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def write_parts(job: Job, parts: dict[int, Part], workers: int) -> None:
+    """Writes those of ``parts`` (by their number) that are not complete, with ``workers`` cores.
+
+    Raises:
+        UserError: unusable input; a process was killed. Parts that are complete stay so.
+        OSError: disk full, folder not writable.
+    """
+    todo = {index: part for index, part in parts.items() if read_summary(job.folder, index) is None}
+    processes = max(1, min(workers, len(todo)))
+    job = Job(job.data, job.tokenizer, job.folder, max(1, workers // processes))
+    with _Progress(job.folder, parts, todo) as progress:
+        if processes == 1:
+            for index, part in todo.items():
+                write_part(job, index, part, progress.add)
+        else:
+            _in_processes(job, list(todo.items()), processes, progress)
+
+
+def _in_processes(job: Job, todo: list[tuple[int, Part]], processes: int, progress: "_Progress") -> None:
+    # spawn: a forked process would inherit locks that threads of this one hold
+    context = multiprocessing.get_context("spawn")
+    following, counters, failures = context.Value("q", 0), context.Array("q", 4), context.SimpleQueue()
+    team = [context.Process(target=_work, args=(job, todo, following, counters, failures)) for _ in range(processes)]
+    for process in team:
+        process.start()
+    try:
+        while waiting := [process.sentinel for process in team if process.is_alive()]:
+            connection.wait(waiting, timeout=1.0)
+            progress.set(*counters[:])
+            if not failures.empty():
+                raise failures.get()
+            for process in team:
+                if process.exitcode and process.exitcode < 0:
+                    raise UserError(f"titans prepare: a process was ended by signal {-process.exitcode} (9: usually "
+                                    f"out of memory); run the same command again, with fewer --workers than "
+                                    f"{processes}: finished parts are kept")
+                if process.exitcode:
+                    raise RuntimeError("a process of titans prepare failed; its traceback is above")
+        if not failures.empty():
+            raise failures.get()
+        progress.set(*counters[:])
+    finally:
+        for process in team:
+            process.terminate()
+        for process in team:
+            process.join()
+
+
+def _work(job: Job, todo: list[tuple[int, Part]], following, counters, failures) -> None:
+    """One process: takes the next part until there is none."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which ends this process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def report(*more: int) -> None:
+        with counters.get_lock():
+            for i, value in enumerate(more):
+                counters[i] += value
+
+    try:
+        while True:
+            with following.get_lock():
+                at, following.value = following.value, following.value + 1
+            if at >= len(todo):
+                return
+            write_part(job, *todo[at], report)
+    except (UserError, OSError) as error:
+        failures.put(error)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed could not end its processes, which would go on for hours."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+# --- one part ---
+
+
+def write_part(job: Job, index: int, part: Part, report: Report) -> None:
+    """Writes part ``index``. Raises as :func:`write_parts`."""
+    tokenizer = _tokenizer(job.tokenizer, job.data.tokenizer.eos_token)
+    source, counts, rejected = job.data.sources[part.source], Counter(empty=0, filtered=0), []
+    round_trip, checksum = Counter(tried=0, equal=0), hashlib.sha256()
+    # A name of its own: after a kill, a second process may be at the same part while the first still ends.
+    scratch = {suffix: part_path(job.folder, index, f".{socket.gethostname()}.{os.getpid()}{suffix}")
+               for suffix in (".bin", ".parquet", ".json")}
+    reject = sources.refuse if job.data.bad_input == "refuse" else rejected.append
+    found = sources.documents(source, part, counts, reject)
+    try:
+        with open(scratch[".bin"], "wb") as tokens, parquet.ParquetWriter(scratch[".parquet"], SCHEMA) as table:
+            writer = _TableWriter(table)
+            for batch in _batches(found):
+                encoded = _encode(batch, tokenizer, job, round_trip)
+                data = np.concatenate(encoded).tobytes()
+                tokens.write(data)
+                checksum.update(data)
+                for document, ids in zip(batch, encoded, strict=True):
+                    writer.add(_described(document, len(ids), job.data.validation_fraction))
+                report(len(batch), sum(map(len, encoded)), 0, 0)
+            writer.flush()
+            _sync(tokens)
+        with open(scratch[".parquet"], "rb") as file:
+            os.fsync(file.fileno())
+        summary = {"documents": writer.documents, "tokens": writer.tokens, "sha256": checksum.hexdigest(), **counts,
+                   "rejected": [asdict(item) for item in rejected], "round_trip": dict(round_trip)}
+        write_json(scratch[".json"], summary)
+        for suffix, path in scratch.items():
+            os.replace(path, part_path(job.folder, index, suffix))
+    finally:
+        for path in scratch.values():
+            path.unlink(missing_ok=True)
+    report(0, 0, _weight(part), writer.tokens)
+
+
+def _encode(batch: list[Document], tokenizer: Tokenizer, job: Job, round_trip: Counter) -> list[np.ndarray]:
+    """Ids of each document with its eos, and bos if it is asked for."""
+    before = [tokenizer.bos_id] * job.data.tokenizer.add_bos
+    if batch[0].tokens is not None:
+        return [_foreign(document, tokenizer, before) for document in batch]
+    encoded = tokenizer.encode_batch([document.text for document in batch], job.threads)
+    if len(batch[0].text) <= _BATCH_CHARACTERS:  # one of each batch is decoded again, but none of extreme length
+        round_trip["tried"] += 1
+        round_trip["equal"] += tokenizer.decode(encoded[0]) == batch[0].text
+    dtype = token_dtype(tokenizer.vocab_size)
+    return [np.concatenate([np.array(ids, dtype) for ids in (before, one, [tokenizer.eos_id])]) for one in encoded]
+
+
+def _foreign(document: Document, tokenizer: Tokenizer, before: list[int]) -> np.ndarray:
+    """Ids that another program made, ended by eos as ours."""
+    ids = document.tokens.astype(np.int64)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+        raise UserError(f"data.sources: kind=indexed path={document.file!r}: document {document.row} has ids from "
+                        f"{ids.min()} to {ids.max()}, but the tokenizer {tokenizer.path} has {tokenizer.vocab_size}; "
+                        "set data.tokenizer.path to the one that made the token files")
+    head = [] if list(ids[:1]) == before else before
+    tail = [] if list(ids[-1:]) == [tokenizer.eos_id] else [tokenizer.eos_id]
+    dtype = token_dtype(tokenizer.vocab_size)
+    return np.concatenate([np.array(some, dtype) for some in (head, ids, tail)])
+
+
+def document_hash(document: Document) -> bytes:
+    """SHA-256 of its text, or of its ids where there is no text (as int64)."""
+    data = document.text.encode() if document.tokens is None else document.tokens.astype("<i8").tobytes()
+    return hashlib.sha256(data).digest()
+
+
+def held_out(digest: bytes, fraction: float) -> bool:
+    """Whether a document of this hash is in the validation split: stable when the corpus grows."""
+    return int.from_bytes(digest[16:24], "big") / 2**64 < fraction
+
+
+def _described(document: Document, tokens: int, validation_fraction: float) -> tuple:
+    """A row of SCHEMA."""
+    digest = document_hash(document)
+    return (document.file, document.row, document.id, digest[:16], tokens, len(document.text),
+            held_out(digest, validation_fraction))
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text) if document.tokens is None else 4 * len(document.tokens)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+@lru_cache(1)
+def _tokenizer(path: Path, eos_token: str | None) -> Tokenizer:
+    """Kept from part to part: a large one takes a second to read."""
+    return Tokenizer.load(path, eos_token)
+
+
+class _TableWriter:
+    """Rows of SCHEMA to a parquet file, ROW_GROUP at a time."""
+
+    def __init__(self, table: parquet.ParquetWriter):
+        self._table, self._rows = table, []
+        self.documents = self.tokens = 0
+
+    def add(self, row: tuple) -> None:
+        self._rows.append(row)
+        self.documents += 1
+        self.tokens += row[4]
+        if len(self._rows) == ROW_GROUP:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._rows:
+            columns = zip(*self._rows, strict=True)
+            arrays = [pyarrow.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
+            self._table.write_batch(pyarrow.record_batch(arrays, schema=SCHEMA), row_group_size=ROW_GROUP)
+            self._rows = []
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Writes one JSON object, and waits until it is on the disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        _sync(file)
+
+
+def _sync(file) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+# --- what is shown ---
+
+
+def _weight(part: Part) -> int:
+    return part.bytes or sources.PART_BYTES
+
+
+class _Progress:
+    """Tokens, tokens/s, documents/s and the time left, which follows from the parts that are finished."""
+
+    def __init__(self, folder: Path, parts: dict[int, Part], todo: dict[int, Part]):
+        self._bytes = sum(_weight(part) for part in parts.values())
+        done = [(part, read_summary(folder, index)) for index, part in parts.items() if index not in todo]
+        self._before = [sum(s["documents"] for _, s in done), sum(s["tokens"] for _, s in done),
+                        sum(_weight(part) for part, _ in done), sum(s["tokens"] for _, s in done)]
+        self._now = [0, 0, 0, 0]
+        self._began = time.perf_counter()
+        self._bar = tqdm(desc="tokenising", unit=" tokens", unit_scale=True, initial=self._before[1],
+                         mininterval=0.5 if os.isatty(2) else 30, dynamic_ncols=True)
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bar.close()
+
+    def add(self, *more: int) -> None:
+        self.set(*(old + new for old, new in zip(self._now, more, strict=True)))
+
+    def set(self, *now: int) -> None:
+        self._now = list(now)
+        documents, tokens, size, finished = (a + b for a, b in zip(self._before, now, strict=True))
+        if size:
+            self._bar.total = max(tokens, finished * self._bytes // size)
+        speed = now[0] / max(time.perf_counter() - self._began, 1e-3)
+        self._bar.set_postfix_str(f"{documents:,} documents, {speed:,.0f}/s", refresh=False)
+        self._bar.update(tokens - self._bar.n)

@@ -1,0 +1,101 @@
+"""A corpus of real text from Debian's packages, laid out as FineWeb-Edu: 45 million tokens, nothing of it kept here.
+
+    python tests/data_pipeline/real_text.py FOLDER      (downloads 86 MB through apt-get; needs apt-get and dpkg)
+
+In FOLDER the production call then reads it: kind=hub path=HuggingFaceFW/fineweb-edu name=sample-10BT.
+"""
+
+import gzip
+import html
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+from pyarrow import parquet
+
+PACKAGES = ("linux-doc-6.1", "dict-gcide", "python3.11-doc", "anarchism", "perl-doc", "wordnet-base")
+SUFFIXES = (".txt", ".rst", ".html", ".pod", ".md", ".dict", ".adj", ".adv", ".noun", ".verb")
+PARAGRAPHS = 4000
+"""Characters of a document that is cut out of a file of many entries."""
+README = """---
+configs:
+- config_name: sample-10BT
+  data_files:
+  - split: train
+    path: sample/10BT/*
+---
+"""
+
+
+def fineweb_row(text: str, identity: str, number: int) -> dict:
+    """A row with the columns of FineWeb-Edu; its scores are made up."""
+    score = 2.5 + number % 5 / 2
+    return {"text": text, "id": f"<urn:debian:{identity}>", "dump": "debian", "url": "", "file_path": identity,
+            "language": "en", "language_score": 0.6 + number % 40 / 100, "token_count": len(text) // 4,
+            "score": score, "int_score": round(score)}
+
+
+def write_layout(root: Path, rows: Iterator[dict], rows_a_file: int, row_group: int = 1000) -> Path:
+    """HuggingFaceFW/fineweb-edu with a sample-10BT of these rows under ``root``."""
+    home = root / "HuggingFaceFW" / "fineweb-edu"
+    (home / "sample" / "10BT").mkdir(parents=True)
+    (home / "README.md").write_text(README)
+    waiting, number = [], 0
+    for row in rows:
+        waiting.append(row)
+        if len(waiting) == rows_a_file:
+            _write(home, waiting, number, row_group)
+            waiting, number = [], number + 1
+    if waiting:
+        _write(home, waiting, number, row_group)
+    return home
+
+
+def _write(home: Path, rows: list[dict], number: int, row_group: int) -> None:
+    path = home / "sample" / "10BT" / f"{number:03d}_00000.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=row_group)
+
+
+def debian_rows(folder: Path) -> Iterator[dict]:
+    """Downloads and unpacks the packages under ``folder`` and yields their text."""
+    for package in PACKAGES:
+        subprocess.run(["apt-get", "download", "-q", package], cwd=folder, check=True, capture_output=True)
+        [archive] = folder.glob(f"{package}_*.deb")
+        subprocess.run(["dpkg", "-x", archive, folder / package], check=True)
+    number = 0
+    for package in PACKAGES:
+        for path in sorted((folder / package).rglob("*")):
+            name = path.name.removesuffix(".gz").removesuffix(".dz")
+            if path.is_symlink() or not path.is_file() or not name.endswith((*SUFFIXES, ".dict")):
+                continue
+            data = path.read_bytes() if name == path.name else gzip.decompress(path.read_bytes())
+            text = data.decode(errors="replace")
+            if name.endswith(".html"):
+                text = html.unescape(re.sub(r"<[^>]+>", " ", re.sub(r"(?s)<(script|style).*?</\1>", " ", text)))
+                text = re.sub(r"[ \t]*\n\s*\n\s*", "\n\n", text)
+            for i, document in enumerate(_documents(text)):
+                yield fineweb_row(document, f"{path.relative_to(folder)}#{i}", number)
+                number += 1
+
+
+def _documents(text: str) -> Iterator[str]:
+    """A file as one document; a dictionary in pieces of some entries each."""
+    if len(text) < 1_000_000:
+        yield text
+        return
+    piece = ""
+    for line in text.splitlines(keepends=True):
+        piece += line
+        if len(piece) >= PARAGRAPHS and not line.startswith(" "):
+            yield piece
+            piece = ""
+    yield piece
+
+
+if __name__ == "__main__":
+    root = Path(sys.argv[1])
+    (root / "debian").mkdir(parents=True)
+    write_layout(root, debian_rows(root / "debian"), rows_a_file=4000)

@@ -1,0 +1,125 @@
+import json
+
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from data_pipeline import StreamDecoder, TokenFiles, Tokenizer, prepare
+from titans_pt.errors import UserError
+
+SCRIPTS = "Ünïcode  текст 日本語 العربية हिन्दी 😀👩‍👩‍👧 e\u0301\r\n\n  \tindented\n <|endoftext|> </s>  "
+
+
+def saved(folder, tokenizer, eos="<|endoftext|>"):
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": eos}, "bos_token": None}))
+    return folder / "tokenizer.json"
+
+
+@pytest.fixture(scope="session")
+def byte_level(tmp_path_factory, texts):
+    """GPT-2's kind."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return saved(tmp_path_factory.mktemp("byte_level") / "a", tokenizer)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory, texts):
+    """Llama-2's kind: a space before the text, spaces as U+2581, bytes for what has no piece."""
+    pieces = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    letters = sorted(set("".join(texts)) - set(" \n") | {"\u2581"})
+    pieces |= {letter: len(pieces) + i for i, letter in enumerate(letters)}
+    merges = [("\u2581", "t"), ("h", "e"), ("\u2581t", "he"), ("o", "r"), ("m", "e")]
+    pieces |= {a + b: len(pieces) + i for i, (a, b) in enumerate(merges)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(pieces, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.add_special_tokens(["<s>", "</s>", "<unk>"])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return saved(tmp_path_factory.mktemp("llama") / "a", tokenizer, "</s>")
+
+
+def streamed(tokenizer, ids):
+    decoder = StreamDecoder(tokenizer)
+    return "".join(decoder.push(i) for i in ids) + decoder.finish()
+
+
+@settings(max_examples=150)
+@given(st.text())
+@example(SCRIPTS)
+@example("  two spaces")
+def test_byte_level_round_trip(byte_level, text):
+    tokenizer = Tokenizer.load(byte_level)
+    ids = tokenizer.encode(text)
+    text = text.encode(errors="surrogatepass").decode(errors="replace") if text.isascii() else text
+    assert tokenizer.decode(ids) == streamed(tokenizer, ids) == text
+    assert tokenizer.eos_id not in ids and tokenizer.encode_batch([text, text], threads=2) == [ids, ids]
+
+
+@settings(max_examples=150)
+@given(st.text(st.characters(exclude_characters="\u2581", exclude_categories=["Cs"])))
+@example(SCRIPTS)
+@example("  two spaces")
+def test_llama_round_trip(llama, text):
+    tokenizer = Tokenizer.load(llama)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == streamed(tokenizer, ids) == text
+    assert tokenizer.dummy_prefix and tokenizer.eos_id == 2 and 2 not in ids
+
+
+def test_prepare_and_open(byte_level, config, texts, tmp_path):
+    settings = config(data={"tokenizer": {"path": str(byte_level)}}, model={"vocab_size": 400})
+    prepare(settings)
+    files = TokenFiles.open(settings)
+    assert files.tokenizer.path == tmp_path / "data" / "tokenizer.json"
+    assert files.tokenizer.decode(files.validation[0].tolist()) in texts
+    assert files.validation[0][-1] == files.tokenizer.eos_id == 0
+
+
+def test_another_eos(byte_level, tmp_path):
+    assert Tokenizer.load(byte_level, "a").eos_id == Tokenizer.load(byte_level).encode("a")[0]
+    with pytest.raises(UserError, match="eos_token: given 'nothing', which is no piece"):
+        Tokenizer.load(byte_level, "nothing")
+    alone = tmp_path / "tokenizer.json"
+    alone.write_bytes(byte_level.read_bytes())
+    with pytest.raises(UserError, match="no end-of-text piece.*data.tokenizer.eos_token"):
+        Tokenizer.load(alone)
+    tokenizer = Tokenizer.load(alone, "<|endoftext|>")
+    assert Tokenizer.load(tokenizer.save(tmp_path_of(tmp_path))).eos_id == tokenizer.eos_id  # kept beside the copy
+
+
+def tmp_path_of(folder):
+    (folder / "copy").mkdir()
+    return folder / "copy"
+
+
+def test_broken_or_lossy(tmp_path, byte_level):
+    path = tmp_path / "tokenizer.json"
+    for content in ("{}", "no json", byte_level.read_text()[:500]):
+        path.write_text(content)
+        with pytest.raises(UserError, match="not a tokenizer.json"):
+            Tokenizer.load(path)
+    tree = json.loads(byte_level.read_text())
+    path.write_text(json.dumps(tree | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}))
+    with pytest.raises(UserError, match="WordPiece.*does not give back the text"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.slow  # half a minute to build it
+def test_a_vocabulary_over_uint16(tmp_path, byte_level, config):
+    large = tokenizers.Tokenizer.from_file(str(byte_level))
+    large.add_tokens([f"Document 0 {i}" for i in range(65_500)])
+    path = saved(tmp_path / "large", large)
+    settings = config(data={"tokenizer": {"path": str(path)}}, model={"vocab_size": 65_900})
+    prepare(settings)
+    files = TokenFiles.open(settings)
+    assert files.train[0].dtype == "int32" and files.tokenizer.vocab_size == 65_900
+    assert files.tokenizer.decode(files.train[0][0].tolist()).startswith("Document 0 ")

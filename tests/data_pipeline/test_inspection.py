@@ -1,0 +1,75 @@
+import pytest
+
+from data_pipeline import TokenFiles, prepare
+from data_pipeline.inspection import document_place, inspect_data
+from titans_pt import cli
+from titans_pt.errors import UserError
+
+
+def test_totals_lengths_and_documents(config, capsys):
+    manifest = prepare(config())
+    inspect_data(config(), documents=2, verify=True)
+    out = capsys.readouterr().out
+    train = manifest["splits"]["train"]
+    assert f"train: {train['documents']:,} documents, {train['tokens']:,} tokens" in out
+    assert "dropped: 0 empty, 0 duplicate, 0 filtered, 0 rejected" in out
+    assert "document 0 of train: " in out and "corpus.jsonl row 0 id -" in out and "'Document 0 0\\n" in out
+    assert "train.bin: " in out and "checksum right" in out
+    histogram = out.split("; by tokens:\n")[1].split("  document ")[0]
+    assert sum(int(line.split()[3].replace(",", "")) for line in histogram.splitlines()) == train["documents"]
+
+
+def test_what_a_sample_contains(config, capsys, corpus):
+    """The text that is shown is that of the sample, and the place that is named holds it."""
+    prepare(config())
+    files = TokenFiles.open(config())
+    samples = files.samples(config())
+    for position in (0, 5, len(samples) + 3):
+        inspect_data(config(), sample=position)
+        shown = capsys.readouterr().out.splitlines()
+        found = samples.describe(position)
+        assert shown[0] == (f"sample {position}: {found['file']} epoch {found['epoch']} sample {found['sample']}, "
+                            f"tokens {found['tokens'][0]} to {found['tokens'][1] - 1}")
+        first, last = found["documents"]
+        assert len(shown) == 2 + last - first
+        for line, j in zip(shown[1:], range(first, last + 1), strict=True):
+            place = document_place(files.train[0], j)
+            assert f"document {j} of train: {corpus} row {place['row']} " in line
+        start, stop = found["tokens"]
+        ids = files.train[0].read(max(start, files.train[0].document_starts[last]), stop)
+        assert repr(files.tokenizer.decode(ids.tolist())[:100])[:-1] in shown[-1]
+
+
+def test_the_batch_of_a_step(config, capsys):
+    prepare(config())
+    inspect_data(config(), step=3)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sample ")]
+    assert [line.split(":")[0] for line in lines] == [f"sample {i}" for i in range(16, 24)]
+
+
+def test_a_changed_token_file_is_found(config, tmp_path):
+    prepare(config())
+    path = tmp_path / "data" / "train.bin"
+    path.write_bytes(b"\0\0" + path.read_bytes()[2:])
+    with pytest.raises(UserError, match="train.bin: its checksum is not that of the manifest"):
+        inspect_data(config(), verify=True)
+
+
+def test_commands(config, tmp_path, capsys):
+    import yaml
+
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config().model_dump(mode="json")))
+    assert cli.run(["prepare", str(path), "--shard", "0/2", "--workers", "1"]) == 0
+    assert "shard 0 of 2" in capsys.readouterr().err
+    assert cli.run(["data", "inspect", str(path)]) == 2
+    assert "no token files" in capsys.readouterr().err
+    assert cli.run(["prepare", str(path), "--workers", "1"]) == 0
+    capsys.readouterr()
+    assert cli.run(["data", "inspect", str(path), "--sample", "2", "--count", "3", "data.seq_len=32"]) == 0
+    assert capsys.readouterr().out.count("sample ") >= 3
+    for words in (["prepare", str(path), "--shard", "2/2"], ["prepare", str(path), "--workers", "0"],
+                  ["data", "inspect", str(path), "--step", "0"], ["data", "inspect"], ["data"]):
+        with pytest.raises(SystemExit) as stopped:
+            cli.run(words)
+        assert stopped.value.code == 2

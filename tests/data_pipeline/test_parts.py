@@ -1,0 +1,182 @@
+"""Preparing by many processes, killed at any point: the files are those of one process that nobody disturbed."""
+
+import importlib
+import json
+import multiprocessing
+import random
+import time
+from pathlib import Path
+
+import pytest
+from small_corpus import make_texts, write_jsonl
+
+from data_pipeline import TokenFiles, parts, prepare, sources
+from titans_pt.errors import UserError
+
+module = importlib.import_module("data_pipeline.prepare")
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(sources, "PART_BYTES", 3000)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+@pytest.fixture
+def many(config, tmp_path, small_parts):
+    """many(name): a config of many parts of several files, with duplicates, into tmp_path/name."""
+    (tmp_path / "text").mkdir()
+    texts = make_texts(300)
+    for i in range(3):
+        write_jsonl(tmp_path / "text" / f"{i}.jsonl", texts[100 * i:100 * i + 100] + texts[:7] + ["", " "])
+
+    def build(name, **more):
+        source = {"kind": "files", "path": str(tmp_path / "text")}
+        return config(data={"dir": str(tmp_path / name), "sources": [source], **more})
+
+    return build
+
+
+def test_shards_and_many_processes_give_the_same_bytes(many):
+    manifest = prepare(many("one"))
+    assert manifest["dropped"] == {"empty": 6, "duplicate": 21, "filtered": 0, "rejected": 0}
+    assert len(sources.parts(many("one").data.sources)) > 10
+    for i in (2, 0, 1):
+        assert prepare(many("shards"), shard=(i, 3)) is None
+        assert not module.read_manifest(Path(many("shards").data.dir))
+    assert prepare(many("shards"), workers=2) == manifest  # nothing but the merge is left
+    assert prepare(many("processes"), workers=2) == manifest
+    expected = contents(many("one").data.dir)
+    assert contents(many("shards").data.dir) == contents(many("processes").data.dir) == expected
+
+
+def test_parts_cut_nothing_and_repeat_nothing(many, tmp_path, monkeypatch):
+    [source] = many("one").data.sources
+    found = [document for part in sources.parts([source]) for document in sources.documents(source, part)]
+    monkeypatch.setattr(sources, "PART_BYTES", 1 << 30)
+    assert found == list(sources.documents(source)) and len(found) == 321
+    for document in found:
+        with open(document.file, "rb") as file:
+            file.seek(document.row)
+            assert json.loads(file.readline())["text"] == document.text
+
+
+def test_a_shard_alone_needs_the_others(many):
+    prepare(many("shards"), shard=(0, 2))
+    with pytest.raises(UserError, match="no token files"):
+        TokenFiles.open(many("shards"))
+
+
+def _prepare(config, part_bytes, workers):
+    sources.PART_BYTES = part_bytes
+    prepare(config, workers=workers)
+
+
+def killed_often(build, times, workers, seed):
+    """Prepares "killed", killed ``times`` times; returns how many kills came before the end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["data_pipeline.prepare"])
+
+    def started(name):
+        process = context.Process(target=_prepare, args=(build(name), sources.PART_BYTES, workers))
+        process.start()
+        return process
+
+    started("warm").join()  # the server that processes are forked from takes seconds to start
+    began = time.monotonic()
+    started("undisturbed").join()
+    duration, kills, draw = time.monotonic() - began, 0, random.Random(seed)
+    for _ in range(times):
+        process = started("killed")
+        process.join(draw.uniform(0.1, 0.9) * duration)
+        kills += process.is_alive()
+        process.kill()
+        process.join()
+    last = started("killed")
+    last.join()
+    assert last.exitcode == 0
+    return kills
+
+
+def test_killed_at_random_points_the_bytes_are_the_same(many):
+    assert killed_often(many, times=4, workers=1, seed=0) > 0
+    assert contents(many("killed").data.dir) == contents(many("undisturbed").data.dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_ten_times(many, workers):
+    assert killed_often(many, times=10, workers=workers, seed=workers) > 3
+    assert contents(many("killed").data.dir) == contents(many("undisturbed").data.dir)
+
+
+def test_stopped_at_any_step_of_writing(many, monkeypatch):
+    """A stop before the n-th rename of a call, over and over: what a kill can leave, without the luck of timing."""
+
+    class Stop(BaseException):
+        pass
+
+    draw, replace, stops, left = random.Random(0), module.os.replace, 0, 0
+
+    def stopping(source, target):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Stop
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", stopping)
+        while not (Path(many("stopped").data.dir) / "manifest.json").exists():
+            left = draw.randrange(12)
+            try:
+                prepare(many("stopped"))
+            except Stop:
+                stops += 1
+    prepare(many("whole"))
+    assert stops >= 10
+    assert contents(many("stopped").data.dir) == contents(many("whole").data.dir)
+
+
+def test_a_part_that_was_changed_is_found(many):
+    config = many("data")
+    prepare(config, shard=(0, 1))
+    [build] = (Path(config.data.dir) / ".preparing").iterdir()
+    part = parts.part_path(build, 3, ".bin")
+    part.write_bytes(b"\0\0" + part.read_bytes()[2:])
+    with pytest.raises(UserError, match="part-000003.bin: not what was written; remove .*part-000003.json"):
+        prepare(config)
+    parts.part_path(build, 3, ".json").unlink()
+    prepare(config)
+
+
+def test_an_error_in_a_process_is_one_line_and_finished_parts_are_kept(many, tmp_path):
+    path = tmp_path / "text" / "2.jsonl"
+    good = path.read_text()
+    path.write_text(good + "{broken\n")
+    config = many("data", tokenizer={"train_characters": 2000})
+    with pytest.raises(UserError, match="2.jsonl, line at byte .*: not valid JSON .*data.bad_input=skip"):
+        prepare(config, workers=2)
+    [build] = (Path(config.data.dir) / ".preparing").iterdir()
+    done = list(build.glob("part-*.json"))
+    assert len(done) > 3
+    manifest = prepare(many("data", tokenizer={"train_characters": 2000}, bad_input="skip"))
+    assert manifest["dropped"]["rejected"] == 1
+    [rejected] = (json.loads(line) for line in (Path(config.data.dir) / "rejected.jsonl").open())
+    assert str(path) in rejected["where"] and "not valid JSON" in rejected["reason"]
+
+
+def _die(*_):
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_is_told(many, monkeypatch):
+    monkeypatch.setattr(parts, "_work", _die)
+    with pytest.raises(UserError, match="ended by signal 9 .*fewer --workers than 2"):
+        prepare(many("data"), workers=2)
