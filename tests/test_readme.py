@@ -55,3 +55,12 @@ def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make (\w+)", README):
         assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_yaml_blocks_are_valid_settings(page, tmp_path):
+    for i, block in enumerate(re.findall(r"^( *)```yaml\n(.*?)^ *```", page.read_text(), re.M | re.S)):
+        path = tmp_path / f"{i}.yaml"
+        text = "".join(line.removeprefix(block[0]) for line in block[1].splitlines(keepends=True))
+        path.write_text(re.sub(r"^inherit: ", f"inherit: {ROOT}/", text, flags=re.M))
+        load_config(path)

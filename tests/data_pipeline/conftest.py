@@ -1,9 +1,9 @@
 """The small corpus, the tokenizer trained on it, and configs that point at temporary folders."""
 
 import pytest
-from small_corpus import VOCAB, make_texts, write_jsonl
 
 from data_pipeline.tokenizer import train_tokenizer
+from tests.data_pipeline.small_corpus import VOCAB, make_texts, write_jsonl
 from titans_pt.config import Config
 
 

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 import yaml
-from small_corpus import make_texts
+
+from tests.data_pipeline.small_corpus import make_texts
 
 PROGRAM = """
 import resource, sys

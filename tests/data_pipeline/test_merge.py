@@ -3,9 +3,9 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_corpus import write_jsonl
 
 from data_pipeline import TokenFiles, merge, prepare, sources
+from tests.data_pipeline.small_corpus import write_jsonl
 
 
 @settings(max_examples=8)

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from small_corpus import make_texts, write_jsonl
 
 from data_pipeline import TokenFiles, parts, prepare, sources
+from tests.data_pipeline.small_corpus import make_texts, write_jsonl
 from titans_pt.errors import UserError
 
 module = importlib.import_module("data_pipeline.prepare")

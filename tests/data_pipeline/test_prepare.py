@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_corpus import VOCAB, make_texts, write_jsonl
 
 from data_pipeline import IndexedDataset, IndexedWriter, TokenFiles, Tokenizer, documents, prepare
 from data_pipeline.merge import unigram_loss
+from tests.data_pipeline.small_corpus import VOCAB, make_texts, write_jsonl
 from titans_pt.config import Config, SourceConfig
 from titans_pt.errors import UserError
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from small_corpus import write_jsonl
 
 from data_pipeline import IndexedWriter, sources
 from data_pipeline import files as readers
 from data_pipeline.sources import documents, fingerprint
+from tests.data_pipeline.small_corpus import write_jsonl
 from titans_pt.config import SourceConfig
 from titans_pt.errors import UserError
 
