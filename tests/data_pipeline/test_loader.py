@@ -2,9 +2,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streams import dataset
 
 from data_pipeline import Loader, PackedSamples
+from tests.data_pipeline.streams import dataset
 from titans_pt.errors import UserError
 
 
