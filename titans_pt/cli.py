@@ -72,7 +72,7 @@ def _runtime_error(error: RuntimeError) -> int:
     raise error
 
 
-def _fail(message: str, status: int = EXIT_USER, patience: float = 2.0) -> int:
+def _fail(message: str, status: int = EXIT_USER, patience: float = 5.0) -> int:
     """Says ``message`` in one line. Under torchrun, others than rank 0 wait ``patience`` seconds first.
 
     Most errors hit all ranks alike, and torchrun ends the others as soon as one has failed: so one line is seen,

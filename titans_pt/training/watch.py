@@ -50,7 +50,7 @@ class Watch:
     def __exit__(self, *error):
         self._ended.set()
         for thread in self._threads:
-            thread.join(self._interval)
+            thread.join(1.0)
 
     def _tell(self):
         while not self._ended.wait(self._interval):
