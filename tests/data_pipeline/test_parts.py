@@ -135,13 +135,13 @@ def test_stopped_at_any_step_of_writing(many, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", stopping)
         while not (Path(many("stopped").data.dir) / "manifest.json").exists():
-            left = draw.randrange(12)
+            left = draw.randrange(16)  # moving all files into place is 12 renames
             try:
                 prepare(many("stopped"))
             except Stop:
                 stops += 1
     prepare(many("whole"))
-    assert stops >= 10
+    assert stops >= 6
     assert contents(many("stopped").data.dir) == contents(many("whole").data.dir)
 
 
