@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node 2 worker.py CONFIG FOLDER JOB...
 
-A job is ``resume:STAGE:PRECISION``, ``nan:STAGE`` or ``switch``; each leaves run folders under FOLDER for the test
-to look at.
+A job is ``resume:STAGE:PRECISION``, ``nan:STAGE:TENSOR`` or ``switch``; each leaves run folders under FOLDER for the
+test to look at.
 """
 
 import sys
@@ -30,10 +30,11 @@ def resume(config, folder, stage, precision):
         train(config, folder, f"{name}-parts", stage, f"train.precision={precision}", f"train.stop_at={stop}")
 
 
-def nan(config, folder, stage):
-    """4 steps, of which rank 0 sees NaN logits in the second."""
+def nan(config, folder, stage, tensor):
+    """4 steps, of which rank 0 sees NaN logits in the second (under tensor parallelism: in its part of them)."""
+    more = [f"parallel.tensor={tensor}", "train.checkpoint_every=1", "train.keep_last=9", "train.stop_at=4"]
     with nan_logits(step=2):
-        train(config, folder, f"{stage}-nan", stage, "train.checkpoint_every=1", "train.keep_last=9", "train.stop_at=4")
+        train(config, folder, f"{stage}-{tensor}-nan", stage, *more)
 
 
 def switch(config, folder):
@@ -78,7 +79,7 @@ def main(config: str, folder: str, *jobs: str):
             if name == "resume":
                 resume(config, Path(folder), int(arguments[0]), arguments[1])
             elif name == "nan":
-                nan(config, Path(folder), int(arguments[0]))
+                nan(config, Path(folder), *map(int, arguments))
             else:
                 switch(config, Path(folder))
 
