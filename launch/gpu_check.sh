@@ -3,7 +3,7 @@
 #   launch/gpu_check.sh [FOLDER]     everything is written to FOLDER (runs/gpu), one file of output a step
 # PYTHON=... for another interpreter. A step that fails does not stop the others; the exit status tells.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 out=$(mkdir -p "${1:-runs/gpu}" && cd "${1:-runs/gpu}" && pwd)
 python=${PYTHON:-python3}
 status=0

@@ -313,4 +313,5 @@ def _plot(rows: list[Row], path: Path, title: str):
 def _fla_version() -> dict[str, str]:
     from importlib import metadata
 
-    return {"flash-linear-attention": metadata.version("flash-linear-attention")} if find_spec("fla") else {}
+    # fla-core has the operators, and is a distribution of its own.
+    return {"fla-core": metadata.version("fla-core")} if find_spec("fla") else {}
