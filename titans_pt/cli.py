@@ -135,7 +135,7 @@ def _train(options: argparse.Namespace) -> int:
 def _evaluate(options: argparse.Namespace):
     from titans_pt.evaluation import evaluate
 
-    evaluate(options.run, options.overrides, step=options.checkpoint, only=options.only)
+    evaluate(options.run, options.overrides, step=options.checkpoint, suite=options.suite)
 
 
 def _generate(options: argparse.Namespace):
@@ -212,7 +212,10 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = command("evaluate", _evaluate, "measure a trained model", "run", folder)
     evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="evaluation.* settings over the run's")
     evaluate.add_argument("--checkpoint", type=int, metavar="STEP", help=step)
-    evaluate.add_argument("--only", choices=("perplexity", "needle"), help="one evaluation instead of all")
+    evaluate.add_argument(
+        "--suite", choices=("perplexity", "needle", "babilong", "commonsense"),
+        help="one of them (default: perplexity and needle)",
+    )  # fmt: skip
 
     generate = command("generate", _generate, "continue a prompt", "run", folder)
     generate.add_argument("--prompt", help="text to continue; it may be left out with --state")
