@@ -265,6 +265,8 @@ class HarnessConfig(Section):
 class EvaluationConfig(Section):
     prefill_tokens: Positive = 4096
     """A context is streamed through the model in pieces of so many tokens, its state carried."""
+    save_every: Positive = 1_000_000
+    """Within a longer context the state is saved after every so many tokens: a killed evaluation goes on from there."""
     perplexity: PerplexityConfig = PerplexityConfig()
     needle: NeedleConfig = NeedleConfig()
     babilong: BabilongConfig = BabilongConfig()

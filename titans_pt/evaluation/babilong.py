@@ -7,19 +7,24 @@ with. The prompt is filled to the sentence in the model's own tokens; the text r
 """
 
 import functools
+import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
+from data_pipeline import Tokenizer
 from data_pipeline.sources import documents
-from titans_pt.config import Config, SourceConfig
+from titans_pt.config import Config, SourceConfig, load_config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babi
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill, ids_after
 from titans_pt.evaluation.long_context import LongContext, Sample
 from titans_pt.evaluation.packages import sentences
 from titans_pt.evaluation.records import digest
-from titans_pt.run import LoadedRun
+from titans_pt.run import LoadedRun, RunFolder
 
 SENTENCE_TOKENS = 10
 """Shorter sentences of the text are left out."""
@@ -156,6 +161,40 @@ def strict_score(task: str, question: str, target: str, prediction: str) -> int:
     labels = {label.lower() for label in babi.LABELS[task]}
     found = {label for label in labels if label in answer and label not in question.lower()}
     return int(found == {target.lower()})
+
+
+def write_documents(run_dir: str | Path, overrides: Sequence[str], samples: int, folder: Path):
+    """Documents to fine-tune on: for each of evaluation.babilong.lengths a file ``LENGTH.jsonl`` of plain samples.
+
+    Their answers stand behind the question, and the seed is the one after evaluation's: a seed of evaluation.babilong
+    is never trained on unless the one before it is. Each file is one stage of a curriculum: prepare it with
+    data.sources (kind: files), train on the shortest first and go on from its checkpoint.
+
+    Raises:
+        UserError: an override outside of evaluation.babilong, or something wrong with the run.
+    """
+    for override in overrides:
+        if not override.startswith("evaluation.babilong."):
+            raise UserError(f"override {override!r}: only evaluation.babilong.KEY=VALUE can be set here")
+    folder_of_run = RunFolder(run_dir)
+    config = load_config(folder_of_run.config, overrides)
+    section = config.evaluation.babilong
+    changed = section.model_copy(update={"wording": "plain", "seed": section.seed + 1, "samples": samples})
+    evaluation = config.evaluation.model_copy(update={"babilong": changed})
+    tokenizer = Tokenizer.load(folder_of_run.tokenizer)
+    maker = Babilong(
+        SimpleNamespace(tokenizer=tokenizer, checkpoint_hash=""), config.model_copy(update={"evaluation": evaluation})
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    for length in sorted(set(section.lengths)):
+        path = folder / f"{length}.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            for job in maker.jobs:
+                if job[1] == length:
+                    sample = maker.sample(*job)
+                    text = tokenizer.decode(sample.ids.tolist()) + f" {sample.expected[0]}."
+                    file.write(json.dumps({"text": text, "task": job[0]}) + "\n")
+        print(path, flush=True)
 
 
 class Babilong(LongContext):

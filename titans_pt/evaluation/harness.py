@@ -123,7 +123,8 @@ class TitansLM(TemplateLM):
         decoder, text = StreamDecoder(self.titans_tokenizer, continues=True), ""
         tokens = sample(
             self.model, *prefill(self.model, torch.tensor([ids]), self.prefill_tokens),
-            options.get("max_gen_toks", 256), {self.eot_token_id}, temperature, options.get("top_p", 1.0),
+            options.get("max_gen_toks", 256), {self.eot_token_id}, temperature, options.get("top_k"),
+            options.get("top_p", 1.0),
         )  # fmt: skip
         for token in tokens:
             text += decoder.push(token)

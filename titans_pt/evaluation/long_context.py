@@ -1,5 +1,6 @@
 """What evaluations with questions about long texts share: reading, answering, the record, the summary, the pictures."""
 
+import json
 import math
 import resource
 import sys
@@ -18,7 +19,7 @@ from titans_pt.evaluation.plots import plot_accuracy, plot_cost, plot_heat
 from titans_pt.evaluation.records import digest, wilson
 from titans_pt.evaluation.stream import device_of, greedy, prefill
 from titans_pt.run import LoadedRun
-from titans_pt.state import fork, state_bytes
+from titans_pt.state import fork, load_state, read_about, save_state, state_bytes
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,44 @@ def answer_nll(model: nn.Module, last_logits: Tensor, state: Any, answer_ids: li
     return float(F.cross_entropy(logits.float(), torch.tensor(answer_ids, device=logits.device)))
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What is known of reading a prompt: the last logits (1, V), the state behind it, and what it took."""
+
+    logits: Tensor
+    state: Any
+    stretches: list[dict]
+    """Of each stretch of ``save_every`` tokens: tokens read so far, tokens_per_s, peak_memory so far (bytes)."""
+
+
+def read(model: nn.Module, ids: Tensor, chunk_tokens: int, save_every: int, path: Path) -> Reading:
+    """:func:`prefill` of one prompt in stretches, with the state kept in ``path`` after each but the last.
+
+    A process that is killed goes on from there when it is started again with the same arguments; ``path`` must stand
+    for model and prompt. It is gone when the prompt has been read.
+
+    Args:
+        ids: (T,) integers.
+        save_every: tokens of a stretch.
+    """
+    device = device_of(model)
+    state, stretches = None, []
+    if path.exists():
+        state, stretches = load_state(path, device), json.loads(read_about(path)["stretches"])
+    done = stretches[-1]["tokens"] if stretches else 0
+    for start in range(done, len(ids), save_every):
+        part = ids[start : start + save_every]
+        began = _now(device)
+        logits, state = prefill(model, part[None], chunk_tokens, state)
+        rate = len(part) / (_now(device) - began)
+        tokens = start + len(part)
+        stretches.append({"tokens": tokens, "tokens_per_s": rate, "peak_memory": _peak_memory(device)})
+        if tokens < len(ids):
+            save_state(state, path, {"kind": "reading", "stretches": json.dumps(stretches)})
+    path.unlink(missing_ok=True)
+    return Reading(logits, state, stretches)
+
+
 class LongContext(ABC):
     """One record a sample, shortest first. A job is (task, length, depth, index); see the subclasses."""
 
@@ -63,7 +102,7 @@ class LongContext(ABC):
 
     def __init__(self, run: LoadedRun, config: Config):
         self.loaded, self.settings = run, getattr(config.evaluation, self.name)
-        self.prefill_tokens = config.evaluation.prefill_tokens
+        self.prefill_tokens, self.save_every = config.evaluation.prefill_tokens, config.evaluation.save_every
         self.jobs = sorted(self._jobs(), key=lambda job: (job[1], self.settings.tasks.index(job[0])))
         self.keys = [digest(self.identity(*job), run.checkpoint_hash) for job in self.jobs]
         self.sample(*self.jobs[0])  # too short a length, or a text that is missing, is said at once
@@ -83,7 +122,7 @@ class LongContext(ABC):
         """``score``, from 0 to 1, and other scores by name."""
 
     def measure(self, index: int) -> dict:
-        """Reads sample ``index`` and answers it, greedily.
+        """Reads sample ``index`` and answers it, greedily; a long one that was being read when killed, from there on.
 
         ``answer_nll`` is the finer figure for models that never score: nats a token of the right answer;
         ``chance_nll`` is what it is for a model that knows an answer's form and nothing about which. ``peak_memory``
@@ -95,9 +134,9 @@ class LongContext(ABC):
         device = device_of(run.model)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        began = _now(device)
-        logits, state = prefill(run.model, sample.ids[None], self.prefill_tokens)
-        read = _now(device)
+        kept = run.folder.evaluation / f"reading-{self.keys[index][:16]}.safetensors"
+        reading = read(run.model, sample.ids, self.prefill_tokens, self.save_every, kept)
+        logits, state, stretches = reading.logits, reading.state, reading.stretches
         nll = chance = None
         if sample.answer_ids is not None:
             nll = answer_nll(run.model, logits, state, sample.answer_ids)
@@ -118,10 +157,11 @@ class LongContext(ABC):
             **self.score(task, sample, prediction),
             "answer_nll": nll,
             "chance_nll": chance,
-            "prefill_tokens_per_s": len(sample.ids) / (read - began),
+            "prefill_tokens_per_s": len(sample.ids) / _seconds(stretches),
             "decode_tokens_per_s": len(answer) / (wrote - between) if answer else None,
             "peak_memory": _peak_memory(device),
             "state_bytes": size,
+            "stretches": stretches,
         }
 
     def summary(self, records: list[dict]) -> dict:
@@ -191,6 +231,11 @@ class LongContext(ABC):
             plot_cost(lines, folder / f"{self.name}-cost.png", f"{self.name}: cost of a sample\n{title}"),
             *heat,
         ]
+
+
+def _seconds(stretches: list[dict]) -> float:
+    begins = [0, *(row["tokens"] for row in stretches)]
+    return sum((row["tokens"] - begin) / row["tokens_per_s"] for row, begin in zip(stretches, begins, strict=False))
 
 
 def _depth(record: dict) -> float | None:

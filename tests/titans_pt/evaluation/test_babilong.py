@@ -1,10 +1,13 @@
 """BABILong's samples hold their facts in order and fill their length; both scores tell answers apart."""
 
+import json
 import re
 from types import SimpleNamespace
 
 import pytest
 
+from tests.untrained import untrained_run
+from titans_pt import cli
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babi, babilong
@@ -32,14 +35,11 @@ def test_samples(task, wording, sentencepiece, essays):
         assert 0 <= length - 20 - len(sample.ids) < longest
         assert text.endswith(f"Question: {sample.log['question']}" + ("\nAnswer:" if wording == "plain" else ""))
         inside = re.search(r"<context>\n(.*)\n</context>", text, re.S)[1] if wording == "instructions" else text
-        cut = re.compile(r"(?<=\.|[!?]) (?=[A-Z])")
-        pieces = [s for unit in it.haystack.units for s in [unit]]
         rest = inside.split("\nQuestion:")[0]
-        for unit in pieces:
+        for unit in it.haystack.units:
             rest = rest.replace(unit, "")
-        facts = cut.split(" ".join(rest.split()))
+        facts = re.findall(r"[A-Z][^.]*\.", rest)
         assert len(facts) == sample.log["facts"] <= max(4, length // 8)
-        assert babilong.babi.LABELS[task]
         if wording == "instructions":
             assert text.count("<example>") == len(babilong.WORDINGS[task].examples)
         else:
@@ -87,3 +87,17 @@ def test_the_evaluation(essays):
     figures = summary["tasks"]["qa1"]
     assert figures["n"] == 2 and figures["mean"] == figures["score_substring"] in (0.0, 0.5, 1.0)
     assert "qa1" in it.table(summary) and len(set(it.keys)) == 2
+
+
+def test_documents_to_fine_tune_on(tmp_path, prepared, essays):
+    run = untrained_run(tmp_path / "run", prepared)
+    words = ["evaluation.babilong.lengths=[600, 900]", "evaluation.babilong.tasks=[qa1, qa4]"]
+    words += ["evaluation.babilong.haystack.kind=files", f"evaluation.babilong.haystack.path={essays}"]
+    assert cli.run(["babilong", str(run), *words, "--samples", "3", "--out", str(tmp_path / "out")]) == 0
+    for length in (600, 900):
+        rows = [json.loads(line) for line in (tmp_path / f"out/{length}.jsonl").read_text().splitlines()]
+        assert [row["task"] for row in rows] == 3 * ["qa1"] + 3 * ["qa4"]
+        for row in rows:
+            answer = re.search(r"\nQuestion: .*\?\nAnswer: (\w+)\.$", row["text"])[1]
+            assert answer in babi.LABELS[row["task"]]
+    assert cli.run(["babilong", str(run), "train.lr=1", "--out", str(tmp_path / "out")]) == 2
