@@ -164,7 +164,7 @@ def _checkpoint(options: argparse.Namespace):
 def _evaluate(options: argparse.Namespace):
     from titans_pt.evaluation import evaluate
 
-    evaluate(options.run, options.overrides, step=options.checkpoint, only=options.only)
+    evaluate(options.run, options.overrides, step=options.checkpoint, suite=options.suite)
 
 
 def _generate(options: argparse.Namespace):
@@ -175,12 +175,37 @@ def _generate(options: argparse.Namespace):
         options.prompt,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
+        top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
         step=options.checkpoint,
         state_file=options.state,
         save_to=options.save_state,
     )
+
+
+def _compare(options: argparse.Namespace):
+    from titans_pt.evaluation.compare import compare
+
+    compare(options.runs, options.task, Path(options.out), step=options.checkpoint)
+
+
+def _babilong(options: argparse.Namespace):
+    from titans_pt.evaluation.babilong import write_documents
+
+    write_documents(options.run, options.overrides, options.samples, Path(options.out))
+
+
+def _export(options: argparse.Namespace):
+    from titans_pt.huggingface import export_run
+
+    print(export_run(options.run, options.out, step=options.checkpoint))
+
+
+def _import(options: argparse.Namespace):
+    from titans_pt.huggingface import import_run
+
+    print(import_run(options.folder, options.out))
 
 
 def _inspect(options: argparse.Namespace):
@@ -217,6 +242,15 @@ def _recall(options: argparse.Namespace):
 
     task = MQAR(config.model.vocab_size, config.data.seq_len, options.pairs, options.distance)
     recall(config, chosen(options.models.split(","), options.changes.split(",")), task)
+
+
+def _needles(options: argparse.Namespace):
+    config = load_config(options.config, options.overrides)
+    from titans_pt.experiments.needles import Needles, needles
+
+    lengths, asked = ([int(n) for n in text.split(",")] for text in (options.lengths, options.asked))
+    task = Needles(config.model.vocab_size, min(lengths), options.needles)
+    needles(config, options.models.split(","), task, lengths, asked)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -307,17 +341,41 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = command("evaluate", _evaluate, "measure a trained model", "run", folder)
     evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="evaluation.* settings over the run's")
     evaluate.add_argument("--checkpoint", type=int, metavar="STEP", help=step)
-    evaluate.add_argument("--only", choices=("perplexity", "needle"), help="one evaluation instead of all")
+    evaluate.add_argument(
+        "--suite", choices=("perplexity", "needle", "babilong", "commonsense"),
+        help="one of them (default: perplexity and needle)",
+    )  # fmt: skip
 
     generate = command("generate", _generate, "continue a prompt", "run", folder)
     generate.add_argument("--prompt", help="text to continue; it may be left out with --state")
     generate.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="(default: %(default)s)")
     generate.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)")
+    generate.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens (default: all)")
     generate.add_argument("--top-p", type=float, default=0.95, help="(default: %(default)s)")
     generate.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     generate.add_argument("--checkpoint", type=int, metavar="STEP", help=step)
     generate.add_argument("--save-state", metavar="FILE", help="keep the state behind prompt and new text in FILE")
     generate.add_argument("--state", metavar="FILE", help="go on from a state that --save-state kept")
+
+    compare = commands.add_parser("compare", help="accuracy against length of several runs in one picture")
+    compare.set_defaults(command=_compare)
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="folders that titans evaluate has filled")
+    compare.add_argument("--task", default="niah_single_1", help="a needle or babilong task (default: %(default)s)")
+    compare.add_argument("--out", default="runs/compare.png", metavar="FILE", help="(default: %(default)s)")
+    compare.add_argument("--checkpoint", type=int, metavar="STEP", help="(default: the newest evaluated one of each)")
+
+    text = "write documents of BABILong's stories, to fine-tune on"
+    babilong = command("babilong", _babilong, text, "run", folder)
+    babilong.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="evaluation.babilong.* settings")
+    babilong.add_argument("--samples", type=int, default=1000, metavar="N", help="a length (default: %(default)s)")
+    babilong.add_argument("--out", required=True, metavar="DIR", help="gets a file LENGTH.jsonl for each length")
+
+    export = command("export", _export, "write a checkpoint as a Hugging Face folder", "run", folder)
+    export.add_argument("--out", required=True, metavar="DIR")
+    export.add_argument("--checkpoint", type=int, metavar="STEP", help=step)
+
+    back = command("import", _import, "make a run of a folder that export wrote", "folder", "a Hugging Face folder")
+    back.add_argument("--out", required=True, metavar="RUN")
 
     inspect = command("inspect", _inspect, "see what the memory finds surprising in a text", "run", folder)
     inspect.add_argument("--text", required=True, metavar="FILE", help="a text file (UTF-8)")
@@ -362,4 +420,14 @@ def _parser() -> argparse.ArgumentParser:
     recall.add_argument("--pairs", type=int, default=8, metavar="N", help="key-value pairs (default: %(default)s)")
     distance = "least number of tokens between pairs and queries (default: %(default)s)"
     recall.add_argument("--distance", type=int, default=40, metavar="N", help=distance)
+
+    text = "train small models on needles and ask far beyond their training length"
+    needles = command("needles", _needles, text, "config", yaml)
+    needles.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+    needles.add_argument("--models", default="lmm,mac,mag,mal,swa", metavar="NAMES", help="(default: %(default)s)")
+    needles.add_argument("--needles", type=int, default=4, metavar="N", help="in a sample (default: %(default)s)")
+    lengths = "of training, one after the other (default: %(default)s)"
+    needles.add_argument("--lengths", default="512,1024,2048", metavar="TOKENS,...", help=lengths)
+    asked = "1024,2048,4096,8192,16384,32768,65536"
+    needles.add_argument("--asked", default=asked, metavar="TOKENS,...", help="of evaluation (default: %(default)s)")
     return parser

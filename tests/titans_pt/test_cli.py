@@ -85,7 +85,8 @@ def test_version_and_help(capsys):
 
 
 @pytest.mark.parametrize("words", [[], ["fly"], ["train"], ["train", "c.yaml", "--fast"], ["inspect", "run"],
-                                   ["evaluate", "run", "--only", "taste"], ["generate", "run", "--prompt", "a", "b=1"]])
+                                   ["evaluate", "run", "--suite", "taste"],
+                                   ["generate", "run", "--prompt", "a", "b=1"]])
 def test_wrong_words_exit_with_2(words):
     with pytest.raises(SystemExit) as exit:
         cli.run(words)

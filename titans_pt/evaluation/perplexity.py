@@ -1,5 +1,6 @@
 """Perplexity on the validation tokens, whole and by the position in the stream."""
 
+import contextlib
 import hashlib
 import math
 import time
@@ -16,32 +17,56 @@ from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_positions
 from titans_pt.evaluation.records import digest
 from titans_pt.evaluation.stream import device_of
+from titans_pt.layers.memory import MemoryGates
 from titans_pt.run import LoadedRun
 
 LOSS_ROWS = 512
 """Logits are turned into losses so many tokens at a time: a second (T, V) array would double the memory."""
 
 
+@contextlib.contextmanager
+def frozen_memory(model: nn.Module):
+    """Inside, the memory is read but not written: M stays as it is, its momentum at rest."""
+    gates = [module for module in model.modules() if isinstance(module, MemoryGates)]
+    before = [gate.writes for gate in gates]
+    try:
+        for gate in gates:
+            gate.writes = False
+        yield
+    finally:
+        for gate, writes in zip(gates, before, strict=True):
+            gate.writes = writes
+
+
 @torch.no_grad()
-def token_losses(model: nn.Module, ids: Tensor, chunk_tokens: int, reset: Tensor | None = None) -> Tensor:
+def token_losses(
+    model: nn.Module, ids: Tensor, chunk_tokens: int, reset: Tensor | None = None, freeze_after: int | None = None
+) -> Tensor:
     """Negative log-likelihood (nats) of every token of a stream after its first, as a float64 CPU tensor (T - 1,).
 
     Args:
         ids: (T,) integers, T >= 2; the model begins anew at the first.
         chunk_tokens: tokens of a piece; the state is carried from piece to piece.
         reset: (T,) bool, True where a document begins and the model must forget; None: nowhere.
+        freeze_after: from this token on the memory is read and not written; None: it always is.
     """
     device = device_of(model)
     ids = ids.to(torch.int64)
+    end = len(ids) - 1
+    freeze = end if freeze_after is None else min(freeze_after, end)
     losses, state = [], None
-    for start in range(0, len(ids) - 1, chunk_tokens):
-        stop = min(start + chunk_tokens, len(ids) - 1)
+    for start, stop in (*_pieces(0, freeze, chunk_tokens), *_pieces(freeze, end, chunk_tokens)):
         cut = None if reset is None else reset[None, start:stop].to(device)
-        logits, state = model(ids[None, start:stop].to(device), state, cut)
+        with frozen_memory(model) if start >= freeze else contextlib.nullcontext():
+            logits, state = model(ids[None, start:stop].to(device), state, cut)
         targets = ids[start + 1 : stop + 1].to(device)
         for rows, wanted in zip(logits[0].split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True):
             losses.append(F.cross_entropy(rows.float(), wanted, reduction="none").double().cpu())
     return torch.cat(losses)
+
+
+def _pieces(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    return [(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
 
 
 def position_sums(losses: np.ndarray) -> list[list[float]]:
@@ -87,8 +112,10 @@ class Perplexity:
                 f"data.dir: {config.data.dir} holds {self.validation.tokens} validation tokens, at least 2 are "
                 "needed; raise data.validation_fraction or add text, and prepare again"
             )
-        self.starts = range(0, self.tokens, self.length)
-        self.keys = [self._key(start) for start in self.starts]
+        # None: the memory as it is, always written.
+        self.variants = [None, *sorted(set(config.evaluation.perplexity.freeze_after))]
+        self.jobs = [(start, freeze) for freeze in self.variants for start in range(0, self.tokens, self.length)]
+        self.keys = [self._key(*job) for job in self.jobs]
 
     def _stop(self, start: int) -> int:
         return min(start + self.length, self.tokens)
@@ -96,26 +123,29 @@ class Perplexity:
     def _read(self, start: int) -> np.ndarray:
         return self.validation.read(start, self._stop(start) + 1).astype(np.int64)
 
-    def _key(self, start: int) -> str:
+    def _key(self, start: int, freeze_after: int | None) -> str:
         # The ids themselves are part of the key: new token files in the same folder are another measurement.
         text = hashlib.sha256(self._read(start).tobytes()).hexdigest()
         run = self.loaded
-        return digest(self.name, start, self._stop(start), text, run.tokenizer.sha256, run.checkpoint_hash)
+        frozen = () if freeze_after is None else (freeze_after,)
+        return digest(self.name, start, self._stop(start), text, run.tokenizer.sha256, run.checkpoint_hash, *frozen)
 
     def measure(self, index: int) -> dict:
         """Scores stream ``index``: n, nats, decoded bytes and the sums by position."""
-        start, run, tokenizer = self.starts[index], self.loaded, self.loaded.tokenizer
+        (start, freeze), run, tokenizer = self.jobs[index], self.loaded, self.loaded.tokenizer
         ids = self._read(start)
         reset = None
         if self.config.data.reset_at_documents:
             reset = torch.from_numpy(document_begins(self.validation.document_starts, start, len(ids)))
         began = time.perf_counter()
-        losses = token_losses(run.model, torch.from_numpy(ids), self.config.evaluation.prefill_tokens, reset).numpy()
+        chunk_tokens = self.config.evaluation.prefill_tokens
+        losses = token_losses(run.model, torch.from_numpy(ids), chunk_tokens, reset, freeze).numpy()
         seconds = time.perf_counter() - began
         # The first token is not scored, but the text of the others depends on its being there (leading spaces).
         scored_bytes = len(tokenizer.decode(ids.tolist()).encode()) - len(tokenizer.decode(ids[:1].tolist()).encode())
         return {
             "start": start,
+            "freeze_after": freeze,
             "n": len(losses),
             "nats": math.fsum(losses),
             "bytes": scored_bytes,
@@ -126,9 +156,15 @@ class Perplexity:
     def summary(self, records: list[dict]) -> dict:
         """loss (nats a token), perplexity, bits per byte, the unigram baseline's loss, and the loss by position.
 
-        stderr takes the tokens of a bucket as independent, which neighbours in a text are not: read it as a
-        lower bound.
+        ``frozen`` has the same with the memory frozen after so many tokens. stderr takes the tokens of a bucket as
+        independent, which neighbours in a text are not: read it as a lower bound.
         """
+        live, *frozen = ([r for r in records if r["freeze_after"] == freeze] for freeze in self.variants)
+        return self._figures(live) | {
+            "frozen": [{"after": part[0]["freeze_after"], **self._figures(part)} for part in frozen]
+        }
+
+    def _figures(self, records: list[dict]) -> dict:
         n = sum(record["n"] for record in records)
         nats = math.fsum(record["nats"] for record in records)
         size = sum(record["bytes"] for record in records)
@@ -141,9 +177,13 @@ class Perplexity:
             stderr = math.sqrt(max(0.0, squares / count - mean**2) / (count - 1)) if count > 1 else None
             first, last = 2**bucket // 2 + 1, min(2**bucket, self.length, self.tokens)
             positions.append({"first": first, "last": last, "mean": mean, "n": int(count), "stderr": stderr})
+        by_length, tokens, total = [], 0, 0.0
+        for row in positions:
+            tokens, total = tokens + row["n"], total + row["n"] * row["mean"]
+            by_length.append({"length": row["last"], "loss": total / tokens, "perplexity": _exp(total / tokens)})
         return {
             "loss": loss,
-            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "perplexity": _exp(loss),
             "bits_per_byte": nats / math.log(2) / size if size else None,
             "unigram_loss": self.unigram_loss,
             "tokens": n,
@@ -152,6 +192,7 @@ class Perplexity:
             "streams": len(records),
             "tokens_per_s": n / sum(record["n"] / record["tokens_per_s"] for record in records),
             "positions": positions,
+            "by_length": by_length,
         }
 
     def table(self, summary: dict) -> str:
@@ -167,7 +208,14 @@ class Perplexity:
             span = f"{row['first']}-{row['last']}"
             stderr = "-" if row["stderr"] is None else f"{row['stderr']:.4f}"
             lines.append(f"  {span:>15} {row['mean']:>8.4f} {stderr:>8} {row['n']:>8}")
+        for row in summary["frozen"]:
+            lines.append(f"  memory frozen after {row['after']:,} tokens: loss {row['loss']:.4f} nats/token")
         return "\n".join(lines)
 
-    def plot(self, summary: dict, folder: Path, title: str) -> Path:
-        return plot_positions(summary, folder / "perplexity_by_position.png", f"Validation loss by position\n{title}")
+    def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
+        path = folder / "perplexity_by_position.png"
+        return [plot_positions(summary, path, f"Validation loss by position\n{title}")]
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

@@ -1,33 +1,41 @@
 """Runs the evaluations of a checkpoint: results that grow line by line, then one summary, tables and plots."""
 
+import importlib
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from titans_pt.config import Config, load_config
 from titans_pt.errors import UserError
-from titans_pt.evaluation.needle import Needle
-from titans_pt.evaluation.perplexity import Perplexity
 from titans_pt.evaluation.records import RecordFile, read_records, write_whole
 from titans_pt.evaluation.stream import best_device
 from titans_pt.run import LoadedRun, load_run
 
-EVALUATIONS = {kind.name: kind for kind in (Perplexity, Needle)}
-"""By name. Each is made with (run, config) and has ``keys``, one for each of its jobs, and
+SUITES = {
+    "perplexity": "titans_pt.evaluation.perplexity:Perplexity",
+    "needle": "titans_pt.evaluation.needle:Needle",
+    "babilong": "titans_pt.evaluation.babilong:Babilong",
+    "commonsense": "titans_pt.evaluation.harness:Commonsense",
+}
+"""By name; imported when they are asked for. Each is made with (run, config) and has ``keys``, one for each of its
+jobs, and
 
 ``measure(i) -> dict``  the record of job i;
 ``summary(records) -> dict``  figures over all records;
-``table(summary) -> str`` and ``plot(summary, folder, title) -> Path``  for the reader.
+``table(summary) -> str`` and ``plots(summary, folder, title) -> list[Path]``  for the reader.
 """
+USUAL = ("perplexity", "needle")
+"""What runs when no suite is named: what needs no further packages or data."""
 
 
 def evaluate(
-    run_dir: str | Path, overrides: Sequence[str] = (), step: int | None = None, only: str | None = None
+    run_dir: str | Path, overrides: Sequence[str] = (), step: int | None = None, suite: str | None = None
 ) -> dict | None:
     """Runs the evaluations of a run's checkpoint and writes what they find.
 
@@ -40,16 +48,16 @@ def evaluate(
         run_dir: folder of a run.
         overrides: ``evaluation.KEY=VALUE`` settings, over those that the run was started with.
         step: the checkpoint; None is the newest.
-        only: name of one evaluation; None runs all.
+        suite: one of SUITES; None runs the USUAL ones.
 
     Returns:
         what summary.json holds, or None when other ranks are still at work.
 
     Raises:
-        UserError: an unknown evaluation, an override outside of ``evaluation``, or something wrong with the run.
+        UserError: an unknown suite, an override outside of ``evaluation``, or something wrong with the run.
     """
-    if only is not None and only not in EVALUATIONS:
-        raise UserError(f"evaluation {only!r}: unknown; there are: {', '.join(EVALUATIONS)}")
+    if suite is not None and suite not in SUITES:
+        raise UserError(f"--suite: given {suite!r}; allowed: {', '.join(SUITES)}")
     for override in overrides:
         if override.partition("=")[0].partition(".")[0] != "evaluation":
             raise UserError(f"override {override!r}: only evaluation.KEY=VALUE can be set here; the rest is the run's")
@@ -60,7 +68,7 @@ def evaluate(
     run = load_run(run_dir, step=step, device=device)
     config = load_config(run.folder.config, overrides)
     folder = run.folder.evaluation / f"step-{run.step:08d}"
-    evaluations = [kind(run, config) for name, kind in EVALUATIONS.items() if only in (None, name)]
+    evaluations = [_named(name)(run, config) for name in ([suite] if suite else USUAL)]
     for evaluation in evaluations:
         _work(evaluation, folder, rank, world)
 
@@ -72,11 +80,16 @@ def evaluate(
     return _summarise(run, config, folder, evaluations, found)
 
 
+def _named(suite: str) -> type:
+    module, _, name = SUITES[suite].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def _parts(folder: Path, name: str) -> list[Path]:
     return sorted([*folder.glob(f"{name}.jsonl"), *folder.glob(f"{name}-rank*.jsonl")])
 
 
-def _work(evaluation: Perplexity | Needle, folder: Path, rank: int, world: int) -> None:
+def _work(evaluation: Any, folder: Path, rank: int, world: int) -> None:
     name = evaluation.name
     own = folder / (f"{name}-rank{rank}.jsonl" if rank else f"{name}.jsonl")
     with RecordFile(own) as file:
@@ -95,7 +108,7 @@ def _origin(run: LoadedRun) -> dict:
 
 
 def _summarise(
-    run: LoadedRun, config: Config, folder: Path, evaluations: list[Perplexity | Needle], found: list[dict[str, dict]]
+    run: LoadedRun, config: Config, folder: Path, evaluations: list[Any], found: list[dict[str, dict]]
 ) -> dict:
     path = folder / "summary.json"
     whole = _earlier(path, run.checkpoint_hash) | _origin(run)
@@ -106,7 +119,7 @@ def _summarise(
         settings = getattr(config.evaluation, evaluation.name).model_dump(mode="json")
         whole[evaluation.name] = {"settings": settings, **summary}
         lines += ["", evaluation.table(summary)]
-        files += [*_parts(folder, evaluation.name), evaluation.plot(summary, run.folder.plots, title)]
+        files += [*_parts(folder, evaluation.name), *evaluation.plots(summary, run.folder.plots, title)]
     write_whole(path, lambda temporary: temporary.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8"))
     lines += ["", "files:", *(f"  {file}" for file in files)]
     print("\n".join(lines), flush=True)
@@ -120,7 +133,7 @@ def _summarise(
 
 
 def _earlier(path: Path, checkpoint_hash: str) -> dict:
-    """The summary that is there, if it is of this checkpoint: ``only`` replaces its own part."""
+    """The summary that is there, if it is of this checkpoint: ``suite`` replaces its own part."""
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
         return earlier if earlier["checkpoint_hash"] == checkpoint_hash else {}

@@ -93,12 +93,13 @@ def most_likely(logits: Tensor) -> int:
     return int(logits.argmax())
 
 
-def draw(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """One id from softmax(logits / temperature), cut to the smallest set of ids that holds ``top_p`` of it.
+def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator) -> int:
+    """One id from softmax(logits / temperature), cut to ``top_k`` ids, then to the fewest that hold ``top_p`` of these.
 
     The draw is made on the CPU, so that a seed means the same on every device.
     """
     p, order = torch.softmax(logits.double().cpu() / temperature, dim=0).sort(descending=True, stable=True)
+    p = p[:top_k] / p[:top_k].sum()
     p = torch.where(p.cumsum(0) - p < top_p, p, 0.0)  # the most likely id always stays
     return int(order[torch.multinomial(p, 1, generator=generator)])
 
@@ -117,6 +118,7 @@ def sample(
     max_new_tokens: int,
     stop_ids: Collection[int] = (),
     temperature: float = 1.0,
+    top_k: int | None = None,
     top_p: float = 1.0,
     seed: int = 0,
     read_last: bool = False,
@@ -124,7 +126,8 @@ def sample(
     """:func:`continuation` with ids drawn by :func:`draw`; temperature 0 is :func:`greedy`."""
     choose = most_likely
     if temperature > 0.0:
-        choose = partial(draw, temperature=temperature, top_p=top_p, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        choose = partial(draw, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
     return continuation(model, last_logits, state, max_new_tokens, stop_ids, choose, read_last)
 
 
@@ -133,6 +136,7 @@ def generate(
     prompt: str | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
+    top_k: int | None = None,
     top_p: float = 1.0,
     seed: int = 0,
     step: int | None = None,
@@ -145,6 +149,7 @@ def generate(
         prompt: may be missing when ``state_file`` is given, to go on writing where it ended.
         max_new_tokens: at most so many; an end-of-text token ends it earlier.
         temperature: 0 takes the most likely token, 1 draws from the model's distribution.
+        top_k: draws only from so many most likely tokens; None is all.
         top_p: draws only from the smallest set of tokens that holds this much probability.
         step: the checkpoint; None is the newest.
         state_file: all that ``save_to`` kept of an earlier call comes before the prompt.
@@ -159,6 +164,7 @@ def generate(
     """
     _check(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "at least 1")
     _check(temperature >= 0.0, "temperature", temperature, "at least 0 (0 is greedy)")
+    _check(top_k is None or top_k >= 1, "top_k", top_k, "at least 1")
     _check(0.0 < top_p <= 1.0, "top_p", top_p, "above 0, at most 1")
     run = load_run(run_dir, step=step, device=best_device())
     ids = run.tokenizer.encode(prompt or "")
@@ -174,7 +180,7 @@ def generate(
     decoder, pieces = StreamDecoder(run.tokenizer, continues=True), []
     tokens = _Returning(
         sample(
-            run.model, logits, state, max_new_tokens, {run.tokenizer.eos_id}, temperature, top_p, seed,
+            run.model, logits, state, max_new_tokens, {run.tokenizer.eos_id}, temperature, top_k, top_p, seed,
             read_last=save_to is not None,
         )
     )  # fmt: skip

@@ -6,14 +6,16 @@ skipped when the command runs again, and several processes may share a folder as
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titans_pt.config import MEMORY_MIXERS, Config, ModelConfig, config_hash
+from titans_pt.config import MEMORY_MIXERS, Config, ModelConfig, TrainConfig, config_hash
 from titans_pt.errors import UserError
 from titans_pt.evaluation.records import RecordFile, digest, read_records, write_whole
 from titans_pt.experiments.mqar import MQAR
@@ -105,6 +107,31 @@ def train(config: Config, variant: Variant, task: MQAR) -> dict:
     settings, rows = config.train, config.train.batch_tokens // config.data.seq_len
     torch.manual_seed(config.run.seed)
     model = build_model(variant.config(config.model))
+    fitted = fit(model, settings, lambda i: task.batch(config.run.seed, i * rows, rows), variant.name)
+    return {
+        "model": variant.model, "change": variant.change, **fitted,
+        "accuracy": accuracy(model, task), "chance": task.chance, "task": vars(task),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "by_pairs": [[n, accuracy(model, _resized(task, pairs=n), 2)] for n in PAIRS],
+        "by_distance": [[n, accuracy(model, _resized(task, distance=n), 2)] for n in DISTANCES],
+        "settings": variant.config(config.model).model_dump(), "lr": settings.lr, "max_steps": settings.max_steps,
+    }  # fmt: skip
+
+
+def fit(
+    model: nn.Module,
+    settings: TrainConfig,
+    batch: Callable[[int], tuple[Tensor, Tensor]],
+    name: str,
+    may_end_at: int = 0,
+) -> dict:
+    """Trains ``model`` on the answers of batches 0, 1, ... (see :func:`answers`).
+
+    It ends early once the accuracy over REPORT_EVERY steps is ENOUGH, but not before step ``may_end_at``.
+
+    Returns:
+        steps taken, seconds, and the curve: [step, loss, accuracy, gradient norm], means over REPORT_EVERY steps.
+    """
     optimizer = torch.optim.AdamW(
         parameter_groups(model, settings.weight_decay), betas=tuple(settings.betas), eps=settings.eps
     )
@@ -113,7 +140,7 @@ def train(config: Config, variant: Variant, task: MQAR) -> dict:
         lr = learning_rate(step, settings.lr, settings.warmup_steps, settings.max_steps, settings.min_lr_ratio)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss, right = answers(model, *task.batch(config.run.seed, (step - 1) * rows, rows))
+        loss, right = answers(model, *batch(step - 1))
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip, error_if_nonfinite=False)
@@ -125,22 +152,14 @@ def train(config: Config, variant: Variant, task: MQAR) -> dict:
             curve.append([step, *means])
             seconds = time.perf_counter() - began
             print(
-                f"{variant.name}: step {step} loss {means[0]:.3f} accuracy {100 * means[1]:.1f} % "
+                f"{name}: step {step} loss {means[0]:.3f} accuracy {100 * means[1]:.1f} % "
                 f"gradient norm {means[2]:.2f} {seconds:.0f} s",
                 flush=True,
             )
             window = []
-            if means[1] >= ENOUGH:
+            if means[1] >= ENOUGH and step >= may_end_at:
                 break
-    seconds = time.perf_counter() - began
-    return {
-        "model": variant.model, "change": variant.change, "steps": step, "seconds": seconds,
-        "accuracy": accuracy(model, task), "chance": task.chance, "task": vars(task), "curve": curve,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "by_pairs": [[n, accuracy(model, _resized(task, pairs=n), 2)] for n in PAIRS],
-        "by_distance": [[n, accuracy(model, _resized(task, distance=n), 2)] for n in DISTANCES],
-        "settings": variant.config(config.model).model_dump(), "lr": settings.lr, "max_steps": settings.max_steps,
-    }  # fmt: skip
+    return {"steps": step, "seconds": time.perf_counter() - began, "curve": curve}
 
 
 def _resized(task: MQAR, **changes: int) -> MQAR:
@@ -150,12 +169,12 @@ def _resized(task: MQAR, **changes: int) -> MQAR:
     return replace(other, length=other.shortest + room)
 
 
-def answers(model: nn.Module, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def answers(model: nn.Module, ids: Tensor, places: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
     """ids (B, T), places (B, P) of keys -> mean loss of the values behind them, and (B, P) bool: the best guess is it.
 
     Nothing but the answers counts: the loss of all other tokens is that of random draws.
     """
-    logits, _ = model(ids)
+    logits, _ = model(ids, state)
     row = torch.arange(len(ids))[:, None]
     logits, target = logits[row, places], ids[row, places + 1]
     return F.cross_entropy(logits.flatten(0, 1), target.flatten()), logits.argmax(-1) == target

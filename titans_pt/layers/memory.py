@@ -31,6 +31,8 @@ class MemoryGates(nn.Module):
     def __init__(self, d_model: int, n_heads: int, config: MemoryConfig):
         super().__init__()
         self.n_heads, self.config = n_heads, config
+        self.writes = config.writes
+        """False from some token on leaves the memory as it is there."""
         self.layers = config.depth if config.per_layer_gates else 1
         self.bound = config.step_bound or default_step_bound(config.chunk_size)
         self.linear = nn.Linear(d_model, 3 * n_heads * self.layers)
@@ -52,8 +54,8 @@ class MemoryGates(nn.Module):
         if not self.config.forgetting:
             alpha = torch.zeros_like(alpha)
         theta = self.bound * (1 - eta) * theta
-        if not self.config.writes:  # times 0: every parameter keeps a gradient, which data parallelism counts on
-            theta, alpha = 0 * theta, 0 * alpha
+        if not self.writes:  # times 0: every parameter keeps a gradient, which data parallelism counts on
+            theta, eta, alpha = 0 * theta, 0 * eta, 0 * alpha
         if self.layers == 1:
             theta, eta, alpha = (g.squeeze(-1) for g in (theta, eta, alpha))
         return theta, eta, alpha

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from random import Random
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,16 +13,23 @@ from torch import nn
 from data_pipeline.indexed import IndexedDataset, IndexedWriter
 from data_pipeline.tokenizer import train_tokenizer
 from titans_pt.config import load_config
-from titans_pt.evaluation import needle, perplexity, runner, stream
-from titans_pt.evaluation.words import KEYS
+from titans_pt.evaluation import babilong, needle, perplexity, runner, stream
 
 EOS = 0
+
+
+ESSAY = (
+    "The first thing to say of a garden is that nobody owns it. Mr. Green thought so too, and wrote it down! "
+    "Is that true? In 1993 there were 3.5 gardens for each of us, or so they say; now there are none.  Nobody\n"
+    "minds.\n\nWhat one plants in April (if it rains) stands in June. That is all one has to know about it."
+)
 
 
 class Characters:
     """A token a character (ASCII); eos is 0."""
 
     vocab_size, bos_id, eos_id, sha256 = 128, -1, EOS, "characters"
+    _bytes, _dummy_prefix = [b"", *(bytes([i]) for i in range(1, 128))], False  # what StreamDecoder goes by
 
     def encode(self, text):
         return list(text.encode("ascii"))
@@ -85,6 +93,21 @@ class Recurrent(nn.Module):
 
 
 @pytest.fixture
+def essays(tmp_path, monkeypatch):
+    """A folder with one essay; sentences end where a simple rule says, so that nothing has to be fetched."""
+    folder = tmp_path / "essays"
+    folder.mkdir()
+    (folder / "garden.txt").write_text(ESSAY)
+
+    def simple(text):
+        return re.split(r"(?<=[.!?]) (?=[A-Z])", text)
+
+    monkeypatch.setattr(needle, "sentences", simple)
+    monkeypatch.setattr(babilong, "sentences", simple)
+    return folder
+
+
+@pytest.fixture
 def recurrent():
     torch.manual_seed(0)
     return Recurrent().eval()
@@ -92,8 +115,10 @@ def recurrent():
 
 @pytest.fixture(scope="session")
 def sentencepiece(tmp_path_factory):
-    """The project's own tokenizer, small, trained on text like that of the task."""
-    texts = ["\n".join(needle.prompt_lines(3, 1, key, str(1_234_567 + 77 * i))) for i, key in enumerate(KEYS[::40])]
+    """The project's own tokenizer, small, trained on text like that of the tasks."""
+    random = Random(0)
+    texts = [f"{ESSAY} {needle.NEEDLE} {needle.NOISE}\n{needle.HEAD}\n{needle.QUESTION} {needle.PREFIX}"]
+    texts += [needle.draw(kind, random) for kind in ("words", "numbers", "uuids") for _ in range(200)]
     return train_tokenizer(texts, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", 500, 10**6)
 
 

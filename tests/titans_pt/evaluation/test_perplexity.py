@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.untrained import untrained_run
 from titans_pt.config import load_config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import perplexity
+from titans_pt.layers.memory import MemoryGates
+from titans_pt.run import load_run
 
 from .conftest import Recurrent
 
@@ -73,6 +76,44 @@ def test_one_token_has_no_stderr(run):
     summary = it.summary(records)
     assert summary["positions"] == [{"first": 1, "last": 1, "mean": records[0]["nats"], "n": 1, "stderr": None}]
     assert " - " in it.table(summary)
+
+
+def test_a_frozen_memory_is_one_that_is_not_written(tmp_path, prepared):
+    """Frozen from the start: the model whose memory is switched off when it is built. Later: equal up to there."""
+    run = load_run(untrained_run(tmp_path / "run", prepared))
+    off = load_run(untrained_run(tmp_path / "off", prepared, memory={"writes": False}))
+    ids = torch.arange(60) * 7 % 256
+    live, never = (perplexity.token_losses(r.model, ids, 16) for r in (run, off))
+    assert torch.equal(perplexity.token_losses(run.model, ids, 16, freeze_after=0), never)
+    assert torch.equal(perplexity.token_losses(run.model, ids, 16, freeze_after=1000), live)
+    for freeze in (1, 20, 33):
+        found = perplexity.token_losses(run.model, ids, 16, freeze_after=freeze)
+        torch.testing.assert_close(found[:freeze], live[:freeze], rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(found[freeze:], live[freeze:])
+    gates = [m for m in run.model.modules() if isinstance(m, MemoryGates)]
+    assert gates and all(gate.writes for gate in gates)
+
+
+def test_nothing_moves_in_a_frozen_memory(tmp_path, prepared):
+    model = load_run(untrained_run(tmp_path / "run", prepared, mixers=["lmm"])).model
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        _, before = model(ids)
+        with perplexity.frozen_memory(model):
+            _, after = model(ids, before)
+    for old, new in zip(before.blocks[0].memory.weights, after.blocks[0].memory.weights, strict=True):
+        assert torch.equal(old, new)
+
+
+def test_frozen_variants_stand_beside_the_live_one(run):
+    it, records = measured(run, "evaluation.perplexity.freeze_after=[100, 0]")
+    summary = it.summary(records)
+    assert len(records) == 12 and len(set(it.keys)) == 12
+    plain, alone = measured(run)
+    assert it.keys[:4] == plain.keys and summary["loss"] == plain.summary(alone)["loss"]
+    assert [row["after"] for row in summary["frozen"]] == [0, 100]
+    assert "frozen after 100 tokens" in it.table(summary)
+    assert summary["by_length"][-1]["loss"] == pytest.approx(summary["loss"])
 
 
 def test_stops_at_the_end_of_the_text(run):

@@ -7,11 +7,14 @@ import pytest
 from matplotlib.image import imread
 
 import titans_pt.evaluation
+from titans_pt.cli import _parser
+from titans_pt.config import EvaluationConfig
 from titans_pt.errors import UserError
-from titans_pt.evaluation import evaluate, plots
+from titans_pt.evaluation import evaluate, runner
 
 from .conftest import Scripted, copies
 
+PICTURES = ("needle.png", "needle-cost.png", "needle-niah_single_1.png", "perplexity_by_position.png")
 SMALL = ["evaluation.needle.lengths=[600]", "evaluation.needle.depths=[0, 100]"]
 
 
@@ -19,6 +22,10 @@ SMALL = ["evaluation.needle.lengths=[600]", "evaluation.needle.depths=[0, 100]"]
 def copying(run):
     run.model = Scripted(copies)
     return run
+
+
+def single(summary):
+    return summary["needle"]["tasks"]["niah_single_1"]
 
 
 def lines(path):
@@ -31,21 +38,21 @@ def test_writes_everything_and_says_where(copying, capsys):
     folder = copying.folder.evaluation / "step-00000007"
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert summary["step"] == 7 and summary["checkpoint_hash"] == "c0ffee"
-    assert summary["needle"]["mean"] == 1.0 and summary["needle"]["n"] == 4
+    assert single(summary)["mean"] == 1.0 and single(summary)["n"] == 4
     assert summary["needle"]["settings"]["samples"] == 2
     assert summary["perplexity"]["tokens"] == 200
     assert [len(lines(folder / f"{name}.jsonl")) for name in ("perplexity", "needle")] == [4, 4]
     assert {r["checkpoint_hash"] for r in lines(folder / "needle.jsonl")} == {"c0ffee"}
     files = [folder / "summary.json", folder / "needle.jsonl", folder / "perplexity.jsonl"]
-    figures = [copying.folder.plots / name for name in ("needle.png", "perplexity_by_position.png")]
+    figures = [copying.folder.plots / name for name in PICTURES]
     for path in files + figures:
         assert path.exists() and str(path) in out
     for path in figures:
         picture = imread(path)
         assert min(picture.shape[:2]) > 300 and len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 50
-    assert "unigram baseline" in out and "100 [34, 100] 2" in out
+    assert "unigram baseline" in out and "100 [51, 100] 4" in out
     # Nothing else, no temporary file.
-    assert len(list(folder.iterdir())) == 3 and len(list(copying.folder.plots.iterdir())) == 2
+    assert len(list(folder.iterdir())) == 3 and len(list(copying.folder.plots.iterdir())) == 4
 
 
 def test_a_rerun_does_only_what_is_missing(copying, capsys):
@@ -61,31 +68,31 @@ def test_a_rerun_does_only_what_is_missing(copying, capsys):
     again = evaluate("anywhere", SMALL)
     assert [r["key"] for r in lines(path)] == [r["key"] for r in whole]
     assert 500 < copying.model.reads - reads < 1000  # one sample of 600
-    assert again["needle"]["mean"] == 1.0 and again["perplexity"] == first["perplexity"]
+    assert single(again)["mean"] == 1.0 and again["perplexity"] == first["perplexity"]
 
     # More of the same: what is there is kept, what is new is added.
     wider = evaluate("anywhere", ["evaluation.needle.lengths=[600]", "evaluation.needle.depths=[0, 50, 100]"])
-    assert wider["needle"]["n"] == 6 and len(lines(path)) == 6
+    assert single(wider)["n"] == 6 and len(lines(path)) == 6
     # And less of it: the summary is of what was asked.
-    assert evaluate("anywhere", [*SMALL, "evaluation.needle.samples=1"])["needle"]["n"] == 2
+    assert single(evaluate("anywhere", [*SMALL, "evaluation.needle.samples=1"]))["n"] == 2
     assert len(lines(path)) == 6
 
 
 def test_another_checkpoint_is_measured_anew(copying):
-    evaluate("anywhere", SMALL, only="needle")
+    evaluate("anywhere", SMALL, suite="needle")
     copying.checkpoint_hash, copying.model = "beef", Scripted(lambda text: "7")
-    summary = evaluate("anywhere", SMALL, only="needle")
-    assert summary["needle"]["mean"] == 0.0 and summary["needle"]["n"] == 4
+    summary = evaluate("anywhere", SMALL, suite="needle")
+    assert single(summary)["mean"] == 0.0 and single(summary)["n"] == 4
     assert len(lines(copying.folder.evaluation / "step-00000007" / "needle.jsonl")) == 8
 
 
 def test_only_one_evaluation_keeps_the_others_summary(copying):
-    first = evaluate("anywhere", SMALL, only="perplexity")
+    first = evaluate("anywhere", SMALL, suite="perplexity")
     assert "needle" not in first
-    both = evaluate("anywhere", SMALL, only="needle")
-    assert both["perplexity"] == first["perplexity"] and both["needle"]["n"] == 4
+    both = evaluate("anywhere", SMALL, suite="needle")
+    assert both["perplexity"] == first["perplexity"] and single(both)["n"] == 4
     copying.checkpoint_hash = "beef"
-    assert "perplexity" not in evaluate("anywhere", SMALL, only="needle")
+    assert "perplexity" not in evaluate("anywhere", SMALL, suite="needle")
 
 
 def test_ranks_cover_all_once_and_the_last_one_sums_up(copying, monkeypatch, capsys):
@@ -95,7 +102,7 @@ def test_ranks_cover_all_once_and_the_last_one_sums_up(copying, monkeypatch, cap
     for rank in (2, 0, 1):
         monkeypatch.setenv("RANK", str(rank))
         found[rank] = evaluate("anywhere", SMALL)
-    assert found[2] is None and found[0] is None and found[1]["needle"]["n"] == 4
+    assert found[2] is None and found[0] is None and single(found[1])["n"] == 4
     assert "other ranks" in capsys.readouterr().out
     for name in ("needle", "perplexity"):
         parts = [lines(folder / part) for part in (f"{name}.jsonl", f"{name}-rank1.jsonl", f"{name}-rank2.jsonl")]
@@ -111,25 +118,18 @@ def test_ranks_cover_all_once_and_the_last_one_sums_up(copying, monkeypatch, cap
 
 
 def test_says_what_is_wrong(copying):
-    with pytest.raises(UserError, match="'needles': unknown; there are: perplexity, needle"):
-        evaluate("anywhere", only="needles")
+    with pytest.raises(UserError, match="--suite: given 'needles'; allowed: perplexity, needle"):
+        evaluate("anywhere", suite="needles")
     with pytest.raises(UserError, match=r"only evaluation\.KEY=VALUE"):
         evaluate("anywhere", ["model.d_model=8"])
     with pytest.raises(UserError, match=r"evaluation\.needle\.sample: unknown key"):
         evaluate("anywhere", ["evaluation.needle.sample=8"])
-    with pytest.raises(UserError, match=r"evaluation\.needle\.lengths: given 100"):
+    with pytest.raises(UserError, match=r"evaluation\.needle\.lengths: given 90 tokens and room"):
         evaluate("anywhere", ["evaluation.needle.lengths=[100]"])
     assert titans_pt.evaluation.__all__ == ["evaluate", "generate"]
 
 
-@pytest.mark.parametrize("lengths, depths", [([512], [50]), ([2**i for i in range(11, 21)], range(0, 101, 10))])
-def test_needle_plot_of_any_size(tmp_path, lengths, depths):
-    cells = [{"length": x, "depth": y, "mean": y / 100, "n": 5} for x in lengths for y in depths]
-    picture = imread(plots.plot_needle({"cells": cells}, tmp_path / "n.png", "title"))
-    assert picture.shape[0] > 300 and picture.shape[1] > 600 and picture.std() > 0.1
-
-
-def test_position_plot_of_one_bucket(tmp_path):
-    rows = [{"first": 1, "last": 1, "mean": 2.0, "n": 1, "stderr": None}]
-    path = plots.plot_positions({"positions": rows, "unigram_loss": 3.0}, tmp_path / "p.png", "title")
-    assert imread(path).std() > 0.05
+def test_suites_are_those_of_the_command_line():
+    for suite in runner.SUITES:
+        assert _parser().parse_args(["evaluate", "run", "--suite", suite]).suite == suite
+        assert suite in EvaluationConfig.model_fields

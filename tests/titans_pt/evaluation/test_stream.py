@@ -87,15 +87,20 @@ def test_sampling_is_a_function_of_the_seed(recurrent):
     assert draw(1, temperature=0.0) == list(stream.greedy(recurrent, *start, 20)) == draw(1, top_p=1e-9)
 
 
-def test_draws_follow_temperature_and_top_p():
+def test_draws_follow_temperature_top_k_and_top_p():
     p = torch.tensor([0.1, 0.5, 0.0, 0.4])
     generator = torch.Generator().manual_seed(0)
-    count = lambda **s: torch.bincount(  # noqa: E731
-        torch.tensor([stream.draw(p.log(), generator=generator, **s) for _ in range(2000)]), minlength=4
-    ) / 2000
+    def count(temperature=1.0, top_k=None, top_p=1.0):
+        drawn = [stream.draw(p.log(), temperature, top_k, top_p, generator) for _ in range(2000)]
+        return torch.bincount(torch.tensor(drawn), minlength=4) / 2000
+
     torch.testing.assert_close(count(temperature=1.0, top_p=1.0), p, atol=0.04, rtol=0)
     sharp = p**2 / (p**2).sum()
     torch.testing.assert_close(count(temperature=0.5, top_p=1.0), sharp, atol=0.04, rtol=0)
+    two = torch.tensor([0, 5 / 9, 0, 4 / 9])
+    torch.testing.assert_close(count(top_k=2), two, atol=0.04, rtol=0)
+    # Of the two, the first alone holds 5 / 9.
+    assert count(top_k=2, top_p=0.55).tolist() == [0, 1, 0, 0]
     # 0.5 does not reach 0.6, 0.5 + 0.4 does: these two stay.
     torch.testing.assert_close(count(temperature=1.0, top_p=0.6), torch.tensor([0, 5 / 9, 0, 4 / 9]), atol=0.04, rtol=0)
 
@@ -128,13 +133,14 @@ def test_generate_streams_what_decode_gives(run, sentencepiece, capsys):
     assert capsys.readouterr().out == text + "\n"
     assert text == stream.generate("anywhere", "The grass is", max_new_tokens=40, temperature=1.0, seed=3)
     start = stream.prefill(run.model, torch.tensor([sentencepiece.encode("The grass is")]), 100)
-    ids = list(stream.sample(run.model, *start, 40, {sentencepiece.eos_id}, 1.0, 1.0, 3))
+    ids = list(stream.sample(run.model, *start, 40, {sentencepiece.eos_id}, 1.0, seed=3))
     decoder = StreamDecoder(sentencepiece, continues=True)
     assert text == "".join(map(decoder.push, ids)) + decoder.finish()
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"prompt": ""}]
+    "wrong",
+    [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"prompt": ""}],
 )
 def test_generate_says_what_is_wrong(run, wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):

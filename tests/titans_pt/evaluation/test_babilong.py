@@ -1,0 +1,103 @@
+"""BABILong's samples hold their facts in order and fill their length; both scores tell answers apart."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from tests.untrained import untrained_run
+from titans_pt import cli
+from titans_pt.config import Config
+from titans_pt.errors import UserError
+from titans_pt.evaluation import babi, babilong
+
+from .conftest import ESSAY, Characters, Scripted
+
+
+def made(tokenizer, essays, model=None, **changes):
+    haystack = {"kind": "files", "path": str(essays)}
+    section = {"lengths": [3000], "samples": 2, "haystack": haystack} | changes
+    config = Config.model_validate({"evaluation": {"babilong": section}})
+    return babilong.Babilong(SimpleNamespace(tokenizer=tokenizer, checkpoint_hash="x", model=model), config)
+
+
+@pytest.mark.parametrize("wording", ["instructions", "plain"])
+@pytest.mark.parametrize("task", babi.TASKS)
+def test_samples(task, wording, sentencepiece, essays):
+    it = made(sentencepiece, essays, wording=wording)
+    assert it.haystack.exact
+    for length in (3000, 3500, 20_000):
+        sample = it.sample(task, length, None, 0)
+        text = sentencepiece.decode(sample.ids.tolist())
+        assert sentencepiece.encode(text) == sample.ids.tolist()
+        longest = max(len(sentencepiece.encode(" " + unit)) for unit in it.haystack.units)
+        assert 0 <= length - 20 - len(sample.ids) < longest
+        assert text.endswith(f"Question: {sample.log['question']}" + ("\nAnswer:" if wording == "plain" else ""))
+        inside = re.search(r"<context>\n(.*)\n</context>", text, re.S)[1] if wording == "instructions" else text
+        rest = inside.split("\nQuestion:")[0]
+        for unit in it.haystack.units:
+            rest = rest.replace(unit, "")
+        facts = re.findall(r"[A-Z][^.]*\.", rest)
+        assert len(facts) == sample.log["facts"] <= max(4, length // 8)
+        if wording == "instructions":
+            assert text.count("<example>") == len(babilong.WORDINGS[task].examples)
+        else:
+            assert sentencepiece.decode(sample.answer_ids).strip() == sample.expected[0]
+
+
+def test_ten_million_tokens(sentencepiece, essays):
+    sample = made(sentencepiece, essays).sample("qa1", 10_000_000, None, 0)
+    assert 0 <= 10_000_000 - 20 - len(sample.ids) < 100
+
+
+def test_short_sentences_are_left_out(essays):
+    assert all(len(s) >= 10 for s in made(Characters(), essays).haystack.units)
+    (essays / "garden.txt").write_text("No. Yes. No.")
+    with pytest.raises(UserError, match=r"evaluation\.babilong\.haystack: .*no sentence of 10 tokens"):
+        made(Characters(), essays)
+
+
+def test_only_so_many_characters_are_read(essays):
+    assert len(" ".join(made(Characters(), essays, characters=120).haystack.units)) <= 120 < len(ESSAY)
+
+
+@pytest.mark.parametrize("prediction, strict, substring", [
+    (" The most recent location of Mary is garden. Kitchen.", 1, 1),
+    ("garden", 1, 1),
+    ("the garden or the kitchen", 0, 1),
+    ("the kitchen. garden", 0, 1),
+    ("GARDEN<example>kitchen", 1, 1),
+    ("", 0, 0),
+])  # fmt: skip
+def test_scores(prediction, strict, substring):
+    sample = SimpleNamespace(expected=["garden"], log={"question": "Where is Mary?"})
+    scores = babilong.Babilong.score(None, "qa1", sample, prediction)
+    assert scores == {"score": strict, "score_substring": substring}
+
+
+def test_labels_of_the_question_are_free():
+    assert babilong.strict_score("qa3", "Where was the apple before the kitchen?", "garden", "kitchen: garden") == 1
+    assert babilong.strict_score("qa3", "Where was the apple before the kitchen?", "garden", "office: garden") == 0
+
+
+def test_the_evaluation(essays):
+    it = made(Characters(), essays, Scripted(lambda text: "garden."[len(text.rpartition("?")[2]) % 7]), tasks=["qa1"])
+    summary = it.summary([it.measure(i) for i in range(len(it.keys))])
+    figures = summary["tasks"]["qa1"]
+    assert figures["n"] == 2 and figures["mean"] == figures["score_substring"] in (0.0, 0.5, 1.0)
+    assert "qa1" in it.table(summary) and len(set(it.keys)) == 2
+
+
+def test_documents_to_fine_tune_on(tmp_path, prepared, essays):
+    run = untrained_run(tmp_path / "run", prepared)
+    words = ["evaluation.babilong.lengths=[600, 900]", "evaluation.babilong.tasks=[qa1, qa4]"]
+    words += ["evaluation.babilong.haystack.kind=files", f"evaluation.babilong.haystack.path={essays}"]
+    assert cli.run(["babilong", str(run), *words, "--samples", "3", "--out", str(tmp_path / "out")]) == 0
+    for length in (600, 900):
+        rows = [json.loads(line) for line in (tmp_path / f"out/{length}.jsonl").read_text().splitlines()]
+        assert [row["task"] for row in rows] == 3 * ["qa1"] + 3 * ["qa4"]
+        for row in rows:
+            answer = re.search(r"\nQuestion: .*\?\nAnswer: (\w+)\.$", row["text"])[1]
+            assert answer in babi.LABELS[row["task"]]
+    assert cli.run(["babilong", str(run), "train.lr=1", "--out", str(tmp_path / "out")]) == 2

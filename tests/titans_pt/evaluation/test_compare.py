@@ -1,0 +1,35 @@
+"""Several runs' accuracies in one picture."""
+
+import json
+
+import pytest
+from matplotlib.image import imread
+
+from titans_pt import cli
+from titans_pt.errors import UserError
+from titans_pt.evaluation.compare import compare
+
+
+def results(folder, step, accuracy):
+    rows = [{"length": n, "mean": accuracy, "low": 0.0, "high": 1.0, "n": 4} for n in (1024, 2048)]
+    path = folder / f"evaluation/step-{step:08d}/summary.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"step": step, "needle": {"tasks": {"niah_single_1": {"by_length": rows}}}}))
+    return folder
+
+
+def test_newest_results_of_each_run(tmp_path, capsys):
+    a, b = results(tmp_path / "a", 3, 0.25), results(tmp_path / "b", 7, 1.0)
+    results(tmp_path / "a", 12, 0.5)
+    (tmp_path / "a/evaluation/step-00000020").mkdir()
+    assert cli.run(["compare", str(a), str(b), "--out", str(tmp_path / "c.png")]) == 0
+    out = capsys.readouterr().out
+    assert "step 12" in out and " 50.00 %" in out and "100.00 %" in out and str(tmp_path / "c.png") in out
+    assert imread(tmp_path / "c.png").std() > 0.05
+    compare([a], "niah_single_1", tmp_path / "c.png", step=3)
+    assert " 25.00 %" in capsys.readouterr().out
+
+
+def test_without_results(tmp_path):
+    with pytest.raises(UserError, match="holds no results of qa1; make them with: titans evaluate"):
+        compare([results(tmp_path / "a", 3, 0.25)], "qa1", tmp_path / "c.png")

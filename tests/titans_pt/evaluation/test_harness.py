@@ -1,0 +1,147 @@
+"""lm-eval through our model: the numbers of direct computation, of lm-eval's own loop, and of our needle runner."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.untrained import untrained_run
+from titans_pt.config import Config
+from titans_pt.errors import UserError
+from titans_pt.evaluation import evaluate, needle
+from titans_pt.run import load_run
+
+from .conftest import Characters, Scripted, copies
+
+lm_eval = pytest.importorskip("lm_eval")
+
+from titans_pt.evaluation import harness  # noqa: E402 - needs lm-eval
+
+ROWS = {
+    "piqa": [{"goal": f"to open box {i}", "sol1": "pull the lid", "sol2": "eat it", "label": i % 2} for i in range(3)],
+    "boolq": [{"question": "is it so", "passage": "It is so.", "label": 1}],
+    "lambada_openai": [{"text": "one two three two"}, {"text": "the end of the story"}],
+    "wikitext": [{"page": " = Title = \n\n Some text , and more of it . \n"}],
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory, prepared):
+    return load_run(untrained_run(tmp_path_factory.mktemp("runs") / "run", prepared))
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sets")
+    for task, rows in ROWS.items():
+        (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def request(*args):
+    return SimpleNamespace(args=args)
+
+
+def likelihood(run, ids, first):
+    """Of ids[first:], by one call."""
+    with torch.no_grad():
+        logits, _ = run.model(torch.tensor([ids]))
+    p = logits[0, first - 1 : -1].log_softmax(-1)
+    return float(p.gather(1, torch.tensor(ids[first:])[:, None]).sum()), p.argmax(-1).tolist() == ids[first:]
+
+
+def test_likelihoods_are_those_of_whole_texts(loaded):
+    lm, encode = harness.TitansLM(loaded, prefill_tokens=3), loaded.tokenizer.encode
+    pairs = [("abc dea fo", " abc"), ("abc dea fo", " dea fo"), ("", "abc"), ("xyz", " a")]
+    for (context, text), (found, greedy) in zip(pairs, lm.loglikelihood([request(*p) for p in pairs]), strict=True):
+        before = encode(context) if context else [loaded.tokenizer.eos_id]
+        whole = encode(context + text) if context else before + encode(text)
+        expected = likelihood(loaded, whole, len(before))
+        assert found == pytest.approx(expected[0], rel=1e-4) and greedy == expected[1]
+
+
+def test_a_context_is_read_once(loaded):
+    model = Scripted(lambda text: "b")
+    run = SimpleNamespace(**vars(loaded) | {"model": model, "tokenizer": Characters()})
+    lm = harness.TitansLM.__new__(harness.TitansLM)
+    lm.model, lm.titans_tokenizer, lm.prefill_tokens, lm._device = model, run.tokenizer, 8, torch.device("cpu")
+    found = lm.loglikelihood([request("a" * 20, end) for end in ("b", "bb", "cb")])
+    assert [greedy for _, greedy in found] == [True, True, False]
+    assert model.reads == 20 + 0 + 1 + 1
+
+
+def test_rolling_is_one_stream(loaded):
+    lm = harness.TitansLM(loaded, prefill_tokens=5)
+    text = "abc dea fo nk abc dea"
+    ids = [loaded.tokenizer.eos_id, *loaded.tokenizer.encode(text)]
+    assert lm.loglikelihood_rolling([request(text)])[0] == pytest.approx(likelihood(loaded, ids, 1)[0], rel=1e-4)
+
+
+def test_generation_ends_where_it_is_told(loaded):
+    lm = harness.TitansLM(loaded)
+    lm.model, lm.titans_tokenizer = Scripted(lambda text: "abcdefg"[len(text) % 7]), Characters()
+    assert lm.generate_until([request("xxxxxxx", {"until": ["de"], "max_gen_toks": 30})]) == ["abc"]
+    assert lm.generate_until([request("xxxxxxx", {"until": [], "max_gen_toks": 4})]) == ["abcd"]
+
+
+def test_the_runner_gives_lm_evals_own_numbers(loaded, sets, tmp_path, capsys):
+    overrides = [f"evaluation.commonsense.data={sets}", f"evaluation.commonsense.tasks=[{', '.join(ROWS)}]"]
+    found = evaluate(loaded.folder.path, overrides, suite="commonsense")["commonsense"]
+    out = capsys.readouterr().out
+    assert "average of 3 accuracies" in out and "piqa" in out
+    manager = harness._local_tasks(tmp_path, list(ROWS), str(sets))
+    theirs = lm_eval.evaluate(harness.TitansLM(loaded), manager.load(list(ROWS)), bootstrap_iters=0, log_samples=False)
+    for task, rows in ROWS.items():
+        assert found["tasks"][task]["n"] == len(rows)
+        for metric, value in found["tasks"][task].items():
+            if metric not in ("n", "intervals"):
+                assert value == pytest.approx(theirs["results"][task][f"{metric},none"], rel=1e-6)
+    assert {"word_perplexity", "bits_per_byte"} <= set(found["tasks"]["wikitext"])
+    assert {"acc", "acc_norm", "intervals"} <= set(found["tasks"]["piqa"])
+
+
+def test_what_is_missing_is_said(loaded, sets):
+    def settings(**section):
+        return Config.model_validate({"evaluation": {"commonsense": section}})
+
+    with pytest.raises(UserError, match=r"'hellaswag': no .*there are: wikitext, lambada_openai, piqa, boolq"):
+        harness.Commonsense(loaded, settings(data=str(sets), tasks=["hellaswag"]))
+
+
+def test_needles_through_lm_eval_score_as_in_our_runner(run, tmp_path, monkeypatch, loaded):
+    """lm-eval's niah_single_1 (its prompt parts, its score) on our samples, by a model that sometimes finds them."""
+
+    def sometimes(text):
+        return copies(text) if int(re.search(r"is: (\d+)", text)[1]) % 2 else "?"
+
+    run.model = Scripted(sometimes)
+    section = {"lengths": [700, 4096], "depths": None, "samples": 4, "max_new_tokens": 10}
+    it = needle.Needle(run, Config.model_validate({"evaluation": {"needle": section}}))
+    rows = []
+    for job in it.jobs:
+        sample = it.sample(*job)
+        text = run.tokenizer.decode(sample.ids.tolist())
+        prefix = needle.PREFIX.format(query=sample.log["keys"][0], **needle.TASKS[job[0]].words)
+        rows.append({
+            "input": text.removesuffix(prefix), "gen_prefix": prefix.strip(), "outputs": sample.expected,
+            "max_length": 4096,
+        })  # fmt: skip
+    (tmp_path / "niah_single_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stock = (harness.Path(lm_eval.__file__).parent / "tasks/ruler/niah_single_1.yaml").read_text()
+    local = tmp_path / "stock.yaml"
+    # The same task, but its samples come from a file, and its helpers (which fetch tables) from where they are.
+    kept = [line for line in stock.splitlines() if not line.startswith(("custom_dataset", "process_results"))]
+    names = "process_results, aggregate_metrics"
+    (tmp_path / "common_utils.py").write_text(f"from lm_eval.tasks.ruler.common_utils import {names}\n")
+    local.write_text("\n".join([*kept, "process_results: !function common_utils.process_results", ""]))
+    monkeypatch.setitem(harness.STOCK, "niah_single_1", str(local))
+    (tmp_path / "yaml").mkdir()
+    manager = harness._local_tasks(tmp_path / "yaml", ["niah_single_1"], str(tmp_path))
+    lm = harness.TitansLM(loaded)
+    lm.model, lm.titans_tokenizer = run.model, run.tokenizer
+    theirs = lm_eval.evaluate(lm, manager.load(["niah_single_1"]), bootstrap_iters=0, log_samples=True)
+    ours = [it.measure(i)["score"] for i in range(len(it.jobs))]
+    assert [s["4096"] for s in theirs["samples"]["niah_single_1"]] == ours
+    assert theirs["results"]["niah_single_1"]["4096,none"] == sum(ours) / len(ours) and 0 < sum(ours) < len(ours)

@@ -1,0 +1,31 @@
+"""The figures: any number of rows, and something on them."""
+
+import pytest
+from matplotlib.image import imread
+
+from titans_pt.evaluation import plots
+
+
+@pytest.mark.parametrize("lengths, depths", [([512], [50]), ([2**i for i in range(11, 21)], range(0, 101, 10))])
+def test_heat_map_of_any_size(tmp_path, lengths, depths):
+    cells = [{"length": x, "depth": y, "mean": y / 100, "n": 5} for x in lengths for y in depths]
+    picture = imread(plots.plot_heat(cells, tmp_path / "n.png", "title"))
+    assert picture.shape[0] > 300 and picture.shape[1] > 600 and picture.std() > 0.1
+
+
+def test_heat_map_with_holes(tmp_path):
+    cells = [{"length": x, "depth": y, "mean": 1.0, "n": 1} for x, y in ((512, 0), (1024, 100))]
+    assert imread(plots.plot_heat(cells, tmp_path / "n.png", "title")).std() > 0.1
+
+
+def test_position_plot_of_one_bucket(tmp_path):
+    rows = [{"first": 1, "last": 1, "mean": 2.0, "n": 1, "stderr": None}]
+    summary = {"positions": rows, "unigram_loss": 3.0, "frozen": [{"after": 0, "positions": rows}]}
+    assert imread(plots.plot_positions(summary, tmp_path / "p.png", "title")).std() > 0.05
+
+
+def test_accuracy_and_cost_of_several_lines(tmp_path):
+    row = {"mean": 0.5, "low": 0.1, "high": 0.9, "prefill_tokens_per_s": 1e3, "peak_memory": 2**20}
+    lines = {name: [{"length": n, **row} for n in (1024, 2**20)] for name in ("a", "b")}
+    for draw in (plots.plot_accuracy, plots.plot_cost):
+        assert imread(draw(lines, tmp_path / f"{draw.__name__}.png", "title")).std() > 0.05

@@ -1,0 +1,181 @@
+"""Stories in the grammar of bAbI's tasks 1 to 5 (Weston et al., "Towards AI-Complete Question Answering", 2015).
+
+bAbI's own files are in no package. These stories have its sentences, its people, places and things, and its rules (a
+thing goes where its carrier goes; the last fact counts); they are drawn anew, so they are not its very stories.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+PEOPLE = ("Mary", "John", "Sandra", "Daniel")
+GIVERS = ("Fred", "Jeff", "Bill", "Mary")
+PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
+THINGS = ("apple", "football", "milk")
+DIRECTIONS = {"north": "south", "south": "north", "east": "west", "west": "east"}
+MOVES = ("moved to", "went to", "went back to", "journeyed to", "travelled to")
+TAKES = ("got", "took", "grabbed", "picked up")
+DROPS = ("dropped", "left", "discarded", "put down")
+GIVES = ("gave", "handed", "passed")
+
+
+@dataclass(frozen=True)
+class Story:
+    facts: list[str]
+    question: str
+    answer: str
+
+
+LABELS = {
+    "qa1": PLACES, "qa2": PLACES, "qa3": PLACES, "qa4": PLACES,
+    "qa5": tuple(sorted({*GIVERS, *THINGS})),
+}  # fmt: skip
+"""All answers that a task has."""
+
+
+class _World:
+    """Who is where and has what; each method tells one fact."""
+
+    def __init__(self, random: Random, people: tuple[str, ...]):
+        self.random, self.people = random, people
+        self.facts: list[str] = []
+        self.place: dict[str, str] = {}
+        self.carrier: dict[str, str] = {}
+        self.seen: dict[str, list[str]] = {thing: [] for thing in THINGS}
+        """Where each thing has been, one place after the other."""
+
+    def move(self):
+        person = self.random.choice(self.people)
+        place = self.random.choice([p for p in PLACES if p != self.place.get(person)])
+        self.facts.append(f"{person} {self.random.choice(MOVES)} the {place}.")
+        self.place[person] = place
+        for thing, carrier in self.carrier.items():
+            if carrier == person:
+                self._put(thing, place)
+
+    def take(self):
+        """Somebody whose place is known takes what lies there, or what has not been seen yet."""
+        choices = [
+            (person, thing)
+            for person, place in self.place.items()
+            for thing in THINGS
+            if thing not in self.carrier and (not self.seen[thing] or self.seen[thing][-1] == place)
+        ]
+        if not choices:
+            return self.move()
+        person, thing = self.random.choice(choices)
+        self.facts.append(f"{person} {self.random.choice(TAKES)} the {thing}{self._there()}.")
+        self.carrier[thing] = person
+        return self._put(thing, self.place[person])
+
+    def drop(self):
+        if not self.carrier:
+            return self.take()
+        thing = self.random.choice(sorted(self.carrier))
+        person = self.carrier.pop(thing)
+        self.facts.append(f"{person} {self.random.choice(DROPS)} the {thing}{self._there()}.")
+        return None
+
+    def give(self) -> tuple[str, str, str] | None:
+        """(giver, thing, receiver), or None where nobody has anything yet."""
+        if not self.carrier:
+            return self.take()
+        thing = self.random.choice(sorted(self.carrier))
+        giver = self.carrier[thing]
+        receiver = self.random.choice([p for p in self.people if p != giver])
+        self.facts.append(f"{giver} {self.random.choice(GIVES)} the {thing} to {receiver}.")
+        self.carrier[thing] = receiver
+        return giver, thing, receiver
+
+    def _there(self) -> str:
+        return self.random.choice(["", " there"])
+
+    def _put(self, thing: str, place: str):
+        if self.seen[thing][-1:] != [place]:
+            self.seen[thing].append(place)
+
+
+def _qa1(random: Random) -> Story:
+    world = _World(random, PEOPLE)
+    for _ in range(2 * random.randint(1, 5)):
+        world.move()
+    person = random.choice(sorted(world.place))
+    return Story(world.facts, f"Where is {person}?", world.place[person])
+
+
+def _tale(random: Random) -> _World:
+    """Moves, takes and drops."""
+    world = _World(random, PEOPLE)
+    for _ in range(random.randint(4, 20)):
+        random.choice([world.move, world.move, world.take, world.drop])()
+    return world
+
+
+def _qa2(random: Random) -> Story | None:
+    world = _tale(random)
+    things = [thing for thing in THINGS if world.seen[thing]]
+    if not things:
+        return None
+    thing = random.choice(things)
+    return Story(world.facts, f"Where is the {thing}?", world.seen[thing][-1])
+
+
+def _qa3(random: Random) -> Story | None:
+    world = _tale(random)
+    # A place that a thing has been to twice would leave open which time is meant.
+    choices = [
+        (thing, before, place)
+        for thing, places in world.seen.items()
+        for before, place in zip(places, places[1:], strict=False)
+        if places.count(place) == 1
+    ]
+    if not choices:
+        return None
+    thing, before, place = random.choice(choices)
+    return Story(world.facts, f"Where was the {thing} before the {place}?", before)
+
+
+def _qa4(random: Random) -> Story:
+    middle, *others = random.sample(PLACES, 3)
+    directions = random.sample(sorted(DIRECTIONS), 2)
+    facts = []
+    for other, direction in zip(others, directions, strict=True):
+        if random.random() < 0.5:
+            facts.append(f"The {other} is {direction} of the {middle}.")
+        else:
+            facts.append(f"The {middle} is {DIRECTIONS[direction]} of the {other}.")
+    which = random.randrange(2)
+    question = f"What is {directions[which]} of the {middle}?"
+    if random.random() < 0.5:
+        question = f"What is the {middle} {DIRECTIONS[directions[which]]} of?"
+    return Story(facts, question, others[which])
+
+
+def _qa5(random: Random) -> Story | None:
+    world, last = _World(random, GIVERS), None
+    for _ in range(random.randint(3, 16)):
+        action = random.choice([world.move, world.take, world.drop, world.give, world.give])
+        last = action() if action == world.give else None
+        # bAbI asks about what has just happened.
+    if last is None:
+        return None
+    giver, thing, receiver = last
+    question, answer = random.choice([
+        (f"What did {giver} give to {receiver}?", thing),
+        (f"Who gave the {thing} to {receiver}?", giver),
+        (f"Who did {giver} give the {thing} to?", receiver),
+        (f"Who gave the {thing}?", giver),
+        (f"Who received the {thing}?", receiver),
+    ])  # fmt: skip
+    return Story(world.facts, question, answer)
+
+
+TASKS: dict[str, Callable[[Random], Story | None]] = {"qa1": _qa1, "qa2": _qa2, "qa3": _qa3, "qa4": _qa4, "qa5": _qa5}
+
+
+def story(task: str, random: Random, most_facts: int) -> Story:
+    """One question and the facts before it, at most ``most_facts`` (at least 4, so that every task has stories)."""
+    while True:
+        found = TASKS[task](random)
+        if found is not None and len(found.facts) <= most_facts:
+            return found

@@ -1,0 +1,259 @@
+"""BABILong: a story's facts strewn over a long text, and a question about them (Kuratov et al., NeurIPS 2024).
+
+Facts keep their order at uniform places between sentences of a text. The prompt's words, the 20 new tokens and the
+score are the benchmark's. What differs: the stories are ours (titans_pt.evaluation.babi), and the text is whatever
+evaluation.babilong.haystack names: results are BABILong's only with PG19's books, and records say what they were made
+with. The prompt is filled to the sentence in the model's own tokens; the text repeats where it is too short.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+from data_pipeline import Tokenizer
+from data_pipeline.sources import documents
+from titans_pt.config import Config, SourceConfig, load_config
+from titans_pt.errors import UserError
+from titans_pt.evaluation import babi
+from titans_pt.evaluation.haystack import Haystack, Part, context, fill, ids_after
+from titans_pt.evaluation.long_context import LongContext, Sample
+from titans_pt.evaluation.packages import sentences
+from titans_pt.evaluation.records import digest
+from titans_pt.run import LoadedRun, RunFolder
+
+SENTENCE_TOKENS = 10
+"""Shorter sentences of the text are left out."""
+TOKENS_A_FACT = 8
+"""A sample has at most so many facts that each could have this share of its length."""
+
+
+@dataclass(frozen=True)
+class Wording:
+    """The benchmark's words for one task. examples: (facts, question, answer)."""
+
+    instruction: str
+    examples: list[tuple[str, str, str]]
+    post_prompt: str
+
+
+_CARRIED = (
+    "If a person got an item in the first location and travelled to the second location the item is also in the "
+    "second location. If a person dropped an item in the first location and moved to the second location the item "
+    "remains in the first location."
+)
+_ONLY = "You need to answer the question based only on the information from the facts."
+WORDINGS = {
+    "qa1": Wording(
+        "I will give you context with the facts about positions of different persons hidden in some random text and a "
+        f"question. {_ONLY} If a person was in different locations, use the latest location to answer the question.",
+        [
+            ("Charlie went to the hallway. Judith come back to the kitchen. Charlie travelled to balcony.",
+             "Where is Charlie?", "The most recent location of Charlie is balcony."),
+            ("Alan moved to the garage. Charlie went to the beach. Alan went to the shop. Rouse travelled to balcony.",
+             "Where is Alan?", "The most recent location of Alan is shop."),
+        ],
+        "Always return your answer in the following format: The most recent location of 'person' is 'location'. "
+        "Do not write anything else after that.",
+    ),
+    "qa2": Wording(
+        "I will give you context with the facts about locations and actions of different persons hidden in some random "
+        f"text and a question. {_ONLY} {_CARRIED}",
+        [
+            ("Charlie went to the kitchen. Charlie got a bottle. Charlie moved to the balcony.",
+             "Where is the bottle?", "The bottle is in the balcony."),
+            ("Alan moved to the garage. Alan got a screw driver. Alan moved to the kitchen.",
+             "Where is the screw driver?", "The screw driver is in the kitchen."),
+        ],
+        "Always return your answer in the following format: The 'item' is in 'location'. "
+        "Do not write anything else after that.",
+    ),
+    "qa3": Wording(
+        "I give you context with the facts about locations and actions of different persons hidden in some random text "
+        f"and a question. {_ONLY} {_CARRIED}",
+        [
+            ("John journeyed to the bedroom. Mary grabbed the apple. Mary went back to the bathroom. Daniel journeyed "
+             "to the bedroom. Daniel moved to the garden. Mary travelled to the kitchen.",
+             "Where was the apple before the kitchen?", "Before the kitchen the apple was in the bathroom."),
+            ("John went back to the bedroom. John went back to the garden. John went back to the kitchen. Sandra took "
+             "the football. Sandra travelled to the garden. Sandra journeyed to the bedroom.",
+             "Where was the football before the bedroom?", "Before the bedroom the football was in the garden."),
+        ],
+        "Always return your answer in the following format: Before the $location_1$ the $item$ was in the $location_2$."
+        " Do not write anything else after that.",
+    ),
+    "qa4": Wording(
+        "I will give you context with the facts about different people, their location and actions, hidden in some "
+        f"random text and a question. {_ONLY}",
+        [
+            ("The hallway is south of the kitchen. The bedroom is north of the kitchen.",
+             "What is the kitchen south of?", "bedroom"),
+            ("The garden is west of the bedroom. The bedroom is west of the kitchen.",
+             "What is west of the bedroom?", "garden"),
+        ],
+        "Your answer should contain only one word - location. Do not write anything else after that.",
+    ),
+    "qa5": Wording(
+        "I will give you context with the facts about locations and their relations hidden in some random text and a "
+        f"question. {_ONLY}",
+        [
+            ("Mary picked up the apple there. Mary gave the apple to Fred. Mary moved to the bedroom. Bill took the "
+             "milk there.", "Who did Mary give the apple to?", "Fred"),
+            ("Jeff took the football there. Jeff passed the football to Fred. Jeff got the milk there. Bill travelled "
+             "to the bedroom.", "Who gave the football?", "Jeff"),
+            ("Fred picked up the apple there. Fred handed the apple to Bill. Bill journeyed to the bedroom. Jeff went "
+             "back to the garden.", "What did Fred give to Bill?", "apple"),
+        ],
+        "Your answer should contain only one word. Do not write anything else after that. Do not explain your answer.",
+    ),
+}  # fmt: skip
+
+
+def frame(task: str, question: str, wording: str, shots: int) -> tuple[str, str]:
+    """What stands before and after the text: ``instructions`` as in the benchmark, ``plain`` as in fine-tuning."""
+    if wording == "plain":
+        return "", f"\nQuestion: {question}\nAnswer:"
+    words = WORDINGS[task]
+    examples = "\n\n".join(
+        f"<example>\n{facts} {asked}\nAnswer: {answer}\n</example>" for facts, asked, answer in words.examples[:shots]
+    )
+    head = "\n\n".join(part for part in (words.instruction, examples, words.post_prompt) if part)
+    return f"{head}\n\n<context>\n", f"\n</context>\n\nQuestion: {question}"
+
+
+def book_sentences(tokenizer, source: SourceConfig, characters: int) -> list[str]:
+    """The sentences of at least SENTENCE_TOKENS tokens in the first ``characters`` of a text, white space folded.
+
+    Raises:
+        UserError: there are none.
+    """
+    found: list[str] = []
+    for document in documents(source):
+        text = " ".join(document[:characters].split())
+        found += [s for s in sentences(text) if len(tokenizer.encode(s)) >= SENTENCE_TOKENS]
+        characters -= len(document)
+        if characters <= 0:
+            break
+    if not found:
+        raise UserError(
+            f"evaluation.babilong.haystack: {source.path or source.kind}: no sentence of {SENTENCE_TOKENS} tokens; "
+            "name a longer text"
+        )
+    return found
+
+
+def clean(prediction: str) -> str:
+    """The first sentence of an answer, in lower case."""
+    answer = prediction.lower().split(".")[0]
+    return answer.split("<context>")[0].split("<example>")[0]
+
+
+def strict_score(task: str, question: str, target: str, prediction: str) -> int:
+    """1 if, of the task's answers, exactly the right one stands in the first sentence; those in the question are free.
+
+    The benchmark's score.
+    """
+    answer = clean(prediction)
+    labels = {label.lower() for label in babi.LABELS[task]}
+    found = {label for label in labels if label in answer and label not in question.lower()}
+    return int(found == {target.lower()})
+
+
+def write_documents(run_dir: str | Path, overrides: Sequence[str], samples: int, folder: Path):
+    """Documents to fine-tune on: for each of evaluation.babilong.lengths a file ``LENGTH.jsonl`` of plain samples.
+
+    Their answers stand behind the question, and the seed is the one after evaluation's: a seed of evaluation.babilong
+    is never trained on unless the one before it is. Each file is one stage of a curriculum: prepare it with
+    data.sources (kind: files), train on the shortest first and go on from its checkpoint.
+
+    Raises:
+        UserError: an override outside of evaluation.babilong, or something wrong with the run.
+    """
+    for override in overrides:
+        if not override.startswith("evaluation.babilong."):
+            raise UserError(f"override {override!r}: only evaluation.babilong.KEY=VALUE can be set here")
+    folder_of_run = RunFolder(run_dir)
+    config = load_config(folder_of_run.config, overrides)
+    section = config.evaluation.babilong
+    changed = section.model_copy(update={"wording": "plain", "seed": section.seed + 1, "samples": samples})
+    evaluation = config.evaluation.model_copy(update={"babilong": changed})
+    tokenizer = Tokenizer.load(folder_of_run.tokenizer)
+    maker = Babilong(
+        SimpleNamespace(tokenizer=tokenizer, checkpoint_hash=""), config.model_copy(update={"evaluation": evaluation})
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    for length in sorted(set(section.lengths)):
+        path = folder / f"{length}.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            for job in maker.jobs:
+                if job[1] == length:
+                    sample = maker.sample(*job)
+                    text = tokenizer.decode(sample.ids.tolist()) + f" {sample.expected[0]}."
+                    file.write(json.dumps({"text": text, "task": job[0]}) + "\n")
+        print(path, flush=True)
+
+
+class Babilong(LongContext):
+    """lengths x samples of each task."""
+
+    name = "babilong"
+
+    def __init__(self, run: LoadedRun, config: Config):
+        self.tokenizer = run.tokenizer
+        super().__init__(run, config)
+
+    @functools.cached_property
+    def haystack(self) -> Haystack:
+        s = self.settings
+        return Haystack(self.tokenizer, book_sentences(self.tokenizer, s.haystack, s.characters), " ")
+
+    def _jobs(self):
+        s = self.settings
+        return [
+            (task, length, None, i) for task in s.tasks for length in sorted(set(s.lengths)) for i in range(s.samples)
+        ]
+
+    def identity(self, task, length, depth, index) -> str:
+        s = self.settings
+        return digest(
+            self.name, task, length, index, s.seed, s.max_new_tokens, s.wording, s.shots, self.tokenizer.sha256,
+            self.haystack.sha256,
+        )  # fmt: skip
+
+    def sample(self, task, length, depth, index) -> Sample:
+        """A pure function of (task, length, index, seed, tokenizer, haystack).
+
+        Raises:
+            UserError: not even a prompt without a haystack fits.
+        """
+        s, random = self.settings, Random(int(self.identity(task, length, depth, index), 16))
+        story = babi.story(task, random, max(4, length // TOKENS_A_FACT))
+        start, places = random.randrange(len(self.haystack.units)), sorted(random.random() for _ in story.facts)
+        head, tail = frame(task, story.question, s.wording, s.shots)
+
+        def arrange(units: int) -> list[Part]:
+            facts = [(int((units + 1) * place), fact) for place, fact in zip(places, story.facts, strict=True)]
+            inside = context(self.haystack, units, facts, lead="", start=start)
+            return [*([head] if head else []), *inside, tail]
+
+        filled = fill(
+            self.tokenizer, self.haystack, arrange, length - s.max_new_tokens, "evaluation.babilong.lengths"
+        )
+        log = {
+            "units": filled.units, "facts": len(story.facts), "question": story.question,
+            "haystack": s.haystack.path or s.haystack.kind,
+        }  # fmt: skip
+        answer = ids_after(self.tokenizer, tail, f" {story.answer}") if s.wording == "plain" else None
+        return Sample(filled.ids, [story.answer], answer, math.log(len(babi.LABELS[task])), log)
+
+    def score(self, task: str, sample: Sample, prediction: str) -> dict[str, float]:
+        """``score`` is the benchmark's; ``score_substring`` is lm-eval's: the right answer stands in what was said."""
+        target, question = sample.expected[0], sample.log["question"]
+        return {
+            "score": strict_score(task, question, target, prediction),
+            "score_substring": int(target.lower() in prediction.lower()),
+        }

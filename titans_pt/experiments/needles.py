@@ -1,0 +1,196 @@
+"""What Titans are for: needles told once in noise, asked for far outside the attention window and the training length.
+
+    noise .. MARK k3 v3 .. noise .. MARK k1 v1 .. noise .. | ASK k1 v1 ASK k3 v3 ...
+        needles at uniform places among random noise              the questions, in a random order
+
+Small models learn it at short lengths, the shortest first, and are asked at lengths up to hundreds of times longer, in
+constant memory. A sliding-window Transformer of equal size is the control: it cannot see a needle once it is further
+back than its layers' windows reach together.
+
+One process trains one model after the other; a finished one is a file of one record in ``run.dir`` (see recall).
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from titans_pt.config import MEMORY_MIXERS, Config, ModelConfig, config_hash
+from titans_pt.errors import UserError
+from titans_pt.evaluation.plots import plot_accuracy
+from titans_pt.evaluation.records import RecordFile, digest, read_records, wilson, write_whole
+from titans_pt.experiments.recall import EVALUATION_SEED, answers, fit
+from titans_pt.models import build_model
+
+MARK, ASK = 0, 1
+CONTROL = "swa"
+MODELS = (*MEMORY_MIXERS, CONTROL)
+ANSWERS = 256
+"""Questions asked at each length."""
+
+
+@dataclass(frozen=True)
+class Needles:
+    """A quarter of the vocabulary are keys, a quarter values, the rest is noise, but for the two signs."""
+
+    vocabulary: int = 256
+    length: int = 1024
+    needles: int = 4
+
+    def __post_init__(self):
+        if self.needles > self.vocabulary // 4 or self.length < 6 * self.needles:
+            raise UserError(
+                f"--needles: given {self.needles}; model.vocab_size={self.vocabulary} has {self.vocabulary // 4} keys, "
+                f"and {self.length} tokens hold at most {self.length // 6}"
+            )
+
+    @property
+    def tail(self) -> int:
+        """Tokens of the questions and their answers, at the end."""
+        return 3 * self.needles
+
+    @property
+    def chance(self) -> float:
+        return 1 / (self.vocabulary // 4)
+
+    def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """ids (length,) int64 and the places (needles,) of the asked keys, ascending; the answer stands behind each.
+
+        Equal arguments give equal samples, whatever was drawn before.
+        """
+        draw = np.random.default_rng([seed, index])
+        quarter = self.vocabulary // 4
+        keys = quarter + draw.choice(quarter, self.needles, replace=False)
+        values = 2 * quarter + draw.choice(quarter, self.needles, replace=False)
+        noise = np.concatenate([np.arange(2, quarter), np.arange(3 * quarter, self.vocabulary)])
+        ids = draw.choice(noise, self.length)
+        end = self.length - self.tail
+        # Three tokens each at random places: choose among the places left when each is one token wide.
+        free = end - 2 * self.needles
+        places = np.sort(draw.choice(free, self.needles, replace=False)) + 2 * np.arange(self.needles)
+        ids[places], ids[places + 1], ids[places + 2] = MARK, keys, values
+        order = draw.permutation(self.needles)
+        asked = end + 3 * np.arange(self.needles)
+        ids[asked], ids[asked + 1], ids[asked + 2] = ASK, keys[order], values[order]
+        return ids, asked + 1
+
+    def batch(self, seed: int, first: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Samples first .. first + rows - 1: ids (rows, length) and places (rows, needles), both int64."""
+        samples = [self.sample(seed, first + row) for row in range(rows)]
+        ids, places = (np.stack(part) for part in zip(*samples, strict=True))
+        return torch.from_numpy(ids), torch.from_numpy(places)
+
+
+def needles(config: Config, models: Sequence[str], task: Needles, lengths: Sequence[int], asked: Sequence[int]):
+    """Trains what is not there yet, then writes needles.md and needles.png of all in ``run.dir``.
+
+    Args:
+        models: of MODELS.
+        lengths: of training, one after the other, an equal share of the steps each; ``task.length`` is not used.
+        asked: lengths of evaluation.
+
+    Raises:
+        UserError: an unknown model, or a batch that does not hold one sample.
+    """
+    for model in models:
+        if model not in MODELS:
+            raise UserError(f"--models: given {model!r}; allowed: {', '.join(MODELS)}")
+    if config.train.batch_tokens < max(lengths):
+        raise UserError(f"train.batch_tokens: given {config.train.batch_tokens}; a sample has {max(lengths)} tokens")
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    for model in models:
+        settings = sized(config.model, model)
+        key = digest(config_hash(settings), config_hash(config.train), config.run.seed, vars(task), lengths, asked)
+        path = folder / f"{model}.jsonl"
+        if path.exists() and key in read_records([path]):
+            print(f"{model.upper()}: there already ({path})", flush=True)
+            continue
+        record = train(config, model, settings, task, lengths, asked)
+        with RecordFile(path) as file:
+            file.append({"key": key} | record)
+    summarise(folder)
+
+
+def sized(base: ModelConfig, model: str) -> ModelConfig:
+    """``base`` with one mixer; the control's MLPs are widened until none of the others has more parameters."""
+    settings = ModelConfig(**(base.model_dump() | {"mixers": [model]}))
+    if model != CONTROL:
+        return settings
+    missing = max(parameters(sized(base, other)) for other in MEMORY_MIXERS) - parameters(settings)
+    wider = settings.hidden + max(0, -(-missing // (3 * settings.d_model * settings.n_layers)))
+    return settings.model_copy(update={"mlp_hidden": wider})
+
+
+def parameters(settings: ModelConfig) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_model(settings).parameters())
+
+
+def train(
+    config: Config, model: str, settings: ModelConfig, task: Needles, lengths: Sequence[int], asked: Sequence[int]
+) -> dict:
+    """One model's record: its settings, its curve, its accuracy by length."""
+    torch.manual_seed(config.run.seed)
+    built, steps = build_model(settings), config.train.max_steps
+
+    def batch(i: int) -> tuple[Tensor, Tensor]:
+        length = lengths[i * len(lengths) // steps]
+        rows = config.train.batch_tokens // length
+        return replace(task, length=length).batch(config.run.seed, i * rows, rows)
+
+    fitted = fit(built, config.train, batch, model.upper(), may_end_at=steps * (len(lengths) - 1) // len(lengths))
+    by_length = [ask(built, replace(task, length=n), config.evaluation.prefill_tokens) for n in asked]
+    return {
+        "model": model, **fitted, "by_length": by_length, "chance": task.chance, "task": vars(task),
+        "trained_at": list(lengths), "parameters": sum(p.numel() for p in built.parameters()),
+        "settings": settings.model_dump(),
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def ask(model: nn.Module, task: Needles, chunk_tokens: int, count: int = ANSWERS) -> dict:
+    """Accuracy at ``task.length`` on samples that training does not see, one after the other, in constant memory."""
+    hits, n, began = 0, -(-count // task.needles), time.perf_counter()
+    for index in range(n):
+        ids, places = task.batch(EVALUATION_SEED, index, 1)
+        state, end = None, task.length - task.tail
+        for piece in ids[:, :end].split(chunk_tokens, dim=1):
+            _, state = model(piece, state, last_only=True)
+        hits += int(answers(model, ids[:, end:], places - end, state)[1].sum())
+    total = n * task.needles
+    low, high = wilson(hits, total)
+    row = {"length": task.length, "mean": hits / total, "n": total, "low": low, "high": high}
+    seconds = time.perf_counter() - began
+    print(f"  {task.length:,} tokens: {100 * row['mean']:.1f} % of {total}, {seconds:.0f} s", flush=True)
+    return row | {"seconds": seconds}
+
+
+def summarise(folder: Path):
+    """needles.md and needles.png in ``folder``, of all models that have finished there; the newest record counts."""
+    records = [list(read_records([path]).values())[-1] for path in folder.glob("*.jsonl")]
+    records.sort(key=lambda r: MODELS.index(r["model"]))
+    write_whole(folder / "needles.md", lambda path: path.write_text(table(records)))
+    trained = "/".join(f"{n:,}" for n in records[0]["trained_at"])
+    title = f"Needles in noise: trained at {trained} tokens, window {records[0]['settings']['window']}"
+    plot_accuracy({r["model"].upper(): r["by_length"] for r in records}, folder / "needles.png", title)
+    print(table(records), end="")
+    print(f"{folder / 'needles.md'}, {folder / 'needles.png'}")
+
+
+def table(records: list[dict]) -> str:
+    """Markdown, one line a model: accuracy in percent by length."""
+    lengths = sorted({row["length"] for r in records for row in r["by_length"]})
+    lines = [
+        "| model | parameters | steps | " + " | ".join(f"{n:,}" for n in lengths) + " |",
+        "|---" * (3 + len(lengths)) + "|",
+    ]
+    for r in records:
+        found = {row["length"]: f"{100 * row['mean']:.1f}" for row in r["by_length"]}
+        cells = [r["model"].upper(), f"{r['parameters']:,}", f"{r['steps']:,}", *(found.get(n, "-") for n in lengths)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
