@@ -133,9 +133,9 @@ def book_sentences(tokenizer, source: SourceConfig, characters: int) -> list[str
     """
     found: list[str] = []
     for document in documents(source):
-        text = " ".join(document[:characters].split())
+        text = " ".join(document.text[:characters].split())
         found += [s for s in sentences(text) if len(tokenizer.encode(s)) >= SENTENCE_TOKENS]
-        characters -= len(document)
+        characters -= len(document.text)
         if characters <= 0:
             break
     if not found:

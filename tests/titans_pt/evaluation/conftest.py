@@ -29,7 +29,7 @@ class Characters:
     """A token a character (ASCII); eos is 0."""
 
     vocab_size, bos_id, eos_id, sha256 = 128, -1, EOS, "characters"
-    _bytes, _dummy_prefix = [b"", *(bytes([i]) for i in range(1, 128))], False  # what StreamDecoder goes by
+    pieces, dummy_prefix = [b"", *(bytes([i]) for i in range(1, 128))], False  # what StreamDecoder goes by
 
     def encode(self, text):
         return list(text.encode("ascii"))
