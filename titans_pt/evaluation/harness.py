@@ -63,7 +63,7 @@ class TitansLM(TemplateLM):
         run: a run, or its folder.
         checkpoint: a step; None is the newest.
         prefill_tokens: see evaluation.prefill_tokens; None is the run's.
-        unused: batch_size and the like, which lm-eval passes to every model.
+        unused: batch_size, device (its default is a GPU, there or not) and the like, which lm-eval passes to all.
     """
 
     def __init__(
@@ -71,12 +71,11 @@ class TitansLM(TemplateLM):
         run: LoadedRun | str,
         checkpoint: int | None = None,
         prefill_tokens: int | None = None,
-        device: str | None = None,
         **unused: Any,
     ):
         super().__init__()
         if not isinstance(run, LoadedRun):
-            run = load_run(run, checkpoint, device or best_device())
+            run = load_run(run, checkpoint, best_device())
         self.model, self.titans_tokenizer = run.model, run.tokenizer
         self.prefill_tokens = prefill_tokens or run.config.evaluation.prefill_tokens
         self._device = device_of(run.model)

@@ -11,6 +11,7 @@ from titans_pt import cli
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babi, babilong
+from titans_pt.run import RunFolder
 
 from .conftest import ESSAY, Characters, Scripted
 
@@ -19,7 +20,8 @@ def made(tokenizer, essays, model=None, **changes):
     haystack = {"kind": "files", "path": str(essays)}
     section = {"lengths": [3000], "samples": 2, "haystack": haystack} | changes
     config = Config.model_validate({"evaluation": {"babilong": section}})
-    return babilong.Babilong(SimpleNamespace(tokenizer=tokenizer, checkpoint_hash="x", model=model), config)
+    run = SimpleNamespace(tokenizer=tokenizer, checkpoint_hash="x", model=model, folder=RunFolder(essays))
+    return babilong.Babilong(run, config)
 
 
 @pytest.mark.parametrize("wording", ["instructions", "plain"])
