@@ -15,7 +15,8 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 
 NODES=$SLURM_JOB_NUM_NODES
-MASTER=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 20000))
+HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")  # not through head: its early end is a SIGPIPE to scontrol
+MASTER=${HOSTS%%$'\n'*}:$((20000 + SLURM_JOB_ID % 20000))
 JOB=$SLURM_JOB_ID
 export NODES MASTER JOB
 

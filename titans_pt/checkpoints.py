@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from titans_pt.errors import UserError
@@ -75,7 +74,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def save(folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], state: TrainerState) -> Path:
     """Writes checkpoint ``state.step`` under ``folder`` and returns its path.
 
-    Tensors must be on the CPU, contiguous and not share memory. An older checkpoint of the same step is replaced.
+    Tensors must be fp32, on the CPU and contiguous. An older checkpoint of the same step is replaced.
 
     Raises:
         OSError: disk full, folder not writable; nothing of the new checkpoint remains, the others are untouched.
@@ -228,15 +227,24 @@ def clean(folder: Path):
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path):
+    """Writes fp32 tensors as safetensors (its format: length of the header, header as JSON, the numbers).
+
+    Its own save_file keeps Python's lock until the disk is done, and training would stand still; these writes do not.
+    """
+    header, offset = {}, 0
+    for name, tensor in sorted(tensors.items()):
+        size = tensor.numel() * 4
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
     try:
-        save_file(tensors, path)
-    except OSError:
-        raise
-    except Exception as error:
-        # safetensors reports what the disk said as text only.
-        if match := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(match[1]), os.strerror(int(match[1])), str(path)) from None
-        raise
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in header:
+                file.write(tensors[name].numpy().data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # a failed write does not say where
 
 
 def _describe(path: Path) -> dict[str, Any]:

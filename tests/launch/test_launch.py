@@ -86,6 +86,7 @@ def test_slurm_stops_with_a_checkpoint_and_queues_again(stand_ins, start, tmp_pa
     slurm(stand_ins, tmp_path, stop)
     process = start("slurm_train.sh", "c.yaml", **SLURM)
     while not (tmp_path / "step").exists():
+        assert process.poll() is None, process.stdout.read()
         time.sleep(0.05)
     time.sleep(0.2)
     process.send_signal(number)

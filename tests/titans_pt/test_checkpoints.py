@@ -113,7 +113,7 @@ def test_a_full_disk_leaves_the_earlier_ones_and_no_rubbish(tmp_path, monkeypatc
     assert {path.name: path.read_bytes() for path in good.iterdir()} == before
 
 
-def test_safetensors_own_error_is_told_as_what_the_disk_said(tmp_path):
+def test_an_error_is_what_the_disk_said(tmp_path):
     with pytest.raises(OSError) as error:
         checkpoints._save_tensors(WEIGHTS, tmp_path / "missing" / "model.safetensors")
     assert error.value.errno == errno.ENOENT

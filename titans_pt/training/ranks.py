@@ -75,7 +75,9 @@ def process_group():
     if rendezvous:
         dist.init_process_group(backend)
         yield Ranks(device)
-        # Only after success: a rank that fails must not wait here for others that wait for it.
+        # Only after success: a rank that fails must not wait here for others that wait for it. Together, since one that
+        # closes its connections early may cut off another that still reads from them.
+        dist.barrier()
         dist.destroy_process_group()
         return
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # DeepSpeed reads these

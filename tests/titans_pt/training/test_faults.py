@@ -91,6 +91,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_the_last_checkpoint_stands(tin
     command = [sys.executable, "-m", "titans_pt", "train", str(config), f"run.dir={small_disk / 'run'}"]
     result = run(command)
     assert result.returncode == 2
+    assert f"titans: error: {small_disk}/run/checkpoints/.step-" in result.stderr
     assert "No space left on device; free some space" in result.stderr
     found = checkpoints.list_checkpoints(small_disk / "run" / "checkpoints")
     assert found
