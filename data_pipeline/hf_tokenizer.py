@@ -36,10 +36,11 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.names = [self._tokenizer.id_to_token(i) or "" for i in range(self.vocab_size)]
         self.pieces = self._piece_bytes(tree)
         config = _config(path)
-        self._names = {"bos_token": config.get("bos_token"), "eos_token": eos_token or config.get("eos_token")}
-        self.bos_id, self.eos_id = (self._id(self._names[key]) for key in ("bos_token", "eos_token"))
+        self._ends = {"bos_token": config.get("bos_token"), "eos_token": eos_token or config.get("eos_token")}
+        self.bos_id, self.eos_id = (self._id(self._ends[key]) for key in ("bos_token", "eos_token"))
         if eos_token and self.eos_id < 0:
             raise UserError(f"data.tokenizer.eos_token: given {eos_token!r}, which is no piece of {path}; set it to "
                             "one, or to null for that of tokenizer_config.json beside it")
@@ -53,7 +54,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def save(self, folder: Path) -> Path:
-        (folder / CONFIG).write_text(json.dumps(self._names, indent=1) + "\n", encoding="utf-8")
+        (folder / CONFIG).write_text(json.dumps(self._ends, indent=1) + "\n", encoding="utf-8")
         return Path(shutil.copyfile(self.path, folder / FILES[1]))
 
     def _id(self, token: str | None) -> int:
@@ -71,9 +72,8 @@ class HuggingFaceTokenizer(Tokenizer):
             of_character = None
         added = self._tokenizer.get_added_tokens_decoder()
         pieces = []
-        for i in range(self.vocab_size):
-            piece = self._tokenizer.id_to_token(i)
-            if piece is None or (i in added and added[i].special):
+        for i, piece in enumerate(self.names):
+            if not piece or (i in added and added[i].special):
                 pieces.append(b"")
             elif i in added:
                 pieces.append(piece.encode())

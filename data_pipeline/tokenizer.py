@@ -35,6 +35,7 @@ class Tokenizer(ABC):
     Attributes:
         path: the model file. sha256: hash of its bytes (hex).
         vocab_size: ids are below it. bos_id, eos_id: begin and end of text; -1 if there is none.
+        names: each id's piece as the model file spells it; "" where an id has none.
         pieces: bytes (UTF-8) of each id; b"" for control pieces.
         dummy_prefix: a space is put before the text, which decoding must take away again (Llama's tokenizers).
     """
@@ -44,6 +45,7 @@ class Tokenizer(ABC):
     vocab_size: int
     bos_id: int
     eos_id: int
+    names: list[str]
     pieces: list[bytes]
     dummy_prefix: bool
 
@@ -109,6 +111,7 @@ class SentencePieceTokenizer(Tokenizer):
                 raise RuntimeError("empty file")
             sp = sentencepiece.SentencePieceProcessor(model_proto=model)
             self.vocab_size = sp.vocab_size()
+            self.names = [sp.id_to_piece(i) for i in range(self.vocab_size)]
             self.pieces = [_piece_bytes(sp, i) for i in range(self.vocab_size)]
         except (RuntimeError, IndexError):
             raise UserError(f"tokenizer {path}: not a SentencePiece model, or a truncated one; "

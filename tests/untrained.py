@@ -1,29 +1,29 @@
 """A run folder with an untrained tiny model, as training would have left it, in milliseconds."""
 
 import hashlib
-import shutil
 from pathlib import Path
 
 import torch
 
+from data_pipeline.tokenizer import saved_tokenizer
 from tests.conftest import TINY, merged
 from titans_pt import checkpoints
-from titans_pt.config import Config, config_hash, resolved_yaml
+from titans_pt.config import Config, config_hash
 from titans_pt.models import build_model
+from titans_pt.run import RunFolder
 
 
 def untrained_run(folder: Path, prepared: Path, seed: int = 0, **model) -> Path:
-    """Fills ``folder``; ``model``: changes to TINY's model settings."""
+    """Fills ``folder``; ``prepared``: where its tokenizer is; ``model``: changes to TINY's model settings."""
     config = Config.model_validate(merged(TINY, {"model": model}))
     torch.manual_seed(seed)
     weights = {name: p.detach().clone() for name, p in build_model(config.model).named_parameters()}
     folder.mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text(resolved_yaml(config))
-    shutil.copy(prepared / "tokenizer.model", folder)
+    RunFolder(folder).write_settings(config, saved_tokenizer(prepared))
     state = checkpoints.TrainerState(
         step=3, samples=0, adam_step=3, nonfinite=0, nonfinite_in_a_row=0, model_hash=config_hash(config.model),
         config_hash=config_hash(config), config=config.model_dump(mode="json"),
-        tokenizer_sha256=hashlib.sha256((prepared / "tokenizer.model").read_bytes()).hexdigest(), data_fingerprint="",
+        tokenizer_sha256=hashlib.sha256(saved_tokenizer(prepared).read_bytes()).hexdigest(), data_fingerprint="",
     )  # fmt: skip
     checkpoints.save(folder / "checkpoints", weights, {}, state)
     return folder

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data_pipeline import Tokenizer
+from data_pipeline.tokenizer import FILES, Tokenizer, saved_tokenizer
 from titans_pt import checkpoints
 from titans_pt.config import Config, config_hash, resolved_yaml
 from titans_pt.errors import UserError
@@ -39,9 +39,6 @@ try:
     from transformers.utils import ModelOutput
 except ImportError as error:
     raise UserError(f"transformers: cannot be imported ({error}); install it: pip install 'titans-pt[eval]'") from None
-
-TOKENIZER = "tokenizer.model"
-
 
 class TitansConfig(PreTrainedConfig):
     """The whole settings tree of the run as ``settings``; of it only the model section matters here.
@@ -129,41 +126,44 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 class TitansTokenizer(PreTrainedTokenizer):
-    """data_pipeline's tokenizer: the same ids, nothing before or behind them. The end of a text is eos_token."""
+    """data_pipeline's tokenizer: the same ids, nothing before or behind them. The end of a text is eos_token.
 
-    vocab_files_names = {"vocab_file": TOKENIZER}
+    Args:
+        vocab_file: SentencePiece's model; None: whichever tokenizer lies in the folder ``name_or_path``.
+    """
+
+    vocab_files_names = {"vocab_file": FILES[0]}
     model_input_names = ["input_ids", "attention_mask"]
 
-    def __init__(self, vocab_file: str, **others: Any):
-        self.vocab_file, self.inner = vocab_file, Tokenizer.load(vocab_file)
-        pieces = self.inner._processor
-        others["eos_token"] = pieces.id_to_piece(self.inner.eos_id)
+    def __init__(self, vocab_file: str | None = None, eos_token: Any = None, **others: Any):
+        self.inner = Tokenizer.load(vocab_file or saved_tokenizer(Path(others["name_or_path"])), eos_token and str(eos_token))
+        self._ids = {name: i for i, name in enumerate(self.inner.names) if name}
         # Text is text: "</s>" in it is those four letters, as in training.
-        super().__init__(**{**others, "split_special_tokens": True})
+        super().__init__(**{**others, "eos_token": self.inner.names[self.inner.eos_id], "split_special_tokens": True})
 
     @property
     def vocab_size(self) -> int:
         return self.inner.vocab_size
 
     def get_vocab(self) -> dict[str, int]:
-        return {self.inner._processor.id_to_piece(i): i for i in range(self.vocab_size)} | self.added_tokens_encoder
+        return self._ids | self.added_tokens_encoder
 
     def _tokenize(self, text: str, **unused: Any) -> list[str]:
-        return [self.inner._processor.id_to_piece(i) for i in self.inner.encode(text)]
+        return [self.inner.names[i] for i in self.inner.encode(text)]
 
     def _convert_token_to_id(self, token: str) -> int:
-        return self.inner._processor.piece_to_id(token)
+        return self._ids[token]
 
     def _convert_id_to_token(self, index: int) -> str:
-        return self.inner._processor.id_to_piece(index)
+        return self.inner.names[index]
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        return self.inner.decode(self._convert_token_to_id(token) for token in tokens)
+        return self.inner.decode(self._ids[token] for token in tokens)
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
-        path = Path(save_directory) / TOKENIZER
-        if path.resolve() != Path(self.vocab_file).resolve():
-            shutil.copyfile(self.vocab_file, path)
+        path = Path(save_directory) / self.inner.path.name
+        if path.resolve() != self.inner.path.resolve():
+            shutil.copyfile(self.inner.path, path)
         return (str(path),)
 
 
@@ -179,7 +179,7 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
         UserError: what ``load_run`` finds wrong with the run.
     """
     run, folder = load_run(run_dir, step), Path(folder)
-    tokenizer = TitansTokenizer(str(run.folder.tokenizer))
+    tokenizer = TitansTokenizer(str(run.folder.tokenizer), run.config.data.tokenizer.eos_token)
     config = TitansConfig(
         run.config.model_dump(mode="json"), run.step, run.checkpoint_hash,
         eos_token_id=run.tokenizer.eos_id, dtype="float32",
@@ -198,9 +198,10 @@ def import_run(folder: str | Path, run_dir: str | Path) -> Path:
         UserError: nothing that export wrote is there, or ``run_dir`` holds a run already.
     """
     folder, run = Path(folder), RunFolder(run_dir)
-    for name in ("config.json", TOKENIZER):
-        if not (folder / name).is_file():
-            raise UserError(f"{folder}: holds no {name}; name a folder that titans export wrote")
+    tokenizer = saved_tokenizer(folder)
+    for path in (folder / "config.json", tokenizer):
+        if not path.is_file():
+            raise UserError(f"{folder}: holds no {path.name}; name a folder that titans export wrote")
     if run.config.exists():
         raise UserError(f"{run.path}: holds a run already; name another folder")
     model = TitansForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -210,9 +211,8 @@ def import_run(folder: str | Path, run_dir: str | Path) -> Path:
         step=model.config.step, samples=0, adam_step=0, nonfinite=0, nonfinite_in_a_row=0,
         model_hash=config_hash(settings.model), config_hash=config_hash(settings),
         config=settings.model_dump(mode="json"),
-        tokenizer_sha256=hashlib.sha256((folder / TOKENIZER).read_bytes()).hexdigest(), data_fingerprint="",
+        tokenizer_sha256=hashlib.sha256(tokenizer.read_bytes()).hexdigest(), data_fingerprint="",
     )  # fmt: skip
     checkpoints.save(run.checkpoints, weights, {}, state)
-    shutil.copyfile(folder / TOKENIZER, run.tokenizer)
-    run.config.write_text(resolved_yaml(settings))
+    run.write_settings(settings, tokenizer)
     return run.path

@@ -1,6 +1,7 @@
 """To Hugging Face and back: the same bits, the same ids, the same text."""
 
 import pytest
+import tokenizers
 import torch
 
 from tests.untrained import untrained_run
@@ -13,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from titans_pt import huggingface  # noqa: E402 - needs transformers
 
-TEXTS = ["abc dea  fo\n\tnk", " leading", "</s> is text \u2581 and so is \u00e9\u4e2d", "", "a</s>b <s>"]
+TEXTS = ["abc dea  fo\n\tnk", " leading", "</s> is text \u2581 and so is \u00e9\u4e2d", "", "a</s>b <s>", "<|endoftext|>"]
 
 
 def from_pretrained(folder):
@@ -24,11 +25,25 @@ def from_pretrained(folder):
     return hub
 
 
-@pytest.fixture(scope="module", params=["mac", "untied"])
-def folders(request, tmp_path_factory, prepared):
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    """A folder with a tokenizer.json of single bytes, of GPT-2's kind."""
+    folder = tmp_path_factory.mktemp("byte-level")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    return folder
+
+
+@pytest.fixture(scope="module", params=["mac", "untied", "tokenizer.json"])
+def folders(request, tmp_path_factory, prepared, byte_level):
     folder = tmp_path_factory.mktemp("hf")
     model = {"tie_embeddings": False, "mixers": ["mal"]} if request.param == "untied" else {}
-    run = untrained_run(folder / "run", prepared, **model)
+    run = untrained_run(folder / "run", byte_level if request.param == "tokenizer.json" else prepared, **model)
     assert cli.run(["export", str(run), "--out", str(folder / "hf")]) == 0
     assert cli.run(["import", str(folder / "hf"), "--out", str(folder / "back")]) == 0
     return folder
@@ -84,7 +99,7 @@ def test_loss_and_masks(folders):
     ids = torch.arange(20)[None]
     out = hub(ids, labels=ids)
     expected = torch.nn.functional.cross_entropy(out.logits[0, :-1], ids[0, 1:])
-    assert float(out.loss) == pytest.approx(float(expected))
+    assert out.loss.item() == pytest.approx(expected.item())
     with pytest.raises(ValueError, match="attention_mask"):
         hub(ids, attention_mask=torch.zeros_like(ids))
 
