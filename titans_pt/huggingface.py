@@ -21,7 +21,7 @@ from torch import Tensor
 
 from data_pipeline.tokenizer import FILES, Tokenizer, saved_tokenizer
 from titans_pt import checkpoints
-from titans_pt.config import Config, config_hash, resolved_yaml
+from titans_pt.config import Config, config_hash
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.run import RunFolder, load_run
@@ -136,7 +136,8 @@ class TitansTokenizer(PreTrainedTokenizer):
     model_input_names = ["input_ids", "attention_mask"]
 
     def __init__(self, vocab_file: str | None = None, eos_token: Any = None, **others: Any):
-        self.inner = Tokenizer.load(vocab_file or saved_tokenizer(Path(others["name_or_path"])), eos_token and str(eos_token))
+        path = vocab_file or saved_tokenizer(Path(others["name_or_path"]))
+        self.inner = Tokenizer.load(path, None if eos_token is None else str(eos_token))
         self._ids = {name: i for i, name in enumerate(self.inner.names) if name}
         # Text is text: "</s>" in it is those four letters, as in training.
         super().__init__(**{**others, "eos_token": self.inner.names[self.inner.eos_id], "split_special_tokens": True})

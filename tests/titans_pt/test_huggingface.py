@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from titans_pt import huggingface  # noqa: E402 - needs transformers
 
-TEXTS = ["abc dea  fo\n\tnk", " leading", "</s> is text \u2581 and so is \u00e9\u4e2d", "", "a</s>b <s>", "<|endoftext|>"]
+TEXTS = ["abc dea  fo\n\tnk", " leading", "</s> is text \u2581 and so is \u00e9\u4e2d", "", "a</s>b <s><|endoftext|>"]
 
 
 def from_pretrained(folder):
