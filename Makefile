@@ -42,8 +42,9 @@ quickstart: install
 	@echo "==       longer needles: titans evaluate $(RUN) evaluation.needle.lengths=[8192]"
 	@echo "==       170M on a GPU node: README.md"
 
+# By files, not by tests: what a file's tests share is then set up once.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .
