@@ -1,16 +1,24 @@
 #!/usr/bin/env bash
-# Evaluates a run under SLURM, its samples shared over an array of one-GPU jobs:
-#     sbatch --array 0-7 launch/slurm_evaluate.sh RUN [evaluation.KEY=VALUE ...]
-# Each record is written once; a task that is preempted is queued again and does what is left.
+# Evaluates a run under SLURM, its samples shared over an array of one-GPU jobs, which share only the run's folder:
+#     sbatch --array 0-15 launch/slurm_evaluate.sh RUN [titans evaluate's words ...]
+#     sbatch --array 0-15 launch/slurm_evaluate.sh runs/mac --suite needle \
+#         'evaluation.needle.lengths=[2048,16384,131072,1048576,10485760]' 'evaluation.needle.tasks=[niah_single_1]'
+# A task that was stopped does what is left when it is queued again, within a long sample too (evaluation.save_every);
+# the rank that finds all samples done writes the summary and the pictures. To submit some of an array of 0-15 again:
+#     RANKS=16 sbatch --array 3,7 launch/slurm_evaluate.sh RUN ...
 #SBATCH --job-name titans-evaluate
 #SBATCH --ntasks 1
 #SBATCH --gpus 1
 #SBATCH --cpus-per-task 8
-#SBATCH --time 04:00:00
+#SBATCH --time 12:00:00
 #SBATCH --requeue
 #SBATCH --open-mode append
 #SBATCH --output titans-evaluate-%A-%a.log
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
-export RANK=$((SLURM_ARRAY_TASK_ID - SLURM_ARRAY_TASK_MIN)) WORLD_SIZE=$SLURM_ARRAY_TASK_COUNT LOCAL_RANK=0
+rank=$((${SLURM_ARRAY_TASK_ID:-0} - ${SLURM_ARRAY_TASK_MIN:-0}))
+if [[ -n "${RANKS:-}" ]]; then
+    rank=${SLURM_ARRAY_TASK_ID:-0}
+fi
+export RANK=$rank WORLD_SIZE="${RANKS:-${SLURM_ARRAY_TASK_COUNT:-1}}" LOCAL_RANK=0
 exec "${PYTHON:-python}" -m titans_pt evaluate "$@"

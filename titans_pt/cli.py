@@ -246,11 +246,11 @@ def _recall(options: argparse.Namespace):
 
 def _needles(options: argparse.Namespace):
     config = load_config(options.config, options.overrides)
-    from titans_pt.experiments.needles import Needles, needles
+    from titans_pt.experiments.needles import Curriculum, Needles, needles
 
-    lengths, asked = ([int(n) for n in text.split(",")] for text in (options.lengths, options.asked))
-    task = Needles(config.model.vocab_size, min(lengths), options.needles)
-    needles(config, options.models.split(","), task, lengths, asked)
+    curriculum = Curriculum(options.lengths)
+    task = Needles(config.model.vocab_size, min(curriculum.lengths), options.needles)
+    needles(config, options.models.split(","), task, curriculum, options.asked)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -279,6 +279,17 @@ def _shard(text: str) -> tuple[int, int]:
     if not found or int(found[1]) >= int(found[2]):
         raise argparse.ArgumentTypeError(f"given {text!r}; allowed: I/N, with I from 0 to N - 1")
     return int(found[1]), int(found[2])
+
+
+def _counts(text: str) -> list[int]:
+    """An argparse type: integers of 1 and more, with commas between."""
+    try:
+        counts = [int(word) for word in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"given {text!r}; write integers of 1 and more, with commas between")
+    return counts
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -425,9 +436,10 @@ def _parser() -> argparse.ArgumentParser:
     needles = command("needles", _needles, text, "config", yaml)
     needles.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
     needles.add_argument("--models", default="lmm,mac,mag,mal,swa", metavar="NAMES", help="(default: %(default)s)")
-    needles.add_argument("--needles", type=int, default=4, metavar="N", help="in a sample (default: %(default)s)")
-    lengths = "of training, one after the other (default: %(default)s)"
-    needles.add_argument("--lengths", default="512,1024,2048", metavar="TOKENS,...", help=lengths)
-    asked = "1024,2048,4096,8192,16384,32768,65536"
-    needles.add_argument("--asked", default=asked, metavar="TOKENS,...", help="of evaluation (default: %(default)s)")
+    needles.add_argument("--needles", type=int, default=8, metavar="N", help="in a sample (default: %(default)s)")
+    lengths, asked = "96:8,256,512,1024,2048", "1024,2048,4096,8192,16384,32768,65536"
+    text = "of training, one after the other, and parts of the steps for each (default: %(default)s)"
+    needles.add_argument("--lengths", default=lengths, metavar="TOKENS[:PARTS],...", help=text)
+    text = "of evaluation (default: %(default)s)"
+    needles.add_argument("--asked", default=asked, type=_counts, metavar="TOKENS,...", help=text)
     return parser

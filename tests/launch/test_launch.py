@@ -96,8 +96,23 @@ def test_slurm_stops_with_a_checkpoint_and_queues_again(stand_ins, start, tmp_pa
     assert (tmp_path / "asked").read_text() == "requeue 77\n"
 
 
-def test_slurm_array_shares_the_samples(stand_ins, start):
+ARRAYS = [
+    ({"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_MIN": "2", "SLURM_ARRAY_TASK_COUNT": "4"}, 3, 4),
+    ({"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_COUNT": "16"}, 5, 16),
+]
+AGAIN = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_MIN": "3", "SLURM_ARRAY_TASK_COUNT": "2", "RANKS": "16"}
+
+
+@pytest.mark.parametrize(("variables", "rank", "ranks"), [*ARRAYS, (AGAIN, 7, 16), ({}, 0, 1)])
+def test_slurm_array_shares_the_samples(stand_ins, start, variables, rank, ranks):
     stand_ins("python", 'echo "$RANK $WORLD_SIZE $*"')
-    array = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_MIN": "2", "SLURM_ARRAY_TASK_COUNT": "4"}
-    out, _ = start("slurm_evaluate.sh", "runs/x", **array).communicate()
-    assert out == "3 4 -m titans_pt evaluate runs/x\n"
+    out, _ = start("slurm_evaluate.sh", "runs/x", "--suite", "needle", **variables).communicate()
+    assert out == f"{rank} {ranks} -m titans_pt evaluate runs/x --suite needle\n"
+
+
+@pytest.mark.parametrize(("variables", "rank", "ranks"), [*ARRAYS, ({}, None, None)])
+def test_slurm_array_shares_the_documents(stand_ins, start, variables, rank, ranks):
+    stand_ins("python", 'printf "%s|" "$@"')
+    out, _ = start("slurm_prepare.sh", "c.yaml", "data.dir=/a b", SLURM_CPUS_PER_TASK="32", **variables).communicate()
+    shard = "" if rank is None else f"--shard|{rank}/{ranks}|"
+    assert out == f"-m|titans_pt|prepare|c.yaml|data.dir=/a b|--workers|32|{shard}"

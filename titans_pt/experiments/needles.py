@@ -10,6 +10,7 @@ back than its layers' windows reach together.
 One process trains one model after the other; a finished one is a file of one record in ``run.dir`` (see recall).
 """
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from titans_pt.config import MEMORY_MIXERS, Config, ModelConfig, config_hash
 from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_accuracy
 from titans_pt.evaluation.records import RecordFile, digest, read_records, wilson, write_whole
-from titans_pt.experiments.recall import EVALUATION_SEED, answers, fit
+from titans_pt.experiments.recall import EVALUATION_SEED, REPORT_EVERY, answers, fit
 from titans_pt.models import build_model
 
 MARK, ASK = 0, 1
@@ -31,6 +32,8 @@ CONTROL = "swa"
 MODELS = (*MEMORY_MIXERS, CONTROL)
 ANSWERS = 256
 """Questions asked at each length."""
+ROWS = 8
+"""Samples read at once."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,50 @@ class Needles:
         return torch.from_numpy(ids), torch.from_numpy(places)
 
 
-def needles(config: Config, models: Sequence[str], task: Needles, lengths: Sequence[int], asked: Sequence[int]):
+@dataclass(frozen=True)
+class Curriculum:
+    """Lengths of training, one after the other, and how many parts of the steps each gets.
+
+    Args:
+        text: LENGTH or LENGTH:PARTS, with commas between.
+
+    Raises:
+        UserError: ``text`` is something else.
+    """
+
+    text: str
+
+    def __post_init__(self):
+        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?(,[1-9]\d*(:[1-9]\d*)?)*", self.text):
+            raise UserError(f"--lengths: given {self.text!r}; write LENGTH or LENGTH:PARTS, with commas between")
+
+    @property
+    def stages(self) -> list[tuple[int, int]]:
+        """(length, parts)."""
+        pairs = [word.split(":") for word in self.text.split(",")]
+        return [(int(pair[0]), int(pair[1]) if len(pair) == 2 else 1) for pair in pairs]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [length for length, _ in self.stages]
+
+    def length(self, step: int, steps: int) -> int:
+        """Of the samples of step 0 <= ``step`` < ``steps``."""
+        every = [length for length, parts in self.stages for _ in range(parts)]
+        return every[step * len(every) // steps]
+
+    def last_begins(self, steps: int) -> int:
+        """The first step of the last length."""
+        total = sum(parts for _, parts in self.stages)
+        return -(-steps * (total - self.stages[-1][1]) // total)
+
+
+def needles(config: Config, models: Sequence[str], task: Needles, curriculum: Curriculum, asked: Sequence[int]):
     """Trains what is not there yet, then writes needles.md and needles.png of all in ``run.dir``.
 
     Args:
         models: of MODELS.
-        lengths: of training, one after the other, an equal share of the steps each; ``task.length`` is not used.
+        curriculum: of training; ``task.length`` is not used.
         asked: lengths of evaluation.
 
     Raises:
@@ -99,18 +140,20 @@ def needles(config: Config, models: Sequence[str], task: Needles, lengths: Seque
     for model in models:
         if model not in MODELS:
             raise UserError(f"--models: given {model!r}; allowed: {', '.join(MODELS)}")
-    if config.train.batch_tokens < max(lengths):
-        raise UserError(f"train.batch_tokens: given {config.train.batch_tokens}; a sample has {max(lengths)} tokens")
+    longest = max(curriculum.lengths)
+    if config.train.batch_tokens < longest:
+        raise UserError(f"train.batch_tokens: given {config.train.batch_tokens}; a sample has {longest} tokens")
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     for model in models:
         settings = sized(config.model, model)
-        key = digest(config_hash(settings), config_hash(config.train), config.run.seed, vars(task), lengths, asked)
+        said = config.run.seed, vars(task), curriculum.text, asked
+        key = digest(config_hash(settings), config_hash(config.train), *said)
         path = folder / f"{model}.jsonl"
         if path.exists() and key in read_records([path]):
             print(f"{model.upper()}: there already ({path})", flush=True)
             continue
-        record = train(config, model, settings, task, lengths, asked)
+        record = train(config, model, settings, task, curriculum, asked)
         with RecordFile(path) as file:
             file.append({"key": key} | record)
     summarise(folder)
@@ -132,37 +175,37 @@ def parameters(settings: ModelConfig) -> int:
 
 
 def train(
-    config: Config, model: str, settings: ModelConfig, task: Needles, lengths: Sequence[int], asked: Sequence[int]
+    config: Config, model: str, settings: ModelConfig, task: Needles, curriculum: Curriculum, asked: Sequence[int]
 ) -> dict:
     """One model's record: its settings, its curve, its accuracy by length."""
     torch.manual_seed(config.run.seed)
     built, steps = build_model(settings), config.train.max_steps
 
     def batch(i: int) -> tuple[Tensor, Tensor]:
-        length = lengths[i * len(lengths) // steps]
+        length = curriculum.length(i, steps)
         rows = config.train.batch_tokens // length
         return replace(task, length=length).batch(config.run.seed, i * rows, rows)
 
-    fitted = fit(built, config.train, batch, model.upper(), may_end_at=steps * (len(lengths) - 1) // len(lengths))
+    fitted = fit(built, config.train, batch, model.upper(), curriculum.last_begins(steps) + REPORT_EVERY)
     by_length = [ask(built, replace(task, length=n), config.evaluation.prefill_tokens) for n in asked]
     return {
         "model": model, **fitted, "by_length": by_length, "chance": task.chance, "task": vars(task),
-        "trained_at": list(lengths), "parameters": sum(p.numel() for p in built.parameters()),
+        "trained_at": curriculum.lengths, "parameters": sum(p.numel() for p in built.parameters()),
         "settings": settings.model_dump(),
     }  # fmt: skip
 
 
 @torch.no_grad()
 def ask(model: nn.Module, task: Needles, chunk_tokens: int, count: int = ANSWERS) -> dict:
-    """Accuracy at ``task.length`` on samples that training does not see, one after the other, in constant memory."""
-    hits, n, began = 0, -(-count // task.needles), time.perf_counter()
-    for index in range(n):
-        ids, places = task.batch(EVALUATION_SEED, index, 1)
+    """Accuracy at ``task.length`` on samples that training does not see, ROWS at a time, in constant memory."""
+    hits, total, began = 0, 0, time.perf_counter()
+    for first in range(0, -(-count // task.needles), ROWS):
+        ids, places = task.batch(EVALUATION_SEED, first, min(ROWS, -(-count // task.needles) - first))
         state, end = None, task.length - task.tail
         for piece in ids[:, :end].split(chunk_tokens, dim=1):
             _, state = model(piece, state, last_only=True)
-        hits += int(answers(model, ids[:, end:], places - end, state)[1].sum())
-    total = n * task.needles
+        right = answers(model, ids[:, end:], places - end, state)[1]
+        hits, total = hits + int(right.sum()), total + right.numel()
     low, high = wilson(hits, total)
     row = {"length": task.length, "mean": hits / total, "n": total, "low": low, "high": high}
     seconds = time.perf_counter() - began

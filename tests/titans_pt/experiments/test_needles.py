@@ -44,6 +44,18 @@ def test_too_many_needles():
         needles.Needles(64, 1000, 20)
 
 
+def test_curriculum():
+    curriculum = needles.Curriculum("96:3,256")
+    assert [curriculum.length(step, 8) for step in range(8)] == [96] * 6 + [256] * 2
+    assert curriculum.last_begins(8) == 6 and curriculum.lengths == [96, 256]
+    for steps in range(4, 30):
+        lengths = [curriculum.length(step, steps) for step in range(steps)]
+        assert lengths[curriculum.last_begins(steps)] == 256 and lengths[curriculum.last_begins(steps) - 1] == 96
+    for text in ("", "96:", "96:0", "0", "a", "96,,256", "96:1:2"):
+        with pytest.raises(UserError, match="--lengths: given"):
+            needles.Curriculum(text)
+
+
 def test_the_control_has_no_fewer_parameters():
     base = load_config(CONFIG).model
     size = {model: needles.parameters(needles.sized(base, model)) for model in needles.MODELS}
@@ -69,9 +81,13 @@ def test_one_command(tmp_path, capsys):
     small = ["model.d_model=16", "model.vocab_size=64", "model.n_layers=1", "train.batch_tokens=64",
              "train.max_steps=2", "train.warmup_steps=1", "data.seq_len=32"]  # fmt: skip
     words = ["needles", CONFIG, f"run.dir={tmp_path}", *small, "--models", "lmm,swa", "--needles", "2",
-             "--lengths", "32,64", "--asked", "32,128"]  # fmt: skip
+             "--lengths", "32:2,64", "--asked", "32,128"]  # fmt: skip
     assert cli.run(words) == 0
     assert (tmp_path / "needles.png").exists() and (tmp_path / "needles.md").read_text().count("| LMM") == 1
     assert cli.run(words) == 0
     assert "LMM: there already" in capsys.readouterr().out
     assert cli.run([*words, "--models", "gru"]) == 2
+    with pytest.raises(SystemExit) as stopped:
+        cli.run([*words, "--asked", "1024,0"])
+    assert stopped.value.code == 2
+    assert "--asked: given '1024,0'" in capsys.readouterr().err

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Prepares token files on many nodes under SLURM: first every shard, one array task each, then the merge.
+#     id=$(sbatch --parsable --array 0-15 launch/slurm_prepare.sh CONFIG [KEY=VALUE ...])
+#     sbatch --dependency afterok:$id launch/slurm_prepare.sh CONFIG [KEY=VALUE ...]
+# data.dir must be on a file system that all nodes see. A task that was killed is submitted again as it was: what it
+# had finished stays.
+#SBATCH --job-name titans-prepare
+#SBATCH --ntasks 1
+#SBATCH --cpus-per-task 32
+#SBATCH --mem-per-cpu 2G
+#SBATCH --time 08:00:00
+#SBATCH --requeue
+#SBATCH --open-mode append
+#SBATCH --output titans-prepare-%A-%a.log
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-.}"
+shard=()
+if [[ -n "${SLURM_ARRAY_TASK_ID:-}" ]]; then
+    shard=(--shard "$((SLURM_ARRAY_TASK_ID - SLURM_ARRAY_TASK_MIN))/$SLURM_ARRAY_TASK_COUNT")
+fi
+exec "${PYTHON:-python}" -m titans_pt prepare "$@" --workers "${SLURM_CPUS_PER_TASK:-1}" ${shard[@]+"${shard[@]}"}
