@@ -16,6 +16,6 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 shard=()
 if [[ -n "${SLURM_ARRAY_TASK_ID:-}" ]]; then
-    shard=(--shard "$((SLURM_ARRAY_TASK_ID - SLURM_ARRAY_TASK_MIN))/$SLURM_ARRAY_TASK_COUNT")
+    shard=(--shard "$((SLURM_ARRAY_TASK_ID - ${SLURM_ARRAY_TASK_MIN:-0}))/$SLURM_ARRAY_TASK_COUNT")
 fi
 exec "${PYTHON:-python}" -m titans_pt prepare "$@" --workers "${SLURM_CPUS_PER_TASK:-1}" ${shard[@]+"${shard[@]}"}
