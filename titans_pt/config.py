@@ -318,6 +318,11 @@ class HarnessConfig(Section):
 
 
 class EvaluationConfig(Section):
+    every: NonNegative = 0
+    """While training: after every so many steps a checkpoint is taken and evaluated, its samples shared by all ranks;
+    0: never. Each rank loads the whole model once more, in fp32. train.timeout must exceed a sample's time."""
+    suites: list[Literal["perplexity", "needle", "babilong", "commonsense"]] = ["needle"]
+    """What is evaluated while training."""
     prefill_tokens: Positive = 4096
     """A context is streamed through the model in pieces of so many tokens, its state carried."""
     save_every: Positive = 1_000_000

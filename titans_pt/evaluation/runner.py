@@ -4,7 +4,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,11 @@ USUAL = ("perplexity", "needle")
 
 
 def evaluate(
-    run_dir: str | Path, overrides: Sequence[str] = (), step: int | None = None, suite: str | None = None
+    run_dir: str | Path,
+    overrides: Sequence[str] = (),
+    step: int | None = None,
+    suite: str | None = None,
+    at: Callable[[str], None] = lambda where: None,
 ) -> dict | None:
     """Runs the evaluations of a run's checkpoint and writes what they find.
 
@@ -49,6 +53,7 @@ def evaluate(
         overrides: ``evaluation.KEY=VALUE`` settings, over those that the run was started with.
         step: the checkpoint; None is the newest.
         suite: one of SUITES; None runs the USUAL ones.
+        at: is told before each job what comes next.
 
     Returns:
         what summary.json holds, or None when other ranks are still at work.
@@ -70,7 +75,7 @@ def evaluate(
     folder = run.folder.evaluation / f"step-{run.step:08d}"
     evaluations = [_named(name)(run, config) for name in ([suite] if suite else USUAL)]
     for evaluation in evaluations:
-        _work(evaluation, folder, rank, world)
+        _work(evaluation, folder, rank, world, at)
 
     found = [read_records(_parts(folder, evaluation.name)) for evaluation in evaluations]
     missing = sum(key not in records for e, records in zip(evaluations, found, strict=True) for key in e.keys)
@@ -78,6 +83,12 @@ def evaluate(
         print(f"rank {rank} of {world} is done, {missing} samples are left to other ranks: {folder}", flush=True)
         return None
     return _summarise(run, config, folder, evaluations, found)
+
+
+def check(suites: Sequence[str]):
+    """Raises UserError if a package is missing that one of ``suites`` needs."""
+    for suite in suites:
+        _named(suite)
 
 
 def _named(suite: str) -> type:
@@ -89,7 +100,7 @@ def _parts(folder: Path, name: str) -> list[Path]:
     return sorted([*folder.glob(f"{name}.jsonl"), *folder.glob(f"{name}-rank*.jsonl")])
 
 
-def _work(evaluation: Any, folder: Path, rank: int, world: int) -> None:
+def _work(evaluation: Any, folder: Path, rank: int, world: int, at: Callable[[str], None]) -> None:
     name = evaluation.name
     own = folder / (f"{name}-rank{rank}.jsonl" if rank else f"{name}.jsonl")
     with RecordFile(own) as file:
@@ -100,6 +111,7 @@ def _work(evaluation: Any, folder: Path, rank: int, world: int) -> None:
         pause = 0.5 if sys.stderr.isatty() else 30  # a bar in a log file is a line each time
         bar = tqdm(todo, name, len(mine), initial=len(mine) - len(todo), mininterval=pause, disable=rank > 0)
         for i in bar:
+            at(f"{name}, sample {i} of {len(evaluation.keys)}")
             file.append({"key": evaluation.keys[i], **evaluation.measure(i), **_origin(evaluation.loaded)})
 
 
@@ -130,6 +142,20 @@ def _summarise(
         wandb.send("evaluation", "evaluation", folder)
         wandb.close()
     return whole
+
+
+def figures(summary: dict) -> dict[str, float]:
+    """The figures of a summary.json as one level, for a log: {"needle.tasks.niah_single_1.mean": ...}.
+
+    Without curves and tables, which are lists, and settings.
+    """
+    found = {}
+    for key, value in summary.items():
+        if isinstance(value, dict) and key != "settings":
+            found |= {f"{key}.{name}": number for name, number in figures(value).items()}
+        elif isinstance(value, float):
+            found[key] = value
+    return found
 
 
 def _earlier(path: Path, checkpoint_hash: str) -> dict:

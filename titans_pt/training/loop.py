@@ -17,6 +17,7 @@ from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
 from titans_pt.config import Config, config_hash
 from titans_pt.errors import UserError
+from titans_pt.evaluation import runner
 from titans_pt.models import build_model
 from titans_pt.models.flops import model_flops
 from titans_pt.run import RunFolder, load_weights
@@ -81,7 +82,10 @@ class Trainer:
         self.validation_loss: float | None = None
         self.saved_step = self.step if state else None
         self.validated_step: int | None = None
+        self.evaluated_step: int | None = None
         self.last_step = train.stop_at or train.max_steps
+        if config.evaluation.every:
+            runner.check(config.evaluation.suites)
         self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
         self.saving = Background()
 
@@ -101,6 +105,8 @@ class Trainer:
                 self.loss = record["loss"]
             elif record["kind"] == "validation":
                 self.validation_loss, self.validated_step = record["validation_loss"], record["step"]
+            elif record["kind"] == "evaluation":
+                self.evaluated_step = record["step"]
         self.progress = Progress(self.step, max(self.step, self.last_step), shown=ranks.first)
         self.profiler = StepProfiler(folder.profile, train.profile_at if ranks.first else None, train.profile_steps)
         self.out_of_memory = OutOfMemory(
@@ -139,6 +145,8 @@ class Trainer:
     def run(self) -> int:
         """Steps to the end, or to a signal; returns the exit status."""
         train = self.config.train
+        if self.step:
+            self._evaluate()  # what a stop may have left undone
         while self.step < self.last_step:
             signal = self._train_step()
             if signal:
@@ -155,6 +163,7 @@ class Trainer:
                 self._validate()
             if self.step % train.checkpoint_every == 0:
                 self._save()
+            self._evaluate()
         self._finish()
         return 0
 
@@ -261,6 +270,26 @@ class Trainer:
             weight = torch.tensor([float(p < count) for p in positions], device=self.ranks.device)
             yield *self._on_device(ids, reset), weight
 
+    def _evaluate(self):
+        """At every evaluation.every-th step: its suites, once, on a checkpoint; no sample is read twice after a stop.
+
+        A signal waits for the end of it; the checkpoint is there already.
+        """
+        settings = self.config.evaluation
+        if not settings.every or self.step % settings.every or self.evaluated_step == self.step:
+            return
+        self._save()
+        self._end_saving()
+        found = {}
+        for suite in settings.suites:
+            part = partial(runner.evaluate, self.folder.path, step=self.step, suite=suite, at=self.watch.at)
+            own = part()
+            self.watch.at(f"{suite} after step {self.step}, the samples of other ranks")
+            self.ranks.sum([0.0])
+            found |= self.ranks.on_first(lambda own=own, part=part: own or part())  # None from all but the last to end
+        self.evaluated_step = self.step
+        self._log("evaluation", **runner.figures(found))
+
     def _save(self):
         """Takes a checkpoint of this step, unless it was just taken or loaded; training goes on while it is written."""
         if self.saved_step == self.step:
@@ -308,6 +337,7 @@ class Trainer:
     def _finish(self):
         self._save()
         self._validate()
+        self._evaluate()
         self._end_saving()
         self.ranks.on_first(self._summarise)
 

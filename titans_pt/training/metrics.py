@@ -18,6 +18,7 @@ class MetricsLog:
     """metrics.jsonl: one object a record, each with ``kind`` and ``step``.
 
     kind "train": a logged step. "validation": validation_loss. "nonfinite": a skipped step and its samples.
+    "evaluation": figures of summary.json, by their paths in it.
     """
 
     def __init__(self, path: Path, resumed_step: int):

@@ -37,7 +37,7 @@ def runs(tmp_path_factory, prepared):
     config = folder / "config.json"  # JSON is YAML
     config.write_text(json.dumps(merged(TINY, {"data": {"dir": str(prepared), "sources": [source]}})))
     jobs = [f"resume:{stage}:fp32" for stage in (1, 2, 3)] + [f"resume:{stage}:bf16" for stage in (1, 2, 3)]
-    jobs += [f"nan:{stage}:1" for stage in (1, 2, 3)] + ["nan:1:2", "switch"]
+    jobs += [f"nan:{stage}:1" for stage in (1, 2, 3)] + ["nan:1:2", "switch", "evaluate"]
     result = run([*TORCHRUN, str(WORKER), str(config), str(folder), *jobs])
     assert result.returncode == 0, result.stderr
     return folder
@@ -50,6 +50,23 @@ def test_a_resume_continues_bit_for_bit(runs, name):
     assert losses(parts) == losses(whole)
     assert tensors(parts, 10) == tensors(whole, 10)
     assert losses(whole)[-1][1] < losses(whole)[0][1]
+
+
+def test_evaluation_while_training_is_that_of_the_checkpoints(runs):
+    from titans_pt.evaluation.runner import figures
+
+    run = runs / "evaluated"
+    logged = {r["step"]: r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "evaluation"}
+    assert list(logged) == [2, 4]
+    for step, record in logged.items():
+        folder = run / "evaluation" / f"step-{step:08d}"
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["step"] == step
+        assert record == {"kind": "evaluation", "step": step} | figures(summary)
+        assert {"perplexity.loss", "needle.tasks.niah_single_1.mean"} <= set(record)
+        parts = [(folder / name).read_text().count("\n") for name in ("needle.jsonl", "needle-rank1.jsonl")]
+        assert parts == [summary["needle"]["tasks"]["niah_single_1"]["n"] / 2] * 2
+    assert logged[2]["perplexity.loss"] != logged[4]["perplexity.loss"]
 
 
 def test_stages_agree(runs):

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node 2 worker.py CONFIG FOLDER JOB...
 
-A job is ``resume:STAGE:PRECISION``, ``nan:STAGE:TENSOR`` or ``switch``; each leaves run folders under FOLDER for the
+A job is ``resume:STAGE:PRECISION``, ``nan:STAGE:TENSOR``, ``switch`` or ``evaluate``; each leaves run folders under FOLDER for the
 test to look at.
 """
 
@@ -43,6 +43,15 @@ def switch(config, folder):
     train(config, folder, "switch", 3)
 
 
+def evaluate(config, folder):
+    """2 steps, then 2 more, the suites at each second one, cut after the first, on tensor ranks under ZeRO 3."""
+    more = ["parallel.tensor=2", "train.max_steps=4", "evaluation.every=2", "evaluation.suites=[perplexity,needle]",
+            "evaluation.needle.lengths=[600]", "evaluation.needle.depths=[0,100]", "evaluation.needle.samples=1",
+            "evaluation.needle.max_new_tokens=4", "evaluation.perplexity.length=32", "evaluation.perplexity.tokens=128"]  # fmt: skip
+    train(config, folder, "evaluated", 3, *more, "train.stop_at=2")
+    train(config, folder, "evaluated", 3, *more)
+
+
 @contextmanager
 def nan_logits(step: int):
     """On rank 0 the model's logits are NaN in that step's forward passes."""
@@ -81,7 +90,7 @@ def main(config: str, folder: str, *jobs: str):
             elif name == "nan":
                 nan(config, Path(folder), *map(int, arguments))
             else:
-                switch(config, Path(folder))
+                {"switch": switch, "evaluate": evaluate}[name](config, Path(folder))
 
 
 if __name__ == "__main__":
