@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node 2 worker.py CONFIG FOLDER JOB...
 
-A job is ``resume:STAGE:PRECISION``, ``nan:STAGE:TENSOR``, ``switch`` or ``evaluate``; each leaves run folders under FOLDER for the
-test to look at.
+A job is ``resume:STAGE:PRECISION``, ``nan:STAGE:TENSOR``, ``switch`` or ``evaluate``; each leaves run folders under
+FOLDER for the test to look at.
 """
 
 import sys
@@ -47,7 +47,8 @@ def evaluate(config, folder):
     """2 steps, then 2 more, the suites at each second one, cut after the first, on tensor ranks under ZeRO 3."""
     more = ["parallel.tensor=2", "train.max_steps=4", "evaluation.every=2", "evaluation.suites=[perplexity,needle]",
             "evaluation.needle.lengths=[600]", "evaluation.needle.depths=[0,100]", "evaluation.needle.samples=1",
-            "evaluation.needle.max_new_tokens=4", "evaluation.perplexity.length=32", "evaluation.perplexity.tokens=128"]  # fmt: skip
+            "evaluation.needle.max_new_tokens=4", "evaluation.perplexity.length=32",
+            "evaluation.perplexity.tokens=128"]  # fmt: skip
     train(config, folder, "evaluated", 3, *more, "train.stop_at=2")
     train(config, folder, "evaluated", 3, *more)
 
