@@ -3,7 +3,6 @@
 #     tests/two_nodes.sh CONFIG [KEY=VALUE ...]
 # Trains on both, kills everything of node 2 with SIGKILL after some steps, brings it back, and lets the job end.
 set -euo pipefail
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the nodes share one machine's cores
 config=$(realpath "${1:?CONFIG is missing}")
 shift
 cd "$(dirname "$0")/.."

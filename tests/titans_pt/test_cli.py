@@ -319,13 +319,3 @@ def test_a_lost_peer_is_not_a_traceback(monkeypatch):
     assert cli._runtime_error(error) == 1
 
 
-
-
-def test_threads_do_not_wait_spinning():
-    """OpenMP reads its settings when torch loads it: they must stand before."""
-    code = ("import sys, os, titans_pt.__main__ as program; program.run = lambda words: print("
-            "os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules); program.main()")  # fmt: skip
-    for given, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")):
-        others = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-        result = subprocess.run([sys.executable, "-c", code], env=others | given, capture_output=True, text=True)
-        assert result.stdout == f"{expected} False\n"
