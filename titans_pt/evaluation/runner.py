@@ -16,6 +16,7 @@ from titans_pt.errors import UserError
 from titans_pt.evaluation.records import RecordFile, read_records, write_whole
 from titans_pt.evaluation.stream import best_device
 from titans_pt.run import LoadedRun, load_run
+from titans_pt.wandb_log import WandbLog
 
 SUITES = {
     "perplexity": "titans_pt.evaluation.perplexity:Perplexity",
@@ -136,8 +137,6 @@ def _summarise(
     lines += ["", "files:", *(f"  {file}" for file in files)]
     print("\n".join(lines), flush=True)
     if config.wandb.evaluation:
-        from titans_pt.training.wandb_log import WandbLog
-
         wandb = WandbLog(config, run.folder, None)
         wandb.send("evaluation", "evaluation", folder)
         wandb.close()

@@ -32,8 +32,8 @@ from titans_pt.training.resume import find_start
 from titans_pt.training.saving import Background
 from titans_pt.training.schedule import learning_rate
 from titans_pt.training.signals import StopSignals
-from titans_pt.training.wandb_log import WandbLog
 from titans_pt.training.watch import Watch
+from titans_pt.wandb_log import WandbLog
 
 log = logging.getLogger(__name__)
 
