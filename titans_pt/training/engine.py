@@ -23,8 +23,6 @@ from titans_pt.training.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's state of a parameter, by torch's names."""
-REDUCE_BUCKET = 500_000_000
-"""Elements of DeepSpeed's buffer for gradients on their way; it holds that much however small the model is."""
 _NO_DECAY = re.compile(r"((norm|bias)[^.]*(\.weight)?|\.network\.weight_\d+)$")
 """By name: norms and biases (those that every head has its own of are matrices by shape only), and the memory's M_0:
 it is the start of a state under a LayerNorm, and the smaller it is the larger every inner step."""
@@ -54,7 +52,15 @@ def local_batch(config: Config, data_size: int) -> tuple[int, int]:
     return micro, samples // micro
 
 
-def deepspeed_config(config: Config, micro_batch: int, accumulation: int) -> dict[str, Any]:
+def reduce_bucket(own: int) -> int:
+    """Elements of DeepSpeed's buffer for gradients on their way, in a rank with ``own`` parameters.
+
+    It holds as much as it is told to, however small the model is; half a billion is DeepSpeed's own choice.
+    """
+    return min(own, 500_000_000)
+
+
+def deepspeed_config(config: Config, micro_batch: int, accumulation: int, own: int) -> dict[str, Any]:
     """DeepSpeed's own settings, all derived from the tree.
 
     Under ZeRO 2 and 3 the gradients of a step's micro-batches are summed in fp32. ZeRO 1 sums them in the training
@@ -65,7 +71,7 @@ def deepspeed_config(config: Config, micro_batch: int, accumulation: int) -> dic
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.train.clip,
         "bf16": {"enabled": config.train.precision == "bf16"},
-        "zero_optimization": {"stage": config.parallel.zero_stage, "reduce_bucket_size": REDUCE_BUCKET},
+        "zero_optimization": {"stage": config.parallel.zero_stage, "reduce_bucket_size": reduce_bucket(own)},
         "zero_allow_untested_optimizer": True,  # torch's own AdamW: nothing is compiled
         "data_types": {"grad_accum_dtype": "fp32" if config.parallel.zero_stage > 1 else None},
         "steps_per_print": None,
@@ -131,10 +137,11 @@ class Engine:
             parameter_groups(model, config.train.weight_decay),
             lr=config.train.lr, betas=tuple(config.train.betas), eps=config.train.eps,
         )  # fmt: skip
+        own = sum(p.numel() for p in weights.values())
         self._engine, *_ = deepspeed.initialize(
             model=loss,
             optimizer=optimizer,
-            config=deepspeed_config(config, self.micro_batch, self.accumulation),
+            config=deepspeed_config(config, self.micro_batch, self.accumulation, own),
             mpu=ModelParallelUnit(self.topology),
             dist_init_required=False,
         )

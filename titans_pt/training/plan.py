@@ -12,7 +12,7 @@ from titans_pt.errors import UserError
 from titans_pt.models.language_model import LanguageModel
 from titans_pt.parallel import TensorGroup, TensorParallel
 from titans_pt.parallel.topology import check_world_size
-from titans_pt.training.engine import REDUCE_BUCKET, local_batch
+from titans_pt.training.engine import local_batch, reduce_bucket
 from titans_pt.training.loss import rows_at_once
 
 GIB = 2**30
@@ -122,7 +122,7 @@ def _model_bytes(config: Config, own: int, data: int) -> dict[str, int]:
         "parameters": width * (shard if stage == 3 else own),
         "gradients": width * own if stage == 1 else 4 * shard,
         "optimiser": 12 * shard,  # fp32 weights and Adam's two moments
-        "communication": width * REDUCE_BUCKET,
+        "communication": width * reduce_bucket(own),
     }
 
 

@@ -40,10 +40,11 @@ def test_norms_and_biases_do_not_decay():
 
 def test_deepspeed_settings_follow_the_tree(tiny):
     config = load_config(tiny(train={"precision": "bf16", "clip": 0.5}, parallel={"zero_stage": 2}))
-    settings = deepspeed_config(config, 3, 4)
+    settings = deepspeed_config(config, 3, 4, 1000)
     assert settings["bf16"] == {"enabled": True}
     assert settings["gradient_clipping"] == 0.5
-    assert settings["zero_optimization"]["stage"] == 2
+    assert settings["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000}
+    assert deepspeed_config(config, 3, 4, 10**9)["zero_optimization"]["reduce_bucket_size"] == 500_000_000
     assert (settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (3, 4)
 
 
