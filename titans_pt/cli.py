@@ -282,14 +282,7 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def _counts(text: str) -> list[int]:
-    """An argparse type: integers of 1 and more, with commas between."""
-    try:
-        counts = [int(word) for word in text.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"given {text!r}; write integers of 1 and more, with commas between")
-    return counts
+    return [_from(1)(word) for word in text.split(",")]
 
 
 def _parser() -> argparse.ArgumentParser:

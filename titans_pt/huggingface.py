@@ -40,6 +40,7 @@ try:
 except ImportError as error:
     raise UserError(f"transformers: cannot be imported ({error}); install it: pip install 'titans-pt[eval]'") from None
 
+
 class TitansConfig(PreTrainedConfig):
     """The whole settings tree of the run as ``settings``; of it only the model section matters here.
 

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 from titans_pt.config import MEMORY_MIXERS, Config, ModelConfig, config_hash
 from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_accuracy
-from titans_pt.evaluation.records import RecordFile, digest, read_records, wilson, write_whole
-from titans_pt.experiments.recall import EVALUATION_SEED, REPORT_EVERY, answers, fit
+from titans_pt.evaluation.records import digest, wilson, write_whole
+from titans_pt.experiments.mqar import Samples
+from titans_pt.experiments.recall import EVALUATION_SEED, REPORT_EVERY, answers, fit, newest, once
 from titans_pt.models import build_model
 
 MARK, ASK = 0, 1
@@ -37,7 +39,7 @@ ROWS = 8
 
 
 @dataclass(frozen=True)
-class Needles:
+class Needles(Samples):
     """A quarter of the vocabulary are keys, a quarter values, the rest is noise, but for the two signs."""
 
     vocabulary: int = 256
@@ -80,12 +82,6 @@ class Needles:
         asked = end + 3 * np.arange(self.needles)
         ids[asked], ids[asked + 1], ids[asked + 2] = ASK, keys[order], values[order]
         return ids, asked + 1
-
-    def batch(self, seed: int, first: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Samples first .. first + rows - 1: ids (rows, length) and places (rows, needles), both int64."""
-        samples = [self.sample(seed, first + row) for row in range(rows)]
-        ids, places = (np.stack(part) for part in zip(*samples, strict=True))
-        return torch.from_numpy(ids), torch.from_numpy(places)
 
 
 @dataclass(frozen=True)
@@ -149,13 +145,8 @@ def needles(config: Config, models: Sequence[str], task: Needles, curriculum: Cu
         settings = sized(config.model, model)
         said = config.run.seed, vars(task), curriculum.text, asked
         key = digest(config_hash(settings), config_hash(config.train), *said)
-        path = folder / f"{model}.jsonl"
-        if path.exists() and key in read_records([path]):
-            print(f"{model.upper()}: there already ({path})", flush=True)
-            continue
-        record = train(config, model, settings, task, curriculum, asked)
-        with RecordFile(path) as file:
-            file.append({"key": key} | record)
+        make = partial(train, config, model, settings, task, curriculum, asked)
+        once(folder / f"{model}.jsonl", key, model.upper(), make)
     summarise(folder)
 
 
@@ -215,7 +206,7 @@ def ask(model: nn.Module, task: Needles, chunk_tokens: int, count: int = ANSWERS
 
 def summarise(folder: Path):
     """needles.md and needles.png in ``folder``, of all models that have finished there; the newest record counts."""
-    records = [list(read_records([path]).values())[-1] for path in folder.glob("*.jsonl")]
+    records = newest(folder)
     records.sort(key=lambda r: MODELS.index(r["model"]))
     write_whole(folder / "needles.md", lambda path: path.write_text(table(records)))
     trained = "/".join(f"{n:,}" for n in records[0]["trained_at"])

@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,23 @@ def recall(config: Config, variants: list[Variant], task: MQAR):
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     for variant in variants:
-        key = _key(config, variant, task)
-        path = folder / variant.file
-        if path.exists() and key in read_records([path]):
-            print(f"{variant.name}: there already ({path})", flush=True)
-            continue
-        record = train(config, variant, task)
-        with RecordFile(path) as file:
-            file.append({"key": key} | record)
+        once(folder / variant.file, _key(config, variant, task), variant.name, partial(train, config, variant, task))
     summarise(folder)
+
+
+def once(path: Path, key: str, name: str, make: Callable[[], dict]):
+    """Appends the record that ``make`` returns to ``path`` under ``key``, unless it is there."""
+    if path.exists() and key in read_records([path]):
+        print(f"{name}: there already ({path})", flush=True)
+        return
+    record = make()
+    with RecordFile(path) as file:
+        file.append({"key": key} | record)
+
+
+def newest(folder: Path) -> list[dict]:
+    """The last record of each file in ``folder``."""
+    return [list(read_records([path]).values())[-1] for path in folder.glob("*.jsonl")]
 
 
 def _key(config: Config, variant: Variant, task: MQAR) -> str:
@@ -193,7 +202,7 @@ def accuracy(model: nn.Module, task: MQAR, batches: int = EVALUATION_BATCHES) ->
 
 def summarise(folder: Path):
     """recall.md and recall.png in ``folder``, of all variants that have finished there; the newest record counts."""
-    records = [list(read_records([path]).values())[-1] for path in folder.glob("*.jsonl")]
+    records = newest(folder)
     order = list(itertools.product(CHANGES, MEMORY_MIXERS))
     records.sort(key=lambda r: order.index((r["change"], r["model"])))
     write_whole(folder / "recall.md", lambda path: path.write_text(table(records)))
