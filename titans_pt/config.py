@@ -229,6 +229,9 @@ class TrainConfig(Section):
     """Largest global gradient norm."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
+    compile: bool | None = None
+    """torch.compile of each block: what lies between matrix products, memory and attention becomes few kernels. Null:
+    on a GPU, unless parallel.zero_stage=3 (its gathering of parameters cannot be compiled) or parallel.tensor > 1."""
     log_every: Positive = 10
     profile_at: Positive | None = None
     """Step from which torch.profiler records: a trace in RUN/profile, shares of the time in the log. Null: never."""
@@ -386,6 +389,9 @@ class Config(Section):
              f"must be below train.max_steps={t.max_steps}")
         need(t.stop_at is None or t.stop_at <= t.max_steps, "train.stop_at", t.stop_at,
              f"at most train.max_steps={t.max_steps}")
+        need(not (t.compile and self.parallel.zero_stage == 3), "train.compile", True,
+             "ZeRO 3 gathers parameters in the middle of a block, which cannot be compiled; set "
+             "parallel.zero_stage=2, or leave train.compile at null")
         self._tensor_parallel(need, used)
         for name in ("needle", "babilong"):
             section = getattr(self.evaluation, name)

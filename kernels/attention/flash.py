@@ -57,7 +57,8 @@ def flash_attention(parts: list[Part]) -> Tensor:
     equivalent. Every query must see a key.
     """
     rules = [Rule(p.causal, p.window, p.shared, p.documents) for p in parts]
-    return _Merged.apply(rules, *(t for p in parts for t in (p.q, p.k, p.v)))
+    # Views: parts may share their queries, and torch.compile takes no tensor twice.
+    return _Merged.apply(rules, *(t for p in parts for t in (p.q.view_as(p.q), p.k, p.v)))
 
 
 class _Merged(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """The language model: embedding, blocks, head. One call serves training, evaluation and generation."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,11 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x)), state
 
 
+def whole_sequence(block: Block, x: Tensor, reset: Tensor | None) -> Tensor:
+    """A block over sequences that nobody continues: (B, T, d_model) -> (B, T, d_model)."""
+    return block(x, None, reset)[0]
+
+
 class LanguageModel(nn.Module):
     """ids -> logits and the state that continues the sequence; causal, rows independent."""
 
@@ -43,6 +49,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.activation_checkpointing = False
+        self._whole_sequence = whole_sequence
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(mixer, config) for mixer in config.pattern)
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
@@ -68,6 +75,13 @@ class LanguageModel(nn.Module):
         """Training then keeps only the blocks' inputs and computes each block again in the backward pass."""
         self.activation_checkpointing = on
 
+    def set_compiled(self, on: bool):
+        """Whole sequences (no state in, none out) then pass each block through torch.compile.
+
+        Alike blocks share their code. The shape is compiled in: a new one is compiled anew.
+        """
+        self._whole_sequence = torch.compile(whole_sequence, dynamic=False) if on else whole_sequence
+
     def forward(
         self,
         ids: Tensor,
@@ -75,7 +89,8 @@ class LanguageModel(nn.Module):
         reset: Tensor | None = None,
         last_only: bool = False,
         head: bool = True,
-    ) -> tuple[Tensor, LanguageModelState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, LanguageModelState | None]:
         """One call for the whole sequence or any piece of it.
 
         Args:
@@ -84,24 +99,32 @@ class LanguageModel(nn.Module):
             reset: None or bool (B, T), True where a document starts: nothing before it is seen from there on.
             last_only: logits of the last token alone, (B, 1, vocab_size).
             head: False leaves the head out: what it would be given, (B, T, d_model), instead of logits.
+            output_final_state: False, for training: None in place of the state after the last token.
 
         Returns:
             Logits (B, T, vocab_size) in the parameters' dtype, and the state after the last token.
         """
         # The mixers' outputs are normalised, of unit scale: at the embedding's own 0.02 they would drown the token.
         x = self.embedding(ids) * self.config.d_model**0.5
-        states = state.blocks if state else [None] * len(self.blocks)
-        after = []
-        for block, block_state in zip(self.blocks, states, strict=True):
-            if self.activation_checkpointing and self.training and torch.is_grad_enabled():
-                x, block_state = checkpoint(block, x, block_state, reset, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x, block_state = block(x, block_state, reset)
-            after.append(block_state)
+        if state is None and not output_final_state:
+            for block in self.blocks:
+                x = self._run(self._whole_sequence, block, x, reset)
+            after = None
+        else:
+            after = LanguageModelState([])
+            for block, before in zip(self.blocks, state.blocks if state else [None] * len(self.blocks), strict=True):
+                x, block_state = self._run(block, x, before, reset)
+                after.blocks.append(block_state)
         if last_only:
             x = x[:, -1:]
         x = self.norm(x)
-        return self.head(x) if head else x, LanguageModelState(after)
+        return self.head(x) if head else x, after
+
+    def _run(self, part: Callable, *arguments):
+        """part(*arguments), computed again in the backward pass under activation checkpointing."""
+        if self.activation_checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(part, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return part(*arguments)
 
 
 def build_model(config: ModelConfig) -> LanguageModel:

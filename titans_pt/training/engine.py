@@ -79,6 +79,13 @@ def deepspeed_config(config: Config, micro_batch: int, accumulation: int, own: i
     }
 
 
+def compiles(config: Config, device: torch.device) -> bool:
+    """train.compile, resolved."""
+    if config.train.compile is None:
+        return device.type == "cuda" and config.parallel.zero_stage < 3 and config.parallel.tensor == 1
+    return config.train.compile
+
+
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay, embeddings included; norms, biases, M_0 and everything of one dimension do not."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -126,6 +133,7 @@ class Engine:
         self.micro_batch, self.accumulation = local_batch(config, self.topology.data_size)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.split = TensorParallel(model, self.topology.tensor, config.parallel.sequence)
+        model.set_compiled(compiles(config, ranks.device))
         loss = NextTokenLoss(model)
         if self.split.dims:
             loss = NextTokenLoss(model, partial(vocabulary_cross_entropy, group=self.topology.tensor))

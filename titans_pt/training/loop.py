@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from data_pipeline import Loader, PackedSamples, TokenFiles
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
-from titans_pt.config import Config, config_hash
+from titans_pt.config import MEMORY_MIXERS, Config, config_hash
 from titans_pt.errors import UserError
 from titans_pt.evaluation import runner
 from titans_pt.models import build_model
@@ -177,17 +177,18 @@ class Trainer:
         torch.manual_seed((self.config.run.seed * 1_000_003 + self.step) % 2**63)
 
         logged = self.step == 1 or self.step % train.log_every == 0 or self.step == self.last_step
-        probe = memory_probe(self.engine.model) if logged and self.ranks.first else nullcontext(dict)
-        losses, stopwatch = [], Stopwatch(self.ranks.device)
+        losses, memory, stopwatch = [], {}, Stopwatch(self.ranks.device)
         self.profiler.before(self.step)
-        with probe as memory, self.out_of_memory:
+        with self.out_of_memory:
             self.watch.at(f"step {self.step}, reading its samples")
             for n, (ids, reset) in enumerate(self.loader.batches(self.samples)):
                 self.watch.at(f"step {self.step}, micro-batch {n}")
                 batch = self._on_device(ids, reset)
                 stopwatch.mark("data")
+                if logged and n == 0:
+                    memory = self._look(*batch)
+                    stopwatch.mark("probe")
                 losses.append(self.engine.micro_step(*batch, stopwatch.mark))
-            memory = memory()
         local_loss = float(torch.stack(losses).mean()) / self.ranks.world_size
         self.watch.at(f"step {self.step}, the sum of the losses")
         # The one exchange of a step: after it all ranks know the same and act alike.
@@ -222,6 +223,18 @@ class Trainer:
         device = self.ranks.device
         reset = reset.to(device, non_blocking=True) if self.config.data.reset_at_documents else None
         return ids.to(device, non_blocking=True), reset
+
+    def _look(self, ids: Tensor, reset: Tensor | None) -> dict[str, float]:
+        """The means of memory_probe over a micro-batch's first sample, which is read once more for it.
+
+        Not in passing: a compiled block knows no hooks. On all ranks, since a forward pass may be collective.
+        """
+        if not set(self.config.model.pattern) & set(MEMORY_MIXERS):
+            return {}
+        with memory_probe(self.engine.model) as means, torch.compiler.set_stance("force_eager"):
+            one = torch.ones(1, device=ids.device)
+            self.engine.validation_loss([(ids[:1], None if reset is None else reset[:1], one)])
+            return means()
 
     def _note_nonfinite(self, loss: float, first_sample: int):
         """Records a step that was skipped: weights and moments are as before, the data has moved on."""

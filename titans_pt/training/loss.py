@@ -41,7 +41,7 @@ class NextTokenLoss(nn.Module):
             A scalar. It is NaN where the plain mean is infinite and no weights are given: its gradients are then
             NaN on every parameter, and the one check of the gradient norm decides for all ranks.
         """
-        x, _ = self.model(ids[:, :-1], reset=reset, head=False)
+        x, _ = self.model(ids[:, :-1], reset=reset, head=False, output_final_state=not self.training)
         targets = ids[:, 1:]
         count = rows_at_once(*targets.shape, self.model.config.vocab_size)
         if count == len(x):

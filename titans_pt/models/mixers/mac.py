@@ -72,8 +72,7 @@ class MAC(nn.Module):
         attention = self.attention
         batch, length = x.shape[:2]
         base = state.position if state else 0
-        place = torch.arange(base, base + length)  # masks and cuts are made on the host
-        position = place.to(x.device)
+        position = torch.arange(base, base + length, device=x.device)
         queries, read_conv = self.read(x, state and state.read_conv, reset)
         plain = attention.heads(attention.q(x))
         q = rotate(plain, position, attention.rope_base)
@@ -84,13 +83,14 @@ class MAC(nn.Module):
             persistent = [p.expand(batch, -1, -1, -1) for p in attention.keys_values(self.persistent[None])]
         initial, norm = self.memory.network()
         initial = tuple(w.to(state_dtype(x)).expand(batch, *w.shape) for w in initial)
+        # Who sees what is decided on the host, with plain numbers: they are known before the computation starts.
         if state:
-            memory, read_weights, carried = state.memory, state.read_weights, state.offset
-            h_k, h_v, h_place = state.h_k.to(k.dtype), state.h_v.to(v.dtype), state.h_place
+            memory, read_weights, carried = state.memory, state.read_weights, state.offset.tolist()
+            h_k, h_v, h_place = state.h_k.to(k.dtype), state.h_v.to(v.dtype), state.h_place.tolist()
             k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
         else:
-            memory, read_weights, carried = None, initial, torch.zeros(batch, dtype=torch.int64)
-            h_k, h_v, h_place = k[:, :0], v[:, :0], place[:0]
+            memory, read_weights, carried = None, initial, [0] * batch
+            h_k, h_v, h_place = k[:, :0], v[:, :0], []
         first = base + length - k.shape[1]  # place of the oldest token in k, v
 
         def call(step, *arguments):
@@ -100,22 +100,21 @@ class MAC(nn.Module):
         for begin, end, starts, documents, offset in self._pieces(carried, reset, length):
             current = memory.memory.weights if memory else initial
             read_weights = _choose(starts, _choose(documents, initial, current), read_weights)
-            segment_start = base + begin - offset  # (B,) place of the first token of each row's segment
-            oldest = int(segment_start.min())
+            segment_start = [base + begin - tokens for tokens in offset]  # place of each row's segment's first token
+            oldest = min(segment_start)
 
-            chosen = ((place[begin:end] - segment_start[:, None]) % self.stride == 0).any(0).nonzero().flatten() + begin
-            if len(chosen):
-                index = chosen.to(x.device)
+            new = self._groups(base + begin, base + end, segment_start)
+            if new:
+                index = torch.tensor([place - base for place in new], device=x.device)
                 new_k, new_v = call(MAC._recall, queries[:, index], position[index], read_weights, norm)
-                h_k, h_v = torch.cat([h_k, new_k], 1), torch.cat([h_v, new_v], 1)
-                h_place = torch.cat([h_place, place[chosen]])
-            past = int((h_place < oldest).sum())
+                h_k, h_v, h_place = torch.cat([h_k, new_k], 1), torch.cat([h_v, new_v], 1), h_place + new
+            past = sum(place < oldest for place in h_place)
             h_k, h_v, h_place = h_k[:, past:], h_v[:, past:], h_place[past:]
 
             tokens = slice(oldest - first, base + end - first)
             mask = None  # of a piece that is the start of a segment in all rows: segment_attention knows who sees what
-            if (segment_start != base + begin).any():
-                mask = self._mask(place[begin:end], torch.arange(oldest, base + end), h_place, segment_start)
+            if any(offset):
+                mask = self._mask(range(base + begin, base + end), range(oldest, base + end), h_place, segment_start)
                 mask = mask.to(x.device)
             keys, values = torch.cat([h_k, k[:, tokens]], 1), torch.cat([h_v, v[:, tokens]], 1)
             piece, documents = slice(begin, end), None if reset is None else reset[:, begin:end]
@@ -124,14 +123,20 @@ class MAC(nn.Module):
             )
             outputs.append(o)
 
-        offset = (offset + end - begin) % self.segment
-        oldest = base + length - int(offset.max())
-        past, keep = int((h_place < oldest).sum()), oldest - first
+        offset = [(tokens + end - begin) % self.segment for tokens in offset]
+        oldest = base + length - max(offset)
+        past, keep = sum(place < oldest for place in h_place), oldest - first
         state = MACState(
-            memory, read_weights, read_conv, k[:, keep:], v[:, keep:], h_k[:, past:], h_v[:, past:], h_place[past:],
-            offset, base + length,
+            memory, read_weights, read_conv, k[:, keep:], v[:, keep:], h_k[:, past:], h_v[:, past:],
+            torch.tensor(h_place[past:], dtype=torch.int64), torch.tensor(offset), base + length,
         )  # fmt: skip
         return self.out(torch.cat(outputs, 1)), state
+
+    def _groups(self, begin: int, end: int, segment_start: list[int]) -> list[int]:
+        """Places in begin .. end - 1 at which a group of ``stride`` tokens starts in any row, ascending."""
+        starts = set(segment_start)
+        found = [range(begin + (start - begin) % self.stride, end, self.stride) for start in starts]
+        return list(found[0]) if len(found) == 1 else sorted(set().union(*found))
 
     def _recall(self, queries: Tensor, position: Tensor, weights, norm) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, (B, m, H, D), of the memory tokens read with queries (B, m, H, D)."""
@@ -155,29 +160,30 @@ class MAC(nn.Module):
         m, memory = self.memory(x + self.write * attended, memory, reset)
         return self.gate(x, x + attended, m), memory
 
-    def _pieces(self, offset: Tensor, reset: Tensor | None, length: int):
+    def _pieces(self, offset: list[int], reset: Tensor | None, length: int):
         """Cuts the call wherever a segment starts in ANY row: then every row has one segment in a piece.
 
-        Yields begin, end, the rows (B,) whose segment and whose document start at begin, and the offsets there.
+        Yields begin, end, and for each row: does a segment, does a document start at begin, and the offset there.
         """
         reset = None if reset is None else reset.cpu()
         cuts = [length] if reset is None else [*reset.any(0).nonzero().flatten().tolist(), length]
         begin = 0
         while begin < length:
-            documents = torch.zeros_like(offset, dtype=torch.bool) if reset is None else reset[:, begin]
-            starts = documents | (offset == 0)
-            offset = torch.where(starts, 0, offset)
-            end = min(begin + self.segment - int(offset.max()), next(c for c in cuts if c > begin))
+            documents = [False] * len(offset) if reset is None else reset[:, begin].tolist()
+            offset = [0 if document else tokens for document, tokens in zip(documents, offset, strict=True)]
+            starts = [tokens == 0 for tokens in offset]
+            end = min(begin + self.segment - max(offset), next(cut for cut in cuts if cut > begin))
             yield begin, end, starts, documents, offset
-            offset = (offset + end - begin) % self.segment
+            offset = [(tokens + end - begin) % self.segment for tokens in offset]
             begin = end
 
-    def _mask(self, query: Tensor, key: Tensor, h_key: Tensor, segment_start: Tensor) -> Tensor:
+    def _mask(self, query: range, key: range, h_key: list[int], segment_start: list[int]) -> Tensor:
         """Places of T queries, S tokens and M memory tokens, segment_start (B,) -> bool (B or 1, T, M + S)."""
-        if bool((segment_start == segment_start[0]).all()):
+        if len(set(segment_start)) == 1:
             segment_start = segment_start[:1]
-        start = segment_start[:, None, None]
-        query = query[:, None]
+        start = torch.tensor(segment_start)[:, None, None]
+        query = torch.arange(query.start, query.stop)[:, None]
+        key, h_key = torch.arange(key.start, key.stop), torch.tensor(h_key, dtype=torch.int64)
         tokens = (key <= query) & (key >= start)
         memory_tokens = (h_key <= query) & (h_key >= start) & ((h_key - start) % self.stride == 0)
         return torch.cat([memory_tokens, tokens], -1)
@@ -185,7 +191,7 @@ class MAC(nn.Module):
 
 def _worth_compiling(x: Tensor) -> bool:
     """On a GPU the segments, which wait for one another, would otherwise be a storm of small launches."""
-    return x.is_cuda
+    return x.is_cuda and not torch.compiler.is_compiling()
 
 
 @functools.cache
@@ -194,10 +200,10 @@ def _compiled(step):
     return torch.compile(step, dynamic=False)
 
 
-def _choose(rows: Tensor, yes: tuple[Tensor, ...], no: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """rows (B,) bool on the host; tensors (B, H, d_in, d_out). No copy where all rows agree."""
-    if rows.all():
+def _choose(rows: list[bool], yes: tuple[Tensor, ...], no: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """rows: B; tensors (B, H, d_in, d_out). No copy where all rows agree."""
+    if all(rows):
         return yes
-    if not rows.any():
+    if not any(rows):
         return no
-    return choose(rows.to(yes[0].device), yes, no)
+    return choose(torch.tensor(rows, device=yes[0].device), yes, no)

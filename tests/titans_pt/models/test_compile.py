@@ -1,0 +1,86 @@
+"""Training's torch.compile: nothing of a block is left outside on a GPU, and compiled is what it was."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kernels import attention, memory
+from kernels.attention import providers
+from kernels.memory.fused import fused_memory
+from titans_pt.config import MemoryConfig, ModelConfig
+from titans_pt.models import build_model
+from titans_pt.training.loss import NextTokenLoss
+
+MODELS = {name: [name] for name in ("lmm", "mac", "mag", "mal", "attention", "swa")} | {"hybrid": ["lmm", "swa", "mac"]}
+
+
+def small(mixers, n_layers=None):
+    config = ModelConfig(
+        mixers=mixers, vocab_size=50, d_model=64, n_layers=n_layers or len(mixers), n_heads=2, mlp_hidden=24,
+        window=32, segment=32, memory_tokens=16, persistent_tokens=3, memory=MemoryConfig(expansion=2),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return build_model(config)
+
+
+@pytest.fixture
+def dynamo():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mixers", MODELS.values(), ids=MODELS)
+def test_no_graph_break_on_the_paths_of_a_gpu(mixers, dynamo, monkeypatch):
+    """Tensors without contents take the GPU's paths: the fused memory's operators and FlashAttention's."""
+    monkeypatch.setattr(memory.dispatch, "_fused", lambda *_: fused_memory)
+    monkeypatch.setattr(providers, "flash_serves", lambda q: True)
+    monkeypatch.setattr(attention.dispatch, "flash_serves", lambda q: True)
+    model = small(mixers)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in model.modules():
+            for name, p in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(torch.empty(p.shape, dtype=torch.bfloat16)))
+        ids = torch.empty(2, 97, dtype=torch.int64)
+        found = torch._dynamo.explain(lambda ids: model(ids, output_final_state=False)[0])(ids)
+    assert (found.graph_count, found.break_reasons) == (1, [])
+
+
+@pytest.mark.parametrize("mixers", [
+    pytest.param(mixers, id=name, marks=[] if name in ("lmm", "swa") else pytest.mark.slow)
+    for name, mixers in MODELS.items()
+])  # fmt: skip
+def test_compiled_equals_eager(mixers, dynamo, monkeypatch):
+    # Inductor's code would take minutes to build; what is traced, and its derivative, is the same.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    loss = NextTokenLoss(small(mixers)).train()
+    ids = torch.randint(0, 50, (2, 66), generator=torch.Generator().manual_seed(1))
+
+    def gradients():
+        value = loss(ids, None)
+        return torch.autograd.grad(value, list(loss.parameters())), value
+
+    (eager, expected), _ = gradients(), loss.model.set_compiled(True)
+    compiled, value = gradients()
+    torch.testing.assert_close(value, expected)
+    for a, b in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+def test_alike_blocks_share_their_code(dynamo, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    loss = NextTokenLoss(small(["swa"], n_layers=4)).train()
+    loss.model.set_compiled(True)
+    ids = torch.zeros(2, 66, dtype=torch.int64)
+    for _ in range(2):
+        loss(ids, None).backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    loss.eval()(ids, None)
+    loss.model(ids[:, :9])
+    assert counters["stats"]["unique_graphs"] == 1, "only training's calls are compiled"
