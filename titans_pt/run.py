@@ -156,10 +156,18 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor]):
     """Fills a model with the weights of a checkpoint; every name must be there, and none be left over.
 
     A parameter with two names (tied embeddings) is kept under its first one.
+
+    Raises:
+        UserError: the names are others: a version of this project wrote them whose models had other parameters.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     aliases = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     weights = weights | {name: weights[first] for name, first in aliases.items() if first in weights}
+    if different := sorted(weights.keys() ^ model.state_dict().keys()):
+        raise UserError(
+            f"the checkpoint is of another version of this project: {len(different)} parameters differ, such as "
+            f"{different[0]}; use the version that versions.json of its run folder names, or train it again"
+        )
     model.load_state_dict(weights, strict=True)
 
 
