@@ -1,6 +1,6 @@
 """Tensor x data x ZeRO stage: training must not depend on it, nor on a change of it in the middle of a run.
 
-    python -m tests.matrix [MODEL ...]        prints both tables (minutes a model on two cores)
+    python -m tests.matrix [equality | resume] [MODEL ...]    prints both tables or one, of all models or those named
 
 Equality: 20 steps under every combination against one process. Resume: 10 steps under each combination, saved, then
 10 under each other one, against 20 steps of one process.
@@ -88,23 +88,29 @@ def name_of(combination: Combination) -> str:
     return "{}x{}z{}".format(*combination)
 
 
-def main(models: list[str]):
+def main(words: list[str]):
+    tables = [word for word in words if word in ("equality", "resume")] or ["equality", "resume"]
+    models = [word for word in words if word not in tables] or list(MODELS)
+    print("Largest relative difference of losses and gradient norms; tensor x data z ZeRO stage.")
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(Path(folder))
         config = write_config(Path(folder), corpus)
-        print("Largest relative difference of losses and gradient norms; tensor x data z ZeRO stage.\n")
-        print("| 20 steps against 1x1z1 |", *(f"{name_of(c)} |" for c in ALL))
-        print("|---|", *["---|"] * len(ALL), sep="")
-        for model in models:
-            found = equality(config, Path(folder), model, ALL)
-            print(f"| {model} |", *(f"{found[c]:.0e} |" for c in ALL), flush=True)
-        for model in models:
+        if "equality" in tables:
+            _head("20 steps against 1x1z1")
+            for model in models:
+                found = equality(config, Path(folder), model, ALL)
+                print(f"| {model} |", *(f"{found[c]:.0e} |" for c in ALL), flush=True)
+        for model in models if "resume" in tables else ():
             found = resume(config, Path(folder), model, ALL, ALL)
-            print(f"\n| {model}: 10 steps as below, then 10 as on the right |", *(f"{name_of(c)} |" for c in ALL))
-            print("|---|", *["---|"] * len(ALL), sep="")
+            _head(f"{model}: 10 steps as below, then 10 as on the right")
             for source in ALL:
                 print(f"| {name_of(source)} |", *(f"{found[source, t]:.0e} |" for t in ALL), flush=True)
 
 
+def _head(title: str):
+    print(f"\n| {title} |", *(f"{name_of(c)} |" for c in ALL))
+    print("|---|", *["---|"] * len(ALL), sep="", flush=True)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(MODELS))
+    main(sys.argv[1:])

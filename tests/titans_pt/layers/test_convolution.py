@@ -1,0 +1,56 @@
+"""The short convolution against a loop, in pieces, with documents, and compiled."""
+
+import pytest
+import torch
+
+from titans_pt.layers.convolution import ShortConvolution
+
+T, CHANNELS = 11, 3
+
+
+def by_hand(x, weight, reset):
+    """y_t = sum_l w_l x_{t-l} as far back as t's document goes; conv1d has its last tap at the newest token."""
+    y = torch.zeros_like(x)
+    for row in range(len(x)):
+        start = 0
+        for t in range(x.shape[1]):
+            start = t if reset is not None and reset[row, t] else start
+            for lag in range(min(weight.shape[1], t - start + 1)):
+                y[row, t] += weight[:, weight.shape[1] - 1 - lag] * x[row, t - lag]
+    return y
+
+
+@pytest.fixture
+def case():
+    torch.manual_seed(0)
+    reset = torch.zeros(2, T, dtype=torch.bool)
+    reset[0, [0, 4, 5]] = reset[1, 9] = True
+    return ShortConvolution(CHANNELS, 4).double(), torch.randn(2, T, CHANNELS, dtype=torch.float64), reset
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("cut", [1, 2, 5, T])
+def test_by_hand_in_pieces(case, documents, cut):
+    conv, x, reset = case
+    reset = reset if documents else None
+    state, outputs = None, []
+    for first in range(0, T, cut):
+        piece = slice(first, first + cut)
+        y, state = conv(x[:, piece], state, None if reset is None else reset[:, piece])
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), by_hand(x, conv.weight, reset))
+
+
+def test_compiled(case):
+    conv, x, _ = case
+    state = torch.randn(2, 3, CHANNELS, dtype=torch.float64)
+    y, after = torch.compile(conv, fullgraph=True, backend="aot_eager")(x, state)
+    expected, end = conv(x, state)
+    torch.testing.assert_close(y, expected)
+    assert torch.equal(after, end)
+
+
+def test_width_one_is_nothing(case):
+    _, x, _ = case
+    y, state = ShortConvolution(CHANNELS, 1)(x)
+    assert y is x and state.shape == (2, 0, CHANNELS)
