@@ -231,8 +231,16 @@ def _benchmark_training(options: argparse.Namespace):
 
     lengths = [int(word) for word in options.lengths.split(",")]
     benchmark_training(
-        Path(options.out), options.config, options.models.split(","), lengths, options.tokens, options.sweeps
-    )
+        Path(options.out), options.config, options.overrides, options.models.split(","), lengths, options.tokens,
+        options.sweeps,
+    )  # fmt: skip
+
+
+def _benchmark_stream(options: argparse.Namespace):
+    config = load_config(options.config, options.overrides)
+    from titans_pt.benchmarks.stream import benchmark_stream
+
+    benchmark_stream(Path(options.out), config, options.tokens, options.stretches)
 
 
 def _recall(options: argparse.Namespace):
@@ -407,11 +415,21 @@ def _parser() -> argparse.ArgumentParser:
     config = "a YAML file; {model} in it becomes the model's name (default: %(default)s)"
     training.add_argument("--config", default="configs/170m/{model}.yaml", metavar="FILE", help=config)
     models = "lmm,mac,mag,mal,transformer,gated-deltanet,mamba2,deltanet,gla"
+    training.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
     training.add_argument("--models", default=models, metavar="NAMES", help="(default: %(default)s)")
     lengths = "tokens a sequence (default: %(default)s)"
     training.add_argument("--lengths", default="2048,4096,8192,16384,32768", metavar="NUMBERS", help=lengths)
     training.add_argument("--tokens", type=int, default=32_768, metavar="N", help=together)
     training.add_argument("--sweeps", action="store_true", help="also memories of depth 1 to 4, and of several chunks")
+
+    text = "a long stream of random tokens through an untrained model, its state carried"
+    stream = kind("stream", _benchmark_stream, text, rounds=False)
+    stream.add_argument("config", metavar="CONFIG", help=yaml)
+    stream.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+    text = "of the stream (default: %(default)s)"
+    stream.add_argument("--tokens", type=_from(1), default=10_000_000, metavar="N", help=text)
+    text = "equal parts that are timed each (default: %(default)s)"
+    stream.add_argument("--stretches", type=_from(1), default=10, metavar="N", help=text)
 
     recall = command("recall", _recall, "train small models to recall, with memory and without", "config", yaml)
     recall.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)

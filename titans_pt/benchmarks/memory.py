@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from titans_pt.benchmarks.process import memory_mib
 from titans_pt.config import MemoryConfig
 from titans_pt.layers.memory import NeuralMemory
 from titans_pt.run import versions
@@ -116,7 +117,7 @@ def measure(case: str, tokens: int) -> Measurement:
     """case: titans_pt, titans-pytorch (forward and backward of one call) or stream (forward, in pieces)."""
     layer = _build(case)
     x = torch.randn(1, tokens, WIDTH)
-    start = _memory_kib("VmRSS")
+    start = memory_mib("VmRSS")
     repeats = max(1, min(6, 6 * 1024 // tokens))
     forward, backward = [], []
     for n in range(repeats + (1 if tokens <= 4096 else 0)):
@@ -134,14 +135,8 @@ def measure(case: str, tokens: int) -> Measurement:
         if n or tokens > 4096:  # the first of the short ones warms up
             forward.append(between - began)
             backward.append(time.perf_counter() - between)
-    peak = _memory_kib("VmHWM") - start
-    return Measurement(case, tokens, statistics.median(forward), statistics.median(backward), peak / 1024)
-
-
-def _memory_kib(field: str) -> int:
-    """A line of Linux's account of this process. (ru_maxrss would start at the parent's peak.)"""
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field))
+    peak = memory_mib("VmHWM") - start
+    return Measurement(case, tokens, statistics.median(forward), statistics.median(backward), peak)
 
 
 if __name__ == "__main__":

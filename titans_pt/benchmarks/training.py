@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from titans_pt.benchmarks.process import memory_mib
 from titans_pt.config import Config, ModelConfig, load_config
 from titans_pt.evaluation.records import write_whole
 from titans_pt.models import build_model
@@ -70,11 +71,14 @@ class Measurement:
     failure: str = ""
 
 
-def benchmark_training(out: Path, config: str, models: list[str], lengths: list[int], tokens: int, sweeps: bool):
+def benchmark_training(
+    out: Path, config: str, overrides: list[str], models: list[str], lengths: list[int], tokens: int, sweeps: bool
+):
     """Measures, prints a table, writes ``out``/training.{md,csv,json,png}.
 
     Args:
         config: a YAML file; {model} in it becomes the model's name, without it model.mixers is set instead.
+        overrides: key=value words for every case.
         tokens: B * T of a step, for every length.
         sweeps: also the memory's depths and chunk sizes, at the middle length.
     """
@@ -87,14 +91,15 @@ def benchmark_training(out: Path, config: str, models: list[str], lengths: list[
         cases += [Case(m, middle, chunk=chunk) for chunk in CHUNKS for m in titans]
     found = []
     for case in cases:
-        found.append(_in_a_process(case, config, tokens))
+        found.append(_in_a_process(case, config, overrides, tokens))
         print(table(found[-1:]).splitlines()[-1], flush=True)
     write_whole(out / "training.md", lambda path: path.write_text(table(found)))
     with (out / "training.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, asdict(found[0]))
         writer.writeheader()
         writer.writerows(asdict(m) for m in found)
-    about = versions() | {"config": config, "tokens": tokens, "threads": torch.get_num_threads()}
+    settings = {"config": config, "overrides": overrides, "tokens": tokens}
+    about = versions() | settings | {"threads": torch.get_num_threads()}
     (out / "training.json").write_text(json.dumps(about, indent=1) + "\n")
     plot([m for m in found if m.depth is None and m.chunk is None and not m.failure], out / "training.png")
     print(f"\n{table(found)}\n{out / 'training.md'}")
@@ -138,9 +143,9 @@ def plot(found: list[Measurement], path: Path):
 # ---- one case, in its own process
 
 
-def _in_a_process(case: Case, config: str, tokens: int) -> Measurement:
-    words = [sys.executable, "-m", "titans_pt.benchmarks.training", json.dumps([asdict(case), config, tokens,
-                                                                               torch.get_num_threads()])]  # fmt: skip
+def _in_a_process(case: Case, config: str, overrides: list[str], tokens: int) -> Measurement:
+    arguments = json.dumps([asdict(case), config, overrides, tokens, torch.get_num_threads()])
+    words = [sys.executable, "-m", "titans_pt.benchmarks.training", arguments]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -148,11 +153,11 @@ def _in_a_process(case: Case, config: str, tokens: int) -> Measurement:
     return Measurement(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def case_config(case: Case, config: str, tokens: int) -> Config:
-    """The settings of a case: the file's, with the case's own and one micro-batch a step."""
+def case_config(case: Case, config: str, more: list[str], tokens: int) -> Config:
+    """The settings of a case: the file's, with ``more``, the case's own and one micro-batch a step."""
     layer = case.model in OTHERS
     name = "transformer" if layer else case.model
-    overrides = [f"data.seq_len={case.length}", f"train.batch_tokens={tokens}", f"train.micro_batch={tokens}"]
+    overrides = [*more, f"data.seq_len={case.length}", f"train.batch_tokens={tokens}", f"train.micro_batch={tokens}"]
     if "{model}" not in config:
         overrides.append(f"model.mixers=[{'attention' if name == 'transformer' else name}]")
     if case.depth:
@@ -188,7 +193,7 @@ def measure(case: Case, config: Config) -> Measurement:
         for _ in range(2):
             step()
         seconds = statistics.median(step() for _ in range(STEPS))
-        peak = torch.cuda.max_memory_allocated() / 2**20 if ranks.device.type == "cuda" else _peak_mib()
+        peak = torch.cuda.max_memory_allocated() / 2**20 if ranks.device.type == "cuda" else memory_mib("VmHWM")
         profiler = start_profile()
         step()
         profiler.stop()
@@ -235,14 +240,8 @@ def _replace_mixers(model: nn.Module, layer: str):
         block.mlp = SwiGLU(config.d_model, hidden)
 
 
-def _peak_mib() -> float:
-    """Largest resident set of this process so far, of Linux's account."""
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1024
-
-
 if __name__ == "__main__":
-    _case, _config, _tokens, _threads = json.loads(sys.argv[1])
+    _case, _config, _overrides, _tokens, _threads = json.loads(sys.argv[1])
     torch.set_num_threads(_threads)
     _case = Case(**_case)
-    print(json.dumps(asdict(measure(_case, case_config(_case, _config, _tokens)))))
+    print(json.dumps(asdict(measure(_case, case_config(_case, _config, _overrides, _tokens)))))

@@ -1,6 +1,8 @@
 """Next-token cross-entropy around a model."""
 
+import importlib.util
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +18,24 @@ def rows_at_once(rows: int, length: int, vocabulary: int) -> int:
     return min(rows, max(1, LOGITS_BYTES // (4 * length * vocabulary)))
 
 
+@cache
+def _liger() -> nn.Module | None:
+    """liger-kernel's head and cross-entropy in one, (weight, x, targets) -> mean; None where it is not installed."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return None
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
+
+
 class NextTokenLoss(nn.Module):
     """The model and its loss as one module, so that an engine sees one forward call.
 
     The logits of a micro-batch, (B, T, V) in fp32, would be the largest tensor of all: the head is applied to a few
-    samples at a time, and once more in the backward pass (6 % of the work of a 170M model at V = 32,000). ``model``
-    is a LanguageModel. ``cross_entropy`` takes what F.cross_entropy takes: another one serves logits of which a rank
-    holds a part.
+    samples at a time, and once more in the backward pass (6 % of the work of a 170M model at V = 32,000). On a GPU with
+    liger-kernel installed, its fused kernel takes their place, which has the gradients at once: for a whole head, its
+    gradient summed in fp32. ``model`` is a LanguageModel. ``cross_entropy`` takes what F.cross_entropy takes: another
+    one serves logits of which a rank holds a part.
     """
 
     def __init__(self, model: nn.Module, cross_entropy: Callable[..., Tensor] = F.cross_entropy):
@@ -43,6 +56,9 @@ class NextTokenLoss(nn.Module):
         """
         x, _ = self.model(ids[:, :-1], reset=reset, head=False, output_final_state=not self.training)
         targets = ids[:, 1:]
+        if weight is None and self._fused(x):
+            loss = _liger()(self.model.head.weight, x.flatten(0, 1), targets.flatten())
+            return loss * (1.0 + 0.0 * loss.detach())
         count = rows_at_once(*targets.shape, self.model.config.vocab_size)
         if count == len(x):
             samples = self._samples(x, targets)
@@ -53,6 +69,10 @@ class NextTokenLoss(nn.Module):
             loss = samples.mean()
             return loss * (1.0 + 0.0 * loss.detach())
         return (samples * weight).sum() / weight.sum().clamp(min=torch.finfo(torch.float32).tiny)
+
+    def _fused(self, x: Tensor) -> bool:
+        whole = self.cross_entropy is F.cross_entropy and self.model.head.weight.numel() > 0  # ZeRO 3 leaves it empty
+        return x.is_cuda and whole and _liger() is not None
 
     def _samples(self, x: Tensor, targets: Tensor) -> Tensor:
         """x (b, T, d_model), targets (b, T) -> mean loss of each sample, (b,) fp32."""

@@ -12,19 +12,19 @@ SMALL = "configs/quickstart.yaml"
 
 
 def test_case_settings():
-    config = case_config(Case("mag", 512, depth=3, chunk=16), SMALL, 2048)
+    config = case_config(Case("mag", 512, depth=3, chunk=16), SMALL, ["train.lr=0.5"], 2048)
     assert config.model.pattern == ["mag"] * 3 and config.data.seq_len == 512
     assert (config.model.memory.depth, config.model.memory.chunk_size) == (3, 16)
-    assert config.train.batch_tokens == 2048
-    paper = case_config(Case("transformer", 4096), "configs/170m/{model}.yaml", 32768)
+    assert config.train.batch_tokens == 2048 and config.train.lr == 0.5
+    paper = case_config(Case("transformer", 4096), "configs/170m/{model}.yaml", [], 32768)
     assert set(paper.model.pattern) == {"attention"}
-    assert case_config(Case("gla", 4096), "configs/170m/{model}.yaml", 32768).model == paper.model
+    assert case_config(Case("gla", 4096), "configs/170m/{model}.yaml", [], 32768).model == paper.model
 
 
 def test_measures_and_reports(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(training, "DEPTHS", (1,))
     monkeypatch.setattr(training, "CHUNKS", ())
-    benchmark_training(tmp_path, SMALL, ["lmm", "gla"], [256], 512, sweeps=True)
+    benchmark_training(tmp_path, SMALL, [], ["lmm", "gla"], [256], 512, sweeps=True)
     with (tmp_path / "training.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(r["model"], r["length"], r["depth"]) for r in rows] == [("lmm", "256", ""), ("gla", "256", ""),

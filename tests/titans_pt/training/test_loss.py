@@ -73,3 +73,18 @@ def test_a_few_rows_at_a_time_are_the_same(weight, monkeypatch):
     for a, b in zip(part_grads, grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
     assert most == 5 * 20 * 300 and most_of_parts < 20 * 300, "no logits are kept"
+
+
+def test_the_fused_head_is_the_same(monkeypatch):
+    """liger-kernel's, in Triton's interpreter."""
+    torch.manual_seed(0)
+    settings = ModelConfig(mixers=["lmm"], vocab_size=300, d_model=16, n_layers=1, n_heads=2, mlp_hidden=16)
+    loss, ids = NextTokenLoss(build_model(settings)), torch.randint(0, 300, (3, 22))
+    expected = loss(ids, None)
+    expected_grads = torch.autograd.grad(expected, list(loss.parameters()))
+    monkeypatch.setattr(NextTokenLoss, "_fused", lambda self, x: True)
+    monkeypatch.setattr(loss, "_samples", None)  # nobody asks for it
+    found = loss(ids, None)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(torch.autograd.grad(found, list(loss.parameters())), expected_grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)

@@ -1,0 +1,108 @@
+"""A long stream through a model whose state is carried: speed and memory against the tokens that were read."""
+
+import csv
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from titans_pt.benchmarks.process import memory_mib
+from titans_pt.config import Config
+from titans_pt.errors import UserError
+from titans_pt.evaluation.records import write_whole
+from titans_pt.evaluation.stream import best_device, prefill
+from titans_pt.models import build_model
+from titans_pt.run import versions
+from titans_pt.state import state_bytes
+
+
+@dataclass
+class Stretch:
+    """tokens: read up to its end. tokens_per_second: of it alone. peak_mib: largest allocation so far (a CPU's: of the
+    process). state_mib: what is carried on."""
+
+    tokens: int
+    tokens_per_second: float
+    peak_mib: float
+    state_mib: float
+
+
+def benchmark_stream(out: Path, config: Config, tokens: int, stretches: int):
+    """Reads, prints a table, writes ``out``/stream.{md,csv,json,png}.
+
+    Random tokens, untrained weights (speed and memory do not depend on them), one row, bf16 on a GPU and fp32 on a CPU,
+    in pieces of evaluation.prefill_tokens. One more stretch is read before, to warm up.
+
+    Raises:
+        UserError: fewer tokens than stretches.
+    """
+    if tokens < stretches:
+        raise UserError(f"--tokens: given {tokens}; at least the {stretches} stretches of --stretches")
+    out.mkdir(parents=True, exist_ok=True)
+    found = read(config, tokens // stretches, stretches)
+    text = table(found)
+    write_whole(out / "stream.md", lambda path: path.write_text(text))
+    with (out / "stream.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, asdict(found[0]))
+        writer.writeheader()
+        writer.writerows(asdict(s) for s in found)
+    about = versions() | {"model": config.model.model_dump(mode="json"), "threads": torch.get_num_threads()}
+    (out / "stream.json").write_text(json.dumps(about, indent=1) + "\n")
+    plot(found, out / "stream.png")
+    print(f"\n{text}\n{out / 'stream.md'}")
+
+
+def read(config: Config, stretch: int, count: int) -> list[Stretch]:
+    """``count`` stretches of ``stretch`` tokens, one after the other, after one that is not counted."""
+    device = torch.device(best_device())
+    on_gpu = device.type == "cuda"
+    torch.manual_seed(0)
+    model = build_model(config.model).to(device, torch.bfloat16 if on_gpu else torch.float32).eval()
+    found, state = [], None
+    for n in range(count + 1):
+        ids = torch.randint(0, config.model.vocab_size, (1, stretch), dtype=torch.int32)
+        began = time.perf_counter()
+        logits, state = prefill(model, ids, config.evaluation.prefill_tokens, state)
+        logits.sum().item()  # waits for the device
+        seconds = time.perf_counter() - began
+        peak = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else memory_mib("VmHWM")
+        if n:
+            found.append(Stretch(n * stretch, stretch / seconds, peak, state_bytes(state) / 2**20))
+            print(table(found[-1:]).splitlines()[-1], flush=True)
+    return found
+
+
+def table(found: list[Stretch]) -> str:
+    """Markdown, a line a stretch; under several, how far they lie apart."""
+    lines = ["| tokens | tokens/s | peak MiB | state MiB |", "|---|---|---|---|"]
+    lines += [f"| {s.tokens:,} | {s.tokens_per_second:,.0f} | {s.peak_mib:.1f} | {s.state_mib:.2f} |" for s in found]
+    if len(found) > 1:
+        speeds, peaks = [s.tokens_per_second for s in found], [s.peak_mib for s in found]
+        mean = len(speeds) / sum(1 / speed for speed in speeds)
+        lines.append(
+            f"\nmean {mean:,.0f} tokens/s, stretches {100 * (min(speeds) / mean - 1):+.1f} % to "
+            f"{100 * (max(speeds) / mean - 1):+.1f} %; peak memory +{100 * (peaks[-1] / peaks[0] - 1):.2f} % from the "
+            "first to the last"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def plot(found: list[Stretch], path: Path):
+    """Speed and peak memory against the tokens read, both from zero."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.8), layout="constrained")
+    speed, memory = figure.subplots(2, sharex=True)
+    tokens = [s.tokens for s in found]
+    speed.plot(tokens, [s.tokens_per_second for s in found], marker="o")
+    speed.set_ylabel("tokens / s")
+    memory.plot(tokens, [s.peak_mib for s in found], marker="o", color="tab:orange")
+    memory.set_ylabel("peak MiB")
+    memory.set_xlabel("tokens read")
+    memory.xaxis.set_major_formatter("{x:,.0f}")
+    for axes in (speed, memory):
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    write_whole(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
