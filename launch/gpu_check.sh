@@ -1,10 +1,17 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: the gpu-marked tests, the kernels' benchmark, a profile; under ten minutes.
-#   launch/gpu_check.sh [FOLDER]     everything is written to FOLDER (runs/gpu), one file of output a step
-# PYTHON=... for another interpreter. A step that fails does not stop the others; the exit status tells.
+# On a machine with a GPU: what can only be checked and measured there, in parts of under ten minutes each.
+#   launch/gpu_check.sh [PART ...]
+# PART  kernels   the gpu-marked tests, the memory kernels' benchmark, a profile of them
+#       training  the whole training step at 4K: our models, flash-linear-attention's layers
+#       lengths   the same from 2K to 32K for some of them (Titans, Figure 9)
+#       sweeps    memory depth 1 to 4 and chunk sizes (Figure 8), compiled against not
+#       long      training at 32K and 128K tokens a sequence; a stream of 10 million
+# Without a PART: kernels. A step that fails does not stop the others; the exit status tells.
+# OUT     folder of all results, one log a step (runs/gpu)
+# PYTHON  another interpreter
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
-out=$(mkdir -p "${1:-runs/gpu}" && cd "${1:-runs/gpu}" && pwd)
+out=$(mkdir -p "${OUT:-runs/gpu}" && cd "${OUT:-runs/gpu}" && pwd)
 python=${PYTHON:-python3}
 status=0
 
@@ -15,12 +22,40 @@ step() {  # step NAME SECONDS COMMAND...
     timeout "$limit" "$@" >"$out/$name.log" 2>&1 || { status=1; echo "   failed ($?): $out/$name.log"; }
     tail -n 4 "$out/$name.log"
 }
+benchmark() {  # benchmark NAME SECONDS WHAT ARGUMENTS...: results in a folder of that name
+    step "$1" "$2" "$python" -m titans_pt benchmark "$3" --out "$out/$1" "${@:4}"
+}
 
-step tests 240 "$python" -m pytest -m gpu -q
-step benchmark 210 "$python" -m titans_pt benchmark kernels --out "$out"
-step profile 60 "$python" -m titans_pt.benchmarks.profile "$out"
-if command -v ncu >/dev/null; then
-    step counters 60 ncu --clock-control none --set basic --kernel-name 'regex:^(scan|read|coefficients)' --launch-count 12 \
-        "$python" -m titans_pt.benchmarks.profile "$out" --once
-fi
+for part in "${@:-kernels}"; do
+    case $part in
+    kernels)
+        step tests 240 "$python" -m pytest -m gpu -q
+        benchmark kernels 210 kernels
+        step profile 60 "$python" -m titans_pt.benchmarks.profile "$out"
+        if command -v ncu >/dev/null; then
+            step counters 60 ncu --clock-control none --set basic --kernel-name 'regex:^(scan|read|coefficients)' \
+                --launch-count 12 "$python" -m titans_pt.benchmarks.profile "$out" --once
+        fi
+        ;;
+    training)
+        benchmark training 580 training --lengths 4096
+        ;;
+    lengths)
+        benchmark lengths 580 training --models lmm,mag,transformer,gated-deltanet --lengths 2048,16384,32768
+        ;;
+    sweeps)
+        benchmark sweeps 300 training --models lmm,mag --lengths 4096 --sweeps
+        benchmark uncompiled 200 training --models lmm,mac,mag,transformer --lengths 4096 train.compile=false
+        ;;
+    long)
+        benchmark train-32k 200 training --models mag --lengths 32768 --tokens 32768
+        benchmark train-128k 200 training --models mag --lengths 131072 --tokens 131072
+        benchmark stream 180 stream configs/170m/mag.yaml evaluation.prefill_tokens=32768
+        ;;
+    *)
+        echo "no such part: $part (kernels, training, lengths, sweeps, long)" >&2
+        exit 2
+        ;;
+    esac
+done
 exit $status

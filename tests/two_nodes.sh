@@ -1,14 +1,20 @@
 #!/usr/bin/env bash
-# Two "nodes" on one machine: network namespaces joined by a veth pair, one torchrun in each. Needs root and iproute2.
-#     tests/two_nodes.sh CONFIG [KEY=VALUE ...]
-# Trains on both, kills everything of node 2 with SIGKILL after some steps, brings it back, and lets the job end.
+# Two "nodes" on one machine: network namespaces joined by a veth pair. Needs root and iproute2.
+#     [LAUNCHER=deepspeed] tests/two_nodes.sh CONFIG [KEY=VALUE ...]
+# Trains on both, kills everything of node 2 with SIGKILL after step KILL_AT (8), brings it back, and lets the job end.
+# LAUNCHER   torchrun (the default): one in each node, which goes on by itself. deepspeed: from node 1, over ssh; it
+#            needs sshd and pdsh, and is started once more after the loss
+# PROCESSES  of each node (1)
 set -euo pipefail
 config=$(realpath "${1:?CONFIG is missing}")
 shift
 cd "$(dirname "$0")/.."
-python=${PYTHON:-python}
-run=$("$python" -c 'import sys; from titans_pt.config import load_config; print(load_config(sys.argv[1], sys.argv[2:]).run.dir)' "$config" "$@")
+export PYTHON=${PYTHON:-python}
+run=$("$PYTHON" -c 'import sys; from titans_pt.config import load_config; print(load_config(sys.argv[1], sys.argv[2:]).run.dir)' "$config" "$@")
 name=titans$$
+scratch=$(mktemp -d)
+# Threads of processes that share two cores wait for each other.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} GLOO_SOCKET_IFNAME=between
 
 # shellcheck disable=SC2329  # called by the trap
 clean() {
@@ -16,37 +22,74 @@ clean() {
         ip netns pids "$name-$n" 2>/dev/null | xargs -r kill -KILL 2>/dev/null || true
         ip netns del "$name-$n" 2>/dev/null || true
     done
+    rm -rf "$scratch"
 }
 trap clean EXIT
 
 for n in 1 2; do ip netns add "$name-$n"; done
-ip link add "v$$-1" netns "$name-1" type veth peer name "v$$-2" netns "$name-2"
+ip link add between netns "$name-1" type veth peer name between netns "$name-2"
 for n in 1 2; do
-    ip -n "$name-$n" addr add "10.9.0.$n/24" dev "v$$-$n"
-    ip -n "$name-$n" link set "v$$-$n" up
+    ip -n "$name-$n" addr add "10.9.0.$n/24" dev between
+    ip -n "$name-$n" link set between up
     ip -n "$name-$n" link set lo up
 done
 
-node() {  # NUMBER: this node's launcher, in its own network
+node() {  # NUMBER: torchrun in this node's own network
     local n=$1
     shift
-    GLOO_SOCKET_IFNAME="v$$-$n" NODES=2 MASTER=10.9.0.1:29500 HOST=$((2 - n)) ADDRESS="10.9.0.$n" \
-        PROCESSES="${PROCESSES:-1}" ip netns exec "$name-$n" launch/torchrun.sh "$config" "$@"
+    NODES=2 MASTER=10.9.0.1:29500 HOST=$((2 - n)) ADDRESS="10.9.0.$n" PROCESSES="${PROCESSES:-1}" \
+        ip netns exec "$name-$n" launch/torchrun.sh "$config" "$@"
 }
-steps() { "$python" -c 'import sys; print(max([0] + [r["step"] for r in __import__("titans_pt.training.metrics", fromlist=["x"]).read_metrics(__import__("pathlib").Path(sys.argv[1], "metrics.jsonl"))]))' "$run"; }
+both() {  # DeepSpeed's launcher on node 1, whose ~/.ssh is one with a key for both
+    # shellcheck disable=SC2016  # for the inner shell
+    ip netns exec "$name-1" unshare --mount bash -c '
+        mkdir -p ~/.ssh && mount --bind "$0" ~/.ssh && exec launch/deepspeed.sh "$0/hosts" "$@"
+    ' "$scratch" "$config" "$@"
+}
+listen() {  # NUMBER: this node's sshd
+    ip netns exec "$name-$1" "$(command -v sshd || echo /usr/sbin/sshd)" -D -f "$scratch/sshd" \
+        -o "ListenAddress=10.9.0.$1" 2>"$scratch/sshd-$1.log" &
+}
+steps() { "$PYTHON" -c 'import sys; print(max([0] + [r["step"] for r in __import__("titans_pt.training.metrics", fromlist=["x"]).read_metrics(__import__("pathlib").Path(sys.argv[1], "metrics.jsonl"))]))' "$run"; }
+lose_node_2() {  # PID of what runs on node 1
+    until (("$(steps)" >= "${KILL_AT:-8}")); do
+        sleep 1
+        kill -0 "$1"
+    done
+    echo "== node 2 is lost at step $(steps)"
+    ip netns pids "$name-2" | xargs -r kill -KILL
+}
 
-node 1 "$@" & first=$!
-node 2 "$@" & second=$!
-until (("$(steps)" >= "${KILL_AT:-8}")); do
-    sleep 1
-    kill -0 "$first"
-done
-echo "== node 2 is lost at step $(steps)"
-ip netns pids "$name-2" | xargs -r kill -KILL
-wait "$second" || true
-sleep 3
-echo "== node 2 is back"
-node 2 "$@" & second=$!
-wait "$first" "$second"
-echo "== both ended; starts and resumes of the job:"
+if [[ "${LAUNCHER:-torchrun}" == deepspeed ]]; then
+    ssh-keygen -q -t ed25519 -N "" -f "$scratch/id_ed25519"
+    ssh-keygen -q -t ed25519 -N "" -f "$scratch/host"
+    cp "$scratch/id_ed25519.pub" "$scratch/authorized_keys"
+    printf '10.9.0.%s slots=%s\n' 1 "${PROCESSES:-1}" 2 "${PROCESSES:-1}" >"$scratch/hosts"
+    echo "10.9.0.* $(cat "$scratch/host.pub")" >"$scratch/known_hosts"
+    printf '%s\n' "HostKey $scratch/host" "AuthorizedKeysFile $scratch/authorized_keys" "StrictModes no" \
+        "PidFile none" "UsePAM no" >"$scratch/sshd"
+    # What the launcher takes to the nodes' environments beside PYTHON...
+    printf '%s\n' "OMP_NUM_THREADS=$OMP_NUM_THREADS" "GLOO_SOCKET_IFNAME=between" "DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}" \
+        >"$scratch/environment"
+    export DS_ENV_FILE=$scratch/environment DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
+    mkdir -p /run/sshd
+    listen 1
+    listen 2
+    both "$@" & first=$!
+    lose_node_2 "$first"
+    wait "$first" || echo "== the job ended with $?"
+    echo "== node 2 is back, the job is started again"
+    listen 2
+    both "$@"
+else
+    node 1 "$@" & first=$!
+    node 2 "$@" & second=$!
+    lose_node_2 "$first"
+    wait "$second" || true
+    sleep 3
+    echo "== node 2 is back"
+    node 2 "$@" & second=$!
+    wait "$first" "$second"
+fi
+echo "== the job ended; its starts and resumes:"
 grep -E "(starting|resuming) at" "$run/log.txt"

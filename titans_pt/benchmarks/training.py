@@ -89,20 +89,24 @@ def benchmark_training(
         titans = [m for m in models if m in TITANS]
         cases += [Case(m, middle, depth=depth) for depth in DEPTHS for m in titans]
         cases += [Case(m, middle, chunk=chunk) for chunk in CHUNKS for m in titans]
+    settings = {"config": config, "overrides": overrides, "tokens": tokens}
+    about = versions() | settings | {"threads": torch.get_num_threads()}
+    (out / "training.json").write_text(json.dumps(about, indent=1) + "\n")
     found = []
     for case in cases:
         found.append(_in_a_process(case, config, overrides, tokens))
         print(table(found[-1:]).splitlines()[-1], flush=True)
+        _write(found, out)  # each time: a benchmark that is cut short leaves what it has
+    print(f"\n{table(found)}\n{out / 'training.md'}")
+
+
+def _write(found: list[Measurement], out: Path):
     write_whole(out / "training.md", lambda path: path.write_text(table(found)))
     with (out / "training.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, asdict(found[0]))
         writer.writeheader()
         writer.writerows(asdict(m) for m in found)
-    settings = {"config": config, "overrides": overrides, "tokens": tokens}
-    about = versions() | settings | {"threads": torch.get_num_threads()}
-    (out / "training.json").write_text(json.dumps(about, indent=1) + "\n")
     plot([m for m in found if m.depth is None and m.chunk is None and not m.failure], out / "training.png")
-    print(f"\n{table(found)}\n{out / 'training.md'}")
 
 
 def table(found: list[Measurement]) -> str:
