@@ -1,7 +1,6 @@
 """``titans inspect``: a text through a trained model, and what its memories made of every token."""
 
-import warnings
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from data_pipeline import StreamDecoder
 from titans_pt.errors import UserError
 from titans_pt.evaluation.records import write_whole
 from titans_pt.evaluation.stream import best_device, device_of
+from titans_pt.inspection.inspection import Inspection
 from titans_pt.inspection.picture import draw
 from titans_pt.inspection.table import table
 from titans_pt.layers.watch import MemoryFigures, watch_memories
@@ -20,52 +20,6 @@ from titans_pt.run import load_run
 
 PIECE = 512
 """Tokens read at once. It decides memory and speed, not the figures."""
-
-AROUND = 256
-"""What is usual for a token is the median from so many tokens before it to so many behind."""
-
-
-@dataclass
-class Inspection:
-    """T tokens, N memories, H heads a memory. All numpy arrays; the .npz file has them under these names.
-
-    ids: (T,) int64. pieces: (T,) str, the tokens' text; joined, the text that was read.
-    nll: (T,) fp32, the model's own loss of each token, -log p(token | those before), nats; NaN for the first.
-    memories: (N,) str, the modules' names, blocks.0.mixer.memory.
-    surprise, theta, eta, alpha, weight_norm, momentum_norm: (N, T, H) fp32, see MemoryFigures.
-    """
-
-    ids: np.ndarray
-    pieces: np.ndarray
-    nll: np.ndarray
-    memories: np.ndarray
-    surprise: np.ndarray
-    theta: np.ndarray
-    eta: np.ndarray
-    alpha: np.ndarray
-    weight_norm: np.ndarray
-    momentum_norm: np.ndarray
-
-    @property
-    def relative(self) -> np.ndarray:
-        """(N, T): surprise, mean over heads, as a multiple of the memory's own median around there. 1 is usual.
-
-        A gradient's scale differs between layers, and drifts with ||M|| (under a LayerNorm it goes as 1 / ||W||): it
-        means nothing by itself. The median, unlike the mean, is not moved by the few tokens that stand out.
-        """
-        heads = self.surprise.mean(-1)
-        padded = np.pad(heads, ((0, 0), (AROUND, AROUND)), constant_values=np.nan)
-        around = np.lib.stride_tricks.sliding_window_view(padded, 2 * AROUND + 1, axis=1)
-        with warnings.catch_warnings():
-            # Of a memory that was never finite all stays NaN.
-            warnings.filterwarnings("ignore", "All-NaN slice")
-            usual = np.nanmedian(around, axis=2)
-        return heads / np.maximum(usual, np.finfo(np.float32).tiny)
-
-    @property
-    def score(self) -> np.ndarray:
-        """(T,): :attr:`relative`, mean over memories."""
-        return self.relative.mean(0)
 
 
 def inspect(

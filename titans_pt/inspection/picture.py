@@ -1,9 +1,6 @@
 """An inspection as one picture: where the memory was surprised, and by which words."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import matplotlib
 import numpy as np
@@ -13,9 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from titans_pt.evaluation.records import write_whole
-
-if TYPE_CHECKING:
-    from titans_pt.inspection.inspector import Inspection
+from titans_pt.inspection.inspection import Inspection
 
 WIDTH = 14.0
 """Inches."""

@@ -1,13 +1,8 @@
 """An inspection in a few lines of text."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:
-    from titans_pt.inspection.inspector import Inspection
+from titans_pt.inspection.inspection import Inspection
 
 
 def table(result: Inspection, top: int = 10, context: int = 30) -> str:
