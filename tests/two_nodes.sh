@@ -50,7 +50,11 @@ listen() {  # NUMBER: this node's sshd
     ip netns exec "$name-$1" "$(command -v sshd || echo /usr/sbin/sshd)" -D -f "$scratch/sshd" \
         -o "ListenAddress=10.9.0.$1" 2>"$scratch/sshd-$1.log" &
 }
-steps() { "$PYTHON" -c 'import sys; print(max([0] + [r["step"] for r in __import__("titans_pt.training.metrics", fromlist=["x"]).read_metrics(__import__("pathlib").Path(sys.argv[1], "metrics.jsonl"))]))' "$run"; }
+steps() {  # the last that was logged
+    local found
+    found=$(grep -ho '"step": [0-9]*' "$run/metrics.jsonl" 2>/dev/null | tail -n 1 | tr -dc 0-9 || true)
+    echo "${found:-0}"
+}
 lose_node_2() {  # PID of what runs on node 1
     until (("$(steps)" >= "${KILL_AT:-8}")); do
         sleep 1

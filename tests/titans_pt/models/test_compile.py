@@ -18,9 +18,9 @@ from titans_pt.training.loss import NextTokenLoss
 MODELS = {name: [name] for name in ("lmm", "mac", "mag", "mal", "attention", "swa")} | {"hybrid": ["lmm", "swa", "mac"]}
 
 
-def small(mixers, n_layers=None):
+def small(mixers, n_layers=None, d_model=64):
     config = ModelConfig(
-        mixers=mixers, vocab_size=50, d_model=64, n_layers=n_layers or len(mixers), n_heads=2, mlp_hidden=24,
+        mixers=mixers, vocab_size=50, d_model=d_model, n_layers=n_layers or len(mixers), n_heads=2, mlp_hidden=24,
         window=32, segment=32, memory_tokens=16, persistent_tokens=3, memory=MemoryConfig(expansion=2),
     )  # fmt: skip
     torch.manual_seed(0)
@@ -84,3 +84,21 @@ def test_alike_blocks_share_their_code(dynamo, monkeypatch):
     loss.eval()(ids, None)
     loss.model(ids[:, :9])
     assert counters["stats"]["unique_graphs"] == 1, "only training's calls are compiled"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mixers", MODELS.values(), ids=MODELS)
+def test_on_a_gpu(mixers, dynamo):
+    """bf16, Inductor's code around the fused kernels and FlashAttention, twice: once to compile, once compiled."""
+    loss = NextTokenLoss(small(mixers, d_model=128).to("cuda", torch.bfloat16)).train()
+    ids = torch.randint(0, 50, (2, 131), device="cuda")
+
+    def gradients():
+        value = loss(ids, None)
+        return [value, *torch.autograd.grad(value, list(loss.parameters()))]
+
+    expected, _ = gradients(), loss.model.set_compiled(True)
+    for found in (gradients(), gradients()):
+        for a, b in zip(found, expected, strict=True):
+            assert (a - b).float().norm() <= 5e-2 * b.float().norm() + 1e-6
