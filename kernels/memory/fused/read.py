@@ -42,7 +42,8 @@ def _through(z, weights, momenta, places, a, b, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def _read(
-    query, key, mixed1, mix2, a1, b1, a2, b2, weights, momenta, hidden, pulled, error, query_hidden, wide, narrow,
+    query, key, mixed1, P, vectors, upper, a1, b1, a2, b2, weights, momenta, hidden, pulled, error, query_hidden,
+    wide, narrow,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +65,7 @@ def _read(
             zx = activate(z.to(tl.float32), ACTIVATION).to(OPERAND)
         scores = tl.dot(zx, tl.trans(x), scores, input_precision=PRECISION)
         out = _through(zx, weights, momenta, _outer_places(j, D, HIDDEN, SLICE, LAYERS), a2, b2, out, PRECISION)
-    mixed = (scores * mix2).to(OPERAND)
+    mixed = (scores * _mix(P, vectors, upper, BLOCK)).to(OPERAND)
     out -= tl.dot(mixed, tl.load(error + narrow + _width_places(BLOCK, D)), input_precision=PRECISION)
     return out, scores
 
@@ -94,7 +95,7 @@ def read(
         scores1 = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         mixed1 = (scores1 * _mix(P, vectors, lower, BLOCK)).to(key.dtype)
     y, _ = _read(
-        query, key, mixed1, _mix(P, vectors, upper, BLOCK), a1, b1, a2, b2,
+        query, key, mixed1, P, vectors, upper, a1, b1, a2, b2,
         weights + (at + row + 1) * SIZE, momenta + at * SIZE, hidden, pulled, error, hidden,
         at * BLOCK * HIDDEN, at * BLOCK * D,
         D, HIDDEN, BLOCK, SLICE, LAYERS, ACTIVATION, PRECISION, False,
@@ -140,10 +141,9 @@ def read_backward(
     if LAYERS == 2:
         scores1 = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         mixed1 = (scores1 * _mix(P, vectors, lower, BLOCK)).to(OPERAND)
-    mix2 = _mix(P, vectors, upper, BLOCK)
     y, scores2 = _read(
-        query, key, mixed1, mix2, a1, b1, a2, b2, weights, momenta, hidden, pulled, error, query_hidden, wide, narrow,
-        D, HIDDEN, BLOCK, SLICE, LAYERS, ACTIVATION, PRECISION, True,
+        query, key, mixed1, P, vectors, upper, a1, b1, a2, b2, weights, momenta, hidden, pulled, error, query_hidden,
+        wide, narrow, D, HIDDEN, BLOCK, SLICE, LAYERS, ACTIVATION, PRECISION, True,
     )  # fmt: skip
 
     dy = tokens(d_y, token, H, length, D, BLOCK).to(tl.float32)
@@ -155,6 +155,7 @@ def read_backward(
         dz = unit_vjp(dy * tl.load(norm + head * D + d)[None, :], normalised, scale, D)
     dz = dz.to(OPERAND)
     tl.store(d_out + narrow + width, dz)
+    mix2 = _mix(P, vectors, upper, BLOCK)  # again: it would be kept through the whole of _read
     mixed2 = (scores2 * mix2).to(OPERAND)
     tl.store(d_error + narrow + width, -tl.dot(tl.trans(mixed2), dz, input_precision=PRECISION))
     d_mixed2 = -tl.dot(dz, tl.trans(tl.load(error + narrow + width)), input_precision=PRECISION)

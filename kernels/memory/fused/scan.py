@@ -341,19 +341,19 @@ def scan_backward(
             if RESIDUAL:
                 y += key.to(tl.float32)
             e = 2 * (y - tokens(v, token, H, length, D, BLOCK).to(tl.float32))
-            upstream = e * gain
-            d_upstream = unit_vjp(dg, normalised, scale, D)
+            # Few tiles at a time: what the formulas have in means over a row is worked out as numbers of that row.
+            dg_mean, dg_along, dg_e = mean(dg, D), mean(dg * normalised, D), mean(dg * (e * gain), D)
+            e_mean, e_along = mean(e * gain, D), mean(e * gain * normalised, D)
+            d_upstream = scale * (dg - dg_mean - normalised * dg_along)
             dy = 2 * d_upstream * gain
             # Sums over the row's blocks, in memory: in registers they would cost a tile's worth.
             total = tl.sum(d_upstream * e + dy * normalised, 0) + tl.load(d_norm_read + at * 2 * D + d)
             tl.store(d_norm, tl.load(d_norm) + total)
             total = tl.sum(dy, 0) + tl.load(d_norm_read + at * 2 * D + D + d)
             tl.store(d_norm + D, tl.load(d_norm + D) + total)
-            du = dy * gain - scale * (
-                dg * mean(upstream * normalised, D) + upstream * mean(dg * normalised, D)
-            )
-            exact = unit_vjp(upstream, normalised, scale, D)
-            df = (du - normalised * mean(du * normalised + dg * exact, D)) * scale
+            df = dy * gain - scale * (dg * e_along + e * gain * dg_along)
+            along = mean(df * normalised, D) + scale * (dg_e - e_mean * dg_mean - e_along * dg_along)
+            df = (df - normalised * along) * scale
             df = df - mean(df, D)
         else:
             dy = 2 * dg
