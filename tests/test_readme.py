@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from titans_pt.cli import _parser
-from titans_pt.config import _known_paths, load_config
+from titans_pt.config_file import known_paths, load_config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -46,7 +46,7 @@ def test_links_and_settings_exist(page):
         assert (ROOT / folder).is_dir(), folder
     for path in re.findall(r"`((?:titans_pt|kernels|data_pipeline|configs|launch)/[\w/.]+\.\w+)`", text):
         assert (ROOT / path).exists(), path
-    known = _known_paths()
+    known = known_paths()
     for setting in re.findall(r"`((?:run|data|model|train|parallel|evaluation|wandb)\.[a-z_.]+)[`=]", text):
         assert setting in known, setting
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from titans_pt import __version__
-from titans_pt.config import load_config
+from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 
 EXIT_USER = 2

@@ -1,21 +1,15 @@
-"""The settings tree: YAML files with inheritance, ``key=value`` overrides, one validated result.
+"""The settings tree (config_file.py reads it from YAML).
 
 Every section is a pydantic model that refuses unknown keys and silent type conversions. The doc of a
 field stands under it. Nothing here imports the rest of the project: config is plain data.
 """
 
-import difflib
 import hashlib
 import json
 import math
-import re
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from titans_pt.errors import UserError
 
 MIXERS = ("lmm", "mac", "mag", "mal", "attention", "swa")
 """Sequence mixers that ``model.mixers`` may name; titans_pt.models builds exactly these."""
@@ -350,7 +344,7 @@ class WandbConfig(Section):
 
 
 class Config(Section):
-    """The whole tree. Built by :func:`load_config`; ``Config()`` alone is valid."""
+    """The whole tree. Built by :func:`titans_pt.config_file.load_config`; ``Config()`` alone is valid."""
 
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
@@ -412,11 +406,6 @@ class Config(Section):
                  f"{math.gcd(tensor, *split.values())}, or change {path}")
 
 
-def resolved_yaml(config: Config) -> str:
-    """The whole tree, defaults included, as YAML; ``load_config`` of it gives ``config`` back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
 def completed(tree: dict) -> dict:
     """A tree stored by an earlier version, with the settings that are new since then at their defaults.
 
@@ -432,106 +421,3 @@ def config_hash(section: Section) -> str:
     """SHA-256 (hex) of a tree or of one section, independent of key order and formatting."""
     text = json.dumps(section.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
-    """Reads a YAML file with its ancestors, applies ``key.path=value`` overrides, validates.
-
-    ``inherit: FILE`` or ``inherit: [FILE, ...]`` at the top of a file names files relative to it; later
-    ones and the file itself win, key by key; lists are replaced whole. Override values are YAML.
-
-    Raises:
-        UserError: one line that names the path, what was given and what is allowed.
-    """
-    tree = _read(Path(path), ())
-    for item in overrides:
-        key, sep, value = item.partition("=")
-        if not sep or not key:
-            raise UserError(f"override {item!r}: write it as key.path=value, e.g. train.max_steps=10")
-        _merge(tree, _nest(key.split("."), _parse(value, f"override {item!r}")))
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise UserError(_one_line(error)) from None
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 3e-4 as a string; everyone who writes it means a number."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
-
-
-def _read(path: Path, seen: tuple[Path, ...]) -> dict:
-    path = path.resolve()
-    if path in seen:
-        raise UserError(f"{path}: inherits from itself through {' -> '.join(p.name for p in seen)}")
-    try:
-        tree = _parse(path.read_text(encoding="utf-8"), str(path)) or {}
-    except OSError as error:
-        raise UserError(f"config {path}: {error.strerror}; name a YAML file, see configs/") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: must hold key: value pairs, holds a {type(tree).__name__}")
-    parents = tree.pop("inherit", [])
-    merged: dict = {}
-    for parent in [parents] if isinstance(parents, str) else parents:
-        _merge(merged, _read(path.parent / parent, (*seen, path)))
-    return _merge(merged, tree)
-
-
-def _nest(keys: list[str], value: Any) -> dict:
-    return {keys[0]: _nest(keys[1:], value) if len(keys) > 1 else value}
-
-
-def _merge(base: dict, top: dict) -> dict:
-    for key, value in top.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
-        else:
-            base[key] = value
-    return base
-
-
-def _known_paths(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    paths = []
-    for name, field in section.model_fields.items():
-        paths.append(prefix + name)
-        for kind, dot in ((field.annotation, "."), *((item, ".0.") for item in get_args(field.annotation))):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                paths += _known_paths(kind, prefix + name + dot)
-    return paths
-
-
-def _one_line(error: ValidationError) -> str:
-    first, *others = error.errors()
-    path = ".".join(str(part) for part in first["loc"])
-    more = f" (and {len(others)} more)" if others else ""
-    if first["type"] == "extra_forbidden":
-        known = _known_paths()
-        parent, _, leaf = path.rpartition(".")
-        siblings = [p for p in known if p.rpartition(".")[0] == parent]
-        near = (
-            [p for p in known if p.rpartition(".")[2] == leaf]  # the right name in the wrong section
-            or difflib.get_close_matches(path, siblings, n=1)
-            or difflib.get_close_matches(path, known, n=1, cutoff=0.0)
-        )
-        return f"{path}: unknown key (given {_short(first['input'])}); nearest known key: {near[0]}{more}"
-    if first["type"] == "value_error":
-        message = str(first["ctx"]["error"])
-        return f"{path}.{message}{more}" if path else f"{message}{more}"
-    allowed = first["msg"].removeprefix("Input should be ").replace("\n", " ")
-    return f"{path}: given {_short(first['input'])}; allowed: {allowed}{more}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

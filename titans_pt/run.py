@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from titans_pt import __version__, checkpoints
-from titans_pt.config import Config, completed, config_hash, load_config, resolved_yaml
+from titans_pt.config import Config, completed, config_hash
+from titans_pt.config_file import load_config, resolved_yaml
 from titans_pt.errors import UserError
 
 log = logging.getLogger(__name__)

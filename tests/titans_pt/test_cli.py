@@ -14,7 +14,7 @@ import torch
 
 import titans_pt
 from titans_pt import checkpoints, cli
-from titans_pt.config import load_config
+from titans_pt.config_file import load_config
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 

@@ -1,6 +1,7 @@
 import pytest
 
-from titans_pt.config import Config, config_hash, load_config, resolved_yaml
+from titans_pt.config import Config, config_hash
+from titans_pt.config_file import load_config, resolved_yaml
 from titans_pt.errors import UserError
 
 

@@ -9,7 +9,8 @@ import torch
 
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
-from titans_pt.config import config_hash, load_config
+from titans_pt.config import config_hash
+from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.run import RunFolder, differences, load_run

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.benchmarks.process import memory_mib
-from titans_pt.config import Config, ModelConfig, load_config
+from titans_pt.config import Config, ModelConfig
+from titans_pt.config_file import load_config
 from titans_pt.evaluation.records import write_whole
 from titans_pt.models import build_model
 from titans_pt.models.flops import model_flops

@@ -17,7 +17,8 @@ from types import SimpleNamespace
 
 from data_pipeline import Tokenizer
 from data_pipeline.sources import documents
-from titans_pt.config import Config, SourceConfig, load_config
+from titans_pt.config import Config, SourceConfig
+from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babi
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill, ids_after

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from titans_pt.config import Config, load_config
+from titans_pt.config import Config
+from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.evaluation.records import RecordFile, read_records, write_whole
 from titans_pt.evaluation.stream import best_device

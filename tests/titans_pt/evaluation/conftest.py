@@ -12,7 +12,7 @@ from torch import nn
 
 from data_pipeline.indexed import IndexedDataset, IndexedWriter
 from data_pipeline.tokenizer import train_tokenizer
-from titans_pt.config import load_config
+from titans_pt.config_file import load_config
 from titans_pt.evaluation import babilong, needle, perplexity, runner, stream
 
 EOS = 0

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titans_pt.config import NEEDLE_TASKS, Config, load_config
+from titans_pt.config import NEEDLE_TASKS, Config
+from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import needle
 from titans_pt.evaluation.haystack import Haystack, prompt_text

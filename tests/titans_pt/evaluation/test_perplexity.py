@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.untrained import untrained_run
-from titans_pt.config import load_config
+from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import perplexity
 from titans_pt.layers.memory import MemoryGates

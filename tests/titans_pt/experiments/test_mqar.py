@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titans_pt import cli
-from titans_pt.config import load_config
+from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.experiments import recall
 from titans_pt.experiments.mqar import FILLER, MQAR

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from titans_pt import cli
-from titans_pt.config import ModelConfig, load_config
+from titans_pt.config import ModelConfig
+from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.experiments import needles
 from titans_pt.experiments.recall import answers

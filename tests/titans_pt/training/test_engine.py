@@ -3,7 +3,8 @@ import pytest
 import torch
 from torch import nn
 
-from titans_pt.config import ModelConfig, load_config
+from titans_pt.config import ModelConfig
+from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.training.engine import deepspeed_config, local_batch, parameter_groups

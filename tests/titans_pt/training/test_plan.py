@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from titans_pt.config import load_config
+from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.training.loss import NextTokenLoss
