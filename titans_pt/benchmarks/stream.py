@@ -2,9 +2,11 @@
 
 import csv
 import json
+import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +18,8 @@ from titans_pt.evaluation.stream import best_device, prefill
 from titans_pt.models import build_model
 from titans_pt.run import versions
 from titans_pt.state import state_bytes
+
+TURNS = 15
 
 
 @dataclass
@@ -33,7 +37,8 @@ def benchmark_stream(out: Path, config: Config, tokens: int, stretches: int):
     """Reads, prints a table, writes ``out``/stream.{md,csv,json,png}.
 
     Random tokens, untrained weights (speed and memory do not depend on them), one row, bf16 on a GPU and fp32 on a CPU,
-    in pieces of evaluation.prefill_tokens. One more stretch is read before, to warm up.
+    in pieces of evaluation.prefill_tokens. One more stretch is read before, to warm up. A machine's speed drifts in the
+    minutes that it takes, so at last TURNS short stretches from the very start and from the end take turns.
 
     Raises:
         UserError: fewer tokens than stretches.
@@ -41,8 +46,8 @@ def benchmark_stream(out: Path, config: Config, tokens: int, stretches: int):
     if tokens < stretches:
         raise UserError(f"--tokens: given {tokens}; at least the {stretches} stretches of --stretches")
     out.mkdir(parents=True, exist_ok=True)
-    found = read(config, tokens // stretches, stretches)
-    text = table(found)
+    found, ratio = read(config, tokens // stretches, stretches)
+    text = table(found, ratio)
     write_whole(out / "stream.md", lambda path: path.write_text(text))
     with (out / "stream.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, asdict(found[0]))
@@ -54,37 +59,49 @@ def benchmark_stream(out: Path, config: Config, tokens: int, stretches: int):
     print(f"\n{text}\n{out / 'stream.md'}")
 
 
-def read(config: Config, stretch: int, count: int) -> list[Stretch]:
-    """``count`` stretches of ``stretch`` tokens, one after the other, after one that is not counted."""
+def read(config: Config, stretch: int, count: int) -> tuple[list[Stretch], float]:
+    """``count`` stretches of ``stretch`` tokens, one after the other, after one that is not counted.
+
+    Returns them, and the time that a short stretch takes at the end over what it takes at the start (median).
+    """
     device = torch.device(best_device())
     on_gpu = device.type == "cuda"
     torch.manual_seed(0)
     model = build_model(config.model).to(device, torch.bfloat16 if on_gpu else torch.float32).eval()
+    piece = config.evaluation.prefill_tokens
+
+    def timed(tokens: int, state: Any) -> tuple[float, Any]:
+        ids = torch.randint(0, config.model.vocab_size, (1, tokens), dtype=torch.int32)
+        began = time.perf_counter()
+        logits, state = prefill(model, ids, piece, state)
+        logits.sum().item()  # waits for the device
+        return time.perf_counter() - began, state
+
     found, state = [], None
     for n in range(count + 1):
-        ids = torch.randint(0, config.model.vocab_size, (1, stretch), dtype=torch.int32)
-        began = time.perf_counter()
-        logits, state = prefill(model, ids, config.evaluation.prefill_tokens, state)
-        logits.sum().item()  # waits for the device
-        seconds = time.perf_counter() - began
+        seconds, state = timed(stretch, state)
         peak = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else memory_mib("VmHWM")
         if n:
             found.append(Stretch(n * stretch, stretch / seconds, peak, state_bytes(state) / 2**20))
             print(table(found[-1:]).splitlines()[-1], flush=True)
-    return found
+    short = min(stretch, 8 * piece)
+    _, start = timed(short, None)
+    turns = [timed(short, state)[0] / timed(short, start)[0] for _ in range(TURNS)]
+    return found, statistics.median(turns)
 
 
-def table(found: list[Stretch]) -> str:
-    """Markdown, a line a stretch; under several, how far they lie apart."""
+def table(found: list[Stretch], ratio: float | None = None) -> str:
+    """Markdown, a line a stretch; with ``ratio``, how far they lie apart."""
     lines = ["| tokens | tokens/s | peak MiB | state MiB |", "|---|---|---|---|"]
     lines += [f"| {s.tokens:,} | {s.tokens_per_second:,.0f} | {s.peak_mib:.1f} | {s.state_mib:.2f} |" for s in found]
-    if len(found) > 1:
+    if ratio is not None:
         speeds, peaks = [s.tokens_per_second for s in found], [s.peak_mib for s in found]
         mean = len(speeds) / sum(1 / speed for speed in speeds)
         lines.append(
             f"\nmean {mean:,.0f} tokens/s, stretches {100 * (min(speeds) / mean - 1):+.1f} % to "
             f"{100 * (max(speeds) / mean - 1):+.1f} %; peak memory +{100 * (peaks[-1] / peaks[0] - 1):.2f} % from the "
-            "first to the last"
+            f"first to the last\nin turns, {TURNS} times: a stretch at the end takes {ratio:.3f} of the time that one at "
+            "the start takes (median)"
         )
     return "\n".join(lines) + "\n"
 

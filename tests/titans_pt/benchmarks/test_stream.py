@@ -27,6 +27,8 @@ def test_fewer_tokens_than_stretches(capsys):
 
 def test_table():
     found = [Stretch(100, 50.0, 200.0, 1.0), Stretch(200, 25.0, 201.0, 1.0)]
-    assert table(found).splitlines()[2] == "| 100 | 50 | 200.0 | 1.00 |"
+    assert table(found).splitlines() == table(found, 1.0).splitlines()[:4]
+    assert table(found)[-1] == "\n" and table(found).splitlines()[2] == "| 100 | 50 | 200.0 | 1.00 |"
     mean = "mean 33 tokens/s, stretches -25.0 % to +50.0 %; peak memory +0.50 % from the first to the last"
-    assert table(found).splitlines()[-1] == mean
+    assert table(found, 1.0).splitlines()[-2] == mean
+    assert "at the end takes 1.000 of the time" in table(found, 1.0).splitlines()[-1]
