@@ -100,8 +100,8 @@ def table(found: list[Stretch], ratio: float | None = None) -> str:
         lines.append(
             f"\nmean {mean:,.0f} tokens/s, stretches {100 * (min(speeds) / mean - 1):+.1f} % to "
             f"{100 * (max(speeds) / mean - 1):+.1f} %; peak memory +{100 * (peaks[-1] / peaks[0] - 1):.2f} % from the "
-            f"first to the last\nin turns, {TURNS} times: a stretch at the end takes {ratio:.3f} of the time that one at "
-            "the start takes (median)"
+            f"first to the last\nin turns, {TURNS} times: a stretch at the end takes {ratio:.3f} of the time that one "
+            "at the start takes (median)"
         )
     return "\n".join(lines) + "\n"
 
