@@ -35,7 +35,12 @@ def dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("mixers", MODELS.values(), ids=MODELS)
+def models(*quick):
+    """All of MODELS, those not named marked slow."""
+    return [pytest.param(m, id=n, marks=[] if n in quick else pytest.mark.slow) for n, m in MODELS.items()]
+
+
+@pytest.mark.parametrize("mixers", models("lmm", "mac", "mag", "mal", "attention", "swa"))
 def test_no_graph_break_on_the_paths_of_a_gpu(mixers, dynamo, monkeypatch):
     """Tensors without contents take the GPU's paths: the fused memory's operators and FlashAttention's."""
     monkeypatch.setattr(memory.dispatch, "_fused", lambda *_: fused_memory)
@@ -51,10 +56,7 @@ def test_no_graph_break_on_the_paths_of_a_gpu(mixers, dynamo, monkeypatch):
     assert (found.graph_count, found.break_reasons) == (1, [])
 
 
-@pytest.mark.parametrize("mixers", [
-    pytest.param(mixers, id=name, marks=[] if name in ("lmm", "swa") else pytest.mark.slow)
-    for name, mixers in MODELS.items()
-])  # fmt: skip
+@pytest.mark.parametrize("mixers", models("swa"))
 def test_compiled_equals_eager(mixers, dynamo, monkeypatch):
     # Inductor's code would take minutes to build; what is traced, and its derivative, is the same.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
