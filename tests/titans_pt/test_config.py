@@ -1,84 +1,24 @@
 import pytest
 
-from titans_pt.config import Config, config_hash
-from titans_pt.config_file import load_config, resolved_yaml
-from titans_pt.errors import UserError
-
-
-def write(path, text):
-    path.write_text(text)
-    return path
-
-
-@pytest.fixture
-def file(tmp_path):
-    return lambda text, name="config.yaml": write(tmp_path / name, text)
-
-
-def test_an_empty_file_is_the_defaults(file):
-    assert load_config(file("")) == Config()
-
-
-def test_inheritance_goes_key_by_key_and_later_ones_win(file):
-    file("train: {lr: 1e-3, max_steps: 5000}\nmodel: {mixers: [mac, mag]}", "a.yaml")
-    file("train: {lr: 2e-3}", "b.yaml")
-    config = load_config(file("inherit: [a.yaml, b.yaml]\nmodel: {mixers: [swa]}"))
-    assert (config.train.lr, config.train.max_steps, config.model.mixers) == (2e-3, 5000, ["swa"])
-
-
-def test_inheriting_from_oneself(file):
-    file("inherit: config.yaml", "a.yaml")
-    with pytest.raises(UserError, match="inherits from itself"):
-        load_config(file("inherit: a.yaml"))
-
-
-def test_overrides_are_yaml(file):
-    config = load_config(file(""), ["train.lr=3e-4", "model.mixers=[lmm]", "model.mlp_hidden=null", "run.dir=x=y"])
-    assert (config.train.lr, config.model.mixers, config.run.dir) == (3e-4, ["lmm"], "x=y")
-    assert config.model.mlp_hidden is None
-
-
-def test_the_resolved_tree_gives_itself_back(file):
-    config = load_config(file("train: {lr: 1e-3}\nmodel: {mixers: [lmm, swa]}"))
-    again = load_config(file(resolved_yaml(config), "resolved.yaml"))
-    assert again == config
-    assert config_hash(again) == config_hash(config) != config_hash(Config())
-
-
-@pytest.mark.parametrize(("text", "overrides", "message"), [
-    ("train: {learning_rate: 1}", [], r"train.learning_rate: unknown key \(given 1\); nearest known key: train"),
-    ("lr: 1", [], "lr: unknown key .*nearest known key: train.lr"),
-    ("train: {max_steps: '10'}", [], "train.max_steps: given '10'; allowed: .*integer"),
-    ("train: {max_steps: 0}", [], "train.max_steps: given 0; allowed: greater than or equal to 1"),
-    ("", ["train.precision=fp16"], "train.precision: given 'fp16'; allowed: 'bf16' or 'fp32'"),
-    ("", ["train.max_steps"], "override 'train.max_steps': write it as key.path=value"),
-    ("", ["train.lr=[1"], "override 'train.lr=.*not valid YAML"),
-    ("", ["model.n_heads=7"], "model.n_heads: given 7; must divide model.d_model=768"),
-    ("", ["model.segment=40"], "model.segment: given 40; must be a multiple of model.memory.chunk_size=16"),
-    ("", ["train.batch_tokens=5000"], "train.batch_tokens: given 5000; must be a multiple of data.seq_len=4096"),
-    ("", ["train.warmup_steps=28610"], "train.warmup_steps: given 28610; must be below train.max_steps"),
-    ("", ["train.stop_at=28611"], "train.stop_at: given 28611; at most train.max_steps"),
-    ("", ["parallel.tensor=3"], "parallel.tensor: given 3; must divide model.n_heads=16.*set it to 1, or change"),
-    ("", ["parallel.tensor=8", "model.memory.n_heads=12"],
-     "parallel.tensor: given 8; must divide model.memory.n_heads=12, .* set it to 4, or change model.memory.n_heads"),
-    ("", ["parallel.tensor=2", "model.vocab_size=999"], "parallel.tensor: given 2; must divide model.vocab_size=999"),
-    ("", ["parallel.tensor=4", "model.mlp_hidden=30"], "parallel.tensor: given 4; must divide model.mlp_hidden=30"),
-    ("", ["parallel.tensor=16", "parallel.sequence=true", "data.seq_len=2056", "train.batch_tokens=2056"],
-     "parallel.tensor: given 16; must divide data.seq_len=2056"),
-    ("- 1", [], "must hold key: value pairs, holds a list"),
-    ("a: [", [], "not valid YAML"),
-])  # fmt: skip
-def test_an_error_names_the_key_and_the_remedy_in_one_line(file, text, overrides, message):
-    with pytest.raises(UserError, match=message) as error:
-        load_config(file(text), overrides)
-    assert "\n" not in str(error.value)
-
-
-def test_a_missing_file(tmp_path):
-    with pytest.raises(UserError, match="No such file or directory; name a YAML file"):
-        load_config(tmp_path / "missing.yaml")
+from titans_pt.config import Config, ModelConfig, completed, config_hash
 
 
 def test_settings_cannot_be_changed_in_place():
     with pytest.raises(ValueError, match="frozen"):
         Config().train.lr = 1.0
+
+
+def test_the_hash_is_that_of_the_values():
+    assert config_hash(ModelConfig()) == config_hash(ModelConfig(d_model=768))
+    assert config_hash(ModelConfig()) != config_hash(ModelConfig(d_model=384))
+
+
+def test_a_pattern_fills_the_layers():
+    assert ModelConfig(mixers=["lmm", "swa"], n_layers=5).pattern == ["lmm", "swa", "lmm", "swa", "lmm"]
+
+
+def test_what_an_earlier_version_stored():
+    tree = Config().model_dump(mode="json")
+    tree["train"].pop("compile")
+    assert completed(tree) == Config().model_dump(mode="json")
+    assert completed({"model": {"gone": 1}}) == {"model": {"gone": 1}}
