@@ -84,6 +84,30 @@ class RunFolder:
             file.flush()
             yield self
 
+    @contextlib.contextmanager
+    def opened(self):
+        """:meth:`lock`, with our log going to ``log``, warnings to stderr as well."""
+        with self.lock():
+            ours = logging.getLogger("titans_pt")
+            to_file, to_screen = logging.FileHandler(self.log), logging.StreamHandler()
+            to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            to_screen.setFormatter(logging.Formatter("titans: %(levelname)s: %(message)s"))
+            to_screen.setLevel(logging.WARNING)
+            before = ours.level
+            ours.setLevel(logging.INFO)
+            for handler in (to_file, to_screen):
+                ours.addHandler(handler)
+            try:
+                yield self
+            except BaseException as error:
+                ours.info("stopped: %s: %s", type(error).__name__, error)
+                raise
+            finally:
+                ours.setLevel(before)
+                for handler in (to_file, to_screen):
+                    ours.removeHandler(handler)
+                    handler.close()
+
     def write_settings(self, config: Config, tokenizer: Path):
         """config.yaml (resolved; its hash in a comment), versions.json and a copy of the tokenizer."""
         self.config.write_text(f"# sha256 of the settings: {config_hash(config)}\n{resolved_yaml(config)}")

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def train(config: Config) -> int:
         ranks.on_first(lambda: _announce(config, ranks))  # before anything is written
         files = TokenFiles.open(config)
         folder = RunFolder(config.run.dir)
-        ranks.on_first(lambda: stack.enter_context(_opened(folder)) and None)
+        ranks.on_first(lambda: stack.enter_context(folder.opened()) and None)
         trainer = Trainer(config, folder, files, ranks, signals, watch)
         stack.callback(trainer.close)
         return trainer.run()
@@ -402,28 +402,3 @@ def _announce(config: Config, ranks: Ranks):
     plan = make_plan(config, ranks.world_size)
     print(plan.text(), flush=True)
     plan.check()
-
-
-@contextmanager
-def _opened(folder: RunFolder):
-    """Locks a run folder and sends our log to its log.txt, warnings to stderr as well."""
-    with folder.lock():
-        ours = logging.getLogger("titans_pt")
-        to_file, to_screen = logging.FileHandler(folder.log), logging.StreamHandler()
-        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        to_screen.setFormatter(logging.Formatter("titans: %(levelname)s: %(message)s"))
-        to_screen.setLevel(logging.WARNING)
-        before = ours.level
-        ours.setLevel(logging.INFO)
-        for handler in (to_file, to_screen):
-            ours.addHandler(handler)
-        try:
-            yield folder
-        except BaseException as error:
-            ours.info("stopped: %s: %s", type(error).__name__, error)
-            raise
-        finally:
-            ours.setLevel(before)
-            for handler in (to_file, to_screen):
-                ours.removeHandler(handler)
-                handler.close()
