@@ -56,8 +56,9 @@ def test_no_graph_break_on_the_paths_of_a_gpu(mixers, dynamo, monkeypatch):
     assert (found.graph_count, found.break_reasons) == (1, [])
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("mixers", models("swa"))
-def test_compiled_equals_eager(mixers, dynamo, monkeypatch):
+def test_compiled_equals_eager(mixers, checkpointing, dynamo, monkeypatch):
     # Inductor's code would take minutes to build; what is traced, and its derivative, is the same.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     loss = NextTokenLoss(small(mixers)).train()
@@ -67,7 +68,9 @@ def test_compiled_equals_eager(mixers, dynamo, monkeypatch):
         value = loss(ids, None)
         return torch.autograd.grad(value, list(loss.parameters())), value
 
-    (eager, expected), _ = gradients(), loss.model.set_compiled(True)
+    eager, expected = gradients()
+    loss.model.set_compiled(True)
+    loss.model.set_activation_checkpointing(checkpointing)
     compiled, value = gradients()
     torch.testing.assert_close(value, expected)
     for a, b in zip(compiled, eager, strict=True):
