@@ -229,10 +229,9 @@ def _benchmark_kernels(options: argparse.Namespace):
 def _benchmark_training(options: argparse.Namespace):
     from titans_pt.benchmarks.training import benchmark_training
 
-    lengths = [int(word) for word in options.lengths.split(",")]
     benchmark_training(
-        Path(options.out), options.config, options.overrides, options.models.split(","), lengths, options.tokens,
-        options.sweeps,
+        Path(options.out), options.config, options.overrides, options.models.split(","), options.lengths,
+        options.tokens, options.sweeps,
     )  # fmt: skip
 
 
@@ -417,8 +416,8 @@ def _parser() -> argparse.ArgumentParser:
     models = "lmm,mac,mag,mal,transformer,gated-deltanet,mamba2,deltanet,gla"
     training.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
     training.add_argument("--models", default=models, metavar="NAMES", help="(default: %(default)s)")
-    lengths = "tokens a sequence (default: %(default)s)"
-    training.add_argument("--lengths", default="2048,4096,8192,16384,32768", metavar="NUMBERS", help=lengths)
+    text, lengths = "tokens a sequence (default: %(default)s)", "2048,4096,8192,16384,32768"
+    training.add_argument("--lengths", default=lengths, type=_counts, metavar="NUMBERS", help=text)
     training.add_argument("--tokens", type=int, default=32_768, metavar="N", help=together)
     training.add_argument("--sweeps", action="store_true", help="also memories of depth 1 to 4, and of several chunks")
 

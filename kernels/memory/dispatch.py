@@ -89,14 +89,12 @@ def neural_memory(
         if backend == "naive":
             out, state = naive_memory(*inputs, *gates, start, **options)
         else:
-            call = _UNCOMPILED if backend == "auto" else chunked_memory
+            call = chunked_memory
+            if backend == "auto" and torch.compiler.is_compiling():
+                # Not at the top: it imports torch's compiler, seconds that whoever does not compile need not wait.
+                from kernels.memory.uncompiled import call
             out, state = call(*inputs, *gates, start, **options, save_every=save_every)
     return out.to(q.dtype), state if output_final_state else None
-
-
-_UNCOMPILED = torch.compiler.disable(chunked_memory, reason="its loop over blocks would be unrolled: minutes")
-"""Under torch.compile a break in the graph; who wants it compiled says backend="chunked". The fused kernels are one
-operator of the graph."""
 
 
 def _fused(q: Tensor, weights: Weights, chunk_size: int, backend: str):

@@ -4,12 +4,11 @@ Same batch, length, heads and head width for all. An implementation is timed onl
 that cannot run or does not pass has its reason in the table in place of figures.
 """
 
-import csv
 import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kernels.memory import neural_memory
+from titans_pt.benchmarks.process import write_csv
 from titans_pt.run import versions
 
 HEADS, WIDTH, CHUNK, EXPANSIONS = 12, 64, 64, (2, 4)
@@ -72,10 +72,7 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
              f"matmul {ceilings['matmul_tflops']:.1f} TFLOP/s, copy {ceilings['copy_gigabytes']:.0f} GB/s")
     (out / "kernels.md").write_text(f"{title}\n\n{table(rows)}\n")
     (out / "kernels.json").write_text(json.dumps(versions() | _fla_version() | ceilings, indent=1) + "\n")
-    with (out / "kernels.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    write_csv(out / "kernels.csv", rows)
     _plot(rows, out / "kernels.png", title)
     print(f"\n{title}\n\n{table(rows)}\n\n{out / 'kernels.md'}")
 

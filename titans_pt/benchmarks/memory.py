@@ -4,7 +4,6 @@ Every case runs in a process of its own, so that its peak memory is its own; the
 that slows down slows all of them, and the ratios stand.
 """
 
-import csv
 import json
 import statistics
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from titans_pt.benchmarks.process import memory_mib
+from titans_pt.benchmarks.process import memory_mib, write_csv
 from titans_pt.config import MemoryConfig
 from titans_pt.layers.memory import NeuralMemory
 from titans_pt.run import versions
@@ -72,10 +71,7 @@ def benchmark_memory(out: Path, rounds: int = 3, longest: int = 65_536):
     _table(streaming)
 
     everything = [*best.values(), *training, *streaming]
-    with (out / "memory.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, asdict(everything[0]))
-        writer.writeheader()
-        writer.writerows(asdict(m) for m in everything)
+    write_csv(out / "memory.csv", everything)
     (out / "memory.json").write_text(json.dumps(versions() | {"threads": torch.get_num_threads()}, indent=1) + "\n")
     print(f"\n{out / 'memory.csv'}")
 

@@ -1,12 +1,32 @@
-"""What Linux says of this process."""
+"""What the benchmarks ask of their process, and how they leave their rows."""
 
+import csv
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
+
+import torch
 
 
 def memory_mib(field: str) -> float:
-    """A line of the process's account in MiB: VmRSS, resident now; VmHWM, the most so far.
+    """A line of Linux's account of the process in MiB: VmRSS, resident now; VmHWM, the most so far.
 
     (getrusage's ru_maxrss would start at the parent's peak.)
     """
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field)) / 1024
+
+
+def peak_mib(device: torch.device) -> float:
+    """Largest allocation so far on a GPU; on a CPU, of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return memory_mib("VmHWM")
+
+
+def write_csv(path: Path, rows: list[Any]):
+    """One line for each of ``rows``, dataclasses of one kind, under their fields' names."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(rows[0])])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)

@@ -1,16 +1,15 @@
 """A long stream through a model whose state is carried: speed and memory against the tokens that were read."""
 
-import csv
 import json
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from titans_pt.benchmarks.process import memory_mib
+from titans_pt.benchmarks.process import peak_mib, write_csv
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.evaluation.records import write_whole
@@ -49,10 +48,7 @@ def benchmark_stream(out: Path, config: Config, tokens: int, stretches: int):
     found, ratio = read(config, tokens // stretches, stretches)
     text = table(found, ratio)
     write_whole(out / "stream.md", lambda path: path.write_text(text))
-    with (out / "stream.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, asdict(found[0]))
-        writer.writeheader()
-        writer.writerows(asdict(s) for s in found)
+    write_csv(out / "stream.csv", found)
     about = versions() | {"model": config.model.model_dump(mode="json"), "threads": torch.get_num_threads()}
     (out / "stream.json").write_text(json.dumps(about, indent=1) + "\n")
     plot(found, out / "stream.png")
@@ -65,9 +61,8 @@ def read(config: Config, stretch: int, count: int) -> tuple[list[Stretch], float
     Returns them, and the time that a short stretch takes at the end over what it takes at the start (median).
     """
     device = torch.device(best_device())
-    on_gpu = device.type == "cuda"
     torch.manual_seed(0)
-    model = build_model(config.model).to(device, torch.bfloat16 if on_gpu else torch.float32).eval()
+    model = build_model(config.model).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
     piece = config.evaluation.prefill_tokens
 
     def timed(tokens: int, state: Any) -> tuple[float, Any]:
@@ -80,9 +75,8 @@ def read(config: Config, stretch: int, count: int) -> tuple[list[Stretch], float
     found, state = [], None
     for n in range(count + 1):
         seconds, state = timed(stretch, state)
-        peak = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else memory_mib("VmHWM")
         if n:
-            found.append(Stretch(n * stretch, stretch / seconds, peak, state_bytes(state) / 2**20))
+            found.append(Stretch(n * stretch, stretch / seconds, peak_mib(device), state_bytes(state) / 2**20))
             print(table(found[-1:]).splitlines()[-1], flush=True)
     short = min(stretch, 8 * piece)
     _, start = timed(short, None)

@@ -5,7 +5,6 @@ Titans, Figure 9 (throughput against the length) and Figure 8 (against the memor
 the same blocks, at the same width, with the MLP's width making up for their size. Every case has a process of its own.
 """
 
-import csv
 import json
 import statistics
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from titans_pt.benchmarks.process import memory_mib
+from titans_pt.benchmarks.process import peak_mib, write_csv
 from titans_pt.config import Config, ModelConfig
 from titans_pt.config_file import load_config
 from titans_pt.evaluation.records import write_whole
@@ -103,10 +102,7 @@ def benchmark_training(
 
 def _write(found: list[Measurement], out: Path):
     write_whole(out / "training.md", lambda path: path.write_text(table(found)))
-    with (out / "training.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, asdict(found[0]))
-        writer.writeheader()
-        writer.writerows(asdict(m) for m in found)
+    write_csv(out / "training.csv", found)
     plot([m for m in found if m.depth is None and m.chunk is None and not m.failure], out / "training.png")
 
 
@@ -198,7 +194,7 @@ def measure(case: Case, config: Config) -> Measurement:
         for _ in range(2):
             step()
         seconds = statistics.median(step() for _ in range(STEPS))
-        peak = torch.cuda.max_memory_allocated() / 2**20 if ranks.device.type == "cuda" else memory_mib("VmHWM")
+        peak = peak_mib(ranks.device)
         profiler = start_profile()
         step()
         profiler.stop()

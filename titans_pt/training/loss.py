@@ -58,21 +58,24 @@ class NextTokenLoss(nn.Module):
         targets = ids[:, 1:]
         if weight is None and self._fused(x):
             loss = _liger()(self.model.head.weight, x.flatten(0, 1), targets.flatten())
-            return loss * (1.0 + 0.0 * loss.detach())
-        count = rows_at_once(*targets.shape, self.model.config.vocab_size)
-        if count == len(x):
-            samples = self._samples(x, targets)
         else:
-            pairs = zip(x.split(count), targets.split(count), strict=True)
-            samples = torch.cat([checkpoint(self._samples, *pair, use_reentrant=False) for pair in pairs])
-        if weight is None:
+            samples = self._few_at_a_time(x, targets)
+            if weight is not None:
+                return (samples * weight).sum() / weight.sum().clamp(min=torch.finfo(torch.float32).tiny)
             loss = samples.mean()
-            return loss * (1.0 + 0.0 * loss.detach())
-        return (samples * weight).sum() / weight.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        return loss * (1.0 + 0.0 * loss.detach())
 
     def _fused(self, x: Tensor) -> bool:
         whole = self.cross_entropy is F.cross_entropy and self.model.head.weight.numel() > 0  # ZeRO 3 leaves it empty
         return x.is_cuda and whole and _liger() is not None
+
+    def _few_at_a_time(self, x: Tensor, targets: Tensor) -> Tensor:
+        """:meth:`_samples` of all, with no more logits at a time than rows_at_once allows."""
+        count = rows_at_once(*targets.shape, self.model.config.vocab_size)
+        if count == len(x):
+            return self._samples(x, targets)
+        pairs = zip(x.split(count), targets.split(count), strict=True)
+        return torch.cat([checkpoint(self._samples, *pair, use_reentrant=False) for pair in pairs])
 
     def _samples(self, x: Tensor, targets: Tensor) -> Tensor:
         """x (b, T, d_model), targets (b, T) -> mean loss of each sample, (b,) fp32."""

@@ -11,11 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kernels import attention, memory
 from kernels.attention import providers
 from kernels.memory.fused import fused_memory
+from tests.titans_pt.models.test_models import MODELS
 from titans_pt.config import MemoryConfig, ModelConfig
 from titans_pt.models import build_model
 from titans_pt.training.loss import NextTokenLoss
-
-MODELS = {name: [name] for name in ("lmm", "mac", "mag", "mal", "attention", "swa")} | {"hybrid": ["lmm", "swa", "mac"]}
 
 
 def small(mixers, n_layers=None, d_model=64):
