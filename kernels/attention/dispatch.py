@@ -19,6 +19,7 @@ def causal_attention(
     window: int | None = None,
     prefix: Prefix | None = None,
     first: Tensor | None = None,
+    bounds: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Each token sees itself, the ``window - 1`` tokens before it, and the whole prefix.
@@ -28,6 +29,8 @@ def causal_attention(
         window: tokens seen, the token itself included; None for all.
         prefix: tokens that every query sees.
         first: (B, T) int64, lowest index into k that each query may see (a document's start); None for 0.
+        bounds: (n + 1,) int32, ascending, equal ones allowed: with S = T, where documents start when the rows lie end
+            to end, row starts among them, then B * T. None: "flash" finds them in ``first``, and the host waits.
         backend: "flash" (FlashAttention's formulas), "masked" (explicit masks), "auto": flash where its kernels run.
 
     Returns:
@@ -36,7 +39,11 @@ def causal_attention(
     documents_in_a_stream = first is not None and k.shape[1] > q.shape[1]
     if not _flash(q, backend) or documents_in_a_stream:
         return causal_masked(q, k, v, window, prefix, first)
-    parts = [Part(q, k, v, window=window, documents=_documents(first))]
+    if first is None:
+        bounds = None
+    elif bounds is None:
+        bounds = _bounds(first)
+    parts = [Part(q, k, v, window=window, documents=bounds)]
     if prefix is not None:
         parts.append(Part(prefix.q, prefix.k, prefix.v, causal=False))
     return flash_attention(parts)
@@ -85,10 +92,8 @@ def _flash(q: Tensor, backend: str) -> bool:
     return backend == "flash" or (backend == "auto" and flash_serves(q))
 
 
-def _documents(first: Tensor | None) -> Tensor | None:
+def _bounds(first: Tensor) -> Tensor:
     """first (B, T) of whole rows -> where documents begin when the rows lie end to end, and their end; int32."""
-    if first is None:
-        return None
     batch, length = first.shape
     starts = (first == torch.arange(length, device=first.device)).flatten().nonzero().flatten()
     return F.pad(starts, (0, 1), value=batch * length).to(torch.int32)

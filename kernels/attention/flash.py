@@ -27,8 +27,8 @@ class Part:
     causal: query i sees the keys up to i + S - T (the last query sees all); else it sees all keys.
     window: with causal, only the newest so many of these; None for all.
     shared: consecutive queries that see alike: query i counts as query i // shared. T = shared x (queries so counted).
-    documents: (n + 1,) int32, ascending from 0 to B * T: with T = S, tokens between two of these places (rows laid end
-        to end) see only one another. Row starts are among them.
+    documents: (n + 1,) int32, ascending from 0 to B * T, equal ones allowed: with T = S, tokens between two of these
+        places (rows laid end to end) see only one another. Row starts are among them.
     """
 
     q: Tensor
@@ -42,12 +42,13 @@ class Part:
 
 @dataclass
 class Rule:
-    """What a kernel is told beside the tensors; see :class:`Part`."""
+    """What a kernel is told beside the tensors; see :class:`Part`. row: T, which no document is longer than."""
 
     causal: bool
     window: int | None
     shared: int
     documents: Tensor | None
+    row: int
 
 
 def flash_attention(parts: list[Part]) -> Tensor:
@@ -56,7 +57,7 @@ def flash_attention(parts: list[Part]) -> Tensor:
     On CUDA in fp16 or bf16 by FlashAttention (head width a multiple of 8, at most 256), elsewhere by its plain
     equivalent. Every query must see a key.
     """
-    rules = [Rule(p.causal, p.window, p.shared, p.documents) for p in parts]
+    rules = [Rule(p.causal, p.window, p.shared, p.documents, p.q.shape[1]) for p in parts]
     # Views: parts may share their queries, and torch.compile takes no tensor twice.
     return _Merged.apply(rules, *(t for p in parts for t in (p.q.view_as(p.q), p.k, p.v)))
 

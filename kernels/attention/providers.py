@@ -9,13 +9,13 @@ with K dividing H (query head h reads key head h // (H / K)), lse (B, H, T) fp32
     backward(d_out, q, k, v, out, lse, rule, extra) -> d_q, d_k, d_v
 """
 
-import importlib.util
-from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
+HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 
 
 def flash_serves(q: Tensor) -> bool:
@@ -26,12 +26,7 @@ def flash_serves(q: Tensor) -> bool:
 def choose(q: Tensor):
     if not flash_serves(q):
         return Plain
-    return FlashAttn if _has_flash_attn() else Aten
-
-
-@cache
-def _has_flash_attn() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
+    return FlashAttn if HAS_FLASH_ATTN else Aten
 
 
 def _sides(rule) -> tuple[int, int]:
@@ -51,10 +46,9 @@ class Aten:
 
     @staticmethod
     def _lengths(q, k, rule) -> dict:
-        # With documents any bound on their length will do: it sizes the grid, blocks past a document's end return.
-        n = None if rule.documents is None else q.shape[0]
-        return {"cum_seq_q": rule.documents, "cum_seq_k": rule.documents,
-                "max_q": n or q.shape[1], "max_k": n or k.shape[1]}  # fmt: skip
+        if rule.documents is None:
+            return {"cum_seq_q": None, "cum_seq_k": None, "max_q": q.shape[1], "max_k": k.shape[1]}
+        return {"cum_seq_q": rule.documents, "cum_seq_k": rule.documents, "max_q": rule.row, "max_k": rule.row}
 
     @classmethod
     def forward(cls, q: Tensor, k: Tensor, v: Tensor, rule):
@@ -81,7 +75,7 @@ class FlashAttn:
         left, right = _sides(rule)
         lengths = {} if rule.documents is None else {
             "cu_seqlens_q": rule.documents, "cu_seqlens_k": rule.documents,
-            "max_seqlen_q": q.shape[0], "max_seqlen_k": q.shape[0],
+            "max_seqlen_q": rule.row, "max_seqlen_k": rule.row,
         }  # fmt: skip
         return lengths | {
             "dropout_p": 0.0, "softmax_scale": q.shape[-1] ** -0.5, "causal": rule.causal, "softcap": 0.0,

@@ -35,6 +35,7 @@ def neural_memory(
     initial_state: MemoryState | None = None,
     output_final_state: bool = False,
     reset: Tensor | None = None,
+    max_resets: int | None = None,
     backend: str = "auto",
     save_every: int | None = None,
 ) -> tuple[Tensor, MemoryState | None]:
@@ -51,6 +52,8 @@ def neural_memory(
         initial_state: continue from it instead of M_0, S_0 = 0. Gradients flow through it.
         output_final_state: also return the state after the last token.
         reset: None or bool (B, T), True where a document starts: M_0, S_0 = 0, chunks count from there.
+        max_resets: no row of ``reset`` has more; None: unknown. With it, "triton" does not wait for the GPU to count
+            them. More than there are cost scratch memory, fewer give wrong results.
         backend: "naive" (definition), "chunked" (exact dual form), "triton" (fused kernels, on a GPU), "auto": triton
             on a GPU where it serves, else chunked (a warning, once, says why).
         save_every: blocks between two states kept for the backward pass, which computes those between again.
@@ -72,7 +75,7 @@ def neural_memory(
         if fused is not None:
             out, state = fused(
                 q, k, v, *gates, weights, norm=norm, residual=residual, activation=activation, chunk_size=chunk_size,
-                initial_state=initial_state, reset=reset, save_every=save_every,
+                initial_state=initial_state, reset=reset, max_resets=max_resets, save_every=save_every,
             )  # fmt: skip
             return out, state if output_final_state else None
         inputs = [x.to(dtype) for x in (q, k, v)]

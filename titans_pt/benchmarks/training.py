@@ -215,7 +215,7 @@ class OtherMixer(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor, state=None, reset=None) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, state=None, documents=None) -> tuple[Tensor, None]:
         return self.layer(x)[0], None
 
 

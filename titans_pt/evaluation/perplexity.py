@@ -56,7 +56,7 @@ def token_losses(
     freeze = end if freeze_after is None else min(freeze_after, end)
     losses, state = [], None
     for start, stop in (*_pieces(0, freeze, chunk_tokens), *_pieces(freeze, end, chunk_tokens)):
-        cut = None if reset is None else reset[None, start:stop].to(device)
+        cut = None if reset is None else reset[None, start:stop]
         with frozen_memory(model) if start >= freeze else contextlib.nullcontext():
             logits, state = model(ids[None, start:stop].to(device), state, cut)
         targets = ids[start + 1 : stop + 1].to(device)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.attention import Prefix, causal_attention
+from titans_pt.layers.documents import Documents
 from titans_pt.layers.rotary import rotate
 
 
@@ -47,7 +48,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         state: AttentionState | None = None,
-        reset: Tensor | None = None,
+        documents: Documents | None = None,
         prefix: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState]:
         """prefix (1, P, d_model): tokens that every token sees, without position; needed where ``state`` is None."""
@@ -65,24 +66,24 @@ class Attention(nn.Module):
             prefix_k, prefix_v = (p.expand(batch, -1, -1, -1) for p in self.keys_values(prefix))
         else:
             prefix_k = prefix_v = None
-        first = self._first(batch, k.shape[1] - length, length, state, reset, x.device)
+        first = self._first(batch, k.shape[1] - length, length, state, documents, x.device)
         always = None if prefix_k is None else Prefix(plain, prefix_k, prefix_v)
-        y = causal_attention(q, k, v, window=self.window, prefix=always, first=first)
+        bounds = None if documents is None else documents.bounds
+        y = causal_attention(q, k, v, window=self.window, prefix=always, first=first, bounds=bounds)
         keep = 0 if self.window is None else max(0, k.shape[1] - (self.window - 1))
         k, v = k[:, keep:], v[:, keep:]
         visible = None if first is None else (k.shape[1] + keep - first[:, -1]).clamp(max=k.shape[1])
         return y.flatten(-2), AttentionState(k, v, prefix_k, prefix_v, visible, position + length)
 
     @staticmethod
-    def _first(batch, past, length, state, reset, device) -> Tensor | None:
+    def _first(batch, past, length, state, documents, device) -> Tensor | None:
         """(B, T): index into the keys of the start of each query's document, or None if nothing is hidden."""
         hidden = None if state is None else state.visible
-        if reset is None and hidden is None:
+        if documents is None and hidden is None:
             return None
         start = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         if hidden is not None:
             start = past - hidden.to(device)[:, None]
-        if reset is None:
+        if documents is None:
             return start.expand(batch, length)
-        place = torch.arange(past, past + length, device=device)
-        return torch.maximum(torch.where(reset, place, 0), start).cummax(1).values
+        return torch.where(documents.begin < 0, start, documents.begin + past)

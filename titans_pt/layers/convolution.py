@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titans_pt.layers.documents import Documents
+
 
 class ShortConvolution(nn.Module):
     """y_t = sum_l w_l * x_{t-l}, l < width, one filter a channel; width 1 leaves x as it is.
@@ -18,28 +20,30 @@ class ShortConvolution(nn.Module):
             bound = width**-0.5
             self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-bound, bound))
 
-    def forward(self, x: Tensor, state: Tensor | None = None, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x (B, T, channels), reset None or bool (B, T) -> the same shape, and the new state."""
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x (B, T, channels) -> the same shape, and the new state."""
         past = self.width - 1
         if state is None:
             state = x.new_zeros(x.shape[0], past, x.shape[2])
         if past == 0:
             return x, state
         padded = torch.cat([state.to(x.dtype), x], 1)
-        if reset is None and torch.compiler.is_compiling():
+        if documents is None and torch.compiler.is_compiling():
             # Sums of products fuse with what follows (SiLU, unit length) into one kernel; a convolution does not.
             taps = (padded[:, past - lag : past - lag + x.shape[1]] for lag in range(self.width))
             return sum(tap * self.weight[:, past - lag] for lag, tap in enumerate(taps)), padded[:, -past:]
-        if reset is None:
+        if documents is None:
             y = F.conv1d(padded.transpose(1, 2), self.weight.unsqueeze(1), groups=x.shape[2]).transpose(1, 2)
             return y, padded[:, -past:]
 
-        # Place of the newest document start at or before each input; inputs before it are not seen.
+        # Where each input's document begins in the padded row; inputs before it are not seen.
         place = torch.arange(padded.shape[1], device=x.device)
-        start = F.pad(torch.where(reset, place[past:], 0), (past, 0)).cummax(1).values
+        start = torch.where(documents.begin < 0, 0, documents.begin + past)
         y = torch.zeros_like(x)
         for lag in range(self.width):
-            seen = place[past:] - lag >= start[:, past:]
+            seen = place[past:] - lag >= start
             tap = padded[:, past - lag : past - lag + x.shape[1]]
             y = y + torch.where(seen[..., None], tap, 0.0) * self.weight[:, past - lag]
         seen = place[-past:] >= start[:, -1:]

@@ -11,6 +11,7 @@ from kernels.memory import MemoryState, memory_read, neural_memory
 from kernels.memory.state import state_dtype
 from titans_pt.config import MemoryConfig
 from titans_pt.layers.convolution import ShortConvolution
+from titans_pt.layers.documents import Documents
 
 
 def default_step_bound(chunk_size: int) -> float:
@@ -70,8 +71,10 @@ class Projection(nn.Module):
         self.linear = nn.Linear(d_model, d_model, bias=False)
         self.conv = ShortConvolution(d_model, conv_width)
 
-    def forward(self, x: Tensor, state: Tensor | None = None, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        y, state = self.conv(self.linear(x), state, reset)
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, Tensor]:
+        y, state = self.conv(self.linear(x), state, documents)
         y = F.silu(y).unflatten(-1, (self.n_heads, -1))
         return F.normalize(y, dim=-1, eps=1e-6) if self.unit else y, state
 
@@ -131,13 +134,13 @@ class NeuralMemory(nn.Module):
         self,
         x: Tensor,
         state: NeuralMemoryState | None = None,
-        reset: Tensor | None = None,
+        documents: Documents | None = None,
         start: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, NeuralMemoryState]:
-        """reset: None or bool (B, T). start: M_0 in place of the learned one (see :meth:`start_after`)."""
-        q, q_state = self.q(x, state and state.q, reset)
-        k, k_state = self.k(x, state and state.k, reset)
-        v, v_state = self.v(x, state and state.v, reset)
+        """start: M_0 in place of the learned one (see :meth:`start_after`)."""
+        q, q_state = self.q(x, state and state.q, documents)
+        k, k_state = self.k(x, state and state.k, documents)
+        v, v_state = self.v(x, state and state.v, documents)
         weights, norm = self.network()
         y, memory = neural_memory(
             q, k, v, *self.gates(x), start or weights,
@@ -146,7 +149,8 @@ class NeuralMemory(nn.Module):
             chunk_size=self.config.chunk_size,
             initial_state=state and state.memory,
             output_final_state=True,
-            reset=reset,
+            reset=documents and documents.starts,
+            max_resets=documents and documents.most,
             save_every=self.config.save_every,
         )  # fmt: skip
         return self._normalised(y).flatten(-2), NeuralMemoryState(memory, q_state, k_state, v_state)

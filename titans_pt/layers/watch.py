@@ -79,10 +79,11 @@ class MemoryWatch:
     def _call(self, _module: nn.Module, args: tuple, kwargs: dict, _output: object):
         given = self._signature.bind(*args, **kwargs).arguments
         state = given.get("state")
+        documents = given.get("documents")
         weights, norm = self._parts["network"]
         call = _Call(
             self._parts["k"][0], self._parts["v"][0], self._parts["gates"], given.get("start") or weights, norm,
-            state and state.memory, given.get("reset"),
+            state and state.memory, documents and documents.starts,
         )  # fmt: skip
         self._parts.clear()
         if self.newest:

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from titans_pt.config import ModelConfig
+from titans_pt.layers.documents import Documents
 from titans_pt.layers.memory import MemoryGates
 from titans_pt.layers.mlp import SwiGLU
 from titans_pt.models.mixers import build_mixer
+from titans_pt.models.mixers.mac import MAC
 
 
 @dataclass
@@ -31,15 +33,15 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp = SwiGLU(config.d_model, config.hidden)
 
-    def forward(self, x: Tensor, state: Any = None, reset: Tensor | None = None) -> tuple[Tensor, Any]:
-        y, state = self.mixer(self.mixer_norm(x), state, reset)
+    def forward(self, x: Tensor, state: Any = None, documents: Documents | None = None) -> tuple[Tensor, Any]:
+        y, state = self.mixer(self.mixer_norm(x), state, documents)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state
 
 
-def whole_sequence(block: Block, x: Tensor, reset: Tensor | None) -> Tensor:
+def whole_sequence(block: Block, x: Tensor, documents: Documents | None) -> Tensor:
     """A block over sequences that nobody continues: (B, T, d_model) -> (B, T, d_model)."""
-    return block(x, None, reset)[0]
+    return block(x, None, documents)[0]
 
 
 class LanguageModel(nn.Module):
@@ -78,9 +80,13 @@ class LanguageModel(nn.Module):
     def set_compiled(self, on: bool):
         """Whole sequences (no state in, none out) then pass each block through torch.compile.
 
-        Alike blocks share their code. The shape is compiled in: a new one is compiled anew.
+        Alike blocks share their code. The shape is compiled in: a new one is compiled anew. Of MAC, the whole segments
+        of a stream as well, and they alone where documents cut a sequence: each batch would be another program.
         """
         self._whole_sequence = torch.compile(whole_sequence, dynamic=False) if on else whole_sequence
+        for block in self.blocks:
+            if isinstance(block.mixer, MAC):
+                block.mixer.compiled = on
 
     def forward(
         self,
@@ -96,7 +102,8 @@ class LanguageModel(nn.Module):
         Args:
             ids: (B, T) int64.
             state: what the previous piece returned; None at the start.
-            reset: None or bool (B, T), True where a document starts: nothing before it is seen from there on.
+            reset: None or bool (B, T), True where a document starts: nothing before it is seen from there on. They are
+                counted on the host: one that is on the CPU saves waiting for the GPU.
             last_only: logits of the last token alone, (B, 1, vocab_size).
             head: False leaves the head out: what it would be given, (B, T, d_model), instead of logits.
             output_final_state: False, for training: None in place of the state after the last token.
@@ -106,14 +113,16 @@ class LanguageModel(nn.Module):
         """
         # The mixers' outputs are normalised, of unit scale: at the embedding's own 0.02 they would drown the token.
         x = self.embedding(ids) * self.config.d_model**0.5
+        documents = None if reset is None else Documents.of(reset, ids.device)
         if state is None and not output_final_state:
             for block in self.blocks:
-                x = self._run(self._whole_sequence, block, x, reset)
+                cut = isinstance(block.mixer, MAC) and documents is not None
+                x = self._run(whole_sequence if cut else self._whole_sequence, block, x, documents)
             after = None
         else:
             after = LanguageModelState([])
             for block, before in zip(self.blocks, state.blocks if state else [None] * len(self.blocks), strict=True):
-                x, block_state = self._run(block, x, before, reset)
+                x, block_state = self._run(block, x, before, documents)
                 after.blocks.append(block_state)
         if last_only:
             x = x[:, -1:]

@@ -220,9 +220,8 @@ class Trainer:
         return self.signals.decide(flags)
 
     def _on_device(self, ids: Tensor, reset: Tensor) -> tuple[Tensor, Tensor | None]:
-        device = self.ranks.device
-        reset = reset.to(device, non_blocking=True) if self.config.data.reset_at_documents else None
-        return ids.to(device, non_blocking=True), reset
+        """The model counts documents on the host: their starts stay there."""
+        return ids.to(self.ranks.device, non_blocking=True), reset if self.config.data.reset_at_documents else None
 
     def _look(self, ids: Tensor, reset: Tensor | None) -> dict[str, float]:
         """The means of memory_probe over a micro-batch's first sample, which is read once more for it.

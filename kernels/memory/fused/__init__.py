@@ -33,13 +33,13 @@ def fused_memory(
     chunk_size: int,
     initial_state: MemoryState | None,
     reset: Tensor | None,
+    max_resets: int | None,
     save_every: int | None,
 ) -> tuple[Tensor, MemoryState]:
     """Arguments as in :func:`kernels.memory.neural_memory`; gates (B, T, H, 1 or L). Memory: operators.Call.
 
-    Host and device do not wait for each other, except for a ``reset`` that is on the GPU: how many there are decides
-    how much is allocated, so it is read once. A reset on the CPU is free of that. For CUDA graphs, a state's offset
-    must be on the GPU as well.
+    Host and device do not wait for each other, except for a ``reset`` on the GPU without ``max_resets``: how many there
+    are decides how much is allocated, so they are counted. The state's offset comes to the GPU and stays there.
     """
     q, k, v = (x.to(q.dtype).contiguous() for x in (q, k, v))
     gates = [g.float().contiguous() for g in (theta, eta, alpha)]
@@ -50,22 +50,20 @@ def fused_memory(
     if initial_state is None:
         start = begin.expand(batch, *begin.shape)
         state = torch.stack([start, torch.zeros_like(start), start])
-        before = torch.zeros(batch, dtype=torch.int64)
+        before = torch.zeros(batch, dtype=torch.int64, device=q.device)
     else:
         groups = initial_state.weights, initial_state.momentum, initial_state.chunk_weights
         state = torch.stack([torch.stack([w.float().flatten(2) for w in group], 2) for group in groups])
-        before = initial_state.offset
-        offset = before.to(q.device, non_blocking=True)
-    after = _offset_after(before, reset, length, chunk_size)
+        before = offset = initial_state.offset.to(q.device, non_blocking=True)
     if reset is not None:
-        resets = int(reset.sum(1).max())
+        resets = int(reset.sum(1).max()) if max_resets is None else max_resets
         reset = reset.to(q.device, non_blocking=True)
+    after = _offset_after(before, reset, length, chunk_size)
 
     tensors = [q, k, v, *gates, begin, affine, state]
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if not keep and reset is None and length <= STEP_TOKENS:
-        here = torch.zeros(batch, dtype=torch.int64, device=q.device) if offset is None else offset
-        out, state = memory_step(q, k, v, *gates, affine, state, here, chunk_size, residual, activation)
+        out, state = memory_step(q, k, v, *gates, affine, state, before, chunk_size, residual, activation)
     else:
         out, state, _ = memory(
             *tensors, offset, reset, chunk_size, resets, residual, activation, save_every or 0, keep
@@ -78,16 +76,14 @@ def fused_memory(
     # A chunk that is complete ends here: the next one starts at the current weights.
     if offset is None and reset is None:
         return out, MemoryState(current, momentum, frozen if length % chunk_size else current, after)
-    device_offset = torch.zeros(batch, dtype=torch.int64, device=q.device) if offset is None else offset
-    ended = _offset_after(device_offset, reset, length, chunk_size) == 0
-    return out, MemoryState(current, momentum, choose(ended, current, frozen), after)
+    return out, MemoryState(current, momentum, choose(after == 0, current, frozen), after)
 
 
 def _offset_after(offset: Tensor, reset: Tensor | None, length: int, chunk: int) -> Tensor:
-    """(B,): tokens read of the current chunk after ``length`` more, on the device of ``offset``."""
+    """(B,): tokens read of the current chunk after ``length`` more."""
     position = offset + length
     if reset is not None:
         place = torch.arange(length, device=offset.device)
-        last = torch.where(reset.to(offset.device), place, -1).amax(1)
+        last = torch.where(reset, place, -1).amax(1)
         position = torch.where(last < 0, position, length - last)
     return position % chunk

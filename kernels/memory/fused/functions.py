@@ -13,7 +13,7 @@ EPS = tl.constexpr(LN_EPS)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 GAUSS = tl.constexpr(0.3989422804014327)
 
-START, LENGTH, CHUNK, DOCUMENT, FIELDS = (tl.constexpr(n) for n in range(5))
+START, LENGTH, CHUNK, DOCUMENT, LEFT, FIELDS = (tl.constexpr(n) for n in range(6))
 """Columns of the table of blocks, and their number: see layout.table."""
 
 A, B, M, P_END, E_END, THETA, VECTORS = (tl.constexpr(n) for n in range(7))

@@ -10,7 +10,8 @@ def count(length: int, block: int, offset: bool, resets: int) -> int:
 
 
 def table(length: int, chunk: int, block: int, blocks: int, offset: Tensor, reset: Tensor | None) -> Tensor:
-    """(B, blocks, 4) int32: start, tokens, number of the block at which the chunk began (-1: before), new document.
+    """(B, blocks, 5) int32: start, tokens, number of the block at which the chunk began (-1: before), new document,
+    blocks of the row that have tokens, from this one on.
 
     offset: (B,), tokens already read of the current chunk. reset: bool (B, T) or None. Blocks lie on a grid of
     ``block`` tokens that starts with the chunk, ``block`` dividing ``chunk``; rows with fewer end in empty blocks.
@@ -32,4 +33,5 @@ def table(length: int, chunk: int, block: int, blocks: int, offset: Tensor, rese
     new_chunk = (tokens > 0) & ((position % chunk).gather(1, place) == 0)
     frozen = torch.where(new_chunk, number, -1).cummax(1).values
     document = torch.zeros_like(new_chunk) if reset is None else reset.gather(1, place) & new_chunk
-    return torch.stack([start, tokens, frozen, document], -1).to(torch.int32)
+    left = (tokens > 0).sum(1, keepdim=True) - number
+    return torch.stack([start, tokens, frozen, document, left.clamp(min=0)], -1).to(torch.int32)

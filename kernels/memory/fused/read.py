@@ -83,6 +83,8 @@ def read(
     batch, head = row // H, row % H
     info += (batch * N + first + i) * FIELDS
     start, length = tl.load(info + START), tl.load(info + LENGTH)
+    if length == 0:
+        return
     SIZE: tl.constexpr = LAYERS * D * HIDDEN
     at = row * K + i
     lower, upper = at * GATES, at * GATES + GATES - 1
@@ -125,6 +127,8 @@ def read_backward(
     batch, head = row // H, row % H
     info += (batch * N + first + i) * FIELDS
     start, length = tl.load(info + START), tl.load(info + LENGTH)
+    if length == 0:
+        return
     SIZE: tl.constexpr = LAYERS * D * HIDDEN
     at = row * K + i
     lower, upper = at * GATES, at * GATES + GATES - 1

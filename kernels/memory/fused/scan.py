@@ -15,6 +15,7 @@ from kernels.memory.fused.functions import (
     DOCUMENT,
     E_END,
     FIELDS,
+    LEFT,
     LENGTH,
     P_END,
     START,
@@ -139,12 +140,14 @@ def scan(
         tl.store(momenta + row * K * SIZE + place, s.to(OPERAND))
         tl.store(F + place, tl.where(last_chunk == first, w, f))
 
-    for i in range(K):
+    # Rows of fewer blocks end in empty ones, which would change nothing.
+    blocks = tl.minimum(tl.load(info + LEFT), K)
+    for i in range(blocks):
         # What one iteration stores, others of the program's threads load in the next.
         tl.debug_barrier()
         start, length = tl.load(info + i * FIELDS + START), tl.load(info + i * FIELDS + LENGTH)
         chunk = tl.load(info + i * FIELDS + CHUNK)
-        more = i + 1 < K
+        more = i + 1 < blocks
         new = tl.load(info + (i + 1) * FIELDS + DOCUMENT, mask=more, other=0) > 0
         freeze = last_chunk == first + i + 1
         frozen = weights + (row * (K + 1) + tl.maximum(chunk - first + 1, 0)) * SIZE
@@ -245,9 +248,10 @@ def scan_backward(
     OPERAND: tl.constexpr = k.dtype.element_ty
     d_norm += row * 2 * D + d
 
-    for back in range(K):
+    blocks = tl.minimum(tl.load(info + first * FIELDS + LEFT), K)
+    for back in range(blocks):
         tl.debug_barrier()
-        i = K - 1 - back
+        i = blocks - 1 - back
         n = first + i
         start, length = tl.load(info + n * FIELDS + START), tl.load(info + n * FIELDS + LENGTH)
         chunk = tl.load(info + n * FIELDS + CHUNK)

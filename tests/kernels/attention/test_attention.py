@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +44,12 @@ def make_prefix(q, length, seed=5):
     return Prefix(plain, k, v), [plain, k, v]
 
 
+def bounds_of(first):
+    """first (B, T) of whole rows -> where documents begin when these lie end to end; B * T more often than needed."""
+    begins = (first == torch.arange(first.shape[1], device=first.device)).flatten().nonzero().flatten()
+    return F.pad(begins, (0, 3), value=first.numel()).to(torch.int32)
+
+
 @settings(max_examples=60, deadline=None)
 @given(T=st.integers(1, 40), past=st.integers(0, 20), window=st.none() | st.integers(1, 50), prefix=st.integers(0, 5),
        documents=st.booleans(), seed=st.integers(0, 10**6))  # fmt: skip
@@ -60,6 +67,8 @@ def test_causal(T, past, window, prefix, documents, seed):
         sees = sees & (key >= first[..., None])
     options = dict(window=window, prefix=always, first=first)
     outputs = [causal_attention(q, k, v, backend=backend, **options) for backend in ("masked", "flash")]
+    if documents and past == 0:
+        outputs.append(causal_attention(q, k, v, backend="flash", bounds=bounds_of(first), **options))
     equal([by_definition(q, k, v, sees, always), *outputs], [q, k, v, *more])
 
 
@@ -108,7 +117,7 @@ def halved(*tensors):
 @pytest.mark.parametrize("T, past", [(1, 0), (130, 0), (1000, 0), (100, 300)])
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("prefix", [0, 16])
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents", [False, True, "bounds"])
 def test_causal_on_a_gpu(T, past, window, prefix, documents):
     shapes = [(B, T, H, D)] + 2 * [(B, past + T, H, D)] + ([(B, T, H, D), *2 * [(B, prefix, H, D)]] if prefix else [])
     half, exact = halved(*(rand(*shape, seed=i) for i, shape in enumerate(shapes)))
@@ -120,7 +129,10 @@ def test_causal_on_a_gpu(T, past, window, prefix, documents):
     for leaves, backend in ((half, "auto"), (exact, "masked")):
         q, k, v, *rest = leaves
         always = Prefix(*rest) if prefix else None
-        outputs.append(causal_attention(q, k, v, window=window, prefix=always, first=first, backend=backend))
+        bounds = bounds_of(first) if documents == "bounds" and past == 0 else None
+        outputs.append(
+            causal_attention(q, k, v, window=window, prefix=always, first=first, bounds=bounds, backend=backend)
+        )
     close(outputs[0], half, outputs[1], exact)
 
 

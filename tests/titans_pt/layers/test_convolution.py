@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from titans_pt.layers.convolution import ShortConvolution
+from titans_pt.layers.documents import Documents
 
 T, CHANNELS = 11, 3
 
@@ -36,7 +37,7 @@ def test_by_hand_in_pieces(case, documents, cut):
     state, outputs = None, []
     for first in range(0, T, cut):
         piece = slice(first, first + cut)
-        y, state = conv(x[:, piece], state, None if reset is None else reset[:, piece])
+        y, state = conv(x[:, piece], state, None if reset is None else Documents.of(reset[:, piece], x.device))
         outputs.append(y)
     torch.testing.assert_close(torch.cat(outputs, 1), by_hand(x, conv.weight, reset))
 

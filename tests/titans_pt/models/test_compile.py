@@ -13,7 +13,9 @@ from kernels.attention import providers
 from kernels.memory.fused import fused_memory
 from tests.titans_pt.models.test_models import MODELS
 from titans_pt.config import MemoryConfig, ModelConfig
+from titans_pt.layers.documents import Documents
 from titans_pt.models import build_model
+from titans_pt.models.language_model import whole_sequence
 from titans_pt.training.loss import NextTokenLoss
 
 
@@ -39,20 +41,58 @@ def models(*quick):
     return [pytest.param(m, id=n, marks=[] if n in quick else pytest.mark.slow) for n, m in MODELS.items()]
 
 
-@pytest.mark.parametrize("mixers", models("lmm", "mac", "mag", "mal", "attention", "swa"))
-def test_no_graph_break_on_the_paths_of_a_gpu(mixers, dynamo, monkeypatch):
-    """Tensors without contents take the GPU's paths: the fused memory's operators and FlashAttention's."""
+def breaks(call, *arguments):
+    """Why torch.compile would leave the graph in ``call``."""
+    found = torch._dynamo.explain(call)(*arguments)
+    assert found.graph_count == len(found.break_reasons) + 1
+    return found.break_reasons
+
+
+@pytest.fixture
+def on_a_gpu(dynamo, monkeypatch):
+    """``on_a_gpu(mixers)``: a bf16 model whose tensors have no contents, on the paths of a GPU: the fused memory's
+    operators and FlashAttention's."""
     monkeypatch.setattr(memory.dispatch, "_fused", lambda *_: fused_memory)
     monkeypatch.setattr(providers, "flash_serves", lambda q: True)
     monkeypatch.setattr(attention.dispatch, "flash_serves", lambda q: True)
-    model = small(mixers)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+
+    def made(mixers):
+        model = small(mixers)
         for module in model.modules():
             for name, p in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(torch.empty(p.shape, dtype=torch.bfloat16)))
-        ids = torch.empty(2, 97, dtype=torch.int64)
-        found = torch._dynamo.explain(lambda ids: model(ids, output_final_state=False)[0])(ids)
-    assert (found.graph_count, found.break_reasons) == (1, [])
+        return model
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield made
+
+
+@pytest.mark.parametrize("mixers", models("lmm", "mac", "mag", "mal", "attention", "swa"))
+def test_no_graph_break_on_the_paths_of_a_gpu(mixers, on_a_gpu):
+    model, ids = on_a_gpu(mixers), torch.empty(2, 97, dtype=torch.int64)
+    assert breaks(lambda ids: model(ids, output_final_state=False)[0], ids) == []
+
+
+@pytest.mark.parametrize("mixer", ["lmm", "mag", "mal", "attention", "swa"])
+def test_no_graph_break_with_documents(mixer, on_a_gpu):
+    block, x = on_a_gpu([mixer]).blocks[0], torch.empty(2, 97, 64, dtype=torch.bfloat16)
+    documents = Documents._make(torch.zeros(2, 97, dtype=torch.bool), 8)
+    assert breaks(whole_sequence, block, x, documents) == []
+
+
+def test_mac_is_left_alone_where_documents_cut_it(dynamo, monkeypatch):
+    """Its segments end where a document starts: each batch would be another program."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    loss = NextTokenLoss(small(["swa", "mac"])).train()
+    ids, reset = torch.randint(0, 50, (2, 66)), torch.zeros(2, 65, dtype=torch.bool)
+    reset[0, 5] = reset[1, 40] = True
+    expected = loss(ids, reset)
+    loss.model.set_compiled(True)
+    torch.testing.assert_close(loss(ids, reset), expected)
+    assert counters["stats"]["unique_graphs"] == 1
+    reset[:, 50:55] = True
+    loss(ids, reset)
+    assert counters["stats"]["unique_graphs"] == 1, "the same program serves other documents"
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

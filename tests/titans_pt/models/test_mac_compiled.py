@@ -4,14 +4,16 @@ import pytest
 import torch
 
 from titans_pt.config import ModelConfig
+from titans_pt.layers.documents import Documents
 from titans_pt.models.mixers import mac
 
 
-def outcome(model, x, pieces):
+def outcome(model, x, pieces, reset=None):
     """Outputs of the pieces with the state passed on, and all gradients."""
     state, outputs = None, []
-    for piece in x.split(pieces, 1):
-        y, state = model(piece, state)
+    for n, piece in enumerate(x.split(pieces, 1)):
+        starts = None if reset is None else reset[:, n * pieces : (n + 1) * pieces]
+        y, state = model(piece, state, None if starts is None else Documents.of(starts, x.device))
         outputs.append(y)
     total = sum(y.float().square().sum() for y in outputs)
     return [torch.cat(outputs, 1), *torch.autograd.grad(total, [*model.parameters()])]
@@ -30,27 +32,29 @@ def make(width, heads, segment, device):
 
 @pytest.mark.slow
 def test_the_compiled_step_is_the_step(monkeypatch):
-    model, x = make(16, 2, 32, "cpu"), torch.randn(2, 80, 16)
-    expected = outcome(model, x, 50)
+    """Whole segments are compiled, four without documents and three with them; what is cut off is not."""
+    model, x = make(16, 2, 32, "cpu"), torch.randn(2, 180, 16)
+    reset = torch.zeros(2, 180, dtype=torch.bool)
+    reset[1, 32] = reset[0, 150] = True
+    expected = [outcome(model, x, 90), outcome(model, x, 90, reset)]
     used = []
 
     def compiled(step):
         used.append(step.__name__)
         return torch.compile(step, dynamic=False, backend="aot_eager")
 
-    monkeypatch.setattr(mac, "_worth_compiling", lambda x: True)
+    model.compiled = True
     monkeypatch.setattr(mac, "_compiled", compiled)
-    for a, b in zip(outcome(model, x, 50), expected, strict=True):
+    found = [outcome(model, x, 90), outcome(model, x, 90, reset)]
+    for a, b in zip(sum(found, []), sum(expected, []), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert set(used) == {"_recall", "_write"}
+    assert used == 7 * ["_recall", "_write"]
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(monkeypatch):
-    model, x = make(128, 2, 512, "cuda"), torch.randn(2, 1500, 128, device="cuda")
-    with torch.autocast("cuda", torch.bfloat16):
-        fused = outcome(model, x, 1100)
-    monkeypatch.setattr(mac, "_worth_compiling", lambda x: False)
+def test_on_a_gpu():
+    model, x = make(128, 2, 512, "cuda").to(torch.bfloat16), torch.randn(2, 3000, 128, device="cuda").bfloat16()
     plain = outcome(model, x, 1100)
-    for a, b in zip(fused, plain, strict=True):
-        assert (a - b).norm() <= 5e-2 * b.norm()
+    model.compiled = True
+    for a, b in zip(outcome(model, x, 1100), plain, strict=True):
+        assert (a - b).float().norm() <= 5e-2 * b.float().norm()

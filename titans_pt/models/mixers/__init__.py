@@ -1,4 +1,4 @@
-"""Sequence mixers by name: ``forward(x, state=None, reset=None) -> (y, state)``, x and y (B, T, d_model)."""
+"""Sequence mixers by name: ``forward(x, state=None, documents=None) -> (y, state)``, x and y (B, T, d_model)."""
 
 from torch import nn
 

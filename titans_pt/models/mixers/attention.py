@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig
 from titans_pt.layers.attention import Attention, AttentionState
+from titans_pt.layers.documents import Documents
 
 
 class AttentionMixer(nn.Module):
@@ -13,7 +14,7 @@ class AttentionMixer(nn.Module):
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(
-        self, x: Tensor, state: AttentionState | None = None, reset: Tensor | None = None
+        self, x: Tensor, state: AttentionState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, AttentionState]:
-        y, state = self.attention(x, state, reset)
+        y, state = self.attention(x, state, documents)
         return self.out(y), state

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig
+from titans_pt.layers.documents import Documents
 from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState
 
 
@@ -23,13 +24,13 @@ def remember(
     x: Tensor,
     tokens: Tensor | None,
     state: NeuralMemoryState | None,
-    reset: Tensor | None,
+    documents: Documents | None,
 ) -> tuple[Tensor, NeuralMemoryState]:
     """The memory along [persistent | x]; the persistent tokens are written only where something can begin."""
     start = None
-    if tokens is not None and (state is None or reset is not None):
+    if tokens is not None and (state is None or documents is not None):
         _, start = memory.start_after(tokens[None])
-    return memory(x, state, reset, start=start)
+    return memory(x, state, documents, start=start)
 
 
 class BranchGate(nn.Module):

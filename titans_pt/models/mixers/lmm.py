@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig
+from titans_pt.layers.documents import Documents
 from titans_pt.layers.memory import NeuralMemoryState
 from titans_pt.models.mixers.common import build_memory, persistent, remember
 
@@ -23,7 +24,7 @@ class LMM(nn.Module):
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(
-        self, x: Tensor, state: NeuralMemoryState | None = None, reset: Tensor | None = None
+        self, x: Tensor, state: NeuralMemoryState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, NeuralMemoryState]:
-        y, state = remember(self.memory, x, self.persistent, state, reset)
+        y, state = remember(self.memory, x, self.persistent, state, documents)
         return self.out(y * torch.sigmoid(self.gate(x))), state

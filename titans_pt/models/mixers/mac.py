@@ -1,6 +1,7 @@
 """MAC: what the memory knows of the past stands before each segment as context; the segment's outcome is written."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from kernels.attention import Prefix, masked_attention, segment_attention
 from kernels.memory.state import choose, state_dtype
 from titans_pt.config import ModelConfig
 from titans_pt.layers.attention import Attention
+from titans_pt.layers.documents import Documents
 from titans_pt.layers.memory import NeuralMemoryState, Projection
 from titans_pt.layers.rotary import rotate
 from titans_pt.models.mixers.common import BranchGate, build_memory, persistent
@@ -57,6 +59,8 @@ class MAC(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.segment, self.stride = config.segment, config.segment // config.memory_tokens
+        self.compiled = False
+        """Whether whole segments go through torch.compile where the block around them does not."""
         self.persistent = persistent(config)
         self.read = Projection(config.d_model, config.memory_heads, config.conv_width, unit=True)
         self.attention = Attention(config.d_model, config.n_heads, config.rope_base)
@@ -67,13 +71,13 @@ class MAC(nn.Module):
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(
-        self, x: Tensor, state: MACState | None = None, reset: Tensor | None = None
+        self, x: Tensor, state: MACState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, MACState]:
         attention = self.attention
         batch, length = x.shape[:2]
         base = state.position if state else 0
         position = torch.arange(base, base + length, device=x.device)
-        queries, read_conv = self.read(x, state and state.read_conv, reset)
+        queries, read_conv = self.read(x, state and state.read_conv, documents)
         plain = attention.heads(attention.q(x))
         q = rotate(plain, position, attention.rope_base)
         k, v = attention.keys_values(x)
@@ -93,20 +97,21 @@ class MAC(nn.Module):
             h_k, h_v, h_place = k[:, :0], v[:, :0], []
         first = base + length - k.shape[1]  # place of the oldest token in k, v
 
-        def call(step, *arguments):
-            return (_compiled(step) if _worth_compiling(x) else step)(self, *arguments)
-
         outputs = []
-        for begin, end, starts, documents, offset in self._pieces(carried, reset, length):
+        for begin, end, starts, new_document, offset in self._pieces(carried, documents, length):
             current = memory.memory.weights if memory else initial
-            read_weights = _choose(starts, _choose(documents, initial, current), read_weights)
+            read_weights = _choose(starts, _choose(new_document, initial, current), read_weights)
+            recall, write = MAC._recall, MAC._write
+            # Whole segments are all of one shape; what a stream or a document cuts off has any.
+            if self.compiled and end - begin == self.segment and not torch.compiler.is_compiling():
+                recall, write = _compiled(recall), _compiled(write)
             segment_start = [base + begin - tokens for tokens in offset]  # place of each row's segment's first token
             oldest = min(segment_start)
 
             new = self._groups(base + begin, base + end, segment_start)
             if new:
-                index = torch.tensor([place - base for place in new], device=x.device)
-                new_k, new_v = call(MAC._recall, queries[:, index], position[index], read_weights, norm)
+                index = self._index([place - base for place in new], x.device)
+                new_k, new_v = recall(self, queries[:, index], position[index], read_weights, norm)
                 h_k, h_v, h_place = torch.cat([h_k, new_k], 1), torch.cat([h_v, new_v], 1), h_place + new
             past = sum(place < oldest for place in h_place)
             h_k, h_v, h_place = h_k[:, past:], h_v[:, past:], h_place[past:]
@@ -117,9 +122,9 @@ class MAC(nn.Module):
                 mask = self._mask(range(base + begin, base + end), range(oldest, base + end), h_place, segment_start)
                 mask = mask.to(x.device)
             keys, values = torch.cat([h_k, k[:, tokens]], 1), torch.cat([h_v, v[:, tokens]], 1)
-            piece, documents = slice(begin, end), None if reset is None else reset[:, begin:end]
-            o, memory = call(
-                MAC._write, x[:, piece], q[:, piece], plain[:, piece], keys, values, mask, persistent, memory, documents
+            piece, here = slice(begin, end), documents.cut(begin, end) if any(new_document) else None
+            o, memory = write(
+                self, x[:, piece], q[:, piece], plain[:, piece], keys, values, mask, persistent, memory, here
             )
             outputs.append(o)
 
@@ -138,12 +143,19 @@ class MAC(nn.Module):
         found = [range(begin + (start - begin) % self.stride, end, self.stride) for start in starts]
         return list(found[0]) if len(found) == 1 else sorted(set().union(*found))
 
+    def _index(self, places: list[int], device: torch.device) -> slice | Tensor:
+        """What selects these places: a slice wherever they are evenly spaced, which nothing has to be copied for."""
+        even = range(places[0], places[-1] + 1, self.stride)
+        return slice(even.start, even.stop, even.step) if places == list(even) else torch.tensor(places, device=device)
+
     def _recall(self, queries: Tensor, position: Tensor, weights, norm) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, (B, m, H, D), of the memory tokens read with queries (B, m, H, D)."""
         k, v = self.attention.keys_values(self.join(self.memory.read(queries, weights, norm)))
         return rotate(k, position, self.attention.rope_base), v
 
-    def _write(self, x, q, plain, keys, values, mask, persistent, memory, reset) -> tuple[Tensor, NeuralMemoryState]:
+    def _write(
+        self, x, q, plain, keys, values, mask, persistent, memory, documents
+    ) -> tuple[Tensor, NeuralMemoryState]:
         """A piece's attention, written to the memory and read by each token: outputs (B, t, d_model), the memory.
 
         keys, values: of memory tokens, then of tokens. mask: who sees which of them; None for a piece that starts its
@@ -157,23 +169,23 @@ class MAC(nn.Module):
         else:
             attended = masked_attention(q, keys, values, mask, prefix)
         attended = self.join(attended)
-        m, memory = self.memory(x + self.write * attended, memory, reset)
+        m, memory = self.memory(x + self.write * attended, memory, documents)
         return self.gate(x, x + attended, m), memory
 
-    def _pieces(self, offset: list[int], reset: Tensor | None, length: int):
+    def _pieces(self, offset: list[int], documents: Documents | None, length: int):
         """Cuts the call wherever a segment starts in ANY row: then every row has one segment in a piece.
 
         Yields begin, end, and for each row: does a segment, does a document start at begin, and the offset there.
         """
-        reset = None if reset is None else reset.cpu()
-        cuts = [length] if reset is None else [*reset.any(0).nonzero().flatten().tolist(), length]
+        starts = None if documents is None else documents.starts.cpu()
+        cuts = [length] if starts is None else [*starts.any(0).nonzero().flatten().tolist(), length]
         begin = 0
         while begin < length:
-            documents = [False] * len(offset) if reset is None else reset[:, begin].tolist()
-            offset = [0 if document else tokens for document, tokens in zip(documents, offset, strict=True)]
-            starts = [tokens == 0 for tokens in offset]
+            new = [False] * len(offset) if starts is None else starts[:, begin].tolist()
+            offset = [0 if document else tokens for document, tokens in zip(new, offset, strict=True)]
+            segments = [tokens == 0 for tokens in offset]
             end = min(begin + self.segment - max(offset), next(cut for cut in cuts if cut > begin))
-            yield begin, end, starts, documents, offset
+            yield begin, end, segments, new, offset
             offset = [(tokens + end - begin) % self.segment for tokens in offset]
             begin = end
 
@@ -189,14 +201,10 @@ class MAC(nn.Module):
         return torch.cat([memory_tokens, tokens], -1)
 
 
-def _worth_compiling(x: Tensor) -> bool:
-    """On a GPU the segments, which wait for one another, would otherwise be a storm of small launches."""
-    return x.is_cuda and not torch.compiler.is_compiling()
-
-
 @functools.cache
-def _compiled(step):
-    """A step of the segments, fused. Without CUDA graphs: those keep one segment's results, training needs them all."""
+def _compiled(step: Callable) -> Callable:
+    """A segment's step, fused: as it is, it is a storm of small launches. Without CUDA graphs: those keep one segment's
+    results, training needs them all."""
     return torch.compile(step, dynamic=False)
 
 

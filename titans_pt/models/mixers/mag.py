@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig
 from titans_pt.layers.attention import Attention, AttentionState
+from titans_pt.layers.documents import Documents
 from titans_pt.layers.memory import NeuralMemoryState
 from titans_pt.models.mixers.common import BranchGate, build_memory, persistent, remember
 
@@ -28,9 +29,9 @@ class MAG(nn.Module):
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(
-        self, x: Tensor, state: MAGState | None = None, reset: Tensor | None = None
+        self, x: Tensor, state: MAGState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, MAGState]:
         prefix = None if self.persistent is None else self.persistent[None]
-        a, attention = self.attention(x, state and state.attention, reset, prefix)
-        m, memory = remember(self.memory, x, self.persistent, state and state.memory, reset)
+        a, attention = self.attention(x, state and state.attention, documents, prefix)
+        m, memory = remember(self.memory, x, self.persistent, state and state.memory, documents)
         return self.out(self.gate(x, a, m)), MAGState(attention, memory)

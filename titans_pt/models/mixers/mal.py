@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig
 from titans_pt.layers.attention import Attention, AttentionState
+from titans_pt.layers.documents import Documents
 from titans_pt.layers.memory import NeuralMemoryState
 from titans_pt.models.mixers.common import build_memory, persistent
 
@@ -36,16 +37,16 @@ class MAL(nn.Module):
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(
-        self, x: Tensor, state: MALState | None = None, reset: Tensor | None = None
+        self, x: Tensor, state: MALState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, MALState]:
         prefix = start = None
-        if self.persistent is not None and (state is None or reset is not None):
+        if self.persistent is not None and (state is None or documents is not None):
             tokens = self.persistent[None]
             remembered, start = self.memory.start_after(tokens)
             prefix = self.norm(tokens + self._recalled(tokens, remembered))
-        m, memory = self.memory(x, state and state.memory, reset, start=start)
+        m, memory = self.memory(x, state and state.memory, documents, start=start)
         m = self._recalled(x, m)
-        a, attention = self.attention(self.norm(x + m), state and state.attention, reset, prefix)
+        a, attention = self.attention(self.norm(x + m), state and state.attention, documents, prefix)
         return m + self.out(a), MALState(memory, attention)
 
     def _recalled(self, x: Tensor, m: Tensor) -> Tensor:

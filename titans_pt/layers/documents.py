@@ -1,0 +1,45 @@
+"""Where documents start in packed sequences, worked out once for all layers."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Documents:
+    """Of B rows of T tokens, in which documents start anywhere.
+
+    starts: (B, T) bool, True where one starts.
+    begin: (B, T) int64, the newest start in the row at or before each token; -1 where it lies before the first token.
+    bounds: (n + 1,) int32, starts once the rows lie end to end, each row's first token among them, then B * T to fill.
+    most: no row has more starts; known without a look at the GPU.
+    """
+
+    starts: Tensor
+    begin: Tensor
+    bounds: Tensor
+    most: int
+
+    @staticmethod
+    def of(reset: Tensor, device: torch.device) -> "Documents":
+        """From reset, (B, T) bool; when it is on the CPU, nothing waits for a GPU.
+
+        ``most`` is a power of two, 8 at least: what is compiled for it serves nearly all batches.
+        """
+        count = max(8, int(reset.sum(1).max()))
+        return Documents._make(reset.to(device, non_blocking=True), 1 << (count - 1).bit_length())
+
+    @staticmethod
+    def _make(starts: Tensor, most: int) -> "Documents":
+        rows, length = starts.shape
+        place = torch.arange(rows * length, device=starts.device).view(rows, length)
+        first = starts | (place % length == 0)
+        bounds = torch.where(first, place, rows * length).flatten().sort().values
+        bounds = torch.cat([bounds, bounds.new_full((1,), rows * length)])[: rows * (most + 1) + 1]
+        begin = torch.where(starts, place[0], -1).cummax(1).values
+        return Documents(starts, begin, bounds.to(torch.int32), most)
+
+    def cut(self, begin: int, end: int) -> "Documents":
+        """Those of the tokens begin .. end - 1 of each row."""
+        return Documents._make(self.starts[:, begin:end], min(self.most, end - begin))
