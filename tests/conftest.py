@@ -57,6 +57,32 @@ def prepare_corpus(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def interpreter():
+    """Triton's interpreter (unused where there is a GPU), made fit for use."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    swap, swap_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
+
+    def once(fn):
+        """It swaps all functions of triton.language at every call of a device function, which is most of its time; one
+        swap a kernel is enough."""
+        modules = [m for m in fn.__globals__.values() if m is tl or m is tl.core]
+        if modules and not any(tl.core.is_builtin(m.load) for m in modules):
+            return interpreter._LangPatchScope()
+        return swap(fn)
+
+    def with_numbers(tensor, scope):
+        """Before Triton 3.9, a number in a tensor is an array of one entry, which NumPy 2.4 no longer takes for one."""
+        swap_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang, interpreter._patch_lang_tensor = once, with_numbers
+    yield
+    interpreter._patch_lang, interpreter._patch_lang_tensor = swap, swap_tensor
+
+
+@pytest.fixture(scope="session")
 def prepared(tmp_path_factory) -> Path:
     """A data.dir with token files of a small made-up text; do not write there."""
     return prepare_corpus(tmp_path_factory.mktemp("corpus"))

@@ -75,6 +75,7 @@ def test_a_few_rows_at_a_time_are_the_same(weight, monkeypatch):
     assert most == 5 * 20 * 300 and most_of_parts < 20 * 300, "no logits are kept"
 
 
+@pytest.mark.usefixtures("interpreter")
 def test_the_fused_head_is_the_same(monkeypatch):
     """liger-kernel's, in Triton's interpreter."""
     torch.manual_seed(0)
