@@ -143,7 +143,7 @@ def _plan(options: argparse.Namespace):
     config = load_config(options.config, options.overrides)
     from titans_pt.training.plan import make_plan
 
-    plan = make_plan(config, options.ranks)
+    plan = make_plan(config, options.ranks, gpu=None if options.memory is None else True)
     print(plan.text())
     plan.check(options.memory)
 
@@ -336,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
     ranks = "number of processes (default: WORLD_SIZE, or the machine's GPUs, or parallel.tensor)"
     plan.add_argument("--ranks", type=int, metavar="N", help=ranks)
-    memory = "memory of a rank's device (default: what this machine's GPUs have; without one nothing is refused)"
+    memory = "memory of a rank's GPU (default: of this machine's; without any the plan is a CPU's, never refused)"
     plan.add_argument("--memory", type=float, metavar="GIB", help=memory)
 
     checkpoint = commands.add_parser("checkpoint", help="list, check or delete a run's checkpoints")

@@ -19,8 +19,8 @@ HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 
 
 def flash_serves(q: Tensor) -> bool:
-    """Whether FlashAttention's kernels take queries like these."""
-    return q.is_cuda and q.dtype in HALF and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    """Whether FlashAttention's kernels take queries like these (without contents: whether they would on a GPU)."""
+    return (q.is_cuda or q.is_meta) and q.dtype in HALF and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def choose(q: Tensor):

@@ -1,5 +1,6 @@
 """The one entry: checks, dtypes, the choice of an implementation."""
 
+import contextlib
 import functools
 import os
 import warnings
@@ -15,6 +16,8 @@ from kernels.memory.state import MemoryState, Weights, state_dtype
 
 BACKENDS = ("auto", "triton", "chunked", "naive")
 HAS_TRITON = find_spec("triton") is not None
+GPU = ("cuda", "meta")
+"""Tensors without contents take a GPU's ways, so that anybody can ask what these would allocate."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets kernels, on tensors of the CPU: it decides that when it is imported."""
 
@@ -70,7 +73,7 @@ def neural_memory(
     _check(q, k, v, theta, eta, alpha, weights, norm, activation, chunk_size, reset, backend)
     dtype = state_dtype(q)
     fused = _fused(q, weights, chunk_size, backend)
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q):
         gates = [g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha)]
         if fused is not None:
             out, state = fused(
@@ -106,11 +109,11 @@ def _fused(q: Tensor, weights: Weights, chunk_size: int, backend: str):
     Raises:
         ValueError: backend is "triton", which does not serve this call.
     """
-    if backend not in ("auto", "triton") or (backend == "auto" and q.device.type != "cuda"):
+    if backend not in ("auto", "triton") or (backend == "auto" and q.device.type not in GPU):
         return None
     if not HAS_TRITON:
         reason = "triton is not installed"
-    elif q.device.type != "cuda" and not INTERPRETED:
+    elif q.device.type not in GPU and not INTERPRETED:
         reason = f"tensors are on {q.device.type}, not on a GPU (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
     else:
         # Not at the top: it imports triton, which machines without a GPU need not have.
@@ -125,6 +128,10 @@ def _fused(q: Tensor, weights: Weights, chunk_size: int, backend: str):
     return None
 
 
+def _no_autocast(x: Tensor):
+    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
 @functools.cache
 def _warn(message: str):
     """Warns once of each message, whatever the warning filters."""
@@ -136,7 +143,7 @@ def memory_read(
 ) -> Tensor:
     """M(q) without writing: q (B, T, H, D), weights (B, H, d_in, d_out) of a state, norm (H, D) -> (B, T, H, D)."""
     dtype = weights[0].dtype
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q):
         affine = None if norm is None else tuple(p.to(dtype).unsqueeze(-2) for p in norm)
         out = mlp.forward(q.to(dtype).transpose(1, 2), weights, affine, residual, activation)
     return out.transpose(1, 2).to(q.dtype)

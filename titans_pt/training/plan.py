@@ -1,14 +1,19 @@
 """What a training will need, before it starts: the grid of ranks, the batch, and an estimate of a rank's memory."""
 
+import contextlib
+import importlib.util
 import math
 import os
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from titans_pt.config import MEMORY_MIXERS, Config
 from titans_pt.errors import UserError
+from titans_pt.layers.memory import NeuralMemory
 from titans_pt.models.language_model import LanguageModel
 from titans_pt.parallel import TensorGroup, TensorParallel
 from titans_pt.parallel.topology import check_world_size
@@ -17,7 +22,7 @@ from titans_pt.training.loss import rows_at_once
 
 GIB = 2**30
 PROBE_TOKENS = 1024
-"""Activations are measured on one row of at most so many tokens, on the CPU."""
+"""What is measured with real numbers is measured on one row of at most so many tokens, on the CPU."""
 HEADROOM = 0.9
 """Share of a device's memory that may be planned with; the rest is for the allocator's gaps and the libraries."""
 
@@ -66,7 +71,7 @@ class Plan:
             return
         kind, size = max(self.bytes.items(), key=lambda item: item[1])
         train, parallel = self.config.train, self.config.parallel
-        if kind in ("activations", "memory states", "logits"):
+        if kind in ("activations", "memory states", "memory scratch", "logits"):
             remedies = [f"train.micro_batch={max(1, self.micro_batch // 2)}"] if self.micro_batch > 1 else []
             if not train.activation_checkpointing and kind != "logits":
                 remedies.append("train.activation_checkpointing=true")
@@ -79,8 +84,10 @@ class Plan:
         )
 
 
-def make_plan(config: Config, ranks: int | None = None) -> Plan:
+def make_plan(config: Config, ranks: int | None = None, gpu: bool | None = None) -> Plan:
     """The plan of ``config`` on ``ranks`` processes; None takes WORLD_SIZE, else this machine's GPUs.
+
+    gpu: whether it is for GPUs, whose kernels keep other things than what runs on a CPU; None: whether there are any.
 
     Raises:
         UserError: the ranks or the batch do not divide.
@@ -96,7 +103,8 @@ def make_plan(config: Config, ranks: int | None = None) -> Plan:
     parameters = sum(p.numel() for p in model.parameters())
     TensorParallel(model, _Rehearsal(0, tensor), config.parallel.sequence)
     own = sum(p.numel() for p in model.parameters())
-    sizes = _model_bytes(config, own, world // tensor) | _activation_bytes(config, micro)
+    gpu = torch.cuda.is_available() if gpu is None else gpu
+    sizes = _model_bytes(config, own, world // tensor) | _activation_bytes(config, micro, gpu)
     return Plan(config, parameters, tensor, world // tensor, micro, accumulation, sizes)
 
 
@@ -126,18 +134,60 @@ def _model_bytes(config: Config, own: int, data: int) -> dict[str, int]:
     }
 
 
-def _activation_bytes(config: Config, micro: int) -> dict[str, int]:
-    """What a micro-batch keeps for the backward pass: measured on a short row of the real blocks, then scaled."""
+def _activation_bytes(config: Config, micro: int, gpu: bool) -> dict[str, int]:
+    """What a micro-batch keeps for the backward pass, by what the real blocks keep."""
+    m, pattern = config.model, config.model.pattern
+    length, kinds = config.data.seq_len, sorted(set(pattern))
+    found: dict[str, int] = {}
+    if gpu and config.train.precision == "bf16" and _kernels_serve(config):
+        kept, states = _kept(config, micro, length, "meta"), dict.fromkeys(kinds, 0)
+        if set(kinds) & set(MEMORY_MIXERS):
+            from kernels.memory.fused.operators import SCRATCH_BYTES
+
+            found["memory scratch"] = SCRATCH_BYTES
+    else:  # a part of one row, scaled: all but the states grows with the tokens
+        probe = min(length, max(PROBE_TOKENS, m.segment if "mac" in pattern else 1))
+        probe -= probe % config.parallel.tensor
+        states = {kind: micro * _state_bytes(config, kind, length) for kind in kinds}
+        short = {kind: size - _state_bytes(config, kind, probe) for kind, size in _kept(config, 1, probe).items()}
+        kept = {kind: micro * size * length // probe for kind, size in short.items()}
+    if config.train.activation_checkpointing:  # the blocks' inputs, and one block at a time
+        inputs = _width(config) * micro * length * m.d_model
+        inputs //= config.parallel.tensor if config.parallel.sequence else 1
+        activations, memory = inputs * m.n_layers + max(kept.values()), max(states.values())
+    else:
+        activations, memory = sum(kept[kind] for kind in pattern), sum(states[kind] for kind in pattern)
+    # The head's output, the same in fp32, its softmax, and their two gradients; of the samples that are taken at once.
+    logits = length * m.vocab_size // config.parallel.tensor * (2 * _width(config) + 12)
+    found |= {"memory states": memory} if memory else {}
+    return {"activations": activations, **found, "logits": rows_at_once(micro, length, m.vocab_size) * logits}
+
+
+def _kernels_serve(config: Config) -> bool:
+    """Whether a GPU takes the fused kernels wherever there is a memory: they alone run without contents."""
+    m = config.model
+    if not set(m.pattern) & set(MEMORY_MIXERS):
+        return True
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from kernels.memory.fused import unsupported
+
+    with torch.device("meta"):
+        memory = NeuralMemory(m.d_model, m.memory_heads, m.conv_width, m.memory, m.norm_eps)
+        q = torch.empty(1, 1, m.memory_heads, m.d_model // m.memory_heads, dtype=torch.bfloat16)
+    return unsupported(q, memory.network()[0], m.memory.chunk_size) is None
+
+
+def _kept(config: Config, rows: int, length: int, device: str = "cpu") -> dict[str, int]:
+    """Bytes that autograd keeps in one block of each kind, by kind; "meta": on a GPU's paths, without computing."""
     m, tensor = config.model, config.parallel.tensor
-    length, pattern = config.data.seq_len, m.pattern
-    probe = min(length, max(PROBE_TOKENS, m.segment if "mac" in pattern else 1))
-    probe -= probe % tensor
-    kinds = sorted(set(pattern))
-    # One block of each kind, in the training's own precision, with a vocabulary that does not count.
+    kinds = sorted(set(m.pattern))
+    # In the training's own precision, with a vocabulary that does not count.
     small = m.model_copy(update={"mixers": kinds, "n_layers": len(kinds), "vocab_size": tensor})
-    model = LanguageModel(small).to(torch.bfloat16 if config.train.precision == "bf16" else torch.float32)
+    with torch.device(device):
+        model = LanguageModel(small).to(torch.bfloat16 if config.train.precision == "bf16" else torch.float32)
+        ids = torch.zeros(rows, length, dtype=torch.int64)
     TensorParallel(model, _Rehearsal(0, tensor), config.parallel.sequence)
-    ids = torch.zeros(1, probe, dtype=torch.int64)
 
     kept: dict[str, int] = {}
     for kind, block in zip(kinds, model.blocks, strict=True):
@@ -151,27 +201,37 @@ def _activation_bytes(config: Config, micro: int) -> dict[str, int]:
 
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after)
-    with _Saved(model) as saved:
-        model(ids)
+    with contextlib.nullcontext() if device == "cpu" else _FusedNorms(), _Saved(model) as saved:
+        model(ids, output_final_state=False)
+    return kept
 
-    states = {kind: _state_bytes(config, kind, length) for kind in kinds}
-    tokens = {kind: (kept[kind] - _state_bytes(config, kind, probe)) * length / probe for kind in kinds}
-    inputs = _width(config) * length * m.d_model // (tensor if config.parallel.sequence else 1)
-    if config.train.activation_checkpointing:  # the blocks' inputs, and one block at a time
-        activations, memory = inputs * m.n_layers + max(tokens.values()), max(states.values())
-    else:
-        activations, memory = sum(tokens[kind] for kind in pattern), sum(states[kind] for kind in pattern)
-    # The head's output, the same in fp32, its softmax, and their two gradients; of the samples that are taken at once.
-    logits = length * m.vocab_size // tensor * (2 * _width(config) + 12)
-    rows = rows_at_once(micro, length, m.vocab_size)
-    return {"activations": int(micro * activations), "memory states": micro * memory, "logits": rows * logits}
+
+class _FusedNorms(TorchFunctionMode):
+    """RMSNorm is several operators where there is no GPU, each of which keeps its input; there it is one. Numbers are
+    not computed."""
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        if function is F.rms_norm:
+            function = _fused_norm
+        return function(*arguments, **(options or {}))
+
+
+def _fused_norm(input: Tensor, normalized_shape, weight: Tensor, eps: float) -> Tensor:
+    return _FusedNorm.apply(input, weight)
+
+
+class _FusedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
 
 
 class _Saved:
     """Bytes that autograd keeps in the ``with``, each storage once, those of the model's parameters not at all."""
 
     def __init__(self, model: torch.nn.Module):
-        self._seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._seen = {p.untyped_storage()._cdata for p in model.parameters()}
         self._kept, self.total = [], 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
@@ -185,8 +245,8 @@ class _Saved:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
+        if storage._cdata not in self._seen:  # those of no contents have no address
+            self._seen.add(storage._cdata)
             self._kept.append(storage)  # else its address is given to another
             self.total += storage.nbytes()
         return tensor
