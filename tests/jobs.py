@@ -22,7 +22,7 @@ def main(config: str, folder: str, *words: str):
             jobs[name].append(word)
     shard_everything()
     with process_group() as ranks:
-        loop.process_group = lambda: nullcontext(ranks)
+        loop.process_group = lambda timeout: nullcontext(ranks)
         for name, overrides in jobs.items():
             loop.train(load_config(config, [f"run.dir={folder}/{name.partition('@')[0]}", *overrides]))
 

@@ -30,7 +30,9 @@ _OS_REMEDIES = {
     errno.ENOTDIR: "a part of the path is a file; set run.dir (data.dir for prepare) to another folder",
 }
 _CPU_OUT_OF_MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)
-_LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|socket closed", re.IGNORECASE)
+_LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket closed|remote process exited|ncclRemoteError", re.IGNORECASE
+)
 
 
 def run(arguments: list[str]) -> int:
@@ -67,7 +69,7 @@ def _runtime_error(error: RuntimeError) -> int:
         return _fail(f"out of memory ({text.split('. ')[0]}): {_MEMORY}")
     if _CPU_OUT_OF_MEMORY.search(text):
         return _fail(f"out of memory (CPU): {_MEMORY}")
-    if _processes() > 1 and (_LOST_PEER.search(text) or isinstance(error, torch.distributed.DistBackendError)):
+    if _processes() > 1 and _LOST_PEER.search(text):
         return _fail("another process of this run has stopped; its own message says why", 1, patience=10.0)
     raise error
 

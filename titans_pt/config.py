@@ -241,7 +241,8 @@ class TrainConfig(Section):
     keep_every: Positive | None = None
     """Checkpoints of steps that divide by it are kept for good. Null: only the newest."""
     timeout: Annotated[float, Field(gt=0.0)] = 600.0
-    """Seconds without any progress of a rank (a collective that a peer never joins) after which all of them stop."""
+    """Seconds without any progress of a rank (a collective that a peer never joins) after which all of them stop; five
+    times as many in a first step that is compiled."""
     max_nonfinite: Positive = 10
     """Skipped (non-finite) steps in a row after which the run stops with a checkpoint."""
 

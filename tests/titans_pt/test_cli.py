@@ -22,7 +22,7 @@ from titans_pt.training.metrics import read_metrics
 @pytest.fixture(autouse=True, scope="module")
 def one_group(ranks):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "process_group", lambda: nullcontext(ranks))
+        patch.setattr(loop, "process_group", lambda timeout: nullcontext(ranks))
         yield
 
 
@@ -312,10 +312,14 @@ def test_only_one_of_many_ranks_speaks_at_once(monkeypatch, capsys):
 
 def test_a_lost_peer_is_not_a_traceback(monkeypatch):
     monkeypatch.setattr(cli.time, "sleep", lambda _seconds: None)
-    error = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
-    with pytest.raises(RuntimeError):
-        cli._runtime_error(error)
+    gloo = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
+    nccl = torch.distributed.DistBackendError("NCCL error: remote process exited or there was a network error")
+    for error in (gloo, nccl):
+        with pytest.raises(RuntimeError):
+            cli._runtime_error(error)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert cli._runtime_error(error) == 1
+    assert [cli._runtime_error(error) for error in (gloo, nccl)] == [1, 1]
+    with pytest.raises(RuntimeError, match="no socket interface found"):
+        cli._runtime_error(torch.distributed.DistBackendError("NCCL error: Bootstrap : no socket interface found"))
 
 

@@ -16,7 +16,7 @@ def profile(out: Path, once: bool):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     batch, length, dtype = (8, 4096, torch.bfloat16) if device == "cuda" else (1, 128, torch.float32)
     x = inputs(batch, length, 2, device, dtype)
-    run = memory_call("auto", False, x)
+    run = memory_call("auto", x)
 
     def both():
         torch.autograd.grad(run().sum(), list(x.values()))

@@ -230,15 +230,24 @@ def _replace_mixers(model: nn.Module, layer: str):
     from titans_pt.layers.mlp import SwiGLU
 
     config: ModelConfig = model.config
-    heads = {"num_heads": config.n_heads}
-    if layer == "Mamba2":
-        heads = {"num_heads": 2 * config.d_model // 64, "head_dim": 64}
+    if layer == "Mamba2" and find_spec("mamba_ssm") is None:
+        raise SystemExit("not installed: mamba_ssm; without it flash-linear-attention's Mamba2 is plain PyTorch")
+    width = config.d_model
+    heads = {
+        "GatedDeltaNet": {"num_heads": 3 * width // 256, "head_dim": 64},  # keys of 3/4 of the width, values twice that
+        "Mamba2": {"num_heads": 2 * width // 64, "head_dim": 64},
+        "DeltaNet": {"num_heads": width // 128},
+        "GatedLinearAttention": {"num_heads": 4},
+    }[layer]
     for n, block in enumerate(model.blocks):
         before = sum(p.numel() for p in block.parameters())
-        block.mixer = OtherMixer(getattr(fla.layers, layer)(hidden_size=config.d_model, layer_idx=n, **heads))
+        block.mixer = OtherMixer(getattr(fla.layers, layer)(hidden_size=width, layer_idx=n, **heads))
+        block.mixer.forward = torch.compiler.disable(block.mixer.forward)  # its kernels tune themselves when they run
         rest = before - sum(p.numel() for p in block.mixer.parameters())
-        hidden = max(64, round(rest / (3 * config.d_model) / 64) * 64)
-        block.mlp = SwiGLU(config.d_model, hidden)
+        hidden = round(rest / (3 * width) / 64) * 64
+        if hidden < 64:
+            raise SystemExit(f"{layer} of width {width} alone is larger than a whole block of this model")
+        block.mlp = SwiGLU(width, hidden)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Which rank stands where in the grid of tensor x data ranks, and the exchanges inside one tensor group."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -52,18 +54,19 @@ class Topology:
     Args:
         tensor: ranks that share one copy of the model (parallel.tensor).
         rank, world_size: of this process among all.
+        patience: of an exchange, after which the backend gives up; None: the backend's own.
 
     Raises:
         UserError: the ranks do not divide into tensor groups.
     """
 
-    def __init__(self, tensor: int, rank: int, world_size: int):
+    def __init__(self, tensor: int, rank: int, world_size: int, patience: timedelta | None = None):
         check_world_size(tensor, world_size)
         self.data_rank, self.data_size = rank // tensor, world_size // tensor
         grid = torch.arange(world_size).view(self.data_size, tensor)
         # Every rank takes part in making every group.
-        tensor_groups = [dist.new_group(row.tolist()) for row in grid]
-        data_groups = [dist.new_group(column.tolist()) for column in grid.T]
+        tensor_groups = [dist.new_group(row.tolist(), timeout=patience) for row in grid]
+        data_groups = [dist.new_group(column.tolist(), timeout=patience) for column in grid.T]
         self.tensor = TensorGroup(rank % tensor, tensor, tensor_groups[self.data_rank])
         self.data_group = data_groups[self.tensor.rank]
 

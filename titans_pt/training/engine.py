@@ -75,6 +75,7 @@ def deepspeed_config(config: Config, micro_batch: int, accumulation: int, own: i
         "zero_allow_untested_optimizer": True,  # torch's own AdamW: nothing is compiled
         "data_types": {"grad_accum_dtype": "fp32" if config.parallel.zero_stage > 1 else None},
         "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the GPU twice in every micro-batch
         "wall_clock_breakdown": False,
     }
 
@@ -129,11 +130,12 @@ class Engine:
     def __init__(self, model: nn.Module, config: Config, ranks: Ranks):
         deepspeed = _import_deepspeed()
         self.stage = config.parallel.zero_stage
-        self.topology = Topology(config.parallel.tensor, ranks.rank, ranks.world_size)
+        self.topology = Topology(config.parallel.tensor, ranks.rank, ranks.world_size, ranks.patience)
         self.micro_batch, self.accumulation = local_batch(config, self.topology.data_size)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.split = TensorParallel(model, self.topology.tensor, config.parallel.sequence)
-        model.set_compiled(compiles(config, ranks.device))
+        self.compiled = compiles(config, ranks.device)
+        model.set_compiled(self.compiled)
         loss = NextTokenLoss(model)
         if self.split.dims:
             loss = NextTokenLoss(model, partial(vocabulary_cross_entropy, group=self.topology.tensor))
@@ -299,11 +301,13 @@ def _import_deepspeed():
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
-    from deepspeed.ops import __compatible_ops__
     from deepspeed.utils import logger
 
     logger.setLevel("ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # calls DeepSpeed makes
-    # On CPU it would build a C++ all-reduce for inference at each machine's first start, and fail without a compiler.
-    __compatible_ops__["deepspeed_shm_comm"] = False
+    if not torch.cuda.is_available():
+        # It would build a C++ all-reduce for inference at each machine's first start, and fail without a compiler.
+        from deepspeed.ops import __compatible_ops__
+
+        __compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -48,7 +48,7 @@ def train(config: Config) -> int:
         OSError: a checkpoint or log could not be written; earlier checkpoints are intact.
     """
     with ExitStack() as stack:
-        ranks = stack.enter_context(process_group())
+        ranks = stack.enter_context(process_group(config.train.timeout))
         signals = stack.enter_context(StopSignals())
         watch = stack.enter_context(Watch(ranks, config.train.timeout))
         ranks.on_first(lambda: _announce(config, ranks))  # before anything is written
@@ -74,6 +74,7 @@ class Trainer:
         path, state = start or (None, None)
 
         self.step = state.step if state else 0
+        self.first_step = self.step + 1
         self.samples = state.samples if state else 0
         self.nonfinite = state.nonfinite if state else 0
         self.nonfinite_in_a_row = state.nonfinite_in_a_row if state else 0
@@ -111,7 +112,7 @@ class Trainer:
         self.profiler = StepProfiler(folder.profile, train.profile_at if ranks.first else None, train.profile_steps)
         self.out_of_memory = OutOfMemory(
             folder.path, ranks.device,
-            f"lower train.micro_batch={train.micro_batch}, or set train.activation_checkpointing=true",
+            f"lower train.micro_batch={train.micro_batch}, or set train.activation_checkpointing=true", ranks.rank,
         )  # fmt: skip
 
     def _build_engine(self, path: Path | None, state: TrainerState | None) -> Engine:
@@ -178,11 +179,12 @@ class Trainer:
 
         logged = self.step == 1 or self.step % train.log_every == 0 or self.step == self.last_step
         losses, memory, stopwatch = [], {}, Stopwatch(self.ranks.device)
+        compiling = self.engine.compiled and self.step == self.first_step
         self.profiler.before(self.step)
         with self.out_of_memory:
             self.watch.at(f"step {self.step}, reading its samples")
             for n, (ids, reset) in enumerate(self.loader.batches(self.samples)):
-                self.watch.at(f"step {self.step}, micro-batch {n}")
+                self.watch.at(f"step {self.step}, micro-batch {n}", slow=compiling)
                 batch = self._on_device(ids, reset)
                 stopwatch.mark("data")
                 if logged and n == 0:

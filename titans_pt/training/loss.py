@@ -66,7 +66,7 @@ class NextTokenLoss(nn.Module):
         return loss * (1.0 + 0.0 * loss.detach())
 
     def _fused(self, x: Tensor) -> bool:
-        whole = self.cross_entropy is F.cross_entropy and self.model.head.weight.numel() > 0  # ZeRO 3 leaves it empty
+        whole = self.cross_entropy is F.cross_entropy and self.model.head.weight.numel() > 0
         return x.is_cuda and whole and _liger() is not None
 
     def _few_at_a_time(self, x: Tensor, targets: Tensor) -> Tensor:

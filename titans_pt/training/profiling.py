@@ -13,16 +13,19 @@ from titans_pt.errors import UserError
 
 log = logging.getLogger(__name__)
 
+# fmt: off
 KINDS = (
     ("exchange", r"nccl|all_?reduce|all_?gather|reduce_?scatter|gloo|c10d"),
-    ("memory", r"memory_|MemoryScan"),
+    ("memory", r"^(scan|read|coefficients)(_backward)?$|^step$|titans::|MemoryScan"),
     ("attention", r"flash|fmha|scaled_dot_product|attention"),
     ("optimizer", r"multi_tensor_apply|adam|foreach"),
     ("matrix product", r"gemm|nvjet|cutlass|::(bmm|mm|addmm|baddbmm)"),
     ("copy", r"memcpy|memset|::copy_|::_to_copy|CatArray|::cat$"),
     ("normalisation, softmax", r"norm|softmax|cross_entropy|nll_loss"),
-    ("element-wise", r"elementwise|reduce_kernel|::(mul|add|sub|div|sum|exp|silu|sigmoid|gelu|where|cumprod)"),
+    ("element-wise", r"elementwise|reduce_kernel|^triton_(poi|red|per)_|"
+                     r"::(mul|add|sub|div|sum|exp|silu|sigmoid|gelu|where|cumprod)"),
 )
+# fmt: on
 """(name, what the name of a kernel (GPU) or operator (CPU) of that kind has in it); the first that fits."""
 
 
@@ -37,8 +40,8 @@ def time_shares(profiler: profile) -> dict[str, float]:
     on_gpu = any(event.self_device_time_total > 0 for event in events)
     totals: dict[str, float] = {}
     for event in events:
-        # On a GPU only kernels have device time of their own that operators do not count a second time.
-        if on_gpu and event.device_type == torch.autograd.DeviceType.CPU:
+        # On a GPU only kernels have time of their own that operators, and ranges around these, do not count once more.
+        if on_gpu and (event.device_type == torch.autograd.DeviceType.CPU or event.is_user_annotation):
             continue
         spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         totals[kind_of(event.key)] = totals.get(kind_of(event.key), 0.0) + spent
@@ -118,13 +121,15 @@ class StepProfiler:
 class OutOfMemory:
     """Around a step on a GPU: when its memory runs out, a snapshot of who holds what, and one line for the user.
 
-    The snapshot, ``folder``/memory-snapshot.pickle, opens at pytorch.org/memory_viz. Without a GPU nothing happens.
+    The snapshot, ``folder``/memory-snapshot-rankR.pickle, opens at pytorch.org/memory_viz. Without a GPU nothing
+    happens.
     """
 
-    def __init__(self, folder: Path, device: torch.device, remedy: str):
-        self._path, self._remedy, self._gpu = folder / "memory-snapshot.pickle", remedy, device.type == "cuda"
-        if self._gpu:
-            torch.cuda.memory._record_memory_history(max_entries=100_000)
+    def __init__(self, folder: Path, device: torch.device, remedy: str, rank: int = 0):
+        self._path, self._remedy = folder / f"memory-snapshot-rank{rank}.pickle", remedy
+        self._gpu = device.type == "cuda"
+        if self._gpu:  # where each was allocated, in Python: a trace in C++ at each allocation costs as much again
+            torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
 
     def __enter__(self):
         return self

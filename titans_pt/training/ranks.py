@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -15,12 +16,12 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This process among its peers: ``rank`` of ``world_size``, on ``device``."""
+    """This process among its peers: ``rank`` of ``world_size``, on ``device``. patience: of its exchanges."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, patience: timedelta):
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.device = device
+        self.device, self.patience = device, patience
 
     @property
     def first(self) -> bool:
@@ -57,10 +58,14 @@ class Ranks:
 
 
 @contextmanager
-def process_group():
+def process_group(timeout: float = 600.0):
     """Joins the process group (gloo on CPU, NCCL on GPUs) and yields :class:`Ranks`; leaves it at the end.
 
     Without torchrun's variables in the environment it is a group of one, which needs no port.
+
+    Args:
+        timeout: seconds; train.timeout. The backend's own, 600 s with NCCL, would end a process without saying where
+            the others stand: it waits ten times as long, so that :class:`titans_pt.training.watch.Watch` is first.
 
     Raises:
         UserError: several processes were started without a place to meet.
@@ -72,21 +77,24 @@ def process_group():
         )
     device = _device(int(os.environ.get("LOCAL_RANK", 0)))
     backend = "nccl" if device.type == "cuda" else "gloo"
+    patience = timedelta(seconds=10 * timeout)
     if rendezvous:
-        dist.init_process_group(backend)
-        yield Ranks(device)
+        dist.init_process_group(backend, timeout=patience)
+        yield Ranks(device, patience)
         # Only after success: a rank that fails must not wait here for others that wait for it. Together, since one that
         # closes its connections early may cut off another that still reads from them.
-        dist.barrier()
+        dist.barrier(device_ids=None if device.index is None else [device.index])
         dist.destroy_process_group()
         return
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # DeepSpeed reads these
     added = alone.keys() - os.environ.keys()
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        dist.init_process_group(
+            backend, init_method=f"file://{folder}/store", rank=0, world_size=1, timeout=patience
+        )
         os.environ.update(alone | os.environ)
         try:
-            yield Ranks(device)
+            yield Ranks(device, patience)
         finally:
             dist.destroy_process_group()
             for name in added:

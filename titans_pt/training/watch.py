@@ -32,9 +32,10 @@ class Watch:
         self._threads: list[threading.Thread] = []
         self.at("the start")
 
-    def at(self, where: str):
-        """Notes what comes next; costs nothing."""
+    def at(self, where: str, slow: bool = False):
+        """Notes what comes next; costs nothing. slow: it may take five times as long."""
         self._place = (where, time.time())
+        self._limit = self.timeout * (5 if slow else 1)
 
     def __enter__(self):
         if self.ranks.world_size > 1:
@@ -62,7 +63,7 @@ class Watch:
 
     def _look(self):
         while not self._ended.wait(self._interval):
-            if time.time() - self._place[1] > self.timeout:
+            if time.time() - self._place[1] > self._limit:
                 threading.Timer(6 * self._interval, self._end, [self._alone()]).start()
                 try:
                     self._stop()
@@ -82,7 +83,7 @@ class Watch:
 
     def _alone(self) -> str:
         return (
-            f"train.timeout: rank {self.ranks.rank} has stood at {self._place[0]} for {self.timeout:g} s, and the "
+            f"train.timeout: rank {self.ranks.rank} has stood at {self._place[0]} for {self._limit:g} s, and the "
             "process that holds the ranks' store (rank 0, or torchrun's) does not answer: look at its machine first. "
             "The same command continues from the newest checkpoint"
         )
@@ -98,7 +99,7 @@ class Watch:
             places.append(f"rank {rank} stands at {where} for {now - since:.0f} s{silent}")
         frame = traceback.extract_stack(sys._current_frames()[self._main])[-1]
         return (
-            f"train.timeout: nothing has moved for {self.timeout:g} s: {'; '.join(places)} (rank {self.ranks.rank} in "
+            f"train.timeout: nothing has moved for {self._limit:g} s: {'; '.join(places)} (rank {self.ranks.rank} in "
             f"{frame.name}, {frame.filename}:{frame.lineno}). Look at the machine of a rank that stands elsewhere or "
             "is silent; if all are merely slow, raise train.timeout. The same command continues from the newest "
             "checkpoint"

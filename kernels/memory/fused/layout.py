@@ -24,7 +24,10 @@ def table(length: int, chunk: int, block: int, blocks: int, offset: Tensor, rese
     begins = position % block == 0
     begins[:, 0] = True
     index = torch.where(begins, begins.cumsum(1) - 1, blocks)
-    start = t.new_full((len(offset), blocks + 1), length).scatter_(1, index, t.expand_as(index))
+    # In one dimension: along one of two, a deterministic scatter copies from the host, which no CUDA graph can hold.
+    row = (blocks + 1) * torch.arange(len(offset), device=t.device)[:, None]
+    start = t.new_full((row.numel() * (blocks + 1),), length)
+    start = start.scatter_(0, (row + index).flatten(), t.repeat(row.numel())).view(-1, blocks + 1)
     start[:, -1] = length
     tokens = start.diff(dim=1)
     start = start[:, :-1]

@@ -6,7 +6,9 @@ import json
 import pytest
 import torch
 
+from kernels.memory import block
 from titans_pt.benchmarks import kernels
+from titans_pt.benchmarks.kernels import COMPILED
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU every column has figures")
@@ -27,13 +29,29 @@ def test_on_a_cpu_only_the_chunked_form_is_timed(tmp_path, capsys):
 
 def test_what_fails_its_check_is_not_timed(tmp_path, monkeypatch):
     def wrong(x):
-        right = kernels.memory_call("chunked", False, x)
+        right = kernels.memory_call("chunked", x)
         return lambda: right() * 1.1
 
     monkeypatch.setattr(kernels, "implementations", lambda: [("chunked", 2, wrong)])
     kernels.benchmark_kernels(tmp_path, rounds=1, longest=128, tokens=128)
     (row,) = csv.DictReader((tmp_path / "kernels.csv").open())
     assert row["note"].startswith("wrong: outputs off by") and not row["both_ms"]
+
+
+@pytest.mark.slow
+def test_the_compiled_dual_form_passes_its_check(monkeypatch):
+    used, plain = [], block.forward
+
+    def compiled(function, **options):
+        used.append(function.__qualname__)
+        return compile_(function, backend="aot_eager", **options)
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", compiled)
+    (build,) = [build for name, expansion, build in kernels.implementations() if (name, expansion) == (COMPILED, 2)]
+    with kernels.compiled_blocks():
+        assert kernels._check(COMPILED, 2, build, "cpu", torch.float32) == ""
+    assert used == ["forward", "backward"] and block.forward is plain
 
 
 def test_gated_delta_rule_is_checked_against_its_recurrence():

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from kernels.memory.fused.configurations import KERNELS
 from titans_pt.errors import UserError
 from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch, kind_of, start_profile, time_shares
 
@@ -17,7 +18,9 @@ from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch, k
     ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "matrix product"),
     ("sm90_xmma_gemm_bf16bf16_bf16f32", "matrix product"),
     ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),
-    ("_memory_forward", "memory"),
+    *((kernel, "memory") for kernel in KERNELS),
+    ("titans::memory_backward", "memory"),
+    ("triton_per_fused_add_mean_mul_4", "element-wise"),
     ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "exchange"),
     ("void at::native::vectorized_elementwise_kernel<4, ...>", "element-wise"),
     ("multi_tensor_apply_kernel", "optimizer"),
@@ -100,7 +103,7 @@ def test_other_errors_pass(tmp_path):
 def test_out_of_memory_leaves_a_snapshot(tmp_path):
     with pytest.raises(UserError), OutOfMemory(tmp_path, torch.device("cuda"), "less"):
         torch.empty(2**50, device="cuda")
-    assert (tmp_path / "memory-snapshot.pickle").stat().st_size > 0
+    assert (tmp_path / "memory-snapshot-rank0.pickle").stat().st_size > 0
 
 
 @pytest.mark.gpu

@@ -83,7 +83,7 @@ def nan_logits(step: int):
 def main(config: str, folder: str, *jobs: str):
     shard_everything()
     with process_group() as ranks:
-        loop.process_group = lambda: nullcontext(ranks)
+        loop.process_group = lambda timeout: nullcontext(ranks)
         for job in jobs:
             name, *arguments = job.split(":")
             if name == "resume":

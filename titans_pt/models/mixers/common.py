@@ -52,4 +52,5 @@ class BranchGate(nn.Module):
 
     def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         a, b = (y.unflatten(-1, (self.n_heads, -1)) for y in (self.norm_a(a), self.norm_b(b)))
-        return torch.lerp(a, b, torch.sigmoid(self.linear(x)).unsqueeze(-1)).flatten(-2)
+        share = torch.sigmoid(self.linear(x)).unsqueeze(-1)
+        return torch.lerp(a, b, share.to(a.dtype)).flatten(-2)
