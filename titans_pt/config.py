@@ -318,9 +318,11 @@ class HarnessConfig(Section):
 class EvaluationConfig(Section):
     every: NonNegative = 0
     """While training: after every so many steps a checkpoint is taken and evaluated, its samples shared by all ranks;
-    0: never. Each rank loads the whole model once more, in fp32. train.timeout must exceed a sample's time."""
+    0: never. Each rank loads the whole model once more. train.timeout must exceed a sample's time."""
     suites: list[Literal["perplexity", "needle", "babilong", "commonsense"]] = ["needle"]
     """What is evaluated while training."""
+    precision: Literal["bf16", "fp32"] | None = None
+    """Of weights and activations; memories are fp32 in both. Null: train.precision on a GPU, fp32 on a CPU."""
     prefill_tokens: Positive = 4096
     """A context is streamed through the model in pieces of so many tokens, its state carried."""
     save_every: Positive = 1_000_000

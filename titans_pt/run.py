@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -136,15 +136,32 @@ class LoadedRun:
     folder: RunFolder
     config: Config
     model: nn.Module
-    """fp32, in eval mode, on the device asked for."""
+    """In eval mode, on the device asked for."""
     tokenizer: object
     """A data_pipeline tokenizer, the one that the model was trained with."""
     step: int
     checkpoint_hash: str
+    precision: str
+    """"bf16" or "fp32", of the model's parameters."""
+
+    @property
+    def identity(self) -> str:
+        """What the results of evaluations belong to: the weights, and how they are computed with."""
+        return self.checkpoint_hash if self.precision == "fp32" else f"{self.checkpoint_hash}-{self.precision}"
 
 
-def load_run(path: str | Path, step: int | None = None, device: str | torch.device = "cpu") -> LoadedRun:
+def load_run(
+    path: str | Path,
+    step: int | None = None,
+    device: str | torch.device = "cpu",
+    overrides: Sequence[str] = (),
+    precision: str | None = None,
+) -> LoadedRun:
     """Model and tokenizer of a run, from checkpoint ``step`` or the newest complete one, without DeepSpeed.
+
+    Args:
+        overrides: ``evaluation.KEY=VALUE`` settings, over those that the run was started with.
+        precision: "bf16" or "fp32"; None is evaluation.precision.
 
     Raises:
         UserError: not a run folder, no checkpoint, a damaged one, another tokenizer or model than it was trained with.
@@ -155,7 +172,7 @@ def load_run(path: str | Path, step: int | None = None, device: str | torch.devi
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise UserError(f"{folder.path}: not a run folder (no {folder.config.name}); name a training run's run.dir")
-    config = load_config(folder.config)
+    config = load_config(folder.config, overrides)
     checkpoint = checkpoints.find(folder.checkpoints, step)
     state = checkpoints.read_state(checkpoint)
     for key, was, now in differences(completed(state.config)["model"], config.model.model_dump(mode="json")):
@@ -170,10 +187,13 @@ def load_run(path: str | Path, step: int | None = None, device: str | torch.devi
         )
     model = build_model(config.model)
     load_weights(model, checkpoints.read_tensors(checkpoint / checkpoints.MODEL))
+    usual = config.train.precision if torch.device(device).type == "cuda" else "fp32"
+    precision = precision or config.evaluation.precision or usual
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     return LoadedRun(
-        folder, config, model.to(device).eval(),
+        folder, config, model.to(device, dtype).eval(),
         Tokenizer.load(folder.tokenizer, config.data.tokenizer.eos_token), state.step,
-        checkpoints.checkpoint_hash(checkpoint),
+        checkpoints.checkpoint_hash(checkpoint), precision,
     )  # fmt: skip
 
 

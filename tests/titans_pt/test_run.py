@@ -56,6 +56,15 @@ def test_load_run(run):
     assert load_run(folder.path, step=3).step == 3
 
 
+def test_precision_is_part_of_what_results_belong_to(run):
+    whole, half = load_run(run[0].path), load_run(run[0].path, overrides=["evaluation.precision=bf16"])
+    assert (whole.precision, whole.identity) == ("fp32", whole.checkpoint_hash)
+    assert (half.precision, half.identity) == ("bf16", f"{whole.checkpoint_hash}-bf16")
+    assert {p.dtype for p in whole.model.parameters()} == {torch.float32}
+    assert {p.dtype for p in half.model.parameters()} == {torch.bfloat16}
+    assert load_run(run[0].path, overrides=["evaluation.precision=bf16"], precision="fp32").identity == whole.identity
+
+
 def test_weights_must_fit_by_name(run):
     folder, weights = run
     state = checkpoints.read_state(folder.checkpoints / "step-00000003")

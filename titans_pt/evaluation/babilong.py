@@ -184,7 +184,7 @@ def write_documents(run_dir: str | Path, overrides: Sequence[str], samples: int,
     evaluation = config.evaluation.model_copy(update={"babilong": changed})
     tokenizer = Tokenizer.load(folder_of_run.tokenizer)
     maker = Babilong(
-        SimpleNamespace(tokenizer=tokenizer, checkpoint_hash=""), config.model_copy(update={"evaluation": evaluation})
+        SimpleNamespace(tokenizer=tokenizer, identity=""), config.model_copy(update={"evaluation": evaluation})
     )
     folder.mkdir(parents=True, exist_ok=True)
     for length in sorted(set(section.lengths)):

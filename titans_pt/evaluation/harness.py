@@ -180,7 +180,7 @@ class Commonsense:
             documents.setdefault((request.task_name, request.doc_id), []).append(request)
         self.jobs = list(documents.items())
         self.keys = [
-            digest(self.name, task, [_key(r) for r in requests], run.tokenizer.sha256, run.checkpoint_hash)
+            digest(self.name, task, [_key(r) for r in requests], run.tokenizer.sha256, run.identity)
             for (task, _), requests in self.jobs
         ]
 

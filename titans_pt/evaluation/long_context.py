@@ -104,7 +104,7 @@ class LongContext(ABC):
         self.loaded, self.settings = run, getattr(config.evaluation, self.name)
         self.prefill_tokens, self.save_every = config.evaluation.prefill_tokens, config.evaluation.save_every
         self.jobs = sorted(self._jobs(), key=lambda job: (job[1], self.settings.tasks.index(job[0])))
-        self.keys = [digest(self.identity(*job), run.checkpoint_hash) for job in self.jobs]
+        self.keys = [digest(self.identity(*job), run.identity) for job in self.jobs]
         self.sample(*self.jobs[0])  # too short a length, or a text that is missing, is said at once
 
     @abstractmethod

@@ -128,7 +128,7 @@ class Perplexity:
         text = hashlib.sha256(self._read(start).tobytes()).hexdigest()
         run = self.loaded
         frozen = () if freeze_after is None else (freeze_after,)
-        return digest(self.name, start, self._stop(start), text, run.tokenizer.sha256, run.checkpoint_hash, *frozen)
+        return digest(self.name, start, self._stop(start), text, run.tokenizer.sha256, run.identity, *frozen)
 
     def measure(self, index: int) -> dict:
         """Scores stream ``index``: n, nats, decoded bytes and the sums by position."""

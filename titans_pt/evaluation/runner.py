@@ -12,7 +12,6 @@ import torch
 from tqdm import tqdm
 
 from titans_pt.config import Config
-from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.evaluation.records import RecordFile, read_records, write_whole
 from titans_pt.evaluation.stream import best_device
@@ -72,8 +71,10 @@ def evaluate(
     device = best_device(int(os.environ.get("LOCAL_RANK", rank)))
     if device != "cpu":
         torch.cuda.set_device(device)  # Triton launches on the current device, not on that of its arguments
-    run = load_run(run_dir, step=step, device=device)
-    config = load_config(run.folder.config, overrides)
+    run = load_run(run_dir, step=step, device=device, overrides=overrides)
+    if device != "cpu":
+        run.model.set_compiled(True)
+    config = run.config
     folder = run.folder.evaluation / f"step-{run.step:08d}"
     evaluations = [_named(name)(run, config) for name in ([suite] if suite else USUAL)]
     for evaluation in evaluations:
@@ -118,14 +119,14 @@ def _work(evaluation: Any, folder: Path, rank: int, world: int, at: Callable[[st
 
 
 def _origin(run: LoadedRun) -> dict:
-    return {"step": run.step, "checkpoint_hash": run.checkpoint_hash}
+    return {"step": run.step, "checkpoint_hash": run.checkpoint_hash, "precision": run.precision}
 
 
 def _summarise(
     run: LoadedRun, config: Config, folder: Path, evaluations: list[Any], found: list[dict[str, dict]]
 ) -> dict:
     path = folder / "summary.json"
-    whole = _earlier(path, run.checkpoint_hash) | _origin(run)
+    whole = _earlier(path, run) | _origin(run)
     lines = [f"{run.folder.path}, step {run.step}"]
     files, title = [path], f"{run.folder.path.resolve().name}, step {run.step}"
     for evaluation, records in zip(evaluations, found, strict=True):
@@ -158,10 +159,10 @@ def figures(summary: dict) -> dict[str, float]:
     return found
 
 
-def _earlier(path: Path, checkpoint_hash: str) -> dict:
-    """The summary that is there, if it is of this checkpoint: ``suite`` replaces its own part."""
+def _earlier(path: Path, run: LoadedRun) -> dict:
+    """The summary that is there, if it is of this checkpoint in this precision: ``suite`` replaces its own part."""
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
-        return earlier if earlier["checkpoint_hash"] == checkpoint_hash else {}
-    except (OSError, ValueError, KeyError, TypeError):
+        return earlier if earlier | _origin(run) == earlier else {}
+    except (OSError, ValueError, TypeError):
         return {}

@@ -14,6 +14,7 @@ from data_pipeline.indexed import IndexedDataset, IndexedWriter
 from data_pipeline.tokenizer import train_tokenizer
 from titans_pt.config_file import load_config
 from titans_pt.evaluation import babilong, needle, perplexity, runner, stream
+from titans_pt.run import LoadedRun
 
 EOS = 0
 
@@ -133,6 +134,12 @@ evaluation:
 """
 
 
+class StandIn(SimpleNamespace):
+    """A LoadedRun that tests may change."""
+
+    identity = LoadedRun.identity
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run of the copying model and ASCII validation text; runner and stream load it for any path."""
@@ -146,12 +153,17 @@ def run(tmp_path, monkeypatch):
     manifest = {"unigram_loss": 3.3, "tokenizer_sha256": Characters.sha256}
     files = SimpleNamespace(validation=IndexedDataset(tmp_path / "validation"), manifest=manifest)
     monkeypatch.setattr(perplexity, "TokenFiles", SimpleNamespace(open=lambda config: files))
-    loaded = SimpleNamespace(
+    loaded = StandIn(
         folder=folder, config=load_config(folder.config), model=Scripted(lambda text: "a"), tokenizer=Characters(),
-        step=7, checkpoint_hash="c0ffee",
+        step=7, checkpoint_hash="c0ffee", precision="fp32",
     )  # fmt: skip
+
+    def load_run(path, step=None, device="cpu", overrides=()):
+        loaded.config = load_config(folder.config, overrides)
+        return loaded
+
     for module in (runner, stream):
-        monkeypatch.setattr(module, "load_run", lambda path, step=None, device="cpu": loaded)
+        monkeypatch.setattr(module, "load_run", load_run)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(runner, "best_device", lambda local_rank=0: "cpu")

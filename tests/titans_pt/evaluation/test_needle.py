@@ -29,7 +29,7 @@ def made(tokenizer, essays, **changes):
     values = {"tasks": list(NEEDLE_TASKS), "lengths": [1500], "depths": None, "max_new_tokens": NEW, "samples": 1}
     section = values | {"essays": str(essays)} | changes
     config = Config.model_validate({"evaluation": {"needle": section}})
-    return needle.Needle(SimpleNamespace(tokenizer=tokenizer, checkpoint_hash="x"), config)
+    return needle.Needle(SimpleNamespace(tokenizer=tokenizer, identity="x"), config)
 
 
 def check(it, task, length, depth, index):
@@ -309,5 +309,5 @@ def test_drawn_depths_are_gathered_by_tens(run):
 def test_keys_tell_measurements_apart(run):
     keys = needle.Needle(run, run.config).keys
     assert len(set(keys)) == len(keys) == 12
-    other = SimpleNamespace(tokenizer=run.tokenizer, checkpoint_hash="other")
+    other = SimpleNamespace(tokenizer=run.tokenizer, identity="other")
     assert not set(keys) & set(needle.Needle(other, run.config).keys)
