@@ -18,6 +18,15 @@ if not torch.cuda.is_available():
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
+LONGEST = ("test_processes", "test_faults", "test_matrix", "test_watch", "test_compile", "test_memory", "test_training",
+           "test_operators", "test_equality")  # fmt: skip
+"""Files that take longest come first: side by side, no process is then left with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]):
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
 TINY = {
     "data": {"seq_len": 16, "validation_fraction": 0.2},
     "model": {
