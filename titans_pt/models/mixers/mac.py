@@ -119,8 +119,8 @@ class MAC(nn.Module):
             tokens = slice(oldest - first, base + end - first)
             mask = None  # of a piece that is the start of a segment in all rows: segment_attention knows who sees what
             if any(offset):
-                mask = self._mask(range(base + begin, base + end), range(oldest, base + end), h_place, segment_start)
-                mask = mask.to(x.device)
+                seen = range(oldest, base + end)
+                mask = self._mask(range(base + begin, base + end), seen, h_place, segment_start, x.device)
             keys, values = torch.cat([h_k, k[:, tokens]], 1), torch.cat([h_v, v[:, tokens]], 1)
             piece, here = slice(begin, end), documents.cut(begin, end) if any(new_document) else None
             o, memory = write(
@@ -145,8 +145,13 @@ class MAC(nn.Module):
 
     def _index(self, places: list[int], device: torch.device) -> slice | Tensor:
         """What selects these places: a slice wherever they are evenly spaced, which nothing has to be copied for."""
-        even = range(places[0], places[-1] + 1, self.stride)
-        return slice(even.start, even.stop, even.step) if places == list(even) else torch.tensor(places, device=device)
+        even = self._even(places)
+        return slice(even.start, even.stop, even.step) if even else torch.tensor(places, device=device)
+
+    def _even(self, places: list[int]) -> range | None:
+        """The places as a range where they are ``stride`` apart; None where they are not, or none."""
+        even = range(places[0], places[-1] + 1, self.stride) if places else None
+        return even if even and places == list(even) else None
 
     def _recall(self, queries: Tensor, position: Tensor, weights, norm) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, (B, m, H, D), of the memory tokens read with queries (B, m, H, D)."""
@@ -189,13 +194,23 @@ class MAC(nn.Module):
             offset = [(tokens + end - begin) % self.segment for tokens in offset]
             begin = end
 
-    def _mask(self, query: range, key: range, h_key: list[int], segment_start: list[int]) -> Tensor:
-        """Places of T queries, S tokens and M memory tokens, segment_start (B,) -> bool (B or 1, T, M + S)."""
-        if len(set(segment_start)) == 1:
-            segment_start = segment_start[:1]
-        start = torch.tensor(segment_start)[:, None, None]
-        query = torch.arange(query.start, query.stop)[:, None]
-        key, h_key = torch.arange(key.start, key.stop), torch.tensor(h_key, dtype=torch.int64)
+    def _mask(
+        self, query: range, key: range, h_key: list[int], segment_start: list[int], device: torch.device
+    ) -> Tensor:
+        """Places of T queries, S tokens and M memory tokens, segment_start (B,) -> bool (B or 1, T, M + S).
+
+        From numbers, in the usual case that all rows stand alike: a copy from the host would wait for the GPU.
+        """
+        start: int | Tensor = segment_start[0]
+        if len(set(segment_start)) > 1:
+            start = torch.tensor(segment_start, device=device)[:, None, None]
+        even = self._even(h_key)
+        if even:
+            h_key = torch.arange(even.start, even.stop, even.step, device=device)
+        else:
+            h_key = torch.tensor(h_key, dtype=torch.int64, device=device)
+        query = torch.arange(query.start, query.stop, device=device)[None, :, None]
+        key = torch.arange(key.start, key.stop, device=device)
         tokens = (key <= query) & (key >= start)
         memory_tokens = (h_key <= query) & (h_key >= start) & ((h_key - start) % self.stride == 0)
         return torch.cat([memory_tokens, tokens], -1)
