@@ -47,6 +47,11 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
+def scale(dtype: torch.dtype, chunk: int) -> float:
+    """What operands that hold a step are multiplied with: see functions.product."""
+    return float(1 << (chunk - 1).bit_length()) if dtype == torch.float16 else 1.0
+
+
 def unsupported(q: Tensor, weights: tuple[Tensor, ...], chunk: int) -> str | None:
     """Why the kernels cannot serve a call whose shapes fit each other, or None."""
     width, block = q.shape[-1], block_tokens(chunk)

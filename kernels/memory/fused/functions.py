@@ -101,6 +101,16 @@ def curvature(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def product(left, right, SCALE: tl.constexpr, PRECISION: tl.constexpr):
+    """left @ right / SCALE. A step is some 2 / C at most (stability): what it multiplies may fall below fp16's range.
+    Such operands are given SCALE times as large, a power of two (1 but for fp16)."""
+    found = tl.dot(left, right, input_precision=PRECISION)
+    if SCALE != 1:
+        found = found / SCALE
+    return found
+
+
+@triton.jit
 def mean(x, D: tl.constexpr):
     return tl.sum(x, 1, keep_dims=True) / D
 

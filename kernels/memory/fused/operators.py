@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.memory.fused import coefficients, layout, read, scan
 from kernels.memory.fused import step as decoding
-from kernels.memory.fused.configurations import KERNELS, block_tokens, precision
+from kernels.memory.fused.configurations import KERNELS, block_tokens, precision, scale
 from kernels.memory.fused.functions import VECTORS
 
 SCRATCH_BYTES = 1 << 30
@@ -46,7 +46,7 @@ class Call:
         self.constants = {
             "D": width, "HIDDEN": begin.shape[2] // width, "BLOCK": self.block, "LAYERS": self.layers, "GATES": gates,
             "NORM": norm is not None, "RESIDUAL": residual, "ACTIVATION": activation,
-            "PRECISION": precision(q.dtype),
+            "PRECISION": precision(q.dtype), "SCALE": scale(q.dtype, chunk),
         }  # fmt: skip
         fit = max(1, SCRATCH_BYTES // (self.rows * self.block_bytes()))
         groups = -(-self.blocks // min(save_every or fit, self.blocks))

@@ -15,6 +15,7 @@ from kernels.memory.fused.functions import (
     A,
     B,
     activate,
+    product,
     slope,
     store_tokens,
     tokens,
@@ -26,11 +27,11 @@ from kernels.memory.fused.scan import _hidden_places, _inner_places, _outer_plac
 
 
 @triton.jit
-def _mix(P, vectors, at, BLOCK: tl.constexpr):
-    """P[t, i] theta_i of a block, (BLOCK, BLOCK)."""
+def _mix(P, vectors, at, BLOCK: tl.constexpr, SCALE: tl.constexpr):
+    """P[t, i] theta_i of a block times SCALE, (BLOCK, BLOCK)."""
     c = tl.arange(0, BLOCK)
     theta = tl.load(vectors + (at * VECTORS + THETA) * BLOCK + c)
-    return tl.load(P + at * BLOCK * BLOCK + c[:, None] * BLOCK + c[None, :]) * theta[None, :]
+    return tl.load(P + at * BLOCK * BLOCK + c[:, None] * BLOCK + c[None, :]) * (theta * SCALE)[None, :]
 
 
 @triton.jit
@@ -45,7 +46,7 @@ def _read(
     query, key, mixed1, P, vectors, upper, a1, b1, a2, b2, weights, momenta, hidden, pulled, error, query_hidden,
     wide, narrow,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Output of the outer matrix for the block's queries, and the scores of its layer; keeps Z of the queries."""
     OPERAND: tl.constexpr = query.dtype
@@ -58,15 +59,15 @@ def _read(
             z = tl.load(hidden + wide + here).to(tl.float32)
             x = activate(z, ACTIVATION).to(OPERAND)
             g1 = (tl.load(pulled + wide + here) * slope(z, ACTIVATION)).to(OPERAND)
-            z = -tl.dot(mixed1, g1, input_precision=PRECISION)
+            z = -product(mixed1, g1, SCALE, PRECISION)
             z = _through(query, weights, momenta, _inner_places(j, D, HIDDEN, SLICE), a1, b1, z, PRECISION).to(OPERAND)
             if KEEP:
                 tl.store(query_hidden + wide + here, z)
             zx = activate(z.to(tl.float32), ACTIVATION).to(OPERAND)
         scores = tl.dot(zx, tl.trans(x), scores, input_precision=PRECISION)
         out = _through(zx, weights, momenta, _outer_places(j, D, HIDDEN, SLICE, LAYERS), a2, b2, out, PRECISION)
-    mixed = (scores * _mix(P, vectors, upper, BLOCK)).to(OPERAND)
-    out -= tl.dot(mixed, tl.load(error + narrow + _width_places(BLOCK, D)), input_precision=PRECISION)
+    mixed = (scores * _mix(P, vectors, upper, BLOCK, SCALE)).to(OPERAND)
+    out -= product(mixed, tl.load(error + narrow + _width_places(BLOCK, D)), SCALE, PRECISION)
     return out, scores
 
 
@@ -76,7 +77,7 @@ def read(
     T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """y_t = M_t(q_t), out (B, T, H, D). The intermediates are those of scan.scan and coefficients.coefficients."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -95,12 +96,12 @@ def read(
     mixed1 = key
     if LAYERS == 2:
         scores1 = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        mixed1 = (scores1 * _mix(P, vectors, lower, BLOCK)).to(key.dtype)
+        mixed1 = (scores1 * _mix(P, vectors, lower, BLOCK, SCALE)).to(key.dtype)
     y, _ = _read(
         query, key, mixed1, P, vectors, upper, a1, b1, a2, b2,
         weights + (at + row + 1) * SIZE, momenta + at * SIZE, hidden, pulled, error, hidden,
         at * BLOCK * HIDDEN, at * BLOCK * D,
-        D, HIDDEN, BLOCK, SLICE, LAYERS, ACTIVATION, PRECISION, False,
+        D, HIDDEN, BLOCK, SLICE, LAYERS, ACTIVATION, PRECISION, SCALE, False,
     )  # fmt: skip
     if NORM:
         d = tl.arange(0, D)
@@ -118,7 +119,7 @@ def read_backward(
     T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """The way back through :func:`read`: d_y (B, T, H, D) -> d_q complete, d_mix, d_vectors rows A and B, and, for
     scan.scan_backward, what reaches the keys' side of the block and the state at its start (see there).
@@ -144,10 +145,10 @@ def read_backward(
     mixed1 = key
     if LAYERS == 2:
         scores1 = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        mixed1 = (scores1 * _mix(P, vectors, lower, BLOCK)).to(OPERAND)
+        mixed1 = (scores1 * _mix(P, vectors, lower, BLOCK, SCALE)).to(OPERAND)
     y, scores2 = _read(
         query, key, mixed1, P, vectors, upper, a1, b1, a2, b2, weights, momenta, hidden, pulled, error, query_hidden,
-        wide, narrow, D, HIDDEN, BLOCK, SLICE, LAYERS, ACTIVATION, PRECISION, True,
+        wide, narrow, D, HIDDEN, BLOCK, SLICE, LAYERS, ACTIVATION, PRECISION, SCALE, True,
     )  # fmt: skip
 
     dy = tokens(d_y, token, H, length, D, BLOCK).to(tl.float32)
@@ -159,13 +160,13 @@ def read_backward(
         dz = unit_vjp(dy * tl.load(norm + head * D + d)[None, :], normalised, scale, D)
     dz = dz.to(OPERAND)
     tl.store(d_out + narrow + width, dz)
-    mix2 = _mix(P, vectors, upper, BLOCK)  # again: it would be kept through the whole of _read
+    mix2 = _mix(P, vectors, upper, BLOCK, SCALE)  # again: it would be kept through the whole of _read
     mixed2 = (scores2 * mix2).to(OPERAND)
-    tl.store(d_error + narrow + width, -tl.dot(tl.trans(mixed2), dz, input_precision=PRECISION))
+    tl.store(d_error + narrow + width, -product(tl.trans(mixed2), dz, SCALE, PRECISION))
     d_mixed2 = -tl.dot(dz, tl.trans(tl.load(error + narrow + width)), input_precision=PRECISION)
     square = c[:, None] * BLOCK + c[None, :]
     tl.store(d_mix + (at * LAYERS + LAYERS - 1) * BLOCK * BLOCK + square, d_mixed2 * scores2)
-    d_scores2 = (d_mixed2 * mix2).to(OPERAND)
+    d_scores2 = (d_mixed2 * (mix2 * (1 / SCALE))).to(OPERAND)  # gradients' size is the loss's: they stay as they are
     tl.debug_barrier()
 
     da2 = tl.zeros([BLOCK], tl.float32)
@@ -195,7 +196,7 @@ def read_backward(
             tl.store(d_query_hidden + wide + here, dz1)
             g1 = (tl.load(pulled + wide + here) * slope(z_key, ACTIVATION)).to(OPERAND)
             d_mixed1 -= tl.dot(dz1, tl.trans(g1), input_precision=PRECISION)
-            tl.store(d_hidden + wide + here, -tl.dot(tl.trans(mixed1), dz1, input_precision=PRECISION))
+            tl.store(d_hidden + wide + here, -product(tl.trans(mixed1), dz1, SCALE, PRECISION))
             places = _inner_places(j, D, HIDDEN, SLICE)
             dq = tl.dot(dz1, tl.trans(tl.load(weights + places)), dq, input_precision=PRECISION)
             through_s = tl.dot(dz1, tl.trans(tl.load(momenta + places)), through_s, input_precision=PRECISION)
@@ -211,7 +212,7 @@ def read_backward(
         tl.store(own + B * BLOCK + c, tl.sum(query * through_s, 1))
         scores1 = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         tl.store(d_mix + at * LAYERS * BLOCK * BLOCK + square, d_mixed1 * scores1)
-        d_scores1 = (d_mixed1 * _mix(P, vectors, lower, BLOCK)).to(OPERAND)
+        d_scores1 = (d_mixed1 * _mix(P, vectors, lower, BLOCK, 1)).to(OPERAND)
         dq = a1 * dq + b1 * through_s
         dq = tl.dot(d_scores1, key, dq, input_precision=PRECISION)
         tl.store(d_key + narrow + width, tl.dot(tl.trans(d_scores1), query, input_precision=PRECISION))

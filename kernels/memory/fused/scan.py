@@ -26,6 +26,7 @@ from kernels.memory.fused.functions import (
     activate,
     curvature,
     mean,
+    product,
     slope,
     store_tokens,
     tokens,
@@ -87,12 +88,13 @@ def _inner_error(f, key, value, norm, head, H, D: tl.constexpr, NORM: tl.constex
 
 @triton.jit
 def _write(W, S, F, weights, momenta, begin, places, vectors, at, left, right_p, right_e, new, more, freeze,
-           BLOCK: tl.constexpr, RESET: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """W <- a W + b S - left right_p, S <- m S - left right_e on a tile; copies for the next block, F where frozen."""
+           BLOCK: tl.constexpr, RESET: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
+    """W <- a W + b S - left right_p, S <- m S - left right_e on a tile, right ones SCALE times as large;
+    copies for the next block, F where frozen."""
     a, b, m = _end(vectors, at, BLOCK)
     s = tl.load(S + places)
-    w = a * tl.load(W + places) + b * s - tl.dot(left, right_p, input_precision=PRECISION)
-    s = m * s - tl.dot(left, right_e, input_precision=PRECISION)
+    w = a * tl.load(W + places) + b * s - product(left, right_p, SCALE, PRECISION)
+    s = m * s - product(left, right_e, SCALE, PRECISION)
     if RESET:
         w = tl.where(new, tl.load(begin + places, mask=where_all(new, places), other=0.0), w)
         s = tl.where(new, 0.0, s)
@@ -109,7 +111,7 @@ def scan(
     T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, RESET: tl.constexpr, ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Blocks first .. first + K of every row. W, S, F (B H, packed), fp32: weights, momentum, weights at the chunk's
     start; in: before these blocks, out: after them.
@@ -173,8 +175,8 @@ def scan(
         tl.debug_barrier()
 
         upper = at * GATES + GATES - 1
-        g_p = (g * vector(vectors, upper, P_END, BLOCK)).to(OPERAND)
-        g_e = (g * vector(vectors, upper, E_END, BLOCK)).to(OPERAND)
+        g_p = (g * (SCALE * vector(vectors, upper, P_END, BLOCK))).to(OPERAND)
+        g_e = (g * (SCALE * vector(vectors, upper, E_END, BLOCK))).to(OPERAND)
         next_w, next_s = weights + (row * (K + 1) + i + 2) * SIZE, momenta + (at + 1) * SIZE
         for j in range(0, HIDDEN, SLICE):
             places = _outer_places(j, D, HIDDEN, SLICE, LAYERS)
@@ -186,12 +188,12 @@ def scan(
                 z = tl.load(block_hidden + here).to(tl.float32)
                 x = activate(z, ACTIVATION).to(OPERAND)
                 g1 = pull * slope(z, ACTIVATION)
-                g1_p = (g1 * vector(vectors, at * GATES, P_END, BLOCK)).to(OPERAND)
-                g1_e = (g1 * vector(vectors, at * GATES, E_END, BLOCK)).to(OPERAND)
+                g1_p = (g1 * (SCALE * vector(vectors, at * GATES, P_END, BLOCK))).to(OPERAND)
+                g1_e = (g1 * (SCALE * vector(vectors, at * GATES, E_END, BLOCK))).to(OPERAND)
                 _write(W, S, F, next_w, next_s, begin, _inner_places(j, D, HIDDEN, SLICE), vectors, at * GATES,
-                       tl.trans(key), g1_p, g1_e, new, more, freeze, BLOCK, RESET, PRECISION)  # fmt: skip
+                       tl.trans(key), g1_p, g1_e, new, more, freeze, BLOCK, RESET, PRECISION, SCALE)  # fmt: skip
             _write(W, S, F, next_w, next_s, begin, places, vectors, upper,
-                   tl.trans(x), g_p, g_e, new, more, freeze, BLOCK, RESET, PRECISION)  # fmt: skip
+                   tl.trans(x), g_p, g_e, new, more, freeze, BLOCK, RESET, PRECISION, SCALE)  # fmt: skip
 
 
 @triton.jit
@@ -228,7 +230,7 @@ def scan_backward(
     T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, RESET: tl.constexpr, ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """The way back through :func:`scan`. dW, dS, dF, d_begin (B H, packed), d_norm (B H, 2, D), fp32: in, of the state
     behind these blocks; out, before them. d_input and d_hidden hold what the reads add and are used up.
@@ -297,8 +299,8 @@ def scan_backward(
             to_x = tl.dot(g, tl.trans(ds), input_precision=PRECISION)
             de2 -= tl.sum(x * to_x, 1)
             dx -= e2 * to_x
-            dg = tl.dot((-p2 * x).to(OPERAND), dw, dg, input_precision=PRECISION)
-            dg = tl.dot((-e2 * x).to(OPERAND), ds, dg, input_precision=PRECISION)
+            dg += product((-SCALE * p2 * x).to(OPERAND), dw, SCALE, PRECISION)
+            dg += product((-SCALE * e2 * x).to(OPERAND), ds, SCALE, PRECISION)
             if LAYERS == 2:
                 tl.store(d_input + wide + here, tl.load(d_input + wide + here) + dx)
                 places = _inner_places(j, D, HIDDEN, SLICE)
@@ -315,8 +317,8 @@ def scan_backward(
                 de1 -= tl.sum(g1 * to_g, 1)
                 dg1 -= e1 * to_g
                 tl.store(d_hidden + wide + here, dg1)
-                dk = tl.dot((-p1 * g1).to(OPERAND), tl.trans(dw), dk, input_precision=PRECISION)
-                dk = tl.dot((-e1 * g1).to(OPERAND), tl.trans(ds), dk, input_precision=PRECISION)
+                dk += product((-SCALE * p1 * g1).to(OPERAND), tl.trans(dw), SCALE, PRECISION)
+                dk += product((-SCALE * e1 * g1).to(OPERAND), tl.trans(ds), SCALE, PRECISION)
                 outer = tl.load(frozen + _outer_places(j, D, HIDDEN, SLICE, LAYERS))
                 dg = tl.dot((dg1 * bend).to(OPERAND), outer, dg, input_precision=PRECISION)
             else:

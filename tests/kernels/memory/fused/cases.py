@@ -67,19 +67,13 @@ def inputs(case: Case) -> tuple[list[Tensor], dict]:
     return leaves, options
 
 
-def run(
-    case: Case, backend: str, dtype: torch.dtype | None = None, noise: float = 0.0
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def run(case: Case, backend: str, dtype: torch.dtype | None = None) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Outputs and final state, gradients of a random weighting of all of them, final offset.
 
-    dtype: of all inputs and the arithmetic, in place of the case's. noise: of q, k, v and weights, relative.
+    dtype: of all inputs and the arithmetic, in place of the case's.
     """
     leaves, options = inputs(case)
     depth = case.depth
-    if noise:
-        draw = torch.Generator().manual_seed(2)
-        for n in (0, 1, 2, *range(6, 6 + depth)):
-            leaves[n] = leaves[n].to(dtype) * (1 + noise * (2 * torch.rand(leaves[n].shape, generator=draw) - 1))
     leaves = [x.to(dtype or x.dtype).requires_grad_() for x in leaves]
     rest = leaves[6 + depth :]
     norm, rest = (tuple(rest[:2]), rest[2:]) if case.norm else (None, rest)
@@ -105,17 +99,12 @@ def error(a: Tensor, b: Tensor) -> float:
 def assert_equal(case: Case, tolerance: float, oracle: str = "chunked"):
     """The kernels against an oracle in float64: outputs, final state and every gradient.
 
-    Some random cases are badly conditioned. In fp16 an error may be eight times what a single rounding of q, k, v and
-    the weights does to the oracle, where that is above the tolerance: the kernels round as many intermediates.
+    In fp16 those of momentum and forgetting may be ten times as far off: small differences of large sums, in some of
+    the random cases. A single rounding of q, k, v and the weights moves the oracle's by up to 4e-3.
     """
     (out, grad, offset), (out_, grad_, offset_) = run(case, "triton"), run(case, oracle, torch.float64)
-    ours, theirs = [*out, *grad], [*out_, *grad_]
-    errors = [error(a, b) for a, b in zip(ours, theirs, strict=True)]
-    limits = [tolerance] * len(errors)
-    if case.dtype == torch.float16 and max(errors) >= tolerance:
-        out, grad, _ = run(case, oracle, torch.float64, noise=2**-11)
-        limits = [max(tolerance, 8 * error(a, b)) for a, b in zip([*out, *grad], theirs, strict=True)]
-    names = [*(f"result {n}" for n in range(len(out))), *(f"gradient {n}" for n in range(len(grad)))]
-    for name, found, limit in zip(names, errors, limits, strict=True):
-        assert found < limit, f"{name}: {found:.1e}"
+    for name, ours, theirs in (("result", out, out_), ("gradient", grad, grad_)):
+        for n, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            rough = case.dtype == torch.float16 and name == "gradient" and n in (4, 5)
+            assert error(a, b) < (10 if rough else 1) * tolerance, f"{name} {n}: {error(a, b):.1e}"
     assert torch.equal(offset.cpu(), offset_.cpu())

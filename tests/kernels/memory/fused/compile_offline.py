@@ -21,7 +21,7 @@ from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kernels.memory.fused import coefficients, read, scan, step  # noqa: E402
-from kernels.memory.fused.configurations import KERNELS, block_tokens, precision  # noqa: E402
+from kernels.memory.fused.configurations import KERNELS, block_tokens, precision, scale  # noqa: E402
 
 OPERANDS = {"q", "k", "v", "d_y", "out", "weights", "momenta", "hidden", "pulled", "error", "query_hidden",
             "d_query_hidden", "d_out", "d_q", "d_k", "d_v"}  # fmt: skip
@@ -41,6 +41,7 @@ def resources(kernel: str, D=64, expansion=2, C=64, depth=2, dtype="bf16", gates
     constants = {
         "D": D, "HIDDEN": width, "BLOCK": block_tokens(C), "LAYERS": depth, "GATES": gates, "CHUNK": C, "NORM": True,
         "RESIDUAL": True, "RESET": False, "ACTIVATION": "gelu", "PRECISION": precision(DTYPES[dtype]),
+        "SCALE": scale(DTYPES[dtype], C),
         "SLICE": min(changed.get("slice", chosen.slice), width) if depth == 2 else D,
     }  # fmt: skip
     names = function.arg_names

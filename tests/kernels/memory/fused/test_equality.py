@@ -33,6 +33,7 @@ def test_equals_the_dual_form(case):
 @pytest.mark.parametrize("case", [
     Case(T=100, C=64, D=64, H=1, dtype=torch.float16, initial=True),
     Case(T=63, C=16, depth=1, D=64, H=1, dtype=torch.float16),
+    Case(T=130, C=256, D=64, expansion=1, H=1, dtype=torch.float16, initial=True),  # steps below fp16's range
 ], ids=str)  # fmt: skip
 def test_half_precision_operands(case):
     assert_equal(case, FP16)
