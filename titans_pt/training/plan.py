@@ -1,7 +1,6 @@
 """What a training will need, before it starts: the grid of ranks, the batch, and an estimate of a rank's memory."""
 
 import contextlib
-import importlib.util
 import math
 import os
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from kernels.memory.dispatch import HAS_TRITON
 from titans_pt.config import MEMORY_MIXERS, Config
 from titans_pt.errors import UserError
 from titans_pt.layers.memory import NeuralMemory
@@ -168,7 +168,7 @@ def _kernels_serve(config: Config) -> bool:
     m = config.model
     if not set(m.pattern) & set(MEMORY_MIXERS):
         return True
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return False
     from kernels.memory.fused import unsupported
 
