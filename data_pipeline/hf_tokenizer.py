@@ -9,8 +9,8 @@ from pathlib import Path
 
 import tokenizers
 
-from data_pipeline.sources import replace_surrogates
-from data_pipeline.tokenizer import FILES, Tokenizer
+from titans_pt.data_pipeline.sources import replace_surrogates
+from titans_pt.data_pipeline.tokenizer import FILES, Tokenizer
 from titans_pt.errors import UserError
 
 CONFIG = "tokenizer_config.json"

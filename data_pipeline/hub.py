@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import datasets
 
-from data_pipeline.files import Rejected, Row, missing
 from titans_pt.config import SourceConfig
+from titans_pt.data_pipeline.files import Rejected, Row, missing
 from titans_pt.errors import UserError
 
 SLICES = 16

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 from pyarrow import parquet
 
-from data_pipeline.indexed import IndexedDataset
-from data_pipeline.merge import REJECTED
-from data_pipeline.packing import Mixture, PackedSamples, TokenFiles
-from data_pipeline.tokenizer import Tokenizer
 from titans_pt.config import Config
+from titans_pt.data_pipeline.indexed import IndexedDataset
+from titans_pt.data_pipeline.merge import REJECTED
+from titans_pt.data_pipeline.packing import Mixture, PackedSamples, TokenFiles
+from titans_pt.data_pipeline.tokenizer import Tokenizer
 from titans_pt.errors import UserError
 
 _EXCERPT = 160

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from data_pipeline.packing import Mixture, PackedSamples
+from titans_pt.data_pipeline.packing import Mixture, PackedSamples
 from titans_pt.errors import UserError
 
 

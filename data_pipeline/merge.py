@@ -13,9 +13,9 @@ import pyarrow
 from pyarrow import parquet
 from tqdm import tqdm
 
-from data_pipeline.indexed import IndexedWriter, token_dtype
-from data_pipeline.parts import ROW_GROUP, SCHEMA, part_path, read_summary
-from data_pipeline.sources import Part
+from titans_pt.data_pipeline.indexed import IndexedWriter, token_dtype
+from titans_pt.data_pipeline.parts import ROW_GROUP, SCHEMA, part_path, read_summary
+from titans_pt.data_pipeline.sources import Part
 from titans_pt.errors import UserError
 
 SPLITS = ("train", "validation")

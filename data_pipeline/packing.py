@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.indexed import IndexedDataset, document_begins
-from data_pipeline.prepare import changed_setting, read_manifest, streams
-from data_pipeline.tokenizer import Tokenizer, saved_tokenizer
 from titans_pt.config import Config
+from titans_pt.data_pipeline.indexed import IndexedDataset, document_begins
+from titans_pt.data_pipeline.prepare import changed_setting, read_manifest, streams
+from titans_pt.data_pipeline.tokenizer import Tokenizer, saved_tokenizer
 from titans_pt.errors import UserError
 
 _WORD = (1 << 32) - 1

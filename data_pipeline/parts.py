@@ -24,11 +24,11 @@ import pyarrow
 from pyarrow import parquet
 from tqdm import tqdm
 
-from data_pipeline import sources
-from data_pipeline.indexed import token_dtype
-from data_pipeline.sources import Document, Part
-from data_pipeline.tokenizer import Tokenizer
 from titans_pt.config import DataConfig
+from titans_pt.data_pipeline import sources
+from titans_pt.data_pipeline.indexed import token_dtype
+from titans_pt.data_pipeline.sources import Document, Part
+from titans_pt.data_pipeline.tokenizer import Tokenizer
 from titans_pt.errors import UserError
 
 SCHEMA = pyarrow.schema([

@@ -1,11 +1,11 @@
 """Text to token files: what ``titans prepare`` does.
 
 data.dir then holds train.bin/.idx (train-0, train-1, ... where the sources have weights), validation.bin/.idx (see
-:mod:`data_pipeline.indexed`), a .documents.parquet beside each, the tokenizer, and manifest.json, which is written
+indexed.py), a .documents.parquet beside each, the tokenizer, and manifest.json, which is written
 last: a folder with a manifest is complete.
 
-Work is cut into parts (:mod:`data_pipeline.parts`) that any number of processes on any number of nodes write, each
-once, to .preparing/ in that folder; then one process merges them (:mod:`data_pipeline.merge`). The result is the same,
+Work is cut into parts (parts.py) that any number of processes on any number of nodes write, each
+once, to .preparing/ in that folder; then one process merges them (merge.py). The result is the same,
 byte for byte, whoever wrote them and however often they were killed.
 """
 
@@ -24,12 +24,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from data_pipeline import sources
-from data_pipeline.merge import SPLITS, merge
-from data_pipeline.parts import Job, document_hash, held_out, write_json, write_parts
-from data_pipeline.sources import Document
-from data_pipeline.tokenizer import Tokenizer, saved_tokenizer, train_tokenizer
 from titans_pt.config import Config, DataConfig
+from titans_pt.data_pipeline import sources
+from titans_pt.data_pipeline.merge import SPLITS, merge
+from titans_pt.data_pipeline.parts import Job, document_hash, held_out, write_json, write_parts
+from titans_pt.data_pipeline.sources import Document
+from titans_pt.data_pipeline.tokenizer import Tokenizer, saved_tokenizer, train_tokenizer
 from titans_pt.errors import UserError
 
 FORMAT = 2
@@ -56,7 +56,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
     Returns:
         The manifest; None with ``shard``. Its keys: format, fingerprint (of settings and sources), content (hash of
         the token files), settings, tokenizer_sha256, vocab_size, streams (names of the training streams) and those of
-        :func:`data_pipeline.merge.merge`.
+        :func:`titans_pt.data_pipeline.merge.merge`.
 
     Raises:
         UserError: bad source, tokenizer and model.vocab_size that disagree, an empty split, folder not writable,

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline import files, stdlib
-from data_pipeline.files import Rejected, Row, source_files
-from data_pipeline.indexed import IndexedDataset
 from titans_pt.config import SourceConfig
+from titans_pt.data_pipeline import files, stdlib
+from titans_pt.data_pipeline.files import Rejected, Row, source_files
+from titans_pt.data_pipeline.indexed import IndexedDataset
 from titans_pt.errors import UserError
 
 PART_BYTES = 128 << 20
@@ -99,7 +99,7 @@ def _pieces(source: SourceConfig) -> Iterator[tuple[str, int, int | None, int]]:
                 for start, stop, size in files.pieces(path, PART_BYTES):
                     yield str(path), start, stop, size
         case "hub":
-            from data_pipeline import hub  # seconds to import, and only this kind needs it
+            from titans_pt.data_pipeline import hub  # seconds to import, and only this kind needs it
 
             yield from hub.pieces(source)
         case "indexed":
@@ -146,7 +146,7 @@ def _read(source: SourceConfig, file: str, start: int, stop: int | None) -> Iter
         case "files":
             yield from files.rows(Path(file), source, start, stop)
         case "hub":
-            from data_pipeline import hub
+            from titans_pt.data_pipeline import hub
 
             yield from hub.rows(source, file, start, stop)
         case "indexed":
@@ -191,7 +191,7 @@ def fingerprint(source: SourceConfig) -> str:
             stats = [(path, path.stat()) for path in source_files(source)]
             rows = [[path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
         case "hub":
-            from data_pipeline import hub
+            from titans_pt.data_pipeline import hub
 
             rows = hub.version(source)
         case "indexed":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from data_pipeline.sources import replace_surrogates
+from titans_pt.data_pipeline.sources import replace_surrogates
 from titans_pt.errors import UserError
 
 FILES = ("tokenizer.model", "tokenizer.json")
@@ -66,7 +66,7 @@ class Tokenizer(ABC):
             raise UserError(f"tokenizer {path}: {error.strerror}; set data.tokenizer.path to a SentencePiece .model "
                             "file or a tokenizer.json, or to null to train one with: titans prepare") from None
         if Path(path).suffix == ".json":
-            from data_pipeline.hf_tokenizer import HuggingFaceTokenizer as Kind
+            from titans_pt.data_pipeline.hf_tokenizer import HuggingFaceTokenizer as Kind
         else:
             Kind = SentencePieceTokenizer
         tokenizer = Kind(Path(path), model, eos_token)

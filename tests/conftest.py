@@ -52,8 +52,8 @@ def merged(base: dict, top: dict) -> dict:
 
 def prepare_corpus(folder: Path) -> Path:
     """Token files of a small made-up text under ``folder``; returns their data.dir."""
-    from data_pipeline import prepare
     from titans_pt.config import Config
+    from titans_pt.data_pipeline import prepare
 
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 6))) for _ in range(100)]

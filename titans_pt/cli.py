@@ -5,7 +5,6 @@ Each command imports what it needs when it runs, so that --help and --version an
 
 import argparse
 import errno
-import importlib.util
 import os
 import re
 import sys
@@ -43,7 +42,6 @@ def run(arguments: list[str]) -> int:
     """
     options = _parse(arguments)
     try:
-        _our_kernels_first()
         return options.command(options) or 0
     except UserError as error:
         return _fail(str(error))
@@ -91,45 +89,19 @@ def _processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _our_kernels_first():
-    """Makes ``import kernels`` find the folder beside this package.
-
-    Hugging Face publishes a package of the same name, which may stand earlier on sys.path.
-
-    Raises:
-        UserError: the other one was imported already.
-    """
-    home = Path(__file__).resolve().parent.parent
-    ours = home / "kernels" / "__init__.py"
-    if (loaded := sys.modules.get("kernels")) is not None:
-        origin = getattr(loaded, "__file__", None)
-    else:
-        spec = importlib.util.find_spec("kernels")
-        origin = spec and spec.origin
-    if origin and Path(origin).resolve() == ours:
-        return
-    if loaded is not None:
-        raise UserError(
-            f"another package called kernels ({origin}) was imported before titans_pt's own; "
-            f"put {home} first on PYTHONPATH, or uninstall it: pip uninstall kernels"
-        )
-    sys.path.insert(0, str(home))
-    importlib.invalidate_caches()
-
-
 # ---- commands
 
 
 def _prepare(options: argparse.Namespace):
     config = load_config(options.config, options.overrides)
-    from data_pipeline import prepare
+    from titans_pt.data_pipeline import prepare
 
     prepare(config, force=options.force, shard=options.shard, workers=options.workers)
 
 
 def _data_inspect(options: argparse.Namespace):
     config = load_config(options.config, options.overrides)
-    from data_pipeline.inspection import inspect_data
+    from titans_pt.data_pipeline.inspection import inspect_data
 
     inspect_data(config, options.sample, options.step, options.count, options.documents, options.verify)
 

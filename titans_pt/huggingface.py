@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data_pipeline.tokenizer import FILES, Tokenizer, saved_tokenizer
 from titans_pt import checkpoints
 from titans_pt.config import Config, config_hash
+from titans_pt.data_pipeline.tokenizer import FILES, Tokenizer, saved_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.run import RunFolder, load_run

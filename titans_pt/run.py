@@ -44,7 +44,7 @@ class RunFolder:
     @property
     def tokenizer(self) -> Path:
         """tokenizer.model or tokenizer.json, whichever the run was trained with."""
-        from data_pipeline.tokenizer import saved_tokenizer
+        from titans_pt.data_pipeline.tokenizer import saved_tokenizer
 
         return saved_tokenizer(self.path)
 
@@ -113,7 +113,7 @@ class RunFolder:
         self.config.write_text(f"# sha256 of the settings: {config_hash(config)}\n{resolved_yaml(config)}")
         self.versions.write_text(json.dumps(versions(), indent=1) + "\n")
         if Path(tokenizer).resolve() != self.tokenizer.resolve():
-            from data_pipeline import Tokenizer
+            from titans_pt.data_pipeline import Tokenizer
 
             Tokenizer.load(tokenizer, config.data.tokenizer.eos_token).save(self.path)
 
@@ -166,7 +166,7 @@ def load_run(
     Raises:
         UserError: not a run folder, no checkpoint, a damaged one, another tokenizer or model than it was trained with.
     """
-    from data_pipeline import Tokenizer
+    from titans_pt.data_pipeline import Tokenizer
     from titans_pt.models import build_model
 
     folder = RunFolder(path)

@@ -15,7 +15,9 @@ from safetensors.torch import save
 from titans_pt.errors import UserError
 
 FORMAT = "titans-state-1"
-_PACKAGES = ("titans_pt", "kernels")
+_PACKAGE = "titans_pt"
+_BEFORE = "kernels."
+"""Where files of version 0.1.0 say that the memory's states live; today's say titans_pt.kernels."""
 
 
 def map_tensors(state: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -120,8 +122,8 @@ def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict:
         return {"tensor": name}
     if is_dataclass(value):
         kind = type(value)
-        if kind.__module__.partition(".")[0] not in _PACKAGES:
-            raise TypeError(f"{kind.__module__}.{kind.__qualname__}: not a class of {' or '.join(_PACKAGES)}")
+        if kind.__module__.partition(".")[0] != _PACKAGE:
+            raise TypeError(f"{kind.__module__}.{kind.__qualname__}: not a class of {_PACKAGE}")
         inner = {f.name: _flatten(getattr(value, f.name), _join(name, f.name), tensors) for f in fields(value)}
         return {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": inner}
     if type(value) in (list, tuple):
@@ -159,8 +161,10 @@ def _build(form: dict, file: Any, device: torch.device, path: Path) -> Any:
 def _class(name: str, path: Path) -> type:
     """A dataclass of ours by "module:name". A file may not name anything else: it could come from anywhere."""
     module, _, kind = name.partition(":")
+    if module.startswith(_BEFORE):
+        module = f"{_PACKAGE}.{module}"
     found = None
-    if module.partition(".")[0] in _PACKAGES:
+    if module.partition(".")[0] == _PACKAGE:
         try:
             found = getattr(importlib.import_module(module), kind, None)
         except ImportError:

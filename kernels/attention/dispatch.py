@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention.flash import Part, flash_attention
-from kernels.attention.masked import Prefix, causal_masked, segment_masked
-from kernels.attention.providers import flash_serves
+from titans_pt.kernels.attention.flash import Part, flash_attention
+from titans_pt.kernels.attention.masked import Prefix, causal_masked, segment_masked
+from titans_pt.kernels.attention.providers import flash_serves
 
 BACKENDS = ("auto", "flash", "masked")
 

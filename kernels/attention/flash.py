@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention import providers
+from titans_pt.kernels.attention import providers
 
 
 @dataclass

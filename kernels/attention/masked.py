@@ -44,7 +44,7 @@ def causal_masked(
     prefix: Prefix | None = None,
     first: Tensor | None = None,
 ) -> Tensor:
-    """:func:`kernels.attention.causal_attention`, which says what the arguments are."""
+    """:func:`titans_pt.kernels.attention.causal_attention`, which says what the arguments are."""
     length, past = q.shape[1], k.shape[1] - q.shape[1]
     if window is None and prefix is None and first is None and past == 0:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -71,7 +71,7 @@ def causal_masked(
 def segment_masked(
     q: Tensor, k: Tensor, v: Tensor, memory_k: Tensor, memory_v: Tensor, stride: int, prefix: Prefix | None = None
 ) -> Tensor:
-    """:func:`kernels.attention.segment_attention`, which says what the arguments are."""
+    """:func:`titans_pt.kernels.attention.segment_attention`, which says what the arguments are."""
     token = torch.arange(q.shape[1], device=q.device)
     memory = torch.arange(memory_k.shape[1], device=q.device) * stride
     mask = torch.cat([memory, token]) <= token[:, None]

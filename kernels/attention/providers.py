@@ -1,4 +1,4 @@
-"""Who computes one part of :func:`kernels.attention.flash.flash_attention`: flash-attn, PyTorch's own FlashAttention,
+"""Who computes one part of flash.py's flash_attention: flash-attn, PyTorch's own FlashAttention,
 or, where neither runs, the same formulas in plain PyTorch.
 
 Each provider has two functions. Shapes, as FlashAttention has them: q, d_out, out (B, T, H, D), k, v (B, S, K, D)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.memory.mlp import ACTIVATIONS, CURVATURES, LN_EPS, SLOPES
-from kernels.memory.state import Weights
+from titans_pt.kernels.memory.mlp import ACTIVATIONS, CURVATURES, LN_EPS, SLOPES
+from titans_pt.kernels.memory.state import Weights
 
 
 @dataclass

@@ -20,10 +20,10 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.memory.block import Settings
-from kernels.memory.blocks import Blocks, cut
-from kernels.memory.scan import MemoryScan, Plan
-from kernels.memory.state import MemoryState, Weights
+from titans_pt.kernels.memory.block import Settings
+from titans_pt.kernels.memory.blocks import Blocks, cut
+from titans_pt.kernels.memory.scan import MemoryScan, Plan
+from titans_pt.kernels.memory.state import MemoryState, Weights
 
 MAX_BLOCK = 64
 """Tokens of a compute block at most: the (block x block) products then stay small whatever the gradient chunk."""
@@ -46,7 +46,7 @@ def chunked_memory(
     reset: Tensor | None,
     save_every: int | None,
 ) -> tuple[Tensor, MemoryState]:
-    """Arguments as in :func:`kernels.memory.naive.naive_memory`.
+    """Arguments as in :func:`titans_pt.kernels.memory.naive.naive_memory`.
 
     Memory beyond inputs and outputs: one (W, S, chunk W) per ``save_every`` blocks for the backward pass, and the
     intermediates of ``save_every`` blocks; None is the square root of the number of blocks.

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from kernels.memory import mlp
-from kernels.memory.chunked import chunked_memory
-from kernels.memory.naive import naive_memory
-from kernels.memory.state import MemoryState, Weights, state_dtype
+from titans_pt.kernels.memory import mlp
+from titans_pt.kernels.memory.chunked import chunked_memory
+from titans_pt.kernels.memory.naive import naive_memory
+from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
 
 BACKENDS = ("auto", "triton", "chunked", "naive")
 HAS_TRITON = find_spec("triton") is not None
@@ -98,7 +98,7 @@ def neural_memory(
             call = chunked_memory
             if backend == "auto" and torch.compiler.is_compiling():
                 # Not at the top: it imports torch's compiler, seconds that whoever does not compile need not wait.
-                from kernels.memory.uncompiled import call
+                from titans_pt.kernels.memory.uncompiled import call
             out, state = call(*inputs, *gates, start, **options, save_every=save_every)
     return out.to(q.dtype), state if output_final_state else None
 
@@ -117,7 +117,7 @@ def _fused(q: Tensor, weights: Weights, chunk_size: int, backend: str):
         reason = f"tensors are on {q.device.type}, not on a GPU (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
     else:
         # Not at the top: it imports triton, which machines without a GPU need not have.
-        from kernels.memory.fused import fused_memory, unsupported
+        from titans_pt.kernels.memory.fused import fused_memory, unsupported
 
         reason = unsupported(q, weights, chunk_size)
         if reason is None:

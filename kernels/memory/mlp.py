@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.memory.state import Weights
+from titans_pt.kernels.memory.state import Weights
 
 LN_EPS = 1e-5
 

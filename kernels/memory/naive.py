@@ -11,8 +11,8 @@ Titans (arXiv 2501.00663), Eq. 11-14 with chunk-wise gradients (Section 3.2):
 import torch
 from torch import Tensor
 
-from kernels.memory import mlp
-from kernels.memory.state import MemoryState, Weights, choose
+from titans_pt.kernels.memory import mlp
+from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 
 
 def naive_memory(

@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from kernels.memory import block
-from kernels.memory.block import Coefficients, Settings
-from kernels.memory.state import choose
+from titans_pt.kernels.memory import block
+from titans_pt.kernels.memory.block import Coefficients, Settings
+from titans_pt.kernels.memory.state import choose
 
 
 @dataclass

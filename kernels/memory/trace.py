@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.memory.block import Settings, key_side
-from kernels.memory.state import MemoryState, Weights, choose, state_dtype
+from titans_pt.kernels.memory.block import Settings, key_side
+from titans_pt.kernels.memory.state import MemoryState, Weights, choose, state_dtype
 
 
 @dataclass
@@ -41,7 +41,9 @@ def memory_trace(
     initial_state: MemoryState | None = None,
     reset: Tensor | None = None,
 ) -> Trace:
-    """The arguments are those of :func:`kernels.memory.neural_memory`, without the queries: they write nothing."""
+    """The arguments are those of :func:`~titans_pt.kernels.memory.neural_memory`, without the queries: those write
+    nothing.
+    """
     batch, length = k.shape[:2]
     dtype = state_dtype(k)
     layers = len(weights)

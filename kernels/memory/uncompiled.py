@@ -5,6 +5,6 @@ Who wants it compiled says backend="chunked". (The fused kernels are one operato
 
 import torch
 
-from kernels.memory.chunked import chunked_memory
+from titans_pt.kernels.memory.chunked import chunked_memory
 
 call = torch.compiler.disable(chunked_memory)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline import documents, hub, prepare, sources
-from data_pipeline.inspection import document_place
-from data_pipeline.packing import TokenFiles
 from tests.data_pipeline.real_text import fineweb_row, write_layout
 from tests.data_pipeline.small_corpus import make_texts
 from titans_pt.config import SourceConfig
+from titans_pt.data_pipeline import documents, hub, prepare, sources
+from titans_pt.data_pipeline.inspection import document_place
+from titans_pt.data_pipeline.packing import TokenFiles
 from titans_pt.errors import UserError
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets import indexed_dataset as megatron
 
-from data_pipeline import indexed
-from data_pipeline.indexed import IndexedDataset, IndexedWriter
+from titans_pt.data_pipeline import indexed
+from titans_pt.data_pipeline.indexed import IndexedDataset, IndexedWriter
 from titans_pt.errors import UserError
 
 

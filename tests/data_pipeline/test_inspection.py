@@ -1,8 +1,8 @@
 import pytest
 
-from data_pipeline import TokenFiles, prepare
-from data_pipeline.inspection import document_place, inspect_data
 from titans_pt import cli
+from titans_pt.data_pipeline import TokenFiles, prepare
+from titans_pt.data_pipeline.inspection import document_place, inspect_data
 from titans_pt.errors import UserError
 
 

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import Loader, PackedSamples
 from tests.data_pipeline.streams import dataset
+from titans_pt.data_pipeline import Loader, PackedSamples
 from titans_pt.errors import UserError
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import TokenFiles, merge, prepare, sources
 from tests.data_pipeline.small_corpus import write_jsonl
+from titans_pt.data_pipeline import TokenFiles, merge, prepare, sources
 
 
 @settings(max_examples=8)

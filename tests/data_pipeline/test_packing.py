@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import IndexedDataset, IndexedWriter, Mixture, PackedSamples, TokenFiles, prepare
 from tests.data_pipeline.small_corpus import make_texts, write_jsonl
 from tests.data_pipeline.streams import dataset
+from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, Mixture, PackedSamples, TokenFiles, prepare
 from titans_pt.errors import UserError
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=30)

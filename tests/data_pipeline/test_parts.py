@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline import TokenFiles, parts, prepare, sources
 from tests.data_pipeline.small_corpus import make_texts, write_jsonl
+from titans_pt.data_pipeline import TokenFiles, parts, prepare, sources
 from titans_pt.errors import UserError
 
-module = importlib.import_module("data_pipeline.prepare")
+module = importlib.import_module("titans_pt.data_pipeline.prepare")
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def killed_often(build, times, workers, seed):
     Whenever a call ends before its kill, its files must be those of an undisturbed one; then all begins anew.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["data_pipeline.prepare"])
+    context.set_forkserver_preload(["titans_pt.data_pipeline.prepare"])
 
     def started(name):
         process = context.Process(target=_prepare, args=(build(name), sources.PART_BYTES, workers))

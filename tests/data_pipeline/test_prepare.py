@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline import IndexedDataset, IndexedWriter, TokenFiles, Tokenizer, documents, prepare
-from data_pipeline.merge import unigram_loss
 from tests.data_pipeline.small_corpus import VOCAB, make_texts, write_jsonl
 from titans_pt.config import Config, SourceConfig
+from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, TokenFiles, Tokenizer, documents, prepare
+from titans_pt.data_pipeline.merge import unigram_loss
 from titans_pt.errors import UserError
 
-module = importlib.import_module("data_pipeline.prepare")  # the package has a function of the same name
+module = importlib.import_module("titans_pt.data_pipeline.prepare")  # the package has a function of the same name
 FILES = ["manifest.json", "tokenizer.model", "train.bin", "train.documents.parquet", "train.idx", "validation.bin",
          "validation.documents.parquet", "validation.idx"]
 
@@ -199,11 +199,12 @@ def test_full_disk_changes_nothing_and_finished_parts_are_kept(config, tmp_path,
 
     with monkeypatch.context() as patch:
         for name in ("parts", "indexed"):
-            patch.setattr(importlib.import_module(f"data_pipeline.{name}"), "open", full, raising=False)
+            patch.setattr(importlib.import_module(f"titans_pt.data_pipeline.{name}"), "open", full, raising=False)
         with pytest.raises(UserError, match="data.dir=.*disk full; free space"):
             prepare(config(), force=existing)
     assert {name: (folder / name).read_bytes() for name in names(folder)} == before
-    monkeypatch.setattr(importlib.import_module("data_pipeline.parts"), "write_part", None)  # nothing is done again
+    # Nothing is done again:
+    monkeypatch.setattr(importlib.import_module("titans_pt.data_pipeline.parts"), "write_part", None)
     assert prepare(config(), force=existing)["splits"]["train"]["documents"] > 100
 
 

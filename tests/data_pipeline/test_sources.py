@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data_pipeline import IndexedWriter, sources
-from data_pipeline import files as readers
-from data_pipeline.sources import documents, fingerprint
 from tests.data_pipeline.small_corpus import write_jsonl
 from titans_pt.config import SourceConfig
+from titans_pt.data_pipeline import IndexedWriter, sources
+from titans_pt.data_pipeline import files as readers
+from titans_pt.data_pipeline.sources import documents, fingerprint
 from titans_pt.errors import UserError
 
 

@@ -8,9 +8,9 @@ import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import tokenizer as module
-from data_pipeline.tokenizer import StreamDecoder, Tokenizer, train_tokenizer
 from tests.data_pipeline.small_corpus import VOCAB, make_texts
+from titans_pt.data_pipeline import tokenizer as module
+from titans_pt.data_pipeline.tokenizer import StreamDecoder, Tokenizer, train_tokenizer
 from titans_pt.errors import UserError
 
 SCRIPTS = "Ünïcode  текст 日本語のテキスト العربية हिन्दी 😀👩‍👩‍👧 e\u0301\r\n\n  \tindented\n    four spaces  "

@@ -279,17 +279,6 @@ def test_a_foreign_package_called_kernels_is_passed_over(tiny, tmp_path):
     assert result.returncode == 0, result.stderr
 
 
-def test_a_foreign_kernels_that_is_already_there_is_named(monkeypatch, failing, tiny):
-    import types
-
-    other = types.ModuleType("kernels")
-    other.__file__ = "/somewhere/else/kernels/__init__.py"
-    monkeypatch.setitem(sys.modules, "kernels", other)
-    line = failing("train", tiny())
-    assert "/somewhere/else/kernels/__init__.py" in line
-    assert "pip uninstall kernels" in line
-
-
 def test_interruption_before_training(tiny, monkeypatch, capsys):
     def interrupted(_config):
         raise KeyboardInterrupt

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.memory import MemoryState
 from tests.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config import ModelConfig
@@ -16,6 +15,7 @@ from titans_pt.inspection import inspect
 from titans_pt.inspection import inspector as module
 from titans_pt.inspection.picture import COLUMNS, EXCERPT, ROWS, draw, excerpt, running_mean, wrap
 from titans_pt.inspection.table import table
+from titans_pt.kernels.memory import MemoryState
 from titans_pt.layers.memory import MemoryGates
 from titans_pt.models import build_model
 from titans_pt.training.probes import find

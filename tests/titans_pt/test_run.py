@@ -19,7 +19,7 @@ from titans_pt.run import RunFolder, differences, load_run
 @pytest.fixture
 def run(tiny, prepared, tmp_path):
     """A run folder with one checkpoint, at step 3, and the weights in it."""
-    from data_pipeline import Tokenizer
+    from titans_pt.data_pipeline import Tokenizer
 
     config = load_config(tiny())
     folder = RunFolder(config.run.dir)

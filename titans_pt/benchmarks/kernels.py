@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kernels.memory import block, neural_memory
 from titans_pt.benchmarks.process import write_csv
+from titans_pt.kernels.memory import block, neural_memory
 from titans_pt.run import versions
 
 HEADS, WIDTH, CHUNK, EXPANSIONS = 12, 64, 64, (2, 4)

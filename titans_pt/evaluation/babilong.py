@@ -15,10 +15,10 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
-from data_pipeline import Tokenizer
-from data_pipeline.sources import documents
 from titans_pt.config import Config, SourceConfig
 from titans_pt.config_file import load_config
+from titans_pt.data_pipeline import Tokenizer
+from titans_pt.data_pipeline.sources import documents
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babi
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill, ids_after

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import yaml
 
-from data_pipeline import StreamDecoder
 from titans_pt.config import Config
+from titans_pt.data_pipeline import StreamDecoder
 from titans_pt.errors import UserError
 from titans_pt.evaluation.long_context import continuation_logits
 from titans_pt.evaluation.packages import COMMONSENSE, cache_folder, fetch

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data_pipeline import TokenFiles, document_begins
 from titans_pt.config import Config
+from titans_pt.data_pipeline import TokenFiles, document_begins
 from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_positions
 from titans_pt.evaluation.records import digest

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data_pipeline import StreamDecoder
 from titans_pt.config import config_hash
+from titans_pt.data_pipeline import StreamDecoder
 from titans_pt.errors import UserError
 from titans_pt.run import LoadedRun, load_run
 from titans_pt.state import load_state, read_about, save_state

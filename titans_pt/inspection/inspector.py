@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data_pipeline import StreamDecoder
+from titans_pt.data_pipeline import StreamDecoder
 from titans_pt.errors import UserError
 from titans_pt.evaluation.records import write_whole
 from titans_pt.evaluation.stream import best_device, device_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kernels.attention import Prefix, causal_attention
+from titans_pt.kernels.attention import Prefix, causal_attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.rotary import rotate
 

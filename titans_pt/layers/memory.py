@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.memory import MemoryState, memory_read, neural_memory
-from kernels.memory.state import state_dtype
 from titans_pt.config import MemoryConfig
+from titans_pt.kernels.memory import MemoryState, memory_read, neural_memory
+from titans_pt.kernels.memory.state import state_dtype
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 

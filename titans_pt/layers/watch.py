@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from kernels.memory import MemoryState, memory_trace, neural_memory
+from titans_pt.kernels.memory import MemoryState, memory_trace, neural_memory
 from titans_pt.layers.memory import NeuralMemory
 from titans_pt.state import map_tensors
 

@@ -8,8 +8,8 @@ convolutions are element-wise.
 
 from dataclasses import dataclass
 
-from kernels.memory.chunked import MAX_BLOCK
 from titans_pt.config import MEMORY_MIXERS, ModelConfig
+from titans_pt.kernels.memory.chunked import MAX_BLOCK
 
 
 @dataclass

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_pipeline import Loader, PackedSamples, TokenFiles
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
 from titans_pt.config import MEMORY_MIXERS, Config, config_hash
+from titans_pt.data_pipeline import Loader, PackedSamples, TokenFiles
 from titans_pt.errors import UserError
 from titans_pt.evaluation import runner
 from titans_pt.models import build_model

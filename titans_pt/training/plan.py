@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kernels.memory.dispatch import HAS_TRITON
 from titans_pt.config import MEMORY_MIXERS, Config
 from titans_pt.errors import UserError
+from titans_pt.kernels.memory.dispatch import HAS_TRITON
 from titans_pt.layers.memory import NeuralMemory
 from titans_pt.models.language_model import LanguageModel
 from titans_pt.parallel import TensorGroup, TensorParallel
@@ -142,7 +142,7 @@ def _activation_bytes(config: Config, micro: int, gpu: bool) -> dict[str, int]:
     if gpu and config.train.precision == "bf16" and _kernels_serve(config):
         kept, states = _kept(config, micro, length, "meta"), dict.fromkeys(kinds, 0)
         if set(kinds) & set(MEMORY_MIXERS):
-            from kernels.memory.fused.operators import SCRATCH_BYTES
+            from titans_pt.kernels.memory.fused.operators import SCRATCH_BYTES
 
             found["memory scratch"] = SCRATCH_BYTES
     else:  # a part of one row, scaled: all but the states grows with the tokens
@@ -170,7 +170,7 @@ def _kernels_serve(config: Config) -> bool:
         return True
     if not HAS_TRITON:
         return False
-    from kernels.memory.fused import unsupported
+    from titans_pt.kernels.memory.fused import unsupported
 
     with torch.device("meta"):
         memory = NeuralMemory(m.d_model, m.memory_heads, m.conv_width, m.memory, m.norm_eps)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels.memory import MemoryState
+from titans_pt.kernels.memory import MemoryState
 from titans_pt.layers.memory import MemoryGates
 from titans_pt.layers.watch import watch_memories
 

@@ -11,9 +11,9 @@
 import torch
 from torch import Tensor
 
-from kernels.memory.fused.configurations import STEP_TOKENS, unsupported
-from kernels.memory.fused.operators import memory, memory_step
-from kernels.memory.state import MemoryState, Weights, choose
+from titans_pt.kernels.memory.fused.configurations import STEP_TOKENS, unsupported
+from titans_pt.kernels.memory.fused.operators import memory, memory_step
+from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 
 __all__ = ["fused_memory", "unsupported"]
 
@@ -36,7 +36,7 @@ def fused_memory(
     max_resets: int | None,
     save_every: int | None,
 ) -> tuple[Tensor, MemoryState]:
-    """Arguments as in :func:`kernels.memory.neural_memory`; gates (B, T, H, 1 or L). Memory: operators.Call.
+    """Arguments as in :func:`titans_pt.kernels.memory.neural_memory`; gates (B, T, H, 1 or L). Memory: operators.Call.
 
     Host and device do not wait for each other, except for a ``reset`` on the GPU without ``max_resets``: how many there
     are decides how much is allocated, so they are counted. The state's offset comes to the GPU and stays there.

@@ -12,7 +12,7 @@ block's end: places behind its last token repeat it (a = eta = 1, and nothing is
 import triton
 import triton.language as tl
 
-from kernels.memory.fused.functions import E_END, FIELDS, LENGTH, P_END, START, THETA, VECTORS, A, B, M
+from titans_pt.kernels.memory.fused.functions import E_END, FIELDS, LENGTH, P_END, START, THETA, VECTORS, A, B, M
 
 
 @triton.jit

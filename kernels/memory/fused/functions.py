@@ -7,7 +7,7 @@ Tiles are (c, D) or (c, hidden slice); arithmetic is fp32. kernels.memory.mlp st
 import triton
 import triton.language as tl
 
-from kernels.memory.mlp import LN_EPS
+from titans_pt.kernels.memory.mlp import LN_EPS
 
 EPS = tl.constexpr(LN_EPS)
 SQRT_HALF = tl.constexpr(0.7071067811865476)

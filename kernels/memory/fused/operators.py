@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from kernels.memory.fused import coefficients, layout, read, scan
-from kernels.memory.fused import step as decoding
-from kernels.memory.fused.configurations import KERNELS, block_tokens, precision, scale
-from kernels.memory.fused.functions import VECTORS
+from titans_pt.kernels.memory.fused import coefficients, layout, read, scan
+from titans_pt.kernels.memory.fused import step as decoding
+from titans_pt.kernels.memory.fused.configurations import KERNELS, block_tokens, precision, scale
+from titans_pt.kernels.memory.fused.functions import VECTORS
 
 SCRATCH_BYTES = 1 << 30
 """What the blocks between two kept states may occupy while they are worked on, unless save_every says otherwise."""

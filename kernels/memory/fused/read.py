@@ -6,7 +6,7 @@ Everything that crosses from one block to another is in the state at the block's
 import triton
 import triton.language as tl
 
-from kernels.memory.fused.functions import (
+from titans_pt.kernels.memory.fused.functions import (
     FIELDS,
     LENGTH,
     START,
@@ -23,7 +23,7 @@ from kernels.memory.fused.functions import (
     unit_vjp,
     vector,
 )  # fmt: skip
-from kernels.memory.fused.scan import _hidden_places, _inner_places, _outer_places, _width_places
+from titans_pt.kernels.memory.fused.scan import _hidden_places, _inner_places, _outer_places, _width_places
 
 
 @triton.jit

@@ -10,7 +10,7 @@ outer one alone, its input being the key (hidden = slice = D). Intermediates kee
 import triton
 import triton.language as tl
 
-from kernels.memory.fused.functions import (
+from titans_pt.kernels.memory.fused.functions import (
     CHUNK,
     DOCUMENT,
     E_END,

@@ -7,7 +7,7 @@ are sums in fp32. Packed weights: see scan.py.
 import triton
 import triton.language as tl
 
-from kernels.memory.fused.functions import activate, slope, unit, unit_vjp
+from titans_pt.kernels.memory.fused.functions import activate, slope, unit, unit_vjp
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.attention import Prefix, causal_attention, segment_attention
+from titans_pt.kernels.attention import Prefix, causal_attention, segment_attention
 
 B, H, D = 2, 3, 8
 

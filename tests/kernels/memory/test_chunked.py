@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.memory import MemoryState, neural_memory
+from titans_pt.kernels.memory import MemoryState, neural_memory
 
 TOLERANCE = 1e-9
 

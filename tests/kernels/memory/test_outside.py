@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from kernels.memory import neural_memory
+from titans_pt.kernels.memory import neural_memory
 
 D, HEADS, CHUNK, CHUNKS = 8, 2, 4, 5
 

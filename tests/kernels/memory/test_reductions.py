@@ -6,7 +6,7 @@ The memory's loss is ||M(k) - v||^2, the targets' 1/2 ||.||^2: hence theta = bet
 import pytest
 import torch
 
-from kernels.memory import neural_memory
+from titans_pt.kernels.memory import neural_memory
 
 B, T, H, D = 2, 37, 2, 8
 

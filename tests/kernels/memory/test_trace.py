@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.memory import MemoryState, memory_trace, mlp, neural_memory
+from titans_pt.kernels.memory import MemoryState, memory_trace, mlp, neural_memory
 
 B, T, H, D = 2, 23, 2, 4
 

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from kernels.memory import block
 from titans_pt.benchmarks import kernels
 from titans_pt.benchmarks.kernels import COMPILED
+from titans_pt.kernels.memory import block
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU every column has figures")

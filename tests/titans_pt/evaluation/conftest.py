@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from data_pipeline.indexed import IndexedDataset, IndexedWriter
-from data_pipeline.tokenizer import train_tokenizer
 from titans_pt.config_file import load_config
+from titans_pt.data_pipeline.indexed import IndexedDataset, IndexedWriter
+from titans_pt.data_pipeline.tokenizer import train_tokenizer
 from titans_pt.evaluation import babilong, needle, perplexity, runner, stream
 from titans_pt.run import LoadedRun
 

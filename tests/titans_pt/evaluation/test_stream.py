@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.tokenizer import StreamDecoder
 from titans_pt.config import ModelConfig
+from titans_pt.data_pipeline.tokenizer import StreamDecoder
 from titans_pt.errors import UserError
 from titans_pt.evaluation import stream
 from titans_pt.models import build_model

@@ -8,11 +8,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels import attention, memory
-from kernels.attention import providers
-from kernels.memory.fused import fused_memory
 from tests.titans_pt.models.test_models import MODELS
 from titans_pt.config import MemoryConfig, ModelConfig
+from titans_pt.kernels import attention, memory
+from titans_pt.kernels.attention import providers
+from titans_pt.kernels.memory.fused import fused_memory
 from titans_pt.layers.documents import Documents
 from titans_pt.models import build_model
 from titans_pt.models.language_model import whole_sequence

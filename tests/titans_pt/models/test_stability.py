@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.memory import MemoryState, neural_memory
 from titans_pt.config import MemoryConfig, ModelConfig
+from titans_pt.kernels.memory import MemoryState, neural_memory
 from titans_pt.models import build_model
 from titans_pt.training.probes import find
 

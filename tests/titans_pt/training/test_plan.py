@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from kernels.memory import dispatch
-from kernels.memory.fused import fused_memory
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
+from titans_pt.kernels.memory import dispatch
+from titans_pt.kernels.memory.fused import fused_memory
 from titans_pt.models import build_model
 from titans_pt.training.loss import NextTokenLoss
 from titans_pt.training.plan import GIB, _activation_bytes, _FusedNorms, _Saved, _state_bytes, make_plan
@@ -64,7 +64,7 @@ def test_a_gpu_without_one_is_what_its_kernels_keep(config, monkeypatch):
     settings = config(
         model={"mixers": ["lmm"], "n_layers": 1, "n_heads": 2, "memory": {"depth": 2, "chunk_size": 16}}, train=BF16
     )
-    monkeypatch.setattr("kernels.memory.fused.operators.SCRATCH_BYTES", 1 << 18)
+    monkeypatch.setattr("titans_pt.kernels.memory.fused.operators.SCRATCH_BYTES", 1 << 18)
     estimate = _activation_bytes(settings, 2, gpu=True)
     monkeypatch.setattr(dispatch, "_fused", lambda *_: fused_memory)
     model = build_model(settings.model).bfloat16()

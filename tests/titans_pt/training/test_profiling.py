@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from kernels.memory.fused.configurations import KERNELS
 from titans_pt.errors import UserError
+from titans_pt.kernels.memory.fused.configurations import KERNELS
 from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch, kind_of, start_profile, time_shares
 
 

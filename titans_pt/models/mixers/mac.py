@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kernels.attention import Prefix, masked_attention, segment_attention
-from kernels.memory.state import choose, state_dtype
 from titans_pt.config import ModelConfig
+from titans_pt.kernels.attention import Prefix, masked_attention, segment_attention
+from titans_pt.kernels.memory.state import choose, state_dtype
 from titans_pt.layers.attention import Attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.memory import NeuralMemoryState, Projection

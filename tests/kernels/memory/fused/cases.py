@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kernels.memory import MemoryState, neural_memory
+from titans_pt.kernels.memory import MemoryState, neural_memory
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

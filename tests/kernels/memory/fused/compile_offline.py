@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from kernels.memory.fused import coefficients, read, scan, step  # noqa: E402
-from kernels.memory.fused.configurations import KERNELS, block_tokens, precision, scale  # noqa: E402
+from titans_pt.kernels.memory.fused import coefficients, read, scan, step  # noqa: E402
+from titans_pt.kernels.memory.fused.configurations import KERNELS, block_tokens, precision, scale  # noqa: E402
 
 OPERANDS = {"q", "k", "v", "d_y", "out", "weights", "momenta", "hidden", "pulled", "error", "query_hidden",
             "d_query_hidden", "d_out", "d_q", "d_k", "d_v"}  # fmt: skip

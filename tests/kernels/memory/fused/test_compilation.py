@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.memory.fused.configurations import KERNELS, WIDTHS
+from titans_pt.kernels.memory.fused.configurations import KERNELS, WIDTHS
 
 SHARED = 227 * 1024
 """Bytes of shared memory that one program may have on sm_90."""

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from kernels.memory import neural_memory
-from kernels.memory.fused import fused_memory, layout, operators
 from tests.kernels.memory.fused import cases
 from tests.kernels.memory.fused.cases import DEVICE, Case, error, inputs, run
+from titans_pt.kernels.memory import neural_memory
+from titans_pt.kernels.memory.fused import fused_memory, layout, operators
 
 SMALL = Case(T=20, H=1, depth=1)
 
@@ -29,7 +29,7 @@ def recorded(monkeypatch):
         calls.append(given)
         return operators.memory(*given)
 
-    monkeypatch.setattr("kernels.memory.fused.memory", record)
+    monkeypatch.setattr("titans_pt.kernels.memory.fused.memory", record)
     given, options = arguments(SMALL)
     given[0].requires_grad_()
     neural_memory(*given, **options, backend="triton")
@@ -67,7 +67,7 @@ def test_asked_for_what_it_does_not_serve(change, reason):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there auto takes the kernels")
 def test_auto_on_a_cpu_is_the_dual_form_without_a_warning(monkeypatch):
-    monkeypatch.setattr("kernels.memory.fused.fused_memory", None)
+    monkeypatch.setattr("titans_pt.kernels.memory.fused.fused_memory", None)
     given, options = arguments(SMALL)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -75,7 +75,7 @@ def test_auto_on_a_cpu_is_the_dual_form_without_a_warning(monkeypatch):
 
 
 def test_what_falls_back_says_why_once(monkeypatch):
-    from kernels.memory import dispatch
+    from titans_pt.kernels.memory import dispatch
 
     class OnGPU:
         """As much of a tensor as the choice looks at."""
@@ -122,7 +122,7 @@ def test_decoding_is_the_sequence(case):
 
 
 def test_few_tokens_take_one_launch(monkeypatch):
-    monkeypatch.setattr("kernels.memory.fused.memory", None)
+    monkeypatch.setattr("titans_pt.kernels.memory.fused.memory", None)
     given, options = arguments(Case(T=3, H=1))
     with torch.no_grad():
         neural_memory(*given, **options, backend="triton")
