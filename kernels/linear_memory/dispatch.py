@@ -94,16 +94,18 @@ def _check(q, k, v, decay, beta, initial_state, reset, backend):
         if not ok:
             raise ValueError(f"linear_memory: {message}")
 
-    need(q.dim() == 4 and q.shape == k.shape and q.shape[1] > 0, 
+    need(q.dim() == 4 and q.shape == k.shape and q.shape[1] > 0,
          f"q, k must share one shape (B, T, H, K) with T > 0, got {[tuple(x.shape) for x in (q, k)]}")
     batch, length, heads, width = q.shape
     token = (batch, length, heads)
-    need(v.dim() == 4 and v.shape[:3] == token, f"v must be {(*token, 'V')}, got {tuple(v.shape)}")
-    need(decay is None or decay.shape in ((heads,), token, (*token, width)),
-         f"decay must be None, {(heads,)}, {token} or {(*token, width)}, got {decay is not None and tuple(decay.shape)}")
-    need(beta is None or beta.shape == token, f"beta must be None or {token}, got {beta is not None and tuple(beta.shape)}")
-    state = (batch, heads, width, v.shape[-1])
-    need(initial_state is None or initial_state.shape == state,
-         f"initial_state must be {state}, got {initial_state is not None and tuple(initial_state.shape)}")
+
+    def fits(name: str, x: Tensor | None, *shapes: tuple):
+        need(x is None or tuple(x.shape) in shapes,
+             f"{name} must be {' or '.join(map(str, shapes))}, got {x is not None and tuple(x.shape)}")
+
+    fits("v", v, (*token, v.shape[-1]))
+    fits("decay", decay, (heads,), token, (*token, width))
+    fits("beta", beta, token)
+    fits("initial_state", initial_state, (batch, heads, width, v.shape[-1]))
     need(reset is None or (reset.dtype == torch.bool and reset.shape == q.shape[:2]), "reset must be bool (B, T)")
     need(backend in BACKENDS, f"backend {backend!r} is none of {', '.join(BACKENDS)}")

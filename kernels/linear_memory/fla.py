@@ -156,18 +156,16 @@ def _(q, k, v, decay, beta, state, reset):
     return torch.empty_like(v), torch.empty_like(state)
 
 
-@torch.library.custom_op("titans::linear_memory_backward", mutates_args=())
-def _backward_operator(
-    d_out: Tensor,
-    d_state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    reset: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+# Not a custom_op: PyTorch calls the body of one with autograd switched off for good, and this one differentiates.
+torch.library.define(
+    "titans::linear_memory_backward",
+    "(Tensor d_out, Tensor d_state, Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor state, "
+    "Tensor? reset) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("titans::linear_memory_backward", "default")
+def _backward_operator(d_out, d_state, q, k, v, decay, beta, state, reset):
     """Gradients of q, k, v, decay, beta and state; one place where there is none."""
     constant = decay is None or decay.dim() == 1
     differentiable = q, k, v, None if constant else decay, beta, state
@@ -179,7 +177,7 @@ def _backward_operator(
     return tuple(state.new_zeros(1) if x is None else next(found).contiguous() for x in leaves)
 
 
-@_backward_operator.register_fake
+@torch.library.register_fake("titans::linear_memory_backward")
 def _(d_out, d_state, q, k, v, decay, beta, state, reset):
     constant = decay is None or decay.dim() == 1
     leaves = q, k, v, None if constant else decay, beta, state
@@ -192,7 +190,9 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, d_out, d_state):
     q, k, v, decay, beta, state, reset = ctx.saved_tensors
-    d_q, d_k, d_v, d_decay, d_beta, d_first = _backward_operator(d_out, d_state, *ctx.saved_tensors)
+    d_q, d_k, d_v, d_decay, d_beta, d_first = torch.ops.titans.linear_memory_backward(
+        d_out, d_state, *ctx.saved_tensors
+    )
     constant = decay is None or decay.dim() == 1
     return d_q, d_k, d_v, None if constant else d_decay, None if beta is None else d_beta, d_first, None
 
