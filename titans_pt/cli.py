@@ -277,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(subject, metavar=subject.upper(), help=subject_help)
         return sub
 
-    yaml = "settings, a YAML file (see configs/)"
+    yaml = "settings: a YAML file, or the name of one in configs/, such as quickstart"
     folder = "the run.dir of a training run"
     step = "step of the checkpoint (default: the newest complete one)"
 
