@@ -4,7 +4,6 @@ Every section is a pydantic model that refuses unknown keys and silent type conv
 field stands under it. Nothing here imports the rest of the project: config is plain data.
 """
 
-import hashlib
 import json
 import math
 from typing import Annotated, Any, Literal
@@ -422,5 +421,7 @@ def completed(tree: dict) -> dict:
 
 def config_hash(section: Section) -> str:
     """SHA-256 (hex) of a tree or of one section, independent of key order and formatting."""
+    import hashlib  # OpenSSL: 3 ms that reading settings does not need
+
     text = json.dumps(section.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
