@@ -6,7 +6,6 @@ imports the rest of the project: config is plain data.
 """
 
 import copy
-import hashlib
 import json
 from typing import Annotated, Any, Literal
 
@@ -467,5 +466,7 @@ class Config(Section):
 
 def config_hash(section: Section) -> str:
     """SHA-256 (hex) of a tree or of one section, independent of key order and formatting."""
+    import hashlib  # OpenSSL: 3 ms that reading settings does not need
+
     text = json.dumps(section.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
