@@ -20,8 +20,8 @@ import math
 import torch
 from torch import Tensor
 
-from titans_pt.kernels.memory.block import Settings
 from titans_pt.kernels.memory.blocks import Blocks, cut
+from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.scan import MemoryScan, Plan
 from titans_pt.kernels.memory.state import MemoryState, Weights
 
@@ -38,9 +38,8 @@ def chunked_memory(
     alpha: Tensor,
     weights: Weights,
     *,
+    network: NetworkShape,
     norm: Weights | None,
-    residual: bool,
-    activation: str,
     chunk_size: int,
     state: MemoryState,
     reset: Tensor | None,
@@ -52,7 +51,7 @@ def chunked_memory(
     intermediates of ``save_every`` blocks; None is the square root of the number of blocks.
     """
     batch, length, heads = q.shape[:3]
-    layers = len(weights)
+    layers = network.depth
     blocks = cut(state.offset, reset, length, chunk_size, min(chunk_size, MAX_BLOCK))
 
     def fold(tensors: Weights) -> Weights:
@@ -61,14 +60,13 @@ def chunked_memory(
     begin = fold(weights) if reset is not None else ()
     affine = () if norm is None else tuple(p.reshape(batch * heads, 1, -1) for p in norm)
     carry = (*fold(state.weights), *fold(state.momentum), *fold(state.chunk_weights))
-    settings = Settings(norm is not None, residual, activation)
     outputs = []
     for first, last, tokens in _runs(blocks):
         layout = _Layout(blocks, first, last, tokens, heads)
         gates = _coefficients(*(layout.fold(g).movedim(-1, 0) for g in (theta, eta, alpha)), layout.valid(q.device))
         plan = Plan(
             layout.rows(blocks.new_chunk, q.device), layout.rows(blocks.new_document, q.device),
-            layers, theta.shape[-1], save_every or math.isqrt(layout.count), settings,
+            network, theta.shape[-1], save_every or math.isqrt(layout.count),
         )  # fmt: skip
         out, *carry = MemoryScan.apply(plan, *(layout.fold(x) for x in (q, k, v)), *gates, *affine, *begin, *carry)
         outputs.append(layout.unfold(out))

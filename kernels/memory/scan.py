@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from titans_pt.kernels.memory import block
-from titans_pt.kernels.memory.block import Coefficients, Settings
+from titans_pt.kernels.memory.block import Coefficients
+from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import choose
 
 
@@ -15,15 +16,14 @@ class Plan:
     """What is known on the host about a run of n equally long blocks.
 
     new_chunk, new_document: per block, a bool for all rows or a bool tensor (B H,).
-    layers: L. gate_layers: 1 or L. save_every: blocks between two states that are kept.
+    gate_layers: 1 or L. save_every: blocks between two states that are kept.
     """
 
     new_chunk: list
     new_document: list
-    layers: int
+    network: NetworkShape
     gate_layers: int
     save_every: int
-    settings: Settings
 
 
 COEFFICIENTS = len(fields(Coefficients))
@@ -58,7 +58,7 @@ class MemoryScan(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out: Tensor, *d_state: Tensor):
-        plan, layers = ctx.plan, ctx.plan.layers
+        plan, layers = ctx.plan, ctx.plan.network.depth
         tensors = ctx.saved_tensors
         (q, k, v, *rest), saved = tensors[: ctx.count], tensors[ctx.count :]
         arguments = _Arguments(plan, q, k, v, rest)
@@ -74,7 +74,7 @@ class MemoryScan(torch.autograd.Function):
             while played:
                 n, (W, S, F), kept = played.pop()
                 g = block.backward(
-                    d_out[n], dW, dS, arguments.gates(n), arguments.norm, W, S, F, kept, plan.settings
+                    d_out[n], dW, dS, arguments.gates(n), arguments.norm, W, S, F, kept, plan.network
                 )
                 grads.add(n, g)
                 dW, dS = g.W, g.S
@@ -88,10 +88,10 @@ class _Arguments:
     """The flat arguments of MemoryScan by name, and one step of its recurrence."""
 
     def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, rest):
-        layers = plan.layers
+        layers = plan.network.depth
         self.plan, self.q, self.k, self.v = plan, q, k, v
         self.coefficients, rest = rest[:COEFFICIENTS], rest[COEFFICIENTS:]
-        cut = 2 if plan.settings.has_norm else 0
+        cut = 2 if plan.network.norm else 0
         self.norm, self.begin, state = rest[:cut], rest[cut : -3 * layers], rest[-3 * layers :]
         self.state = tuple(tuple(state[i * layers : (i + 1) * layers]) for i in range(3))
 
@@ -99,7 +99,7 @@ class _Arguments:
         shared = [
             Coefficients(*(c[layer, n] for c in self.coefficients)) for layer in range(self.plan.gate_layers)
         ]
-        return shared if self.plan.gate_layers == self.plan.layers else shared * self.plan.layers
+        return shared if self.plan.gate_layers == self.plan.network.depth else shared * self.plan.network.depth
 
     def step(self, n: int, state):
         """State before block n -> state after it, state that the block began with, outputs, intermediates."""
@@ -111,7 +111,7 @@ class _Arguments:
         if chunk is not False:
             F = choose(chunk, W, F)
         out, new_W, new_S, kept = block.forward(
-            self.q[n], self.k[n], self.v[n], self.gates(n), self.norm, W, S, F, self.plan.settings
+            self.q[n], self.k[n], self.v[n], self.gates(n), self.norm, W, S, F, self.plan.network
         )
         return (new_W, new_S, F), (W, S, F), out, kept
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import MemoryConfig
-from titans_pt.kernels.memory import MemoryState, memory_read, neural_memory
+from titans_pt.kernels.memory import MemoryState, NetworkShape, memory_read, neural_memory
 from titans_pt.kernels.memory.state import state_dtype
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
@@ -21,6 +21,13 @@ def default_step_bound(chunk_size: int) -> float:
     C = 64, and C times the bound stays below 2 beyond.
     """
     return min(0.1, 1.9 / chunk_size)
+
+
+def network_shape(width: int, config: MemoryConfig) -> NetworkShape:
+    """The memory's network in heads of this width."""
+    return NetworkShape(
+        width, config.expansion * width, config.depth, config.norm, config.residual, config.activation
+    )
 
 
 class MemoryGates(nn.Module):
@@ -86,21 +93,20 @@ class MemoryNetwork(nn.Module):
     (ZeRO-3) has them whole wherever they are used.
     """
 
-    def __init__(self, n_heads: int, width: int, config: MemoryConfig):
+    def __init__(self, n_heads: int, shape: NetworkShape, init_std: float | None):
         super().__init__()
-        self.depth, self.norm = config.depth, config.norm
-        widths = [width, *[config.expansion * width] * (config.depth - 1), width]
-        for n, (a, b) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
-            std = config.init_std or (0.5 if config.norm else a**-0.5)
+        self.shape = shape
+        for n, (a, b) in enumerate(shape.layers):
+            std = init_std or (0.5 if shape.norm else a**-0.5)
             self.register_parameter(f"weight_{n}", nn.Parameter(torch.empty(n_heads, a, b).normal_(std=std)))
-        if config.norm:
-            self.norm_weight = nn.Parameter(torch.ones(n_heads, width))
-            self.norm_bias = nn.Parameter(torch.zeros(n_heads, width))
+        if shape.norm:
+            self.norm_weight = nn.Parameter(torch.ones(n_heads, shape.width))
+            self.norm_bias = nn.Parameter(torch.zeros(n_heads, shape.width))
 
     def forward(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None]:
         """``depth`` weights (H, d_in, d_out), and the LayerNorm's (weight, bias), each (H, D), or None."""
-        weights = tuple(getattr(self, f"weight_{n}").clone() for n in range(self.depth))
-        return weights, (self.norm_weight.clone(), self.norm_bias.clone()) if self.norm else None
+        weights = tuple(getattr(self, f"weight_{n}").clone() for n in range(self.shape.depth))
+        return weights, (self.norm_weight.clone(), self.norm_bias.clone()) if self.shape.norm else None
 
 
 @dataclass
@@ -127,7 +133,8 @@ class NeuralMemory(nn.Module):
         self.k = Projection(d_model, n_heads, conv_width, unit=True)
         self.v = Projection(d_model, n_heads, conv_width, unit=False)
         self.gates = MemoryGates(d_model, n_heads, config)
-        self.network = MemoryNetwork(n_heads, d_model // n_heads, config)
+        self.shape = network_shape(d_model // n_heads, config)
+        self.network = MemoryNetwork(n_heads, self.shape, config.init_std)
         self.output_norm = nn.RMSNorm(d_model // n_heads, eps=norm_eps)
 
     def forward(
@@ -144,8 +151,8 @@ class NeuralMemory(nn.Module):
         weights, norm = self.network()
         y, memory = neural_memory(
             q, k, v, *self.gates(x), start or weights,
+            network=self.shape,
             norm=norm,
-            **self._network_options(),
             chunk_size=self.config.chunk_size,
             initial_state=state and state.memory,
             output_final_state=True,
@@ -162,10 +169,7 @@ class NeuralMemory(nn.Module):
 
     def read(self, q: Tensor, weights: tuple[Tensor, ...], norm: tuple[Tensor, Tensor] | None) -> Tensor:
         """q (B, T, H, D), weights (B, H, d_in, d_out) of a state -> M(q), (B, T, H, D); nothing is written."""
-        return self._normalised(memory_read(q, weights, norm=norm, **self._network_options()))
-
-    def _network_options(self) -> dict:
-        return {"residual": self.config.residual, "activation": self.config.activation}
+        return self._normalised(memory_read(q, weights, network=self.shape, norm=norm))
 
     def _normalised(self, y: Tensor) -> Tensor:
         return self.output_norm(y.to(self.output_norm.weight.dtype))

@@ -65,7 +65,7 @@ class MemoryWatch:
     """
 
     def __init__(self, memory: NeuralMemory, newest: bool = False):
-        self.config, self.newest = memory.config, newest
+        self.memory, self.newest = memory, newest
         self._calls: list[_Call] = []
         self._parts: dict[str, object] = {}
         self._signature = inspect.signature(memory.forward)
@@ -125,10 +125,9 @@ class MemoryWatch:
 
     def _options(self, call: _Call) -> dict:
         return {
+            "network": self.memory.shape,
             "norm": call.norm,
-            "residual": self.config.residual,
-            "activation": self.config.activation,
-            "chunk_size": self.config.chunk_size,
+            "chunk_size": self.memory.config.chunk_size,
             "initial_state": call.state,
             "reset": call.reset,
         }

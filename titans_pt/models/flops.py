@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from titans_pt.config import MEMORY_MIXERS, ModelConfig
 from titans_pt.kernels.memory.chunked import MAX_BLOCK
+from titans_pt.layers.memory import network_shape
 
 
 @dataclass
@@ -84,7 +85,7 @@ def memory_flops(width: int, config: ModelConfig) -> Flops:
     """One head of the memory: key side, both reads, both updates, and the products within a block."""
     block = min(config.memory.chunk_size, MAX_BLOCK)
     forward = backward = 0.0
-    for n, (a, b) in enumerate(_layers(width, config)):
+    for n, (a, b) in enumerate(network_shape(width, config.memory).layers):
         pull = n > 0  # the error goes down through every layer but the first
         weights, within = 2 * a * b, 2 * block * (a + b)
         forward += (5 + pull) * weights + within
@@ -94,9 +95,5 @@ def memory_flops(width: int, config: ModelConfig) -> Flops:
 
 def read_flops(width: int, config: ModelConfig) -> Flops:
     """One head of the memory, read without writing."""
-    return Flops(*(times * sum(2 * a * b for a, b in _layers(width, config)) for times in (1, 2)))
-
-
-def _layers(width: int, config: ModelConfig) -> list[tuple[int, int]]:
-    widths = [width, *[config.memory.expansion * width] * (config.memory.depth - 1), width]
-    return list(zip(widths[:-1], widths[1:], strict=True))
+    layers = network_shape(width, config.memory).layers
+    return Flops(*(times * sum(2 * a * b for a, b in layers) for times in (1, 2)))

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from titans_pt.config import MEMORY_MIXERS, Config
 from titans_pt.errors import UserError
 from titans_pt.kernels.memory.dispatch import HAS_TRITON
-from titans_pt.layers.memory import NeuralMemory
+from titans_pt.layers.memory import network_shape
 from titans_pt.models.language_model import LanguageModel
 from titans_pt.parallel import TensorGroup, TensorParallel
 from titans_pt.parallel.topology import check_world_size
@@ -172,10 +172,8 @@ def _kernels_serve(config: Config) -> bool:
         return False
     from titans_pt.kernels.memory.fused import unsupported
 
-    with torch.device("meta"):
-        memory = NeuralMemory(m.d_model, m.memory_heads, m.conv_width, m.memory, m.norm_eps)
-        q = torch.empty(1, 1, m.memory_heads, m.d_model // m.memory_heads, dtype=torch.bfloat16)
-    return unsupported(q, memory.network()[0], m.memory.chunk_size) is None
+    network = network_shape(m.d_model // m.memory_heads, m.memory)
+    return unsupported(torch.bfloat16, network, m.memory.chunk_size) is None
 
 
 def _kept(config: Config, rows: int, length: int, device: str = "cpu") -> dict[str, int]:
@@ -257,9 +255,8 @@ def _state_bytes(config: Config, kind: str, length: int) -> int:
     m = config.model
     if kind not in MEMORY_MIXERS:
         return 0
-    width = m.d_model // m.memory_heads
-    widths = [width, *[m.memory.expansion * width] * (m.memory.depth - 1), width]
-    one = sum(a * b for a, b in zip(widths[:-1], widths[1:], strict=True)) * m.memory_heads // config.parallel.tensor
+    layers = network_shape(m.d_model // m.memory_heads, m.memory).layers
+    one = sum(a * b for a, b in layers) * m.memory_heads // config.parallel.tensor
     piece = min(length, m.segment) if kind == "mac" else length  # MAC calls its memory segment by segment
     blocks = -(-piece // min(m.memory.chunk_size, 64))
     kept = -(-blocks // (m.memory.save_every or math.isqrt(blocks)))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from titans_pt.kernels.memory.fused.configurations import STEP_TOKENS, unsupported
 from titans_pt.kernels.memory.fused.operators import memory, memory_step
+from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 
 __all__ = ["fused_memory", "unsupported"]
@@ -27,9 +28,8 @@ def fused_memory(
     alpha: Tensor,
     weights: Weights,
     *,
+    network: NetworkShape,
     norm: Weights | None,
-    residual: bool,
-    activation: str,
     chunk_size: int,
     initial_state: MemoryState | None,
     reset: Tensor | None,
@@ -61,17 +61,17 @@ def fused_memory(
     after = _offset_after(before, reset, length, chunk_size)
 
     tensors = [q, k, v, *gates, begin, affine, state]
+    form = network.residual, network.activation  # the rest of it is the tensors'
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if not keep and reset is None and length <= STEP_TOKENS:
-        out, state = memory_step(q, k, v, *gates, affine, state, before, chunk_size, residual, activation)
+        out, state = memory_step(q, k, v, *gates, affine, state, before, chunk_size, *form)
     else:
         out, state, _ = memory(
-            *tensors, offset, reset, chunk_size, resets, residual, activation, save_every or 0, keep
+            *tensors, offset, reset, chunk_size, resets, *form, save_every or 0, keep
         )
 
-    shapes = [w.shape[1:] for w in weights]
     current, momentum, frozen = (
-        tuple(group[:, :, n].unflatten(-1, shape) for n, shape in enumerate(shapes)) for group in state
+        tuple(group[:, :, n].unflatten(-1, shape) for n, shape in enumerate(network.layers)) for group in state
     )
     # A chunk that is complete ends here: the next one starts at the current weights.
     if offset is None and reset is None:

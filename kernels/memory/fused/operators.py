@@ -14,6 +14,7 @@ from titans_pt.kernels.memory.fused import coefficients, layout, read, scan
 from titans_pt.kernels.memory.fused import step as decoding
 from titans_pt.kernels.memory.fused.configurations import KERNELS, block_tokens, precision, scale
 from titans_pt.kernels.memory.fused.functions import VECTORS
+from titans_pt.kernels.memory.network import NetworkShape
 
 SCRATCH_BYTES = 1 << 30
 """What the blocks between two kept states may occupy while they are worked on, unless save_every says otherwise."""
@@ -36,16 +37,16 @@ class Call:
     SCRATCH_BYTES lets it be.
     """
 
-    def __init__(self, q, gate, begin, norm, offset, reset, chunk, resets, residual, activation, save_every):
+    def __init__(self, q, gate, network: NetworkShape, offset, chunk, resets, save_every):
         self.batch, self.length, self.heads, width = q.shape
         self.rows, self.device, self.operand = self.batch * self.heads, q.device, q.dtype
-        self.layers, gates = begin.shape[1], gate.shape[-1]
-        self.size = begin.shape[1] * begin.shape[2]
+        self.layers, gates = network.depth, gate.shape[-1]
+        self.size = sum(a * b for a, b in network.layers)
         self.chunk, self.block = chunk, block_tokens(chunk)
         self.blocks = layout.count(self.length, self.block, offset is not None, resets)
         self.constants = {
-            "D": width, "HIDDEN": begin.shape[2] // width, "BLOCK": self.block, "LAYERS": self.layers, "GATES": gates,
-            "NORM": norm is not None, "RESIDUAL": residual, "ACTIVATION": activation,
+            "D": width, "HIDDEN": network.layers[0][1], "BLOCK": self.block, "LAYERS": self.layers, "GATES": gates,
+            "NORM": network.norm, "RESIDUAL": network.residual, "ACTIVATION": network.activation,
             "PRECISION": precision(q.dtype), "SCALE": scale(q.dtype, chunk),
         }  # fmt: skip
         fit = max(1, SCRATCH_BYTES // (self.rows * self.block_bytes()))
@@ -120,9 +121,16 @@ class Call:
         )  # fmt: skip
 
 
+def _network(q: Tensor, begin: Tensor, norm: Tensor | None, residual: bool, activation: str) -> NetworkShape:
+    """An operator's arguments are tensors and plain values: what they say of the network."""
+    width, (_, layers, size) = q.shape[-1], begin.shape
+    return NetworkShape(width, size // width, layers, norm is not None, residual, activation)
+
+
 def _prepare(q, theta, begin, norm, offset, reset, chunk, resets, residual, activation, save_every):
     """The call, its table of blocks, and norm as something that a kernel can be given."""
-    call = Call(q, theta, begin, norm, offset, reset, chunk, resets, residual, activation, save_every)
+    network = _network(q, begin, norm, residual, activation)
+    call = Call(q, theta, network, offset, chunk, resets, save_every)
     if offset is None:
         offset = torch.zeros(call.batch, dtype=torch.int64, device=q.device)
     info = layout.table(call.length, chunk, call.block, call.blocks, offset, reset)
@@ -178,7 +186,7 @@ def memory(
 @memory.register_fake
 def _(q, k, v, theta, eta, alpha, begin, norm, state, offset, reset, chunk, resets, residual, activation, save_every,
       keep):  # fmt: skip
-    call = Call(q, theta, begin, norm, offset, reset, chunk, resets, residual, activation, save_every)
+    call = Call(q, theta, _network(q, begin, norm, residual, activation), offset, chunk, resets, save_every)
     return torch.empty_like(q), torch.empty_like(state), state.new_empty(call.groups if keep else 0, *state.shape)
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titans_pt.kernels.memory import MemoryState, neural_memory
+from titans_pt.kernels.memory import MemoryState, NetworkShape, neural_memory
 
 TOLERANCE = 1e-9
 
@@ -76,7 +76,8 @@ def test_chunked_equals_naive(
 ):
     tensors = make(B, T, H, D, hidden, depth, per_layer=per_layer, extremes=extremes, norm=norm, seed=seed)
     gen = torch.Generator().manual_seed(seed + 1)
-    options = dict(chunk_size=C, residual=residual, activation=activation, save_every=save_every)
+    network = NetworkShape(D, hidden, depth, norm, residual, activation)
+    options = dict(network=network, chunk_size=C, save_every=save_every)
     if resets:
         options["reset"] = torch.rand(B, T, generator=gen) < 0.15
     if initial:
