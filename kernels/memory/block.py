@@ -110,9 +110,13 @@ def forward(
     W: Weights,
     S: Weights,
     F: Weights,
+    base: Weights | None,
     network: NetworkShape,
 ) -> tuple[Tensor, Weights, Weights, Kept]:
     """q, k, v (N, c, D); W, S, F: running weights, momentum, weights at the chunk's start, (N, d_in, d_out).
+
+    base: M_0, if that is what is forgotten to. W is then the difference to it, which is forgotten to zero: the same
+    recurrence, and queries meet base + W. F is always whole.
 
     Returns outputs (N, c, D), W and S after the block, and what the backward pass needs.
     """
@@ -130,6 +134,8 @@ def forward(
         ZW.append(torch.bmm(Z[n], W[n]))
         ZS.append(torch.bmm(Z[n], S[n]))
         z = (c.A * ZW[n]).addcmul_(c.B, ZS[n]).baddbmm_(mixed[n], G[n], alpha=-1)
+        if base is not None:
+            z.baddbmm_(Z[n], base[n])
         new_W.append((c.a * W[n]).addcmul_(c.b, S[n]).baddbmm_(X[n].mT, c.p * G[n], alpha=-1))
         new_S.append((c.m * S[n]).baddbmm_(X[n].mT, c.e * G[n], alpha=-1))
     out_unit = out_scale = None
@@ -166,10 +172,12 @@ def backward(
     W: Weights,
     S: Weights,
     F: Weights,
+    base: Weights | None,
+    d_base: list[Tensor],
     kept: Kept,
     network: NetworkShape,
 ) -> Gradients:
-    """out, new_W, new_S: gradients of forward's results, the rest as forward had it."""
+    """out, new_W, new_S: gradients of forward's results, the rest as forward had it. That of base is added to d_base."""
     slope = SLOPES[network.activation]
     d_norm = []
     dz = out
@@ -201,6 +209,9 @@ def backward(
         dW[n] = (c.a * new_W[n]).baddbmm_(Z.mT, A_dz)
         dS[n] = (c.b * new_W[n]).addcmul_(c.m, new_S[n]).baddbmm_(Z.mT, B_dz)
         dZ = torch.bmm(A_dz, W[n].mT).baddbmm_(B_dz, S[n].mT).baddbmm_(d_scores, X)
+        if base is not None:
+            dZ.baddbmm_(dz, base[n].mT)
+            d_base[n].baddbmm_(Z.mT, dz)
         if n:
             dz = dZ * slope(kept.query_hidden[n - 1])
     d_k, d_v, dF, key_norm = _key_backward(dX, dG, norm, F, kept, network)

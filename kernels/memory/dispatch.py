@@ -15,6 +15,7 @@ from titans_pt.kernels.memory.naive import naive_memory
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
 
+FORGET_TO = ("start", "zero")
 BACKENDS = ("auto", "triton", "chunked", "naive")
 HAS_TRITON = find_spec("triton") is not None
 GPU = ("cuda", "meta")
@@ -35,6 +36,7 @@ def neural_memory(
     network: NetworkShape | None = None,
     norm: Weights | None = None,
     chunk_size: int = 16,
+    forget_to: str = "zero",
     initial_state: MemoryState | None = None,
     output_final_state: bool = False,
     reset: Tensor | None = None,
@@ -47,11 +49,15 @@ def neural_memory(
     Args:
         q, k, v: (B, T, H, D), any float dtype; queries, keys (unit length expected) and values.
         theta, eta, alpha: step size, momentum, forgetting, (B, T, H), or (B, T, H, L) for one per memory layer.
-        weights: L tensors (H, d_in, d_out), the learned M_0; the first d_in and the last d_out are D. x @ W.
+        weights: L tensors (H, d_in, d_out), M_0, where documents begin; the first d_in and the last d_out are D. x @ W.
         network: what M is. None: what weights and norm say, with the residual and GELU.
         norm: (weight, bias), each (H, D), of the network's LayerNorm; None for a network without it.
         chunk_size: C; the gradient of a token is taken at the weights of its chunk's start.
-        initial_state: continue from it instead of M_0, S_0 = 0. Gradients flow through it.
+        forget_to: where alpha pulls the memory. "zero": M_t = (1 - alpha_t) M_{t-1} + S_t, the paper's; "start":
+            M_t = (1 - alpha_t) (M_{t-1} - M_0) + M_0 + S_t. Under a LayerNorm small weights make large steps, so
+            forgetting to zero can end in a memory that neither learns nor can be trained through.
+        initial_state: continue from it instead of M_0, S_0 = 0. Gradients flow through it. With forget_to="start"
+            give the same ``weights`` in each call of a stream: they are M_0 still.
         output_final_state: also return the state after the last token.
         reset: None or bool (B, T), True where a document starts: M_0, S_0 = 0, chunks count from there.
         max_resets: no row of ``reset`` has more; None: unknown. With it, "triton" does not wait for the GPU to count
@@ -70,9 +76,9 @@ def neural_memory(
         ValueError: shapes, network or backend that do not fit, or backend="triton" for what it does not serve.
     """
     network = network or NetworkShape.of(weights, norm)
-    _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, reset, backend)
+    _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, reset, backend)
     dtype = state_dtype(q)
-    fused = _fused(q, network, chunk_size, backend)
+    fused = _fused(q, network, chunk_size, forget_to, backend)
     with _no_autocast(q):
         gates = [g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha)]
         if fused is not None:
@@ -88,6 +94,7 @@ def neural_memory(
             "network": network,
             "norm": None if norm is None else tuple(p.to(dtype).expand(batch, *p.shape) for p in norm),
             "chunk_size": chunk_size,
+            "forget_to": forget_to,
             "state": initial_state or MemoryState.initial(weights, batch, dtype),
             "reset": reset,
         }
@@ -102,7 +109,7 @@ def neural_memory(
     return out.to(q.dtype), state if output_final_state else None
 
 
-def _fused(q: Tensor, network: NetworkShape, chunk_size: int, backend: str):
+def _fused(q: Tensor, network: NetworkShape, chunk_size: int, forget_to: str, backend: str):
     """The fused implementation if it is to be used, else None.
 
     Raises:
@@ -118,7 +125,7 @@ def _fused(q: Tensor, network: NetworkShape, chunk_size: int, backend: str):
         # Not at the top: it imports triton, which machines without a GPU need not have.
         from titans_pt.kernels.memory.fused import fused_memory, unsupported
 
-        reason = unsupported(q.dtype, network, chunk_size)
+        reason = unsupported(q.dtype, network, chunk_size, forget_to)
         if reason is None:
             return fused_memory
     if backend == "triton":
@@ -149,7 +156,7 @@ def memory_read(
     return out.transpose(1, 2).to(q.dtype)
 
 
-def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, reset, backend):
+def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, reset, backend):
     def need(ok: bool, message: str):
         if not ok:
             raise ValueError(f"neural_memory: {message}")
@@ -173,5 +180,6 @@ def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, reset
     need(network.activation in mlp.ACTIVATIONS,
          f"activation {network.activation!r} is none of {', '.join(mlp.ACTIVATIONS)}")
     need(chunk_size >= 1, f"chunk_size {chunk_size} must be at least 1")
+    need(forget_to in FORGET_TO, f"forget_to {forget_to!r} is none of {', '.join(FORGET_TO)}")
     need(reset is None or (reset.dtype == torch.bool and reset.shape == q.shape[:2]), "reset must be bool (B, T)")
     need(backend in BACKENDS, f"backend {backend!r} is none of {', '.join(BACKENDS)}")

@@ -38,6 +38,7 @@ def memory_trace(
     network: NetworkShape | None = None,
     norm: Weights | None = None,
     chunk_size: int = 16,
+    forget_to: str = "zero",
     initial_state: MemoryState | None = None,
     reset: Tensor | None = None,
 ) -> Trace:
@@ -72,8 +73,10 @@ def memory_trace(
             eta[:, t, :, n] * s - theta[:, t, :, n] * (x.mT @ g)
             for n, (s, x, g) in enumerate(zip(momentum, inputs, errors, strict=True))
         )
+        goal = begin if forget_to == "start" else (0.0,) * layers
         current = tuple(
-            (1 - alpha[:, t, :, n]) * w + s for n, (w, s) in enumerate(zip(current, momentum, strict=True))
+            w0 + (1 - alpha[:, t, :, n]) * (w - w0) + s
+            for n, (w, w0, s) in enumerate(zip(current, goal, momentum, strict=True))
         )
         offset = (offset + 1) % chunk_size
         # ||x g^T|| = ||x|| ||g||: the gradient's norm needs no matrix.

@@ -30,10 +30,41 @@ def network_shape(width: int, config: MemoryConfig) -> NetworkShape:
     )
 
 
+class _HardSigmoid(torch.autograd.Function):
+    """z -> sigmoid(z) stretched to (-STRETCH, 1 + STRETCH) and cut to [0, 1].
+
+    Beyond a cut the gradient has the slope of the cut where a step down it leads back into the range, and is 0 where
+    it leads further out: a gate at 0 or 1 stays there for as long as that is best, and no longer.
+    """
+
+    STRETCH = 0.05
+
+    @staticmethod
+    def forward(ctx, z: Tensor) -> Tensor:
+        s = _HardSigmoid.STRETCH
+        y = (1 + 2 * s) * torch.sigmoid(z) - s
+        ctx.save_for_backward(y)
+        return y.clamp(0, 1)
+
+    @staticmethod
+    def backward(ctx, d_gate: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        s = _HardSigmoid.STRETCH
+        share = (y.clamp(0, 1) + s) / (1 + 2 * s)
+        outward = ((y <= 0) & (d_gate > 0)) | ((y >= 1) & (d_gate < 0))
+        return torch.where(outward, 0, d_gate * (1 + 2 * s) * share * (1 - share))
+
+    @staticmethod
+    def inverse(gate: float) -> float:
+        """z of a gate inside (0, 1)."""
+        share = (gate + _HardSigmoid.STRETCH) / (1 + 2 * _HardSigmoid.STRETCH)
+        return math.log(share / (1 - share))
+
+
 class MemoryGates(nn.Module):
     """x (B, T, d_model) -> theta, eta, alpha, each (B, T, H), or (B, T, H, L) with per_layer_gates; fp32.
 
-    theta = bound (1 - eta) sigmoid(.): whatever the outer loop learns, the inner loop stays inside its stable region.
+    theta = bound (1 - eta) gate(.): whatever the outer loop learns, the inner loop stays inside its stable region.
     """
 
     def __init__(self, d_model: int, n_heads: int, config: MemoryConfig):
@@ -50,13 +81,15 @@ class MemoryGates(nn.Module):
         starts = (self.config.theta_init, self.config.eta_init, self.config.alpha_init)
         with torch.no_grad():
             bias = self.linear.bias.view(self.n_heads, self.layers, 3)
-            bias.copy_(torch.tensor([math.log(p / (1 - p)) for p in starts]))
+            inverse = _HardSigmoid.inverse if self.config.gates == "hard" else lambda p: math.log(p / (1 - p))
+            bias.copy_(torch.tensor([inverse(p) for p in starts]))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         raw = self.linear(x)
         raw = raw.to(state_dtype(x))
         raw = raw.unflatten(-1, (self.n_heads, self.layers, 3))  # heads outermost: they split over ranks
-        theta, eta, alpha = torch.sigmoid(raw).unbind(-1)
+        gates = _HardSigmoid.apply(raw) if self.config.gates == "hard" else torch.sigmoid(raw)
+        theta, eta, alpha = gates.unbind(-1)
         if not self.config.momentum:
             eta = torch.zeros_like(eta)
         if not self.config.forgetting:
@@ -111,12 +144,17 @@ class MemoryNetwork(nn.Module):
 
 @dataclass
 class NeuralMemoryState:
-    """memory: see MemoryState. q, k, v: (B, conv_width - 1, d_model), the convolutions' last inputs."""
+    """memory: see MemoryState. q, k, v: (B, conv_width - 1, d_model), the convolutions' last inputs.
+
+    start: M_0, L tensors (H, d_in, d_out), shared by all rows, of a memory that forgets to it and that began elsewhere
+    than at the learned weights (after a prefix); else None.
+    """
 
     memory: MemoryState
     q: Tensor
     k: Tensor
     v: Tensor
+    start: tuple[Tensor, ...] | None = None
 
 
 class NeuralMemory(nn.Module):
@@ -144,23 +182,26 @@ class NeuralMemory(nn.Module):
         documents: Documents | None = None,
         start: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, NeuralMemoryState]:
-        """start: M_0 in place of the learned one (see :meth:`start_after`)."""
+        """start: M_0 in place of the learned one (see :meth:`start_after`); a state remembers it where that matters."""
         q, q_state = self.q(x, state and state.q, documents)
         k, k_state = self.k(x, state and state.k, documents)
         v, v_state = self.v(x, state and state.v, documents)
         weights, norm = self.network()
+        start = start or (state and state.start)
         y, memory = neural_memory(
             q, k, v, *self.gates(x), start or weights,
             network=self.shape,
             norm=norm,
             chunk_size=self.config.chunk_size,
+            forget_to=self.config.forget_to,
             initial_state=state and state.memory,
             output_final_state=True,
             reset=documents and documents.starts,
             max_resets=documents and documents.most,
             save_every=self.config.save_every,
         )  # fmt: skip
-        return self._normalised(y).flatten(-2), NeuralMemoryState(memory, q_state, k_state, v_state)
+        state = NeuralMemoryState(memory, q_state, k_state, v_state, start if self.config.forget_to == "start" else None)
+        return self._normalised(y).flatten(-2), state
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """prefix (1, P, d_model) -> its outputs (1, P, d_model) and the weights (H, d_in, d_out) after writing it."""

@@ -82,8 +82,9 @@ class MemoryWatch:
         documents = given.get("documents")
         weights, norm = self._parts["network"]
         call = _Call(
-            self._parts["k"][0], self._parts["v"][0], self._parts["gates"], given.get("start") or weights, norm,
-            state and state.memory, documents and documents.starts,
+            self._parts["k"][0], self._parts["v"][0], self._parts["gates"],
+            given.get("start") or (state and state.start) or weights, norm, state and state.memory,
+            documents and documents.starts,
         )  # fmt: skip
         self._parts.clear()
         if self.newest:
@@ -128,6 +129,7 @@ class MemoryWatch:
             "network": self.memory.shape,
             "norm": call.norm,
             "chunk_size": self.memory.config.chunk_size,
+            "forget_to": self.memory.config.forget_to,
             "initial_state": call.state,
             "reset": call.reset,
         }

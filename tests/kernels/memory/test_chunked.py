@@ -68,16 +68,17 @@ def compare(tensors, depth, **options):
     B=st.integers(1, 3), T=st.sampled_from([1, 2, 15, 17, 33]), H=st.integers(1, 2), D=st.sampled_from([4, 8]),
     hidden=st.sampled_from([5, 8]), depth=st.integers(1, 4), C=st.sampled_from([1, 5, 8, 16, 100]),
     per_layer=st.booleans(), extremes=st.booleans(), norm=st.booleans(), residual=st.booleans(),
-    activation=st.sampled_from(["gelu", "silu"]), resets=st.booleans(), initial=st.booleans(),
+    activation=st.sampled_from(["gelu", "silu"]), forget_to=st.sampled_from(["start", "zero"]), resets=st.booleans(), initial=st.booleans(),
     save_every=st.sampled_from([None, 1, 3]), seed=st.integers(0, 10**6),
 )  # fmt: skip
 def test_chunked_equals_naive(
-    B, T, H, D, hidden, depth, C, per_layer, extremes, norm, residual, activation, resets, initial, save_every, seed
-):
+    B, T, H, D, hidden, depth, C, per_layer, extremes, norm, residual, activation, forget_to, resets, initial, save_every,
+    seed,
+):  # fmt: skip
     tensors = make(B, T, H, D, hidden, depth, per_layer=per_layer, extremes=extremes, norm=norm, seed=seed)
     gen = torch.Generator().manual_seed(seed + 1)
     network = NetworkShape(D, hidden, depth, norm, residual, activation)
-    options = dict(network=network, chunk_size=C, save_every=save_every)
+    options = dict(network=network, chunk_size=C, forget_to=forget_to, save_every=save_every)
     if resets:
         options["reset"] = torch.rand(B, T, generator=gen) < 0.15
     if initial:
@@ -93,19 +94,22 @@ def test_ragged_lengths(T, C):
     compare(make(2, T, 2, 4, 8, 2, extremes=True, seed=T), 2, chunk_size=C)
 
 
-def test_block_smaller_than_gradient_chunk():
-    compare(make(1, 150, 1, 4, 8, 2, seed=3), 2, chunk_size=140)
+@pytest.mark.parametrize("forget_to", ["start", "zero"])
+def test_block_smaller_than_gradient_chunk(forget_to):
+    compare(make(1, 150, 1, 4, 8, 2, seed=3), 2, chunk_size=140, forget_to=forget_to)
 
 
+@pytest.mark.parametrize("forget_to", ["start", "zero"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_gradcheck(depth):
+def test_gradcheck(depth, forget_to):
     tensors = [t.requires_grad_() for t in make(1, 5, 1, 2, 3, depth, seed=depth)]
 
     def function(*leaves):
         weights, norm = leaves[6 : 6 + depth], leaves[6 + depth :]
         out, state = neural_memory(
-            *leaves[:6], weights, norm=norm, chunk_size=2, output_final_state=True, backend="chunked"
-        )
+            *leaves[:6], weights, norm=norm, chunk_size=2, forget_to=forget_to, output_final_state=True,
+            backend="chunked",
+        )  # fmt: skip
         return out, *state.weights, *state.momentum
 
     assert torch.autograd.gradcheck(function, tensors)
@@ -113,12 +117,13 @@ def test_gradcheck(depth):
 
 @settings(max_examples=25, deadline=None)
 @given(cuts=st.lists(st.integers(1, 39), max_size=4, unique=True), C=st.sampled_from([1, 4, 16, 64]),
-       depth=st.integers(1, 3), resets=st.booleans(), backend=st.sampled_from(["naive", "chunked"]))  # fmt: skip
-def test_cuts_are_invisible(cuts, C, depth, resets, backend):
+       depth=st.integers(1, 3), resets=st.booleans(), forget_to=st.sampled_from(["start", "zero"]),
+       backend=st.sampled_from(["naive", "chunked"]))  # fmt: skip
+def test_cuts_are_invisible(cuts, C, depth, resets, forget_to, backend):
     tensors = make(2, 40, 2, 4, 6, depth, seed=C)
     weights, norm = tuple(tensors[6 : 6 + depth]), tuple(tensors[6 + depth :])
     reset = torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) < 0.1 if resets else None
-    options = dict(norm=norm, chunk_size=C, output_final_state=True, backend=backend)
+    options = dict(norm=norm, chunk_size=C, forget_to=forget_to, output_final_state=True, backend=backend)
     whole, end = neural_memory(*tensors[:6], weights, reset=reset, **options)
     pieces, state = [], None
     for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), 40], strict=True):

@@ -39,12 +39,12 @@ def gradient_norm(k, v, start, norm, network):
 @settings(max_examples=25, deadline=None)
 @given(depth=st.integers(1, 4), C=st.sampled_from([1, 4, 7, 64]), per_layer=st.booleans(), norm=st.booleans(),
        residual=st.booleans(), activation=st.sampled_from(["gelu", "silu", "relu"]), resets=st.booleans(),
-       initial=st.booleans(), seed=st.integers(0, 10**6))  # fmt: skip
-def test_trace_equals_the_definition(depth, C, per_layer, norm, residual, activation, resets, initial, seed):
+       initial=st.booleans(), forget_to=st.sampled_from(["start", "zero"]), seed=st.integers(0, 10**6))  # fmt: skip
+def test_trace_equals_the_definition(depth, C, per_layer, norm, residual, activation, resets, initial, forget_to, seed):
     gen = torch.Generator().manual_seed(seed)
     (k, v, *gates), weights, affine = make(depth, per_layer, norm, gen)
     network = NetworkShape.of(weights, affine, residual, activation)
-    options = dict(network=network, norm=affine, chunk_size=C)
+    options = dict(network=network, norm=affine, chunk_size=C, forget_to=forget_to)
     state = None
     if initial:
         groups = [tuple(rand(B, *w.shape, gen=gen) for w in weights) for _ in range(3)]
