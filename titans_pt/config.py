@@ -4,6 +4,7 @@ Every section is a pydantic model that refuses unknown keys and silent type conv
 field stands under it. Nothing here imports the rest of the project: config is plain data.
 """
 
+import copy
 import hashlib
 import json
 import math
@@ -136,11 +137,11 @@ class MemoryConfig(Section):
     forgetting: bool = True
     """False: alpha = 0."""
     forget_to: Literal["start", "zero"] = "zero"
-    """Where alpha pulls the weights: zero, as the paper prints it, M = (1 - alpha) M + S; or start, where the document's
+    """Where alpha pulls the weights. zero, as the paper prints it: M = (1 - alpha) M + S. start, where the document's
     memory began: M = (1 - alpha) (M - M_0) + M_0 + S. Small weights under the LayerNorm make inner steps large."""
     gates: Literal["hard", "sigmoid"] = "sigmoid"
-    """hard: gates are a sigmoid stretched to (-0.05, 1.05) and cut to [0, 1], so that they reach both: what is not to be
-    written is not, what is not to be forgotten stays. sigmoid: they only come near."""
+    """hard: a sigmoid stretched to (-0.05, 1.05) and cut to [0, 1], so that gates reach both: what is not to be written
+    is not, what is not to be forgotten stays. sigmoid: they only come near."""
     per_layer_gates: bool = False
     """One theta, eta, alpha for each of the memory's ``depth`` layers instead of one for all."""
     step_bound: Annotated[float, Field(gt=0.0)] | None = None
@@ -415,15 +416,51 @@ class Config(Section):
                  f"{math.gcd(tensor, *split.values())}, or change {path}")
 
 
+FORMER = {"model.memory.forget_to": "zero", "model.memory.gates": "sigmoid"}
+"""Settings that are newer than stored trees which lack them, and whose default is not what the code did before."""
+
+
+def as_stored(tree: dict) -> dict:
+    """A tree that an earlier version stored whole (a run's config.yaml, a checkpoint, an exported folder), with what it
+    meant by the settings that it did not have yet."""
+    tree = copy.deepcopy(tree)
+    for path, value in FORMER.items():
+        *sections, key = path.split(".")
+        section = tree
+        for name in sections:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            section.setdefault(key, value)
+    return tree
+
+
 def completed(tree: dict) -> dict:
-    """A tree stored by an earlier version, with the settings that are new since then at their defaults.
+    """A stored tree with the settings that are new since then at what was done before they existed.
 
     A tree that is not valid any more comes back as it is: its differences are then told by name.
     """
     try:
-        return Config.model_validate(tree).model_dump(mode="json")
+        return Config.model_validate(as_stored(tree)).model_dump(mode="json")
     except ValidationError:
         return tree
+
+
+def as_begun(config: Config, tree: dict) -> Config:
+    """``config`` for going on with a run that stored ``tree``: of the settings in FORMER, those that nobody gave are
+    what they were when it began, whatever today's default is."""
+    tree = as_stored(tree)
+    for path in FORMER:
+        config = _unless_given(config, path.split("."), tree)
+    return config
+
+
+def _unless_given(section: Section, keys: list[str], tree: Any) -> Section:
+    """The section with the value that ``tree`` has at the place ``keys``, unless the section was given one."""
+    key, *deeper = keys
+    if not isinstance(tree, dict) or key not in tree or (not deeper and key in section.model_fields_set):
+        return section
+    value = _unless_given(getattr(section, key), deeper, tree[key]) if deeper else tree[key]
+    return section.model_copy(update={key: value})
 
 
 def config_hash(section: Section) -> str:

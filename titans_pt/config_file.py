@@ -8,7 +8,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from titans_pt.config import Config
+from titans_pt.config import Config, as_stored
 from titans_pt.errors import UserError
 
 
@@ -21,7 +21,16 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
     Raises:
         UserError: one line that names the path, what was given and what is allowed.
     """
-    tree = _read(Path(path), ())
+    return _validated(_read(Path(path), ()), overrides)
+
+
+def load_stored(path: str | Path, overrides: list[str] = ()) -> Config:
+    """As :func:`load_config`, of a file that :func:`resolved_yaml` wrote, if need be in an earlier version: what it
+    lacks is what that version did."""
+    return _validated(as_stored(_read(Path(path), ())), overrides)
+
+
+def _validated(tree: dict, overrides: list[str]) -> Config:
     for item in overrides:
         key, sep, value = item.partition("=")
         if not sep or not key:

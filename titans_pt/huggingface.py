@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titans_pt import checkpoints
-from titans_pt.config import Config, config_hash
+from titans_pt.config import Config, as_stored, config_hash
 from titans_pt.data_pipeline.tokenizer import FILES, Tokenizer, saved_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
@@ -60,7 +60,7 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def tree(self) -> Config:
-        return Config.model_validate(self.settings)
+        return Config.model_validate(as_stored(self.settings))
 
 
 @dataclass

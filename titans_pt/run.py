@@ -19,7 +19,7 @@ from torch import nn
 
 from titans_pt import __version__, checkpoints
 from titans_pt.config import Config, completed, config_hash
-from titans_pt.config_file import load_config, resolved_yaml
+from titans_pt.config_file import load_stored, resolved_yaml
 from titans_pt.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ def load_run(
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise UserError(f"{folder.path}: not a run folder (no {folder.config.name}); name a training run's run.dir")
-    config = load_config(folder.config, overrides)
+    config = load_stored(folder.config, overrides)
     checkpoint = checkpoints.find(folder.checkpoints, step)
     state = checkpoints.read_state(checkpoint)
     for key, was, now in differences(completed(state.config)["model"], config.model.model_dump(mode="json")):

@@ -177,7 +177,10 @@ def backward(
     kept: Kept,
     network: NetworkShape,
 ) -> Gradients:
-    """out, new_W, new_S: gradients of forward's results, the rest as forward had it. That of base is added to d_base."""
+    """out, new_W, new_S: gradients of forward's results, the rest as forward had it.
+
+    The gradient of base is added to d_base.
+    """
     slope = SLOPES[network.activation]
     d_norm = []
     dz = out

@@ -16,7 +16,8 @@ class Plan:
     """What is known on the host about a run of n equally long blocks.
 
     new_chunk, new_document: per block, a bool for all rows or a bool tensor (B H,).
-    to_start: whether forgetting leads to M_0, not to zero. gate_layers: 1 or L. save_every: blocks between two states that are kept.
+    to_start: whether forgetting leads to M_0, not to zero. gate_layers: 1 or L.
+    save_every: blocks between two states that are kept.
     """
 
     new_chunk: list

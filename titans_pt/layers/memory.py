@@ -30,6 +30,10 @@ def network_shape(width: int, config: MemoryConfig) -> NetworkShape:
     )
 
 
+STRETCH = 0.05
+"""How far a hard gate's sigmoid reaches beyond 0 and 1 before it is cut."""
+
+
 class _HardSigmoid(torch.autograd.Function):
     """z -> sigmoid(z) stretched to (-STRETCH, 1 + STRETCH) and cut to [0, 1].
 
@@ -37,27 +41,23 @@ class _HardSigmoid(torch.autograd.Function):
     it leads further out: a gate at 0 or 1 stays there for as long as that is best, and no longer.
     """
 
-    STRETCH = 0.05
-
     @staticmethod
     def forward(ctx, z: Tensor) -> Tensor:
-        s = _HardSigmoid.STRETCH
-        y = (1 + 2 * s) * torch.sigmoid(z) - s
+        y = (1 + 2 * STRETCH) * torch.sigmoid(z) - STRETCH
         ctx.save_for_backward(y)
         return y.clamp(0, 1)
 
     @staticmethod
     def backward(ctx, d_gate: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
-        s = _HardSigmoid.STRETCH
-        share = (y.clamp(0, 1) + s) / (1 + 2 * s)
+        share = (y.clamp(0, 1) + STRETCH) / (1 + 2 * STRETCH)
         outward = ((y <= 0) & (d_gate > 0)) | ((y >= 1) & (d_gate < 0))
-        return torch.where(outward, 0, d_gate * (1 + 2 * s) * share * (1 - share))
+        return torch.where(outward, 0, d_gate * (1 + 2 * STRETCH) * share * (1 - share))
 
     @staticmethod
     def inverse(gate: float) -> float:
         """z of a gate inside (0, 1)."""
-        share = (gate + _HardSigmoid.STRETCH) / (1 + 2 * _HardSigmoid.STRETCH)
+        share = (gate + STRETCH) / (1 + 2 * STRETCH)
         return math.log(share / (1 - share))
 
 
@@ -200,8 +200,8 @@ class NeuralMemory(nn.Module):
             max_resets=documents and documents.most,
             save_every=self.config.save_every,
         )  # fmt: skip
-        state = NeuralMemoryState(memory, q_state, k_state, v_state, start if self.config.forget_to == "start" else None)
-        return self._normalised(y).flatten(-2), state
+        kept = start if self.config.forget_to == "start" else None
+        return self._normalised(y).flatten(-2), NeuralMemoryState(memory, q_state, k_state, v_state, kept)
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """prefix (1, P, d_model) -> its outputs (1, P, d_model) and the weights (H, d_in, d_out) after writing it."""

@@ -66,12 +66,12 @@ class Trainer:
     def __init__(
         self, config: Config, folder: RunFolder, files: TokenFiles, ranks: Ranks, signals: StopSignals, watch: Watch
     ):
+        tokenizer = files.tokenizer
+        start = ranks.on_first(lambda: find_start(config, folder, tokenizer.sha256, files.fingerprint))
+        path, state, config = start or (None, None, config)
         self.config, self.folder, self.files, self.ranks = config, folder, files, ranks
         self.signals, self.watch = signals, watch
         train, data = config.train, config.data
-        tokenizer = files.tokenizer
-        start = ranks.on_first(lambda: find_start(config, folder, tokenizer.sha256, files.fingerprint))
-        path, state = start or (None, None)
 
         self.step = state.step if state else 0
         self.first_step = self.step + 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
-from titans_pt.config import Config, completed
+from titans_pt.config import Config, as_begun, completed
 from titans_pt.errors import UserError
 from titans_pt.run import RunFolder, differences
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def find_start(config: Config, folder: RunFolder, tokenizer_sha256: str, fingerprint: str):
-    """The (checkpoint, its state) to continue from, or None to start.
+    """The (checkpoint, its state, ``config`` as the run began with it) to continue from, or None to start.
 
     Raises:
         UserError: train.resume=never and there are checkpoints; all are damaged; the settings do not continue them.
@@ -30,8 +30,9 @@ def find_start(config: Config, folder: RunFolder, tokenizer_sha256: str, fingerp
     if path is None:
         return None
     state = checkpoints.read_state(path)
+    config = as_begun(config, state.config)
     check_resumable(path, state, config, tokenizer_sha256, fingerprint)
-    return path, state
+    return path, state, config
 
 
 def check_resumable(path: Path, state: TrainerState, config: Config, tokenizer_sha256: str, fingerprint: str):
