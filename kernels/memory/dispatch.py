@@ -78,12 +78,12 @@ def neural_memory(
     network = network or NetworkShape.of(weights, norm)
     _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, reset, backend)
     dtype = state_dtype(q)
-    fused = _fused(q, network, chunk_size, forget_to, backend)
+    fused = _fused(q, network, chunk_size, backend)
     with _no_autocast(q):
         gates = [g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha)]
         if fused is not None:
             out, state = fused(
-                q, k, v, *gates, weights, network=network, norm=norm, chunk_size=chunk_size,
+                q, k, v, *gates, weights, network=network, norm=norm, chunk_size=chunk_size, forget_to=forget_to,
                 initial_state=initial_state, reset=reset, max_resets=max_resets, save_every=save_every,
             )  # fmt: skip
             return out, state if output_final_state else None
@@ -109,7 +109,7 @@ def neural_memory(
     return out.to(q.dtype), state if output_final_state else None
 
 
-def _fused(q: Tensor, network: NetworkShape, chunk_size: int, forget_to: str, backend: str):
+def _fused(q: Tensor, network: NetworkShape, chunk_size: int, backend: str):
     """The fused implementation if it is to be used, else None.
 
     Raises:
@@ -125,7 +125,7 @@ def _fused(q: Tensor, network: NetworkShape, chunk_size: int, forget_to: str, ba
         # Not at the top: it imports triton, which machines without a GPU need not have.
         from titans_pt.kernels.memory.fused import fused_memory, unsupported
 
-        reason = unsupported(q.dtype, network, chunk_size, forget_to)
+        reason = unsupported(q.dtype, network, chunk_size)
         if reason is None:
             return fused_memory
     if backend == "triton":

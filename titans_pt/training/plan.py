@@ -173,7 +173,7 @@ def _kernels_serve(config: Config) -> bool:
     from titans_pt.kernels.memory.fused import unsupported
 
     network = network_shape(m.d_model // m.memory_heads, m.memory)
-    return unsupported(torch.bfloat16, network, m.memory.chunk_size, m.memory.forget_to) is None
+    return unsupported(torch.bfloat16, network, m.memory.chunk_size) is None
 
 
 def _kept(config: Config, rows: int, length: int, device: str = "cpu") -> dict[str, int]:

@@ -31,6 +31,7 @@ def fused_memory(
     network: NetworkShape,
     norm: Weights | None,
     chunk_size: int,
+    forget_to: str,
     initial_state: MemoryState | None,
     reset: Tensor | None,
     max_resets: int | None,
@@ -46,7 +47,7 @@ def fused_memory(
     begin = torch.stack([w.float().flatten(1) for w in weights], 1)
     affine = None if norm is None else torch.stack([p.float() for p in norm])
     batch, length = q.shape[:2]
-    offset, resets = None, 0
+    offset, resets, to_start = None, 0, forget_to == "start"
     if initial_state is None:
         start = begin.expand(batch, *begin.shape)
         state = torch.stack([start, torch.zeros_like(start), start])
@@ -61,14 +62,19 @@ def fused_memory(
     after = _offset_after(before, reset, length, chunk_size)
 
     tensors = [q, k, v, *gates, begin, affine, state]
-    form = network.residual, network.activation  # the rest of it is the tensors'
+    form = network.residual, network.activation, to_start  # the rest of the network is the tensors'
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if not keep and reset is None and length <= STEP_TOKENS:
-        out, state = memory_step(q, k, v, *gates, affine, state, before, chunk_size, *form)
+        out, state = memory_step(q, k, v, *gates, begin, affine, state, before, chunk_size, *form)
     else:
+        if to_start:  # weights as differences to M_0
+            base = torch.stack([begin, torch.zeros_like(begin), begin]).unsqueeze(1)
+            tensors[-1] = state - base
         out, state, _ = memory(
             *tensors, offset, reset, chunk_size, resets, *form, save_every or 0, keep
         )
+        if to_start:
+            state = state + base
 
     current, momentum, frozen = (
         tuple(group[:, :, n].unflatten(-1, shape) for n, shape in enumerate(network.layers)) for group in state

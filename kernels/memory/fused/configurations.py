@@ -53,15 +53,13 @@ def scale(dtype: torch.dtype, chunk: int) -> float:
     return float(1 << (chunk - 1).bit_length()) if dtype == torch.float16 else 1.0
 
 
-def unsupported(dtype: torch.dtype, network: NetworkShape, chunk: int, forget_to: str) -> str | None:
+def unsupported(dtype: torch.dtype, network: NetworkShape, chunk: int) -> str | None:
     """Why the kernels cannot serve queries of ``dtype`` with such a memory, or None."""
     width, block = network.width, block_tokens(chunk)
     if dtype not in DTYPES:
         return f"dtype {dtype} is none of {', '.join(map(str, DTYPES))}"
     if network.depth > 2:
         return f"the memory has {network.depth} layers, not 1 or 2"
-    if forget_to != "zero":
-        return f'they do not have forget_to="{forget_to}" yet'
     if width not in WIDTHS:
         return f"head width {width} is none of {WIDTHS}"
     if network.depth == 2 and network.hidden not in [e * width for e in EXPANSIONS]:

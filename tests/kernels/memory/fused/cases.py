@@ -26,6 +26,7 @@ class Case:
     norm: bool = True
     residual: bool = True
     activation: str = "gelu"
+    forget_to: str = "zero"
     initial: bool = False
     resets: bool = False
     extremes: bool = False
@@ -58,7 +59,7 @@ def inputs(case: Case) -> tuple[list[Tensor], dict]:
     leaves = [q, k, v, *(g.to(DEVICE) for g in (theta, eta, alpha)), *weights]
     if case.norm:
         leaves += [1 + 0.3 * rand(H, D), 0.3 * rand(H, D)]
-    options = {"network": network, "chunk_size": case.C}
+    options = {"network": network, "chunk_size": case.C, "forget_to": case.forget_to}
     if case.resets:
         options["reset"] = (torch.rand(B, T, generator=draw) < 0.04).to(DEVICE)
     if case.initial:

@@ -84,16 +84,17 @@ def test_what_falls_back_says_why_once():
 
     dispatch._warn.cache_clear()
     with pytest.warns(UserWarning, match="head width 48 is none of"):
-        assert dispatch._fused(OnGPU, NetworkShape(48, 48, 1), 16, "zero", "auto") is None
+        assert dispatch._fused(OnGPU, NetworkShape(48, 48, 1), 16, "auto") is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert dispatch._fused(OnGPU, NetworkShape(48, 48, 1), 16, "zero", "auto") is None
-    assert dispatch._fused(OnGPU, NetworkShape(32, 32, 1), 16, "zero", "auto") is fused_memory
+        assert dispatch._fused(OnGPU, NetworkShape(48, 48, 1), 16, "auto") is None
+    assert dispatch._fused(OnGPU, NetworkShape(32, 32, 1), 16, "auto") is fused_memory
 
 
 @pytest.mark.parametrize("case", [
     Case(T=40, H=1, B=2, per_layer=True, activation="silu"),
     Case(T=40, H=1, depth=1, norm=False, residual=False),
+    Case(T=40, H=2, B=2, per_layer=True, forget_to="start"),
 ], ids=str)  # fmt: skip
 def test_decoding_is_the_sequence(case):
     """Prefill, then pieces of 1, 3, 8 and 5 tokens over a chunk's end, against one call."""
@@ -152,7 +153,7 @@ def test_blocks_of_a_group_follow_the_budget_and_its_formula(monkeypatch):
     q, gate, network = torch.empty(2, 640, 3, 64), torch.empty(2, 640, 3, 2), NetworkShape(64, 128)
 
     def call(save_every=0):
-        return operators.Call(q, gate, network, None, 64, 0, save_every)
+        return operators.Call(q, gate, network, False, None, 64, 0, save_every)
 
     c, D, h, L, G, b, rows = 64, 64, 128, 2, 2, 4, 6
     scratch = (2 * b * L * D * h + c * D * (12 + 2 * b) + c * h * (8 + 4 * b) + 4 * c * c * (G + L) + 24 * c * (G + L)
@@ -182,7 +183,7 @@ def test_peak_memory_on_a_gpu():
     torch.cuda.reset_peak_memory_stats()
     start = torch.cuda.memory_allocated()
     once()
-    call = operators.Call(given[0], given[3].unsqueeze(-1), options["network"], None, 64, 0, 0)
+    call = operators.Call(given[0], given[3].unsqueeze(-1), options["network"], False, None, 64, 0, 0)
     rows, packed = B * H, 2 * D * h
     bound = call.groups * rows * 12 * packed + call.every * rows * call.block_bytes() + rows * (12 + 2) * packed
     copies = 4 * B * T * H * (8 * D * 4 + 6 * 4)  # q, k, v, out, their gradients, gates and theirs, at most in fp32
