@@ -1,4 +1,4 @@
-"""Forgetting toward the start is safe, whatever alpha is: outer gradients stay bounded, cleared memories learn again."""
+"""Forgetting toward the start is safe at any alpha: outer gradients stay bounded, cleared memories learn again."""
 
 import pytest
 import torch
@@ -49,8 +49,10 @@ def test_the_outer_gradient_stays_bounded_over_4096_tokens(depth, chunk_size):
 
 @torch.no_grad()
 def recall(forget_to, depth, clear):
-    """Share of 8 pairs that are read back after 64 tokens of them, over 16 rows; before those, ``clear`` tokens of noise
-    under alpha = 1/2."""
+    """Share of 8 pairs that are read back after 64 tokens of them; before those, ``clear`` tokens of noise at alpha 1/2.
+
+    Of 16 rows with two heads.
+    """
     rows, heads, width, pairs = 16, 2, 32, 8
     gen = torch.Generator().manual_seed(depth)
 
