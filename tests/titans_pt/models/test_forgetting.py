@@ -49,9 +49,9 @@ def test_the_outer_gradient_stays_bounded_over_4096_tokens(depth, chunk_size):
 
 @torch.no_grad()
 def recall(forget_to, depth, clear):
-    """Share of 8 pairs that are read back after 64 tokens of them; before those, ``clear`` tokens of noise at alpha 1/2.
+    """Share of 8 pairs, over 16 rows, that are read back after 64 tokens of them.
 
-    Of 16 rows with two heads.
+    clear: tokens of noise before them, at alpha = 1/2.
     """
     rows, heads, width, pairs = 16, 2, 32, 8
     gen = torch.Generator().manual_seed(depth)
