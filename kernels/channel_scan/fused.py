@@ -85,7 +85,7 @@ def scan(
         pace = tl.load(rate + cells, mask=here, other=0.0)
     h = tl.load(state + row * D * N + cells, mask=here, other=0.0)
     tiles = tl.cdiv(T, TOKENS)
-    for tile in range(0, tiles):
+    for tile in range(tiles):
         if KEEP:
             tl.store(starts + (row * tiles + tile) * D * N + cells, h, mask=here)
         first, there = row * T + tile * TOKENS, tile * TOKENS + t < T
@@ -125,7 +125,7 @@ def scan_backward(
         d_pace = tl.zeros([CHANNELS, N], tl.float32)
     later = tl.load(d_after + row * D * N + cells, mask=here, other=0.0)
     tiles = tl.cdiv(T, TOKENS)
-    for back in range(0, tiles):
+    for back in range(tiles):
         tile = tiles - 1 - back
         first, there = row * T + tile * TOKENS, tile * TOKENS + t < T
         wide, narrow = there[:, None] & (c < D)[None, :], there[:, None] & (n >= 0)[None, :]

@@ -65,7 +65,7 @@ class MemoryWatch:
     """
 
     def __init__(self, memory: NeuralMemory, newest: bool = False):
-        self.config, self.newest = memory.config, newest
+        self.memory, self.newest = memory, newest
         self._calls: list[_Call] = []
         self._parts: dict[str, object] = {}
         self._signature = inspect.signature(memory.forward)
@@ -82,8 +82,9 @@ class MemoryWatch:
         documents = given.get("documents")
         weights, norm = self._parts["network"]
         call = _Call(
-            self._parts["k"][0], self._parts["v"][0], self._parts["gates"], given.get("start") or weights, norm,
-            state and state.memory, documents and documents.starts,
+            self._parts["k"][0], self._parts["v"][0], self._parts["gates"],
+            given.get("start") or (state and state.start) or weights, norm, state and state.memory,
+            documents and documents.starts,
         )  # fmt: skip
         self._parts.clear()
         if self.newest:
@@ -125,10 +126,10 @@ class MemoryWatch:
 
     def _options(self, call: _Call) -> dict:
         return {
+            "network": self.memory.shape,
             "norm": call.norm,
-            "residual": self.config.residual,
-            "activation": self.config.activation,
-            "chunk_size": self.config.chunk_size,
+            "chunk_size": self.memory.config.chunk_size,
+            "forget_to": self.memory.config.forget_to,
             "initial_state": call.state,
             "reset": call.reset,
         }

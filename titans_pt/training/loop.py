@@ -69,12 +69,12 @@ class Trainer:
     def __init__(
         self, task: Task, data: TaskData, folder: RunFolder, ranks: Ranks, signals: StopSignals, watch: Watch
     ):
+        start = ranks.on_first(lambda: find_start(task, folder, data.identity))
+        path, state, task.config = start or (None, None, task.config)
         self.task, self.data, self.folder, self.ranks = task, data, folder, ranks
         self.config = config = task.config
         self.signals, self.watch = signals, watch
         train, seq_len = config.train, config.data.seq_len
-        start = ranks.on_first(lambda: find_start(task, folder, data.identity))
-        path, state = start or (None, None)
 
         self.step = state.step if state else 0
         self.first_step = self.step + 1

@@ -29,7 +29,8 @@ def resources(kernel: str, N=16, dtype="bf16", mamba=True, reset=False, **change
     """registers and spills (bytes) of a thread, shared memory (bytes) of a program; changed: tokens, cells, warps."""
     function = getattr(fused, kernel)
     constants = {
-        "N": N, "TOKENS": changed.get("tokens", fused.TOKENS), "CHANNELS": max(1, changed.get("cells", fused.CELLS) // N),
+        "N": N, "TOKENS": changed.get("tokens", fused.TOKENS),
+        "CHANNELS": max(1, changed.get("cells", fused.CELLS) // N),
         "RATE": mamba, "RESET": reset, "KEEP": True,
     }  # fmt: skip
     names = function.arg_names
