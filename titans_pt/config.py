@@ -7,14 +7,10 @@ field stands under it. Nothing here imports the rest of the project: config is p
 import copy
 import hashlib
 import json
-import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-MIXERS = ("lmm", "mac", "mag", "mal", "attention", "swa")
-"""Sequence mixers that ``model.mixers`` may name; titans_pt.models builds exactly these."""
-MEMORY_MIXERS = ("lmm", "mac", "mag", "mal")
 NEEDLE_TASKS = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
     "niah_multivalue", "niah_multiquery",
@@ -26,6 +22,32 @@ NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
+FORMER_NAMES = {"model.segment": "model.mac.segment", "model.memory_tokens": "model.mac.memory_tokens"}
+"""Settings that had another name in an earlier version, which goes on being understood."""
+
+
+def with_todays_names(tree: dict) -> dict:
+    """A tree of settings, as far as it goes, with FORMER_NAMES replaced; what has today's name as well keeps that."""
+    for former, today in FORMER_NAMES.items():
+        *sections, key = former.split(".")
+        node = tree
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or key not in node:
+            continue
+        tree = copy.deepcopy(tree)
+        node = tree
+        for section in sections:
+            node = node[section]
+        value = node.pop(key)
+        *sections, key = today.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node.setdefault(key, value)
+    return tree
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -35,6 +57,8 @@ class RunConfig(Section):
     """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
     seed: NonNegative = 0
     """Seeds the initial weights and the order of the data."""
+    imports: list[str] = []
+    """Python modules that are imported before anything else: your own mixers and tasks register themselves there."""
 
 
 class SourceConfig(Section):
@@ -163,7 +187,13 @@ class MemoryConfig(Section):
 
 
 class ModelConfig(Section):
-    mixers: Annotated[list[Literal[MIXERS]], Field(min_length=1)] = ["mac"]
+    """What mixers share stands here; a mixer's own settings are a section of its name, ``model.NAME``, which the mixer
+    itself validates (titans_pt.models.settings)."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]]
+
+    mixers: Annotated[list[str], Field(min_length=1)] = ["mac"]
     """Sequence mixers by name, repeated until n_layers are filled: [mac] is a MAC, [lmm, lmm, swa] a hybrid."""
     vocab_size: Positive = 32000
     """Entries of the tokenizer (the size to train when data.tokenizer.path is null)."""
@@ -175,10 +205,6 @@ class ModelConfig(Section):
     """Hidden width of the SwiGLU MLP. Null: 8/3 d_model rounded up to a multiple of 64."""
     window: Positive = 2048
     """Sliding window in tokens, the token itself included (mag, mal, swa)."""
-    segment: Positive = 512
-    """Tokens of a MAC segment."""
-    memory_tokens: Positive = 256
-    """Memory tokens h a MAC segment attends to; segment / memory_tokens tokens share one."""
     persistent_tokens: NonNegative = 128
     """Learned, data-independent tokens before the sequence (titans mixers)."""
     conv_width: Positive = 4
@@ -190,6 +216,15 @@ class ModelConfig(Section):
     """Standard deviation of embeddings and linear layers at initialisation. 0.02 is usual from a width of 768 on; at
     a width of 64 it is a sixth of 1 / sqrt(d_model), and what the memory is to store starts out very small."""
     memory: MemoryConfig = MemoryConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_before(cls, tree: Any) -> Any:
+        return with_todays_names({"model": tree})["model"] if isinstance(tree, dict) else tree
+
+    def section(self, mixer: str) -> dict[str, Any]:
+        """What is given of a mixer's own settings."""
+        return self.__pydantic_extra__.get(mixer, {})
 
     @property
     def hidden(self) -> int:
@@ -204,6 +239,11 @@ class ModelConfig(Section):
     def pattern(self) -> list[str]:
         """The mixer of each of the n_layers blocks."""
         return [self.mixers[i % len(self.mixers)] for i in range(self.n_layers)]
+
+    @property
+    def kinds(self) -> list[str]:
+        """The mixers of :attr:`pattern`, each once, in the order of their first block."""
+        return list(dict.fromkeys(self.pattern))
 
 
 class TrainConfig(Section):
@@ -326,8 +366,8 @@ class EvaluationConfig(Section):
     every: NonNegative = 0
     """While training: after every so many steps a checkpoint is taken and evaluated, its samples shared by all ranks;
     0: never. Each rank loads the whole model once more. train.timeout must exceed a sample's time."""
-    suites: list[Literal["perplexity", "needle", "babilong", "commonsense"]] = ["needle"]
-    """What is evaluated while training."""
+    suites: list[str] = ["needle"]
+    """What is evaluated while training: suites of the task, for language perplexity, needle, babilong, commonsense."""
     precision: Literal["bf16", "fp32"] | None = None
     """Of weights and activations; memories are fp32 in both. Null: train.precision on a GPU, fp32 on a CPU."""
     prefill_tokens: Positive = 4096
@@ -354,8 +394,16 @@ class WandbConfig(Section):
 
 
 class Config(Section):
-    """The whole tree. Built by :func:`titans_pt.config_file.load_config`; ``Config()`` alone is valid."""
+    """The whole tree. Built by :func:`titans_pt.config_file.load_config`; ``Config()`` alone is valid.
 
+    A task's own settings are a section of its name, which the task itself validates.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]]
+
+    task: str = "language"
+    """What is learned, by name: what stands around the backbone (titans_pt/tasks/)."""
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -364,29 +412,18 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     wandb: WandbConfig = WandbConfig()
 
+    def section(self, task: str) -> dict[str, Any]:
+        """What is given of a task's own settings."""
+        return self.__pydantic_extra__.get(task, {})
+
     @model_validator(mode="after")
     def _combinations(self):
-        m, t, used = self.model, self.train, set(self.model.pattern)
+        t = self.train
 
         def need(ok: bool, path: str, given: Any, allowed: str):
             if not ok:
                 raise ValueError(f"{path}: given {given!r}; {allowed}")
 
-        need(m.d_model % m.n_heads == 0, "model.n_heads", m.n_heads, f"must divide model.d_model={m.d_model}")
-        need((m.d_model // m.n_heads) % 2 == 0, "model.n_heads", m.n_heads,
-             f"head width d_model / n_heads = {m.d_model // m.n_heads} must be even for RoPE")
-        if used & set(MEMORY_MIXERS):
-            heads = "model.memory.n_heads" if m.memory.n_heads else "model.n_heads"
-            need(m.d_model % m.memory_heads == 0, heads, m.memory_heads, f"must divide model.d_model={m.d_model}")
-        need(m.window <= self.data.seq_len, "model.window", m.window,
-             f"at most data.seq_len={self.data.seq_len}; a wider window never fills: lower it, or raise data.seq_len")
-        if "mac" in used:
-            need(m.segment % m.memory.chunk_size == 0, "model.segment", m.segment,
-                 f"must be a multiple of model.memory.chunk_size={m.memory.chunk_size}")
-            need(m.segment % m.memory_tokens == 0, "model.memory_tokens", m.memory_tokens,
-                 f"must divide model.segment={m.segment}")
-            need(m.segment <= self.data.seq_len, "model.segment", m.segment,
-                 f"at most data.seq_len={self.data.seq_len}; with a longer one the memory is never read")
         need(t.batch_tokens % self.data.seq_len == 0, "train.batch_tokens", t.batch_tokens,
              f"must be a multiple of data.seq_len={self.data.seq_len}")
         need(t.warmup_steps < t.max_steps, "train.warmup_steps", t.warmup_steps,
@@ -396,27 +433,9 @@ class Config(Section):
         need(not (t.compile and self.parallel.zero_stage == 3), "train.compile", True,
              "ZeRO 3 gathers parameters in the middle of a block, which cannot be compiled; set "
              "parallel.zero_stage=2, or leave train.compile at null")
-        self._tensor_parallel(need, used)
-        for name in ("needle", "babilong"):
-            section = getattr(self.evaluation, name)
-            need(min(section.lengths) > section.max_new_tokens, f"evaluation.{name}.lengths", section.lengths,
-                 f"each must be above evaluation.{name}.max_new_tokens={section.max_new_tokens}")
         return self
 
-    def _tensor_parallel(self, need, used: set[str]):
-        m, tensor = self.model, self.parallel.tensor
-        split = {"model.n_heads": m.n_heads, "model.mlp_hidden": m.hidden, "model.vocab_size": m.vocab_size}
-        if used & set(MEMORY_MIXERS):
-            split["model.memory.n_heads"] = m.memory_heads
-        if self.parallel.sequence:
-            split["data.seq_len"] = self.data.seq_len
-        for path, size in split.items():
-            need(size % tensor == 0, "parallel.tensor", tensor,
-                 f"must divide {path}={size}, which is split over the tensor ranks; set it to "
-                 f"{math.gcd(tensor, *split.values())}, or change {path}")
-
-
-FORMER = {"model.memory.forget_to": "zero", "model.memory.gates": "sigmoid"}
+FORMER_DEFAULTS = {"model.memory.forget_to": "zero", "model.memory.gates": "sigmoid"}
 """Settings that are newer than stored trees which lack them, and whose default is not what the code did before."""
 
 
@@ -424,7 +443,7 @@ def as_stored(tree: dict) -> dict:
     """A tree that an earlier version stored whole (a run's config.yaml, a checkpoint, an exported folder), with what it
     meant by the settings that it did not have yet."""
     tree = copy.deepcopy(tree)
-    for path, value in FORMER.items():
+    for path, value in FORMER_DEFAULTS.items():
         *sections, key = path.split(".")
         section = tree
         for name in sections:
@@ -432,35 +451,6 @@ def as_stored(tree: dict) -> dict:
         if isinstance(section, dict):
             section.setdefault(key, value)
     return tree
-
-
-def completed(tree: dict) -> dict:
-    """A stored tree with the settings that are new since then at what was done before they existed.
-
-    A tree that is not valid any more comes back as it is: its differences are then told by name.
-    """
-    try:
-        return Config.model_validate(as_stored(tree)).model_dump(mode="json")
-    except ValidationError:
-        return tree
-
-
-def as_begun(config: Config, tree: dict) -> Config:
-    """``config`` for going on with a run that stored ``tree``: of the settings in FORMER, those that nobody gave are
-    what they were when it began, whatever today's default is."""
-    tree = as_stored(tree)
-    for path in FORMER:
-        config = _unless_given(config, path.split("."), tree)
-    return config
-
-
-def _unless_given(section: Section, keys: list[str], tree: Any) -> Section:
-    """The section with the value that ``tree`` has at the place ``keys``, unless the section was given one."""
-    key, *deeper = keys
-    if not isinstance(tree, dict) or key not in tree or (not deeper and key in section.model_fields_set):
-        return section
-    value = _unless_given(getattr(section, key), deeper, tree[key]) if deeper else tree[key]
-    return section.model_copy(update={key: value})
 
 
 def config_hash(section: Section) -> str:

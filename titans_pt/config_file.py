@@ -1,33 +1,38 @@
 """Settings from YAML files: inheritance, ``key=value`` overrides, and errors of one line that name the path."""
 
-import difflib
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from titans_pt.config import Config, as_stored
+from titans_pt.config import Config, as_stored, with_todays_names
+from titans_pt.config_check import checked, one_line
 from titans_pt.errors import UserError
 
 
-def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: list[str] = (), model: bool = True) -> Config:
     """Reads a YAML file with its ancestors, applies ``key.path=value`` overrides, validates.
 
     ``inherit: FILE`` or ``inherit: [FILE, ...]`` at the top of a file names files relative to it; later
     ones and the file itself win, key by key; lists are replaced whole. Override values are YAML.
 
+    Args:
+        model: False leaves out what the mixers and the task check themselves: what prepares data needs neither, nor
+            the two seconds that importing torch takes.
+
     Raises:
         UserError: one line that names the path, what was given and what is allowed.
     """
-    return _validated(_read(Path(path), ()), overrides)
+    config = _validated(_read(Path(path), ()), overrides)
+    return checked(config) if model else config
 
 
 def load_stored(path: str | Path, overrides: list[str] = ()) -> Config:
-    """As :func:`load_config`, of a file that :func:`resolved_yaml` wrote, if need be in an earlier version: what it
-    lacks is what that version did."""
-    return _validated(as_stored(_read(Path(path), ())), overrides)
+    """As :func:`load_config`, of a file that :func:`resolved_yaml` wrote, if need be in an earlier version: by what it
+    lacks it means what that version did."""
+    return checked(_validated(as_stored(_read(Path(path), ())), overrides))
 
 
 def _validated(tree: dict, overrides: list[str]) -> Config:
@@ -35,11 +40,11 @@ def _validated(tree: dict, overrides: list[str]) -> Config:
         key, sep, value = item.partition("=")
         if not sep or not key:
             raise UserError(f"override {item!r}: write it as key.path=value, e.g. train.max_steps=10")
-        _merge(tree, _nest(key.split("."), _parse(value, f"override {item!r}")))
+        _merge(tree, with_todays_names(_nest(key.split("."), _parse(value, f"override {item!r}"))))
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise UserError(_one_line(error)) from None
+        raise UserError(one_line(error)) from None
 
 
 def resolved_yaml(config: Config) -> str:
@@ -77,7 +82,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict:
     merged: dict = {}
     for parent in [parents] if isinstance(parents, str) else parents:
         _merge(merged, _read(path.parent / parent, (*seen, path)))
-    return _merge(merged, tree)
+    return _merge(merged, with_todays_names(tree))
 
 
 def _nest(keys: list[str], value: Any) -> dict:
@@ -91,40 +96,3 @@ def _merge(base: dict, top: dict) -> dict:
         else:
             base[key] = value
     return base
-
-
-def known_paths(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """The dotted path of every section and setting, in the order of their declaration."""
-    paths = []
-    for name, field in section.model_fields.items():
-        paths.append(prefix + name)
-        for kind, dot in ((field.annotation, "."), *((item, ".0.") for item in get_args(field.annotation))):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                paths += known_paths(kind, prefix + name + dot)
-    return paths
-
-
-def _one_line(error: ValidationError) -> str:
-    first, *others = error.errors()
-    path = ".".join(str(part) for part in first["loc"])
-    more = f" (and {len(others)} more)" if others else ""
-    if first["type"] == "extra_forbidden":
-        known = known_paths()
-        parent, _, leaf = path.rpartition(".")
-        siblings = [p for p in known if p.rpartition(".")[0] == parent]
-        near = (
-            [p for p in known if p.rpartition(".")[2] == leaf]  # the right name in the wrong section
-            or difflib.get_close_matches(path, siblings, n=1)
-            or difflib.get_close_matches(path, known, n=1, cutoff=0.0)
-        )
-        return f"{path}: unknown key (given {_short(first['input'])}); nearest known key: {near[0]}{more}"
-    if first["type"] == "value_error":
-        message = str(first["ctx"]["error"])
-        return f"{path}.{message}{more}" if path else f"{message}{more}"
-    allowed = first["msg"].removeprefix("Input should be ").replace("\n", " ")
-    return f"{path}: given {_short(first['input'])}; allowed: {allowed}{more}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

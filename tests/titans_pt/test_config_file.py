@@ -1,6 +1,7 @@
 import pytest
 
 from titans_pt.config import Config, config_hash
+from titans_pt.config_check import checked
 from titans_pt.config_file import load_config, resolved_yaml
 from titans_pt.errors import UserError
 
@@ -16,7 +17,8 @@ def file(tmp_path):
 
 
 def test_an_empty_file_is_the_defaults(file):
-    assert load_config(file("")) == Config()
+    assert load_config(file("")) == checked(Config())
+    assert load_config(file(""), model=False) == Config()
 
 
 def test_inheritance_goes_key_by_key_and_later_ones_win(file):
@@ -54,7 +56,16 @@ def test_the_resolved_tree_gives_itself_back(file):
     ("", ["train.max_steps"], "override 'train.max_steps': write it as key.path=value"),
     ("", ["train.lr=[1"], "override 'train.lr=.*not valid YAML"),
     ("", ["model.n_heads=7"], "model.n_heads: given 7; must divide model.d_model=768"),
-    ("", ["model.segment=40"], "model.segment: given 40; must be a multiple of model.memory.chunk_size=16"),
+    ("", ["model.segment=40", "model.memory_tokens=8"],
+     "model.mac.segment: given 40; must be a multiple of model.memory.chunk_size=16"),
+    ("", ["model.mac.segment=40"], "model.mac.memory_tokens: given 256; must divide segment=40"),
+    ("", ["model.mac.segmnt=40"], "model.mac.segmnt: unknown key .*nearest known key: model.mac.segment"),
+    ("", ["model.windw=40"], "model.windw: unknown key .*nearest known key: model.window"),
+    ("", ["model.macc.segment=40"], "model.macc: unknown key .*nearest known key: model.mac"),
+    ("", ["model.mixers=[gru]"], "model.mixers: given 'gru'; allowed: attention, lmm, mac, mag, mal, swa"),
+    ("", ["task=chess"], "task: given 'chess'; allowed: language"),
+    ("", ["run.imports=[no_such_module]"], "run.imports: given 'no_such_module', which cannot be imported"),
+    ("", ["evaluation.every=5", "evaluation.suites=[chess]"], "evaluation.suites: given 'chess'; allowed: perplexity"),
     ("", ["train.batch_tokens=5000"], "train.batch_tokens: given 5000; must be a multiple of data.seq_len=4096"),
     ("", ["train.warmup_steps=28610"], "train.warmup_steps: given 28610; must be below train.max_steps"),
     ("", ["train.stop_at=28611"], "train.stop_at: given 28611; at most train.max_steps"),
