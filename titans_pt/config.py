@@ -1,11 +1,11 @@
 """The settings tree (config_file.py reads it from YAML).
 
 Every section is a pydantic model that refuses unknown keys and silent type conversions. The doc of a
-field stands under it. Nothing here imports the rest of the project: config is plain data.
+field stands under it: config_docs.py makes docs/settings.md and the JSON schema of them. Nothing here
+imports the rest of the project: config is plain data.
 """
 
 import copy
-import hashlib
 import json
 from typing import Annotated, Any, Literal
 
@@ -49,7 +49,7 @@ def with_todays_names(tree: dict) -> dict:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
 class RunConfig(Section):
@@ -118,7 +118,9 @@ class DataConfig(Section):
     dir: str = "data/default"
     """Folder of the token files that ``titans prepare`` writes and training reads."""
     sources: Annotated[list[SourceConfig], Field(min_length=1)] = [SourceConfig()]
+    """Where the text comes from. The default is one source: the documentation that ships with Python."""
     tokenizer: TokenizerConfig = TokenizerConfig()
+    """What turns text into tokens."""
     bad_input: Literal["refuse", "skip"] = "refuse"
     """What cannot be read (a truncated file, bytes that are not UTF-8, a row without the text column). refuse: stop and
     name it. skip: leave it out, count it, and name it in rejected.jsonl of ``dir``."""
@@ -127,7 +129,7 @@ class DataConfig(Section):
     seq_len: Positive = 4096
     """Tokens of one training sample, T."""
     reset_at_documents: bool = False
-    """True: memory, convolutions and attention begin anew at each document of a packed sample.
+    """True: memory, convolutions and attention start again at each document of a packed sample.
     False (the paper is silent; usual in pretraining): state and attention are carried across."""
 
     @model_validator(mode="after")
@@ -149,6 +151,7 @@ class MemoryConfig(Section):
     chunk_size: Positive = 16
     """C: tokens whose inner gradients are taken at one set of weights. Part of the model, not a speed setting."""
     activation: Literal["gelu", "silu", "relu"] = "gelu"
+    """Between the weight matrices of the memory MLP."""
     norm: bool = True
     """LayerNorm inside the memory, M(x) = x + LN(f(x)); it is what bounds the inner loop."""
     residual: bool = True
@@ -198,7 +201,9 @@ class ModelConfig(Section):
     vocab_size: Positive = 32000
     """Entries of the tokenizer (the size to train when data.tokenizer.path is null)."""
     d_model: Positive = 768
+    """Width of the residual stream."""
     n_layers: Positive = 12
+    """Blocks, each a sequence mixer and an MLP."""
     n_heads: Positive = 16
     """Attention heads."""
     mlp_hidden: Positive | None = None
@@ -210,12 +215,16 @@ class ModelConfig(Section):
     conv_width: Positive = 4
     """Width of the causal depthwise convolution on q, k, v of the memory. 1 turns it off."""
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
+    """Base of the rotary position embedding's wavelengths."""
     norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
+    """Added to the mean square inside every RMSNorm."""
     tie_embeddings: bool = True
+    """The output head shares the weights of the token embedding."""
     init_std: Annotated[float, Field(gt=0.0)] = 0.02
     """Standard deviation of embeddings and linear layers at initialisation. 0.02 is usual from a width of 768 on; at
     a width of 64 it is a sixth of 1 / sqrt(d_model), and what the memory is to store starts out very small."""
     memory: MemoryConfig = MemoryConfig()
+    """The neural long-term memory (lmm, mac, mag, mal)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -255,17 +264,23 @@ class TrainConfig(Section):
     """auto: continue from the newest complete checkpoint of run.dir, or start if there is none.
     never: start, and refuse a run.dir that already holds checkpoints."""
     precision: Literal["bf16", "fp32"] = "bf16"
+    """Of weights, activations and gradients. Memories are fp32 in both; so are the optimiser's own weights."""
     batch_tokens: Positive = 524_288
     """Tokens of one optimiser step, over all ranks; gradient accumulation follows from it."""
     micro_batch: Positive = 8
     """Samples a rank puts through the model at once."""
     lr: Annotated[float, Field(gt=0.0)] = 4e-4
+    """Peak learning rate of AdamW, reached after the warm-up; a cosine from there."""
     min_lr_ratio: Fraction = 0.1
     """Learning rate at max_steps over the peak."""
     warmup_steps: NonNegative = 1000
+    """Steps in which the learning rate rises to its peak, linearly."""
     betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """AdamW's decay rates of the mean gradient and of the mean squared gradient."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    """AdamW's epsilon."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    """AdamW's weight decay. Matrices decay, embeddings included; norms, biases and the memory's M_0 do not."""
     clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Largest global gradient norm."""
     activation_checkpointing: bool = False
@@ -274,6 +289,7 @@ class TrainConfig(Section):
     """torch.compile of each block: what lies between matrix products, memory and attention becomes few kernels. Null:
     on a GPU, unless parallel.zero_stage=3 (its gathering of parameters cannot be compiled) or parallel.tensor > 1."""
     log_every: Positive = 10
+    """Steps between two lines of the log and of metrics.jsonl."""
     profile_at: Positive | None = None
     """Step from which torch.profiler records: a trace in RUN/profile, shares of the time in the log. Null: never."""
     profile_steps: Positive = 2
@@ -283,6 +299,7 @@ class TrainConfig(Section):
     eval_samples: Positive = 64
     """Validation samples of data.seq_len tokens used for it."""
     checkpoint_every: Positive = 1000
+    """Steps between two checkpoints; there is one at the end in any case."""
     keep_last: Positive = 3
     """Newest checkpoints that are kept."""
     keep_every: Positive | None = None
@@ -323,6 +340,7 @@ class NeedleConfig(Section):
     samples: Positive = 5
     """Samples for each length and depth; RULER has 500 a length."""
     max_new_tokens: Positive = 128
+    """Tokens that the model may answer with."""
     seed: NonNegative = 0
     """Draws keys, values and places. Not run.seed: runs that are compared get the same samples."""
     essays: str | None = None
@@ -333,11 +351,13 @@ class BabilongConfig(Section):
     tasks: Annotated[list[Literal["qa1", "qa2", "qa3", "qa4", "qa5"]], Field(min_length=1)] = [
         "qa1", "qa2", "qa3", "qa4", "qa5",
     ]  # fmt: skip
+    """Questions: qa1, qa2, qa3 need one, two, three facts; qa4 and qa5 relations of two and of three arguments."""
     lengths: Annotated[list[Positive], Field(min_length=1)] = [2048, 4096, 8192, 16384]
     """Tokens of a sample, new tokens included, with the model's own tokenizer; to 10 million and beyond."""
     samples: Positive = 25
     """Samples for each task and length."""
     max_new_tokens: Positive = 20
+    """Tokens that the model may answer with."""
     wording: Literal["instructions", "plain"] = "instructions"
     """instructions: the benchmark's prompt. plain: text, question, "Answer:", as a model is fine-tuned on."""
     shots: Annotated[int, Field(ge=0, le=3)] = 3
@@ -347,6 +367,7 @@ class BabilongConfig(Section):
     characters: Positive = 20_000_000
     """At most so many characters of it are read; a longer sample repeats them."""
     seed: NonNegative = 0
+    """Draws facts, questions and places. Not run.seed: runs that are compared get the same samples."""
 
 
 class HarnessConfig(Section):
@@ -375,16 +396,22 @@ class EvaluationConfig(Section):
     save_every: Positive = 1_000_000
     """Within a longer context the state is saved after every so many tokens: a killed evaluation goes on from there."""
     perplexity: PerplexityConfig = PerplexityConfig()
+    """Suite perplexity: validation text, token by token."""
     needle: NeedleConfig = NeedleConfig()
+    """Suite needle: RULER's needles in a haystack, by length and depth."""
     babilong: BabilongConfig = BabilongConfig()
+    """Suite babilong: BABILong's questions about facts that are spread over a long text."""
     commonsense: HarnessConfig = HarnessConfig()
+    """Suite commonsense: tasks of lm-eval."""
 
 
 class WandbConfig(Section):
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: online when an API key is set, else offline (files under run.dir, to be synced later)."""
     project: str = "titans-pt"
+    """Project of Weights & Biases."""
     entity: str | None = None
+    """User or team there. Null: the default one of the API key."""
     name: str | None = None
     """Null: the name of run.dir's folder."""
     checkpoints: bool = False
@@ -405,12 +432,19 @@ class Config(Section):
     task: str = "language"
     """What is learned, by name: what stands around the backbone (titans_pt/tasks/)."""
     run: RunConfig = RunConfig()
+    """The run's folder and its seed."""
     data: DataConfig = DataConfig()
+    """Text, tokenizer, token files and samples."""
     model: ModelConfig = ModelConfig()
+    """The language model."""
     train: TrainConfig = TrainConfig()
+    """Steps, batch, optimiser, checkpoints."""
     parallel: ParallelConfig = ParallelConfig()
+    """How the work is split over ranks."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """What ``titans evaluate`` asks, and what is evaluated while training."""
     wandb: WandbConfig = WandbConfig()
+    """Weights & Biases."""
 
     def section(self, task: str) -> dict[str, Any]:
         """What is given of a task's own settings."""
@@ -455,5 +489,7 @@ def as_stored(tree: dict) -> dict:
 
 def config_hash(section: Section) -> str:
     """SHA-256 (hex) of a tree or of one section, independent of key order and formatting."""
+    import hashlib  # OpenSSL: 3 ms that reading settings does not need
+
     text = json.dumps(section.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

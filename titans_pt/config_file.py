@@ -1,5 +1,6 @@
 """Settings from YAML files: inheritance, ``key=value`` overrides, and errors of one line that name the path."""
 
+import difflib
 import re
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,15 @@ from titans_pt.config import Config, as_stored, with_todays_names
 from titans_pt.config_check import checked, one_line
 from titans_pt.errors import UserError
 
+CONFIGS = Path(__file__).parent / "configs"
+"""The configs that come with the package: configs/ of the repository."""
 
-def load_config(path: str | Path, overrides: list[str] = (), model: bool = True) -> Config:
+
+def load_config(name: str | Path, overrides: list[str] = (), model: bool = True) -> Config:
     """Reads a YAML file with its ancestors, applies ``key.path=value`` overrides, validates.
 
-    ``inherit: FILE`` or ``inherit: [FILE, ...]`` at the top of a file names files relative to it; later
+    ``name`` is a path, or one of the configs that come with the package (:func:`find_config`). ``inherit: FILE`` or
+    ``inherit: [FILE, ...]`` at the top of a file names files relative to it, or again configs of the package; later
     ones and the file itself win, key by key; lists are replaced whole. Override values are YAML.
 
     Args:
@@ -25,7 +30,7 @@ def load_config(path: str | Path, overrides: list[str] = (), model: bool = True)
     Raises:
         UserError: one line that names the path, what was given and what is allowed.
     """
-    config = _validated(_read(Path(path), ()), overrides)
+    config = _validated(_read(find_config(name), ()), overrides)
     return checked(config) if model else config
 
 
@@ -45,6 +50,32 @@ def _validated(tree: dict, overrides: list[str]) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise UserError(one_line(error)) from None
+
+
+def find_config(name: str | Path, folder: Path = Path()) -> Path:
+    """The file that ``name`` stands for: an existing path (relative to ``folder``), or else a config of the package.
+
+    ``170m/mac``, ``170m/mac.yaml`` and ``configs/170m/mac.yaml`` all name the same one.
+
+    Raises:
+        UserError: there is neither; the line tells the nearest names.
+    """
+    path = folder / name
+    if path.exists() and not path.is_dir():
+        return path
+    packaged = {file.relative_to(CONFIGS).with_suffix("").as_posix(): file for file in sorted(CONFIGS.rglob("*.yaml"))}
+    asked = Path(name).as_posix().removeprefix("configs/").removesuffix(".yaml")
+    if asked in packaged:
+        return packaged[asked]
+    near = (
+        [known for known in packaged if Path(known).name == asked]  # the right name without its folder
+        or difflib.get_close_matches(asked, packaged, n=3, cutoff=0.5)
+        or packaged
+    )
+    problem = "is a folder" if path.is_dir() else "does not exist"
+    raise UserError(
+        f"config {path}: {problem}; name a YAML file, or a config that comes with titans-pt: {', '.join(near)}"
+    )
 
 
 def resolved_yaml(config: Config) -> str:
@@ -75,13 +106,13 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict:
     try:
         tree = _parse(path.read_text(encoding="utf-8"), str(path)) or {}
     except OSError as error:
-        raise UserError(f"config {path}: {error.strerror}; name a YAML file, see configs/") from None
+        raise UserError(f"config {path}: {error.strerror}; name a YAML file that can be read") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must hold key: value pairs, holds a {type(tree).__name__}")
     parents = tree.pop("inherit", [])
     merged: dict = {}
     for parent in [parents] if isinstance(parents, str) else parents:
-        _merge(merged, _read(path.parent / parent, (*seen, path)))
+        _merge(merged, _read(find_config(parent, path.parent), (*seen, path)))
     return _merge(merged, with_todays_names(tree))
 
 

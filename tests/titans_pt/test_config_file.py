@@ -86,6 +86,41 @@ def test_an_error_names_the_key_and_the_remedy_in_one_line(file, text, overrides
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_file(tmp_path):
-    with pytest.raises(UserError, match="No such file or directory; name a YAML file"):
-        load_config(tmp_path / "missing.yaml")
+@pytest.mark.parametrize("name", ["170m/mac", "170m/mac.yaml", "configs/170m/mac.yaml", "./configs/170m/mac"])
+def test_a_config_of_the_package_is_found_by_name_anywhere(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(name, ["run.seed=5"])
+    assert (config.run.dir, config.run.seed, config.model.d_model) == ("runs/170m-mac", 5, 768)
+
+
+def test_an_existing_path_wins_over_the_package_and_a_folder_does_not(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    assert load_config("quickstart").run.dir == "runs/quickstart"
+    file("run: {dir: mine}", "quickstart.yaml")
+    assert load_config("quickstart.yaml").run.dir == "mine"
+
+
+def test_a_file_inherits_from_its_neighbour_before_the_package(file, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    child = file("inherit: 170m/mac\nrun: {dir: mine}")
+    assert (load_config(child).run.dir, load_config(child).model.d_model) == ("mine", 768)
+    (tmp_path / "170m").mkdir()
+    file("model: {d_model: 64}", "170m/mac")
+    assert load_config(child).model.d_model == 64
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("quickstar", "config quickstar: does not exist; name a YAML file, or .* titans-pt: quickstart$"),
+    ("mac.yaml", "config mac.yaml: does not exist; .*: 170m/mac, 340m/mac, 760m/mac$"),
+    ("configs/170/mal.yaml", "does not exist; .*: 170m/mal, "),
+    ("/nowhere/quickstart.yaml", "config /nowhere/quickstart.yaml: does not exist"),
+    ("zzz", "config zzz: does not exist; .*: .*760m/transformer, .*paper, quickstart, recall$"),
+    (".", "config .: is a folder; name a YAML file, or a config that comes with titans-pt"),
+])  # fmt: skip
+def test_a_config_that_is_not_there(name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        load_config(name)
+    assert "\n" not in str(error.value)
