@@ -125,7 +125,7 @@ def test_no_checkpoint_yet(run):
         load_run(folder.path)
 
 
-def test_a_run_of_before_a_setting_existed(run, tiny, monkeypatch):
+def test_a_run_of_before_a_setting_existed(run, tiny, monkeypatch, tmp_path):
     """It is read, and goes on, as what it was then, whatever the default is today."""
     folder, weights = run
     path = folder.checkpoints / "step-00000003"

@@ -159,8 +159,8 @@ class MemoryNetwork(nn.Module):
 class NeuralMemoryState:
     """memory: see MemoryState. q, k, v: (B, conv_width - 1, d_model), the convolutions' last inputs.
 
-    start: M_0, L tensors (H, d_in, d_out), shared by all rows, of a memory that forgets to it and that began elsewhere
-    than at the learned weights (after a prefix); else None.
+    start: M_0, L tensors (B, H, d_in, d_out), of a memory that forgets to it and that began elsewhere than at the
+    learned weights: after a prefix. The same for every row, which share its memory. Else None.
     """
 
     memory: MemoryState
@@ -202,7 +202,8 @@ class NeuralMemory(nn.Module):
         k, k_state = self.k(x, state and state.k, documents)
         v, v_state = self.v(x, state and state.v, documents)
         weights, norm = self.network()
-        start = start or (state and state.start)
+        if start is None and state and state.start:
+            start = tuple(w[0] for w in state.start)
         y, memory = neural_memory(
             q, k, v, *self.gates(x), start or weights,
             network=self.shape,
@@ -215,7 +216,9 @@ class NeuralMemory(nn.Module):
             max_resets=documents and documents.most,
             save_every=self.config.save_every,
         )  # fmt: skip
-        kept = start if self.config.forget_to == "start" else None
+        kept = None
+        if start and self.config.forget_to == "start":
+            kept = tuple(w.expand(len(x), *w.shape) for w in start)
         return self._normalised(y).flatten(-2), NeuralMemoryState(memory, q_state, k_state, v_state, kept)
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

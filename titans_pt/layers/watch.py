@@ -81,10 +81,11 @@ class MemoryWatch:
         state = given.get("state")
         documents = given.get("documents")
         weights, norm = self._parts["network"]
+        if state and state.start:
+            weights = tuple(w[0] for w in state.start)
         call = _Call(
-            self._parts["k"][0], self._parts["v"][0], self._parts["gates"],
-            given.get("start") or (state and state.start) or weights, norm, state and state.memory,
-            documents and documents.starts,
+            self._parts["k"][0], self._parts["v"][0], self._parts["gates"], given.get("start") or weights, norm,
+            state and state.memory, documents and documents.starts,
         )  # fmt: skip
         self._parts.clear()
         if self.newest:

@@ -30,7 +30,7 @@ from titans_pt.training.plots import plot_loss
 from titans_pt.training.probes import memory_probe
 from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch
 from titans_pt.training.ranks import Ranks, process_group
-from titans_pt.training.resume import find_start
+from titans_pt.training.resume import as_begun, find_start
 from titans_pt.training.saving import Background
 from titans_pt.training.schedule import learning_rate
 from titans_pt.training.signals import StopSignals
@@ -54,9 +54,10 @@ def train(config: Config) -> int:
         signals = stack.enter_context(StopSignals())
         watch = stack.enter_context(Watch(ranks, config.train.timeout))
         ranks.on_first(lambda: _announce(config, ranks))  # before anything is written
+        folder = RunFolder(config.run.dir)
+        config = ranks.on_first(lambda: as_begun(config, folder))
         task = TASKS.find(config.task)(config)
         data = task.open()
-        folder = RunFolder(config.run.dir)
         ranks.on_first(lambda: stack.enter_context(folder.opened()) and None)
         trainer = Trainer(task, data, folder, ranks, signals, watch)
         stack.callback(trainer.close)
