@@ -28,6 +28,7 @@ INTEGERS = {"T", "D", "B"}
 def resources(kernel: str, N=16, dtype="bf16", mamba=True, reset=False, **changed) -> dict:
     """registers and spills (bytes) of a thread, shared memory (bytes) of a program; changed: tokens, cells, warps."""
     function = getattr(fused, kernel)
+    channels = max(1, changed.get("cells", fused.CELLS) // N)
     constants = {
         "N": N, "TOKENS": changed.get("tokens", fused.TOKENS),
         "CHANNELS": max(1, changed.get("cells", fused.CELLS) // N),
@@ -55,7 +56,6 @@ def resources(kernel: str, N=16, dtype="bf16", mamba=True, reset=False, **change
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
         "spills": int(re.search(r"(\d+) bytes spill stores", said)[1]),
         "shared": made.metadata.shared,
-        "instructions": len(re.findall(r"^\s+[a-z@]\S*.*;$", made.asm["ptx"], re.M)),
     }
 
 
