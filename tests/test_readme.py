@@ -1,13 +1,12 @@
 """The README and the pages in docs/ name only what exists."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from titans_pt.cli import _parser
+from tests.command_line import leaves, parsed
+from titans_pt.cli import program
 from titans_pt.config_file import known_paths, load_config
 
 ROOT = Path(__file__).parents[1]
@@ -27,14 +26,23 @@ def test_commands_parse_and_their_settings_are_valid():
     assert len(found) >= 4
     for words in found:
         arguments = words[1:] if words[0] == "titans" else ["train", *words[1:]]
-        options = _parser().parse_args(arguments)
-        load_config(ROOT / options.config, options.overrides)
+        params = parsed(*arguments)
+        load_config(ROOT / params["config"], params["overrides"])
 
 
-def test_subcommands_are_those_of_the_program():
-    listed = set(re.findall(r"^titans (\w+) ", README, re.M))
-    usage = subprocess.run([sys.executable, "-m", "titans_pt", "--help"], capture_output=True, text=True, cwd=ROOT)
-    assert listed == set(re.findall(r"^ {4}(\w+)", usage.stdout, re.M))
+def test_the_table_of_commands_is_the_program():
+    """Its groups, its commands in full, and that the arguments and options after them exist."""
+    known, listed = dict(leaves()), {}
+    for section, lines in re.findall(r"^(\w+)\n((?:  titans .*\n)+)", README, re.M):
+        for usage, about in re.findall(r"^  titans (.*?)  +(.*)$", lines, re.M):
+            *group, names = re.match(r"[a-z| ]+(?= |$)", usage)[0].split()
+            for name in names.split("|"):
+                words = (*group, name)
+                assert section == program.commands.section(words[0]), usage
+                listed[words] = known[words]
+                options = {option for parameter in known[words].params for option in parameter.opts}
+                assert set(re.findall(r"--[a-z-]+", usage + about)) <= options, usage
+    assert listed == known
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
