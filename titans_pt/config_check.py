@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from titans_pt.config import Config, as_stored
+from titans_pt.config import Config
 from titans_pt.errors import UserError
 
 

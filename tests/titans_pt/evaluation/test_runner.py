@@ -7,7 +7,7 @@ import pytest
 from matplotlib.image import imread
 
 import titans_pt.evaluation
-from titans_pt.cli import _parser
+from tests.command_line import parsed
 from titans_pt.config import EvaluationConfig
 from titans_pt.errors import UserError
 from titans_pt.evaluation import evaluate
@@ -132,5 +132,5 @@ def test_says_what_is_wrong(copying):
 
 def test_suites_are_those_of_the_command_line():
     for suite in Language.suites:
-        assert _parser().parse_args(["evaluate", "run", "--suite", suite]).suite == suite
+        assert parsed("evaluate", "run", "--suite", suite)["suite"] == suite
         assert suite in EvaluationConfig.model_fields
