@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from titans_pt.config import Config, with_todays_names
-from titans_pt.config_check import one_line
+from titans_pt.config_check import checked, one_line
 from titans_pt.config_history import as_stored
 from titans_pt.errors import UserError
 
