@@ -7,7 +7,8 @@ import pytest
 
 from tests.command_line import leaves, parsed
 from titans_pt.cli import program
-from titans_pt.config_file import known_paths, load_config
+from titans_pt.config_check import known_paths
+from titans_pt.config_file import load_config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

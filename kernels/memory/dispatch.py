@@ -111,21 +111,28 @@ def _fused(q: Tensor, weights: Weights, chunk_size: int, backend: str):
     """
     if backend not in ("auto", "triton") or (backend == "auto" and q.device.type not in GPU):
         return None
-    if not HAS_TRITON:
-        reason = "triton is not installed"
-    elif q.device.type not in GPU and not INTERPRETED:
+    if q.device.type not in GPU and not INTERPRETED:
         reason = f"tensors are on {q.device.type}, not on a GPU (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
     else:
-        # Not at the top: it imports triton, which machines without a GPU need not have.
-        from titans_pt.kernels.memory.fused import fused_memory, unsupported
-
-        reason = unsupported(q, weights, chunk_size)
+        reason = unserved(q, weights, chunk_size)
         if reason is None:
+            from titans_pt.kernels.memory.fused import fused_memory
+
             return fused_memory
     if backend == "triton":
         raise ValueError(f'neural_memory: backend "triton" does not serve this: {reason}; use "auto" or "chunked"')
     _warn(f"neural_memory: the fused kernels do not serve this, PyTorch operators do (slower): {reason}")
     return None
+
+
+def unserved(q: Tensor, weights: Weights, chunk_size: int) -> str | None:
+    """Why the fused kernels would not serve such a call on a GPU; None if they would."""
+    if not HAS_TRITON:
+        return "triton is not installed"
+    # Not at the top: it imports triton, which machines without a GPU need not have.
+    from titans_pt.kernels.memory.fused import unsupported
+
+    return unsupported(q, weights, chunk_size)
 
 
 def _no_autocast(x: Tensor):

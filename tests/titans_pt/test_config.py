@@ -1,6 +1,9 @@
+import copy
+
 import pytest
 
-from titans_pt.config import Config, ModelConfig, completed, config_hash
+from titans_pt.config import Config, ModelConfig, config_hash
+from titans_pt.config_check import checked, completed
 
 
 def test_settings_cannot_be_changed_in_place():
@@ -18,7 +21,13 @@ def test_a_pattern_fills_the_layers():
 
 
 def test_what_an_earlier_version_stored():
-    tree = Config().model_dump(mode="json")
+    whole = checked(Config()).model_dump(mode="json")
+    tree = copy.deepcopy(whole)
     tree["train"].pop("compile")
-    assert completed(tree) == Config().model_dump(mode="json")
+    assert completed(tree) == whole
+    own = tree["model"].pop("mac")  # its settings stood among all mixers' once
+    tree["model"] |= own | {"segment": 64, "memory_tokens": 32}
+    assert completed(tree)["model"] == whole["model"] | {"mac": {"segment": 64, "memory_tokens": 32}}
+    tree["model"]["mixers"] = ["lmm"]
+    assert "mac" not in completed(tree)["model"]
     assert completed({"model": {"gone": 1}}) == {"model": {"gone": 1}}

@@ -13,7 +13,9 @@ from titans_pt.config import config_hash
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
-from titans_pt.run import RunFolder, differences, load_run
+from titans_pt.run import differences, load_run
+from titans_pt.run_folder import RunFolder
+from titans_pt.tasks.language import keep_tokenizer
 
 
 @pytest.fixture
@@ -25,12 +27,13 @@ def run(tiny, prepared, tmp_path):
     folder = RunFolder(config.run.dir)
     tokenizer = Tokenizer.load(prepared / "tokenizer.model")
     with folder.lock():
-        folder.write_settings(config, tokenizer.path)
+        folder.write_settings(config)
+        keep_tokenizer(tokenizer.path, config, folder)
     weights = {name: p.detach().clone() for name, p in build_model(config.model).named_parameters()}
     state = TrainerState(
         step=3, samples=12, adam_step=3, nonfinite=0, nonfinite_in_a_row=0, model_hash=config_hash(config.model),
-        config_hash=config_hash(config), config=config.model_dump(mode="json"), tokenizer_sha256=tokenizer.sha256,
-        data_fingerprint="d",
+        config_hash=config_hash(config), config=config.model_dump(mode="json"), 
+        identity={"tokenizer": tokenizer.sha256, "data": "d"},
     )  # fmt: skip
     checkpoints.save(folder.checkpoints, weights, {}, state)
     return folder, weights
@@ -86,7 +89,7 @@ def test_two_runs_on_one_folder_are_refused(tmp_path):
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
-    code = "import sys, time; from titans_pt.run import RunFolder\nwith RunFolder(sys.argv[1]).lock(): "
+    code = "import sys, time; from titans_pt.run_folder import RunFolder\nwith RunFolder(sys.argv[1]).lock(): "
     code += "print('held', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
@@ -102,7 +105,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
     def none(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr("titans_pt.run.fcntl.flock", none)
+    monkeypatch.setattr("titans_pt.run_folder.fcntl.flock", none)
     with RunFolder(tmp_path).lock():
         assert "a second run here would not be noticed" in caplog.text
 

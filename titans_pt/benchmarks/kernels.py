@@ -20,7 +20,7 @@ from torch.nn.functional import normalize
 
 from titans_pt.benchmarks.process import write_csv
 from titans_pt.kernels.memory import block, neural_memory
-from titans_pt.run import versions
+from titans_pt.run_folder import versions
 
 HEADS, WIDTH, CHUNK, EXPANSIONS = 12, 64, 64, (2, 4)
 LENGTHS = (2048, 4096, 8192, 16_384, 32_768)

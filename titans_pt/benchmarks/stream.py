@@ -15,7 +15,7 @@ from titans_pt.errors import UserError
 from titans_pt.evaluation.records import write_whole
 from titans_pt.evaluation.stream import best_device, prefill
 from titans_pt.models import build_model
-from titans_pt.run import versions
+from titans_pt.run_folder import versions
 from titans_pt.state import state_bytes
 
 TURNS = 15

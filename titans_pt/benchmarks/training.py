@@ -22,8 +22,7 @@ from titans_pt.config import Config, ModelConfig
 from titans_pt.config_file import load_config
 from titans_pt.evaluation.records import write_whole
 from titans_pt.models import build_model
-from titans_pt.models.flops import model_flops
-from titans_pt.run import versions
+from titans_pt.run_folder import versions
 from titans_pt.training.metrics import peak_flops
 from titans_pt.training.profiling import start_profile, time_shares
 
@@ -187,7 +186,7 @@ def measure(case: Case, config: Config) -> Measurement:
 
         def step() -> float:
             began = time.perf_counter()
-            loss = engine.micro_step(ids, None)
+            loss = engine.micro_step((ids, None))
             float(loss)  # waits for the device
             return time.perf_counter() - began
 
@@ -199,7 +198,10 @@ def measure(case: Case, config: Config) -> Measurement:
         step()
         profiler.stop()
         roof = peak_flops(ranks.device)
-        flops = None if case.model in OTHERS else model_flops(config.model, config.data.seq_len).total
+        flops = None
+        if case.model not in OTHERS:
+            with torch.device("meta"):
+                flops = build_model(config.model).flops(config.data.seq_len).total
         speed = tokens / seconds
         mfu = speed * flops / roof if roof and flops else None
         return Measurement(

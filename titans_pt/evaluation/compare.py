@@ -6,7 +6,7 @@ from pathlib import Path
 
 from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_accuracy
-from titans_pt.run import RunFolder
+from titans_pt.run_folder import RunFolder
 
 
 def compare(runs: Sequence[str | Path], task: str, path: Path, step: int | None = None) -> Path:

@@ -21,17 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titans_pt.config import MEMORY_MIXERS, Config, ModelConfig, config_hash
+from titans_pt.config import Config, ModelConfig, config_hash
 from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_accuracy
 from titans_pt.evaluation.records import digest, wilson, write_whole
 from titans_pt.experiments.mqar import Samples
 from titans_pt.experiments.recall import EVALUATION_SEED, REPORT_EVERY, answers, fit, newest, once
 from titans_pt.models import build_model
+from titans_pt.models.mixers import MIXERS
+from titans_pt.models.mixers.common import MemoryMixer
 
 MARK, ASK = 0, 1
-CONTROL = "swa"
-MODELS = (*MEMORY_MIXERS, CONTROL)
 ANSWERS = 256
 """Questions asked at each length."""
 ROWS = 8
@@ -126,7 +126,7 @@ def needles(config: Config, models: Sequence[str], task: Needles, curriculum: Cu
     """Trains what is not there yet, then writes needles.md and needles.png of all in ``run.dir``.
 
     Args:
-        models: of MODELS.
+        models: mixers by name.
         curriculum: of training; ``task.length`` is not used.
         asked: lengths of evaluation.
 
@@ -134,8 +134,8 @@ def needles(config: Config, models: Sequence[str], task: Needles, curriculum: Cu
         UserError: an unknown model, or a batch that does not hold one sample.
     """
     for model in models:
-        if model not in MODELS:
-            raise UserError(f"--models: given {model!r}; allowed: {', '.join(MODELS)}")
+        if model not in MIXERS.names():
+            raise UserError(f"--models: given {model!r}; allowed: {', '.join(MIXERS.names())}")
     longest = max(curriculum.lengths)
     if config.train.batch_tokens < longest:
         raise UserError(f"train.batch_tokens: given {config.train.batch_tokens}; a sample has {longest} tokens")
@@ -151,11 +151,12 @@ def needles(config: Config, models: Sequence[str], task: Needles, curriculum: Cu
 
 
 def sized(base: ModelConfig, model: str) -> ModelConfig:
-    """``base`` with one mixer; the control's MLPs are widened until none of the others has more parameters."""
+    """``base`` with one mixer; one without a memory gets MLPs so wide that none with a memory has more parameters."""
     settings = ModelConfig(**(base.model_dump() | {"mixers": [model]}))
-    if model != CONTROL:
+    if issubclass(MIXERS.find(model), MemoryMixer):
         return settings
-    missing = max(parameters(sized(base, other)) for other in MEMORY_MIXERS) - parameters(settings)
+    others = (name for name in MIXERS.names() if issubclass(MIXERS.find(name), MemoryMixer))
+    missing = max(parameters(sized(base, other)) for other in others) - parameters(settings)
     wider = settings.hidden + max(0, -(-missing // (3 * settings.d_model * settings.n_layers)))
     return settings.model_copy(update={"mlp_hidden": wider})
 
@@ -207,7 +208,7 @@ def ask(model: nn.Module, task: Needles, chunk_tokens: int, count: int = ANSWERS
 def summarise(folder: Path):
     """needles.md and needles.png in ``folder``, of all models that have finished there; the newest record counts."""
     records = newest(folder)
-    records.sort(key=lambda r: MODELS.index(r["model"]))
+    records.sort(key=lambda r: r["model"])
     write_whole(folder / "needles.md", lambda path: path.write_text(table(records)))
     trained = "/".join(f"{n:,}" for n in records[0]["trained_at"])
     title = f"Needles in noise: trained at {trained} tokens, window {records[0]['settings']['window']}"

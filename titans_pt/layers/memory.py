@@ -8,10 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import MemoryConfig
-from titans_pt.kernels.memory import MemoryState, memory_read, neural_memory
+from titans_pt.kernels.memory import MemoryState, memory_read, neural_memory, unserved
+from titans_pt.kernels.memory.chunked import MAX_BLOCK
 from titans_pt.kernels.memory.state import state_dtype
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops, product
+from titans_pt.layers.sharding import Shard
 
 
 def default_step_bound(chunk_size: int) -> float:
@@ -29,6 +32,9 @@ class MemoryGates(nn.Module):
     theta = bound (1 - eta) sigmoid(.): whatever the outer loop learns, the inner loop stays inside its stable region.
     """
 
+    sharding = {"linear": Shard.COLUMN}
+    per_rank = ("n_heads",)
+
     def __init__(self, d_model: int, n_heads: int, config: MemoryConfig):
         super().__init__()
         self.n_heads, self.config = n_heads, config
@@ -38,7 +44,7 @@ class MemoryGates(nn.Module):
         self.bound = config.step_bound or default_step_bound(config.chunk_size)
         self.linear = nn.Linear(d_model, 3 * n_heads * self.layers)
 
-    def reset_parameters(self):
+    def own_initialisation(self):
         """Gates start nearly constant at their configured values."""
         starts = (self.config.theta_init, self.config.eta_init, self.config.alpha_init)
         with torch.no_grad():
@@ -65,6 +71,9 @@ class MemoryGates(nn.Module):
 class Projection(nn.Module):
     """Linear, causal convolution, SiLU, and for queries and keys unit length: (B, T, d_model) -> (B, T, H, D)."""
 
+    sharding = {"linear": Shard.COLUMN, "conv": Shard.COLUMN}
+    per_rank = ("n_heads",)
+
     def __init__(self, d_model: int, n_heads: int, conv_width: int, unit: bool):
         super().__init__()
         self.n_heads, self.unit = n_heads, unit
@@ -83,8 +92,11 @@ class MemoryNetwork(nn.Module):
     """The learned start of the memory MLP, M_0, and its LayerNorm, which the inner loop leaves alone.
 
     A module that hands out its parameters (as copies) when it is called, so that whoever shards parameters by module
-    (ZeRO-3) has them whole wherever they are used.
+    (ZeRO-3) has them whole wherever they are used. Weight decay leaves them alone: M_0 is the start of a state under a
+    LayerNorm, and the smaller it is the larger every inner step.
     """
+
+    sharding = {"": Shard.COLUMN}
 
     def __init__(self, n_heads: int, width: int, config: MemoryConfig):
         super().__init__()
@@ -96,6 +108,7 @@ class MemoryNetwork(nn.Module):
         if config.norm:
             self.norm_weight = nn.Parameter(torch.ones(n_heads, width))
             self.norm_bias = nn.Parameter(torch.zeros(n_heads, width))
+        self.no_decay = tuple(name for name, _ in self.named_parameters())
 
     def forward(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None]:
         """``depth`` weights (H, d_in, d_out), and the LayerNorm's (weight, bias), each (H, D), or None."""
@@ -119,6 +132,8 @@ class NeuralMemory(nn.Module):
     A prefix (persistent tokens) is the same for every row and document: it is written once, to a memory of its own,
     whose weights are then where every document begins. Its momentum ends with it (S_0 = 0 at a document's start).
     """
+
+    sharding = {"": Shard.ENTER, "output_norm": Shard.SUMMED}
 
     def __init__(self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float):
         super().__init__()
@@ -169,3 +184,51 @@ class NeuralMemory(nn.Module):
 
     def _normalised(self, y: Tensor) -> Tensor:
         return self.output_norm(y.to(self.output_norm.weight.dtype))
+
+    # ---- what the plan and the FLOP count ask
+
+    def flops(self) -> Flops:
+        """Per token: the projections, the gates, and every product of the exact dual form (kernels/memory/block.py) at
+        the compute block in use; the short convolutions are element-wise."""
+        width, heads = self.q.linear.in_features, self.q.n_heads
+        projections = 3 * product(width, width) + product(width, self.gates.linear.out_features)
+        block = min(self.config.chunk_size, MAX_BLOCK)
+        forward = backward = 0.0
+        for n, weights in enumerate(self._weight_flops()):
+            pull = n > 0  # the error goes down through every layer but the first
+            within = 2 * block * sum(self._shapes()[n])
+            forward += (5 + pull) * weights + within
+            backward += (10 + 2 * pull) * weights + 2 * within + 3 * weights / block
+        return projections + heads * Flops(forward, backward)
+
+    def read_flops(self) -> Flops:
+        """Per token that is read without being written, its query given."""
+        once = self.q.n_heads * sum(self._weight_flops())
+        return Flops(once, 2 * once)
+
+    def _shapes(self) -> list[tuple[int, int]]:
+        """(d_in, d_out) of each of a head's weight matrices."""
+        return [tuple(getattr(self.network, f"weight_{n}").shape[1:]) for n in range(self.config.depth)]
+
+    def _weight_flops(self) -> list[int]:
+        """Of one vector's product with each of a head's weight matrices."""
+        return [2 * a * b for a, b in self._shapes()]
+
+    def kept_state_bytes(self, length: int) -> int:
+        """Of one row of ``length`` tokens, in fp32: weights, momentum, chunk weights at every save_every-th block."""
+        one = sum(getattr(self.network, f"weight_{n}").numel() for n in range(self.config.depth))
+        blocks = -(-length // min(self.config.chunk_size, MAX_BLOCK))
+        kept = -(-blocks // (self.config.save_every or math.isqrt(blocks)))
+        return 12 * one * kept
+
+    def unserved(self, dtype: torch.dtype) -> str | None:
+        """Why the fused kernels would not serve it on a GPU, for inputs of ``dtype``; None if they would."""
+        q = torch.empty(1, 1, self.q.n_heads, self._shapes()[0][0], dtype=dtype, device="meta")
+        weights = [getattr(self.network, f"weight_{n}") for n in range(self.config.depth)]
+        return unserved(q, weights, self.config.chunk_size)
+
+    def scratch_bytes(self) -> int:
+        """Of the fused kernels, shared by all layers."""
+        from titans_pt.kernels.memory.fused.operators import SCRATCH_BYTES
+
+        return SCRATCH_BYTES

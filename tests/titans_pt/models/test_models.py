@@ -133,10 +133,10 @@ def test_activation_checkpointing_changes_nothing(model):
     model.train()
     for on in (False, True):
         model.zero_grad()
-        model.set_activation_checkpointing(on)
+        model.blocks.set_activation_checkpointing(on)
         model(ids)[0].square().sum().backward()
         grads.append([p.grad.clone() for p in model.parameters()])
-    model.set_activation_checkpointing(False)
+    model.blocks.set_activation_checkpointing(False)
     model.eval()
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
