@@ -91,7 +91,7 @@ def test_version_and_help(capsys):
     ("train", "Missing argument 'CONFIG' (see titans train --help)"),
     ("plan c.yaml --rank 2", "No such option '--rank'. Did you mean '--ranks'? (see titans plan --help)"),
     ("inspect run", "Missing option '--text' (see titans inspect --help)"),
-    ("evaluate run --suite taste", "Invalid value for '--suite': 'taste' is not one of 'perplexity', 'needle',"),
+    ("completion tcsh", "Invalid value for 'SHELL': 'tcsh' is not one of 'bash', 'zsh', 'fish' (see titans completion"),
     ("generate run --prompt a b=1", "Got unexpected extra argument (b=1) (see titans generate --help)"),
     ("data inspect c.yaml --sample 1 --step", "Option '--step' requires an argument"),
 ])  # fmt: skip

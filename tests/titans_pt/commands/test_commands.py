@@ -106,7 +106,7 @@ def test_a_completion_script_asks_titans(shell, capsys):
     ("titans c", ["checkpoint", "compare", "completion"]),
     ("titans checkpoint ", ["list", "prune", "verify"]),
     ("titans plan c.yaml a=1 --", ["--ranks", "--memory", "--help"]),
-    ("titans evaluate run --suite p", ["perplexity"]),
+    ("titans completion z", ["zsh"]),
 ])  # fmt: skip
 def test_what_is_completed(typed, completed, monkeypatch, capsys):
     monkeypatch.setenv(commands.COMPLETION, "bash_complete")

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.image import imread
 
 import titans_pt.evaluation
-from tests.command_line import parsed
+from titans_pt import cli
 from titans_pt.config import EvaluationConfig
 from titans_pt.errors import UserError
 from titans_pt.evaluation import evaluate
