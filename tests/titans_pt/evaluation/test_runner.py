@@ -130,7 +130,10 @@ def test_says_what_is_wrong(copying):
     assert titans_pt.evaluation.__all__ == ["evaluate", "generate"]
 
 
-def test_suites_are_those_of_the_command_line():
+def test_the_command_names_the_suites(capsys):
+    assert cli.run(["evaluate", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"for language {', '.join(Language.suites)} (default: the first two)" in text
+    assert list(Language.suites)[:2] == list(Language.usual)
     for suite in Language.suites:
-        assert parsed("evaluate", "run", "--suite", suite)["suite"] == suite
         assert suite in EvaluationConfig.model_fields
