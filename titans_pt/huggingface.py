@@ -185,7 +185,7 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
         UserError: what ``load_run`` finds wrong with the run.
     """
     run, folder = load_run(run_dir, step, precision="fp32"), Path(folder)
-    tokenizer = TitansTokenizer(str(run.folder.tokenizer), run.config.data.tokenizer.eos_token)
+    tokenizer = TitansTokenizer(str(run.tokenizer.path), run.config.data.tokenizer.eos_token)
     config = TitansConfig(
         run.config.model_dump(mode="json"), run.step, run.checkpoint_hash,
         eos_token_id=run.tokenizer.eos_id, dtype="float32",
