@@ -6,7 +6,6 @@ A :class:`Tokenizer` knows the bytes of each of its pieces, so that decoding is 
 import codecs
 import hashlib
 import io
-import os
 import re
 import shutil
 from abc import ABC, abstractmethod
@@ -18,6 +17,7 @@ import sentencepiece
 
 from titans_pt.data_pipeline.sources import replace_surrogates
 from titans_pt.errors import UserError
+from titans_pt.tools.files import write_atomically
 
 FILES = ("tokenizer.model", "tokenizer.json")
 """Names of a tokenizer in a folder of token files or of a run: SentencePiece's, Hugging Face's."""
@@ -227,12 +227,9 @@ def train_tokenizer(texts: Iterable[str], out_path: str | Path, vocab_size: int,
     except RuntimeError as error:
         raise failures[0] if failures else _explain(str(error), vocab_size) from None
     out_path = Path(out_path)
-    part = out_path.with_name(out_path.name + ".part")
     try:
-        part.write_bytes(model.getvalue())
-        os.replace(part, out_path)
+        write_atomically(out_path, lambda temporary: temporary.write_bytes(model.getvalue()))
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UserError(f"tokenizer {out_path}: cannot be written: {error.strerror}; free space or choose another "
                         "data.dir") from None
     return Tokenizer.load(out_path)

@@ -161,8 +161,10 @@ def test_model_without_end_of_text(tmp_path, texts):
 
 
 def test_unwritable_output(tmp_path, texts):
+    (tmp_path / "no folder").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        train_tokenizer(texts, tmp_path / "no" / "folder.model", 300, 5000)
+        train_tokenizer(texts, tmp_path / "no folder" / "tokenizer.model", 300, 5000)
+
 
 # ---- a real model of 32,000 pieces, and real text
 

@@ -103,7 +103,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     def full(_descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("titans_pt.state.os.fsync", full)
+    monkeypatch.setattr("titans_pt.tools.files.os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         save_state([2], path)
     assert load_state(path) == [1] and list(tmp_path.iterdir()) == [path]

@@ -24,8 +24,8 @@ from titans_pt.evaluation import babi
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill, ids_after
 from titans_pt.evaluation.long_context import LongContext, Sample
 from titans_pt.evaluation.packages import sentences
-from titans_pt.evaluation.records import digest
 from titans_pt.run import LoadedRun, RunFolder
+from titans_pt.tools.records import digest
 
 SENTENCE_TOKENS = 10
 """Shorter sentences of the text are left out."""

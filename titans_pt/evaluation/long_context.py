@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import BabilongConfig, Config, NeedleConfig
-from titans_pt.evaluation.plots import plot_accuracy, plot_cost, plot_heat
-from titans_pt.evaluation.records import digest, wilson
+from titans_pt.evaluation.plots import plot_cost, plot_heat
 from titans_pt.evaluation.stream import device_of, greedy, prefill
 from titans_pt.run import LoadedRun
 from titans_pt.state import fork, load_state, read_about, save_state, state_bytes
+from titans_pt.tools.plots import plot_accuracy
+from titans_pt.tools.records import digest
+from titans_pt.tools.statistics import wilson
 
 
 @dataclass(frozen=True)

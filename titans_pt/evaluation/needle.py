@@ -25,8 +25,8 @@ from titans_pt.errors import UserError
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill, ids_after
 from titans_pt.evaluation.long_context import LongContext, Sample
 from titans_pt.evaluation.packages import ESSAYS, fetch, sentences
-from titans_pt.evaluation.records import digest
 from titans_pt.run import LoadedRun
+from titans_pt.tools.records import digest
 
 Kind = Literal["words", "numbers", "uuids"]
 HEAD = (

@@ -13,9 +13,10 @@ from tqdm import tqdm
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.evaluation.records import RecordFile, read_records, write_whole
 from titans_pt.evaluation.stream import best_device
 from titans_pt.run import LoadedRun, load_run
+from titans_pt.tools.files import write_text
+from titans_pt.tools.records import RecordFile, read_records
 from titans_pt.wandb_log import WandbLog
 
 SUITES = {
@@ -135,7 +136,7 @@ def _summarise(
         whole[evaluation.name] = {"settings": settings, **summary}
         lines += ["", evaluation.table(summary)]
         files += [*_parts(folder, evaluation.name), *evaluation.plots(summary, run.folder.plots, title)]
-    write_whole(path, lambda temporary: temporary.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8"))
+    write_text(path, json.dumps(whole, indent=2) + "\n")
     lines += ["", "files:", *(f"  {file}" for file in files)]
     print("\n".join(lines), flush=True)
     if config.wandb.evaluation:

@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 from titans_pt.config import MEMORY_MIXERS, Config, ModelConfig, config_hash
 from titans_pt.errors import UserError
-from titans_pt.evaluation.plots import plot_accuracy
-from titans_pt.evaluation.records import digest, wilson, write_whole
 from titans_pt.experiments.mqar import Samples
 from titans_pt.experiments.recall import EVALUATION_SEED, REPORT_EVERY, answers, fit, newest, once
 from titans_pt.models import build_model
+from titans_pt.tools.files import write_text
+from titans_pt.tools.plots import plot_accuracy
+from titans_pt.tools.records import digest
+from titans_pt.tools.statistics import wilson
 
 MARK, ASK = 0, 1
 CONTROL = "swa"
@@ -208,7 +210,7 @@ def summarise(folder: Path):
     """needles.md and needles.png in ``folder``, of all models that have finished there; the newest record counts."""
     records = newest(folder)
     records.sort(key=lambda r: MODELS.index(r["model"]))
-    write_whole(folder / "needles.md", lambda path: path.write_text(table(records)))
+    write_text(folder / "needles.md", table(records))
     trained = "/".join(f"{n:,}" for n in records[0]["trained_at"])
     title = f"Needles in noise: trained at {trained} tokens, window {records[0]['settings']['window']}"
     plot_accuracy({r["model"].upper(): r["by_length"] for r in records}, folder / "needles.png", title)

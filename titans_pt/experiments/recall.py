@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from titans_pt.config import MEMORY_MIXERS, Config, ModelConfig, TrainConfig, config_hash
 from titans_pt.errors import UserError
-from titans_pt.evaluation.records import RecordFile, digest, read_records, write_whole
 from titans_pt.experiments.mqar import MQAR
 from titans_pt.models import build_model
+from titans_pt.tools.files import write_text
+from titans_pt.tools.plots import new_figure, save_figure
+from titans_pt.tools.records import RecordFile, digest, read_records
 from titans_pt.training.engine import parameter_groups
 from titans_pt.training.schedule import learning_rate
 
@@ -205,7 +207,7 @@ def summarise(folder: Path):
     records = newest(folder)
     order = list(itertools.product(CHANGES, MEMORY_MIXERS))
     records.sort(key=lambda r: order.index((r["change"], r["model"])))
-    write_whole(folder / "recall.md", lambda path: path.write_text(table(records)))
+    write_text(folder / "recall.md", table(records))
     plot(records, folder / "recall.png")
     print(table(records), end="")
     print(f"{folder / 'recall.md'}, {folder / 'recall.png'}")
@@ -226,9 +228,7 @@ def table(records: list[dict]) -> str:
 
 def plot(records: list[dict], path: Path):
     """Accuracy against steps, against pairs and against distance, one line a variant; ablations in the first alone."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13.0, 4.2), layout="constrained")
+    figure = new_figure(13.0, 4.2)
     learning, pairs, distance = figure.subplots(1, 3, sharey=True)
     inks = dict(zip(MEMORY_MIXERS, ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=True))
     dashes = dict(zip(CHANGES, ("-", ":", "--", "-.", (0, (5, 1)), (0, (1, 3)), (0, (3, 1, 1, 1))), strict=True))
@@ -250,4 +250,4 @@ def plot(records: list[dict], path: Path):
     for axes in (learning, pairs, distance):
         axes.grid(alpha=0.3)
         axes.set_ylim(-3, 103)
-    write_whole(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+    save_figure(figure, path)

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from titans_pt.tools.plots import new_figure, save_figure
+
 
 def plot_loss(records: list[dict[str, Any]], unigram_loss: float | None, path: Path):
     """Draws training and validation loss (nats per token) over steps, and the unigram baseline, as a PNG.
@@ -11,9 +13,7 @@ def plot_loss(records: list[dict[str, Any]], unigram_loss: float | None, path: P
         records: of metrics.jsonl.
         unigram_loss: loss of predicting every token by its frequency alone: what a model must beat to have learned.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps global state and picks a display
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = new_figure(8, 5)
     axes = figure.add_subplot()
     for kind, key, label, style in (
         ("train", "loss", "training", {"linewidth": 1}),
@@ -27,5 +27,4 @@ def plot_loss(records: list[dict[str, Any]], unigram_loss: float | None, path: P
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)
