@@ -121,3 +121,12 @@ def tiny(prepared, tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def recurrent():
+    """A small model with a state, for tests that need no memory."""
+    from tests.stand_ins import Recurrent
+
+    torch.manual_seed(0)
+    return Recurrent().eval()

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from titans_pt.config import BabilongConfig, Config, NeedleConfig
 from titans_pt.evaluation.plots import plot_cost, plot_heat
-from titans_pt.evaluation.stream import device_of, greedy, prefill
 from titans_pt.run import LoadedRun
-from titans_pt.state import fork, load_state, read_about, save_state, state_bytes
+from titans_pt.state import load_state, read_about, save_state, state_bytes
+from titans_pt.streaming import continuation_logits, device_of, greedy, prefill
 from titans_pt.tools.plots import plot_accuracy
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import wilson
@@ -37,19 +37,6 @@ class Sample:
     """What a model loses on the answer when it knows what kind of answer comes, and not which."""
     log: dict[str, Any] = field(default_factory=dict)
     """What else the record is to say."""
-
-
-@torch.no_grad()
-def continuation_logits(model: nn.Module, last_logits: Tensor, state: Any, ids: list[int]) -> Tensor:
-    """The logits (n, V) from which each of n given tokens behind a prompt would be chosen; ``state`` is left as it is.
-
-    Args:
-        last_logits: (1, V), and the state behind them, as :func:`prefill` returns.
-    """
-    if len(ids) <= 1:
-        return last_logits[: len(ids)]
-    more, _ = model(torch.tensor([ids[:-1]], device=last_logits.device), fork(state))
-    return torch.cat([last_logits, more[0]])
 
 
 def answer_nll(model: nn.Module, last_logits: Tensor, state: Any, answer_ids: list[int]) -> float:

@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.evaluation.stream import best_device
 from titans_pt.run import LoadedRun, load_run
+from titans_pt.streaming import best_device
 from titans_pt.tools.files import write_text
 from titans_pt.tools.records import RecordFile, read_records
 from titans_pt.wandb_log import WandbLog

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from titans_pt.data_pipeline import StreamDecoder
 from titans_pt.errors import UserError
-from titans_pt.evaluation.stream import best_device, device_of
 from titans_pt.inspection.inspection import Inspection
 from titans_pt.inspection.picture import draw
 from titans_pt.inspection.table import table
 from titans_pt.layers.watch import MemoryFigures, watch_memories
 from titans_pt.run import load_run
+from titans_pt.streaming import best_device, device_of
 from titans_pt.tools.files import write_atomically
 
 PIECE = 512

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.stand_ins import Characters, Scripted, copies
 from tests.untrained import untrained_run
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import evaluate, needle
 from titans_pt.run import load_run
-
-from .conftest import Characters, Scripted, copies
 
 lm_eval = pytest.importorskip("lm_eval")
 

@@ -11,15 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.stand_ins import ESSAY, Characters, OverLines, Recurrent, Scripted, copies
 from titans_pt.config import NEEDLE_TASKS, Config
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import needle
 from titans_pt.evaluation.haystack import Haystack, prompt_text
 from titans_pt.evaluation.long_context import answer_nll
-from titans_pt.evaluation.stream import prefill
-
-from .conftest import ESSAY, Characters, OverLines, Recurrent, Scripted, copies
+from titans_pt.streaming import prefill
 
 NEW = 10
 
