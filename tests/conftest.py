@@ -18,8 +18,8 @@ if not torch.cuda.is_available():
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
-LONGEST = ("test_processes", "test_faults", "test_matrix", "test_watch", "test_compile", "test_memory", "test_training",
-           "test_operators", "test_equality")  # fmt: skip
+LONGEST = ("test_processes", "test_faults", "test_matrix", "test_watchdog", "test_compile", "test_memory",
+           "test_training", "test_operators", "test_equality")  # fmt: skip
 """Files that take longest come first: side by side, no process is then left with one of them at the end."""
 
 

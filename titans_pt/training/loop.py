@@ -21,6 +21,7 @@ from titans_pt.evaluation import runner
 from titans_pt.models import build_model
 from titans_pt.models.flops import model_flops
 from titans_pt.run import RunFolder, load_weights
+from titans_pt.training.background import BackgroundTask
 from titans_pt.training.engine import Engine
 from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
 from titans_pt.training.plan import make_plan
@@ -29,10 +30,9 @@ from titans_pt.training.probes import memory_probe
 from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch
 from titans_pt.training.ranks import Ranks, process_group
 from titans_pt.training.resume import find_start
-from titans_pt.training.saving import Background
 from titans_pt.training.schedule import learning_rate
 from titans_pt.training.signals import StopSignals
-from titans_pt.training.watch import Watch
+from titans_pt.training.watchdog import Watchdog
 from titans_pt.wandb_log import WandbLog
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def train(config: Config) -> int:
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group(config.train.timeout))
         signals = stack.enter_context(StopSignals())
-        watch = stack.enter_context(Watch(ranks, config.train.timeout))
+        watch = stack.enter_context(Watchdog(ranks, config.train.timeout))
         ranks.on_first(lambda: _announce(config, ranks))  # before anything is written
         files = TokenFiles.open(config)
         folder = RunFolder(config.run.dir)
@@ -64,7 +64,8 @@ class Trainer:
     """A run in progress. Everything that changes from step to step is in its plain attributes."""
 
     def __init__(
-        self, config: Config, folder: RunFolder, files: TokenFiles, ranks: Ranks, signals: StopSignals, watch: Watch
+        self, config: Config, folder: RunFolder, files: TokenFiles, ranks: Ranks, signals: StopSignals,
+        watch: Watchdog,
     ):
         self.config, self.folder, self.files, self.ranks = config, folder, files, ranks
         self.signals, self.watch = signals, watch
@@ -88,7 +89,7 @@ class Trainer:
         if config.evaluation.every:
             runner.check(config.evaluation.suites)
         self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
-        self.saving = Background()
+        self.saving = BackgroundTask()
 
         self.engine = self._build_engine(path, state)
         self.batch_samples = train.batch_tokens // data.seq_len
