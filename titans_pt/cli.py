@@ -227,11 +227,11 @@ def _recall(options: argparse.Namespace):
 
 def _needles(options: argparse.Namespace):
     config = load_config(options.config, options.overrides)
-    from titans_pt.experiments.needles import Curriculum, Needles, needles
+    from titans_pt.experiments.needles_in_noise import Curriculum, NeedlesInNoise, train_and_ask
 
     curriculum = Curriculum(options.lengths)
-    task = Needles(config.model.vocab_size, min(curriculum.lengths), options.needles)
-    needles(config, options.models.split(","), task, curriculum, options.asked)
+    task = NeedlesInNoise(config.model.vocab_size, min(curriculum.lengths), options.needles)
+    train_and_ask(config, options.models.split(","), task, curriculum, options.asked)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

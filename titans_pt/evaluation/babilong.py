@@ -23,7 +23,7 @@ from titans_pt.errors import UserError
 from titans_pt.evaluation import babi
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill, ids_after
 from titans_pt.evaluation.long_context import LongContext, Sample
-from titans_pt.evaluation.packages import sentences
+from titans_pt.evaluation.sentences import sentences
 from titans_pt.run import LoadedRun, RunFolder
 from titans_pt.tools.records import digest
 

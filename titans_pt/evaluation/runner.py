@@ -21,9 +21,9 @@ from titans_pt.wandb_log import WandbLog
 
 SUITES = {
     "perplexity": "titans_pt.evaluation.perplexity:Perplexity",
-    "needle": "titans_pt.evaluation.needle:Needle",
+    "needle": "titans_pt.evaluation.ruler:RulerNeedles",
     "babilong": "titans_pt.evaluation.babilong:Babilong",
-    "commonsense": "titans_pt.evaluation.harness:Commonsense",
+    "commonsense": "titans_pt.evaluation.commonsense:Commonsense",
 }
 """By name; imported when they are asked for. Each is made with (run, config) and has ``keys``, one for each of its
 jobs, and

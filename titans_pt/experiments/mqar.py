@@ -12,30 +12,14 @@ What is asked: the value behind each key of the third part. Differences from Zoo
 - every key is asked once and the filler is token 0 throughout: both as in Zoology's own experiments.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from titans_pt.errors import UserError
+from titans_pt.experiments.study import Samples
 
 FILLER = 0
-
-
-class Samples(ABC):
-    """A task whose samples are pure functions of (seed, index)."""
-
-    @abstractmethod
-    def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids (length,) int64, and the places (P,) of the keys that are asked; the answer stands behind each."""
-
-    def batch(self, seed: int, first: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Samples first .. first + rows - 1: ids (rows, length) and places (rows, P), both int64."""
-        samples = [self.sample(seed, first + row) for row in range(rows)]
-        ids, places = (np.stack(part) for part in zip(*samples, strict=True))
-        return torch.from_numpy(ids), torch.from_numpy(places)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from tests.stand_ins import EOS, ESSAY, Characters, Scripted
 from titans_pt.config_file import load_config
 from titans_pt.data_pipeline.indexed import IndexedDataset, IndexedWriter
 from titans_pt.data_pipeline.tokenizer import train_tokenizer
-from titans_pt.evaluation import babilong, generation, needle, perplexity, runner
+from titans_pt.evaluation import babilong, generation, perplexity, ruler, runner
 from titans_pt.run import LoadedRun
 
 
@@ -25,7 +25,7 @@ def essays(tmp_path, monkeypatch):
     def simple(text):
         return re.split(r"(?<=[.!?]) (?=[A-Z])", text)
 
-    monkeypatch.setattr(needle, "sentences", simple)
+    monkeypatch.setattr(ruler, "sentences", simple)
     monkeypatch.setattr(babilong, "sentences", simple)
     return folder
 
@@ -34,8 +34,8 @@ def essays(tmp_path, monkeypatch):
 def sentencepiece(tmp_path_factory):
     """The project's own tokenizer, small, trained on text like that of the tasks."""
     random = Random(0)
-    texts = [f"{ESSAY} {needle.NEEDLE} {needle.NOISE}\n{needle.HEAD}\n{needle.QUESTION} {needle.PREFIX}"]
-    texts += [needle.draw(kind, random) for kind in ("words", "numbers", "uuids") for _ in range(200)]
+    texts = [f"{ESSAY} {ruler.NEEDLE} {ruler.NOISE}\n{ruler.HEAD}\n{ruler.QUESTION} {ruler.PREFIX}"]
+    texts += [ruler.draw(kind, random) for kind in ("words", "numbers", "uuids") for _ in range(200)]
     return train_tokenizer(texts, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", 500, 10**6)
 
 

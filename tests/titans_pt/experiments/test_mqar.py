@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from titans_pt import cli
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
-from titans_pt.experiments import recall
+from titans_pt.experiments import recall, study
 from titans_pt.experiments.mqar import FILLER, MQAR
 from titans_pt.models import build_model
 
@@ -90,7 +90,7 @@ def test_memory_off_sees_nothing_of_the_pairs(name):
 def test_memory_off_leaves_every_parameter_a_gradient():
     torch.manual_seed(0)
     model = build_model(recall.Variant("lmm", "memory off").config(load_config(CONFIG).model))
-    recall.answers(model, *MQAR().batch(0, 0, 2))[0].backward()
+    study.answers(model, *MQAR().batch(0, 0, 2))[0].backward()
     assert all(p.grad is not None for p in model.parameters())
 
 

