@@ -28,7 +28,7 @@ from titans_pt.config import DataConfig
 from titans_pt.data_pipeline import sources
 from titans_pt.data_pipeline.indexed import token_dtype
 from titans_pt.data_pipeline.sources import Document, Part
-from titans_pt.data_pipeline.tokenizer import Tokenizer
+from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.tools.files import flush_to_disk
 
@@ -246,7 +246,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 @lru_cache(1)
 def _tokenizer(path: Path, eos_token: str | None) -> Tokenizer:
     """Kept from part to part: a large one takes a second to read."""
-    return Tokenizer.load(path, eos_token)
+    return load_tokenizer(path, eos_token)
 
 
 class _TableWriter:
@@ -273,7 +273,9 @@ class _TableWriter:
 
 def write_json(path: Path, value: dict) -> None:
     """Writes one JSON object, and waits until it is on the disk."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
     flush_to_disk(path)
 
 

@@ -29,7 +29,7 @@ from titans_pt.data_pipeline import sources
 from titans_pt.data_pipeline.merge import SPLITS, merge
 from titans_pt.data_pipeline.parts import Job, document_hash, held_out, write_json, write_parts
 from titans_pt.data_pipeline.sources import Document
-from titans_pt.data_pipeline.tokenizer import Tokenizer, saved_tokenizer, train_tokenizer
+from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer, saved_tokenizer, train_tokenizer
 from titans_pt.errors import UserError
 
 FORMAT = 2
@@ -146,7 +146,7 @@ def _settings(data: DataConfig, vocab_size: int) -> dict:
 def _fingerprint(config: Config) -> str:
     given = config.data.tokenizer
     parts = [FORMAT, sources.PART_BYTES, _settings(config.data, config.model.vocab_size)]
-    parts += [given.path and Tokenizer.load(given.path, given.eos_token).sha256]
+    parts += [given.path and load_tokenizer(given.path, given.eos_token).sha256]
     parts += [sources.fingerprint(source) for source in config.data.sources]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -205,10 +205,10 @@ def _tokenizer(config: Config, build: Path) -> Tokenizer:
             if given.path is None:
                 train_tokenizer(_sample(config.data), Path(scratch) / path.name, size, given.train_characters)
             else:
-                path = build / Tokenizer.load(given.path, given.eos_token).save(Path(scratch)).name
+                path = build / load_tokenizer(given.path, given.eos_token).save(Path(scratch)).name
             for file in sorted(Path(scratch).iterdir(), key=lambda file: file.name == path.name):
                 os.replace(file, build / file.name)
-    tokenizer = Tokenizer.load(path, given.eos_token)
+    tokenizer = load_tokenizer(path, given.eos_token)
     if tokenizer.vocab_size != size:
         raise UserError(f"model.vocab_size: given {size}, but the tokenizer {given.path} has {tokenizer.vocab_size}: "
                         f"set model.vocab_size={tokenizer.vocab_size}, or another data.tokenizer.path")

@@ -44,7 +44,7 @@ class RunFolder:
     @property
     def tokenizer(self) -> Path:
         """tokenizer.model or tokenizer.json, whichever the run was trained with."""
-        from titans_pt.data_pipeline.tokenizer import saved_tokenizer
+        from titans_pt.data_pipeline import saved_tokenizer
 
         return saved_tokenizer(self.path)
 
@@ -113,9 +113,9 @@ class RunFolder:
         self.config.write_text(f"# sha256 of the settings: {config_hash(config)}\n{resolved_yaml(config)}")
         self.versions.write_text(json.dumps(versions(), indent=1) + "\n")
         if Path(tokenizer).resolve() != self.tokenizer.resolve():
-            from titans_pt.data_pipeline import Tokenizer
+            from titans_pt.data_pipeline import load_tokenizer
 
-            Tokenizer.load(tokenizer, config.data.tokenizer.eos_token).save(self.path)
+            load_tokenizer(tokenizer, config.data.tokenizer.eos_token).save(self.path)
 
 
 def versions() -> dict[str, str]:
@@ -166,7 +166,7 @@ def load_run(
     Raises:
         UserError: not a run folder, no checkpoint, a damaged one, another tokenizer or model than it was trained with.
     """
-    from titans_pt.data_pipeline import Tokenizer
+    from titans_pt.data_pipeline import load_tokenizer
     from titans_pt.models import build_model
 
     folder = RunFolder(path)
@@ -192,7 +192,7 @@ def load_run(
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     return LoadedRun(
         folder, config, model.to(device, dtype).eval(),
-        Tokenizer.load(folder.tokenizer, config.data.tokenizer.eos_token), state.step,
+        load_tokenizer(folder.tokenizer, config.data.tokenizer.eos_token), state.step,
         checkpoints.checkpoint_hash(checkpoint), precision,
     )  # fmt: skip
 

@@ -19,11 +19,11 @@ from titans_pt.run import RunFolder, differences, load_run
 @pytest.fixture
 def run(tiny, prepared, tmp_path):
     """A run folder with one checkpoint, at step 3, and the weights in it."""
-    from titans_pt.data_pipeline import Tokenizer
+    from titans_pt.data_pipeline import load_tokenizer
 
     config = load_config(tiny())
     folder = RunFolder(config.run.dir)
-    tokenizer = Tokenizer.load(prepared / "tokenizer.model")
+    tokenizer = load_tokenizer(prepared / "tokenizer.model")
     with folder.lock():
         folder.write_settings(config, tokenizer.path)
     weights = {name: p.detach().clone() for name, p in build_model(config.model).named_parameters()}

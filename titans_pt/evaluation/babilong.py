@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 from titans_pt.config import Config, SourceConfig
 from titans_pt.config_file import load_config
-from titans_pt.data_pipeline import Tokenizer
+from titans_pt.data_pipeline import load_tokenizer
 from titans_pt.data_pipeline.sources import documents
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babi
@@ -182,7 +182,7 @@ def write_documents(run_dir: str | Path, overrides: Sequence[str], samples: int,
     section = config.evaluation.babilong
     changed = section.model_copy(update={"wording": "plain", "seed": section.seed + 1, "samples": samples})
     evaluation = config.evaluation.model_copy(update={"babilong": changed})
-    tokenizer = Tokenizer.load(folder_of_run.tokenizer)
+    tokenizer = load_tokenizer(folder_of_run.tokenizer)
     maker = Babilong(
         SimpleNamespace(tokenizer=tokenizer, identity=""), config.model_copy(update={"evaluation": evaluation})
     )

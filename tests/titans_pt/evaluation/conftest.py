@@ -10,7 +10,7 @@ import pytest
 from tests.stand_ins import EOS, ESSAY, Characters, Scripted
 from titans_pt.config_file import load_config
 from titans_pt.data_pipeline.indexed import IndexedDataset, IndexedWriter
-from titans_pt.data_pipeline.tokenizer import train_tokenizer
+from titans_pt.data_pipeline.tokenizers import train_tokenizer
 from titans_pt.evaluation import babilong, generation, perplexity, ruler, runner
 from titans_pt.run import LoadedRun
 

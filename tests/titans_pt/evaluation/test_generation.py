@@ -5,7 +5,7 @@ import torch
 
 from tests.stand_ins import Recurrent, Scripted
 from titans_pt import streaming
-from titans_pt.data_pipeline.tokenizer import StreamDecoder
+from titans_pt.data_pipeline.tokenizers import StreamDecoder
 from titans_pt.errors import UserError
 from titans_pt.evaluation import generation
 
