@@ -11,7 +11,7 @@ import numpy as np
 
 from titans_pt.config import Config
 from titans_pt.data_pipeline.indexed import IndexedDataset, document_begins
-from titans_pt.data_pipeline.prepare import changed_setting, read_manifest, streams
+from titans_pt.data_pipeline.manifest import changed_setting, read_manifest, streams
 from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer, saved_tokenizer
 from titans_pt.errors import UserError
 
