@@ -44,7 +44,7 @@ def streams(data: DataConfig) -> list[str]:
 
 
 def content_settings(data: DataConfig, vocab_size: int) -> dict:
-    """The settings that decide what is in the token files, by path. Weights may change without making them anew."""
+    """The settings that decide what is in the token files, by path. Weights may change without making them again."""
     return {
         "model.vocab_size": vocab_size,
         "data.sources": [s.model_dump(mode="json", exclude={"weight"}, exclude_defaults=True) for s in data.sources],

@@ -37,7 +37,7 @@ def prefill(model: nn.Module, ids: Tensor, chunk_tokens: int, state: Any = None)
     Args:
         ids: (B, T) integers on any device, T >= 1.
         chunk_tokens: tokens of a piece; it changes speed and memory, not the result.
-        state: what an earlier call returned, to go on from; None starts afresh.
+        state: what an earlier call returned, to continue from; None starts afresh.
 
     Returns:
         logits of the last token (B, V), and the state after it.

@@ -32,7 +32,7 @@ class Sample:
     """(T,) integers, on the CPU."""
     expected: list[str]
     answer_ids: list[int] | None
-    """The tokens of the right answer behind the prompt; None where several answers are right."""
+    """The tokens of the right answer after the prompt; None where several answers are right."""
     chance_nats: float | None
     """What a model loses on the answer when it knows what kind of answer comes, and not which."""
     log: dict[str, Any] = field(default_factory=dict)
@@ -40,14 +40,14 @@ class Sample:
 
 
 def answer_nll(model: nn.Module, last_logits: Tensor, state: Any, answer_ids: list[int]) -> float:
-    """Mean negative log-likelihood (nats a token) of the answer behind a prompt."""
+    """Mean negative log-likelihood (nats a token) of the answer after a prompt."""
     logits = continuation_logits(model, last_logits, state, answer_ids)
     return float(F.cross_entropy(logits.float(), torch.tensor(answer_ids, device=logits.device)))
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known of reading a prompt: the last logits (1, V), the state behind it, and what it took."""
+    """What is known of reading a prompt: the last logits (1, V), the state after it, and what it took."""
 
     logits: Tensor
     state: Any
@@ -58,7 +58,7 @@ class Reading:
 def read(model: nn.Module, ids: Tensor, chunk_tokens: int, save_every: int, path: Path) -> Reading:
     """:func:`prefill` of one prompt in stretches, with the state kept in ``path`` after each but the last.
 
-    A process that is killed goes on from there when it is started again with the same arguments; ``path`` must stand
+    A process that is killed continues from there when it is started again with the same arguments; ``path`` must stand
     for model and prompt. It is gone when the prompt has been read.
 
     Args:

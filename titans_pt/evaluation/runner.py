@@ -46,7 +46,7 @@ def evaluate(
     """Runs the evaluations of a run's checkpoint and writes what they find.
 
     ``RUN/evaluation/step-XXXXXXXX/`` gets ``NAME.jsonl``, a line a job, and ``summary.json``; ``RUN/plots/`` the
-    figures. Jobs whose line is there already are not done again, so a killed evaluation goes on where it stopped.
+    figures. Jobs whose line is there already are not done again, so a killed evaluation continues where it stopped.
     Under torchrun job i is rank i % world's; ranks above 0 write ``NAME-rankR.jsonl``, and the one that finds all
     jobs done, the last, writes the summary. Nothing is sent between ranks: they only share the folder.
 

@@ -65,7 +65,7 @@ class NeedlesInNoise(Samples):
         return 1 / (self.vocabulary // 4)
 
     def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids (length,) int64 and the places (needles,) of the asked keys, ascending; the answer stands behind each.
+        """ids (length,) int64 and the places (needles,) of the asked keys, ascending; the answer follows each.
 
         Equal arguments give equal samples, whatever was drawn before.
         """

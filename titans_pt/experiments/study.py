@@ -28,7 +28,7 @@ class Samples(ABC):
 
     @abstractmethod
     def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids (length,) int64, and the places (P,) of the keys that are asked; the answer stands behind each."""
+        """ids (length,) int64, and the places (P,) of the keys that are asked; the answer follows each."""
 
     def batch(self, seed: int, first: int, rows: int) -> tuple[Tensor, Tensor]:
         """Samples first .. first + rows - 1: ids (rows, length) and places (rows, P), both int64."""
@@ -82,7 +82,7 @@ def fit(
 
 
 def answers(model: nn.Module, ids: Tensor, places: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
-    """ids (B, T), places (B, P) of keys -> mean loss of the values behind them, and (B, P) bool: the best guess is it.
+    """ids (B, T), places (B, P) of keys -> mean loss of the values after them, and (B, P) bool: the best guess is it.
 
     Nothing but the answers counts: the loss of all other tokens is that of random draws.
     """
