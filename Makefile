@@ -1,5 +1,6 @@
 # make quickstart: install, prepare text, train a small Titans, resume it, evaluate it, draw the plots
 # make test:       install, run the tests
+# make settings:   write configs/schema.json and docs/settings.md again, after a change of titans_pt/config.py
 PYTHON ?= python3
 # The CPU build; on a GPU node name your own, e.g. make install TORCH=torch==2.11.0
 TORCH ?= torch==2.13.0
@@ -13,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 # DeepSpeed compiles nothing here and must not look for a GPU compiler while it installs.
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 
-.PHONY: install quickstart test lint clean
+.PHONY: install quickstart test lint settings clean
 
 install: $(INSTALLED)
 
@@ -50,6 +51,9 @@ test: install
 
 lint: install
 	$(BIN)/ruff check .
+
+settings: install
+	$(BIN)/python -m titans_pt.config_docs
 
 clean:
 	rm -rf $(VENV) build *.egg-info

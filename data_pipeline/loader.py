@@ -1,12 +1,12 @@
 """Samples to batches of tensors, read ahead while the model computes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
 
-from titans_pt.data_pipeline.packing import Mixture, PackedSamples
 from titans_pt.errors import UserError
 
 
@@ -14,16 +14,16 @@ class Loader:
     """One rank's part of each global batch; the batches do not depend on how many ranks there are.
 
     Args:
-        samples: the samples. micro_batch: B, samples a rank puts through the model at once.
-        rank, world_size: of the data-parallel group. batch_samples: samples of one optimiser step, all ranks together.
+        samples: ``sample(position)`` gives a tuple of arrays, ``seq_len`` steps long.
+        micro_batch: B, samples a rank puts through the model at once.
+        rank, world_size: of the data-parallel group.
+        batch_samples: samples of one optimiser step, all ranks together.
 
     Raises:
         UserError: batch_samples does not divide into micro-batches of all ranks.
     """
 
-    def __init__(
-        self, samples: PackedSamples | Mixture, micro_batch: int, rank: int, world_size: int, batch_samples: int
-    ):
+    def __init__(self, samples: Any, micro_batch: int, rank: int, world_size: int, batch_samples: int):
         if batch_samples % (micro_batch * world_size):
             raise UserError(_indivisible(batch_samples, micro_batch, world_size, samples.seq_len))
         self.samples, self.micro_batch, self.rank = samples, micro_batch, rank
@@ -33,11 +33,11 @@ class Loader:
         self._pool = ThreadPoolExecutor(1, "loader")
         self._ahead: tuple[int, Future] | None = None
 
-    def batches(self, consumed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def batches(self, consumed: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yields this rank's ``micro_steps`` parts of the global batch at positions consumed + [0, batch_samples).
 
         Yields:
-            ids: int64 (B, T + 1). reset: bool (B, T). On the CPU, in pinned memory if there is a GPU.
+            the samples' arrays, stacked. On the CPU, in pinned memory if there is a GPU.
         """
         ahead, self._ahead = self._ahead, None
         batch = ahead[1].result() if ahead and ahead[0] == consumed else self._load(consumed)
@@ -50,13 +50,17 @@ class Loader:
         start = consumed + (micro_step * self.world_size + self.rank) * self.micro_batch
         return range(start, start + self.micro_batch)
 
-    def _load(self, consumed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _load(self, consumed: int) -> list[tuple[torch.Tensor, ...]]:
         return [self._collate(self.positions(consumed, step)) for step in range(self.micro_steps)]
 
-    def _collate(self, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, reset = zip(*(self.samples.sample(position) for position in positions), strict=True)
-        tensors = torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(reset))
+    def _collate(self, positions: range) -> tuple[torch.Tensor, ...]:
+        tensors = collate([self.samples.sample(position) for position in positions])
         return tuple(tensor.pin_memory() for tensor in tensors) if self._pin else tensors
+
+
+def collate(samples: Sequence[tuple[np.ndarray, ...]]) -> tuple[torch.Tensor, ...]:
+    """The samples' first arrays stacked, their second ones, ..."""
+    return tuple(torch.from_numpy(np.stack(part)) for part in zip(*samples, strict=True))
 
 
 def _indivisible(batch_samples: int, micro_batch: int, world_size: int, seq_len: int) -> str:

@@ -10,7 +10,8 @@ from titans_pt import checkpoints
 from titans_pt.config import Config, config_hash
 from titans_pt.data_pipeline.tokenizers import saved_tokenizer
 from titans_pt.models import build_model
-from titans_pt.run import RunFolder
+from titans_pt.run_folder import RunFolder
+from titans_pt.tasks.language import keep_tokenizer
 
 
 def untrained_run(folder: Path, prepared: Path, seed: int = 0, **model) -> Path:
@@ -19,11 +20,12 @@ def untrained_run(folder: Path, prepared: Path, seed: int = 0, **model) -> Path:
     torch.manual_seed(seed)
     weights = {name: p.detach().clone() for name, p in build_model(config.model).named_parameters()}
     folder.mkdir(exist_ok=True)
-    RunFolder(folder).write_settings(config, saved_tokenizer(prepared))
+    RunFolder(folder).write_settings(config)
+    keep_tokenizer(saved_tokenizer(prepared), config, RunFolder(folder))
     state = checkpoints.TrainerState(
         step=3, samples=0, adam_step=3, nonfinite=0, nonfinite_in_a_row=0, model_hash=config_hash(config.model),
         config_hash=config_hash(config), config=config.model_dump(mode="json"),
-        tokenizer_sha256=hashlib.sha256(saved_tokenizer(prepared).read_bytes()).hexdigest(), data_fingerprint="",
+        identity={"tokenizer": hashlib.sha256(saved_tokenizer(prepared).read_bytes()).hexdigest()},
     )  # fmt: skip
     checkpoints.save(folder / "checkpoints", weights, {}, state)
     return folder

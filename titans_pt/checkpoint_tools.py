@@ -5,7 +5,7 @@ from pathlib import Path
 
 from titans_pt import checkpoints
 from titans_pt.errors import UserError
-from titans_pt.run import RunFolder
+from titans_pt.run_folder import RunFolder
 
 
 def list_run(run: str):

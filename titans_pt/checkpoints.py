@@ -50,8 +50,9 @@ class TrainerState:
     config_hash: str
     config: dict[str, Any]
     """The whole settings tree that wrote the checkpoint."""
-    tokenizer_sha256: str
-    data_fingerprint: str
+    identity: dict[str, str]
+    """Hashes of what a run that continues it must find unchanged, by name: of the data, of a tokenizer (the task says
+    which)."""
     first_loss: float | None = None
     """Training loss of step 1, for the summary."""
     wandb_id: str | None = None
@@ -169,7 +170,10 @@ def find(folder: Path, step: int | None = None) -> Path:
 
 
 def read_state(path: Path) -> TrainerState:
-    return TrainerState(**json.loads((path / TRAINER).read_text()))
+    tree = json.loads((path / TRAINER).read_text())
+    if "identity" not in tree:  # version 0.1.0 knew language alone
+        tree["identity"] = {"tokenizer": tree.pop("tokenizer_sha256"), "data": tree.pop("data_fingerprint")}
+    return TrainerState(**tree)
 
 
 def checkpoint_hash(path: Path) -> str:

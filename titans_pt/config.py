@@ -1,19 +1,16 @@
 """The settings tree (config_file.py reads it from YAML).
 
 Every section is a pydantic model that refuses unknown keys and silent type conversions. The doc of a
-field stands under it. Nothing here imports the rest of the project: config is plain data.
+field stands under it: config_docs.py makes docs/settings.md and the JSON schema of them. Nothing here
+imports the rest of the project: config is plain data.
 """
 
-import hashlib
+import copy
 import json
-import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-MIXERS = ("lmm", "mac", "mag", "mal", "attention", "swa")
-"""Sequence mixers that ``model.mixers`` may name; titans_pt.models builds exactly these."""
-MEMORY_MIXERS = ("lmm", "mac", "mag", "mal")
 NEEDLE_TASKS = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
     "niah_multivalue", "niah_multiquery",
@@ -25,8 +22,34 @@ NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
+FORMER_NAMES = {"model.segment": "model.mac.segment", "model.memory_tokens": "model.mac.memory_tokens"}
+"""Settings that had another name in an earlier version, which goes on being understood."""
+
+
+def with_todays_names(tree: dict) -> dict:
+    """A tree of settings, as far as it goes, with FORMER_NAMES replaced; what has today's name as well keeps that."""
+    for former, today in FORMER_NAMES.items():
+        *sections, key = former.split(".")
+        node = tree
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or key not in node:
+            continue
+        tree = copy.deepcopy(tree)
+        node = tree
+        for section in sections:
+            node = node[section]
+        value = node.pop(key)
+        *sections, key = today.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node.setdefault(key, value)
+    return tree
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
 class RunConfig(Section):
@@ -34,6 +57,8 @@ class RunConfig(Section):
     """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
     seed: NonNegative = 0
     """Seeds the initial weights and the order of the data."""
+    imports: list[str] = []
+    """Python modules that are imported before anything else: your own mixers and tasks register themselves there."""
 
 
 class SourceConfig(Section):
@@ -93,7 +118,9 @@ class DataConfig(Section):
     dir: str = "data/default"
     """Folder of the token files that ``titans prepare`` writes and training reads."""
     sources: Annotated[list[SourceConfig], Field(min_length=1)] = [SourceConfig()]
+    """Where the text comes from. The default is one source: the documentation that ships with Python."""
     tokenizer: TokenizerConfig = TokenizerConfig()
+    """What turns text into tokens."""
     bad_input: Literal["refuse", "skip"] = "refuse"
     """What cannot be read (a truncated file, bytes that are not UTF-8, a row without the text column). refuse: stop and
     name it. skip: leave it out, count it, and name it in rejected.jsonl of ``dir``."""
@@ -102,7 +129,7 @@ class DataConfig(Section):
     seq_len: Positive = 4096
     """Tokens of one training sample, T."""
     reset_at_documents: bool = False
-    """True: memory, convolutions and attention begin anew at each document of a packed sample.
+    """True: memory, convolutions and attention start again at each document of a packed sample.
     False (the paper is silent; usual in pretraining): state and attention are carried across."""
 
     @model_validator(mode="after")
@@ -124,6 +151,7 @@ class MemoryConfig(Section):
     chunk_size: Positive = 16
     """C: tokens whose inner gradients are taken at one set of weights. Part of the model, not a speed setting."""
     activation: Literal["gelu", "silu", "relu"] = "gelu"
+    """Between the weight matrices of the memory MLP."""
     norm: bool = True
     """LayerNorm inside the memory, M(x) = x + LN(f(x)); it is what bounds the inner loop."""
     residual: bool = True
@@ -135,6 +163,12 @@ class MemoryConfig(Section):
     """False: eta = 0."""
     forgetting: bool = True
     """False: alpha = 0."""
+    forget_to: Literal["start", "zero"] = "zero"
+    """Where alpha pulls the weights. zero, as the paper prints it: M = (1 - alpha) M + S. start, where the document's
+    memory began: M = (1 - alpha) (M - M_0) + M_0 + S. Small weights under the LayerNorm make inner steps large."""
+    gates: Literal["hard", "sigmoid"] = "sigmoid"
+    """hard: a sigmoid stretched to (-0.05, 1.05) and cut to [0, 1], so that gates reach both: what is not to be written
+    is not, what is not to be forgotten stays. sigmoid: they only come near."""
     per_layer_gates: bool = False
     """One theta, eta, alpha for each of the memory's ``depth`` layers instead of one for all."""
     step_bound: Annotated[float, Field(gt=0.0)] | None = None
@@ -156,33 +190,50 @@ class MemoryConfig(Section):
 
 
 class ModelConfig(Section):
-    mixers: Annotated[list[Literal[MIXERS]], Field(min_length=1)] = ["mac"]
+    """What mixers share stands here; a mixer's own settings are a section of its name, ``model.NAME``, which the mixer
+    itself validates (titans_pt.models.settings)."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]]
+
+    mixers: Annotated[list[str], Field(min_length=1)] = ["mac"]
     """Sequence mixers by name, repeated until n_layers are filled: [mac] is a MAC, [lmm, lmm, swa] a hybrid."""
     vocab_size: Positive = 32000
     """Entries of the tokenizer (the size to train when data.tokenizer.path is null)."""
     d_model: Positive = 768
+    """Width of the residual stream."""
     n_layers: Positive = 12
+    """Blocks, each a sequence mixer and an MLP."""
     n_heads: Positive = 16
     """Attention heads."""
     mlp_hidden: Positive | None = None
     """Hidden width of the SwiGLU MLP. Null: 8/3 d_model rounded up to a multiple of 64."""
     window: Positive = 2048
     """Sliding window in tokens, the token itself included (mag, mal, swa)."""
-    segment: Positive = 512
-    """Tokens of a MAC segment."""
-    memory_tokens: Positive = 256
-    """Memory tokens h a MAC segment attends to; segment / memory_tokens tokens share one."""
     persistent_tokens: NonNegative = 128
     """Learned, data-independent tokens before the sequence (titans mixers)."""
     conv_width: Positive = 4
     """Width of the causal depthwise convolution on q, k, v of the memory. 1 turns it off."""
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
+    """Base of the rotary position embedding's wavelengths."""
     norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
+    """Added to the mean square inside every RMSNorm."""
     tie_embeddings: bool = True
+    """The output head shares the weights of the token embedding."""
     init_std: Annotated[float, Field(gt=0.0)] = 0.02
     """Standard deviation of embeddings and linear layers at initialisation. 0.02 is usual from a width of 768 on; at
     a width of 64 it is a sixth of 1 / sqrt(d_model), and what the memory is to store starts out very small."""
     memory: MemoryConfig = MemoryConfig()
+    """The neural long-term memory (lmm, mac, mag, mal)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_before(cls, tree: Any) -> Any:
+        return with_todays_names({"model": tree})["model"] if isinstance(tree, dict) else tree
+
+    def section(self, mixer: str) -> dict[str, Any]:
+        """What is given of a mixer's own settings."""
+        return self.__pydantic_extra__.get(mixer, {})
 
     @property
     def hidden(self) -> int:
@@ -198,6 +249,11 @@ class ModelConfig(Section):
         """The mixer of each of the n_layers blocks."""
         return [self.mixers[i % len(self.mixers)] for i in range(self.n_layers)]
 
+    @property
+    def kinds(self) -> list[str]:
+        """The mixers of :attr:`pattern`, each once, in the order of their first block."""
+        return list(dict.fromkeys(self.pattern))
+
 
 class TrainConfig(Section):
     max_steps: Positive = 28_610
@@ -208,17 +264,23 @@ class TrainConfig(Section):
     """auto: continue from the newest complete checkpoint of run.dir, or start if there is none.
     never: start, and refuse a run.dir that already holds checkpoints."""
     precision: Literal["bf16", "fp32"] = "bf16"
+    """Of weights, activations and gradients. Memories are fp32 in both; so are the optimiser's own weights."""
     batch_tokens: Positive = 524_288
     """Tokens of one optimiser step, over all ranks; gradient accumulation follows from it."""
     micro_batch: Positive = 8
     """Samples a rank puts through the model at once."""
     lr: Annotated[float, Field(gt=0.0)] = 4e-4
+    """Peak learning rate of AdamW, reached after the warm-up; a cosine from there."""
     min_lr_ratio: Fraction = 0.1
     """Learning rate at max_steps over the peak."""
     warmup_steps: NonNegative = 1000
+    """Steps in which the learning rate rises to its peak, linearly."""
     betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """AdamW's decay rates of the mean gradient and of the mean squared gradient."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    """AdamW's epsilon."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    """AdamW's weight decay. Matrices decay, embeddings included; norms, biases and the memory's M_0 do not."""
     clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Largest global gradient norm."""
     activation_checkpointing: bool = False
@@ -227,6 +289,7 @@ class TrainConfig(Section):
     """torch.compile of each block: what lies between matrix products, memory and attention becomes few kernels. Null:
     on a GPU, unless parallel.zero_stage=3 (its gathering of parameters cannot be compiled) or parallel.tensor > 1."""
     log_every: Positive = 10
+    """Steps between two lines of the log and of metrics.jsonl."""
     profile_at: Positive | None = None
     """Step from which torch.profiler records: a trace in RUN/profile, shares of the time in the log. Null: never."""
     profile_steps: Positive = 2
@@ -236,6 +299,7 @@ class TrainConfig(Section):
     eval_samples: Positive = 64
     """Validation samples of data.seq_len tokens used for it."""
     checkpoint_every: Positive = 1000
+    """Steps between two checkpoints; there is one at the end in any case."""
     keep_last: Positive = 3
     """Newest checkpoints that are kept."""
     keep_every: Positive | None = None
@@ -276,6 +340,7 @@ class NeedleConfig(Section):
     samples: Positive = 5
     """Samples for each length and depth; RULER has 500 a length."""
     max_new_tokens: Positive = 128
+    """Tokens that the model may answer with."""
     seed: NonNegative = 0
     """Draws keys, values and places. Not run.seed: runs that are compared get the same samples."""
     essays: str | None = None
@@ -286,11 +351,13 @@ class BabilongConfig(Section):
     tasks: Annotated[list[Literal["qa1", "qa2", "qa3", "qa4", "qa5"]], Field(min_length=1)] = [
         "qa1", "qa2", "qa3", "qa4", "qa5",
     ]  # fmt: skip
+    """Questions: qa1, qa2, qa3 need one, two, three facts; qa4 and qa5 relations of two and of three arguments."""
     lengths: Annotated[list[Positive], Field(min_length=1)] = [2048, 4096, 8192, 16384]
     """Tokens of a sample, new tokens included, with the model's own tokenizer; to 10 million and beyond."""
     samples: Positive = 25
     """Samples for each task and length."""
     max_new_tokens: Positive = 20
+    """Tokens that the model may answer with."""
     wording: Literal["instructions", "plain"] = "instructions"
     """instructions: the benchmark's prompt. plain: text, question, "Answer:", as a model is fine-tuned on."""
     shots: Annotated[int, Field(ge=0, le=3)] = 3
@@ -300,6 +367,7 @@ class BabilongConfig(Section):
     characters: Positive = 20_000_000
     """At most so many characters of it are read; a longer sample repeats them."""
     seed: NonNegative = 0
+    """Draws facts, questions and places. Not run.seed: runs that are compared get the same samples."""
 
 
 class HarnessConfig(Section):
@@ -319,8 +387,8 @@ class EvaluationConfig(Section):
     every: NonNegative = 0
     """While training: after every so many steps a checkpoint is taken and evaluated, its samples shared by all ranks;
     0: never. Each rank loads the whole model once more. train.timeout must exceed a sample's time."""
-    suites: list[Literal["perplexity", "needle", "babilong", "commonsense"]] = ["needle"]
-    """What is evaluated while training."""
+    suites: list[str] = ["needle"]
+    """What is evaluated while training: suites of the task, for language perplexity, needle, babilong, commonsense."""
     precision: Literal["bf16", "fp32"] | None = None
     """Of weights and activations; memories are fp32 in both. Null: train.precision on a GPU, fp32 on a CPU."""
     prefill_tokens: Positive = 4096
@@ -328,16 +396,22 @@ class EvaluationConfig(Section):
     save_every: Positive = 1_000_000
     """Within a longer context the state is saved after every so many tokens: a killed evaluation goes on from there."""
     perplexity: PerplexityConfig = PerplexityConfig()
+    """Suite perplexity: validation text, token by token."""
     needle: NeedleConfig = NeedleConfig()
+    """Suite needle: RULER's needles in a haystack, by length and depth."""
     babilong: BabilongConfig = BabilongConfig()
+    """Suite babilong: BABILong's questions about facts that are spread over a long text."""
     commonsense: HarnessConfig = HarnessConfig()
+    """Suite commonsense: tasks of lm-eval."""
 
 
 class WandbConfig(Section):
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: online when an API key is set, else offline (files under run.dir, to be synced later)."""
     project: str = "titans-pt"
+    """Project of Weights & Biases."""
     entity: str | None = None
+    """User or team there. Null: the default one of the API key."""
     name: str | None = None
     """Null: the name of run.dir's folder."""
     checkpoints: bool = False
@@ -347,39 +421,43 @@ class WandbConfig(Section):
 
 
 class Config(Section):
-    """The whole tree. Built by :func:`titans_pt.config_file.load_config`; ``Config()`` alone is valid."""
+    """The whole tree. Built by :func:`titans_pt.config_file.load_config`; ``Config()`` alone is valid.
 
+    A task's own settings are a section of its name, which the task itself validates.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]]
+
+    task: str = "language"
+    """What is learned, by name: what stands around the backbone (titans_pt/tasks/)."""
     run: RunConfig = RunConfig()
+    """The run's folder and its seed."""
     data: DataConfig = DataConfig()
+    """Text, tokenizer, token files and samples."""
     model: ModelConfig = ModelConfig()
+    """The language model."""
     train: TrainConfig = TrainConfig()
+    """Steps, batch, optimiser, checkpoints."""
     parallel: ParallelConfig = ParallelConfig()
+    """How the work is split over ranks."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """What ``titans evaluate`` asks, and what is evaluated while training."""
     wandb: WandbConfig = WandbConfig()
+    """Weights & Biases."""
+
+    def section(self, task: str) -> dict[str, Any]:
+        """What is given of a task's own settings."""
+        return self.__pydantic_extra__.get(task, {})
 
     @model_validator(mode="after")
     def _combinations(self):
-        m, t, used = self.model, self.train, set(self.model.pattern)
+        t = self.train
 
         def need(ok: bool, path: str, given: Any, allowed: str):
             if not ok:
                 raise ValueError(f"{path}: given {given!r}; {allowed}")
 
-        need(m.d_model % m.n_heads == 0, "model.n_heads", m.n_heads, f"must divide model.d_model={m.d_model}")
-        need((m.d_model // m.n_heads) % 2 == 0, "model.n_heads", m.n_heads,
-             f"head width d_model / n_heads = {m.d_model // m.n_heads} must be even for RoPE")
-        if used & set(MEMORY_MIXERS):
-            heads = "model.memory.n_heads" if m.memory.n_heads else "model.n_heads"
-            need(m.d_model % m.memory_heads == 0, heads, m.memory_heads, f"must divide model.d_model={m.d_model}")
-        need(m.window <= self.data.seq_len, "model.window", m.window,
-             f"at most data.seq_len={self.data.seq_len}; a wider window never fills: lower it, or raise data.seq_len")
-        if "mac" in used:
-            need(m.segment % m.memory.chunk_size == 0, "model.segment", m.segment,
-                 f"must be a multiple of model.memory.chunk_size={m.memory.chunk_size}")
-            need(m.segment % m.memory_tokens == 0, "model.memory_tokens", m.memory_tokens,
-                 f"must divide model.segment={m.segment}")
-            need(m.segment <= self.data.seq_len, "model.segment", m.segment,
-                 f"at most data.seq_len={self.data.seq_len}; with a longer one the memory is never read")
         need(t.batch_tokens % self.data.seq_len == 0, "train.batch_tokens", t.batch_tokens,
              f"must be a multiple of data.seq_len={self.data.seq_len}")
         need(t.warmup_steps < t.max_steps, "train.warmup_steps", t.warmup_steps,
@@ -389,38 +467,12 @@ class Config(Section):
         need(not (t.compile and self.parallel.zero_stage == 3), "train.compile", True,
              "ZeRO 3 gathers parameters in the middle of a block, which cannot be compiled; set "
              "parallel.zero_stage=2, or leave train.compile at null")
-        self._tensor_parallel(need, used)
-        for name in ("needle", "babilong"):
-            section = getattr(self.evaluation, name)
-            need(min(section.lengths) > section.max_new_tokens, f"evaluation.{name}.lengths", section.lengths,
-                 f"each must be above evaluation.{name}.max_new_tokens={section.max_new_tokens}")
         return self
-
-    def _tensor_parallel(self, need, used: set[str]):
-        m, tensor = self.model, self.parallel.tensor
-        split = {"model.n_heads": m.n_heads, "model.mlp_hidden": m.hidden, "model.vocab_size": m.vocab_size}
-        if used & set(MEMORY_MIXERS):
-            split["model.memory.n_heads"] = m.memory_heads
-        if self.parallel.sequence:
-            split["data.seq_len"] = self.data.seq_len
-        for path, size in split.items():
-            need(size % tensor == 0, "parallel.tensor", tensor,
-                 f"must divide {path}={size}, which is split over the tensor ranks; set it to "
-                 f"{math.gcd(tensor, *split.values())}, or change {path}")
-
-
-def completed(tree: dict) -> dict:
-    """A tree stored by an earlier version, with the settings that are new since then at their defaults.
-
-    A tree that is not valid any more comes back as it is: its differences are then told by name.
-    """
-    try:
-        return Config.model_validate(tree).model_dump(mode="json")
-    except ValidationError:
-        return tree
 
 
 def config_hash(section: Section) -> str:
     """SHA-256 (hex) of a tree or of one section, independent of key order and formatting."""
+    import hashlib  # OpenSSL: 3 ms that reading settings does not need
+
     text = json.dumps(section.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

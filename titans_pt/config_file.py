@@ -3,34 +3,79 @@
 import difflib
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from titans_pt.config import Config
+from titans_pt.config import Config, with_todays_names
+from titans_pt.config_check import checked, one_line
+from titans_pt.config_history import as_stored
 from titans_pt.errors import UserError
 
+CONFIGS = Path(__file__).parent / "configs"
+"""The configs that come with the package: configs/ of the repository."""
 
-def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
+
+def load_config(name: str | Path, overrides: list[str] = (), model: bool = True) -> Config:
     """Reads a YAML file with its ancestors, applies ``key.path=value`` overrides, validates.
 
-    ``inherit: FILE`` or ``inherit: [FILE, ...]`` at the top of a file names files relative to it; later
+    ``name`` is a path, or one of the configs that come with the package (:func:`find_config`). ``inherit: FILE`` or
+    ``inherit: [FILE, ...]`` at the top of a file names files relative to it, or again configs of the package; later
     ones and the file itself win, key by key; lists are replaced whole. Override values are YAML.
+
+    Args:
+        model: False leaves out what the mixers and the task check themselves: what prepares data needs neither, nor
+            the two seconds that importing torch takes.
 
     Raises:
         UserError: one line that names the path, what was given and what is allowed.
     """
-    tree = _read(Path(path), ())
+    return _validated(_read(find_config(name), ()), overrides, model)
+
+
+def load_stored(path: Path, overrides: list[str] = ()) -> Config:
+    """As :func:`load_config`, of a file that :func:`resolved_yaml` wrote, if need be in an earlier version: what it
+    lacks is what that version did."""
+    return _validated(as_stored(_read(Path(path), ())), overrides, model=True)
+
+
+def _validated(tree: dict, overrides: list[str], model: bool) -> Config:
     for item in overrides:
         key, sep, value = item.partition("=")
         if not sep or not key:
             raise UserError(f"override {item!r}: write it as key.path=value, e.g. train.max_steps=10")
-        _merge(tree, _nest(key.split("."), _parse(value, f"override {item!r}")))
+        _merge(tree, with_todays_names(_nest(key.split("."), _parse(value, f"override {item!r}"))))
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise UserError(_one_line(error)) from None
+        raise UserError(one_line(error)) from None
+
+
+def find_config(name: str | Path, folder: Path = Path()) -> Path:
+    """The file that ``name`` stands for: an existing path (relative to ``folder``), or else a config of the package.
+
+    ``170m/mac``, ``170m/mac.yaml`` and ``configs/170m/mac.yaml`` all name the same one.
+
+    Raises:
+        UserError: there is neither; the line tells the nearest names.
+    """
+    path = folder / name
+    if path.exists() and not path.is_dir():
+        return path
+    packaged = {file.relative_to(CONFIGS).with_suffix("").as_posix(): file for file in sorted(CONFIGS.rglob("*.yaml"))}
+    asked = Path(name).as_posix().removeprefix("configs/").removesuffix(".yaml")
+    if asked in packaged:
+        return packaged[asked]
+    near = (
+        [known for known in packaged if Path(known).name == asked]  # the right name without its folder
+        or difflib.get_close_matches(asked, packaged, n=3, cutoff=0.5)
+        or packaged
+    )
+    problem = "is a folder" if path.is_dir() else "does not exist"
+    raise UserError(
+        f"config {path}: {problem}; name a YAML file, or a config that comes with titans-pt: {', '.join(near)}"
+    )
 
 
 def resolved_yaml(config: Config) -> str:
@@ -61,14 +106,14 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict:
     try:
         tree = _parse(path.read_text(encoding="utf-8"), str(path)) or {}
     except OSError as error:
-        raise UserError(f"config {path}: {error.strerror}; name a YAML file, see configs/") from None
+        raise UserError(f"config {path}: {error.strerror}; name a YAML file that can be read") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must hold key: value pairs, holds a {type(tree).__name__}")
     parents = tree.pop("inherit", [])
     merged: dict = {}
     for parent in [parents] if isinstance(parents, str) else parents:
-        _merge(merged, _read(path.parent / parent, (*seen, path)))
-    return _merge(merged, tree)
+        _merge(merged, _read(find_config(parent, path.parent), (*seen, path)))
+    return _merge(merged, with_todays_names(tree))
 
 
 def _nest(keys: list[str], value: Any) -> dict:
@@ -82,40 +127,3 @@ def _merge(base: dict, top: dict) -> dict:
         else:
             base[key] = value
     return base
-
-
-def known_paths(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """The dotted path of every section and setting, in the order of their declaration."""
-    paths = []
-    for name, field in section.model_fields.items():
-        paths.append(prefix + name)
-        for kind, dot in ((field.annotation, "."), *((item, ".0.") for item in get_args(field.annotation))):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                paths += known_paths(kind, prefix + name + dot)
-    return paths
-
-
-def _one_line(error: ValidationError) -> str:
-    first, *others = error.errors()
-    path = ".".join(str(part) for part in first["loc"])
-    more = f" (and {len(others)} more)" if others else ""
-    if first["type"] == "extra_forbidden":
-        known = known_paths()
-        parent, _, leaf = path.rpartition(".")
-        siblings = [p for p in known if p.rpartition(".")[0] == parent]
-        near = (
-            [p for p in known if p.rpartition(".")[2] == leaf]  # the right name in the wrong section
-            or difflib.get_close_matches(path, siblings, n=1)
-            or difflib.get_close_matches(path, known, n=1, cutoff=0.0)
-        )
-        return f"{path}: unknown key (given {_short(first['input'])}); nearest known key: {near[0]}{more}"
-    if first["type"] == "value_error":
-        message = str(first["ctx"]["error"])
-        return f"{path}.{message}{more}" if path else f"{message}{more}"
-    allowed = first["msg"].removeprefix("Input should be ").replace("\n", " ")
-    return f"{path}: given {_short(first['input'])}; allowed: {allowed}{more}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

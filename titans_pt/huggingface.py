@@ -21,10 +21,13 @@ from torch import Tensor
 
 from titans_pt import checkpoints
 from titans_pt.config import Config, config_hash
+from titans_pt.config_history import as_stored
 from titans_pt.data_pipeline.tokenizers import FILES, load_tokenizer, saved_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
-from titans_pt.run import RunFolder, load_run
+from titans_pt.run import load_run
+from titans_pt.run_folder import RunFolder
+from titans_pt.tasks.language import keep_tokenizer
 
 try:
     from transformers import (
@@ -60,7 +63,7 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def tree(self) -> Config:
-        return Config.model_validate(self.settings)
+        return Config.model_validate(as_stored(self.settings))
 
 
 @dataclass
@@ -213,8 +216,9 @@ def import_run(folder: str | Path, run_dir: str | Path) -> Path:
         step=model.config.step, samples=0, adam_step=0, nonfinite=0, nonfinite_in_a_row=0,
         model_hash=config_hash(settings.model), config_hash=config_hash(settings),
         config=settings.model_dump(mode="json"),
-        tokenizer_sha256=hashlib.sha256(tokenizer.read_bytes()).hexdigest(), data_fingerprint="",
+        identity={"tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest()},
     )  # fmt: skip
     checkpoints.save(run.checkpoints, weights, {}, state)
-    run.write_settings(settings, tokenizer)
+    run.write_settings(settings)
+    keep_tokenizer(tokenizer, settings, run)
     return run.path

@@ -1,132 +1,20 @@
-"""A run is a folder: everything that can be looked at later is in it."""
+"""A trained model and what goes with it, loaded from a run's folder."""
 
-import contextlib
-import errno
-import fcntl
-import hashlib
-import json
-import logging
-import os
-import platform
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from titans_pt import __version__, checkpoints
-from titans_pt.config import Config, completed, config_hash
-from titans_pt.config_file import load_config, resolved_yaml
+from titans_pt import checkpoints
+from titans_pt.config import Config
+from titans_pt.config_file import load_stored
+from titans_pt.config_history import completed
 from titans_pt.errors import UserError
-
-log = logging.getLogger(__name__)
-_PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "sentencepiece", "triton", "wandb")
-
-
-class RunFolder:
-    """The paths of a run folder, and what is written there once."""
-
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self.config = self.path / "config.yaml"
-        self.versions = self.path / "versions.json"
-        self.metrics = self.path / "metrics.jsonl"
-        self.log = self.path / "log.txt"
-        self.checkpoints = self.path / "checkpoints"
-        self.evaluation = self.path / "evaluation"
-        self.plots = self.path / "plots"
-        self.profile = self.path / "profile"
-        self.wandb = self.path / "wandb"
-
-    @property
-    def tokenizer(self) -> Path:
-        """tokenizer.model or tokenizer.json, whichever the run was trained with."""
-        from titans_pt.data_pipeline import saved_tokenizer
-
-        return saved_tokenizer(self.path)
-
-    @contextlib.contextmanager
-    def lock(self):
-        """Holds the folder for one training process; the system lets go of it even when that is killed.
-
-        The lock is the kernel's (flock), so it also holds between nodes where the file system passes it on, as NFS
-        and Lustre do; where there are none, a warning says so.
-
-        Raises:
-            UserError: another run is at work in this folder, or it cannot be written to.
-        """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / ".lock").open("a+")
-        except OSError as error:
-            raise UserError(
-                f"run.dir: {error.filename}: {error.strerror}; set run.dir to a folder you may write to"
-            ) from None
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                raise UserError(
-                    f"run.dir: {self.path} is in use by another run ({file.read().strip() or 'just starting'}); wait "
-                    "for it to end, or set another run.dir"
-                ) from None
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                    raise
-                log.warning("%s: its file system has no locks (%s); a second run here would not be noticed",
-                            self.path, error.strerror)  # fmt: skip
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-            file.flush()
-            yield self
-
-    @contextlib.contextmanager
-    def opened(self):
-        """:meth:`lock`, with our log going to ``log``, warnings to stderr as well."""
-        with self.lock():
-            ours = logging.getLogger("titans_pt")
-            to_file, to_screen = logging.FileHandler(self.log), logging.StreamHandler()
-            to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-            to_screen.setFormatter(logging.Formatter("titans: %(levelname)s: %(message)s"))
-            to_screen.setLevel(logging.WARNING)
-            before = ours.level
-            ours.setLevel(logging.INFO)
-            for handler in (to_file, to_screen):
-                ours.addHandler(handler)
-            try:
-                yield self
-            except BaseException as error:
-                ours.info("stopped: %s: %s", type(error).__name__, error)
-                raise
-            finally:
-                ours.setLevel(before)
-                for handler in (to_file, to_screen):
-                    ours.removeHandler(handler)
-                    handler.close()
-
-    def write_settings(self, config: Config, tokenizer: Path):
-        """config.yaml (resolved; its hash in a comment), versions.json and a copy of the tokenizer."""
-        self.config.write_text(f"# sha256 of the settings: {config_hash(config)}\n{resolved_yaml(config)}")
-        self.versions.write_text(json.dumps(versions(), indent=1) + "\n")
-        if Path(tokenizer).resolve() != self.tokenizer.resolve():
-            from titans_pt.data_pipeline import load_tokenizer
-
-            load_tokenizer(tokenizer, config.data.tokenizer.eos_token).save(self.path)
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a result depends on, and the machine's processors."""
-    found = {"titans_pt": __version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    found["platform"] = platform.platform()
-    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return found
+from titans_pt.run_folder import RunFolder
+from titans_pt.tasks import TASKS, Task
 
 
 @dataclass(frozen=True)
@@ -137,12 +25,24 @@ class LoadedRun:
     config: Config
     model: nn.Module
     """In eval mode, on the device asked for."""
-    tokenizer: object
-    """A data_pipeline tokenizer, the one that the model was trained with."""
+    task: Task
+    """Restored: with what it keeps in the folder."""
     step: int
     checkpoint_hash: str
     precision: str
     """"bf16" or "fp32", of the model's parameters."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that a language model was trained with.
+
+        Raises:
+            UserError: the run's task has no text.
+        """
+        if not hasattr(self.task, "tokenizer"):
+            raise UserError(f"{self.folder.path}: trained for the task {self.task.name!r}, which has no text; name the "
+                            "folder of a language model's run")  # fmt: skip
+        return self.task.tokenizer
 
     @property
     def identity(self) -> str:
@@ -166,34 +66,24 @@ def load_run(
     Raises:
         UserError: not a run folder, no checkpoint, a damaged one, another tokenizer or model than it was trained with.
     """
-    from titans_pt.data_pipeline import load_tokenizer
-    from titans_pt.models import build_model
-
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise UserError(f"{folder.path}: not a run folder (no {folder.config.name}); name a training run's run.dir")
-    config = load_config(folder.config, overrides)
+    config = load_stored(folder.config, overrides)
     checkpoint = checkpoints.find(folder.checkpoints, step)
     state = checkpoints.read_state(checkpoint)
     for key, was, now in differences(completed(state.config)["model"], config.model.model_dump(mode="json")):
         raise UserError(f"model.{key}: given {now!r}, but {checkpoint} was trained with {was!r}; leave it as it is")
-    if not folder.tokenizer.is_file():
-        raise UserError(f"{folder.tokenizer}: missing; copy the tokenizer of the run's data.dir there")
-    found = hashlib.sha256(folder.tokenizer.read_bytes()).hexdigest()
-    if found != state.tokenizer_sha256:
-        raise UserError(
-            f"{folder.tokenizer}: not the tokenizer of this model (sha256 {found[:12]}..., trained with "
-            f"{state.tokenizer_sha256[:12]}...); put back the one that the run was trained with"
-        )
-    model = build_model(config.model)
+    task = TASKS.find(config.task)(config)
+    task.restore(folder, state.identity)
+    model = task.build_model()
     load_weights(model, checkpoints.read_tensors(checkpoint / checkpoints.MODEL))
     usual = config.train.precision if torch.device(device).type == "cuda" else "fp32"
     precision = precision or config.evaluation.precision or usual
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     return LoadedRun(
-        folder, config, model.to(device, dtype).eval(),
-        load_tokenizer(folder.tokenizer, config.data.tokenizer.eos_token), state.step,
-        checkpoints.checkpoint_hash(checkpoint), precision,
+        folder, config, model.to(device, dtype).eval(), task, state.step, checkpoints.checkpoint_hash(checkpoint),
+        precision,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_pt.config import Config
-from titans_pt.run import RunFolder
+from titans_pt.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 

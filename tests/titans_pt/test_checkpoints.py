@@ -14,7 +14,7 @@ WEIGHTS = {"a.weight": torch.tensor([[1.0, -0.0], [float("inf"), 1e-45]]), "b": 
 MOMENTS = {f"{key}.{name}": torch.randn_like(w) for key in ("exp_avg", "exp_avg_sq") for name, w in WEIGHTS.items()}
 STATE = TrainerState(
     step=5, samples=20, adam_step=4, nonfinite=1, nonfinite_in_a_row=0, model_hash="m", config_hash="c",
-    config={"model": {}}, tokenizer_sha256="t", data_fingerprint="d", first_loss=5.5,
+    config={"model": {}}, identity={"tokenizer": "t", "data": "d"}, first_loss=5.5,
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import torch
 import titans_pt
 from titans_pt import checkpoints, cli
 from titans_pt.config_file import load_config
+from titans_pt.tasks import language
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 
@@ -169,11 +170,16 @@ def test_a_resume_may_change_how_it_trains(run_copy):
     assert "resumed at step 2 with another train.lr: 0.02, was 0.01" in (path / "log.txt").read_text()
 
 
-@pytest.mark.parametrize("key", ["tokenizer_sha256", "data_fingerprint"])
+@pytest.mark.parametrize("key", ["tokenizer", "data"])
 def test_a_resume_on_other_data_is_refused(run_copy, failing, monkeypatch, key):
     config, folder, _ = run_copy
     read = checkpoints.read_state
-    monkeypatch.setattr(checkpoints, "read_state", lambda path: replace(read(path), **{key: "0" * 64}))
+
+    def other(path):
+        state = read(path)
+        return replace(state, identity=state.identity | {key: "0" * 64})
+
+    monkeypatch.setattr(checkpoints, "read_state", other)
     assert "data.dir: " in failing("train", config, folder)
 
 
@@ -184,7 +190,7 @@ def test_damaged_checkpoints_are_never_a_silent_restart(run_copy, failing):
 
 
 def test_a_folder_in_use(trained, failing):
-    from titans_pt.run import RunFolder
+    from titans_pt.run_folder import RunFolder
 
     config, folder = trained
     with RunFolder(folder).lock():
@@ -228,27 +234,27 @@ def test_out_of_memory_says_what_to_lower(tiny, failing, monkeypatch, error):
     def broken(_config):
         raise error
 
-    monkeypatch.setattr(loop, "build_model", broken)
+    monkeypatch.setattr(language, "build_model", broken)
     line = failing("train", tiny())
     for key in ("train.micro_batch", "data.seq_len", "train.activation_checkpointing=true", "parallel.zero_stage"):
         assert key in line
 
 
 def test_our_own_faults_keep_their_traceback(tiny, monkeypatch):
-    monkeypatch.setattr(loop, "build_model", lambda _config: 1 / 0)
+    monkeypatch.setattr(language, "build_model", lambda _config: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.run(["train", str(tiny())])
 
 
 def test_too_many_nonfinite_steps_stop_with_a_checkpoint(tiny, failing, monkeypatch):
-    build = loop.build_model
+    build = language.build_model
 
     def spoilt(config):
         model = build(config)
         model.register_forward_hook(lambda _m, _a, output: (output[0] * float("inf"), output[1]))
         return model
 
-    monkeypatch.setattr(loop, "build_model", spoilt)
+    monkeypatch.setattr(language, "build_model", spoilt)
     path = tiny(train={"max_nonfinite": 2})
     line = failing("train", path)
     assert "2 steps in a row" in line

@@ -1,6 +1,11 @@
+import copy
+
 import pytest
 
-from titans_pt.config import Config, ModelConfig, completed, config_hash
+from titans_pt import config_history as module
+from titans_pt.config import Config, MemoryConfig, ModelConfig, config_hash
+from titans_pt.config_check import checked
+from titans_pt.config_history import as_begun, completed
 
 
 def test_settings_cannot_be_changed_in_place():
@@ -18,7 +23,35 @@ def test_a_pattern_fills_the_layers():
 
 
 def test_what_an_earlier_version_stored():
-    tree = Config().model_dump(mode="json")
+    whole = checked(Config()).model_dump(mode="json")
+    tree = copy.deepcopy(whole)
     tree["train"].pop("compile")
-    assert completed(tree) == Config().model_dump(mode="json")
+    assert completed(tree) == whole
+    own = tree["model"].pop("mac")  # its settings stood among all mixers' once
+    tree["model"] |= own | {"segment": 64, "memory_tokens": 32}
+    assert completed(tree)["model"] == whole["model"] | {"mac": {"segment": 64, "memory_tokens": 32}}
+    tree["model"]["mixers"] = ["lmm"]
+    assert "mac" not in completed(tree)["model"]
     assert completed({"model": {"gone": 1}}) == {"model": {"gone": 1}}
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """A setting that stored trees may lack, and that was False before it existed; its default is True."""
+    monkeypatch.setattr(module, "FORMER_DEFAULTS", {"model.memory.writes": False})
+    tree = checked(Config()).model_dump(mode="json")
+    tree["model"]["memory"].pop("writes")
+    return tree
+
+
+def test_a_stored_tree_means_what_its_version_did(newer):
+    assert completed(newer)["model"]["memory"]["writes"] is False
+    assert "writes" not in newer["model"]["memory"]
+    newer["model"]["memory"]["writes"] = True
+    assert completed(newer)["model"]["memory"]["writes"] is True
+
+
+def test_every_former_value_is_one_of_its_setting():
+    for path, value in module.FORMER_DEFAULTS.items():
+        assert path.startswith("model.memory.")
+        assert MemoryConfig(**{path.rpartition(".")[2]: value})

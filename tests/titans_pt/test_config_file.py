@@ -1,6 +1,7 @@
 import pytest
 
 from titans_pt.config import Config, config_hash
+from titans_pt.config_check import checked
 from titans_pt.config_file import load_config, resolved_yaml
 from titans_pt.errors import UserError
 
@@ -16,7 +17,8 @@ def file(tmp_path):
 
 
 def test_an_empty_file_is_the_defaults(file):
-    assert load_config(file("")) == Config()
+    assert load_config(file("")) == checked(Config())
+    assert load_config(file(""), model=False) == Config()
 
 
 def test_inheritance_goes_key_by_key_and_later_ones_win(file):
@@ -54,7 +56,16 @@ def test_the_resolved_tree_gives_itself_back(file):
     ("", ["train.max_steps"], "override 'train.max_steps': write it as key.path=value"),
     ("", ["train.lr=[1"], "override 'train.lr=.*not valid YAML"),
     ("", ["model.n_heads=7"], "model.n_heads: given 7; must divide model.d_model=768"),
-    ("", ["model.segment=40"], "model.segment: given 40; must be a multiple of model.memory.chunk_size=16"),
+    ("", ["model.segment=40", "model.memory_tokens=8"],
+     "model.mac.segment: given 40; must be a multiple of model.memory.chunk_size=16"),
+    ("", ["model.mac.segment=40"], "model.mac.memory_tokens: given 256; must divide segment=40"),
+    ("", ["model.mac.segmnt=40"], "model.mac.segmnt: unknown key .*nearest known key: model.mac.segment"),
+    ("", ["model.windw=40"], "model.windw: unknown key .*nearest known key: model.window"),
+    ("", ["model.macc.segment=40"], "model.macc: unknown key .*nearest known key: model.mac"),
+    ("", ["model.mixers=[gru]"], "model.mixers: given 'gru'; allowed: attention, lmm, mac, mag, mal, swa"),
+    ("", ["task=chess"], "task: given 'chess'; allowed: language"),
+    ("", ["run.imports=[no_such_module]"], "run.imports: given 'no_such_module', which cannot be imported"),
+    ("", ["evaluation.every=5", "evaluation.suites=[chess]"], "evaluation.suites: given 'chess'; allowed: perplexity"),
     ("", ["train.batch_tokens=5000"], "train.batch_tokens: given 5000; must be a multiple of data.seq_len=4096"),
     ("", ["train.warmup_steps=28610"], "train.warmup_steps: given 28610; must be below train.max_steps"),
     ("", ["train.stop_at=28611"], "train.stop_at: given 28611; at most train.max_steps"),
@@ -75,6 +86,41 @@ def test_an_error_names_the_key_and_the_remedy_in_one_line(file, text, overrides
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_file(tmp_path):
-    with pytest.raises(UserError, match="No such file or directory; name a YAML file"):
-        load_config(tmp_path / "missing.yaml")
+@pytest.mark.parametrize("name", ["170m/mac", "170m/mac.yaml", "configs/170m/mac.yaml", "./configs/170m/mac"])
+def test_a_config_of_the_package_is_found_by_name_anywhere(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(name, ["run.seed=5"])
+    assert (config.run.dir, config.run.seed, config.model.d_model) == ("runs/170m-mac", 5, 768)
+
+
+def test_an_existing_path_wins_over_the_package_and_a_folder_does_not(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    assert load_config("quickstart").run.dir == "runs/quickstart"
+    file("run: {dir: mine}", "quickstart.yaml")
+    assert load_config("quickstart.yaml").run.dir == "mine"
+
+
+def test_a_file_inherits_from_its_neighbour_before_the_package(file, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    child = file("inherit: 170m/mac\nrun: {dir: mine}")
+    assert (load_config(child).run.dir, load_config(child).model.d_model) == ("mine", 768)
+    (tmp_path / "170m").mkdir()
+    file("model: {d_model: 64}", "170m/mac")
+    assert load_config(child).model.d_model == 64
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("quickstar", "config quickstar: does not exist; name a YAML file, or .* titans-pt: quickstart$"),
+    ("mac.yaml", "config mac.yaml: does not exist; .*: 170m/mac, 340m/mac, 760m/mac$"),
+    ("configs/170/mal.yaml", "does not exist; .*: 170m/mal, "),
+    ("/nowhere/quickstart.yaml", "config /nowhere/quickstart.yaml: does not exist"),
+    ("zzz", "config zzz: does not exist; .*: .*760m/transformer, .*paper, quickstart, recall$"),
+    (".", "config .: is a folder; name a YAML file, or a config that comes with titans-pt"),
+])  # fmt: skip
+def test_a_config_that_is_not_there(name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        load_config(name)
+    assert "\n" not in str(error.value)

@@ -6,7 +6,7 @@ import torch
 
 from tests.untrained import untrained_run
 from titans_pt import cli
-from titans_pt.config import MIXERS
+from titans_pt.models.mixers import MIXERS
 from titans_pt.run import load_run
 from titans_pt.streaming import greedy, prefill
 
@@ -104,7 +104,7 @@ def test_loss_and_masks(folders):
         hub(ids, attention_mask=torch.zeros_like(ids))
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", MIXERS.names())
 def test_every_mixer(mixer, tmp_path, prepared):
     run = untrained_run(tmp_path / "run", prepared, mixers=[mixer])
     huggingface.export_run(run, tmp_path / "hf")

@@ -13,7 +13,10 @@ from titans_pt.config import config_hash
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
-from titans_pt.run import RunFolder, differences, load_run
+from titans_pt.run import differences, load_run
+from titans_pt.run_folder import RunFolder
+from titans_pt.tasks.language import Language, keep_tokenizer
+from titans_pt.training.resume import find_start
 
 
 @pytest.fixture
@@ -25,12 +28,13 @@ def run(tiny, prepared, tmp_path):
     folder = RunFolder(config.run.dir)
     tokenizer = load_tokenizer(prepared / "tokenizer.model")
     with folder.lock():
-        folder.write_settings(config, tokenizer.path)
+        folder.write_settings(config)
+        keep_tokenizer(tokenizer.path, config, folder)
     weights = {name: p.detach().clone() for name, p in build_model(config.model).named_parameters()}
     state = TrainerState(
         step=3, samples=12, adam_step=3, nonfinite=0, nonfinite_in_a_row=0, model_hash=config_hash(config.model),
-        config_hash=config_hash(config), config=config.model_dump(mode="json"), tokenizer_sha256=tokenizer.sha256,
-        data_fingerprint="d",
+        config_hash=config_hash(config), config=config.model_dump(mode="json"), 
+        identity={"tokenizer": tokenizer.sha256, "data": "d"},
     )  # fmt: skip
     checkpoints.save(folder.checkpoints, weights, {}, state)
     return folder, weights
@@ -86,7 +90,7 @@ def test_two_runs_on_one_folder_are_refused(tmp_path):
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
-    code = "import sys, time; from titans_pt.run import RunFolder\nwith RunFolder(sys.argv[1]).lock(): "
+    code = "import sys, time; from titans_pt.run_folder import RunFolder\nwith RunFolder(sys.argv[1]).lock(): "
     code += "print('held', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
@@ -102,7 +106,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
     def none(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr("titans_pt.run.fcntl.flock", none)
+    monkeypatch.setattr("titans_pt.run_folder.fcntl.flock", none)
     with RunFolder(tmp_path).lock():
         assert "a second run here would not be noticed" in caplog.text
 
@@ -119,6 +123,23 @@ def test_no_checkpoint_yet(run):
         checkpoints.shutil.rmtree(path)
     with pytest.raises(UserError, match="holds no checkpoint yet"):
         load_run(folder.path)
+
+
+def test_a_run_of_before_a_setting_existed(run, tiny, monkeypatch, tmp_path):
+    """It is read, and goes on, as what it was then, whatever the default is today."""
+    folder, weights = run
+    path = folder.checkpoints / "step-00000003"
+    state = checkpoints.read_state(path)
+    state.config["model"]["memory"].pop("writes")
+    checkpoints.save(folder.checkpoints, weights, {}, state)
+    folder.config.write_text(folder.config.read_text().replace("    writes: true\n", ""))
+    monkeypatch.setattr("titans_pt.config_history.FORMER", {"model.memory.writes": False})
+    assert load_run(folder.path).config.model.memory.writes is False
+    *_, config = find_start(Language(load_config(tiny())), folder, state.identity)
+    assert config.model.memory.writes is False
+    with pytest.raises(UserError, match="model.memory.writes: given True, but .* was trained with False"):
+        given = load_config(tiny(), ["model.memory.writes=true"])
+        find_start(Language(given), folder, state.identity)
 
 
 def test_another_tokenizer_is_refused(run):

@@ -10,15 +10,16 @@ from safetensors.torch import save_file
 
 from tests.untrained import untrained_run
 from titans_pt import cli
-from titans_pt.config import MIXERS, ModelConfig
+from titans_pt.config import ModelConfig
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
+from titans_pt.models.mixers import MIXERS
 from titans_pt.run import load_run
 from titans_pt.state import FORMAT, fork, load_state, map_tensors, read_about, save_state
 from titans_pt.streaming import greedy, prefill
 from titans_pt.training.probes import find
 
-PATTERNS = [[mixer] for mixer in MIXERS] + [["lmm", "swa", "mac"]]
+PATTERNS = [[mixer] for mixer in MIXERS.names()] + [["lmm", "swa", "mac"]]
 
 
 def small(mixers, dtype=torch.float32):

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from titans_pt.config import Config
-from titans_pt.run import RunFolder
+from titans_pt.run_folder import RunFolder
 from titans_pt.wandb_log import WandbLog, resolve_mode
 
 

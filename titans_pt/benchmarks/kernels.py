@@ -20,7 +20,7 @@ from torch.nn.functional import normalize
 
 from titans_pt.benchmarks.process import write_csv
 from titans_pt.kernels.memory import block, neural_memory
-from titans_pt.run import versions
+from titans_pt.run_folder import versions
 from titans_pt.tools.plots import new_figure, save_figure
 
 HEADS, WIDTH, CHUNK, EXPANSIONS = 12, 64, 64, (2, 4)

@@ -18,7 +18,7 @@ import torch
 from titans_pt.benchmarks.process import memory_mib, write_csv
 from titans_pt.config import MemoryConfig
 from titans_pt.layers.memory import NeuralMemory
-from titans_pt.run import versions
+from titans_pt.run_folder import versions
 
 WIDTH, HEADS, CHUNK = 256, 4, 16
 """B = 1, four heads of 64, C = 16, L_M = 2, expansion 4, fp32: the size that others' issues are about."""

@@ -21,8 +21,7 @@ from titans_pt.benchmarks.process import peak_mib, write_csv
 from titans_pt.config import Config, ModelConfig
 from titans_pt.config_file import load_config
 from titans_pt.models import build_model
-from titans_pt.models.flops import model_flops
-from titans_pt.run import versions
+from titans_pt.run_folder import versions
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import new_figure, save_figure
 from titans_pt.training.metrics import peak_flops
@@ -186,7 +185,7 @@ def measure(case: Case, config: Config) -> Measurement:
 
         def step() -> float:
             began = time.perf_counter()
-            loss = engine.micro_step(ids, None)
+            loss = engine.micro_step((ids, None))
             float(loss)  # waits for the device
             return time.perf_counter() - began
 
@@ -198,7 +197,10 @@ def measure(case: Case, config: Config) -> Measurement:
         step()
         profiler.stop()
         roof = peak_flops(ranks.device)
-        flops = None if case.model in OTHERS else model_flops(config.model, config.data.seq_len).total
+        flops = None
+        if case.model not in OTHERS:
+            with torch.device("meta"):
+                flops = build_model(config.model).flops(config.data.seq_len).total
         speed = tokens / seconds
         mfu = speed * flops / roof if roof and flops else None
         return Measurement(

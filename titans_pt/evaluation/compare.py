@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titans_pt.errors import UserError
-from titans_pt.run import RunFolder
+from titans_pt.run_folder import RunFolder
 from titans_pt.tools.plots import plot_accuracy
 
 

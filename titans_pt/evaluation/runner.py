@@ -1,4 +1,12 @@
-"""Runs the evaluations of a checkpoint: results that grow line by line, then one summary, tables and plots."""
+"""Runs the evaluations of a checkpoint: results that grow line by line, then one summary, tables and plots.
+
+The task names its suites (``Task.suites``); they are imported when they are asked for. Each is made with (run, config)
+and has ``name``, ``loaded`` (the run), ``keys``, one for each of its jobs, and
+
+``measure(i) -> dict``  the record of job i;
+``summary(records) -> dict``  figures over all records;
+``table(summary) -> str`` and ``plots(summary, folder, title) -> list[Path]``  for the reader.
+"""
 
 import importlib
 import json
@@ -15,25 +23,11 @@ from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.run import LoadedRun, load_run
 from titans_pt.streaming import best_device
+from titans_pt.tasks import Task
+from titans_pt.tasks.base import backbone_of
 from titans_pt.tools.files import write_text
 from titans_pt.tools.records import RecordFile, read_records
 from titans_pt.wandb_log import WandbLog
-
-SUITES = {
-    "perplexity": "titans_pt.evaluation.perplexity:Perplexity",
-    "needle": "titans_pt.evaluation.ruler:RulerNeedles",
-    "babilong": "titans_pt.evaluation.babilong:Babilong",
-    "commonsense": "titans_pt.evaluation.commonsense:Commonsense",
-}
-"""By name; imported when they are asked for. Each is made with (run, config) and has ``keys``, one for each of its
-jobs, and
-
-``measure(i) -> dict``  the record of job i;
-``summary(records) -> dict``  figures over all records;
-``table(summary) -> str`` and ``plots(summary, folder, title) -> list[Path]``  for the reader.
-"""
-USUAL = ("perplexity", "needle")
-"""What runs when no suite is named: what needs no further packages or data."""
 
 
 def evaluate(
@@ -54,7 +48,7 @@ def evaluate(
         run_dir: folder of a run.
         overrides: ``evaluation.KEY=VALUE`` settings, over those that the run was started with.
         step: the checkpoint; None is the newest.
-        suite: one of SUITES; None runs the USUAL ones.
+        suite: one of the task's; None runs its usual ones.
         at: is told before each job what comes next.
 
     Returns:
@@ -63,8 +57,6 @@ def evaluate(
     Raises:
         UserError: an unknown suite, an override outside of ``evaluation``, or something wrong with the run.
     """
-    if suite is not None and suite not in SUITES:
-        raise UserError(f"--suite: given {suite!r}; allowed: {', '.join(SUITES)}")
     for override in overrides:
         if override.partition("=")[0].partition(".")[0] != "evaluation":
             raise UserError(f"override {override!r}: only evaluation.KEY=VALUE can be set here; the rest is the run's")
@@ -74,10 +66,12 @@ def evaluate(
         torch.cuda.set_device(device)  # Triton launches on the current device, not on that of its arguments
     run = load_run(run_dir, step=step, device=device, overrides=overrides)
     if device != "cpu":
-        run.model.set_compiled(True)
-    config = run.config
+        backbone_of(run.model).set_compiled(True)
+    config, task = run.config, run.task
+    if suite is not None and suite not in task.suites:
+        raise UserError(f"--suite: given {suite!r}; allowed: {', '.join(task.suites) or 'none'}")
     folder = run.folder.evaluation / f"step-{run.step:08d}"
-    evaluations = [_named(name)(run, config) for name in ([suite] if suite else USUAL)]
+    evaluations = [_named(task, name)(run, config) for name in ([suite] if suite else task.usual)]
     for evaluation in evaluations:
         _work(evaluation, folder, rank, world, at)
 
@@ -89,14 +83,14 @@ def evaluate(
     return _summarise(run, config, folder, evaluations, found)
 
 
-def check(suites: Sequence[str]):
+def check(task: Task, suites: Sequence[str]):
     """Raises UserError if a package is missing that one of ``suites`` needs."""
     for suite in suites:
-        _named(suite)
+        _named(task, suite)
 
 
-def _named(suite: str) -> type:
-    module, _, name = SUITES[suite].partition(":")
+def _named(task: Task, suite: str) -> type:
+    module, _, name = task.suites[suite].partition(":")
     return getattr(importlib.import_module(module), name)
 
 
@@ -132,8 +126,9 @@ def _summarise(
     files, title = [path], f"{run.folder.path.resolve().name}, step {run.step}"
     for evaluation, records in zip(evaluations, found, strict=True):
         summary = evaluation.summary([records[key] for key in evaluation.keys])
-        settings = getattr(config.evaluation, evaluation.name).model_dump(mode="json")
-        whole[evaluation.name] = {"settings": settings, **summary}
+        settings = getattr(config.evaluation, evaluation.name, None)  # a task's own suite may have none
+        shown = {} if settings is None else {"settings": settings.model_dump(mode="json")}
+        whole[evaluation.name] = shown | summary
         lines += ["", evaluation.table(summary)]
         files += [*_parts(folder, evaluation.name), *evaluation.plots(summary, run.folder.plots, title)]
     write_text(path, json.dumps(whole, indent=2) + "\n")

@@ -22,18 +22,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titans_pt.config import MEMORY_MIXERS, Config, ModelConfig, config_hash
+from titans_pt.config import Config, ModelConfig, config_hash
 from titans_pt.errors import UserError
 from titans_pt.experiments.study import EVALUATION_SEED, REPORT_EVERY, Samples, answers, fit, newest, once
 from titans_pt.models import build_model
+from titans_pt.models.mixers import MIXERS
+from titans_pt.models.mixers.common import MemoryMixer
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import plot_accuracy
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import wilson
 
 MARK, ASK = 0, 1
-CONTROL = "swa"
-MODELS = (*MEMORY_MIXERS, CONTROL)
 ANSWERS = 256
 """Questions asked at each length."""
 ROWS = 8
@@ -130,7 +130,7 @@ def train_and_ask(
     """Trains what is not there yet, then writes needles.md and needles.png of all in ``run.dir``.
 
     Args:
-        models: of MODELS.
+        models: mixers by name.
         curriculum: of training; ``task.length`` is not used.
         asked: lengths of evaluation.
 
@@ -138,8 +138,8 @@ def train_and_ask(
         UserError: an unknown model, or a batch that does not hold one sample.
     """
     for model in models:
-        if model not in MODELS:
-            raise UserError(f"--models: given {model!r}; allowed: {', '.join(MODELS)}")
+        if model not in MIXERS.names():
+            raise UserError(f"--models: given {model!r}; allowed: {', '.join(MIXERS.names())}")
     longest = max(curriculum.lengths)
     if config.train.batch_tokens < longest:
         raise UserError(f"train.batch_tokens: given {config.train.batch_tokens}; a sample has {longest} tokens")
@@ -155,11 +155,12 @@ def train_and_ask(
 
 
 def sized(base: ModelConfig, model: str) -> ModelConfig:
-    """``base`` with one mixer; the control's MLPs are widened until none of the others has more parameters."""
+    """``base`` with one mixer; one without a memory gets MLPs so wide that none with a memory has more parameters."""
     settings = ModelConfig(**(base.model_dump() | {"mixers": [model]}))
-    if model != CONTROL:
+    if issubclass(MIXERS.find(model), MemoryMixer):
         return settings
-    missing = max(parameters(sized(base, other)) for other in MEMORY_MIXERS) - parameters(settings)
+    others = (name for name in MIXERS.names() if issubclass(MIXERS.find(name), MemoryMixer))
+    missing = max(parameters(sized(base, other)) for other in others) - parameters(settings)
     wider = settings.hidden + max(0, -(-missing // (3 * settings.d_model * settings.n_layers)))
     return settings.model_copy(update={"mlp_hidden": wider})
 
@@ -212,7 +213,7 @@ def ask(model: nn.Module, task: NeedlesInNoise, chunk_tokens: int, count: int = 
 def summarise(folder: Path):
     """needles.md and needles.png in ``folder``, of all models that have finished there; the newest record counts."""
     records = newest(folder)
-    records.sort(key=lambda r: MODELS.index(r["model"]))
+    records.sort(key=lambda r: r["model"])
     write_text(folder / "needles.md", table(records))
     trained = "/".join(f"{n:,}" for n in records[0]["trained_at"])
     title = f"Needles in noise: trained at {trained} tokens, window {records[0]['settings']['window']}"

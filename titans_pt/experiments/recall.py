@@ -4,7 +4,6 @@ One process trains one variant after the other. A finished variant is one file o
 skipped when the command runs again, and several processes may share a folder as long as they train different variants.
 """
 
-import itertools
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +11,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from titans_pt.config import MEMORY_MIXERS, Config, ModelConfig, config_hash
+from titans_pt.config import Config, ModelConfig, config_hash
 from titans_pt.errors import UserError
 from titans_pt.experiments.mqar import MQAR
 from titans_pt.experiments.study import EVALUATION_SEED, answers, fit, newest, once
 from titans_pt.models import build_model
+from titans_pt.models.mixers import MIXERS
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import new_figure, save_figure
 from titans_pt.tools.records import digest
@@ -65,9 +65,9 @@ def chosen(models: list[str], changes: list[str]) -> list[Variant]:
     """Every model with every one of the changes (names of CHANGES; "plain" is ""), one change after the other.
 
     Raises:
-        UserError: a model without a memory, or an unknown change.
+        UserError: an unknown model or change.
     """
-    for given, allowed, option in ((models, MEMORY_MIXERS, "--models"), (changes, NAMES, "--changes")):
+    for given, allowed, option in ((models, MIXERS.names(), "--models"), (changes, NAMES, "--changes")):
         for name in given:
             if name not in allowed:
                 raise UserError(f"{option}: given {name!r}; allowed: {', '.join(allowed)}")
@@ -125,8 +125,7 @@ def accuracy(model: nn.Module, task: MQAR, batches: int = EVALUATION_BATCHES) ->
 def summarise(folder: Path):
     """recall.md and recall.png in ``folder``, of all variants that have finished there; the newest record counts."""
     records = newest(folder)
-    order = list(itertools.product(CHANGES, MEMORY_MIXERS))
-    records.sort(key=lambda r: order.index((r["change"], r["model"])))
+    records.sort(key=lambda r: (list(CHANGES).index(r["change"]), r["model"]))
     write_text(folder / "recall.md", table(records))
     plot(records, folder / "recall.png")
     print(table(records), end="")
@@ -150,7 +149,7 @@ def plot(records: list[dict], path: Path):
     """Accuracy against steps, against pairs and against distance, one line a variant; ablations in the first alone."""
     figure = new_figure(13.0, 4.2)
     learning, pairs, distance = figure.subplots(1, 3, sharey=True)
-    inks = dict(zip(MEMORY_MIXERS, ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=True))
+    inks = {model: f"C{n}" for n, model in enumerate(sorted({r["model"] for r in records}))}
     dashes = dict(zip(CHANGES, ("-", ":", "--", "-.", (0, (5, 1)), (0, (1, 3)), (0, (3, 1, 1, 1))), strict=True))
     for r in records:
         style = {"color": inks[r["model"]], "linestyle": dashes[r["change"]]}

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from titans_pt.kernels.attention import Prefix, causal_attention
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops, attention_flops, product
 from titans_pt.layers.rotary import rotate
+from titans_pt.layers.sharding import Shard
 
 
 @dataclass
@@ -29,6 +31,9 @@ class AttentionState:
 class Attention(nn.Module):
     """(B, T, d_model) -> (B, T, d_model), heads side by side; the output projection is the mixer's."""
 
+    sharding = {"": Shard.ENTER, "q": Shard.COLUMN, "k": Shard.COLUMN, "v": Shard.COLUMN}
+    per_rank = ("n_heads",)
+
     def __init__(self, d_model: int, n_heads: int, rope_base: float, window: int | None = None):
         super().__init__()
         self.n_heads, self.rope_base, self.window = n_heads, rope_base, window
@@ -43,6 +48,11 @@ class Attention(nn.Module):
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T, d_model) -> keys (not rotated) and values, (B, T, H, D)."""
         return self.heads(self.k(x)), self.heads(self.v(x))
+
+    def flops(self, keys: float) -> Flops:
+        """Per token that sees ``keys`` keys on average."""
+        width = self.q.in_features
+        return 3 * product(width, width) + attention_flops(width, keys)
 
     def forward(
         self,

@@ -1,6 +1,6 @@
 """Tensor x data parallelism, put on a model from outside: models and layers know nothing of ranks."""
 
 from titans_pt.parallel.split import TensorParallel
-from titans_pt.parallel.topology import TensorGroup, Topology
+from titans_pt.parallel.topology import RankGroup, Topology
 
-__all__ = ["TensorGroup", "TensorParallel", "Topology"]
+__all__ = ["RankGroup", "TensorParallel", "Topology"]

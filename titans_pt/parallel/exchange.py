@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from titans_pt.parallel.topology import TensorGroup
+from titans_pt.parallel.topology import RankGroup
 
 TIME = 1
 """The dimension of (B, T, ...) that the sequence regions are split along."""
@@ -38,7 +38,7 @@ class Exchanges:
             (parallel.sequence); else those regions are whole on every rank.
     """
 
-    def __init__(self, group: TensorGroup, sequence: bool = False):
+    def __init__(self, group: RankGroup, sequence: bool = False):
         self.group, self.sequence = group, sequence
 
     def copy(self, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.parallel.exchange import Exchanges
-from titans_pt.parallel.topology import TensorGroup
+from titans_pt.parallel.topology import RankGroup
 
 
 class VocabularyEmbedding(nn.Module):
@@ -51,7 +51,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
     """(N, V / size) fp32 logits, (N,) targets -> (N,) losses, with the softmax alone kept for the backward pass."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, group: TensorGroup):
+    def forward(ctx, logits: Tensor, targets: Tensor, group: RankGroup):
         width = logits.shape[1]
         logits = logits - group.all_reduce(logits.max(1, keepdim=True).values, dist.ReduceOp.MAX)
         targets = targets - group.rank * width
@@ -72,7 +72,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
 
 def vocabulary_cross_entropy(
-    logits: Tensor, targets: Tensor, reduction: Literal["mean", "none"] = "mean", *, group: TensorGroup
+    logits: Tensor, targets: Tensor, reduction: Literal["mean", "none"] = "mean", *, group: RankGroup
 ) -> Tensor:
     """F.cross_entropy where each rank holds its part of the vocabulary's logits.
 

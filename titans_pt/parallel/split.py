@@ -1,8 +1,9 @@
-"""Tensor parallelism put on a finished model: which parameter is cut along which dimension, and what moves where.
+"""Tensor parallelism put on a finished model: what the names of titans_pt.layers.sharding mean.
 
-:data:`TABLE` is the whole of it. A block's heads are shared out over ranks: rank r of n holds heads [r H / n,
-(r + 1) H / n) of attention and memory, with their projections, convolutions, gates, norms and M_0, so the memory runs
-without any exchange. The model is built whole from one generator and then cut: every tensor size starts alike.
+Layers and mixers declare how they are cut; :data:`RULES` says what is done for it. A block's heads are shared out over
+ranks: rank r of n holds heads [r H / n, (r + 1) H / n) of attention and memory, with their projections, convolutions,
+gates, norms and M_0, so the memory runs without any exchange. The model is built whole from one generator and then
+cut: every tensor size starts alike.
 """
 
 from collections.abc import Callable
@@ -11,24 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from titans_pt.layers.attention import Attention
-from titans_pt.layers.memory import MemoryGates, MemoryNetwork, NeuralMemory, Projection
-from titans_pt.layers.mlp import SwiGLU
-from titans_pt.models.language_model import Block, LanguageModel
-from titans_pt.models.mixers.attention import AttentionMixer
-from titans_pt.models.mixers.common import BranchGate
-from titans_pt.models.mixers.lmm import LMM
-from titans_pt.models.mixers.mac import MAC
-from titans_pt.models.mixers.mag import MAG
-from titans_pt.models.mixers.mal import MAL
+from titans_pt.errors import UserError
+from titans_pt.layers.sharding import Shard
+from titans_pt.models.mixers import Mixer
 from titans_pt.parallel.exchange import Exchanges
 from titans_pt.parallel.layers import SplitRMSNorm, VocabularyEmbedding
-from titans_pt.parallel.topology import TensorGroup
+from titans_pt.parallel.topology import RankGroup
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one module.
+    """What becomes of one module, or of one parameter (which can only be cut or summed).
 
     cut: dimension along which all parameters of its own are cut.
     before, after: the exchange (a method of Exchanges) that its inputs and its output pass.
@@ -45,54 +39,24 @@ class Rule:
     between: bool = False
 
 
-COLUMN = Rule(cut=0)
-"""A linear layer (out, in) whose outputs, or a convolution whose channels, are those of the rank's heads."""
-ROW = Rule(cut=1, after="reduce")
-"""A linear layer (out, in) that takes a rank's heads and sums over all."""
-ENTRY = Rule(before="copy")
-"""A module that takes whole inputs and gives the rank's part."""
-ENTRY_COLUMN = Rule(cut=0, before="copy")
-LAST_ROW = Rule(cut=1, after="reduce_close")
-"""The row-parallel layer that ends a mixer or MLP."""
-NORM_OF_ALL_HEADS = Rule(cut=0, becomes=SplitRMSNorm)
-BETWEEN = Rule(between=True)
-
-TABLE: dict[type[nn.Module], dict[str, Rule]] = {
-    LanguageModel: {
-        "embedding": Rule(cut=0, becomes=VocabularyEmbedding),
-        "norm": BETWEEN,
-        "head": Rule(cut=0, before="open_copy"),
-    },
-    Block: {"mixer_norm": BETWEEN, "mixer": Rule(before="open"), "mlp_norm": BETWEEN},
-    SwiGLU: {"": Rule(before="open_copy"), "gate": COLUMN, "up": COLUMN, "down": LAST_ROW},
-    Attention: {"": ENTRY, "q": COLUMN, "k": COLUMN, "v": COLUMN},
-    NeuralMemory: {"": ENTRY, "output_norm": Rule(summed=True)},
-    Projection: {"linear": COLUMN, "conv": COLUMN},
-    MemoryGates: {"linear": COLUMN},
-    MemoryNetwork: {"": Rule(cut=0)},
-    AttentionMixer: {"out": LAST_ROW},
-    LMM: {"gate": ENTRY_COLUMN, "out": LAST_ROW},
-    MAC: {
-        "read": ENTRY,
-        "attention.q": ENTRY, "attention.k": ENTRY, "attention.v": ENTRY,  # MAC calls them one by one
-        "join": Rule(after="gather"),
-        "gate.norm_a": Rule(after="split"),  # of x + attention, which is whole
-        "gate.norm_b": NORM_OF_ALL_HEADS,
-        "gate.linear": ENTRY_COLUMN,
-        "out": LAST_ROW,
-    },
-    MAG: {
-        "gate.norm_a": NORM_OF_ALL_HEADS,
-        "gate.norm_b": NORM_OF_ALL_HEADS,
-        "gate.linear": ENTRY_COLUMN,
-        "out": LAST_ROW,
-    },
-    # What MAL adds to its output is whole in time, so it is closed as a whole.
-    MAL: {"": Rule(after="close"), "gate": ENTRY_COLUMN, "memory_out": ROW, "out": ROW},
-}  # fmt: skip
-"""By class of module, and by path from it: modules that are not named are whole on every rank."""
-HEADS = (Attention, Projection, MemoryGates, BranchGate)
-"""Modules whose ``n_heads`` becomes the number of the rank's own."""
+RULES = {
+    Shard.WHOLE: Rule(),
+    Shard.COLUMN: Rule(cut=0),
+    Shard.ROW: Rule(cut=1, after="reduce"),
+    Shard.LAST_ROW: Rule(cut=1, after="reduce_close"),
+    Shard.ENTER: Rule(before="copy"),
+    Shard.ENTER_COLUMN: Rule(cut=0, before="copy"),
+    Shard.SUMMED: Rule(summed=True),
+    Shard.NORM_OF_ALL_HEADS: Rule(cut=0, becomes=SplitRMSNorm),
+    Shard.GATHER: Rule(after="gather"),
+    Shard.SPLIT: Rule(after="split"),
+    Shard.CLOSE: Rule(after="close"),
+    Shard.BETWEEN: Rule(between=True),
+    Shard.OPEN: Rule(before="open"),
+    Shard.ENTER_OPEN: Rule(before="open_copy"),
+    Shard.VOCABULARY: Rule(cut=0, becomes=VocabularyEmbedding),
+    Shard.LOGITS: Rule(cut=0, before="open_copy"),
+}
 
 
 class TensorParallel:
@@ -108,7 +72,7 @@ class TensorParallel:
         exchanges: what the loss needs, too.
     """
 
-    def __init__(self, model: LanguageModel, group: TensorGroup, sequence: bool = False):
+    def __init__(self, model: nn.Module, group: RankGroup, sequence: bool = False):
         self.group = group
         self.exchanges = Exchanges(group, sequence)
         self.dims: dict[str, int] = {}
@@ -123,31 +87,68 @@ class TensorParallel:
         """The inverse of :meth:`part`; collective."""
         return self.group.all_gather(part, self.dims[name]) if name in self.dims else part
 
-    def _apply(self, model: LanguageModel):
+    def _apply(self, model: nn.Module):
         names = {id(p): name for name, p in model.named_parameters()}
-        found = [(owner, path, rule) for owner in model.modules() for path, rule in TABLE.get(type(owner), {}).items()]
-        for owner, path, rule in found:
-            module = owner.get_submodule(path)
-            for p in module.parameters(recurse=False):
+        found, named = [], set()
+        for owner in model.modules():
+            for path, shard in (getattr(owner, "sharding", None) or {}).items():
+                part = _part(owner, path)
+                named |= {id(p) for p in _own_parameters(part)}
+                if part is not None:
+                    found.append((owner, path, part, RULES[shard]))
+        for name, mixer in model.named_modules():
+            if isinstance(mixer, Mixer):
+                _check_named(name, mixer, named)
+        for owner, path, part, rule in found:
+            for p in _own_parameters(part):
                 if rule.cut is not None:
                     self._cut(names[id(p)], p, rule.cut)
                 if rule.summed or (rule.between and self.exchanges.sequence):
                     p.register_hook(self.group.all_reduce)
             if rule.before:
-                module.register_forward_pre_hook(_before(getattr(self.exchanges, rule.before)))
+                part.register_forward_pre_hook(_before(getattr(self.exchanges, rule.before)))
             if rule.after:
-                module.register_forward_hook(_after(getattr(self.exchanges, rule.after)))
+                part.register_forward_hook(_after(getattr(self.exchanges, rule.after)))
             if rule.becomes:
-                owner.set_submodule(path, rule.becomes(module, self.exchanges))
+                owner.set_submodule(path, rule.becomes(part, self.exchanges))
         for module in model.modules():
-            if isinstance(module, HEADS):
-                module.n_heads //= self.group.size
+            for count in getattr(module, "per_rank", ()):
+                setattr(module, count, getattr(module, count) // self.group.size)
 
     def _cut(self, name: str, p: nn.Parameter, dim: int):
         """Once, though tied embeddings are met twice."""
         if name not in self.dims:
             self.dims[name] = dim
             p.data = self.group.part(p.data, dim).clone(memory_format=torch.contiguous_format)
+
+
+def _part(owner: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
+    """The submodule or the parameter of its own that ``path`` names; None for a parameter that it was built without."""
+    if path in owner._parameters:
+        return owner._parameters[path]
+    return getattr(owner, path, None) if path and "." not in path else owner.get_submodule(path)
+
+
+def _own_parameters(part: nn.Module | nn.Parameter | None) -> list[nn.Parameter]:
+    if isinstance(part, nn.Module):
+        return list(part.parameters(recurse=False))
+    return [] if part is None else [part]
+
+
+def _check_named(name: str, mixer: Mixer, named: set[int]):
+    """Every parameter under a mixer is named by somebody: none is silently whole, with a gradient of one rank's heads.
+
+    Raises:
+        UserError: the mixer does not say how it is cut at all.
+        TypeError: it leaves out a parameter.
+    """
+    if mixer.sharding is None:
+        raise UserError(f"parallel.tensor: the mixer {mixer.name!r} does not say how it is cut over tensor ranks; set "
+                        "parallel.tensor=1")  # fmt: skip
+    for parameter, p in mixer.named_parameters():
+        if id(p) not in named:
+            raise TypeError(f"{type(mixer).__name__}.sharding names {parameter!r} ({name}) nowhere, nor does a layer "
+                            "between; name it, Shard.WHOLE if every rank holds all of it")  # fmt: skip
 
 
 def _before(exchange: Callable[[Tensor], Tensor]):

@@ -1,5 +1,6 @@
-"""Which rank stands where in the grid of tensor x data ranks, and the exchanges inside one tensor group."""
+"""Which rank stands where in the grid of ranks, and the exchanges inside one group of it."""
 
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -8,9 +9,12 @@ from torch import Tensor
 
 from titans_pt.errors import UserError
 
+AXES = ("data", "tensor")
+"""The grid's axes, outermost first: ranks that differ in the last alone are neighbours, best kept inside one node."""
 
-class TensorGroup:
-    """The ranks that share one copy of the model. One of size 1 exchanges nothing and needs no process group.
+
+class RankGroup:
+    """The ranks along one axis of the grid. One of size 1 exchanges nothing and needs no process group.
 
     Every exchange takes a tensor and returns one of the same dtype; all ranks of the group must call it alike.
     """
@@ -49,36 +53,57 @@ class TensorGroup:
 
 
 class Topology:
-    """The grid: rank = data_rank * tensor + tensor_rank, so that a tensor group lies on neighbouring ranks.
+    """The grid of ranks with an axis for each kind of parallelism, and this process's place in it.
+
+    Rank r stands at the coordinates of r in a row-major array of shape (size of each of AXES): with data = 2 and
+    tensor = 2, ranks 0 and 1 share a model, ranks 0 and 2 share its gradients.
 
     Args:
-        tensor: ranks that share one copy of the model (parallel.tensor).
+        sizes: of the axes by name; ``data`` is what they leave of ``world_size``, an axis that is missing has size 1.
         rank, world_size: of this process among all.
         patience: of an exchange, after which the backend gives up; None: the backend's own.
 
+    Attributes:
+        groups: axis -> the ranks that differ from this one along it alone.
+
     Raises:
-        UserError: the ranks do not divide into tensor groups.
+        UserError: the ranks do not divide into models.
     """
 
-    def __init__(self, tensor: int, rank: int, world_size: int, patience: timedelta | None = None):
-        check_world_size(tensor, world_size)
-        self.data_rank, self.data_size = rank // tensor, world_size // tensor
-        grid = torch.arange(world_size).view(self.data_size, tensor)
-        # Every rank takes part in making every group.
-        tensor_groups = [dist.new_group(row.tolist(), timeout=patience) for row in grid]
-        data_groups = [dist.new_group(column.tolist(), timeout=patience) for column in grid.T]
-        self.tensor = TensorGroup(rank % tensor, tensor, tensor_groups[self.data_rank])
-        self.data_group = data_groups[self.tensor.rank]
+    def __init__(self, sizes: Mapping[str, int], rank: int, world_size: int, patience: timedelta | None = None):
+        shape = grid_shape(sizes, world_size)
+        grid = torch.arange(world_size).view(shape)
+        place = torch.unravel_index(torch.tensor(rank), shape)
+        self.groups: dict[str, RankGroup] = {}
+        for n, axis in enumerate(AXES):
+            # Every rank takes part in making every group.
+            lines = grid.movedim(n, -1).reshape(-1, shape[n]).tolist()
+            made = [(line, dist.new_group(line, timeout=patience)) for line in lines]
+            mine = next(group for line, group in made if rank in line)
+            self.groups[axis] = RankGroup(int(place[n]), shape[n], mine)
+
+    @property
+    def data(self) -> RankGroup:
+        """Ranks with the same part of the model and other samples."""
+        return self.groups["data"]
+
+    @property
+    def tensor(self) -> RankGroup:
+        """Ranks that share one copy of the model and its samples."""
+        return self.groups["tensor"]
 
 
-def check_world_size(tensor: int, world_size: int):
-    """
+def grid_shape(sizes: Mapping[str, int], world_size: int) -> tuple[int, ...]:
+    """The size of each of AXES.
+
     Raises:
-        UserError: the ranks do not divide into tensor groups.
+        UserError: the ranks do not divide into models.
     """
+    tensor = sizes["tensor"]
     if world_size % tensor:
         fits = max(n for n in range(1, tensor + 1) if world_size % n == 0)
         raise UserError(
             f"parallel.tensor: given {tensor}; must divide the number of ranks, {world_size}; set it to {fits}, or "
             f"start {-(-world_size // tensor) * tensor} processes"
         )
+    return tuple(world_size // tensor if axis == "data" else sizes.get(axis, 1) for axis in AXES)

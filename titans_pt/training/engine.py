@@ -5,10 +5,8 @@ This is the only file that knows DeepSpeed. Its private names are touched in thr
 """
 
 import os
-import re
 import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +14,14 @@ from torch import Tensor, nn
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
+from titans_pt.models.backbone import exempt_from_decay
 from titans_pt.parallel import TensorParallel, Topology
-from titans_pt.parallel.layers import vocabulary_cross_entropy
-from titans_pt.training.loss import NextTokenLoss
+from titans_pt.tasks import TASKS
+from titans_pt.tasks.base import backbone_of
 from titans_pt.training.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's state of a parameter, by torch's names."""
-_NO_DECAY = re.compile(r"((norm|bias)[^.]*(\.weight)?|\.network\.weight_\d+)$")
-"""By name: norms and biases (those that every head has its own of are matrices by shape only), and the memory's M_0:
-it is the start of a state under a LayerNorm, and the smaller it is the larger every inner step."""
 
 
 def local_batch(config: Config, data_size: int) -> tuple[int, int]:
@@ -88,18 +84,14 @@ def compiles(config: Config, device: torch.device) -> bool:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, embeddings included; norms, biases, M_0 and everything of one dimension do not."""
+    """Matrices decay, embeddings included; what has one dimension does not, nor what a layer exempts (``no_decay``)."""
+    exempt = exempt_from_decay(model)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [
-        {"params": [p for n, p in named if decays(n, p)], "weight_decay": weight_decay},
-        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+        {"params": [p for n, p in named if n not in exempt], "weight_decay": weight_decay},
+        {"params": [p for n, p in named if n in exempt], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies to a parameter."""
-    return parameter.ndim >= 2 and not _NO_DECAY.search(name)
 
 
 class ModelParallelUnit:
@@ -113,9 +105,9 @@ class ModelParallelUnit:
         self.get_model_parallel_rank = self.get_tensor_model_parallel_rank = lambda: tensor.rank
         self.get_model_parallel_world_size = self.get_tensor_model_parallel_world_size = lambda: tensor.size
         self.get_model_parallel_group = self.get_tensor_model_parallel_group = lambda: tensor.group
-        self.get_data_parallel_rank = lambda: topology.data_rank
-        self.get_data_parallel_world_size = lambda: topology.data_size
-        self.get_data_parallel_group = lambda: topology.data_group
+        self.get_data_parallel_rank = lambda: topology.data.rank
+        self.get_data_parallel_world_size = lambda: topology.data.size
+        self.get_data_parallel_group = lambda: topology.data.group
 
 
 class Engine:
@@ -130,15 +122,13 @@ class Engine:
     def __init__(self, model: nn.Module, config: Config, ranks: Ranks):
         deepspeed = _import_deepspeed()
         self.stage = config.parallel.zero_stage
-        self.topology = Topology(config.parallel.tensor, ranks.rank, ranks.world_size, ranks.patience)
-        self.micro_batch, self.accumulation = local_batch(config, self.topology.data_size)
+        self.topology = Topology({"tensor": config.parallel.tensor}, ranks.rank, ranks.world_size, ranks.patience)
+        self.micro_batch, self.accumulation = local_batch(config, self.topology.data.size)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.split = TensorParallel(model, self.topology.tensor, config.parallel.sequence)
         self.compiled = compiles(config, ranks.device)
-        model.set_compiled(self.compiled)
-        loss = NextTokenLoss(model)
-        if self.split.dims:
-            loss = NextTokenLoss(model, partial(vocabulary_cross_entropy, group=self.topology.tensor))
+        backbone_of(model).set_compiled(self.compiled)
+        objective = TASKS.find(config.task)(config).objective(model, self.topology.tensor)
         for name, p in model.named_parameters():
             p.tensor_model_parallel = name in self.split.dims  # else DeepSpeed's norm counts only one rank's
         # bf16 training casts the module before DeepSpeed copies its fp32 masters from it: keep the exact weights.
@@ -149,7 +139,7 @@ class Engine:
         )  # fmt: skip
         own = sum(p.numel() for p in weights.values())
         self._engine, *_ = deepspeed.initialize(
-            model=loss,
+            model=objective,
             optimizer=optimizer,
             config=deepspeed_config(config, self.micro_batch, self.accumulation, own),
             mpu=ModelParallelUnit(self.topology),
@@ -168,13 +158,13 @@ class Engine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
 
-    def micro_step(self, ids: Tensor, reset: Tensor | None, done: Callable[[str], None] = lambda part: None) -> Tensor:
+    def micro_step(self, batch: Sequence[Tensor | None], done: Callable[[str], None] = lambda part: None) -> Tensor:
         """Forward and backward of one micro-batch; the ``accumulation``-th call of a step also updates the weights.
 
-        Returns the micro-batch's mean loss, a detached fp32 scalar on the device. ``done`` is told "forward",
-        "backward" and "update" as they end.
+        ``batch`` is what the task's objective takes. Returns the micro-batch's mean loss, a detached fp32 scalar on the
+        device. ``done`` is told "forward", "backward" and "update" as they end.
         """
-        loss = self._engine(ids, reset)
+        loss = self._engine(*batch)
         done("forward")
         self._engine.backward(loss)
         done("backward")
@@ -194,18 +184,21 @@ class Engine:
         return float(self._engine.get_global_grad_norm())
 
     @torch.no_grad()
-    def validation_loss(self, batches: Iterator[tuple[Tensor, Tensor | None, Tensor]]) -> tuple[float, float]:
-        """(sum of weighted sample losses, sum of weights) of this rank over (ids, reset, weight) batches.
+    def validate(self, batches: Iterable[tuple[Sequence[Tensor | None], Tensor]]) -> tuple[dict[str, float], float]:
+        """(sums of weighted figures by name, sum of weights) of this rank over (batch, weight (B,)) pairs.
 
         Every rank must bring the same number of batches: under ZeRO 3 a forward pass is collective.
         """
         self._engine.eval()
-        total = count = 0.0
-        for ids, reset, weight in batches:
-            total += float(self._engine(ids, reset, weight)) * float(weight.sum())
-            count += float(weight.sum())
+        totals: dict[str, float] = {}
+        count = 0.0
+        for batch, weight in batches:
+            samples = float(weight.sum())
+            for name, figure in self._engine(*batch, weight=weight).items():
+                totals[name] = totals.get(name, 0.0) + float(figure) * samples
+            count += samples
         self._engine.train()
-        return total, count
+        return totals, count
 
     # ---- state: one tensor at a time, whole, fp32, by plain parameter name
 
@@ -256,9 +249,9 @@ class Engine:
             # The whole-tensor setters of stage 3 fail where a parameter does not divide by the ranks; a rank's own
             # part, padded with zeros as DeepSpeed pads it, always fits.
             size = p.ds_tensor.ds_numel
-            padded = torch.zeros(size * self.topology.data_size, dtype=torch.float32)
+            padded = torch.zeros(size * self.topology.data.size, dtype=torch.float32)
             padded[: value.numel()] = value.flatten()
-            value = padded.narrow(0, size * self.topology.data_rank, size)
+            value = padded.narrow(0, size * self.topology.data.rank, size)
             set_weight, set_state = safe_set_local_fp32_param, safe_set_local_optimizer_state
         else:
             set_weight, set_state = safe_set_full_fp32_param, safe_set_full_optimizer_state

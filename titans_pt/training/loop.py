@@ -8,19 +8,21 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
-from titans_pt.config import MEMORY_MIXERS, Config, config_hash
-from titans_pt.data_pipeline import Loader, PackedSamples, TokenFiles
+from titans_pt.config import Config, config_hash
+from titans_pt.data_pipeline import Loader
+from titans_pt.data_pipeline.loader import collate
 from titans_pt.errors import UserError
 from titans_pt.evaluation import runner
-from titans_pt.models import build_model
-from titans_pt.models.flops import model_flops
-from titans_pt.run import RunFolder, load_weights
+from titans_pt.layers.memory import NeuralMemory
+from titans_pt.run import load_weights
+from titans_pt.run_folder import RunFolder
+from titans_pt.tasks import TASKS, Samples, Task, TaskData
+from titans_pt.tasks.base import backbone_of
 from titans_pt.training.background import BackgroundTask
 from titans_pt.training.engine import Engine
 from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
@@ -29,7 +31,7 @@ from titans_pt.training.plots import plot_loss
 from titans_pt.training.probes import memory_probe
 from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch
 from titans_pt.training.ranks import Ranks, process_group
-from titans_pt.training.resume import find_start
+from titans_pt.training.resume import as_begun, find_start
 from titans_pt.training.schedule import learning_rate
 from titans_pt.training.signals import StopSignals
 from titans_pt.training.watchdog import Watchdog
@@ -52,10 +54,12 @@ def train(config: Config) -> int:
         signals = stack.enter_context(StopSignals())
         watch = stack.enter_context(Watchdog(ranks, config.train.timeout))
         ranks.on_first(lambda: _announce(config, ranks))  # before anything is written
-        files = TokenFiles.open(config)
         folder = RunFolder(config.run.dir)
+        config = ranks.on_first(lambda: as_begun(config, folder))
+        task = TASKS.find(config.task)(config)
+        data = task.open()
         ranks.on_first(lambda: stack.enter_context(folder.opened()) and None)
-        trainer = Trainer(config, folder, files, ranks, signals, watch)
+        trainer = Trainer(task, data, folder, ranks, signals, watch)
         stack.callback(trainer.close)
         return trainer.run()
 
@@ -64,15 +68,14 @@ class Trainer:
     """A run in progress. Everything that changes from step to step is in its plain attributes."""
 
     def __init__(
-        self, config: Config, folder: RunFolder, files: TokenFiles, ranks: Ranks, signals: StopSignals,
-        watch: Watchdog,
+        self, task: Task, data: TaskData, folder: RunFolder, ranks: Ranks, signals: StopSignals, watch: Watchdog
     ):
-        self.config, self.folder, self.files, self.ranks = config, folder, files, ranks
+        start = ranks.on_first(lambda: find_start(task, folder, data.identity))
+        path, state, task.config = start or (None, None, task.config)
+        self.task, self.data, self.folder, self.ranks = task, data, folder, ranks
+        self.config = config = task.config
         self.signals, self.watch = signals, watch
-        train, data = config.train, config.data
-        tokenizer = files.tokenizer
-        start = ranks.on_first(lambda: find_start(config, folder, tokenizer.sha256, files.fingerprint))
-        path, state = start or (None, None)
+        train, seq_len = config.train, config.data.seq_len
 
         self.step = state.step if state else 0
         self.first_step = self.step + 1
@@ -87,22 +90,22 @@ class Trainer:
         self.evaluated_step: int | None = None
         self.last_step = train.stop_at or train.max_steps
         if config.evaluation.every:
-            runner.check(config.evaluation.suites)
+            runner.check(task, config.evaluation.suites)
         self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
         self.saving = BackgroundTask()
 
         self.engine = self._build_engine(path, state)
-        self.batch_samples = train.batch_tokens // data.seq_len
-        self.train_samples = files.samples(config)
+        self.batch_samples = train.batch_tokens // seq_len
         grid = self.engine.topology
         self.loader = Loader(
-            self.train_samples, self.engine.micro_batch, grid.data_rank, grid.data_size, self.batch_samples
+            data.train, self.engine.micro_batch, grid.data.rank, grid.data.size, self.batch_samples
         )
-        self.flops_per_token = model_flops(config.model, data.seq_len).total
+        with torch.device("meta"):
+            self.flops_per_token = task.build_model().flops(seq_len).total
         peak = peak_flops(ranks.device)
         self.peak_flops = peak and peak * ranks.world_size
         self.wandb = self.metrics = None
-        for record in ranks.on_first(lambda: self._open_logs(tokenizer.path, state)):
+        for record in ranks.on_first(lambda: self._open_logs(state)):
             if record["kind"] == "train":
                 self.loss = record["loss"]
             elif record["kind"] == "validation":
@@ -118,8 +121,8 @@ class Trainer:
 
     def _build_engine(self, path: Path | None, state: TrainerState | None) -> Engine:
         torch.manual_seed(self.config.run.seed)
-        model = build_model(self.config.model)
-        model.set_activation_checkpointing(self.config.train.activation_checkpointing)
+        model = self.task.build_model()
+        backbone_of(model).set_activation_checkpointing(self.config.train.activation_checkpointing)
         if state is None:
             return Engine(model, self.config, self.ranks)
         load_weights(model, checkpoints.read_tensors(path / checkpoints.MODEL))
@@ -128,15 +131,16 @@ class Trainer:
             engine.load_moments(lambda key, name: get(f"{key}.{name}"), state.adam_step)
         return engine
 
-    def _open_logs(self, tokenizer: Path, state: TrainerState | None) -> list[dict]:
+    def _open_logs(self, state: TrainerState | None) -> list[dict]:
         """Opens what rank 0 writes to; returns the metrics of the steps that are already behind."""
-        self.folder.write_settings(self.config, tokenizer)
+        self.folder.write_settings(self.config)
+        self.task.keep(self.folder)
         self.metrics = MetricsLog(self.folder.metrics, self.step)
         self.wandb = WandbLog(self.config, self.folder, state and state.wandb_id)
         log.info(
             "%s step %d: %s parameters, %d tensor x %d data ranks on %s, ZeRO %d, %s, %d micro-batches of %d samples",
             "resuming at" if state else "starting at", self.step, f"{self.engine.parameters:,}",
-            self.engine.topology.tensor.size, self.engine.topology.data_size, self.ranks.device.type,
+            self.engine.topology.tensor.size, self.engine.topology.data.size, self.ranks.device.type,
             self.config.parallel.zero_stage,
             self.config.train.precision, self.engine.accumulation, self.engine.micro_batch,
         )  # fmt: skip
@@ -184,14 +188,14 @@ class Trainer:
         self.profiler.before(self.step)
         with self.out_of_memory:
             self.watch.at(f"step {self.step}, reading its samples")
-            for n, (ids, reset) in enumerate(self.loader.batches(self.samples)):
+            for n, batch in enumerate(self.loader.batches(self.samples)):
                 self.watch.at(f"step {self.step}, micro-batch {n}", slow=compiling)
-                batch = self._on_device(ids, reset)
+                batch = self.task.to_device(batch, self.ranks.device)
                 stopwatch.mark("data")
                 if logged and n == 0:
-                    memory = self._look(*batch)
+                    memory = self._look(batch)
                     stopwatch.mark("probe")
-                losses.append(self.engine.micro_step(*batch, stopwatch.mark))
+                losses.append(self.engine.micro_step(batch, stopwatch.mark))
         local_loss = float(torch.stack(losses).mean()) / self.ranks.world_size
         self.watch.at(f"step {self.step}, the sum of the losses")
         # The one exchange of a step: after it all ranks know the same and act alike.
@@ -222,20 +226,16 @@ class Trainer:
         self.progress.update(loss, speed)
         return self.signals.decide(flags)
 
-    def _on_device(self, ids: Tensor, reset: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The model counts documents on the host: their starts stay there."""
-        return ids.to(self.ranks.device, non_blocking=True), reset if self.config.data.reset_at_documents else None
-
-    def _look(self, ids: Tensor, reset: Tensor | None) -> dict[str, float]:
+    def _look(self, batch: tuple[Tensor | None, ...]) -> dict[str, float]:
         """The means of memory_probe over a micro-batch's first sample, which is read once more for it.
 
-        Not in passing: a compiled block knows no hooks. On all ranks, since a forward pass may be collective.
+        Not in passing: hooks do not fire inside a compiled block. On all ranks, since a forward pass may be collective.
         """
-        if not set(self.config.model.pattern) & set(MEMORY_MIXERS):
+        if not any(isinstance(module, NeuralMemory) for module in self.engine.model.modules()):
             return {}
+        first = tuple(None if part is None else part[:1] for part in batch)
         with memory_probe(self.engine.model) as means, torch.compiler.set_stance("force_eager"):
-            one = torch.ones(1, device=ids.device)
-            self.engine.validation_loss([(ids[:1], None if reset is None else reset[:1], one)])
+            self.engine.validate([(first, torch.ones(1, device=self.ranks.device))])
             return means()
 
     def _note_nonfinite(self, loss: float, first_sample: int):
@@ -248,7 +248,7 @@ class Trainer:
                         self.step, loss, positions[0], positions[-1])
             self._log("nonfinite", loss=loss, skipped=self.nonfinite, in_a_row=self.nonfinite_in_a_row,
                       positions=[positions[0], positions[-1]],
-                      samples=[self.train_samples.describe(p) for p in positions])
+                      samples=[self.data.train.describe(p) for p in positions])
 
     def _stop_nonfinite(self):
         self._save()
@@ -263,27 +263,29 @@ class Trainer:
     # ---- around the steps
 
     def _validate(self):
-        """Mean loss over a fixed set of validation samples, shared over ranks; once a step."""
+        """Mean figures over a fixed set of validation samples, shared over ranks; once a step."""
         if self.validated_step == self.step:
             return
-        data, train = self.config.data, self.config.train
-        samples = PackedSamples(self.files.validation, data.seq_len, 0)
-        batches = self._validation_batches(samples, min(train.eval_samples, len(samples)))
-        total, count = self.ranks.sum(list(self.engine.validation_loss(batches)))
-        self.validation_loss, self.validated_step = total / count, self.step
-        self._log("validation", validation_loss=self.validation_loss)
+        samples = self.data.validation
+        batches = self._validation_batches(samples, min(self.config.train.eval_samples, len(samples)))
+        totals, count = self.engine.validate(batches)
+        *sums, count = self.ranks.sum([*totals.values(), count])
+        figures = {f"validation_{name}": total / count for name, total in zip(totals, sums, strict=True)}
+        self.validation_loss, self.validated_step = figures["validation_loss"], self.step
+        self._log("validation", **figures)
         log.info("step %d: validation loss %.4f", self.step, self.validation_loss)
 
-    def _validation_batches(self, samples: PackedSamples, count: int) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-        """This rank's (ids, reset, weight): as many on every rank, filled up with samples of weight 0."""
+    def _validation_batches(
+        self, samples: Samples, count: int
+    ) -> Iterator[tuple[tuple[Tensor | None, ...], Tensor]]:
+        """This rank's (batch, weight): as many on every rank, filled up with samples of weight 0."""
         micro, grid = self.engine.micro_batch, self.engine.topology
-        for first in range(0, count, micro * grid.data_size):
-            positions = range(first + grid.data_rank * micro, first + (grid.data_rank + 1) * micro)
-            pairs = [samples.sample(min(p, count - 1)) for p in positions]
-            ids, reset = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
+        for first in range(0, count, micro * grid.data.size):
+            positions = range(first + grid.data.rank * micro, first + (grid.data.rank + 1) * micro)
+            batch = collate([samples.sample(min(p, count - 1)) for p in positions])
             self.watch.at(f"validation after step {self.step}, sample {positions[0]}")
             weight = torch.tensor([float(p < count) for p in positions], device=self.ranks.device)
-            yield *self._on_device(ids, reset), weight
+            yield self.task.to_device(batch, self.ranks.device), weight
 
     def _evaluate(self):
         """At every evaluation.every-th step: its suites, once, on a checkpoint; no sample is read twice after a stop.
@@ -334,8 +336,7 @@ class Trainer:
             step=self.step, samples=self.samples, adam_step=self.engine.adam_step(), nonfinite=self.nonfinite,
             nonfinite_in_a_row=self.nonfinite_in_a_row, first_loss=self.first_loss, wandb_id=self.wandb.id,
             model_hash=config_hash(config.model), config_hash=config_hash(config),
-            config=config.model_dump(mode="json"), tokenizer_sha256=self.files.tokenizer.sha256,
-            data_fingerprint=self.files.fingerprint,
+            config=config.model_dump(mode="json"), identity=self.data.identity,
             topology={"ranks": self.ranks.world_size, "tensor": config.parallel.tensor,
                       "zero_stage": config.parallel.zero_stage, "precision": config.train.precision,
                       "device": self.ranks.device.type},
@@ -357,17 +358,18 @@ class Trainer:
         self.ranks.on_first(self._summarise)
 
     def _summarise(self):
-        unigram = self.files.manifest.get("unigram_loss")
+        baseline, name = self.data.baseline, self.task.baseline_name
         plot = self.folder.plots / "loss.png"
-        plot_loss(read_metrics(self.folder.metrics), unigram, plot)
+        plot_loss(read_metrics(self.folder.metrics), plot, self.task.unit, name, baseline)
 
         def number(value: float | None) -> str:
             return "-" if value is None else f"{value:.4f}"
 
+        known = "" if baseline is None else f", {name} {number(baseline)}"
         self.progress.close()
         self._say(f"step {self.step} of {self.config.train.max_steps}: training loss {number(self.first_loss)} -> "
-                  f"{number(self.loss)}, validation {number(self.validation_loss)}, unigram baseline {number(unigram)} "
-                  f"(nats per token); {self.nonfinite} steps skipped")
+                  f"{number(self.loss)}, validation {number(self.validation_loss)}{known} ({self.task.unit}); "
+                  f"{self.nonfinite} steps skipped")
         self._say(f"{self._saved_at()}; loss curve {plot}; metrics {self.folder.metrics}; log {self.folder.log}")
 
     def _saved_at(self) -> str:

@@ -1,7 +1,6 @@
 """What a training will need, before it starts: the grid of ranks, the batch, and an estimate of a rank's memory."""
 
 import contextlib
-import math
 import os
 from dataclasses import dataclass
 
@@ -10,19 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from titans_pt.config import MEMORY_MIXERS, Config
+from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.kernels.memory.dispatch import HAS_TRITON
-from titans_pt.layers.memory import NeuralMemory
-from titans_pt.models.language_model import LanguageModel
-from titans_pt.parallel import TensorGroup, TensorParallel
-from titans_pt.parallel.topology import check_world_size
+from titans_pt.models import Backbone
+from titans_pt.models.mixers import Mixer
+from titans_pt.parallel import RankGroup, TensorParallel
+from titans_pt.parallel.topology import grid_shape
+from titans_pt.tasks import TASKS, Task
 from titans_pt.training.engine import local_batch, reduce_bucket
-from titans_pt.training.loss import rows_at_once
 
 GIB = 2**30
 PROBE_TOKENS = 1024
 """What is measured with real numbers is measured on one row of at most so many tokens, on the CPU."""
+MODEL_KINDS = ("parameters", "gradients", "optimiser", "communication")
+BLOCK_KINDS = ("activations", "memory states", "memory scratch")
+"""Kinds of memory; what is in neither is the task's output end."""
 HEADROOM = 0.9
 """Share of a device's memory that may be planned with; the rest is for the allocator's gaps and the libraries."""
 
@@ -71,9 +72,9 @@ class TrainingPlan:
             return
         kind, size = max(self.bytes.items(), key=lambda item: item[1])
         train, parallel = self.config.train, self.config.parallel
-        if kind in ("activations", "memory states", "memory scratch", "logits"):
+        if kind not in MODEL_KINDS:
             remedies = [f"train.micro_batch={max(1, self.micro_batch // 2)}"] if self.micro_batch > 1 else []
-            if not train.activation_checkpointing and kind != "logits":
+            if not train.activation_checkpointing and kind in BLOCK_KINDS:
                 remedies.append("train.activation_checkpointing=true")
         else:
             remedies = [f"parallel.zero_stage={parallel.zero_stage + 1}"] if parallel.zero_stage < 3 else []
@@ -96,19 +97,20 @@ def make_plan(config: Config, ranks: int | None = None, gpu: bool | None = None)
     world = int(os.environ.get("WORLD_SIZE", 0)) or torch.cuda.device_count() or tensor if ranks is None else ranks
     if world < 1:
         raise UserError(f"--ranks: given {world}; at least 1")
-    check_world_size(tensor, world)
+    grid_shape({"tensor": tensor}, world)
     micro, accumulation = local_batch(config, world // tensor)
+    task = TASKS.find(config.task)(config)
     with torch.device("meta"):
-        model = LanguageModel(config.model)
+        model = task.build_model()
     parameters = sum(p.numel() for p in model.parameters())
     TensorParallel(model, _Rehearsal(0, tensor), config.parallel.sequence)
     own = sum(p.numel() for p in model.parameters())
     gpu = torch.cuda.is_available() if gpu is None else gpu
-    sizes = _model_bytes(config, own, world // tensor) | _activation_bytes(config, micro, gpu)
+    sizes = _model_bytes(config, own, world // tensor) | _activation_bytes(task, micro, gpu)
     return TrainingPlan(config, parameters, tensor, world // tensor, micro, accumulation, sizes)
 
 
-class _Rehearsal(TensorGroup):
+class _Rehearsal(RankGroup):
     """A tensor group of one rank that gives every exchange's result its size, not its content."""
 
     def all_reduce(self, x: Tensor, op=None) -> Tensor:
@@ -134,75 +136,66 @@ def _model_bytes(config: Config, own: int, data: int) -> dict[str, int]:
     }
 
 
-def _activation_bytes(config: Config, micro: int, gpu: bool) -> dict[str, int]:
+def _activation_bytes(task: Task, micro: int, gpu: bool) -> dict[str, int]:
     """What a micro-batch keeps for the backward pass, by what the real blocks keep."""
-    m, pattern = config.model, config.model.pattern
-    length, kinds = config.data.seq_len, sorted(set(pattern))
+    config = task.config
+    m, length, tensor = config.model, config.data.seq_len, config.parallel.tensor
+    mixers = _mixers(config)
     found: dict[str, int] = {}
-    if gpu and config.train.precision == "bf16" and _kernels_serve(config):
-        kept, states = _kept(config, micro, length, "meta"), dict.fromkeys(kinds, 0)
-        if set(kinds) & set(MEMORY_MIXERS):
-            from titans_pt.kernels.memory.fused.operators import SCRATCH_BYTES
-
-            found["memory scratch"] = SCRATCH_BYTES
+    if gpu and config.train.precision == "bf16" and not any(m.unserved(torch.bfloat16) for m in mixers.values()):
+        kept, states = _kept(config, micro, length, "meta"), dict.fromkeys(mixers, 0)
+        if scratch := max(mixer.scratch_bytes() for mixer in mixers.values()):
+            found["memory scratch"] = scratch
     else:  # a part of one row, scaled: all but the states grows with the tokens
-        probe = min(length, max(PROBE_TOKENS, m.segment if "mac" in pattern else 1))
-        probe -= probe % config.parallel.tensor
-        states = {kind: micro * _state_bytes(config, kind, length) for kind in kinds}
-        short = {kind: size - _state_bytes(config, kind, probe) for kind, size in _kept(config, 1, probe).items()}
+        probe = min(length, max(PROBE_TOKENS, *(mixer.piece for mixer in mixers.values())))
+        probe -= probe % tensor
+        one = {n: {kind: mixer.kept_state_bytes(n) for kind, mixer in mixers.items()} for n in (length, probe)}
+        states = {kind: micro * size for kind, size in one[length].items()}
+        short = {kind: size - one[probe][kind] for kind, size in _kept(config, 1, probe).items()}
         kept = {kind: micro * size * length // probe for kind, size in short.items()}
     if config.train.activation_checkpointing:  # the blocks' inputs, and one block at a time
         inputs = _width(config) * micro * length * m.d_model
-        inputs //= config.parallel.tensor if config.parallel.sequence else 1
+        inputs //= tensor if config.parallel.sequence else 1
         activations, memory = inputs * m.n_layers + max(kept.values()), max(states.values())
     else:
-        activations, memory = sum(kept[kind] for kind in pattern), sum(states[kind] for kind in pattern)
-    # The head's output, the same in fp32, its softmax, and their two gradients; of the samples that are taken at once.
-    logits = length * m.vocab_size // config.parallel.tensor * (2 * _width(config) + 12)
+        activations, memory = sum(kept[kind] for kind in m.pattern), sum(states[kind] for kind in m.pattern)
     found |= {"memory states": memory} if memory else {}
-    return {"activations": activations, **found, "logits": rows_at_once(micro, length, m.vocab_size) * logits}
+    return {"activations": activations, **found, **task.output_bytes(micro, length, _width(config))}
 
 
-def _kernels_serve(config: Config) -> bool:
-    """Whether a GPU takes the fused kernels wherever there is a memory: they alone run without contents."""
-    m = config.model
-    if not set(m.pattern) & set(MEMORY_MIXERS):
-        return True
-    if not HAS_TRITON:
-        return False
-    from titans_pt.kernels.memory.fused import unsupported
+def _one_of_each(config: Config, device: str) -> Backbone:
+    """A rank's part of one block of each kind of mixer, in training precision, each under its own name."""
+    kinds = config.model.kinds
+    small = config.model.model_copy(update={"mixers": kinds, "n_layers": len(kinds)})
+    with torch.device(device):
+        backbone = Backbone(small).to(torch.bfloat16 if config.train.precision == "bf16" else torch.float32)
+    TensorParallel(backbone, _Rehearsal(0, config.parallel.tensor), config.parallel.sequence)
+    return backbone
 
-    with torch.device("meta"):
-        memory = NeuralMemory(m.d_model, m.memory_heads, m.conv_width, m.memory, m.norm_eps)
-        q = torch.empty(1, 1, m.memory_heads, m.d_model // m.memory_heads, dtype=torch.bfloat16)
-    return unsupported(q, memory.network()[0], m.memory.chunk_size) is None
+
+def _mixers(config: Config) -> dict[str, Mixer]:
+    return {block.mixer.name: block.mixer for block in _one_of_each(config, "meta")}
 
 
 def _kept(config: Config, rows: int, length: int, device: str = "cpu") -> dict[str, int]:
     """Bytes that autograd keeps in one block of each kind, by kind; "meta": on a GPU's paths, without computing."""
-    m, tensor = config.model, config.parallel.tensor
-    kinds = sorted(set(m.pattern))
-    # In the training's own precision, with a vocabulary that does not count.
-    small = m.model_copy(update={"mixers": kinds, "n_layers": len(kinds), "vocab_size": tensor})
-    with torch.device(device):
-        model = LanguageModel(small).to(torch.bfloat16 if config.train.precision == "bf16" else torch.float32)
-        ids = torch.zeros(rows, length, dtype=torch.int64)
-    TensorParallel(model, _Rehearsal(0, tensor), config.parallel.sequence)
+    backbone, kept = _one_of_each(config, device), {}
+    for block in backbone:
+        kept[block.mixer.name] = 0
 
-    kept: dict[str, int] = {}
-    for kind, block in zip(kinds, model.blocks, strict=True):
-        kept[kind] = 0
-
-        def before(_block, _arguments, kind=kind):
+        def before(_block, _arguments, kind=block.mixer.name):
             kept[kind] -= saved.total
 
-        def after(_block, _arguments, _output, kind=kind):
+        def after(_block, _arguments, _output, kind=block.mixer.name):
             kept[kind] += saved.total
 
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after)
-    with contextlib.nullcontext() if device == "cpu" else _FusedNorms(), _Saved(model) as saved:
-        model(ids, output_final_state=False)
+    here = length // config.parallel.tensor if config.parallel.sequence else length
+    weight = backbone[0].mixer_norm.weight
+    x = torch.zeros(rows, here, config.model.d_model, dtype=weight.dtype, device=weight.device, requires_grad=True)
+    with contextlib.nullcontext() if device == "cpu" else _FusedNorms(), _Saved(backbone) as saved:
+        backbone(x, output_final_state=False)
     return kept
 
 
@@ -250,20 +243,6 @@ class _Saved:
             self._kept.append(storage)  # else its address is given to another
             self.total += storage.nbytes()
         return tensor
-
-
-def _state_bytes(config: Config, kind: str, length: int) -> int:
-    """fp32 memory states that one row of ``length`` tokens keeps in one block: weights, momentum, chunk weights."""
-    m = config.model
-    if kind not in MEMORY_MIXERS:
-        return 0
-    width = m.d_model // m.memory_heads
-    widths = [width, *[m.memory.expansion * width] * (m.memory.depth - 1), width]
-    one = sum(a * b for a, b in zip(widths[:-1], widths[1:], strict=True)) * m.memory_heads // config.parallel.tensor
-    piece = min(length, m.segment) if kind == "mac" else length  # MAC calls its memory segment by segment
-    blocks = -(-piece // min(m.memory.chunk_size, 64))
-    kept = -(-blocks // (m.memory.save_every or math.isqrt(blocks)))
-    return 12 * one * kept * -(-length // piece)
 
 
 def _width(config: Config) -> int:

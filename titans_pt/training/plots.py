@@ -6,12 +6,16 @@ from typing import Any
 from titans_pt.tools.plots import new_figure, save_figure
 
 
-def plot_loss(records: list[dict[str, Any]], unigram_loss: float | None, path: Path):
-    """Draws training and validation loss (nats per token) over steps, and the unigram baseline, as a PNG.
+def plot_loss(
+    records: list[dict[str, Any]], path: Path, unit: str, baseline_name: str = "", baseline: float | None = None
+):
+    """Draws training and validation loss over steps, and a baseline, as a PNG.
 
     Args:
         records: of metrics.jsonl.
-        unigram_loss: loss of predicting every token by its frequency alone: what a model must beat to have learned.
+        unit: of the loss.
+        baseline: the loss of what knows nothing (for language: each token by its frequency alone), which a model must
+            beat to have learned; None: not drawn.
     """
     figure = new_figure(8, 5)
     axes = figure.add_subplot()
@@ -22,9 +26,9 @@ def plot_loss(records: list[dict[str, Any]], unigram_loss: float | None, path: P
         points = [(r["step"], r[key]) for r in records if r["kind"] == kind and r.get(key) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, **style)
-    if unigram_loss is not None:
-        axes.axhline(unigram_loss, color="grey", linestyle="--", linewidth=1, label="unigram baseline")
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    if baseline is not None:
+        axes.axhline(baseline, color="grey", linestyle="--", linewidth=1, label=baseline_name)
+    axes.set(xlabel="step", ylabel=f"loss ({unit})")
     axes.grid(alpha=0.3)
     axes.legend()
     save_figure(figure, path, dpi=120)

@@ -2,23 +2,32 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
-from titans_pt.config import Config, completed
+from titans_pt.config import Config
+from titans_pt.config_history import as_begun, completed
 from titans_pt.errors import UserError
-from titans_pt.run import RunFolder, differences
+from titans_pt.run import differences
+from titans_pt.run_folder import RunFolder
+from titans_pt.tasks import Task
 
 log = logging.getLogger(__name__)
 
 
-def find_start(config: Config, folder: RunFolder, tokenizer_sha256: str, fingerprint: str):
-    """The (checkpoint, its state) to continue from, or None to start.
+def find_start(
+    task: Task, folder: RunFolder, identity: dict[str, str]
+) -> tuple[Path, TrainerState, Config] | None:
+    """The (checkpoint, its state, the task's settings as the run began with them) to continue from, or None to start.
+
+    Args:
+        identity: of the task's data, see TaskData.
 
     Raises:
         UserError: train.resume=never and there are checkpoints; all are damaged; the settings do not continue them.
     """
-    if config.train.resume == "never":
+    if task.config.train.resume == "never":
         if found := checkpoints.list_checkpoints(folder.checkpoints):
             raise UserError(
                 f"train.resume: given 'never', but {folder.path} holds checkpoints up to {found[-1].name}; "
@@ -30,28 +39,26 @@ def find_start(config: Config, folder: RunFolder, tokenizer_sha256: str, fingerp
     if path is None:
         return None
     state = checkpoints.read_state(path)
-    check_resumable(path, state, config, tokenizer_sha256, fingerprint)
-    return path, state
+    config = as_begun(task.config, state.config)
+    check_resumable(path, state, task, config, identity)
+    return path, state, config
 
 
-def check_resumable(path: Path, state: TrainerState, config: Config, tokenizer_sha256: str, fingerprint: str):
+def check_resumable(path: Path, state: TrainerState, task: Task, config: Config, identity: dict[str, str]):
     """Refuses settings that would make the run another one; logs all other changes.
 
-    The position in the data is a number of samples in an order made from run.seed, data.seq_len and the token
-    files, so these must stay. Another batch, number of ranks, ZeRO stage or precision continues at the same sample.
+    The position in the data is a number of samples in an order made from run.seed, data.seq_len and the data, so
+    these must stay. Another batch, number of ranks, ZeRO stage or precision continues at the same sample.
 
     Raises:
         UserError: names the key, both values and the remedy.
     """
     anew = "put it back, or set another run.dir to start anew"
     old, new = completed(state.config), config.model_dump(mode="json")
+    if old.get("task", task.name) != task.name:
+        raise UserError(f"task: given {task.name!r}, but {path} was trained for {old['task']!r}; {anew}")
     for key, was, now in differences(old["model"], new["model"]):
         raise UserError(f"model.{key}: given {now!r}, but {path} was trained with {was!r}; {anew}")
-    if tokenizer_sha256 != state.tokenizer_sha256:
-        raise UserError(
-            f"data.dir: its tokenizer (sha256 {tokenizer_sha256[:12]}...) is not the one {path} was trained with "
-            f"({state.tokenizer_sha256[:12]}...), so ids mean other words; {anew}"
-        )
     for section, key in (("data", "seq_len"), ("run", "seed")):
         was, now = old[section][key], new[section][key]
         if was != now:
@@ -59,11 +66,9 @@ def check_resumable(path: Path, state: TrainerState, config: Config, tokenizer_s
                 f"{section}.{key}: given {now!r}, but {path} was trained with {was!r}; the order of the data depends "
                 f"on it, so samples would be repeated or left out; {anew}"
             )
-    if fingerprint != state.data_fingerprint:
-        raise UserError(
-            f"data.dir: {config.data.dir} holds other token files than {path} was trained on, so samples would be "
-            f"repeated or left out; {anew}"
-        )
+    for key, now in identity.items():
+        if (was := state.identity.get(key, "")) != now:
+            raise UserError(f"{task.differs(key, path, was, now)}; {anew}")
     for key, was, now in differences(old, new):
         if key.partition(".")[0] in ("train", "parallel", "data"):
             log.info("resumed at step %d with another %s: %r, was %r", state.step, key, now, was)

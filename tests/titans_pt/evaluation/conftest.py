@@ -13,6 +13,7 @@ from titans_pt.data_pipeline.indexed import IndexedDataset, IndexedWriter
 from titans_pt.data_pipeline.tokenizers import train_tokenizer
 from titans_pt.evaluation import babilong, generation, perplexity, ruler, runner
 from titans_pt.run import LoadedRun
+from titans_pt.tasks.language import Language
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(perplexity, "TokenFiles", SimpleNamespace(open=lambda config: files))
     loaded = StandIn(
         folder=folder, config=load_config(folder.config), model=Scripted(lambda text: "a"), tokenizer=Characters(),
-        step=7, checkpoint_hash="c0ffee", precision="fp32",
+        step=7, checkpoint_hash="c0ffee", precision="fp32", task=Language(load_config(folder.config)),
     )  # fmt: skip
 
     def load_run(path, step=None, device="cpu", overrides=()):

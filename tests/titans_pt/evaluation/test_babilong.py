@@ -12,7 +12,7 @@ from titans_pt import cli
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babi, babilong
-from titans_pt.run import RunFolder
+from titans_pt.run_folder import RunFolder
 
 
 def made(tokenizer, essays, model=None, **changes):

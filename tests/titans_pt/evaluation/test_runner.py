@@ -11,7 +11,8 @@ from tests.stand_ins import Scripted, copies
 from titans_pt.cli import _parser
 from titans_pt.config import EvaluationConfig
 from titans_pt.errors import UserError
-from titans_pt.evaluation import evaluate, runner
+from titans_pt.evaluation import evaluate
+from titans_pt.tasks.language import Language
 
 PICTURES = ("needle.png", "needle-cost.png", "needle-niah_single_1.png", "perplexity_by_position.png")
 SMALL = ["evaluation.needle.lengths=[600]", "evaluation.needle.depths=[0, 100]"]
@@ -129,6 +130,6 @@ def test_says_what_is_wrong(copying):
 
 
 def test_suites_are_those_of_the_command_line():
-    for suite in runner.SUITES:
+    for suite in Language.suites:
         assert _parser().parse_args(["evaluate", "run", "--suite", suite]).suite == suite
         assert suite in EvaluationConfig.model_fields

@@ -16,7 +16,7 @@ from titans_pt.kernels.memory.fused import fused_memory
 from titans_pt.layers.documents import Documents
 from titans_pt.models import build_model
 from titans_pt.models.language_model import whole_sequence
-from titans_pt.training.loss import NextTokenLoss
+from titans_pt.tasks.next_token import NextTokenLoss
 
 
 def small(mixers, n_layers=None, d_model=64):
@@ -87,7 +87,7 @@ def test_mac_is_left_alone_where_documents_cut_it(dynamo, monkeypatch):
     ids, reset = torch.randint(0, 50, (2, 66)), torch.zeros(2, 65, dtype=torch.bool)
     reset[0, 5] = reset[1, 40] = True
     expected = loss(ids, reset)
-    loss.model.set_compiled(True)
+    loss.model.blocks.set_compiled(True)
     torch.testing.assert_close(loss(ids, reset), expected)
     assert counters["stats"]["unique_graphs"] == 1
     reset[:, 50:55] = True
@@ -108,8 +108,8 @@ def test_compiled_equals_eager(mixers, checkpointing, dynamo, monkeypatch):
         return torch.autograd.grad(value, list(loss.parameters())), value
 
     eager, expected = gradients()
-    loss.model.set_compiled(True)
-    loss.model.set_activation_checkpointing(checkpointing)
+    loss.model.blocks.set_compiled(True)
+    loss.model.blocks.set_activation_checkpointing(checkpointing)
     compiled, value = gradients()
     torch.testing.assert_close(value, expected)
     for a, b in zip(compiled, eager, strict=True):
@@ -120,7 +120,7 @@ def test_compiled_equals_eager(mixers, checkpointing, dynamo, monkeypatch):
 def test_alike_blocks_share_their_code(dynamo, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     loss = NextTokenLoss(small(["swa"], n_layers=4)).train()
-    loss.model.set_compiled(True)
+    loss.model.blocks.set_compiled(True)
     ids = torch.zeros(2, 66, dtype=torch.int64)
     for _ in range(2):
         loss(ids, None).backward()
@@ -142,7 +142,7 @@ def test_on_a_gpu(mixers, dynamo):
         value = loss(ids, None)
         return [value, *torch.autograd.grad(value, list(loss.parameters()))]
 
-    expected, _ = gradients(), loss.model.set_compiled(True)
+    expected, _ = gradients(), loss.model.blocks.set_compiled(True)
     for found in (gradients(), gradients()):
         for a, b in zip(found, expected, strict=True):
             assert (a - b).float().norm() <= 5e-2 * b.float().norm() + 1e-6

@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from titans_pt.config import ModelConfig
+from titans_pt.layers.flops import attention_flops, product
 from titans_pt.models import build_model
-from titans_pt.models.flops import attention_flops, memory_flops, model_flops
 
 T = 64
 
@@ -45,7 +45,7 @@ def counted(settings):
                                     {"n_heads": 4, "expansion": 4}])  # fmt: skip
 def test_lmm_is_counted_to_the_product(memory):
     settings = config(["lmm"], memory=memory)
-    flops = model_flops(settings, T)
+    flops = build_model(settings).flops(T)
     forward, both = counted(settings)
     block = settings.memory.chunk_size
     # Coefficients: to_m @ m and to_m @ decay_s, (c x c) matrices of gates; 2 c (1 + c) a token, head and gate.
@@ -53,14 +53,16 @@ def test_lmm_is_counted_to_the_product(memory):
     gates = 2 * settings.n_layers * settings.memory_heads * layers * 2 * block * (block + 1) / 2
     assert forward == pytest.approx(flops.forward + gates, rel=1e-12)
     # The backward pass plays the memory's forward pass again, which is work, but not the model's.
-    again = settings.n_layers * settings.memory_heads * memory_flops(32 // settings.memory_heads, settings).forward
+    memory = build_model(settings).blocks[0].mixer.memory
+    projections = 3 * product(32, 32) + product(32, memory.gates.linear.out_features)
+    again = settings.n_layers * (memory.flops().forward - projections.forward)
     assert both == pytest.approx(flops.total + 3 * gates + again, rel=1e-12)
 
 
 def test_attention_counts_the_keys_that_are_seen():
     settings = config(["attention"])
     forward, both = counted(settings)
-    flops = model_flops(settings, T)
+    flops = build_model(settings).flops(T)
     whole = settings.n_layers * attention_flops(32, T).forward
     masked = whole - settings.n_layers * attention_flops(32, (T + 1) / 2).forward
     assert forward == pytest.approx(flops.forward + masked, rel=1e-12)
@@ -73,4 +75,4 @@ def test_the_others_are_near(model):
     """They mask more than they see, so the counter has more, and the short sequence makes that difference large."""
     settings = config([model])
     forward, _ = counted(settings)
-    assert 0.75 * forward < model_flops(settings, T).forward < forward
+    assert 0.75 * forward < build_model(settings).flops(T).forward < forward

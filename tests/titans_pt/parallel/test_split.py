@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from titans_pt.config import MemoryConfig, ModelConfig
 from titans_pt.models import build_model
-from titans_pt.parallel import TensorGroup, TensorParallel
+from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.parallel.layers import vocabulary_cross_entropy
-from titans_pt.training.loss import NextTokenLoss
+from titans_pt.tasks.next_token import NextTokenLoss
 
 MODELS = {
     "lmm": ["lmm"], "mac": ["mac"], "mag": ["mag"], "mal": ["mal"], "attention": ["attention"],
@@ -24,7 +24,7 @@ MODELS = {
 T = 24
 
 
-class ThreadGroup(TensorGroup):
+class ThreadGroup(RankGroup):
     """A rank that is a thread; ``shared`` is (a list of one place a rank, a barrier)."""
 
     def __init__(self, rank, size, shared):
@@ -121,7 +121,7 @@ def check(settings, size=2, sequence=False, reset=False, checkpointing=False):
 
     def rank(group):
         model = build(settings).train()  # noqa: F821
-        model.set_activation_checkpointing(checkpointing)
+        model.blocks.set_activation_checkpointing(checkpointing)
         split = TensorParallel(model, group, sequence)
         loss = Fp64Loss(model, partial(vocabulary_cross_entropy, group=group))(ids, starts)
         loss.backward()

@@ -30,7 +30,7 @@ def test_a_batch_that_does_not_split_says_what_would(tiny, samples, micro, world
 
 def test_norms_and_biases_do_not_decay():
     model = nn.ModuleDict({"embedding": nn.Embedding(3, 2), "output_norm": nn.LayerNorm(2), "linear": nn.Linear(2, 2)})
-    model.norm_weight = nn.Parameter(torch.ones(2, 2))  # one row a head
+    model.norm_weight, model.no_decay = nn.Parameter(torch.ones(2, 2)), ("norm_weight",)  # one row per head
     decay, keep = parameter_groups(model, 0.1)
     names = {id(p): name for name, p in model.named_parameters()}
     assert {names[id(p)] for p in decay["params"]} == {"embedding.weight", "linear.weight"}

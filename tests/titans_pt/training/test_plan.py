@@ -6,8 +6,9 @@ from titans_pt.errors import UserError
 from titans_pt.kernels.memory import dispatch
 from titans_pt.kernels.memory.fused import fused_memory
 from titans_pt.models import build_model
-from titans_pt.training.loss import NextTokenLoss
-from titans_pt.training.plan import GIB, _activation_bytes, _FusedNorms, _Saved, _state_bytes, make_plan
+from titans_pt.tasks.language import Language
+from titans_pt.tasks.next_token import NextTokenLoss
+from titans_pt.training.plan import GIB, _activation_bytes, _FusedNorms, _mixers, _Saved, make_plan
 
 SIZE = {"d_model": 64, "n_layers": 4, "n_heads": 4, "mlp_hidden": 96}
 
@@ -43,7 +44,7 @@ def test_the_estimate_is_what_autograd_keeps(config, mixer):
     model = build_model(settings.model)
     with _Saved(model) as saved:
         NextTokenLoss(model)(torch.zeros(2, 2049, dtype=torch.int64), None)
-    estimate = _activation_bytes(settings, 2, gpu=False)
+    estimate = _activation_bytes(Language(settings), 2, gpu=False)
     softmax = 2 * 4 * 2048 * settings.model.vocab_size
     assert estimate["activations"] + estimate.get("memory states", 0) + softmax == pytest.approx(saved.total, rel=0.2)
 
@@ -51,8 +52,9 @@ def test_the_estimate_is_what_autograd_keeps(config, mixer):
 def test_memory_states_are_kept_for_every_root_of_the_blocks(config):
     settings = config(model={"mixers": ["lmm"]})
     one = 2 * 16 * 32 * 4 * 4  # two matrices, four heads, fp32
-    assert _state_bytes(settings, "lmm", 128) == 3 * one * 7  # 32 blocks, every fifth
-    assert _state_bytes(settings, "attention", 128) == 0
+    assert _mixers(settings)["lmm"].kept_state_bytes(128) == 3 * one * 7  # 32 blocks, every fifth
+    settings = config(model={"mixers": ["attention"]})
+    assert _mixers(settings)["attention"].kept_state_bytes(128) == 0
 
 
 BF16 = {"batch_tokens": 1024, "precision": "bf16"}
@@ -65,7 +67,7 @@ def test_a_gpu_without_one_is_what_its_kernels_keep(config, monkeypatch):
         model={"mixers": ["lmm"], "n_layers": 1, "n_heads": 2, "memory": {"depth": 2, "chunk_size": 16}}, train=BF16
     )
     monkeypatch.setattr("titans_pt.kernels.memory.fused.operators.SCRATCH_BYTES", 1 << 18)
-    estimate = _activation_bytes(settings, 2, gpu=True)
+    estimate = _activation_bytes(Language(settings), 2, gpu=True)
     monkeypatch.setattr(dispatch, "_fused", lambda *_: fused_memory)
     model = build_model(settings.model).bfloat16()
     with _FusedNorms(), _Saved(model) as saved:
@@ -79,14 +81,14 @@ def test_a_gpu_keeps_less_than_a_cpu(config, mixer):
     settings = config(seq_len=512, model={
         "mixers": [mixer], "window": 128, "segment": 64, "memory_tokens": 32, "memory": {"chunk_size": 16},
     }, train=BF16)  # fmt: skip
-    cpu, one, two = (_activation_bytes(settings, *how) for how in ((2, False), (1, True), (2, True)))
+    cpu, one, two = (_activation_bytes(Language(settings), *how) for how in ((2, False), (1, True), (2, True)))
     assert two["activations"] == pytest.approx(2 * one["activations"], rel=0.05)
     assert 0 < two["activations"] < cpu["activations"] + cpu.get("memory states", 0)
 
 
 def test_what_the_kernels_do_not_serve_is_planned_as_on_a_cpu(config):
     settings = config(model={"mixers": ["lmm"], "memory": {"depth": 3}}, train=BF16)
-    assert _activation_bytes(settings, 1, gpu=True) == _activation_bytes(settings, 1, gpu=False)
+    assert _activation_bytes(Language(settings), 1, gpu=True) == _activation_bytes(Language(settings), 1, gpu=False)
 
 
 def test_checkpointing_and_sequence_need_less(config):

@@ -14,6 +14,7 @@ import torch
 
 from tests.jobs import shard_everything
 from titans_pt.config_file import load_config
+from titans_pt.tasks import language
 from titans_pt.training import loop
 from titans_pt.training.ranks import process_group
 
@@ -56,7 +57,7 @@ def evaluate(config, folder):
 @contextmanager
 def nan_logits(step: int):
     """On rank 0 the model's logits are NaN in that step's forward passes."""
-    build, step_of = loop.build_model, loop.Trainer._train_step
+    build, step_of = language.build_model, loop.Trainer._train_step
     current = []
 
     def spoilt(_module, _args, output):
@@ -73,11 +74,11 @@ def nan_logits(step: int):
         current.append(None)
         return step_of(trainer)
 
-    loop.build_model, loop.Trainer._train_step = build_spoilt, counted
+    language.build_model, loop.Trainer._train_step = build_spoilt, counted
     try:
         yield
     finally:
-        loop.build_model, loop.Trainer._train_step = build, step_of
+        language.build_model, loop.Trainer._train_step = build, step_of
 
 
 def main(config: str, folder: str, *jobs: str):

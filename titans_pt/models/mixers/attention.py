@@ -1,20 +1,38 @@
-"""Transformer++ (Llama-like): rotary softmax attention, full or in a sliding window."""
+"""Transformer++ (Llama-like): rotary softmax attention over everything before a token."""
 
 from torch import Tensor, nn
 
-from titans_pt.config import ModelConfig
+from titans_pt.config import Config, ModelConfig
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops, mean_keys, product
+from titans_pt.layers.sharding import Shard
+from titans_pt.models.mixers.base import MIXERS, Mixer, Need
+from titans_pt.models.mixers.common import check_attention
 
 
-class AttentionMixer(nn.Module):
-    def __init__(self, config: ModelConfig, window: int | None):
+@MIXERS.register
+class AttentionMixer(Mixer):
+    """out(attention(x)); the state grows with the sequence."""
+
+    name = "attention"
+    sharding = {"out": Shard.LAST_ROW}
+
+    def __init__(self, config: ModelConfig, window: int | None = None):
         super().__init__()
         self.attention = Attention(config.d_model, config.n_heads, config.rope_base, window)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        check_attention(config, need)
 
     def forward(
         self, x: Tensor, state: AttentionState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, AttentionState]:
         y, state = self.attention(x, state, documents)
         return self.out(y), state
+
+    def flops(self, length: int) -> Flops:
+        d = self.out.in_features
+        return self.attention.flops(mean_keys(length, self.attention.window or length)) + product(d, d)

@@ -5,16 +5,23 @@ from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.memory import NeuralMemoryState
-from titans_pt.models.mixers.common import build_memory, persistent, remember
+from titans_pt.layers.sharding import Shard
+from titans_pt.models.mixers.base import MIXERS
+from titans_pt.models.mixers.common import MemoryMixer, build_memory, persistent, remember
 
 
-class LMM(nn.Module):
+@MIXERS.register
+class LMM(MemoryMixer):
     """out(memory([persistent | x]) * sigmoid(gate(x))).
 
     Not silu: of zero mean inputs its output is mostly noise (mean 0.2, deviation 0.6), which then multiplies what was
     recalled, and recall stays at a third of the answers that it reaches behind a sigmoid (docs/notebook.md).
     """
+
+    name = "lmm"
+    sharding = {"persistent": Shard.WHOLE, "gate": Shard.ENTER_COLUMN, "out": Shard.LAST_ROW}
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -28,3 +35,7 @@ class LMM(nn.Module):
     ) -> tuple[Tensor, NeuralMemoryState]:
         y, state = remember(self.memory, x, self.persistent, state, documents)
         return self.out(y * torch.sigmoid(self.gate(x))), state
+
+    def flops(self, length: int) -> Flops:
+        d = self.out.in_features
+        return self.memory.flops() + 2 * product(d, d)

@@ -5,16 +5,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
-from titans_pt.config import ModelConfig
+from titans_pt.config import Config, ModelConfig, Positive, Section
 from titans_pt.kernels.attention import Prefix, masked_attention, segment_attention
 from titans_pt.kernels.memory.state import choose, state_dtype
 from titans_pt.layers.attention import Attention
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.memory import NeuralMemoryState, Projection
 from titans_pt.layers.rotary import rotate
-from titans_pt.models.mixers.common import BranchGate, build_memory, persistent
+from titans_pt.layers.sharding import Shard
+from titans_pt.models.mixers.base import MIXERS, Need
+from titans_pt.models.mixers.common import BranchGate, MemoryMixer, build_memory, check_attention, persistent
+from titans_pt.models.mixers.segments import Segments
 
 
 @dataclass
@@ -40,7 +45,23 @@ class MACState:
     position: int
 
 
-class MAC(nn.Module):
+class MACSettings(Section):
+    """MAC's own."""
+
+    segment: Positive = 512
+    """Tokens of a segment."""
+    memory_tokens: Positive = 256
+    """Memory tokens h that a segment attends to; segment / memory_tokens tokens share one."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.segment % self.memory_tokens:
+            raise ValueError(f"memory_tokens: given {self.memory_tokens}; must divide segment={self.segment}")
+        return self
+
+
+@MIXERS.register
+class MAC(MemoryMixer):
     """For each segment: h = M(q) with the memory of the END of the previous segment; a = attention, causal, over
     [persistent | h | segment]; y = x + write * a is written and read; o = out(gate(x + a, M_t(y))).
 
@@ -56,9 +77,25 @@ class MAC(nn.Module):
     Queries, keys and values of the tokens are projected once; only h, y and the memory go segment by segment.
     """
 
+    name = "mac"
+    Settings = MACSettings
+    sharding = {
+        "persistent": Shard.WHOLE,
+        "write": Shard.WHOLE,
+        "read": Shard.ENTER,
+        "attention.q": Shard.ENTER, "attention.k": Shard.ENTER, "attention.v": Shard.ENTER,  # called one by one
+        "join": Shard.GATHER,
+        "gate.norm_a": Shard.SPLIT,  # of x + attention, which is whole
+        "gate.norm_b": Shard.NORM_OF_ALL_HEADS,
+        "gate.linear": Shard.ENTER_COLUMN,
+        "out": Shard.LAST_ROW,
+    }  # fmt: skip
+    compiles_documents = False  # its segments end where documents do: each batch would be another program
+
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.segment, self.stride = config.segment, config.segment // config.memory_tokens
+        settings = self.settings(config)
+        self.segment, self.stride = settings.segment, settings.segment // settings.memory_tokens
         self.compiled = False
         """Whether whole segments go through torch.compile where the block around them does not."""
         self.persistent = persistent(config)
@@ -69,6 +106,34 @@ class MAC(nn.Module):
         self.join = nn.Flatten(-2)  # (B, T, H, D) -> (B, T, d_model)
         self.gate = BranchGate(config)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        super().check(config, need)
+        check_attention(config, need)
+        own, length, chunk = cls.settings(config.model), config.data.seq_len, config.model.memory.chunk_size
+        need(own.segment % chunk == 0, "model.mac.segment", own.segment,
+             f"must be a multiple of model.memory.chunk_size={chunk}")
+        need(own.segment <= length, "model.mac.segment", own.segment,
+             f"at most data.seq_len={length}; with a longer one the memory is never read")
+
+    def set_compiled(self, on: bool):
+        self.compiled = on
+
+    @property
+    def piece(self) -> int:
+        return self.segment
+
+    def kept_state_bytes(self, length: int) -> int:
+        piece = min(length, self.segment)  # the memory is called segment by segment
+        return self.memory.kept_state_bytes(piece) * -(-length // piece)
+
+    def flops(self, length: int) -> Flops:
+        """A memory token per ``stride`` tokens is read, projected, and seen by the tokens from its own on."""
+        d, prefix = self.out.in_features, 0 if self.persistent is None else len(self.persistent)
+        seen = mean_keys(self.segment, self.segment) + (self.segment // self.stride + 1) / 2 + prefix
+        reading = product(d, d) + (1 / self.stride) * (2 * product(d, d) + self.memory.read_flops())
+        return self.memory.flops() + self.attention.flops(seen) + reading + self.gate.flops() + product(d, d)
 
     def forward(
         self, x: Tensor, state: MACState | None = None, documents: Documents | None = None
@@ -87,71 +152,47 @@ class MAC(nn.Module):
             persistent = [p.expand(batch, -1, -1, -1) for p in attention.keys_values(self.persistent[None])]
         initial, norm = self.memory.network()
         initial = tuple(w.to(state_dtype(x)).expand(batch, *w.shape) for w in initial)
-        # Who sees what is decided on the host, with plain numbers: they are known before the computation starts.
         if state:
-            memory, read_weights, carried = state.memory, state.read_weights, state.offset.tolist()
+            memory, read_weights, offset = state.memory, state.read_weights, state.offset.tolist()
             h_k, h_v, h_place = state.h_k.to(k.dtype), state.h_v.to(v.dtype), state.h_place.tolist()
             k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
         else:
-            memory, read_weights, carried = None, initial, [0] * batch
+            memory, read_weights, offset = None, initial, [0] * batch
             h_k, h_v, h_place = k[:, :0], v[:, :0], []
         first = base + length - k.shape[1]  # place of the oldest token in k, v
 
-        outputs = []
-        for begin, end, starts, new_document, offset in self._pieces(carried, documents, length):
+        segments, outputs = Segments(self.segment, self.stride, base, length, offset, documents), []
+        for piece in segments:
+            tokens = slice(piece.begin, piece.end)
             current = memory.memory.weights if memory else initial
-            read_weights = _choose(starts, _choose(new_document, initial, current), read_weights)
+            read_weights = _choose(piece.new_segment, _choose(piece.new_document, initial, current), read_weights)
             recall, write = MAC._recall, MAC._write
             # Whole segments are all of one shape; what a stream or a document cuts off has any.
-            if self.compiled and end - begin == self.segment and not torch.compiler.is_compiling():
+            if self.compiled and segments.whole(piece) and not torch.compiler.is_compiling():
                 recall, write = _compiled(recall), _compiled(write)
-            segment_start = [base + begin - tokens for tokens in offset]  # place of each row's segment's first token
-            oldest = min(segment_start)
 
-            new = self._groups(base + begin, base + end, segment_start)
-            if new:
-                index = self._index([place - base for place in new], x.device)
-                new_k, new_v = recall(self, queries[:, index], position[index], read_weights, norm)
-                h_k, h_v, h_place = torch.cat([h_k, new_k], 1), torch.cat([h_v, new_v], 1), h_place + new
-            past = sum(place < oldest for place in h_place)
-            h_k, h_v, h_place = h_k[:, past:], h_v[:, past:], h_place[past:]
+            if piece.groups:
+                chosen = segments.selection(piece.groups, x.device)
+                new_k, new_v = recall(self, queries[:, chosen], position[chosen], read_weights, norm)
+                h_k, h_v, h_place = torch.cat([h_k, new_k], 1), torch.cat([h_v, new_v], 1), h_place + piece.groups
+            h_k, h_v, h_place = _from(piece.oldest, h_k, h_v, h_place)
 
-            tokens = slice(oldest - first, base + end - first)
-            mask = None  # of a piece that is the start of a segment in all rows: segment_attention knows who sees what
-            if any(offset):
-                seen = range(oldest, base + end)
-                mask = self._mask(range(base + begin, base + end), seen, h_place, segment_start, x.device)
-            keys, values = torch.cat([h_k, k[:, tokens]], 1), torch.cat([h_v, v[:, tokens]], 1)
-            piece, here = slice(begin, end), documents.cut(begin, end) if any(new_document) else None
+            seen = slice(piece.oldest - first, base + piece.end - first)
+            keys, values = torch.cat([h_k, k[:, seen]], 1), torch.cat([h_v, v[:, seen]], 1)
+            mask = segments.mask(piece, h_place, x.device)
+            here = documents.cut(piece.begin, piece.end) if any(piece.new_document) else None
             o, memory = write(
-                self, x[:, piece], q[:, piece], plain[:, piece], keys, values, mask, persistent, memory, here
+                self, x[:, tokens], q[:, tokens], plain[:, tokens], keys, values, mask, persistent, memory, here
             )
             outputs.append(o)
 
-        offset = [(tokens + end - begin) % self.segment for tokens in offset]
-        oldest = base + length - max(offset)
-        past, keep = sum(place < oldest for place in h_place), oldest - first
+        oldest = base + length - max(segments.offset)
+        h_k, h_v, h_place = _from(oldest, h_k, h_v, h_place)
         state = MACState(
-            memory, read_weights, read_conv, k[:, keep:], v[:, keep:], h_k[:, past:], h_v[:, past:],
-            torch.tensor(h_place[past:], dtype=torch.int64), torch.tensor(offset), base + length,
+            memory, read_weights, read_conv, k[:, oldest - first :], v[:, oldest - first :], h_k, h_v,
+            torch.tensor(h_place, dtype=torch.int64), torch.tensor(segments.offset), base + length,
         )  # fmt: skip
         return self.out(torch.cat(outputs, 1)), state
-
-    def _groups(self, begin: int, end: int, segment_start: list[int]) -> list[int]:
-        """Places in begin .. end - 1 at which a group of ``stride`` tokens starts in any row, ascending."""
-        starts = set(segment_start)
-        found = [range(begin + (start - begin) % self.stride, end, self.stride) for start in starts]
-        return list(found[0]) if len(found) == 1 else sorted(set().union(*found))
-
-    def _index(self, places: list[int], device: torch.device) -> slice | Tensor:
-        """What selects these places: a slice wherever they are evenly spaced, which nothing has to be copied for."""
-        even = self._even(places)
-        return slice(even.start, even.stop, even.step) if even else torch.tensor(places, device=device)
-
-    def _even(self, places: list[int]) -> range | None:
-        """The places as a range where they are ``stride`` apart; None where they are not, or none."""
-        even = range(places[0], places[-1] + 1, self.stride) if places else None
-        return even if even and places == list(even) else None
 
     def _recall(self, queries: Tensor, position: Tensor, weights, norm) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, (B, m, H, D), of the memory tokens read with queries (B, m, H, D)."""
@@ -177,50 +218,18 @@ class MAC(nn.Module):
         m, memory = self.memory(x + self.write * attended, memory, documents)
         return self.gate(x, x + attended, m), memory
 
-    def _pieces(self, offset: list[int], documents: Documents | None, length: int):
-        """Cuts the call wherever a segment starts in ANY row: then every row has one segment in a piece.
-
-        Yields begin, end, and for each row: does a segment, does a document start at begin, and the offset there.
-        """
-        starts = None if documents is None else documents.starts.cpu()
-        cuts = [length] if starts is None else [*starts.any(0).nonzero().flatten().tolist(), length]
-        begin = 0
-        while begin < length:
-            new = [False] * len(offset) if starts is None else starts[:, begin].tolist()
-            offset = [0 if document else tokens for document, tokens in zip(new, offset, strict=True)]
-            segments = [tokens == 0 for tokens in offset]
-            end = min(begin + self.segment - max(offset), next(cut for cut in cuts if cut > begin))
-            yield begin, end, segments, new, offset
-            offset = [(tokens + end - begin) % self.segment for tokens in offset]
-            begin = end
-
-    def _mask(
-        self, query: range, key: range, h_key: list[int], segment_start: list[int], device: torch.device
-    ) -> Tensor:
-        """Places of T queries, S tokens and M memory tokens, segment_start (B,) -> bool (B or 1, T, M + S).
-
-        From numbers, in the usual case that all rows stand alike: a copy from the host would wait for the GPU.
-        """
-        start: int | Tensor = segment_start[0]
-        if len(set(segment_start)) > 1:
-            start = torch.tensor(segment_start, device=device)[:, None, None]
-        even = self._even(h_key)
-        if even:
-            h_key = torch.arange(even.start, even.stop, even.step, device=device)
-        else:
-            h_key = torch.tensor(h_key, dtype=torch.int64, device=device)
-        query = torch.arange(query.start, query.stop, device=device)[None, :, None]
-        key = torch.arange(key.start, key.stop, device=device)
-        tokens = (key <= query) & (key >= start)
-        memory_tokens = (h_key <= query) & (h_key >= start) & ((h_key - start) % self.stride == 0)
-        return torch.cat([memory_tokens, tokens], -1)
-
 
 @functools.cache
 def _compiled(step: Callable) -> Callable:
     """A segment's step, fused: as it is, it is a storm of small launches. Without CUDA graphs: those keep one segment's
     results, training needs them all."""
     return torch.compile(step, dynamic=False)
+
+
+def _from(oldest: int, k: Tensor, v: Tensor, places: list[int]) -> tuple[Tensor, Tensor, list[int]]:
+    """Memory tokens k, v (B, m, H, D) without those at places before ``oldest``."""
+    past = sum(place < oldest for place in places)
+    return k[:, past:], v[:, past:], places[past:]
 
 
 def _choose(rows: list[bool], yes: tuple[Tensor, ...], no: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -4,11 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from titans_pt.config import ModelConfig
+from titans_pt.config import Config, ModelConfig
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.memory import NeuralMemoryState
-from titans_pt.models.mixers.common import BranchGate, build_memory, persistent, remember
+from titans_pt.layers.sharding import Shard
+from titans_pt.models.mixers.base import MIXERS, Need
+from titans_pt.models.mixers.common import BranchGate, MemoryMixer, build_memory, check_window, persistent, remember
 
 
 @dataclass
@@ -17,8 +20,18 @@ class MAGState:
     memory: NeuralMemoryState
 
 
-class MAG(nn.Module):
+@MIXERS.register
+class MAG(MemoryMixer):
     """out(gate(window_attention([persistent | x]), memory([persistent | x])))."""
+
+    name = "mag"
+    sharding = {
+        "persistent": Shard.WHOLE,
+        "gate.norm_a": Shard.NORM_OF_ALL_HEADS,
+        "gate.norm_b": Shard.NORM_OF_ALL_HEADS,
+        "gate.linear": Shard.ENTER_COLUMN,
+        "out": Shard.LAST_ROW,
+    }
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -28,6 +41,11 @@ class MAG(nn.Module):
         self.gate = BranchGate(config)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        super().check(config, need)
+        check_window(config, need)
+
     def forward(
         self, x: Tensor, state: MAGState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, MAGState]:
@@ -35,3 +53,8 @@ class MAG(nn.Module):
         a, attention = self.attention(x, state and state.attention, documents, prefix)
         m, memory = remember(self.memory, x, self.persistent, state and state.memory, documents)
         return self.out(self.gate(x, a, m)), MAGState(attention, memory)
+
+    def flops(self, length: int) -> Flops:
+        d, prefix = self.out.in_features, 0 if self.persistent is None else len(self.persistent)
+        attention = self.attention.flops(mean_keys(length, self.attention.window) + prefix)
+        return self.memory.flops() + attention + self.gate.flops() + product(d, d)

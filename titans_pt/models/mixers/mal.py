@@ -5,11 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from titans_pt.config import ModelConfig
+from titans_pt.config import Config, ModelConfig
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.memory import NeuralMemoryState
-from titans_pt.models.mixers.common import build_memory, persistent
+from titans_pt.layers.sharding import Shard
+from titans_pt.models.mixers.base import MIXERS, Need
+from titans_pt.models.mixers.common import MemoryMixer, build_memory, check_window, persistent
 
 
 @dataclass
@@ -18,13 +21,25 @@ class MALState:
     attention: AttentionState
 
 
-class MAL(nn.Module):
+@MIXERS.register
+class MAL(MemoryMixer):
     """m = memory_out(memory(x) * sigmoid(gate(x))); m + out(window_attention(norm(x + m))), over [persistent | x].
 
     A sigmoid for LMM's reason. Two layers, "residual connections throughout": attention sees the token beside what
     was remembered of it, and what was remembered goes on beside what attention makes of it. Through attention alone,
     which starts as a mean over the window, next to nothing of it arrives, and recall is not learned (docs/notebook.md).
     """
+
+    name = "mal"
+    sharding = {
+        "": Shard.CLOSE,  # what it adds to its output is whole in time
+        "persistent": Shard.WHOLE,
+        "norm": Shard.WHOLE,
+        "gate": Shard.ENTER_COLUMN,
+        "memory_out": Shard.ROW,
+        "out": Shard.ROW,
+    }
+    ends = ("memory_out", "out")
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -35,6 +50,11 @@ class MAL(nn.Module):
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.attention = Attention(config.d_model, config.n_heads, config.rope_base, config.window)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        super().check(config, need)
+        check_window(config, need)
 
     def forward(
         self, x: Tensor, state: MALState | None = None, documents: Documents | None = None
@@ -51,3 +71,8 @@ class MAL(nn.Module):
 
     def _recalled(self, x: Tensor, m: Tensor) -> Tensor:
         return self.memory_out(m * torch.sigmoid(self.gate(x)))
+
+    def flops(self, length: int) -> Flops:
+        d, prefix = self.out.in_features, 0 if self.persistent is None else len(self.persistent)
+        attention = self.attention.flops(mean_keys(length, self.attention.window) + prefix)
+        return self.memory.flops() + attention + 3 * product(d, d)

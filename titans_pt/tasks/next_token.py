@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from titans_pt.tasks.base import nan_unless_finite, with_weights
+
 LOGITS_BYTES = 256 << 20
 """Logits in fp32 that exist at a time at most, unless those of one sample are more."""
 
@@ -42,7 +44,7 @@ class NextTokenLoss(nn.Module):
         super().__init__()
         self.model, self.cross_entropy = model, cross_entropy
 
-    def forward(self, ids: Tensor, reset: Tensor | None, weight: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, reset: Tensor | None, weight: Tensor | None = None) -> Tensor | dict[str, Tensor]:
         """Mean cross-entropy, in fp32 and nats per token.
 
         Args:
@@ -51,8 +53,7 @@ class NextTokenLoss(nn.Module):
             weight: (B,) fp32 weight of each sample in the mean; None counts all alike.
 
         Returns:
-            A scalar. It is NaN where the plain mean is infinite and no weights are given: its gradients are then
-            NaN on every parameter, and the one check of the gradient norm decides for all ranks.
+            A scalar, NaN where it is infinite; with weights {"loss": a scalar} as it is.
         """
         x, _ = self.model(ids[:, :-1], reset=reset, head=False, output_final_state=not self.training)
         targets = ids[:, 1:]
@@ -61,9 +62,9 @@ class NextTokenLoss(nn.Module):
         else:
             samples = self._few_at_a_time(x, targets)
             if weight is not None:
-                return (samples * weight).sum() / weight.sum().clamp(min=torch.finfo(torch.float32).tiny)
+                return {"loss": with_weights(samples, weight)}
             loss = samples.mean()
-        return loss * (1.0 + 0.0 * loss.detach())
+        return nan_unless_finite(loss)
 
     def _fused(self, x: Tensor) -> bool:
         whole = self.cross_entropy is F.cross_entropy and self.model.head.weight.numel() > 0

@@ -1,0 +1,96 @@
+"""The exact chunked form: matrix products over chunks of tokens, one state per chunk.
+
+With G the sum of the log decays from a chunk's start to each token, itself included, S the state before the chunk,
+and P(x, y)[i, j] = sum_k x[i, k] y[j, k] exp(G[i, k] - G[j, k]) for j <= i in one document, else 0:
+
+    (I + beta tril(P(k, k), -1)) U = beta (V - (k exp(G)) S)      (without beta: U = V)
+    O  = (q exp(G)) S + P(q, k) U
+    S' = exp(G_end) S + (k exp(G_end - G))^T U
+
+(Yang et al., "Gated Delta Networks", arXiv 2412.06464, Section 3.3, with a decay that may differ between channels.)
+Only sums of log decays go through exp, never their negatives: whatever decays at most vanishes. Documents are cut by
+masks, since an infinite decay would leave inf - inf behind.
+
+Everything that does not need S is computed for all chunks at once; only S goes from chunk to chunk.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens of a chunk. A power of two: see _pairs."""
+
+
+def chunked_linear_memory(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, state: Tensor, reset: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results as in :func:`titans_pt.kernels.linear_memory.naive.naive_linear_memory`."""
+    length = q.shape[1]
+    chunk = min(CHUNK, 1 << (length - 1).bit_length())
+
+    def fold(x: Tensor) -> Tensor:
+        """(B, T, H, ...) -> (N, B, H, C, ...), padded at the end with tokens that neither write nor decay."""
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, -length % chunk)).unflatten(1, (-1, chunk))
+        return x.movedim(1, 0).transpose(2, 3)
+
+    q, k, v = map(fold, (q, k, v))
+    mask = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
+    from_start, reading, writing, end = q, k, k, None
+    if decay is not None:
+        G = fold(decay if decay.dim() == 4 else decay.unsqueeze(-1)).cumsum(-2)
+        grown = G.exp()
+        from_start, reading, writing = q * grown, k * grown, k * (G[..., -1:, :] - G).exp()
+        end = grown[..., -1, :, None]
+    if reset is not None:
+        document = fold(reset.unsqueeze(-1)).unsqueeze(-1).cumsum(-2)  # numbered within the chunk
+        mask = mask & (document == document.mT)
+        before, after = document > 0, document < document[..., -1:, :]
+        from_start, reading = (x.masked_fill(before, 0.0) for x in (from_start, reading))
+        writing = writing.masked_fill(after, 0.0)
+        kept = (~before[..., -1:, :]).to(q.dtype)
+        end = kept if end is None else end * kept
+
+    if decay is None or decay.dim() == 3:
+        # Above the diagonal, where G[i] - G[j] is positive, exp sees -inf.
+        between = mask.to(q.dtype) if decay is None else (G - G.mT).masked_fill(~mask, -torch.inf).exp()
+
+        def pairs(x: Tensor) -> Tensor:
+            return x @ k.mT * between
+    else:
+
+        def pairs(x: Tensor) -> Tensor:
+            return _pairs(x, k, G).masked_fill(~mask, 0.0)
+
+    if beta is not None:
+        b = fold(beta).unsqueeze(-1)
+        right = b * torch.cat([v, reading], -1)
+        solved = torch.linalg.solve_triangular(b * pairs(k), right, upper=False, unitriangular=True)
+        v, reading = solved.split([v.shape[-1], k.shape[-1]], -1)
+
+    # unbind, not x[n]: the backward pass of that writes a gradient as large as x for every chunk.
+    ends = [None] * len(q) if end is None else end.unbind()
+    states, made = [], []
+    for v_n, reading_n, writing_n, end_n in zip(*(x.unbind() for x in (v, reading, writing.mT)), ends, strict=True):
+        states.append(state)
+        made.append(v_n if beta is None else v_n - reading_n @ state)
+        state = writing_n @ made[-1] + (state if end_n is None else end_n * state)
+    out = from_start @ torch.stack(states) + pairs(q) @ (v if beta is None else torch.stack(made))
+    return out.transpose(2, 3).movedim(0, 1).flatten(1, 2)[:, :length], state
+
+
+def _pairs(x: Tensor, y: Tensor, G: Tensor) -> Tensor:
+    """sum_k x[i, k] y[j, k] exp(G[i, k] - G[j, k]) for j <= i, else 0; (..., C, K) -> (..., C, C), C a power of two.
+
+    G never increases, so exp(G[i] - G[j]) is the product of exp(G[i] - G[m]) and exp(G[m] - G[j]) with j <= m < i,
+    both at most 1. With m the end of the first half, that makes a matrix product of the pairs that lie in different
+    halves; each half is the same problem again.
+    """
+    if x.shape[-2] == 1:
+        return (x * y).sum(-1, keepdim=True)
+    (x, y, G), half = (t.unflatten(-2, (2, -1)) for t in (x, y, G)), x.shape[-2] // 2
+    near = _pairs(x, y, G)
+    first, second = G.unbind(-3)
+    middle = first[..., -1:, :]
+    far = (x[..., 1, :, :] * (second - middle).exp()) @ (y[..., 0, :, :] * (middle - first).exp()).mT
+    return torch.cat([F.pad(near[..., 0, :, :], (0, half)), torch.cat([far, near[..., 1, :, :]], -1)], -2)

@@ -1,0 +1,200 @@
+"""flash-linear-attention's chunk kernels (the package fla-core; its operators, none of its layers), on a GPU.
+
+    no delta rule, decay None, (H,), (B, T, H)    chunk_simple_gla
+    no delta rule, decay (B, T, H, K)             chunk_gla
+    delta rule, no decay                          chunk_delta_rule
+    delta rule, decay (H,), (B, T, H)             chunk_gated_delta_rule
+
+All are called with scale = 1. Documents are what they call sequences of different lengths (cu_seqlens): the rows lie
+end to end, and each document has a state of its own.
+"""
+
+import weakref
+from importlib import import_module, metadata
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from titans_pt.kernels.memory.dispatch import HAS_TRITON
+
+HALF = (torch.float16, torch.bfloat16)
+HAS_FLA = HAS_TRITON and find_spec("fla") is not None
+NEEDED = (0, 6)
+"""The oldest fla-core: before it chunk_delta_rule gives wrong gradients on Hopper (its issue 984)."""
+
+
+def fla_linear_memory(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, state: Tensor, reset: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results as in :func:`titans_pt.kernels.linear_memory.naive.naive_linear_memory`; q, k, v in a half
+    precision, the others fp32; decay (H,) too.
+
+    A ``reset`` on the GPU makes the host wait once, not again when the next layer passes the same tensor.
+    """
+    if decay is not None and decay.dim() == 1 and (decay.requires_grad or beta is not None):
+        decay = decay.expand(q.shape[:3])  # the kernels' own decay per head is a constant, and none of the delta rule's
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    if torch.compiler.is_compiling() or q.is_meta:
+        return _operator(q, k, v, decay, beta, state, reset)
+    return _call(q, k, v, decay, beta, state, reset)
+
+
+def unsupported(q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None) -> str | None:
+    """Why the kernels cannot serve a call whose shapes fit each other, or None."""
+    if not HAS_FLA:
+        return "flash-linear-attention is not installed (pip install fla-core)"
+    if q.device.type not in ("cuda", "meta"):
+        return f"tensors are on {q.device.type}, not on a GPU"
+    if q.dtype not in HALF:
+        return f"dtype {q.dtype} is neither float16 nor bfloat16"
+    if beta is not None and decay is not None and decay.dim() == 4:
+        return "it has no delta rule with a decay per key channel"
+    if beta is not None and q.shape[-1] > 256:
+        return f"its delta rule has keys of at most 256, these have {q.shape[-1]}"
+    if q.shape[-1] % 2 or v.shape[-1] % 2:
+        return f"keys ({q.shape[-1]}) and values ({v.shape[-1]}) need even widths"
+    installed = metadata.version("fla-core")
+    if _numbers(installed) < NEEDED:
+        return f"fla-core {installed} is older than {'.'.join(map(str, NEEDED))} (pip install --upgrade fla-core)"
+    scalar = decay is not None and (decay.dim() == 3 or decay.dim() == 1 and (decay.requires_grad or beta is not None))
+    return _wrong_on_hopper(q) if scalar and torch.is_grad_enabled() else None
+
+
+def _wrong_on_hopper(q: Tensor) -> str | None:
+    """Its issue 640: some versions of triton miscompile the backward pass of a decay per token for Hopper."""
+    if q.is_meta or torch.cuda.get_device_capability(q.device)[0] != 9:
+        return None
+    triton = metadata.version("triton")
+    if not (3, 4) <= _numbers(triton) < (3, 7, 1):
+        return None
+    return f"triton {triton} gives wrong gradients of a decay per token on Hopper; 3.7.1 or newer is right"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: 3.7.1+git4 is (3, 7, 1)."""
+    found = []
+    for part in version.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        found.append(int(part))
+    return tuple(found)
+
+
+def _chunk(name: str):
+    # Not at the top: it imports triton and looks for a GPU, which other machines need not have.
+    return getattr(import_module(f"fla.ops.{name}"), f"chunk_{name}")
+
+
+def _call(q, k, v, decay, beta, state, reset) -> tuple[Tensor, Tensor]:
+    """Differentiable, in everything but a decay (H,)."""
+    if beta is not None:
+        name, gates = "delta_rule", {"beta": beta}
+        if decay is not None:
+            name, gates = "gated_delta_rule", {"beta": beta, "g": decay}
+    elif decay is not None and decay.dim() == 4:
+        name, gates = "gla", {"g": decay}
+    else:
+        name, gates = "simple_gla", {}
+        if decay is not None:
+            gates = {"g_gamma" if decay.dim() == 1 else "g": decay}
+    options = {"scale": 1.0, "output_final_state": True}
+    if reset is None:
+        return _chunk(name)(q, k, v, **gates, **options, initial_state=state)
+
+    bounds, on_device, first, last = _documents(reset, q.device)
+    inherited = state.masked_fill(reset[:, 0].to(q.device).view(-1, 1, 1, 1), 0.0)
+    states = state.new_zeros(len(bounds) - 1, *state.shape[1:]).index_copy(0, first, inherited)
+    lie = [x.flatten(0, 1).unsqueeze(0) for x in (q, k, v)]
+    gates = {n: g if g.dim() == 1 else g.flatten(0, 1).unsqueeze(0) for n, g in gates.items()}
+    out, states = _chunk(name)(
+        *lie, **gates, **options, initial_state=states, cu_seqlens=on_device, cu_seqlens_cpu=bounds
+    )
+    return out.view(*q.shape[:3], -1), states.index_select(0, last)
+
+
+_known: tuple | None = None
+
+
+def _documents(reset: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Bounds of the documents when the rows lie end to end, on the CPU and on ``device``, (N + 1,) int64, and the
+    numbers of each row's first and last document there, (B,) int64. The last answer is kept: layers ask in turn.
+    """
+    global _known
+    if _known is not None and _known[0]() is reset and _known[1:3] == (reset._version, device):
+        return _known[3]
+    rows, length = reset.shape
+    starts = reset.cpu().clone()
+    starts[:, 0] = True
+    bounds = torch.cat([starts.flatten().nonzero().flatten(), torch.tensor([rows * length])])
+    ends = starts.sum(1).cumsum(0)
+    first, last = ends - starts.sum(1), ends - 1
+    found = bounds, *(x.to(device, non_blocking=True) for x in (bounds, first, last))
+    _known = weakref.ref(reset), reset._version, device, found
+    return found
+
+
+@torch.library.custom_op("titans::linear_memory", mutates_args=())
+def _operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    reset: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`_call` as one operator of torch.compile's graph, which would break at it. Its backward pass runs the
+    forward pass again, since an operator cannot keep what another's autograd saved."""
+    with torch.no_grad():
+        out, after = _call(q, k, v, decay, beta, state, reset)
+    return out.contiguous(), after.contiguous()
+
+
+@_operator.register_fake
+def _(q, k, v, decay, beta, state, reset):
+    return torch.empty_like(v), torch.empty_like(state)
+
+
+# Not a custom_op: PyTorch calls the body of one with autograd switched off for good, and this one differentiates.
+torch.library.define(
+    "titans::linear_memory_backward",
+    "(Tensor d_out, Tensor d_state, Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor state, "
+    "Tensor? reset) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("titans::linear_memory_backward", "default")
+def _backward_operator(d_out, d_state, q, k, v, decay, beta, state, reset):
+    """Gradients of q, k, v, decay, beta and state; one place where there is none."""
+    constant = decay is None or decay.dim() == 1
+    differentiable = q, k, v, None if constant else decay, beta, state
+    with torch.enable_grad():
+        leaves = [None if x is None else x.detach().requires_grad_() for x in differentiable]
+        out, after = _call(*leaves[:3], decay if constant else leaves[3], *leaves[4:], reset)
+        asked = [x for x in leaves if x is not None]
+        found = iter(torch.autograd.grad([out, after], asked, [d_out, d_state]))
+    return tuple(state.new_zeros(1) if x is None else next(found).contiguous() for x in leaves)
+
+
+@torch.library.register_fake("titans::linear_memory_backward")
+def _(d_out, d_state, q, k, v, decay, beta, state, reset):
+    constant = decay is None or decay.dim() == 1
+    leaves = q, k, v, None if constant else decay, beta, state
+    return tuple(state.new_empty(1) if x is None else torch.empty_like(x) for x in leaves)
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, d_out, d_state):
+    q, k, v, decay, beta, state, reset = ctx.saved_tensors
+    d_q, d_k, d_v, d_decay, d_beta, d_first = torch.ops.titans.linear_memory_backward(
+        d_out, d_state, *ctx.saved_tensors
+    )
+    constant = decay is None or decay.dim() == 1
+    return d_q, d_k, d_v, None if constant else d_decay, None if beta is None else d_beta, d_first, None
+
+
+_operator.register_autograd(_backward, setup_context=_setup)

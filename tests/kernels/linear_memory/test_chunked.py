@@ -1,0 +1,98 @@
+"""The chunked form against the definition: outputs, final state and every gradient, in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.linear_memory.cases import DECAYS, TOLERANCE, assert_same, make, run
+from titans_pt.kernels.linear_memory import linear_memory
+
+
+def compare(tensors, **options):
+    for ours, theirs in zip(*(run(tensors, backend, **options) for backend in ("chunked", "naive")), strict=True):
+        assert_same(ours, theirs)
+
+
+@settings(max_examples=60)
+@given(
+    B=st.integers(1, 3), T=st.sampled_from([2, 3, 17, 63, 65, 100]), H=st.integers(1, 3),
+    K=st.sampled_from([1, 4, 7]), V=st.sampled_from([1, 5, 8]), decay=st.sampled_from(DECAYS), delta=st.booleans(),
+    strength=st.sampled_from([0.01, 1.0, 40.0]), resets=st.sampled_from([0.0, 0.1, 0.7]), seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_chunked_equals_naive(B, T, H, K, V, decay, delta, strength, resets, seed):
+    tensors = make(B, T, H, K, V, decay=decay, delta=delta, strength=strength, seed=seed)
+    draw = torch.Generator().manual_seed(seed + 1)
+    compare(tensors, reset=torch.rand(B, T, generator=draw) < resets if resets else None)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_several_chunks_and_a_piece(decay, delta):
+    compare(make(2, 150, 2, 8, 4, decay=decay, delta=delta, strength=0.05))
+
+
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_decays_that_fp32_cannot_undo(decay):
+    """exp(-G) is infinite in fp32 from G = -89 on; here G reaches some -5,000 in a chunk."""
+    tensors = make(2, 100, 2, 8, 8, decay=decay, strength=100.0, dtype=torch.float32)
+    exact = {name: x.double() for name, x in tensors.items()}
+    reset = torch.rand(2, 100, generator=torch.Generator().manual_seed(0)) < 0.05
+    for ours, theirs in zip(run(tensors, "chunked", reset=reset), run(exact, "naive", reset=reset), strict=True):
+        assert_same(ours, theirs, 1e-4)
+
+
+@settings(max_examples=20)
+@given(cuts=st.lists(st.integers(1, 79), max_size=4, unique=True), decay=st.sampled_from(DECAYS), delta=st.booleans(),
+       resets=st.booleans(), backend=st.sampled_from(["naive", "chunked"]))  # fmt: skip
+def test_cuts_are_invisible(cuts, decay, delta, resets, backend):
+    tensors = make(2, 80, 2, 4, 6, decay=decay, delta=delta)
+    state = tensors.pop("initial_state")
+    reset = torch.rand(2, 80, generator=torch.Generator().manual_seed(1)) < 0.05 if resets else None
+    options = dict(output_final_state=True, backend=backend)
+    whole, end = linear_memory(**tensors, initial_state=state, reset=reset, **options)
+    pieces = []
+    for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), 80], strict=True):
+        part = {name: x if x.dim() == 1 else x[:, a:b] for name, x in tensors.items()}
+        out, state = linear_memory(
+            **part, initial_state=state, reset=None if reset is None else reset[:, a:b], **options
+        )
+        pieces.append(out)
+    assert_same([torch.cat(pieces, 1), state], [whole, end], TOLERANCE)
+
+
+def test_without_a_state_it_starts_at_zero():
+    tensors = make(2, 20, 2, 4, 6)
+    zero = torch.zeros_like(tensors.pop("initial_state"))
+    given, state = linear_memory(**tensors, initial_state=zero)
+    assert state is None
+    assert torch.equal(linear_memory(**tensors)[0], given)
+
+
+def test_half_precision_computes_in_fp32():
+    tensors = make(1, 70, 2, 4, 4)
+    state = tensors.pop("initial_state")
+    half = {name: x.bfloat16() for name, x in tensors.items()}
+    exact = {name: x.double() for name, x in half.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        out, end = linear_memory(**half, initial_state=state.float(), output_final_state=True)
+    expected, last = linear_memory(**exact, initial_state=state.float().double(), output_final_state=True)
+    assert out.dtype == torch.bfloat16 and end.dtype == torch.float32
+    assert_same([out], [expected.bfloat16()], 2**-7)
+    assert_same([end], [last], 1e-5)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"k": torch.zeros(2, 6, 2, 5)}, "q, k must share one shape"),
+    ({"v": torch.zeros(2, 7, 2, 4)}, "v must be"),
+    ({"decay": torch.zeros(2, 6)}, "decay must be"),
+    ({"beta": torch.zeros(2, 6, 1)}, "beta must be"),
+    ({"initial_state": torch.zeros(2, 2, 3, 4)}, "initial_state must be"),
+    ({"reset": torch.zeros(2, 6)}, "reset must be bool"),
+    ({"backend": "triton"}, "backend 'triton' is none of"),
+    ({"backend": "fla"}, 'backend "fla" does not serve this: '),
+])  # fmt: skip
+def test_says_what_does_not_fit(change, message):
+    tensors = make(2, 6, 2, 4, 4)
+    with pytest.raises(ValueError, match=f"linear_memory: {message}"):
+        linear_memory(**(tensors | change))

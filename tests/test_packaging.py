@@ -1,0 +1,181 @@
+"""What we install: one name of our own, whole, with the configs, beside Hugging Face's package called kernels."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = (".ci", ".github", "configs", "data_pipeline", "docs", "kernels", "launch", "tests", "titans_pt")
+
+
+def copy_checkout(folder: Path) -> Path:
+    """The checkout without what git ignores: setuptools writes into the tree that it builds."""
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ROOT.iterdir():
+        if file.is_file() and file.name != ".git":  # a file where the checkout is a worktree
+            shutil.copy(file, folder)
+    return folder
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    """Builds a "wheel" or an "sdist" as pip would, with the setuptools that is installed: no network."""
+    program = f"import sys, setuptools.build_meta as b; b.build_{kind}(sys.argv[1])"
+    out.mkdir(exist_ok=True)
+    result = subprocess.run([sys.executable, "-c", program, str(out)], cwd=source, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (built,) = out.iterdir()
+    return built
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def files(folder: Path) -> set[str]:
+    """Paths of the files under ``folder``, links followed, relative to the folder that holds it."""
+    found = (Path(root, name) for root, _, names in os.walk(folder, followlinks=True) for name in names)
+    return {path.relative_to(folder.parent).as_posix() for path in found if "__pycache__" not in path.parts}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    return build("wheel", copy_checkout(tmp_path_factory.mktemp("checkout")), tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    """The unpacked sdist."""
+    built = build("sdist", copy_checkout(tmp_path_factory.mktemp("checkout")), tmp_path_factory.mktemp("sdist"))
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(built) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    return source
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory) -> Path:
+    """A folder with the wheel's files, as pip lays them out."""
+    folder = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def test_the_wheel_installs_titans_pt_and_nothing_else(wheel):
+    tops = {name.partition("/")[0] for name in contents(wheel)}
+    version = wheel.name.split("-")[1]
+    assert tops == {"titans_pt", f"titans_pt-{version}.dist-info"}
+    assert contents(wheel)[f"titans_pt-{version}.dist-info/top_level.txt"].split() == [b"titans_pt"]
+
+
+def test_the_wheel_has_every_module_and_every_config(wheel):
+    packed = {name for name in contents(wheel) if name.startswith("titans_pt/")}
+    assert packed == files(ROOT / "titans_pt")
+    assert {"titans_pt/kernels/memory/naive.py", "titans_pt/configs/170m/mac.yaml"} <= packed
+
+
+def test_the_sdist_is_the_whole_checkout(sdist):
+    assert files(sdist / "titans_pt") == files(ROOT / "titans_pt")
+    assert not [path for path in sdist.rglob("*") if path.is_symlink()]
+    if not (ROOT / ".git").exists():
+        pytest.skip("git tells what the checkout holds, and this is none")
+    tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).rstrip("\0").split("\0")
+    assert not [name for name in tracked if (ROOT / name).exists() and not (sdist / name).exists()]
+
+
+def test_a_wheel_of_the_sdist_is_that_of_the_checkout(sdist, wheel, tmp_path):
+    ours, theirs = contents(wheel), contents(build("wheel", sdist, tmp_path / "wheel"))
+    assert ours == theirs
+
+
+def test_a_config_is_found_by_its_name_outside_the_checkout(site, tmp_path):
+    program = (
+        "from titans_pt.config_file import CONFIGS, load_config\n"
+        "print(CONFIGS, load_config('configs/170m/mac.yaml').model.d_model)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    out = subprocess.check_output([sys.executable, "-c", program], cwd=tmp_path, env=environment, text=True)
+    assert out == f"{site}/titans_pt/configs 768\n"
+
+
+@pytest.mark.parametrize("place", ["the checkout", "elsewhere"])
+@pytest.mark.parametrize("order", ["ours first", "theirs first"])
+def test_another_package_called_kernels_is_found(site, tmp_path, place, order):
+    """From the checkout, too, where our folder of that name is beside the program."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/__init__.py").write_text("get_kernel = 'theirs'")
+    paths = [str(site), str(tmp_path)]
+    program = "from kernels import get_kernel; import titans_pt.kernels.memory; print(get_kernel)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths if order == "ours first" else paths[::-1])}
+    cwd = ROOT if place == "the checkout" else tmp_path
+    out = subprocess.check_output([sys.executable, "-c", program], cwd=cwd, env=environment, text=True)
+    assert out == "theirs\n"
+
+
+# A pair that accept each other: transformers imports kernels where its version suits it.
+THEIRS = ["transformers==5.20.2", "kernels==0.17.2"]
+TOGETHER = """
+from kernels import get_kernel
+import titans_pt.kernels.memory, titans_pt.data_pipeline, titans_pt.huggingface, titans_pt.config_file
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import is_kernels_available
+
+assert is_kernels_available()
+sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+assert LlamaForCausalLM(LlamaConfig(**sizes))(torch.arange(8)[None]).logits.shape == (1, 8, 32)
+print(titans_pt.__file__, titans_pt.config_file.load_config("quickstart").run.dir)
+"""
+WHOLE = """
+import base64, hashlib, importlib.metadata, importlib.util
+from kernels import get_kernel
+
+for file in importlib.metadata.files("kernels"):
+    if file.hash:
+        digest = hashlib.new(file.hash.mode, file.locate().read_bytes()).digest()
+        assert base64.urlsafe_b64encode(digest).decode().rstrip("=") == file.hash.value, file
+print(importlib.util.find_spec("titans_pt"))
+"""
+
+
+@pytest.mark.slow(reason="installs Hugging Face's kernels from the package registry: a network, and half a minute each")
+@pytest.mark.parametrize("order", ["ours first", "theirs first"])
+@pytest.mark.parametrize("way", ["wheel", "editable"])
+def test_beside_hugging_faces_kernels(wheel, tmp_path, way, order):
+    """Both work, from the checkout and elsewhere, and theirs is whole after ours is uninstalled."""
+    checkout = copy_checkout(tmp_path / "checkout")
+    subprocess.check_call([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")])
+    python = str(tmp_path / "venv/bin/python")
+    packages = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
+    # What is installed here serves there too, except what its .pth files add: an editable titans_pt.
+    Path(packages, "others.pth").write_text(sysconfig.get_path("purelib"))
+
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*command: str, cwd: Path = tmp_path) -> str:
+        result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout.splitlines()[-1]
+
+    def pip(*words: str):
+        run(sys.executable, "-m", "pip", "--python", python, *words)
+
+    ours = [str(wheel)] if way == "wheel" else ["--no-build-isolation", "--editable", str(checkout)]
+    installs = [["--no-deps", "--ignore-installed", *ours], THEIRS]
+    for words in installs if order == "ours first" else installs[::-1]:
+        pip("install", *words)
+    installed = packages if way == "wheel" else checkout
+    assert run(python, "-c", TOGETHER) == f"{installed}/titans_pt/__init__.py runs/quickstart"
+    assert run(python, "-c", TOGETHER, cwd=checkout) == f"{checkout}/titans_pt/__init__.py runs/quickstart"
+    pip("uninstall", "--yes", "titans-pt")
+    assert run(python, "-c", WHOLE) == "None"

@@ -1,0 +1,49 @@
+"""The commands of ``titans``: one file each, or one for a group such as ``titans checkpoint``.
+
+To add a command, add one file here; nothing else lists them. ``titans NAME`` is ``NAME.py``, which holds
+
+- ``SECTION``: the heading under which ``titans --help`` shows it, one of :data:`SECTIONS`;
+- a :class:`click.Command` called ``NAME``: its arguments are declared above its action, and the first paragraph of its
+  docstring is its help. ``_arguments.py`` has the arguments and number types that several commands share.
+
+An action imports what it needs when it runs, so that ``--help`` and errors answer at once. A word that Python reserves
+gets an underscore (``import_.py``); files that begin with one are not commands.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+SECTIONS = ("data", "train", "evaluate", "study", "tools")
+
+COMPLETION = "_TITANS_COMPLETE"
+"""The environment variable in which a shell asks for completions, as ``titans completion`` told it to."""
+
+SUBJECT = "titans_pt.subject"
+"""Where a context's ``meta`` keeps the CONFIG or RUN that a command works on, for errors that name no file."""
+
+
+class Commands(Mapping[str, click.Command]):
+    """Every command by its name, in alphabetical order; a file is imported when its command is asked for."""
+
+    @cached_property
+    def _files(self) -> dict[str, str]:
+        files = sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
+        return {file.removesuffix("_"): file for file in files}
+
+    def __getitem__(self, name: str) -> click.Command:
+        file = self._files[name]
+        return getattr(import_module(f"{__name__}.{file}"), file)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def section(self, name: str) -> str:
+        """The heading of ``titans --help`` under which the command stands."""
+        return import_module(f"{__name__}.{self._files[name]}").SECTION

@@ -1,0 +1,102 @@
+"""Arguments that several commands share, and the types of numbers: all are checked before a command does anything."""
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from titans_pt.commands import SUBJECT
+
+
+class Checked(click.ParamType):
+    """A value that ``read`` makes of a word, or one line that says what is allowed.
+
+    Args:
+        read: raises ValueError for a word that is not allowed.
+        allowed: completes the sentence "allowed: ...".
+    """
+
+    name = "value"
+
+    def __init__(self, read: Callable[[str], Any], allowed: str):
+        self.read, self.allowed = read, allowed
+
+    def convert(self, value, param, ctx):
+        try:
+            return self.read(value)
+        except ValueError:
+            self.fail(f"given {value!r}; allowed: {self.allowed}", param, ctx)
+
+
+def whole(least: int) -> Checked:
+    """An int of at least ``least``."""
+
+    def read(word: str) -> int:
+        number = int(word)
+        if number < least:
+            raise ValueError
+        return number
+
+    return Checked(read, f"a whole number of at least {least}")
+
+
+def real(allows: Callable[[float], bool], allowed: str) -> Checked:
+    """A finite float for which ``allows`` is true."""
+
+    def read(word: str) -> float:
+        number = float(word)
+        if not (math.isfinite(number) and allows(number)):
+            raise ValueError
+        return number
+
+    return Checked(read, allowed)
+
+
+COUNTS = Checked(
+    lambda words: [whole(1).read(word) for word in words.split(",")], "whole numbers of at least 1, with commas between"
+)
+"""A list of int from words such as 1024,2048."""
+
+NAMES = Checked(lambda words: words.split(","), "names with commas between")
+"""A list of str from words such as mac,mag; which names there are, the action knows."""
+
+FILE = click.Path(path_type=Path)
+
+
+def _subject(context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    context.meta[SUBJECT] = value
+    return value
+
+
+def overrides(help: str = "settings over the file's, e.g. train.max_steps=10"):
+    """KEY=VALUE words, before, between and after the options: ``overrides``, a tuple of str."""
+    return click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", help=help)
+
+
+def settings(action):
+    """CONFIG and KEY=VALUE words, which the action gets as ``config``: the Config that they make."""
+
+    @click.argument(
+        "config", metavar="CONFIG", type=click.Path(), callback=_subject, help="settings, a YAML file (see configs/)"
+    )
+    @overrides()
+    @functools.wraps(action)
+    def loaded(config: str, overrides: tuple[str, ...], **options):
+        from titans_pt.config_file import load_config
+
+        return action(load_config(config, overrides), **options)
+
+    return loaded
+
+
+run_folder = click.argument(
+    "run", metavar="RUN", type=click.Path(), callback=_subject, help="the run.dir of a training run"
+)
+
+checkpoint_step = click.option(
+    "--checkpoint", "step", type=whole(0), metavar="STEP",
+    help="step of the checkpoint (default: the newest complete one)",
+)  # fmt: skip

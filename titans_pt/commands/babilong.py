@@ -1,0 +1,19 @@
+from pathlib import Path
+
+import click
+
+from titans_pt.commands._arguments import FILE, overrides, run_folder, whole
+
+SECTION = "evaluate"
+
+
+@click.command()
+@run_folder
+@overrides("evaluation.babilong.* settings")
+@click.option("--samples", type=whole(1), default=1000, metavar="N", help="documents of each length and task")
+@click.option("--out", type=FILE, required=True, metavar="DIR", help="gets a file LENGTH.jsonl for each length")
+def babilong(run: str, overrides: tuple[str, ...], samples: int, out: Path):
+    """Write documents of BABILong's stories, to fine-tune on."""
+    from titans_pt.evaluation.babilong import write_documents
+
+    write_documents(run, overrides, samples, out)

@@ -1,0 +1,79 @@
+from pathlib import Path
+
+import click
+
+from titans_pt.commands._arguments import COUNTS, FILE, NAMES, overrides, settings, whole
+
+SECTION = "study"
+
+_out = click.option("--out", type=FILE, default="runs/benchmark", metavar="DIR", help="folder of the results")
+_rounds = click.option("--rounds", type=whole(1), default=3, metavar="N", help="timings per case")
+_longest = click.option("--longest", type=whole(1), default=65_536, metavar="TOKENS", help="the longest sequence")
+_tokens = click.option(
+    "--tokens", type=whole(1), default=32_768, metavar="N", help="tokens of all rows of a call together, B * T"
+)
+
+
+@click.group(no_args_is_help=False)
+def benchmark():
+    """Time the memory, its kernels, training or a long stream on this machine."""
+
+
+@benchmark.command()
+@_rounds
+@_longest
+@_out
+def memory(out: Path, rounds: int, longest: int):
+    """Time the memory layer, and titans-pytorch's, by length."""
+    from titans_pt.benchmarks.memory import benchmark_memory
+
+    benchmark_memory(out, rounds=rounds, longest=longest)
+
+
+@benchmark.command()
+@_rounds
+@_longest
+@_out
+@_tokens
+def kernels(out: Path, rounds: int, longest: int, tokens: int):
+    """Time the memory's kernels, the dual form, and flash-linear-attention's kernels."""
+    from titans_pt.benchmarks.kernels import benchmark_kernels
+
+    benchmark_kernels(out, rounds=rounds, longest=longest, tokens=tokens)
+
+
+@benchmark.command()
+@overrides()
+@_out
+@click.option(
+    "--config", default="configs/170m/{model}.yaml", metavar="FILE",
+    help="a YAML file; {model} in it becomes the model's name",
+)  # fmt: skip
+@click.option(
+    "--models", type=NAMES, default="lmm,mac,mag,mal,transformer,gated-deltanet,mamba2,deltanet,gla", metavar="NAMES",
+    help="the models to time",
+)  # fmt: skip
+@click.option(
+    "--lengths", type=COUNTS, default="2048,4096,8192,16384,32768", metavar="NUMBERS", help="tokens per sequence"
+)
+@_tokens
+@click.option("--sweeps", is_flag=True, help="also memories of depth 1 to 4, and of several chunks")
+def training(
+    overrides: tuple[str, ...], out: Path, config: str, models: list[str], lengths: list[int], tokens: int, sweeps: bool
+):
+    """Time the whole training step of every model, by length."""
+    from titans_pt.benchmarks.training import benchmark_training
+
+    benchmark_training(out, config, list(overrides), models, lengths, tokens, sweeps)
+
+
+@benchmark.command()
+@settings
+@_out
+@click.option("--tokens", type=whole(1), default=10_000_000, metavar="N", help="tokens of the stream")
+@click.option("--stretches", type=whole(1), default=10, metavar="N", help="equal parts, each timed by itself")
+def stream(config, out: Path, tokens: int, stretches: int):
+    """Read a long stream of random tokens with an untrained model, its state carried."""
+    from titans_pt.benchmarks.stream import benchmark_stream
+
+    benchmark_stream(out, config, tokens, stretches)

@@ -1,0 +1,39 @@
+import click
+
+from titans_pt.commands._arguments import run_folder, whole
+
+SECTION = "train"
+
+
+@click.group(no_args_is_help=False)
+def checkpoint():
+    """List, verify or delete a run's checkpoints."""
+
+
+@checkpoint.command("list")
+@run_folder
+def list_(run: str):
+    """Show step, size and the ranks that wrote it, for each checkpoint."""
+    from titans_pt import checkpoint_tools
+
+    checkpoint_tools.list_run(run)
+
+
+@checkpoint.command()
+@run_folder
+def verify(run: str):
+    """Read every byte of the checkpoints and name those that are damaged."""
+    from titans_pt import checkpoint_tools
+
+    checkpoint_tools.verify_run(run)
+
+
+@checkpoint.command()
+@run_folder
+@click.option("--keep-last", type=whole(1), default=3, metavar="N", help="newest checkpoints to keep")
+@click.option("--keep-every", type=whole(1), metavar="N", help="also keep those whose step is a multiple of N")
+def prune(run: str, keep_last: int, keep_every: int | None):
+    """Delete old checkpoints; the newest always stays."""
+    from titans_pt import checkpoint_tools
+
+    checkpoint_tools.prune_run(run, keep_last, keep_every)

@@ -1,0 +1,22 @@
+import click
+
+from titans_pt.commands import COMPLETION
+
+SECTION = "tools"
+
+
+@click.command()
+@click.argument("shell", metavar="SHELL", type=click.Choice(("bash", "zsh", "fish")), help="bash, zsh or fish")
+@click.pass_context
+def completion(context: click.Context, shell: str):
+    """Print a script that teaches a shell to complete titans' words.
+
+    \b
+    bash, in ~/.bashrc:                   eval "$(titans completion bash)"
+    zsh, in ~/.zshrc:                     eval "$(titans completion zsh)"
+    fish, in ~/.config/fish/config.fish:  titans completion fish | source
+    """
+    from click.shell_completion import get_completion_class
+
+    script = get_completion_class(shell)(context.find_root().command, {}, "titans", COMPLETION)
+    click.echo(script.source())

@@ -1,0 +1,24 @@
+import click
+
+from titans_pt.commands._arguments import real, settings, whole
+
+SECTION = "train"
+
+
+@click.command()
+@settings
+@click.option(
+    "--ranks", type=whole(1), metavar="N",
+    help="number of processes (default: WORLD_SIZE, or the machine's GPUs, or parallel.tensor)",
+)  # fmt: skip
+@click.option(
+    "--memory", type=real(lambda n: n > 0, "a number of GiB above 0"), metavar="GIB",
+    help="GPU memory per rank (default: this machine's; without a GPU the plan is for a CPU and never refused)",
+)  # fmt: skip
+def plan(config, ranks: int | None, memory: float | None):
+    """Show what a training run would need, without starting it."""
+    from titans_pt.training.plan import make_plan
+
+    plan = make_plan(config, ranks, gpu=None if memory is None else True)
+    print(plan.text())
+    plan.check(memory)

@@ -1,0 +1,35 @@
+import os
+
+import click
+
+from titans_pt.commands._arguments import Checked, settings, whole
+
+SECTION = "data"
+
+
+def _share(word: str) -> tuple[int, int]:
+    index, shares = map(int, word.split("/"))
+    if not 0 <= index < shares:
+        raise ValueError
+    return index, shares
+
+
+SHARE = Checked(_share, "I/N, with I from 0 to N - 1")
+
+
+@click.command()
+@settings
+@click.option("--force", is_flag=True, help="replace token files that other settings made")
+@click.option(
+    "--workers", type=whole(1), default=len(os.sched_getaffinity(0)), metavar="N",
+    help="cores to use; without it all of this machine's",
+)  # fmt: skip
+@click.option(
+    "--shard", type=SHARE, metavar="I/N",
+    help="only this share of the work, I from 0 to N - 1; run once more without it when all are done",
+)  # fmt: skip
+def prepare(config, force: bool, workers: int, shard: tuple[int, int] | None):
+    """Turn text into token files."""
+    from titans_pt import data_pipeline
+
+    data_pipeline.prepare(config, force=force, shard=shard, workers=workers)

@@ -1,0 +1,23 @@
+import click
+
+from titans_pt.commands._arguments import NAMES, settings, whole
+
+SECTION = "study"
+
+
+@click.command()
+@settings
+@click.option("--models", type=NAMES, default="lmm,mac,mag,mal", metavar="NAMES", help="the models to train")
+@click.option(
+    "--changes", type=NAMES, default="plain,memory-off", metavar="NAMES",
+    help="what to take away from them: plain, memory-off, no-momentum, no-forgetting, linear-memory, no-conv, no-ln",
+)  # fmt: skip
+@click.option("--pairs", type=whole(1), default=8, metavar="N", help="key-value pairs in a sample")
+@click.option("--distance", type=whole(0), default=40, metavar="N", help="least tokens between pairs and queries")
+def recall(config, models: list[str], changes: list[str], pairs: int, distance: int):
+    """Train small models to recall, with memory and without."""
+    from titans_pt.experiments import recall
+    from titans_pt.experiments.mqar import MQAR
+
+    task = MQAR(config.model.vocab_size, config.data.seq_len, pairs, distance)
+    recall.recall(config, recall.chosen(models, changes), task)

@@ -1,0 +1,136 @@
+"""What settings must be beyond their types: errors of one line, and what mixers and tasks ask of the whole tree."""
+
+import difflib
+import importlib
+import math
+import os
+import sys
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from titans_pt.config import Config
+from titans_pt.errors import UserError
+
+
+def checked(config: Config) -> Config:
+    """``config`` with the own sections of its mixers and its task complete, once all of them agree to it.
+
+    Sections of other mixers and tasks are left out: they say nothing about this run.
+
+    Raises:
+        UserError: an unknown mixer or task, a setting of theirs that is wrong, or settings that do not go together.
+    """
+    for module in config.run.imports:
+        _import(module)
+    # Not at the top: they import torch, which whoever prepares data, or mistypes a key, need not wait for.
+    from titans_pt.models.mixers import MIXERS
+    from titans_pt.tasks import TASKS
+
+    task = TASKS.find(config.task)
+    mixers = {name: MIXERS.find(name) for name in config.model.kinds}
+    model = _with_sections(config.model, "model.", mixers, MIXERS)
+    config = _with_sections(config.model_copy(update={"model": model}), "", {config.task: task}, TASKS)
+    for owner in (*mixers.values(), task):
+        owner.check(config, _need)
+    for suite in config.evaluation.suites if config.evaluation.every else ():
+        _need(suite in task.suites, "evaluation.suites", suite, f"allowed: {', '.join(task.suites) or 'none'}")
+    _tensor_parallel(config, mixers)
+    return config
+
+
+def _with_sections(section: Any, prefix: str, owners: dict[str, Any], registry: Any) -> Any:
+    """``section`` with the own sections of ``owners``, all keys in them, and no others."""
+    found = {}
+    for name, values in (dict.fromkeys(owners, {}) | section.__pydantic_extra__).items():
+        if name not in owners and name not in registry.names():
+            known = [*known_paths(type(section), prefix), *(prefix + owner for owner in registry.names())]
+            raise UserError(unknown_key(prefix + name, values, known))
+        settings = registry.find(name).Settings
+        try:
+            own = settings.model_validate(values).model_dump(mode="json")
+        except ValidationError as error:
+            raise UserError(one_line(error, f"{prefix}{name}.", settings)) from None
+        if own and name in owners:
+            found[name] = own
+    tree = {name: getattr(section, name) for name in type(section).model_fields}
+    return type(section).model_construct(section.model_fields_set | found.keys(), **tree, **found)
+
+
+def _need(ok: bool, path: str, given: Any, allowed: str):
+    if not ok:
+        raise UserError(f"{path}: given {given!r}; {allowed}")
+
+
+def _tensor_parallel(config: Config, mixers: dict[str, Any]):
+    model, tensor = config.model, config.parallel.tensor
+    if tensor == 1:
+        return
+    for name, mixer in mixers.items():
+        _need(mixer.sharding is not None, "parallel.tensor", tensor,
+              f"the mixer {name!r} does not say how it is cut over tensor ranks; set parallel.tensor=1")
+    split = {path: size for mixer in mixers.values() for path, size in mixer.split_sizes(model).items()}
+    split |= {"model.mlp_hidden": model.hidden, "model.vocab_size": model.vocab_size}
+    if config.parallel.sequence:
+        split["data.seq_len"] = config.data.seq_len
+    for path, size in split.items():
+        _need(size % tensor == 0, "parallel.tensor", tensor,
+              f"must divide {path}={size}, which is split over the tensor ranks; set it to "
+              f"{math.gcd(tensor, *split.values())}, or change {path}")
+
+
+def _import(module: str):
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # the program's own start does not look there
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"run.imports: given {module!r}, which cannot be imported ({error}); install it, or start in the folder "
+            "that it lies in"
+        ) from None
+
+
+def known_paths(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """The dotted path of every section and setting, in the order of their declaration."""
+    paths = []
+    for name, field in section.model_fields.items():
+        paths.append(prefix + name)
+        for kind, dot in ((field.annotation, "."), *((item, ".0.") for item in get_args(field.annotation))):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                paths += known_paths(kind, prefix + name + dot)
+    return paths
+
+
+def one_line(error: ValidationError, prefix: str = "", section: type[BaseModel] = Config) -> str:
+    """The first error of a tree (of a ``section`` that stands at ``prefix``) and how many more there are."""
+    first, *others = error.errors()
+    path = prefix + ".".join(str(part) for part in first["loc"])
+    more = f" (and {len(others)} more)" if others else ""
+    known = known_paths(section, prefix)
+    # Where sections of mixers and tasks may stand, a single value is not one of them: it is a mistyped name.
+    mistyped = first["type"] == "dict_type" and first["loc"][:-1] in ((), ("model",)) and path not in known
+    if first["type"] == "extra_forbidden" or mistyped:
+        return unknown_key(path, first["input"], known) + more
+    if first["type"] == "value_error":
+        message = str(first["ctx"]["error"])
+        path = path.rstrip(".")
+        return f"{path}.{message}{more}" if path else f"{message}{more}"
+    allowed = first["msg"].removeprefix("Input should be ").replace("\n", " ")
+    return f"{path}: given {_short(first['input'])}; allowed: {allowed}{more}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def unknown_key(path: str, given: Any, known: list[str]) -> str:
+    parent, _, leaf = path.rpartition(".")
+    siblings = [p for p in known if p.rpartition(".")[0] == parent]
+    near = (
+        [p for p in known if p.rpartition(".")[2] == leaf]  # the right name in the wrong section
+        or difflib.get_close_matches(path, siblings, n=1)
+        or difflib.get_close_matches(path, known, n=1, cutoff=0.0)
+    )
+    return f"{path}: unknown key (given {_short(given)}); nearest known key: {near[0]}"

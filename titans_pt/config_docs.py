@@ -1,0 +1,160 @@
+"""The settings as a JSON schema, for editors, and as a page, for readers: both made from config.py and from the own
+sections of mixers and tasks.
+
+``python -m titans_pt.config_docs`` in the root of the repository writes configs/schema.json and docs/settings.md.
+Sections inside sections, lists and dicts are followed wherever they stand; nothing here knows a section by name.
+"""
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, create_model
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+
+from titans_pt.config import Config, ModelConfig, Section
+from titans_pt.registry import Registry
+
+SCHEMA, PAGE = "configs/schema.json", "docs/settings.md"
+_INHERIT = {
+    "description": "Files whose settings hold where this one says nothing, relative to it; later ones win.",
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+}
+_INTRODUCTION = """\
+# All settings
+
+Made by `make settings` from [titans_pt/config.py](../titans_pt/config.py) and from what mixers and tasks have of their
+own; do not edit it here.
+
+A YAML file holds them as a tree; `key.path=value` on the command line wins over the file. A setting that is left out
+has its default. `inherit: FILE` or `inherit: [FILE, ...]` at the top of a file takes over what other files say.
+
+Editors with a YAML language server (VS Code with the YAML extension, Neovim, JetBrains) complete, explain and check a
+file that begins with `# yaml-language-server: $schema=PATH`, where PATH leads from the file to
+[configs/schema.json](../configs/schema.json). All files in configs/ do.
+
+`NAME` in a path stands for a key of your own, `[]` for an entry of a list.
+"""
+
+
+def whole_tree() -> type[Section]:
+    """Config with the own sections of all mixers and tasks as fields like all others."""
+    # Not at the top: they import torch.
+    from titans_pt.models.mixers import MIXERS
+    from titans_pt.tasks import TASKS
+
+    model = _with_sections(ModelConfig, MIXERS)
+    return create_model("Config", __base__=_with_sections(Config, TASKS), model=_field(model))
+
+
+def _with_sections(section: type[Section], registry: Registry) -> type[Section]:
+    own = {name: registry.find(name).Settings for name in registry.names()}
+    fields = {name: _field(settings) for name, settings in own.items() if settings.model_fields}
+    return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **fields)
+
+
+def _field(section: type[Section]) -> tuple[type[Section], Any]:
+    return section, Field(default=section(), description=inspect.cleandoc(section.__doc__))
+
+
+def json_schema(tree: type[Section] | None = None) -> JsonSchemaValue:
+    """What a YAML file of settings may hold, as a JSON schema (draft 2020-12) with the docs as descriptions.
+
+    Rules that join several settings (d_model is a multiple of n_heads) are the program's to check. ``tree`` is
+    :func:`whole_tree` by default.
+    """
+    schema = (tree or whole_tree()).model_json_schema(schema_generator=_Generator)
+    for section in schema["$defs"].values():
+        section.pop("title", None)
+    schema["properties"] = {"inherit": _INHERIT} | schema["properties"]
+    head = {"$schema": _Generator.schema_dialect, "title": "titans-pt", "description": "Settings of titans-pt."}
+    return schema | head
+
+
+class _Generator(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema) -> bool:
+        return False  # "Max Steps" beside max_steps
+
+    def default_schema(self, schema) -> JsonSchemaValue:
+        """A section's default is that of its settings, which are told one by one."""
+        value = schema.get("default")
+        values = value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]
+        if any(isinstance(value, BaseModel) for value in values):
+            return self.generate_inner(schema["schema"])
+        return super().default_schema(schema)
+
+
+def settings_page(tree: type[Section] | None = None) -> str:
+    """All settings as a page of Markdown: path, what is allowed, default and meaning."""
+    schema = json_schema(tree)
+    del schema["properties"]["inherit"]
+    parts = [_INTRODUCTION]
+    for path, doc, section in _sections(schema, schema["$defs"]):
+        rows = [_row(path + name, field) for name, field in section["properties"].items() if "$ref" not in field]
+        if path:
+            parts.append(f"## {path.rstrip('.')}\n\n{_markdown(doc)}\n")
+        if rows:
+            parts.append("\n".join(["| setting | allowed | default | meaning |", "|---|---|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def _sections(schema: dict, known: dict, path: str = "", doc: str = "") -> Iterator[tuple[str, str, dict]]:
+    """(path with its dot, doc, schema) of a section and of all inside it; ``[]`` is any entry, ``NAME`` any key."""
+    yield path, doc, schema
+    for name, field in schema["properties"].items():
+        for suffix, section in _inside(field, known):
+            doc = field.get("description") or section.get("description", "")
+            yield from _sections(section, known, f"{path}{name}{suffix}.", doc)
+
+
+def _inside(field: dict, known: dict) -> Iterator[tuple[str, dict]]:
+    """The sections that a field holds: (what its path adds to the field's, schema)."""
+    if "$ref" in field:
+        yield "", known[field["$ref"].rpartition("/")[2]]
+    for alternative in field.get("anyOf", []):
+        yield from _inside(alternative, known)
+    for key, step in (("items", "[]"), ("additionalProperties", ".NAME")):
+        if isinstance(field.get(key), dict):
+            yield from ((step + suffix, section) for suffix, section in _inside(field[key], known))
+
+
+def _row(path: str, field: dict) -> str:
+    default = f"`{json.dumps(field['default'])}`" if "default" in field else ""
+    return f"| `{path}` | {_allowed(field)} | {default} | {_markdown(field.get('description', ''))} |"
+
+
+def _allowed(field: dict) -> str:
+    """The values of a field in words."""
+    if "$ref" in field:
+        return "section"
+    if "anyOf" in field:
+        return " or ".join(map(_allowed, field["anyOf"]))
+    if values := field.get("enum", [field["const"]] if "const" in field else None):
+        return ", ".join(f"`{json.dumps(value).strip(chr(34))}`" for value in values)
+    kind = field.get("type", "anything")
+    if kind == "array":
+        least, most = field.get("minItems", 0), field.get("maxItems")
+        which = f"list of {least}" if least == most else "non-empty list" if least else "list"
+        return f"{which}: {_allowed(field['items'])}"
+    if kind == "object":
+        return f"mapping, NAME: {_allowed(field['additionalProperties'])}"
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {field[key]:g}" for key, sign in signs.items() if key in field]
+    name = {"boolean": "`true`, `false`", "null": "`null`"}.get(kind, kind)
+    return " ".join([name, ", ".join(bounds)]).strip()
+
+
+def _markdown(doc: str) -> str:
+    """A doc as one line of a table."""
+    return " ".join(doc.split()).replace("``", "`").replace("|", "\\|")
+
+
+def main() -> None:
+    Path(SCHEMA).write_text(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    Path(PAGE).write_text(settings_page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Floating-point operations per token: what layers and mixers count themselves with.
+
+What is counted: every matrix product of the definition, 2 for a multiply-add, forward and backward (no recomputation,
+no embedding lookup, no element-wise work). Attention counts the keys that a token sees, not those that a kernel masks.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Flops:
+    """Per token: forward pass, and the gradients of it."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, times: float) -> "Flops":
+        return Flops(self.forward * times, self.backward * times)
+
+    __rmul__ = __mul__
+
+
+def product(a: float, b: float) -> Flops:
+    """A token's vector of a numbers times an (a, b) matrix; two products of that size for its gradients."""
+    return Flops(2 * a * b, 4 * a * b)
+
+
+def attention_flops(d_model: int, keys: float) -> Flops:
+    """Scores and weighted values of a token that sees ``keys`` keys, all heads."""
+    return 2 * product(d_model, keys)
+
+
+def mean_keys(length: int, window: int) -> float:
+    """Keys that a token sees, itself included, mean over ``length`` tokens."""
+    full = min(length, window)
+    return (full * (full + 1) / 2 + (length - full) * full) / length

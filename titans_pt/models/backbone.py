@@ -1,0 +1,139 @@
+"""The backbone: blocks of a sequence mixer and an MLP each, between a task's input and output ends."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from titans_pt.config import ModelConfig
+from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops
+from titans_pt.layers.mlp import SwiGLU
+from titans_pt.layers.sharding import Shard
+from titans_pt.models.mixers import MIXERS, Mixer
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)); (B, T, d_model)."""
+
+    sharding = {"mixer_norm": Shard.BETWEEN, "mixer": Shard.OPEN, "mlp_norm": Shard.BETWEEN}
+
+    def __init__(self, mixer: str, config: ModelConfig):
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mixer: Mixer = MIXERS.find(mixer)(config)
+        self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mlp = SwiGLU(config.d_model, config.hidden)
+
+    def forward(self, x: Tensor, state: Any = None, documents: Documents | None = None) -> tuple[Tensor, Any]:
+        y, state = self.mixer(self.mixer_norm(x), state, documents)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+def whole_sequence(block: Block, x: Tensor, documents: Documents | None) -> Tensor:
+    """A block over sequences that nobody continues: (B, T, d_model) -> (B, T, d_model)."""
+    return block(x, None, documents)[0]
+
+
+class Backbone(nn.ModuleList):
+    """The n_layers blocks of a config's ``model`` section, in order: (B, T, d_model) -> (B, T, d_model).
+
+    What stands before and after them (embedding, norm, head, ...) is the task's. One call serves training, evaluation
+    and generation; causal, rows independent.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(Block(mixer, config) for mixer in config.pattern)
+        self.activation_checkpointing = False
+        self._whole_sequence = whole_sequence
+
+    def set_activation_checkpointing(self, on: bool):
+        """Training then keeps only the blocks' inputs and computes each block again in the backward pass."""
+        self.activation_checkpointing = on
+
+    def set_compiled(self, on: bool):
+        """Whole sequences (no state in, none out) then pass each block through torch.compile.
+
+        Blocks of one kind share their code. The shape is compiled in: a new one is compiled again. Where documents cut
+        a sequence, blocks whose mixer says so (``compiles_documents``) are not compiled.
+        """
+        self._whole_sequence = torch.compile(whole_sequence, dynamic=False) if on else whole_sequence
+        for block in self:
+            block.mixer.set_compiled(on)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: list[Any] | None = None,
+        documents: Documents | None = None,
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, list[Any] | None]:
+        """One call for the whole sequence or any piece of it.
+
+        Args:
+            x: (B, T, d_model).
+            state: what the previous piece returned; None at the start.
+            documents: where documents start in x, or None.
+            output_final_state: False, for training: None in place of the state after the last token.
+
+        Returns:
+            (B, T, d_model), not normalised, and the state of each block's mixer after the last token.
+        """
+        if state is None and not output_final_state:
+            for block in self:
+                compiled = documents is None or block.mixer.compiles_documents
+                x = self._run(self._whole_sequence if compiled else whole_sequence, block, x, documents)
+            return x, None
+        after = []
+        for block, before in zip(self, state or [None] * len(self), strict=True):
+            x, block_state = self._run(block, x, before, documents)
+            after.append(block_state)
+        return x, after
+
+    def _run(self, part: Callable, *arguments):
+        """part(*arguments), computed again in the backward pass under activation checkpointing."""
+        if self.activation_checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(part, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return part(*arguments)
+
+    def flops(self, length: int) -> Flops:
+        """Per token, mean over a sequence of ``length`` (one document, prefix not counted as tokens)."""
+        return sum((block.mixer.flops(length) + block.mlp.flops() for block in self), Flops(0, 0))
+
+
+def initialise(model: nn.Module, config: ModelConfig):
+    """The weights that a model of a backbone and its ends starts with, from torch's global generator.
+
+    Normal(0, init_std) for every linear layer and embedding, those that end a residual branch smaller by
+    sqrt(2 n_layers); biases 0. Then whatever has an initialisation of its own (``own_initialisation``) takes it; what
+    is no linear layer and no embedding (M_0, convolutions, persistent tokens) keeps the values it was made with.
+    """
+    ends = {id(m.get_submodule(name)) for m in model.modules() for name in getattr(m, "ends", ())}
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            smaller = (2 * config.n_layers) ** 0.5 if id(module) in ends else 1
+            nn.init.normal_(module.weight, std=config.init_std / smaller)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+    for module in model.modules():
+        if hasattr(module, "own_initialisation"):
+            module.own_initialisation()
+
+
+def exempt_from_decay(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay leaves alone: those that modules declare (``no_decay``), and all that
+    have one dimension (norms, biases)."""
+    declared = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in getattr(module, "no_decay", ())
+    }
+    return {name for name, p in model.named_parameters() if p.ndim < 2 or name in declared}
+
+
+def gpu_needs(mixers: Iterable[Mixer]) -> dict[str, str]:
+    """Package -> how to install it, of everything that ``mixers`` cannot run without on a GPU."""
+    return {package: how for mixer in mixers for package, how in mixer.needs().items()}

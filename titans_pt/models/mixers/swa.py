@@ -1,0 +1,20 @@
+"""Sliding-window attention: the Transformer whose state has a constant size."""
+
+from titans_pt.config import Config, ModelConfig
+from titans_pt.models.mixers.attention import AttentionMixer
+from titans_pt.models.mixers.base import MIXERS, Need
+from titans_pt.models.mixers.common import check_window
+
+
+@MIXERS.register
+class SlidingWindowMixer(AttentionMixer):
+    """:class:`AttentionMixer` over the last ``model.window`` tokens, the token itself included."""
+
+    name = "swa"
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, config.window)
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        check_window(config, need)

@@ -1,0 +1,57 @@
+"""Finds a class by the name that settings give it: its own file in a folder, or whoever registered it."""
+
+import importlib
+import importlib.util
+import pkgutil
+from typing import Generic, TypeVar
+
+from titans_pt.errors import UserError
+
+T = TypeVar("T", bound=type)
+
+
+class Registry(Generic[T]):
+    """Classes of one kind (mixers, tasks), each with a ``name``.
+
+    A name is looked up among the classes that :meth:`register` was told of, then as a module of ``package``: the file
+    NAME.py there registers the class NAME. So adding one is adding a file, and a class that lives elsewhere registers
+    itself when its module is imported (``run.imports`` names such modules).
+
+    Args:
+        package: dotted name of the folder.
+        setting: what users set to a name, for the error message, such as model.mixers.
+    """
+
+    def __init__(self, package: str, setting: str):
+        self.package, self.setting = package, setting
+        self._found: dict[str, T] = {}
+
+    def register(self, cls: T) -> T:
+        """A class decorator. Raises ValueError if another class has the name already."""
+        other = self._found.setdefault(cls.name, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"{self.setting}: {cls.name!r} is {other!r} already; choose another name for {cls!r}")
+        self._found[cls.name] = cls  # a module that was loaded again brings a new class of the same place
+        return cls
+
+    def find(self, name: str) -> T:
+        """
+        Raises:
+            UserError: nothing of that name.
+        """
+        if name not in self._found and name in self._files():
+            importlib.import_module(f"{self.package}.{name}")
+        if name not in self._found:
+            raise UserError(f"{self.setting}: given {name!r}; allowed: {', '.join(self.names())} (your own: name its "
+                            "module in run.imports)")  # fmt: skip
+        return self._found[name]
+
+    def names(self) -> list[str]:
+        """Every name that :meth:`find` knows, sorted; imports the folder's files."""
+        for name in self._files():
+            importlib.import_module(f"{self.package}.{name}")
+        return sorted(self._found)
+
+    def _files(self) -> list[str]:
+        folder = importlib.util.find_spec(self.package).submodule_search_locations
+        return [module.name for module in pkgutil.iter_modules(folder)]

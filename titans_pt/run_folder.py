@@ -1,0 +1,121 @@
+"""A run is a folder: everything that can be looked at later is in it."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import platform
+import time
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from titans_pt import __version__
+from titans_pt.config import Config, config_hash
+from titans_pt.config_file import resolved_yaml
+from titans_pt.errors import UserError
+
+log = logging.getLogger(__name__)
+_PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "sentencepiece", "triton", "wandb")
+
+
+class RunFolder:
+    """The paths of a run folder, and what is written there once."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.versions = self.path / "versions.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.log = self.path / "log.txt"
+        self.checkpoints = self.path / "checkpoints"
+        self.evaluation = self.path / "evaluation"
+        self.plots = self.path / "plots"
+        self.profile = self.path / "profile"
+        self.wandb = self.path / "wandb"
+
+    @property
+    def tokenizer(self) -> Path:
+        """tokenizer.model or tokenizer.json, whichever the run was trained with."""
+        from titans_pt.data_pipeline import saved_tokenizer
+
+        return saved_tokenizer(self.path)
+
+    @contextlib.contextmanager
+    def lock(self):
+        """Holds the folder for one training process; the system lets go of it even when that is killed.
+
+        The lock is the kernel's (flock), so it also holds between nodes where the file system passes it on, as NFS
+        and Lustre do; where there are none, a warning says so.
+
+        Raises:
+            UserError: another run is at work in this folder, or it cannot be written to.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / ".lock").open("a+")
+        except OSError as error:
+            raise UserError(
+                f"run.dir: {error.filename}: {error.strerror}; set run.dir to a folder you may write to"
+            ) from None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise UserError(
+                    f"run.dir: {self.path} is in use by another run ({file.read().strip() or 'just starting'}); wait "
+                    "for it to end, or set another run.dir"
+                ) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+                log.warning("%s: its file system has no locks (%s); a second run here would not be noticed",
+                            self.path, error.strerror)  # fmt: skip
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+            file.flush()
+            yield self
+
+    @contextlib.contextmanager
+    def opened(self):
+        """:meth:`lock`, with our log going to ``log``, warnings to stderr as well."""
+        with self.lock():
+            ours = logging.getLogger("titans_pt")
+            to_file, to_screen = logging.FileHandler(self.log), logging.StreamHandler()
+            to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            to_screen.setFormatter(logging.Formatter("titans: %(levelname)s: %(message)s"))
+            to_screen.setLevel(logging.WARNING)
+            before = ours.level
+            ours.setLevel(logging.INFO)
+            for handler in (to_file, to_screen):
+                ours.addHandler(handler)
+            try:
+                yield self
+            except BaseException as error:
+                ours.info("stopped: %s: %s", type(error).__name__, error)
+                raise
+            finally:
+                ours.setLevel(before)
+                for handler in (to_file, to_screen):
+                    ours.removeHandler(handler)
+                    handler.close()
+
+    def write_settings(self, config: Config):
+        """config.yaml (resolved; its hash in a comment) and versions.json."""
+        self.config.write_text(f"# sha256 of the settings: {config_hash(config)}\n{resolved_yaml(config)}")
+        self.versions.write_text(json.dumps(versions(), indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on, and the machine's processors."""
+    found = {"titans_pt": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    found["platform"] = platform.platform()
+    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return found

@@ -1,0 +1,102 @@
+"""Language modelling: the next token of packed documents, from the token files of ``titans prepare``."""
+
+import hashlib
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titans_pt.config import Config
+from titans_pt.data_pipeline import PackedSamples, TokenFiles
+from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer
+from titans_pt.errors import UserError
+from titans_pt.models import LanguageModel, build_model
+from titans_pt.models.mixers.base import Need
+from titans_pt.parallel import RankGroup
+from titans_pt.parallel.layers import vocabulary_cross_entropy
+from titans_pt.run_folder import RunFolder
+from titans_pt.tasks.base import TASKS, Task, TaskData
+from titans_pt.tasks.next_token import NextTokenLoss, rows_at_once
+
+
+@TASKS.register
+class Language(Task):
+    """ids (B, T + 1) and document starts (B, T) -> mean cross-entropy of the T next tokens."""
+
+    name = "language"
+    unit = "nats per token"
+    baseline_name = "unigram baseline"
+    suites = {
+        "perplexity": "titans_pt.evaluation.perplexity:Perplexity",
+        "needle": "titans_pt.evaluation.ruler:RulerNeedles",
+        "babilong": "titans_pt.evaluation.babilong:Babilong",
+        "commonsense": "titans_pt.evaluation.commonsense:Commonsense",
+    }
+    usual = ("perplexity", "needle")  # what needs no further packages or data
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.tokenizer: Tokenizer | None = None
+        """There after :meth:`open` or :meth:`restore`."""
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        for name in ("needle", "babilong"):
+            section = getattr(config.evaluation, name)
+            need(min(section.lengths) > section.max_new_tokens, f"evaluation.{name}.lengths", section.lengths,
+                 f"each must be above evaluation.{name}.max_new_tokens={section.max_new_tokens}")
+
+    def build_model(self) -> LanguageModel:
+        return build_model(self.config.model)
+
+    def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
+        whole = tensor.size == 1
+        return NextTokenLoss(model, F.cross_entropy if whole else partial(vocabulary_cross_entropy, group=tensor))
+
+    def output_bytes(self, rows: int, length: int, width: int) -> dict[str, int]:
+        """The head's output, the same in fp32, its softmax, and their two gradients; of the samples taken at once."""
+        vocabulary = self.config.model.vocab_size
+        logits = length * vocabulary // self.config.parallel.tensor * (2 * width + 12)
+        return {"logits": rows_at_once(rows, length, vocabulary) * logits}
+
+    def open(self) -> TaskData:
+        files = TokenFiles.open(self.config)
+        self.tokenizer = files.tokenizer
+        return TaskData(
+            files.samples(self.config), PackedSamples(files.validation, self.config.data.seq_len, 0),
+            {"tokenizer": files.tokenizer.sha256, "data": files.fingerprint}, files.manifest.get("unigram_loss"),
+        )  # fmt: skip
+
+    def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
+        """The model counts documents on the host: their starts stay there."""
+        ids, reset = batch
+        return ids.to(device, non_blocking=True), reset if self.config.data.reset_at_documents else None
+
+    def differs(self, key: str, path: Path, was: str, now: str) -> str:
+        if key == "tokenizer":
+            return (f"data.dir: its tokenizer (sha256 {now[:12]}...) is not the one {path} was trained with "
+                    f"({was[:12]}...), so ids mean other words")  # fmt: skip
+        return (f"data.dir: {self.config.data.dir} holds other token files than {path} was trained on, so samples "
+                "would be repeated or left out")
+
+    def keep(self, folder: RunFolder):
+        """A copy of the tokenizer."""
+        keep_tokenizer(self.tokenizer.path, self.config, folder)
+
+    def restore(self, folder: RunFolder, identity: dict[str, str]):
+        path = folder.tokenizer
+        if not path.is_file():
+            raise UserError(f"{path}: missing; copy the tokenizer of the run's data.dir there")
+        found, trained = hashlib.sha256(path.read_bytes()).hexdigest(), identity["tokenizer"]
+        if found != trained:
+            raise UserError(f"{path}: not the tokenizer of this model (sha256 {found[:12]}..., trained with "
+                            f"{trained[:12]}...); put back the one that the run was trained with")  # fmt: skip
+        self.tokenizer = load_tokenizer(path, self.config.data.tokenizer.eos_token)
+
+
+def keep_tokenizer(path: Path, config: Config, folder: RunFolder):
+    """A copy of the tokenizer at ``path`` in a run's folder, unless it lies there."""
+    if Path(path).resolve() != folder.tokenizer.resolve():
+        load_tokenizer(path, config.data.tokenizer.eos_token).save(folder.path)
