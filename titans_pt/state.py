@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import save
 
 from titans_pt.errors import UserError
 from titans_pt.models.mixers import MIXERS
+from titans_pt.tools.files import write_atomically
 
 FORMAT = "titans-state-1"
 _PACKAGE = "titans_pt"
@@ -69,17 +69,7 @@ def save_state(state: Any, path: str | Path, about: dict[str, str] | None = None
     tensors: dict[str, torch.Tensor] = {}
     structure = json.dumps(_flatten(state, "", tensors))
     content = save(tensors, {"format": FORMAT, "structure": structure, "about": json.dumps(about or {})})
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(Path(path), lambda temporary: temporary.write_bytes(content), durable=True)
 
 
 def load_state(path: str | Path, device: str | torch.device = "cpu") -> Any:
