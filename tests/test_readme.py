@@ -9,6 +9,7 @@ import pytest
 from tests.command_line import leaves, parsed
 from titans_pt.cli import program
 from titans_pt.config_check import known_paths
+from titans_pt.config_docs import whole_tree
 from titans_pt.config_file import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +66,7 @@ def test_links_and_settings_exist(page):
         assert (ROOT / folder).is_dir(), folder
     for path in re.findall(r"`((?:titans_pt|kernels|data_pipeline|configs|launch)/[\w/.]+\.\w+)`", text):
         assert (ROOT / path).exists(), path
-    known = known_paths()
+    known = known_paths(whole_tree())
     for setting in re.findall(r"`((?:run|data|model|train|parallel|evaluation|wandb)\.[a-z_.]+)[`=]", text):
         assert setting in known, setting
 

@@ -163,6 +163,12 @@ class MemoryConfig(Section):
     """False: eta = 0."""
     forgetting: bool = True
     """False: alpha = 0."""
+    forget_to: Literal["start", "zero"] = "zero"
+    """Where alpha pulls the weights. zero, as the paper prints it: M = (1 - alpha) M + S. start, where the document's
+    memory began: M = (1 - alpha) (M - M_0) + M_0 + S. Small weights under the LayerNorm make inner steps large."""
+    gates: Literal["hard", "sigmoid"] = "sigmoid"
+    """hard: a sigmoid stretched to (-0.05, 1.05) and cut to [0, 1], so that gates reach both: what is not to be written
+    is not, what is not to be forgotten stays. sigmoid: they only come near."""
     per_layer_gates: bool = False
     """One theta, eta, alpha for each of the memory's ``depth`` layers instead of one for all."""
     step_bound: Annotated[float, Field(gt=0.0)] | None = None
@@ -185,7 +191,7 @@ class MemoryConfig(Section):
 
 class ModelConfig(Section):
     """What mixers share stands here; a mixer's own settings are a section of its name, ``model.NAME``, which the mixer
-    itself validates (titans_pt.models.settings)."""
+    itself validates."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, dict[str, Any]]
@@ -430,7 +436,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     """Text, tokenizer, token files and samples."""
     model: ModelConfig = ModelConfig()
-    """The language model."""
+    """The blocks and their mixers."""
     train: TrainConfig = TrainConfig()
     """Steps, batch, optimiser, checkpoints."""
     parallel: ParallelConfig = ParallelConfig()

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from titans_pt.config import Config, with_todays_names
 from titans_pt.config_check import checked, one_line
+from titans_pt.config_history import as_stored
 from titans_pt.errors import UserError
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -30,7 +31,16 @@ def load_config(name: str | Path, overrides: list[str] = (), model: bool = True)
     Raises:
         UserError: one line that names the path, what was given and what is allowed.
     """
-    tree = _read(find_config(name), ())
+    return _validated(_read(find_config(name), ()), overrides, model)
+
+
+def load_stored(path: Path, overrides: list[str] = ()) -> Config:
+    """As :func:`load_config`, of a file that :func:`resolved_yaml` wrote, if need be in an earlier version: what it
+    lacks is what that version did."""
+    return _validated(as_stored(_read(Path(path), ())), overrides, model=True)
+
+
+def _validated(tree: dict, overrides: list[str], model: bool) -> Config:
     for item in overrides:
         key, sep, value = item.partition("=")
         if not sep or not key:

@@ -10,8 +10,8 @@ from torch import nn
 
 from titans_pt import checkpoints
 from titans_pt.config import Config
-from titans_pt.config_check import completed
-from titans_pt.config_file import load_config
+from titans_pt.config_file import load_stored
+from titans_pt.config_history import completed
 from titans_pt.errors import UserError
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks import TASKS, Task
@@ -69,7 +69,7 @@ def load_run(
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise UserError(f"{folder.path}: not a run folder (no {folder.config.name}); name a training run's run.dir")
-    config = load_config(folder.config, overrides)
+    config = load_stored(folder.config, overrides)
     checkpoint = checkpoints.find(folder.checkpoints, step)
     state = checkpoints.read_state(checkpoint)
     for key, was, now in differences(completed(state.config)["model"], config.model.model_dump(mode="json")):

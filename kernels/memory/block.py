@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from titans_pt.kernels.memory.mlp import ACTIVATIONS, CURVATURES, LN_EPS, SLOPES
+from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import Weights
 
 
@@ -32,15 +33,6 @@ class Coefficients:
     m: Tensor
     p: Tensor
     e: Tensor
-
-
-@dataclass
-class Settings:
-    """has_norm, residual, activation: of the memory MLP."""
-
-    has_norm: bool
-    residual: bool
-    activation: str
 
 
 @dataclass
@@ -78,13 +70,13 @@ def _unit_vjp(upstream: Tensor, unit: Tensor, scale: Tensor) -> Tensor:
     return (upstream - upstream.mean(-1, keepdim=True) - unit * along) * scale
 
 
-def key_side(k: Tensor, v: Tensor, norm: Weights, F: Weights, settings: Settings):
+def key_side(k: Tensor, v: Tensor, norm: Weights, F: Weights, network: NetworkShape):
     """Rank-one factors of the gradient of ||M(k) - v||^2 at the weights F: of layer n, X[n] (outer) G[n].
 
     k, v (..., c, D), F L tensors (..., d_in, d_out), norm two (..., 1, D) or none. Returns X, hidden, G, pulled,
     key_unit, key_scale, upstream, error of :class:`Kept`.
     """
-    act, slope = ACTIVATIONS[settings.activation], SLOPES[settings.activation]
+    act, slope = ACTIVATIONS[network.activation], SLOPES[network.activation]
     X, hidden = [k], []
     f = k @ F[0]
     for w in F[1:]:
@@ -92,12 +84,12 @@ def key_side(k: Tensor, v: Tensor, norm: Weights, F: Weights, settings: Settings
         X.append(act(f))
         f = X[-1] @ w
     key_unit = key_scale = upstream = None
-    if settings.has_norm:
+    if network.norm:
         key_unit, key_scale = _unit(f)
         f = torch.addcmul(norm[1], key_unit, norm[0])
-    error = 2 * ((f + k if settings.residual else f) - v)
+    error = 2 * ((f + k if network.residual else f) - v)
     g = error
-    if settings.has_norm:
+    if network.norm:
         upstream = error * norm[0]
         g = _unit_vjp(upstream, key_unit, key_scale)
     G, pulled = [g], []
@@ -118,14 +110,18 @@ def forward(
     W: Weights,
     S: Weights,
     F: Weights,
-    settings: Settings,
+    base: Weights | None,
+    network: NetworkShape,
 ) -> tuple[Tensor, Weights, Weights, Kept]:
     """q, k, v (N, c, D); W, S, F: running weights, momentum, weights at the chunk's start, (N, d_in, d_out).
 
+    base: M_0, if that is what is forgotten to. W is then the difference to it, which is forgotten to zero: the same
+    recurrence, and queries meet base + W. F is always whole.
+
     Returns outputs (N, c, D), W and S after the block, and what the backward pass needs.
     """
-    act = ACTIVATIONS[settings.activation]
-    X, hidden, G, pulled, key_unit, key_scale, upstream, error = key_side(k, v, norm, F, settings)
+    act = ACTIVATIONS[network.activation]
+    X, hidden, G, pulled, key_unit, key_scale, upstream, error = key_side(k, v, norm, F, network)
 
     Z, query_hidden, scores, mixed, ZW, ZS = [q], [], [], [], [], []
     new_W, new_S = [], []
@@ -138,17 +134,19 @@ def forward(
         ZW.append(torch.bmm(Z[n], W[n]))
         ZS.append(torch.bmm(Z[n], S[n]))
         z = (c.A * ZW[n]).addcmul_(c.B, ZS[n]).baddbmm_(mixed[n], G[n], alpha=-1)
+        if base is not None:
+            z.baddbmm_(Z[n], base[n])
         new_W.append((c.a * W[n]).addcmul_(c.b, S[n]).baddbmm_(X[n].mT, c.p * G[n], alpha=-1))
         new_S.append((c.m * S[n]).baddbmm_(X[n].mT, c.e * G[n], alpha=-1))
     out_unit = out_scale = None
-    if settings.has_norm:
+    if network.norm:
         out_unit, out_scale = _unit(z)
         z = torch.addcmul(norm[1], out_unit, norm[0])
     kept = Kept(
         X, hidden, G, pulled, key_unit, key_scale, upstream, error,
         Z, query_hidden, scores, mixed, ZW, ZS, out_unit, out_scale,
     )  # fmt: skip
-    return z + q if settings.residual else z, tuple(new_W), tuple(new_S), kept
+    return z + q if network.residual else z, tuple(new_W), tuple(new_S), kept
 
 
 @dataclass
@@ -174,14 +172,19 @@ def backward(
     W: Weights,
     S: Weights,
     F: Weights,
+    base: Weights | None,
+    d_base: list[Tensor],
     kept: Kept,
-    settings: Settings,
+    network: NetworkShape,
 ) -> Gradients:
-    """out, new_W, new_S: gradients of forward's results, the rest as forward had it."""
-    slope = SLOPES[settings.activation]
+    """out, new_W, new_S: gradients of forward's results, the rest as forward had it.
+
+    The gradient of base is added to d_base.
+    """
+    slope = SLOPES[network.activation]
     d_norm = []
     dz = out
-    if settings.has_norm:
+    if network.norm:
         d_norm = [(out * kept.out_unit).sum(1, keepdim=True), out.sum(1, keepdim=True)]
         dz = _unit_vjp(out * norm[0], kept.out_unit, kept.out_scale)
     layers = len(W)
@@ -209,10 +212,13 @@ def backward(
         dW[n] = (c.a * new_W[n]).baddbmm_(Z.mT, A_dz)
         dS[n] = (c.b * new_W[n]).addcmul_(c.m, new_S[n]).baddbmm_(Z.mT, B_dz)
         dZ = torch.bmm(A_dz, W[n].mT).baddbmm_(B_dz, S[n].mT).baddbmm_(d_scores, X)
+        if base is not None:
+            dZ.baddbmm_(dz, base[n].mT)
+            d_base[n].baddbmm_(Z.mT, dz)
         if n:
             dz = dZ * slope(kept.query_hidden[n - 1])
-    d_k, d_v, dF, key_norm = _key_backward(dX, dG, norm, F, kept, settings)
-    d_q = dZ + out if settings.residual else dZ
+    d_k, d_v, dF, key_norm = _key_backward(dX, dG, norm, F, kept, network)
+    d_q = dZ + out if network.residual else dZ
     d_norm = [x + y for x, y in zip(d_norm, key_norm, strict=True)]
     return Gradients(d_q, d_k, d_v, d_gates, d_norm, dW, dS, dF)
 
@@ -223,12 +229,12 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(x.reshape(n, 1, -1), y.reshape(n, -1, 1))
 
 
-def _key_backward(dX: list[Tensor], dG: list[Tensor], norm: Weights, F: Weights, kept: Kept, settings: Settings):
+def _key_backward(dX: list[Tensor], dG: list[Tensor], norm: Weights, F: Weights, kept: Kept, network: NetworkShape):
     """From the gradients of inputs and inner errors back to k, v, the frozen weights and the LayerNorm.
 
     Accumulates into dX and dG, which nobody else holds.
     """
-    slope, curvature = SLOPES[settings.activation], CURVATURES[settings.activation]
+    slope, curvature = SLOPES[network.activation], CURVATURES[network.activation]
     last = len(F) - 1
     dF, d_hidden = [None] * (last + 1), []
     for n in range(last):
@@ -238,7 +244,7 @@ def _key_backward(dX: list[Tensor], dG: list[Tensor], norm: Weights, F: Weights,
         dF[n + 1] = torch.bmm(pull.mT, kept.G[n + 1])
 
     d_error, d_norm = dG[last], []
-    if settings.has_norm:
+    if network.norm:
         unit, scale, d_g = kept.key_unit, kept.key_scale, dG[last]
         d_upstream = _unit_vjp(d_g, unit, scale)
         d_error = d_upstream * norm[0]
@@ -261,5 +267,5 @@ def _key_backward(dX: list[Tensor], dG: list[Tensor], norm: Weights, F: Weights,
         dX[n].baddbmm_(df, F[n].mT)
         if n:
             df = torch.addcmul(d_hidden[n - 1], dX[n], slope(kept.hidden[n - 1]))
-    d_k = dX[0] + d_y if settings.residual else dX[0]
+    d_k = dX[0] + d_y if network.residual else dX[0]
     return d_k, -d_y, dF, d_norm

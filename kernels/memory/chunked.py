@@ -7,7 +7,9 @@ u_i = x_i g_i^T. Unrolled over a block that starts at (W, S), with a = 1 - alpha
     D[t, j] = prod_{j<l<=t} a_l     E[j, i] = prod_{i<l<=j} eta_l     P = D E
     A_t = prod_{l<=t} a_l           m_t = prod_{l<=t} eta_l           B = D m
 
-so a layer applied to queries Z needs (Z X^T * P theta) G instead of M_t. A block may be shorter than the gradient
+Forgetting to M_0 instead of to zero is the same recurrence for the difference M - M_0, which M_0 is added to.
+
+So a layer applied to queries Z needs (Z X^T * P theta) G instead of M_t. A block may be shorter than the gradient
 chunk: its keys still meet ``chunk_weights``, its queries the running ones. Products of gates are cumulative products,
 never quotients or logarithms: gates of exactly 0 and 1 are ordinary.
 
@@ -20,8 +22,8 @@ import math
 import torch
 from torch import Tensor
 
-from titans_pt.kernels.memory.block import Settings
 from titans_pt.kernels.memory.blocks import Blocks, cut
+from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.scan import MemoryScan, Plan
 from titans_pt.kernels.memory.state import MemoryState, Weights
 
@@ -38,10 +40,10 @@ def chunked_memory(
     alpha: Tensor,
     weights: Weights,
     *,
+    network: NetworkShape,
     norm: Weights | None,
-    residual: bool,
-    activation: str,
     chunk_size: int,
+    forget_to: str,
     state: MemoryState,
     reset: Tensor | None,
     save_every: int | None,
@@ -52,27 +54,32 @@ def chunked_memory(
     intermediates of ``save_every`` blocks; None is the square root of the number of blocks.
     """
     batch, length, heads = q.shape[:3]
-    layers = len(weights)
+    layers = network.depth
     blocks = cut(state.offset, reset, length, chunk_size, min(chunk_size, MAX_BLOCK))
 
     def fold(tensors: Weights) -> Weights:
         return tuple(w.reshape(batch * heads, *w.shape[2:]) for w in tensors)
 
-    begin = fold(weights) if reset is not None else ()
+    to_start = forget_to == "start"
+    begin = fold(weights) if reset is not None or to_start else ()
     affine = () if norm is None else tuple(p.reshape(batch * heads, 1, -1) for p in norm)
-    carry = (*fold(state.weights), *fold(state.momentum), *fold(state.chunk_weights))
-    settings = Settings(norm is not None, residual, activation)
+    running = fold(state.weights)
+    if to_start:
+        running = tuple(w - w0 for w, w0 in zip(running, begin, strict=True))
+    carry = (*running, *fold(state.momentum), *fold(state.chunk_weights))
     outputs = []
     for first, last, tokens in _runs(blocks):
         layout = _Layout(blocks, first, last, tokens, heads)
         gates = _coefficients(*(layout.fold(g).movedim(-1, 0) for g in (theta, eta, alpha)), layout.valid(q.device))
         plan = Plan(
             layout.rows(blocks.new_chunk, q.device), layout.rows(blocks.new_document, q.device),
-            layers, theta.shape[-1], save_every or math.isqrt(layout.count), settings,
+            network, to_start, theta.shape[-1], save_every or math.isqrt(layout.count),
         )  # fmt: skip
         out, *carry = MemoryScan.apply(plan, *(layout.fold(x) for x in (q, k, v)), *gates, *affine, *begin, *carry)
         outputs.append(layout.unfold(out))
 
+    if to_start:
+        carry[:layers] = [w0 + w for w0, w in zip(begin, carry[:layers], strict=True)]
     parts = [tuple(w.view(batch, heads, *w.shape[1:]) for w in carry[n * layers : (n + 1) * layers]) for n in range(3)]
     ended = (blocks.offset == 0).to(q.device).view(-1, 1, 1, 1)
     fresh = tuple(torch.where(ended, new, old) for new, old in zip(parts[0], parts[2], strict=True))

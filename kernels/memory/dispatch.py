@@ -12,8 +12,10 @@ from torch import Tensor
 from titans_pt.kernels.memory import mlp
 from titans_pt.kernels.memory.chunked import chunked_memory
 from titans_pt.kernels.memory.naive import naive_memory
+from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
 
+FORGET_TO = ("start", "zero")
 BACKENDS = ("auto", "triton", "chunked", "naive")
 HAS_TRITON = find_spec("triton") is not None
 GPU = ("cuda", "meta")
@@ -31,10 +33,10 @@ def neural_memory(
     alpha: Tensor,
     weights: Weights,
     *,
+    network: NetworkShape | None = None,
     norm: Weights | None = None,
-    residual: bool = True,
-    activation: str = "gelu",
     chunk_size: int = 16,
+    forget_to: str = "zero",
     initial_state: MemoryState | None = None,
     output_final_state: bool = False,
     reset: Tensor | None = None,
@@ -47,12 +49,15 @@ def neural_memory(
     Args:
         q, k, v: (B, T, H, D), any float dtype; queries, keys (unit length expected) and values.
         theta, eta, alpha: step size, momentum, forgetting, (B, T, H), or (B, T, H, L) for one per memory layer.
-        weights: L tensors (H, d_in, d_out), the learned M_0; the first d_in and the last d_out are D. x @ W.
-        norm: None or (weight, bias), each (H, D), of the LayerNorm (eps 1e-5) in M(x) = x + LN(f(x)).
-        residual: the ``x +`` of M(x).
-        activation: "gelu" (exact), "silu" or "relu", between the memory's layers.
+        weights: L tensors (H, d_in, d_out), M_0, where documents begin; the first d_in and the last d_out are D. x @ W.
+        network: what M is. None: what weights and norm say, with the residual and GELU.
+        norm: (weight, bias), each (H, D), of the network's LayerNorm; None for a network without it.
         chunk_size: C; the gradient of a token is taken at the weights of its chunk's start.
-        initial_state: continue from it instead of M_0, S_0 = 0. Gradients flow through it.
+        forget_to: where alpha pulls the memory. "zero": M_t = (1 - alpha_t) M_{t-1} + S_t, the paper's; "start":
+            M_t = (1 - alpha_t) (M_{t-1} - M_0) + M_0 + S_t. Under a LayerNorm small weights make large steps, so
+            forgetting to zero can end in a memory that neither learns nor can be trained through.
+        initial_state: continue from it instead of M_0, S_0 = 0. Gradients flow through it. With forget_to="start"
+            give the same ``weights`` in each call of a stream: they are M_0 still.
         output_final_state: also return the state after the last token.
         reset: None or bool (B, T), True where a document starts: M_0, S_0 = 0, chunks count from there.
         max_resets: no row of ``reset`` has more; None: unknown. With it, "triton" does not wait for the GPU to count
@@ -68,16 +73,17 @@ def neural_memory(
         "triton" multiplies matrices in q's dtype, accumulating in fp32.
 
     Raises:
-        ValueError: shapes, activation or backend that do not fit, or backend="triton" for what it does not serve.
+        ValueError: shapes, network or backend that do not fit, or backend="triton" for what it does not serve.
     """
-    _check(q, k, v, theta, eta, alpha, weights, norm, activation, chunk_size, reset, backend)
+    network = network or NetworkShape.of(weights, norm)
+    _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, reset, backend)
     dtype = state_dtype(q)
-    fused = _fused(q, weights, chunk_size, backend)
+    fused = _fused(q, network, chunk_size, backend)
     with _no_autocast(q):
         gates = [g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha)]
         if fused is not None:
             out, state = fused(
-                q, k, v, *gates, weights, norm=norm, residual=residual, activation=activation, chunk_size=chunk_size,
+                q, k, v, *gates, weights, network=network, norm=norm, chunk_size=chunk_size, forget_to=forget_to,
                 initial_state=initial_state, reset=reset, max_resets=max_resets, save_every=save_every,
             )  # fmt: skip
             return out, state if output_final_state else None
@@ -85,10 +91,10 @@ def neural_memory(
         batch = q.shape[0]
         start = tuple(w.to(dtype).expand(batch, *w.shape) for w in weights)
         options = {
+            "network": network,
             "norm": None if norm is None else tuple(p.to(dtype).expand(batch, *p.shape) for p in norm),
-            "residual": residual,
-            "activation": activation,
             "chunk_size": chunk_size,
+            "forget_to": forget_to,
             "state": initial_state or MemoryState.initial(weights, batch, dtype),
             "reset": reset,
         }
@@ -103,7 +109,7 @@ def neural_memory(
     return out.to(q.dtype), state if output_final_state else None
 
 
-def _fused(q: Tensor, weights: Weights, chunk_size: int, backend: str):
+def _fused(q: Tensor, network: NetworkShape, chunk_size: int, backend: str):
     """The fused implementation if it is to be used, else None.
 
     Raises:
@@ -114,7 +120,7 @@ def _fused(q: Tensor, weights: Weights, chunk_size: int, backend: str):
     if q.device.type not in GPU and not INTERPRETED:
         reason = f"tensors are on {q.device.type}, not on a GPU (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
     else:
-        reason = unserved(q, weights, chunk_size)
+        reason = unserved(q.dtype, network, chunk_size)
         if reason is None:
             from titans_pt.kernels.memory.fused import fused_memory
 
@@ -125,14 +131,14 @@ def _fused(q: Tensor, weights: Weights, chunk_size: int, backend: str):
     return None
 
 
-def unserved(q: Tensor, weights: Weights, chunk_size: int) -> str | None:
-    """Why the fused kernels would not serve such a call on a GPU; None if they would."""
+def unserved(dtype: torch.dtype, network: NetworkShape, chunk_size: int) -> str | None:
+    """Why the fused kernels would not serve inputs of ``dtype`` on a GPU; None if they would."""
     if not HAS_TRITON:
         return "triton is not installed"
     # Not at the top: it imports triton, which machines without a GPU need not have.
     from titans_pt.kernels.memory.fused import unsupported
 
-    return unsupported(q, weights, chunk_size)
+    return unsupported(dtype, network, chunk_size)
 
 
 def _no_autocast(x: Tensor):
@@ -146,17 +152,18 @@ def _warn(message: str):
 
 
 def memory_read(
-    q: Tensor, weights: Weights, *, norm: Weights | None = None, residual: bool = True, activation: str = "gelu"
+    q: Tensor, weights: Weights, *, network: NetworkShape | None = None, norm: Weights | None = None
 ) -> Tensor:
     """M(q) without writing: q (B, T, H, D), weights (B, H, d_in, d_out) of a state, norm (H, D) -> (B, T, H, D)."""
     dtype = weights[0].dtype
+    network = network or NetworkShape.of(weights, norm)
     with _no_autocast(q):
         affine = None if norm is None else tuple(p.to(dtype).unsqueeze(-2) for p in norm)
-        out = mlp.forward(q.to(dtype).transpose(1, 2), weights, affine, residual, activation)
+        out = mlp.forward(q.to(dtype).transpose(1, 2), weights, affine, network)
     return out.transpose(1, 2).to(q.dtype)
 
 
-def _check(q, k, v, theta, eta, alpha, weights, norm, activation, chunk_size, reset, backend):
+def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, reset, backend):
     def need(ok: bool, message: str):
         if not ok:
             raise ValueError(f"neural_memory: {message}")
@@ -169,12 +176,17 @@ def _check(q, k, v, theta, eta, alpha, weights, norm, activation, chunk_size, re
          f"theta, eta, alpha must share one of the shapes {shapes}, "
          f"got {[tuple(g.shape) for g in (theta, eta, alpha)]}")
     ends = [width, *(w.shape[2] for w in weights)]
-    need(len(weights) > 0 and ends[-1] == width
+    need(ends[-1] == width
          and all(tuple(w.shape[:2]) == (heads, d) for w, d in zip(weights, ends[:-1], strict=True)),
          f"weights must chain (H, d_in, d_out) from D to D with H={heads}, D={width}, "
          f"got {[tuple(w.shape) for w in weights]}")
     need(norm is None or all(tuple(p.shape) == (heads, width) for p in norm), f"norm must be two ({heads}, {width})")
-    need(activation in mlp.ACTIVATIONS, f"activation {activation!r} is none of {', '.join(mlp.ACTIVATIONS)}")
+    own = NetworkShape.of(weights, norm, network.residual, network.activation)
+    need(own.layers == network.layers and own.norm == network.norm,
+         f"weights and norm are those of {own}, not of {network}")
+    need(network.activation in mlp.ACTIVATIONS,
+         f"activation {network.activation!r} is none of {', '.join(mlp.ACTIVATIONS)}")
     need(chunk_size >= 1, f"chunk_size {chunk_size} must be at least 1")
+    need(forget_to in FORGET_TO, f"forget_to {forget_to!r} is none of {', '.join(FORGET_TO)}")
     need(reset is None or (reset.dtype == torch.bool and reset.shape == q.shape[:2]), "reset must be bool (B, T)")
     need(backend in BACKENDS, f"backend {backend!r} is none of {', '.join(BACKENDS)}")

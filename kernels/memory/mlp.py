@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import Weights
 
 LN_EPS = 1e-5
@@ -53,16 +54,16 @@ def layer_norm(f: Tensor, norm: Weights) -> Tensor:
     return F.layer_norm(f, f.shape[-1:], eps=LN_EPS) * norm[0] + norm[1]
 
 
-def finish(f: Tensor, x: Tensor, norm: Weights | None, residual: bool) -> Tensor:
+def finish(f: Tensor, x: Tensor, norm: Weights | None, network: NetworkShape) -> Tensor:
     """What follows the last matrix: M(x) = x + LN(f), without the parts that are switched off."""
-    y = f if norm is None else layer_norm(f, norm)
-    return x + y if residual else y
+    y = layer_norm(f, norm) if network.norm else f
+    return x + y if network.residual else y
 
 
-def forward(x: Tensor, weights: Weights, norm: Weights | None, residual: bool, activation: str) -> Tensor:
+def forward(x: Tensor, weights: Weights, norm: Weights | None, network: NetworkShape) -> Tensor:
     """M(x): (..., T, D) -> (..., T, D) through weights (..., d_in, d_out); norm parameters (..., 1, D)."""
-    act = ACTIVATIONS[activation]
+    act = ACTIVATIONS[network.activation]
     z = x @ weights[0]
     for w in weights[1:]:
         z = act(z) @ w
-    return finish(z, x, norm, residual)
+    return finish(z, x, norm, network)

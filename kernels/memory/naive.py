@@ -4,7 +4,8 @@ Titans (arXiv 2501.00663), Eq. 11-14 with chunk-wise gradients (Section 3.2):
 
     u_t = grad_W ||M_{t'}(k_t) - v_t||^2     at the weights of the start of t's chunk, by autograd
     S_t = eta_t S_{t-1} - theta_t u_t
-    M_t = (1 - alpha_t) M_{t-1} + S_t
+    M_t = (1 - alpha_t) M_{t-1} + S_t        forget_to="zero", the paper's
+    M_t = (1 - alpha_t) (M_{t-1} - M_0) + M_0 + S_t        forget_to="start"
     y_t = M_t(q_t)
 """
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from titans_pt.kernels.memory import mlp
+from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 
 
@@ -24,14 +26,14 @@ def naive_memory(
     alpha: Tensor,
     weights: Weights,
     *,
+    network: NetworkShape,
     norm: Weights | None,
-    residual: bool,
-    activation: str,
     chunk_size: int,
+    forget_to: str,
     state: MemoryState,
     reset: Tensor | None,
 ) -> tuple[Tensor, MemoryState]:
-    """q, k, v (B, T, H, D); gates (B, T, H, 1 or L); weights (B, H, d_in, d_out): where a reset begins again."""
+    """q, k, v (B, T, H, D); gates (B, T, H, 1 or L); weights (B, H, d_in, d_out): M_0."""
     keep_graph = torch.is_grad_enabled()
     current, momentum, start = state.weights, state.momentum, state.chunk_weights
     offset = state.offset.to(q.device)
@@ -44,22 +46,27 @@ def naive_memory(
             momentum = tuple(torch.where(begins.view(-1, 1, 1, 1), 0.0, s) for s in momentum)
             offset = torch.where(begins, 0, offset)
         start = choose(offset == 0, current, start)
-        gradient = _gradient(k[:, t], v[:, t], start, affine, residual, activation, keep_graph)
+        gradient = _gradient(k[:, t], v[:, t], start, affine, network, keep_graph)
         gates = [[gate[:, t, :, n if gate.shape[-1] > 1 else 0, None, None] for gate in (theta, eta, alpha)]
                  for n in range(len(weights))]
         momentum = tuple(e * s - th * u for (th, e, _), s, u in zip(gates, momentum, gradient, strict=True))
-        current = tuple((1 - a) * w + s for (_, _, a), w, s in zip(gates, current, momentum, strict=True))
-        outputs.append(mlp.forward(q[:, t].unsqueeze(-2), current, affine, residual, activation).squeeze(-2))
+        keep = tuple(1 - a for _, _, a in gates)
+        if forget_to == "start":
+            current = tuple(w0 + a * (w - w0) for a, w, w0 in zip(keep, current, weights, strict=True))
+        else:
+            current = tuple(a * w for a, w in zip(keep, current, strict=True))
+        current = tuple(w + s for w, s in zip(current, momentum, strict=True))
+        outputs.append(mlp.forward(q[:, t].unsqueeze(-2), current, affine, network).squeeze(-2))
         offset = (offset + 1) % chunk_size
     # A chunk that is complete ends here: the next one starts at the current weights.
     start = choose(offset == 0, current, start)
     return torch.stack(outputs, 1), MemoryState(current, momentum, start, offset.to(state.offset.device))
 
 
-def _gradient(k, v, weights, norm, residual, activation, keep_graph) -> Weights:
+def _gradient(k, v, weights, norm, network, keep_graph) -> Weights:
     with torch.enable_grad():
         if not keep_graph:
             weights = tuple(w.detach() for w in weights)
         weights = tuple(w if w.requires_grad else w.requires_grad_() for w in weights)
-        prediction = mlp.forward(k.unsqueeze(-2), weights, norm, residual, activation).squeeze(-2)
+        prediction = mlp.forward(k.unsqueeze(-2), weights, norm, network).squeeze(-2)
         return torch.autograd.grad((prediction - v).square().sum(), weights, create_graph=keep_graph)

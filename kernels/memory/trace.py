@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titans_pt.kernels.memory.block import Settings, key_side
+from titans_pt.kernels.memory.block import key_side
+from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose, state_dtype
 
 
@@ -34,10 +35,10 @@ def memory_trace(
     alpha: Tensor,
     weights: Weights,
     *,
+    network: NetworkShape | None = None,
     norm: Weights | None = None,
-    residual: bool = True,
-    activation: str = "gelu",
     chunk_size: int = 16,
+    forget_to: str = "zero",
     initial_state: MemoryState | None = None,
     reset: Tensor | None = None,
 ) -> Trace:
@@ -55,7 +56,7 @@ def memory_trace(
     )
     begin = tuple(w.to(dtype).expand(batch, *w.shape) for w in weights)
     affine = () if norm is None else tuple(p.to(dtype).unsqueeze(-2) for p in norm)
-    settings = Settings(norm is not None, residual, activation)
+    network = network or NetworkShape.of(weights, norm)
     state = initial_state or MemoryState.initial(weights, batch, dtype)
     current, momentum, start, offset = state.weights, state.momentum, state.chunk_weights, state.offset.to(k.device)
 
@@ -67,13 +68,15 @@ def memory_trace(
             momentum = tuple(torch.where(begins.view(-1, 1, 1, 1), 0.0, s) for s in momentum)
             offset = torch.where(begins, 0, offset)
         start = choose(offset == 0, current, start)
-        inputs, _, errors, *_ = key_side(k[:, t].unsqueeze(-2), v[:, t].unsqueeze(-2), affine, start, settings)
+        inputs, _, errors, *_ = key_side(k[:, t].unsqueeze(-2), v[:, t].unsqueeze(-2), affine, start, network)
         momentum = tuple(
             eta[:, t, :, n] * s - theta[:, t, :, n] * (x.mT @ g)
             for n, (s, x, g) in enumerate(zip(momentum, inputs, errors, strict=True))
         )
+        goal = begin if forget_to == "start" else (0.0,) * layers
         current = tuple(
-            (1 - alpha[:, t, :, n]) * w + s for n, (w, s) in enumerate(zip(current, momentum, strict=True))
+            w0 + (1 - alpha[:, t, :, n]) * (w - w0) + s
+            for n, (w, w0, s) in enumerate(zip(current, goal, momentum, strict=True))
         )
         offset = (offset + 1) % chunk_size
         # ||x g^T|| = ||x|| ||g||: the gradient's norm needs no matrix.

@@ -2,8 +2,10 @@ import copy
 
 import pytest
 
-from titans_pt.config import Config, ModelConfig, config_hash
-from titans_pt.config_check import checked, completed
+from titans_pt import config_history as module
+from titans_pt.config import Config, MemoryConfig, ModelConfig, config_hash
+from titans_pt.config_check import checked
+from titans_pt.config_history import as_begun, completed
 
 
 def test_settings_cannot_be_changed_in_place():
@@ -31,3 +33,33 @@ def test_what_an_earlier_version_stored():
     tree["model"]["mixers"] = ["lmm"]
     assert "mac" not in completed(tree)["model"]
     assert completed({"model": {"gone": 1}}) == {"model": {"gone": 1}}
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """A setting that stored trees may lack, and that was False before it existed; its default is True."""
+    monkeypatch.setattr(module, "FORMER_DEFAULTS", {"model.memory.writes": False})
+    tree = checked(Config()).model_dump(mode="json")
+    tree["model"]["memory"].pop("writes")
+    return tree
+
+
+def test_a_stored_tree_means_what_its_version_did(newer):
+    assert completed(newer)["model"]["memory"]["writes"] is False
+    assert "writes" not in newer["model"]["memory"]
+    newer["model"]["memory"]["writes"] = True
+    assert completed(newer)["model"]["memory"]["writes"] is True
+
+
+def test_every_former_value_is_one_of_its_setting():
+    for path, value in module.FORMER_DEFAULTS.items():
+        assert path.startswith("model.memory.")
+        assert MemoryConfig(**{path.rpartition(".")[2]: value})
+
+
+def test_a_run_goes_on_as_it_began(newer):
+    assert as_begun(Config(), newer).model.memory.writes is False
+    given = Config(model=ModelConfig(memory=MemoryConfig(writes=True)))
+    assert as_begun(given, newer) == given
+    newer["model"]["memory"]["writes"] = True
+    assert as_begun(Config(), newer) == Config()

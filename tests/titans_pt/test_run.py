@@ -15,7 +15,8 @@ from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.run import differences, load_run
 from titans_pt.run_folder import RunFolder
-from titans_pt.tasks.language import keep_tokenizer
+from titans_pt.tasks.language import Language, keep_tokenizer
+from titans_pt.training.resume import find_start
 
 
 @pytest.fixture
@@ -122,6 +123,23 @@ def test_no_checkpoint_yet(run):
         checkpoints.shutil.rmtree(path)
     with pytest.raises(UserError, match="holds no checkpoint yet"):
         load_run(folder.path)
+
+
+def test_a_run_of_before_a_setting_existed(run, tiny, monkeypatch):
+    """It is read, and goes on, as what it was then, whatever the default is today."""
+    folder, weights = run
+    path = folder.checkpoints / "step-00000003"
+    state = checkpoints.read_state(path)
+    state.config["model"]["memory"].pop("writes")
+    checkpoints.save(folder.checkpoints, weights, {}, state)
+    folder.config.write_text(folder.config.read_text().replace("    writes: true\n", ""))
+    monkeypatch.setattr("titans_pt.config_history.FORMER_DEFAULTS", {"model.memory.writes": False})
+    assert load_run(folder.path).config.model.memory.writes is False
+    *_, config = find_start(Language(load_config(tiny())), folder, state.identity)
+    assert config.model.memory.writes is False
+    with pytest.raises(UserError, match="model.memory.writes: given True, but .* was trained with False"):
+        given = load_config(tiny(), ["model.memory.writes=true"])
+        find_start(Language(given), folder, state.identity)
 
 
 def test_another_tokenizer_is_refused(run):

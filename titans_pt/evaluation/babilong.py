@@ -16,7 +16,7 @@ from random import Random
 from types import SimpleNamespace
 
 from titans_pt.config import Config, SourceConfig
-from titans_pt.config_file import load_config
+from titans_pt.config_file import load_stored
 from titans_pt.data_pipeline import Tokenizer
 from titans_pt.data_pipeline.sources import documents
 from titans_pt.errors import UserError
@@ -179,7 +179,7 @@ def write_documents(run_dir: str | Path, overrides: Sequence[str], samples: int,
         if not override.startswith("evaluation.babilong."):
             raise UserError(f"override {override!r}: only evaluation.babilong.KEY=VALUE can be set here")
     folder_of_run = RunFolder(run_dir)
-    config = load_config(folder_of_run.config, overrides)
+    config = load_stored(folder_of_run.config, overrides)
     section = config.evaluation.babilong
     changed = section.model_copy(update={"wording": "plain", "seed": section.seed + 1, "samples": samples})
     evaluation = config.evaluation.model_copy(update={"babilong": changed})

@@ -223,9 +223,10 @@ def _read_saved(path: str | Path, run: LoadedRun) -> tuple[Tensor, Any]:
     about, expected = read_about(path), _about(run)
     if about.get("kind") != expected["kind"]:
         raise UserError(f"{path}: a state, but not one that titans generate --save-state wrote; write one with it")
-    if about["model"] != expected["model"]:
-        raise UserError(f"{path}: saved by a model of other settings; name the run that it was saved with")
+    # Equal checkpoints are equal models, although a version with more settings hashes them differently.
     if about["checkpoint"] != expected["checkpoint"]:
+        if about["model"] != expected["model"]:
+            raise UserError(f"{path}: saved by a model of other settings; name the run that it was saved with")
         raise UserError(
             f"{path}: saved with another checkpoint than step {run.step} of {run.folder.path}; "
             "name that one with --checkpoint STEP, or that run"

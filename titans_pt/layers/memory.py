@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import MemoryConfig
-from titans_pt.kernels.memory import MemoryState, memory_read, neural_memory, unserved
+from titans_pt.kernels.memory import MemoryState, NetworkShape, memory_read, neural_memory, unserved
 from titans_pt.kernels.memory.chunked import MAX_BLOCK
 from titans_pt.kernels.memory.state import state_dtype
 from titans_pt.layers.convolution import ShortConvolution
@@ -26,10 +26,48 @@ def default_step_bound(chunk_size: int) -> float:
     return min(0.1, 1.9 / chunk_size)
 
 
+def network_shape(width: int, config: MemoryConfig) -> NetworkShape:
+    """The memory's network in heads of this width."""
+    return NetworkShape(
+        width, config.expansion * width, config.depth, config.norm, config.residual, config.activation
+    )
+
+
+STRETCH = 0.05
+"""How far a hard gate's sigmoid reaches beyond 0 and 1 before it is cut."""
+
+
+class _HardSigmoid(torch.autograd.Function):
+    """z -> sigmoid(z) stretched to (-STRETCH, 1 + STRETCH) and cut to [0, 1].
+
+    Beyond a cut the gradient has the slope of the cut where a step down it leads back into the range, and is 0 where
+    it leads further out: a gate at 0 or 1 stays there for as long as that is best, and no longer.
+    """
+
+    @staticmethod
+    def forward(ctx, z: Tensor) -> Tensor:
+        y = (1 + 2 * STRETCH) * torch.sigmoid(z) - STRETCH
+        ctx.save_for_backward(y)
+        return y.clamp(0, 1)
+
+    @staticmethod
+    def backward(ctx, d_gate: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        share = (y.clamp(0, 1) + STRETCH) / (1 + 2 * STRETCH)
+        outward = ((y <= 0) & (d_gate > 0)) | ((y >= 1) & (d_gate < 0))
+        return torch.where(outward, 0, d_gate * (1 + 2 * STRETCH) * share * (1 - share))
+
+    @staticmethod
+    def inverse(gate: float) -> float:
+        """z of a gate inside (0, 1)."""
+        share = (gate + STRETCH) / (1 + 2 * STRETCH)
+        return math.log(share / (1 - share))
+
+
 class MemoryGates(nn.Module):
     """x (B, T, d_model) -> theta, eta, alpha, each (B, T, H), or (B, T, H, L) with per_layer_gates; fp32.
 
-    theta = bound (1 - eta) sigmoid(.): whatever the outer loop learns, the inner loop stays inside its stable region.
+    theta = bound (1 - eta) gate(.): whatever the outer loop learns, the inner loop stays inside its stable region.
     """
 
     sharding = {"linear": Shard.COLUMN}
@@ -49,13 +87,15 @@ class MemoryGates(nn.Module):
         starts = (self.config.theta_init, self.config.eta_init, self.config.alpha_init)
         with torch.no_grad():
             bias = self.linear.bias.view(self.n_heads, self.layers, 3)
-            bias.copy_(torch.tensor([math.log(p / (1 - p)) for p in starts]))
+            inverse = _HardSigmoid.inverse if self.config.gates == "hard" else lambda p: math.log(p / (1 - p))
+            bias.copy_(torch.tensor([inverse(p) for p in starts]))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         raw = self.linear(x)
         raw = raw.to(state_dtype(x))
         raw = raw.unflatten(-1, (self.n_heads, self.layers, 3))  # heads outermost: they split over ranks
-        theta, eta, alpha = torch.sigmoid(raw).unbind(-1)
+        gates = _HardSigmoid.apply(raw) if self.config.gates == "hard" else torch.sigmoid(raw)
+        theta, eta, alpha = gates.unbind(-1)
         if not self.config.momentum:
             eta = torch.zeros_like(eta)
         if not self.config.forgetting:
@@ -98,32 +138,36 @@ class MemoryNetwork(nn.Module):
 
     sharding = {"": Shard.COLUMN}
 
-    def __init__(self, n_heads: int, width: int, config: MemoryConfig):
+    def __init__(self, n_heads: int, shape: NetworkShape, init_std: float | None):
         super().__init__()
-        self.depth, self.norm = config.depth, config.norm
-        widths = [width, *[config.expansion * width] * (config.depth - 1), width]
-        for n, (a, b) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
-            std = config.init_std or (0.5 if config.norm else a**-0.5)
+        self.shape = shape
+        for n, (a, b) in enumerate(shape.layers):
+            std = init_std or (0.5 if shape.norm else a**-0.5)
             self.register_parameter(f"weight_{n}", nn.Parameter(torch.empty(n_heads, a, b).normal_(std=std)))
-        if config.norm:
-            self.norm_weight = nn.Parameter(torch.ones(n_heads, width))
-            self.norm_bias = nn.Parameter(torch.zeros(n_heads, width))
+        if shape.norm:
+            self.norm_weight = nn.Parameter(torch.ones(n_heads, shape.width))
+            self.norm_bias = nn.Parameter(torch.zeros(n_heads, shape.width))
         self.no_decay = tuple(name for name, _ in self.named_parameters())
 
     def forward(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None]:
         """``depth`` weights (H, d_in, d_out), and the LayerNorm's (weight, bias), each (H, D), or None."""
-        weights = tuple(getattr(self, f"weight_{n}").clone() for n in range(self.depth))
-        return weights, (self.norm_weight.clone(), self.norm_bias.clone()) if self.norm else None
+        weights = tuple(getattr(self, f"weight_{n}").clone() for n in range(self.shape.depth))
+        return weights, (self.norm_weight.clone(), self.norm_bias.clone()) if self.shape.norm else None
 
 
 @dataclass
 class NeuralMemoryState:
-    """memory: see MemoryState. q, k, v: (B, conv_width - 1, d_model), the convolutions' last inputs."""
+    """memory: see MemoryState. q, k, v: (B, conv_width - 1, d_model), the convolutions' last inputs.
+
+    start: M_0, L tensors (B, H, d_in, d_out), of a memory that forgets to it and that began elsewhere than at the
+    learned weights: after a prefix. The same for every row, which share its memory. Else None.
+    """
 
     memory: MemoryState
     q: Tensor
     k: Tensor
     v: Tensor
+    start: tuple[Tensor, ...] | None = None
 
 
 class NeuralMemory(nn.Module):
@@ -142,7 +186,8 @@ class NeuralMemory(nn.Module):
         self.k = Projection(d_model, n_heads, conv_width, unit=True)
         self.v = Projection(d_model, n_heads, conv_width, unit=False)
         self.gates = MemoryGates(d_model, n_heads, config)
-        self.network = MemoryNetwork(n_heads, d_model // n_heads, config)
+        self.shape = network_shape(d_model // n_heads, config)
+        self.network = MemoryNetwork(n_heads, self.shape, config.init_std)
         self.output_norm = nn.RMSNorm(d_model // n_heads, eps=norm_eps)
 
     def forward(
@@ -152,23 +197,29 @@ class NeuralMemory(nn.Module):
         documents: Documents | None = None,
         start: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, NeuralMemoryState]:
-        """start: M_0 in place of the learned one (see :meth:`start_after`)."""
+        """start: M_0 in place of the learned one (see :meth:`start_after`); a state remembers it where that matters."""
         q, q_state = self.q(x, state and state.q, documents)
         k, k_state = self.k(x, state and state.k, documents)
         v, v_state = self.v(x, state and state.v, documents)
         weights, norm = self.network()
+        if start is None and state and state.start:
+            start = tuple(w[0] for w in state.start)
         y, memory = neural_memory(
             q, k, v, *self.gates(x), start or weights,
+            network=self.shape,
             norm=norm,
-            **self._network_options(),
             chunk_size=self.config.chunk_size,
+            forget_to=self.config.forget_to,
             initial_state=state and state.memory,
             output_final_state=True,
             reset=documents and documents.starts,
             max_resets=documents and documents.most,
             save_every=self.config.save_every,
         )  # fmt: skip
-        return self._normalised(y).flatten(-2), NeuralMemoryState(memory, q_state, k_state, v_state)
+        kept = None
+        if start and self.config.forget_to == "start":
+            kept = tuple(w.expand(len(x), *w.shape) for w in start)
+        return self._normalised(y).flatten(-2), NeuralMemoryState(memory, q_state, k_state, v_state, kept)
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """prefix (1, P, d_model) -> its outputs (1, P, d_model) and the weights (H, d_in, d_out) after writing it."""
@@ -177,10 +228,7 @@ class NeuralMemory(nn.Module):
 
     def read(self, q: Tensor, weights: tuple[Tensor, ...], norm: tuple[Tensor, Tensor] | None) -> Tensor:
         """q (B, T, H, D), weights (B, H, d_in, d_out) of a state -> M(q), (B, T, H, D); nothing is written."""
-        return self._normalised(memory_read(q, weights, norm=norm, **self._network_options()))
-
-    def _network_options(self) -> dict:
-        return {"residual": self.config.residual, "activation": self.config.activation}
+        return self._normalised(memory_read(q, weights, network=self.shape, norm=norm))
 
     def _normalised(self, y: Tensor) -> Tensor:
         return self.output_norm(y.to(self.output_norm.weight.dtype))
@@ -196,7 +244,7 @@ class NeuralMemory(nn.Module):
         forward = backward = 0.0
         for n, weights in enumerate(self._weight_flops()):
             pull = n > 0  # the error goes down through every layer but the first
-            within = 2 * block * sum(self._shapes()[n])
+            within = 2 * block * sum(self.shape.layers[n])
             forward += (5 + pull) * weights + within
             backward += (10 + 2 * pull) * weights + 2 * within + 3 * weights / block
         return projections + heads * Flops(forward, backward)
@@ -206,26 +254,20 @@ class NeuralMemory(nn.Module):
         once = self.q.n_heads * sum(self._weight_flops())
         return Flops(once, 2 * once)
 
-    def _shapes(self) -> list[tuple[int, int]]:
-        """(d_in, d_out) of each of a head's weight matrices."""
-        return [tuple(getattr(self.network, f"weight_{n}").shape[1:]) for n in range(self.config.depth)]
-
     def _weight_flops(self) -> list[int]:
         """Of one vector's product with each of a head's weight matrices."""
-        return [2 * a * b for a, b in self._shapes()]
+        return [2 * a * b for a, b in self.shape.layers]
 
     def kept_state_bytes(self, length: int) -> int:
         """Of one row of ``length`` tokens, in fp32: weights, momentum, chunk weights at every save_every-th block."""
-        one = sum(getattr(self.network, f"weight_{n}").numel() for n in range(self.config.depth))
+        one = self.q.n_heads * sum(a * b for a, b in self.shape.layers)
         blocks = -(-length // min(self.config.chunk_size, MAX_BLOCK))
         kept = -(-blocks // (self.config.save_every or math.isqrt(blocks)))
         return 12 * one * kept
 
     def unserved(self, dtype: torch.dtype) -> str | None:
         """Why the fused kernels would not serve it on a GPU, for inputs of ``dtype``; None if they would."""
-        q = torch.empty(1, 1, self.q.n_heads, self._shapes()[0][0], dtype=dtype, device="meta")
-        weights = [getattr(self.network, f"weight_{n}") for n in range(self.config.depth)]
-        return unserved(q, weights, self.config.chunk_size)
+        return unserved(dtype, self.shape, self.config.chunk_size)
 
     def scratch_bytes(self) -> int:
         """Of the fused kernels, shared by all layers."""

@@ -65,7 +65,7 @@ class MemoryWatch:
     """
 
     def __init__(self, memory: NeuralMemory, newest: bool = False):
-        self.config, self.newest = memory.config, newest
+        self.memory, self.newest = memory, newest
         self._calls: list[_Call] = []
         self._parts: dict[str, object] = {}
         self._signature = inspect.signature(memory.forward)
@@ -81,6 +81,8 @@ class MemoryWatch:
         state = given.get("state")
         documents = given.get("documents")
         weights, norm = self._parts["network"]
+        if state and state.start:
+            weights = tuple(w[0] for w in state.start)
         call = _Call(
             self._parts["k"][0], self._parts["v"][0], self._parts["gates"], given.get("start") or weights, norm,
             state and state.memory, documents and documents.starts,
@@ -125,10 +127,10 @@ class MemoryWatch:
 
     def _options(self, call: _Call) -> dict:
         return {
+            "network": self.memory.shape,
             "norm": call.norm,
-            "residual": self.config.residual,
-            "activation": self.config.activation,
-            "chunk_size": self.config.chunk_size,
+            "chunk_size": self.memory.config.chunk_size,
+            "forget_to": self.memory.config.forget_to,
             "initial_state": call.state,
             "reset": call.reset,
         }

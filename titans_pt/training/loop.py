@@ -54,9 +54,9 @@ def train(config: Config) -> int:
         signals = stack.enter_context(StopSignals())
         watch = stack.enter_context(Watch(ranks, config.train.timeout))
         ranks.on_first(lambda: _announce(config, ranks))  # before anything is written
+        folder = RunFolder(config.run.dir)
         task = TASKS.find(config.task)(config)
         data = task.open()
-        folder = RunFolder(config.run.dir)
         ranks.on_first(lambda: stack.enter_context(folder.opened()) and None)
         trainer = Trainer(task, data, folder, ranks, signals, watch)
         stack.callback(trainer.close)
@@ -69,12 +69,12 @@ class Trainer:
     def __init__(
         self, task: Task, data: TaskData, folder: RunFolder, ranks: Ranks, signals: StopSignals, watch: Watch
     ):
+        start = ranks.on_first(lambda: find_start(task, folder, data.identity))
+        path, state, task.config = start or (None, None, task.config)  # settings as the run began with them
         self.task, self.data, self.folder, self.ranks = task, data, folder, ranks
         self.config = config = task.config
         self.signals, self.watch = signals, watch
         train, seq_len = config.train, config.data.seq_len
-        start = ranks.on_first(lambda: find_start(task, folder, data.identity))
-        path, state = start or (None, None)
 
         self.step = state.step if state else 0
         self.first_step = self.step + 1

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from titans_pt.kernels.memory.fused.configurations import STEP_TOKENS, unsupported
 from titans_pt.kernels.memory.fused.operators import memory, memory_step
+from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 
 __all__ = ["fused_memory", "unsupported"]
@@ -27,10 +28,10 @@ def fused_memory(
     alpha: Tensor,
     weights: Weights,
     *,
+    network: NetworkShape,
     norm: Weights | None,
-    residual: bool,
-    activation: str,
     chunk_size: int,
+    forget_to: str,
     initial_state: MemoryState | None,
     reset: Tensor | None,
     max_resets: int | None,
@@ -46,7 +47,7 @@ def fused_memory(
     begin = torch.stack([w.float().flatten(1) for w in weights], 1)
     affine = None if norm is None else torch.stack([p.float() for p in norm])
     batch, length = q.shape[:2]
-    offset, resets = None, 0
+    offset, resets, to_start = None, 0, forget_to == "start"
     if initial_state is None:
         start = begin.expand(batch, *begin.shape)
         state = torch.stack([start, torch.zeros_like(start), start])
@@ -61,17 +62,22 @@ def fused_memory(
     after = _offset_after(before, reset, length, chunk_size)
 
     tensors = [q, k, v, *gates, begin, affine, state]
+    form = network.residual, network.activation, to_start  # the rest of the network is the tensors'
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if not keep and reset is None and length <= STEP_TOKENS:
-        out, state = memory_step(q, k, v, *gates, affine, state, before, chunk_size, residual, activation)
+        out, state = memory_step(q, k, v, *gates, begin, affine, state, before, chunk_size, *form)
     else:
+        if to_start:  # weights as differences to M_0
+            base = torch.stack([begin, torch.zeros_like(begin), begin]).unsqueeze(1)
+            tensors[-1] = state - base
         out, state, _ = memory(
-            *tensors, offset, reset, chunk_size, resets, residual, activation, save_every or 0, keep
+            *tensors, offset, reset, chunk_size, resets, *form, save_every or 0, keep
         )
+        if to_start:
+            state = state + base
 
-    shapes = [w.shape[1:] for w in weights]
     current, momentum, frozen = (
-        tuple(group[:, :, n].unflatten(-1, shape) for n, shape in enumerate(shapes)) for group in state
+        tuple(group[:, :, n].unflatten(-1, shape) for n, shape in enumerate(network.layers)) for group in state
     )
     # A chunk that is complete ends here: the next one starts at the current weights.
     if offset is None and reset is None:

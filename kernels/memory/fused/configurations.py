@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+
+from titans_pt.kernels.memory.network import NetworkShape
 
 WIDTHS, EXPANSIONS, DTYPES = (32, 64, 128), (1, 2, 4), (torch.float32, torch.float16, torch.bfloat16)
 MAX_BLOCK, MIN_BLOCK = 64, 16
@@ -52,17 +53,17 @@ def scale(dtype: torch.dtype, chunk: int) -> float:
     return float(1 << (chunk - 1).bit_length()) if dtype == torch.float16 else 1.0
 
 
-def unsupported(q: Tensor, weights: tuple[Tensor, ...], chunk: int) -> str | None:
-    """Why the kernels cannot serve a call whose shapes fit each other, or None."""
-    width, block = q.shape[-1], block_tokens(chunk)
-    if q.dtype not in DTYPES:
-        return f"dtype {q.dtype} is none of {', '.join(map(str, DTYPES))}"
-    if len(weights) > 2:
-        return f"the memory has {len(weights)} layers, not 1 or 2"
+def unsupported(dtype: torch.dtype, network: NetworkShape, chunk: int) -> str | None:
+    """Why the kernels cannot serve queries of ``dtype`` with such a memory, or None."""
+    width, block = network.width, block_tokens(chunk)
+    if dtype not in DTYPES:
+        return f"dtype {dtype} is none of {', '.join(map(str, DTYPES))}"
+    if network.depth > 2:
+        return f"the memory has {network.depth} layers, not 1 or 2"
     if width not in WIDTHS:
         return f"head width {width} is none of {WIDTHS}"
-    if len(weights) == 2 and weights[0].shape[-1] not in [e * width for e in EXPANSIONS]:
-        return f"hidden width {weights[0].shape[-1]} is not 1, 2 or 4 times the head width {width}"
+    if network.depth == 2 and network.hidden not in [e * width for e in EXPANSIONS]:
+        return f"hidden width {network.hidden} is not 1, 2 or 4 times the head width {width}"
     if block < MIN_BLOCK or block & (block - 1) or chunk % block:
         return f"chunk_size {chunk} is neither 16, 32 nor a multiple of {MAX_BLOCK}"
     return None

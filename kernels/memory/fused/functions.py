@@ -101,6 +101,15 @@ def curvature(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def whole(weights, base, places, TO_START: tl.constexpr):
+    """A tile of weights; with TO_START they are stored as differences to base, M_0."""
+    w = tl.load(weights + places)
+    if TO_START:
+        w = (w.to(tl.float32) + tl.load(base + places).to(tl.float32)).to(w.dtype)
+    return w
+
+
+@triton.jit
 def product(left, right, SCALE: tl.constexpr, PRECISION: tl.constexpr):
     """left @ right / SCALE. A step is some 2 / C at most (stability): what it multiplies may fall below fp16's range.
     Such operands are given SCALE times as large, a power of two (1 but for fp16)."""

@@ -1,7 +1,8 @@
 """The kernels as PyTorch operators: opaque to torch.compile, with fake implementations, and differentiable.
 
 Rows are (batch, head). A set of weights is packed, (..., L, D hidden): see scan.py. A state is (3, B, H, L, D hidden),
-fp32: weights, momentum, weights at the chunk's start. Nothing here reads a tensor on the host.
+fp32: weights, momentum, weights at the chunk's start. With to_start its weights are differences to ``begin``, M_0 (but
+in memory_step): forgotten to zero, they are forgotten to M_0. Nothing here reads a tensor on the host.
 """
 
 import math
@@ -14,6 +15,7 @@ from titans_pt.kernels.memory.fused import coefficients, layout, read, scan
 from titans_pt.kernels.memory.fused import step as decoding
 from titans_pt.kernels.memory.fused.configurations import KERNELS, block_tokens, precision, scale
 from titans_pt.kernels.memory.fused.functions import VECTORS
+from titans_pt.kernels.memory.network import NetworkShape
 
 SCRATCH_BYTES = 1 << 30
 """What the blocks between two kept states may occupy while they are worked on, unless save_every says otherwise."""
@@ -36,16 +38,16 @@ class Call:
     SCRATCH_BYTES lets it be.
     """
 
-    def __init__(self, q, gate, begin, norm, offset, reset, chunk, resets, residual, activation, save_every):
+    def __init__(self, q, gate, network: NetworkShape, to_start: bool, offset, chunk, resets, save_every):
         self.batch, self.length, self.heads, width = q.shape
         self.rows, self.device, self.operand = self.batch * self.heads, q.device, q.dtype
-        self.layers, gates = begin.shape[1], gate.shape[-1]
-        self.size = begin.shape[1] * begin.shape[2]
+        self.layers, gates = network.depth, gate.shape[-1]
+        self.size = sum(a * b for a, b in network.layers)
         self.chunk, self.block = chunk, block_tokens(chunk)
         self.blocks = layout.count(self.length, self.block, offset is not None, resets)
         self.constants = {
-            "D": width, "HIDDEN": begin.shape[2] // width, "BLOCK": self.block, "LAYERS": self.layers, "GATES": gates,
-            "NORM": norm is not None, "RESIDUAL": residual, "ACTIVATION": activation,
+            "D": width, "HIDDEN": network.layers[0][1], "BLOCK": self.block, "LAYERS": self.layers, "GATES": gates,
+            "NORM": network.norm, "RESIDUAL": network.residual, "TO_START": to_start, "ACTIVATION": network.activation,
             "PRECISION": precision(q.dtype), "SCALE": scale(q.dtype, chunk),
         }  # fmt: skip
         fit = max(1, SCRATCH_BYTES // (self.rows * self.block_bytes()))
@@ -110,23 +112,30 @@ class Call:
             num_warps=KERNELS[kernel.__name__][self.constants["D"]].warps, num_stages=1,
         )  # fmt: skip
 
-    def play(self, number: int, q, k, v, gates, begin, norm, info, state, scratch, reset: bool):
+    def play(self, number: int, q, k, v, gates, begin, base, norm, info, state, scratch, reset: bool):
         """Coefficients and states of a group's blocks into ``scratch``; moves ``state`` on."""
         s = scratch
         self.launch_gates(coefficients.coefficients, number, *gates, info, s.P, s.vectors)
         self.launch(
-            scan.scan, number, k, v, info, begin, norm, s.vectors, *state, s.weights, s.momenta, s.hidden,
+            scan.scan, number, k, v, info, begin, base, norm, s.vectors, *state, s.weights, s.momenta, s.hidden,
             s.pulled, s.output, s.error, parallel=False, RESET=reset,
         )  # fmt: skip
 
 
-def _prepare(q, theta, begin, norm, offset, reset, chunk, resets, residual, activation, save_every):
-    """The call, its table of blocks, and norm as something that a kernel can be given."""
-    call = Call(q, theta, begin, norm, offset, reset, chunk, resets, residual, activation, save_every)
+def _network(q: Tensor, begin: Tensor, norm: Tensor | None, residual: bool, activation: str) -> NetworkShape:
+    """An operator's arguments are tensors and plain values: what they say of the network."""
+    width, (_, layers, size) = q.shape[-1], begin.shape
+    return NetworkShape(width, size // width, layers, norm is not None, residual, activation)
+
+
+def _prepare(q, theta, begin, norm, offset, reset, chunk, resets, residual, activation, to_start, save_every):
+    """The call, its table of blocks, M_0 as an operand, and norm; both as something that a kernel can be given."""
+    network = _network(q, begin, norm, residual, activation)
+    call = Call(q, theta, network, to_start, offset, chunk, resets, save_every)
     if offset is None:
         offset = torch.zeros(call.batch, dtype=torch.int64, device=q.device)
     info = layout.table(call.length, chunk, call.block, call.blocks, offset, reset)
-    return call, info, begin if norm is None else norm
+    return call, info, begin.to(q.dtype) if to_start else begin, begin if norm is None else norm
 
 
 @torch.library.custom_op("titans::memory", mutates_args=())
@@ -146,19 +155,20 @@ def memory(
     resets: int,
     residual: bool,
     activation: str,
+    to_start: bool,
     save_every: int,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The memory along a sequence, all tensors contiguous and on one device.
 
-    q, k, v (B, T, H, D), one dtype; theta, eta, alpha (B, T, H, 1 or L) fp32; begin (H, L, D hidden) fp32, where a
+    q, k, v (B, T, H, D), one dtype; theta, eta, alpha (B, T, H, 1 or L) fp32; begin (H, L, D hidden) fp32, M_0, where a
     reset begins again; norm (2, H, D) fp32; offset (B,) int64, None for 0; reset (B, T) bool, at most ``resets`` in a
     row; save_every: blocks of a group, 0 for what SCRATCH_BYTES allows; keep: for a backward pass.
 
     Returns outputs (B, T, H, D), the state after the last token, and the kept states (groups, 3, B, H, L, D hidden).
     """
-    call, info, affine = _prepare(
-        q, theta, begin, norm, offset, reset, chunk, resets, residual, activation, save_every
+    call, info, base, affine = _prepare(
+        q, theta, begin, norm, offset, reset, chunk, resets, residual, activation, to_start, save_every
     )
     out, state = torch.empty_like(q), state.clone()
     kept = state.new_empty(call.groups if keep else 0, *state.shape)
@@ -167,18 +177,18 @@ def memory(
         for n in range(call.groups):
             if keep:
                 kept[n] = state
-            call.play(n, q, k, v, (theta, eta, alpha), begin, affine, info, state, s, reset is not None)
+            call.play(n, q, k, v, (theta, eta, alpha), begin, base, affine, info, state, s, reset is not None)
             call.launch(
-                read.read, n, q, k, info, affine, s.P, s.vectors, s.weights, s.momenta, s.hidden, s.pulled, s.error,
-                out, parallel=True,
+                read.read, n, q, k, info, base, affine, s.P, s.vectors, s.weights, s.momenta, s.hidden, s.pulled,
+                s.error, out, parallel=True,
             )  # fmt: skip
     return out, state, kept
 
 
 @memory.register_fake
-def _(q, k, v, theta, eta, alpha, begin, norm, state, offset, reset, chunk, resets, residual, activation, save_every,
-      keep):  # fmt: skip
-    call = Call(q, theta, begin, norm, offset, reset, chunk, resets, residual, activation, save_every)
+def _(q, k, v, theta, eta, alpha, begin, norm, state, offset, reset, chunk, resets, residual, activation, to_start,
+      save_every, keep):  # fmt: skip
+    call = Call(q, theta, _network(q, begin, norm, residual, activation), to_start, offset, chunk, resets, save_every)
     return torch.empty_like(q), torch.empty_like(state), state.new_empty(call.groups if keep else 0, *state.shape)
 
 
@@ -201,31 +211,32 @@ def memory_backward(
     resets: int,
     residual: bool,
     activation: str,
+    to_start: bool,
     save_every: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, theta, eta, alpha, begin, norm (one place without it) and state; see :func:`memory`."""
-    call, info, affine = _prepare(
-        q, theta, begin, norm, offset, reset, chunk, resets, residual, activation, save_every
+    call, info, base, affine = _prepare(
+        q, theta, begin, norm, offset, reset, chunk, resets, residual, activation, to_start, save_every
     )
     gates = theta, eta, alpha
     d_q, d_k, d_v, *d_gates = (torch.empty_like(x) for x in (q, k, v, *gates))
     d_state = d_state.clone()
-    d_begin = begin.new_zeros(call.batch if reset is not None else 0, *begin.shape)
+    d_begin = begin.new_zeros(call.batch if reset is not None or to_start else 0, *begin.shape)
     d_norm = begin.new_zeros(call.batch, call.heads, 2, call.constants["D"]) if norm is not None else begin.new_zeros(1)
     s = call.scratch(True)
     has_reset = reset is not None
     with torch.cuda.device_of(q):
         for n in reversed(range(call.groups)):
-            call.play(n, q, k, v, gates, begin, affine, info, kept[n].clone(), s, has_reset)
+            call.play(n, q, k, v, gates, begin, base, affine, info, kept[n].clone(), s, has_reset)
             between = (
                 s.query_hidden, s.d_query_hidden, s.d_out, s.d_input, s.d_hidden, s.d_error, s.d_key, s.d_norm_read,
             )  # fmt: skip
             call.launch(
-                read.read_backward, n, q, k, d_out, info, affine, s.P, s.vectors, s.weights, s.momenta, s.hidden,
+                read.read_backward, n, q, k, d_out, info, base, affine, s.P, s.vectors, s.weights, s.momenta, s.hidden,
                 s.pulled, s.error, *between, s.d_mix, s.d_vectors, d_q, parallel=True,
             )  # fmt: skip
             call.launch(
-                scan.scan_backward, n, q, k, v, info, affine, s.vectors, s.weights, s.momenta, s.hidden,
+                scan.scan_backward, n, q, k, v, info, base, affine, s.vectors, s.weights, s.momenta, s.hidden,
                 s.pulled, s.output, s.error, *between, *d_state, d_begin, d_norm, s.d_vectors, s.d_ends, d_k, d_v,
                 parallel=False, RESET=has_reset,
             )  # fmt: skip
@@ -239,16 +250,16 @@ def memory_backward(
 
 @memory_backward.register_fake
 def _(d_out, d_state, kept, q, k, v, theta, eta, alpha, begin, norm, offset, reset, chunk, resets, residual,
-      activation, save_every):  # fmt: skip
+      activation, to_start, save_every):  # fmt: skip
     d_norm = begin.new_empty(1) if norm is None else torch.empty_like(norm)
     return *(torch.empty_like(x) for x in (q, k, v, theta, eta, alpha, begin)), d_norm, torch.empty_like(d_state)
 
 
 def _setup(ctx, inputs, output):
-    *tensors, chunk, resets, residual, activation, save_every, keep = inputs
+    *tensors, chunk, resets, residual, activation, to_start, save_every, keep = inputs
     q, k, v, theta, eta, alpha, begin, norm, _, offset, reset = tensors
     ctx.save_for_backward(q, k, v, theta, eta, alpha, begin, norm, offset, reset, output[2])
-    ctx.settings = chunk, resets, residual, activation, save_every
+    ctx.settings = chunk, resets, residual, activation, to_start, save_every
     ctx.state_shape = output[1].shape
     ctx.set_materialize_grads(False)
 
@@ -259,7 +270,7 @@ def _backward(ctx, d_out, d_state, _):
     d_out = torch.zeros_like(q) if d_out is None else d_out.contiguous()
     d_state = begin.new_zeros(ctx.state_shape) if d_state is None else d_state.contiguous()
     *grads, d_norm, d_first = memory_backward(d_out, d_state, kept, *tensors, offset, reset, *ctx.settings)
-    return *grads, None if norm is None else d_norm, d_first, *(None,) * 8
+    return *grads, None if norm is None else d_norm, d_first, *(None,) * 9
 
 
 memory.register_autograd(_backward, setup_context=_setup)
@@ -273,28 +284,32 @@ def memory_step(
     theta: Tensor,
     eta: Tensor,
     alpha: Tensor,
+    begin: Tensor,
     norm: Tensor | None,
     state: Tensor,
     offset: Tensor,
     chunk: int,
     residual: bool,
     activation: str,
+    to_start: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Few tokens, without a gradient; arguments and results as in :func:`memory`. One launch, no scratch."""
+    """Few tokens, without a gradient; arguments and results as in :func:`memory`, but that the state's weights are
+    whole. One launch, no scratch."""
     batch, length, heads, width = q.shape
     layers, hidden = state.shape[3], state.shape[4] // width
     out, new_state = torch.empty_like(q), torch.empty_like(state)
     chosen = KERNELS["step"][width]
     with torch.cuda.device_of(q):
         decoding.step[(batch * heads,)](
-            q, k, v, theta, eta, alpha, state if norm is None else norm, offset, *state, *new_state, out, length, heads,
+            q, k, v, theta, eta, alpha, begin, begin if norm is None else norm, offset, *state, *new_state, out,
+            length, heads,
             D=width, HIDDEN=hidden, SLICE=min(chosen.slice, hidden) if layers == 2 else width, LAYERS=layers,
-            GATES=theta.shape[-1], CHUNK=chunk, NORM=norm is not None, RESIDUAL=residual, ACTIVATION=activation,
-            num_warps=chosen.warps, num_stages=1,
+            GATES=theta.shape[-1], CHUNK=chunk, NORM=norm is not None, RESIDUAL=residual, TO_START=to_start,
+            ACTIVATION=activation, num_warps=chosen.warps, num_stages=1,
         )  # fmt: skip
     return out, new_state
 
 
 @memory_step.register_fake
-def _(q, k, v, theta, eta, alpha, norm, state, offset, chunk, residual, activation):
+def _(q, k, v, theta, eta, alpha, begin, norm, state, offset, chunk, residual, activation, to_start):
     return torch.empty_like(q), torch.empty_like(state)

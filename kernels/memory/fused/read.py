@@ -35,18 +35,20 @@ def _mix(P, vectors, at, BLOCK: tl.constexpr, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _through(z, weights, momenta, places, a, b, total, PRECISION: tl.constexpr):
-    """total + A (z W) + B (z S), the weights of a block's start on a tile."""
+def _through(z, weights, momenta, base, places, a, b, total, TO_START: tl.constexpr, PRECISION: tl.constexpr):
+    """total + A (z W) + B (z S), the weights of a block's start on a tile; with TO_START + z M_0."""
+    if TO_START:
+        total = tl.dot(z, tl.load(base + places), total, input_precision=PRECISION)
     total = tl.dot((a * z).to(z.dtype), tl.load(weights + places), total, input_precision=PRECISION)
     return tl.dot((b * z).to(z.dtype), tl.load(momenta + places), total, input_precision=PRECISION)
 
 
 @triton.jit
 def _read(
-    query, key, mixed1, P, vectors, upper, a1, b1, a2, b2, weights, momenta, hidden, pulled, error, query_hidden,
+    query, key, mixed1, P, vectors, upper, a1, b1, a2, b2, weights, momenta, base, hidden, pulled, error, query_hidden,
     wide, narrow,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr, KEEP: tl.constexpr,
+    TO_START: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Output of the outer matrix for the block's queries, and the scores of its layer; keeps Z of the queries."""
     OPERAND: tl.constexpr = query.dtype
@@ -60,12 +62,14 @@ def _read(
             x = activate(z, ACTIVATION).to(OPERAND)
             g1 = (tl.load(pulled + wide + here) * slope(z, ACTIVATION)).to(OPERAND)
             z = -product(mixed1, g1, SCALE, PRECISION)
-            z = _through(query, weights, momenta, _inner_places(j, D, HIDDEN, SLICE), a1, b1, z, PRECISION).to(OPERAND)
+            places = _inner_places(j, D, HIDDEN, SLICE)
+            z = _through(query, weights, momenta, base, places, a1, b1, z, TO_START, PRECISION).to(OPERAND)
             if KEEP:
                 tl.store(query_hidden + wide + here, z)
             zx = activate(z.to(tl.float32), ACTIVATION).to(OPERAND)
         scores = tl.dot(zx, tl.trans(x), scores, input_precision=PRECISION)
-        out = _through(zx, weights, momenta, _outer_places(j, D, HIDDEN, SLICE, LAYERS), a2, b2, out, PRECISION)
+        places = _outer_places(j, D, HIDDEN, SLICE, LAYERS)
+        out = _through(zx, weights, momenta, base, places, a2, b2, out, TO_START, PRECISION)
     mixed = (scores * _mix(P, vectors, upper, BLOCK, SCALE)).to(OPERAND)
     out -= product(mixed, tl.load(error + narrow + _width_places(BLOCK, D)), SCALE, PRECISION)
     return out, scores
@@ -73,10 +77,10 @@ def _read(
 
 @triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
 def read(
-    q, k, info, norm, P, vectors, weights, momenta, hidden, pulled, error, out,
+    q, k, info, base, norm, P, vectors, weights, momenta, hidden, pulled, error, out,
     T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
-    GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TO_START: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """y_t = M_t(q_t), out (B, T, H, D). The intermediates are those of scan.scan and coefficients.coefficients."""
@@ -99,9 +103,9 @@ def read(
         mixed1 = (scores1 * _mix(P, vectors, lower, BLOCK, SCALE)).to(key.dtype)
     y, _ = _read(
         query, key, mixed1, P, vectors, upper, a1, b1, a2, b2,
-        weights + (at + row + 1) * SIZE, momenta + at * SIZE, hidden, pulled, error, hidden,
+        weights + (at + row + 1) * SIZE, momenta + at * SIZE, base + head * SIZE, hidden, pulled, error, hidden,
         at * BLOCK * HIDDEN, at * BLOCK * D,
-        D, HIDDEN, BLOCK, SLICE, LAYERS, ACTIVATION, PRECISION, SCALE, False,
+        D, HIDDEN, BLOCK, SLICE, LAYERS, TO_START, ACTIVATION, PRECISION, SCALE, False,
     )  # fmt: skip
     if NORM:
         d = tl.arange(0, D)
@@ -114,11 +118,11 @@ def read(
 
 @triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
 def read_backward(
-    q, k, d_y, info, norm, P, vectors, weights, momenta, hidden, pulled, error,
+    q, k, d_y, info, base, norm, P, vectors, weights, momenta, hidden, pulled, error,
     query_hidden, d_query_hidden, d_out, d_input, d_hidden, d_error, d_key, d_norm_read, d_mix, d_vectors, d_q,
     T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
-    GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TO_START: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """The way back through :func:`read`: d_y (B, T, H, D) -> d_q complete, d_mix, d_vectors rows A and B, and, for
@@ -135,7 +139,7 @@ def read_backward(
     lower, upper = at * GATES, at * GATES + GATES - 1
     wide, narrow = at * BLOCK * HIDDEN, at * BLOCK * D
     width = _width_places(BLOCK, D)
-    weights, momenta = weights + (at + row + 1) * SIZE, momenta + at * SIZE
+    weights, momenta, base = weights + (at + row + 1) * SIZE, momenta + at * SIZE, base + head * SIZE
     token = (batch * T + start) * H + head
     c, d = tl.arange(0, BLOCK), tl.arange(0, D)
     OPERAND: tl.constexpr = q.dtype.element_ty
@@ -147,8 +151,9 @@ def read_backward(
         scores1 = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         mixed1 = (scores1 * _mix(P, vectors, lower, BLOCK, SCALE)).to(OPERAND)
     y, scores2 = _read(
-        query, key, mixed1, P, vectors, upper, a1, b1, a2, b2, weights, momenta, hidden, pulled, error, query_hidden,
-        wide, narrow, D, HIDDEN, BLOCK, SLICE, LAYERS, ACTIVATION, PRECISION, SCALE, True,
+        query, key, mixed1, P, vectors, upper, a1, b1, a2, b2, weights, momenta, base, hidden, pulled, error,
+        query_hidden, wide, narrow,
+        D, HIDDEN, BLOCK, SLICE, LAYERS, TO_START, ACTIVATION, PRECISION, SCALE, True,
     )  # fmt: skip
 
     dy = tokens(d_y, token, H, length, D, BLOCK).to(tl.float32)
@@ -189,6 +194,8 @@ def read_backward(
         back = tl.dot(dz, tl.trans(tl.load(momenta + places)), input_precision=PRECISION)
         db2 += tl.sum(zx * back, 1)
         dzx += b2 * back
+        if TO_START:
+            dzx = tl.dot(dz, tl.trans(tl.load(base + places)), dzx, input_precision=PRECISION)
         dx = tl.dot(tl.trans(d_scores2), zx, input_precision=PRECISION)
         if LAYERS == 2:
             tl.store(d_input + wide + here, dx)
@@ -214,6 +221,12 @@ def read_backward(
         tl.store(d_mix + at * LAYERS * BLOCK * BLOCK + square, d_mixed1 * scores1)
         d_scores1 = (d_mixed1 * _mix(P, vectors, lower, BLOCK, 1)).to(OPERAND)
         dq = a1 * dq + b1 * through_s
+        if TO_START:  # in a loop of its own: one more sum beside those two would not fit into the registers
+            tl.debug_barrier()
+            for j in range(0, HIDDEN, SLICE):
+                dz1 = tl.load(d_query_hidden + wide + _hidden_places(j, BLOCK, HIDDEN, SLICE))
+                inner = tl.load(base + _inner_places(j, D, HIDDEN, SLICE))
+                dq = tl.dot(dz1, tl.trans(inner), dq, input_precision=PRECISION)
         dq = tl.dot(d_scores1, key, dq, input_precision=PRECISION)
         tl.store(d_key + narrow + width, tl.dot(tl.trans(d_scores1), query, input_precision=PRECISION))
     if RESIDUAL:

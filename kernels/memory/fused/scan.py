@@ -5,6 +5,9 @@ slices of the hidden layer, so one program serves every width. The queries have 
 
 A set of weights is packed: inner matrix (D, hidden) if LAYERS = 2, then outer matrix (hidden, D); LAYERS = 1 is the
 outer one alone, its input being the key (hidden = slice = D). Intermediates keep the dtype of q, k, v.
+
+Forgetting to M_0 (TO_START) is forgetting to zero of the difference to it: then all weights here, in states and in the
+copies for other kernels, are such differences, and ``base`` (H, packed, dtype of q) is M_0, added where they are used.
 """
 
 import triton
@@ -34,6 +37,7 @@ from titans_pt.kernels.memory.fused.functions import (
     unit_vjp,
     vector,
     where_all,
+    whole,
 )  # fmt: skip
 
 TILE = tl.constexpr(1024)
@@ -88,7 +92,8 @@ def _inner_error(f, key, value, norm, head, H, D: tl.constexpr, NORM: tl.constex
 
 @triton.jit
 def _write(W, S, F, weights, momenta, begin, places, vectors, at, left, right_p, right_e, new, more, freeze,
-           BLOCK: tl.constexpr, RESET: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
+           BLOCK: tl.constexpr, RESET: tl.constexpr, TO_START: tl.constexpr, PRECISION: tl.constexpr,
+           SCALE: tl.constexpr):  # fmt: skip
     """W <- a W + b S - left right_p, S <- m S - left right_e on a tile, right ones SCALE times as large;
     copies for the next block, F where frozen."""
     a, b, m = _end(vectors, at, BLOCK)
@@ -96,7 +101,10 @@ def _write(W, S, F, weights, momenta, begin, places, vectors, at, left, right_p,
     w = a * tl.load(W + places) + b * s - product(left, right_p, SCALE, PRECISION)
     s = m * s - product(left, right_e, SCALE, PRECISION)
     if RESET:
-        w = tl.where(new, tl.load(begin + places, mask=where_all(new, places), other=0.0), w)
+        first = 0.0
+        if not TO_START:
+            first = tl.load(begin + places, mask=where_all(new, places), other=0.0)
+        w = tl.where(new, first, w)
         s = tl.where(new, 0.0, s)
     tl.store(W + places, w)
     tl.store(S + places, s)
@@ -107,11 +115,11 @@ def _write(W, S, F, weights, momenta, begin, places, vectors, at, left, right_p,
 
 @triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
 def scan(
-    k, v, info, begin, norm, vectors, W, S, F, weights, momenta, hidden, pulled, output, error,
+    k, v, info, begin, base, norm, vectors, W, S, F, weights, momenta, hidden, pulled, output, error,
     T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
-    GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, RESET: tl.constexpr, ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr, SCALE: tl.constexpr,
+    GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, RESET: tl.constexpr, TO_START: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Blocks first .. first + K of every row. W, S, F (B H, packed), fp32: weights, momentum, weights at the chunk's
     start; in: before these blocks, out: after them.
@@ -123,7 +131,7 @@ def scan(
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
     SIZE: tl.constexpr = LAYERS * D * HIDDEN
-    W, S, F, begin = W + row * SIZE, S + row * SIZE, F + row * SIZE, begin + head * SIZE
+    W, S, F, begin, base = W + row * SIZE, S + row * SIZE, F + row * SIZE, begin + head * SIZE, base + head * SIZE
     info += (batch * N + first) * FIELDS
     last_chunk = tl.load(info + (K - 1) * FIELDS + CHUNK)
     OPERAND: tl.constexpr = k.dtype.element_ty
@@ -133,7 +141,7 @@ def scan(
         place = o + tl.arange(0, TILE)
         w, s, f = tl.load(W + place), tl.load(S + place), tl.load(F + place)
         if RESET:
-            w = tl.where(new, tl.load(begin + place), w)
+            w = tl.where(new, 0.0 if TO_START else tl.load(begin + place), w)
             s = tl.where(new, 0.0, s)
             tl.store(W + place, w)
             tl.store(S + place, s)
@@ -162,11 +170,11 @@ def scan(
         for j in range(0, HIDDEN, SLICE):
             x = key
             if LAYERS == 2:
-                z = tl.dot(key, tl.load(frozen + _inner_places(j, D, HIDDEN, SLICE)), input_precision=PRECISION)
-                z = z.to(OPERAND)
+                inner = whole(frozen, base, _inner_places(j, D, HIDDEN, SLICE), TO_START)
+                z = tl.dot(key, inner, input_precision=PRECISION).to(OPERAND)
                 tl.store(block_hidden + _hidden_places(j, BLOCK, HIDDEN, SLICE), z)
                 x = activate(z.to(tl.float32), ACTIVATION).to(OPERAND)
-            outer = tl.load(frozen + _outer_places(j, D, HIDDEN, SLICE, LAYERS))
+            outer = whole(frozen, base, _outer_places(j, D, HIDDEN, SLICE, LAYERS), TO_START)
             f = tl.dot(x, outer, f, input_precision=PRECISION)
         value = tokens(v, token, H, length, D, BLOCK).to(tl.float32)
         g = _inner_error(f, key.to(tl.float32), value, norm, head, H, D, NORM, RESIDUAL).to(OPERAND)
@@ -183,7 +191,8 @@ def scan(
             x = key
             if LAYERS == 2:
                 here = _hidden_places(j, BLOCK, HIDDEN, SLICE)
-                pull = tl.dot(g, tl.trans(tl.load(frozen + places)), input_precision=PRECISION).to(OPERAND)
+                outer = whole(frozen, base, places, TO_START)
+                pull = tl.dot(g, tl.trans(outer), input_precision=PRECISION).to(OPERAND)
                 tl.store(block_pulled + here, pull)
                 z = tl.load(block_hidden + here).to(tl.float32)
                 x = activate(z, ACTIVATION).to(OPERAND)
@@ -191,23 +200,30 @@ def scan(
                 g1_p = (g1 * (SCALE * vector(vectors, at * GATES, P_END, BLOCK))).to(OPERAND)
                 g1_e = (g1 * (SCALE * vector(vectors, at * GATES, E_END, BLOCK))).to(OPERAND)
                 _write(W, S, F, next_w, next_s, begin, _inner_places(j, D, HIDDEN, SLICE), vectors, at * GATES,
-                       tl.trans(key), g1_p, g1_e, new, more, freeze, BLOCK, RESET, PRECISION, SCALE)  # fmt: skip
+                       tl.trans(key), g1_p, g1_e, new, more, freeze, BLOCK, RESET, TO_START, PRECISION,
+                       SCALE)  # fmt: skip
             _write(W, S, F, next_w, next_s, begin, places, vectors, upper,
-                   tl.trans(x), g_p, g_e, new, more, freeze, BLOCK, RESET, PRECISION, SCALE)  # fmt: skip
+                   tl.trans(x), g_p, g_e, new, more, freeze, BLOCK, RESET, TO_START, PRECISION,
+                       SCALE)  # fmt: skip
 
 
 @triton.jit
-def _turn(dW, dS, dF, d_begin, places, vectors, at, left, right_a, right_b, d_frozen, carry, begins, initial, new,
-          BLOCK: tl.constexpr, RESET: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Gradients of a tile of the state behind a block -> before it; d_frozen: what the block adds to dF."""
+def _turn(dW, dS, dF, d_begin, places, vectors, at, left, right, right_a, right_b, d_frozen, carry, begins, initial,
+          new, BLOCK: tl.constexpr, RESET: tl.constexpr, TO_START: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Gradients of a tile of the state behind a block -> before it; d_frozen: what the block adds to dF. left: the
+    queries' input of the layer; right: the gradient of its output, right_a and right_b times A and B."""
+    if TO_START:
+        total = tl.dot(left, right, tl.load(d_begin + places) + d_frozen, input_precision=PRECISION)
+        tl.store(d_begin + places, total)
     a, b, m = _end(vectors, at, BLOCK)
     dw, ds = tl.load(dW + places), tl.load(dS + places)
     d_frozen += tl.load(dF + places, mask=where_all(carry, places), other=0.0)
     ds = b * dw + m * ds + tl.dot(left, right_b, input_precision=PRECISION)
     dw = a * dw + tl.dot(left, right_a, input_precision=PRECISION) + tl.where(begins, d_frozen, 0.0)
     if RESET:
-        once = where_all(new, places)
-        tl.store(d_begin + places, dw + tl.load(d_begin + places, mask=once, other=0.0), mask=once)
+        if not TO_START:
+            once = where_all(new, places)
+            tl.store(d_begin + places, dw + tl.load(d_begin + places, mask=once, other=0.0), mask=once)
         dw, ds = tl.where(new, 0.0, dw), tl.where(new, 0.0, ds)
     tl.store(dW + places, dw)
     tl.store(dS + places, ds)
@@ -224,13 +240,13 @@ def _inner_products(dw, ds, weights, momenta, places):
 
 @triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
 def scan_backward(
-    q, k, v, info, norm, vectors, weights, momenta, hidden, pulled, output, error,
+    q, k, v, info, base, norm, vectors, weights, momenta, hidden, pulled, output, error,
     query_hidden, d_query_hidden, d_out, d_input, d_hidden, d_error, d_key, d_norm_read,
     dW, dS, dF, d_begin, d_norm, d_vectors, d_ends, d_k, d_v,
     T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
-    GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, RESET: tl.constexpr, ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr, SCALE: tl.constexpr,
+    GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, RESET: tl.constexpr, TO_START: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """The way back through :func:`scan`. dW, dS, dF, d_begin (B H, packed), d_norm (B H, 2, D), fp32: in, of the state
     behind these blocks; out, before them. d_input and d_hidden hold what the reads add and are used up.
@@ -244,7 +260,7 @@ def scan_backward(
     batch, head = row // H, row % H
     SIZE: tl.constexpr = LAYERS * D * HIDDEN
     dW, dS, dF, d_begin = dW + row * SIZE, dS + row * SIZE, dF + row * SIZE, d_begin + row * SIZE
-    info += batch * N * FIELDS
+    info, base = info + batch * N * FIELDS, base + head * SIZE
     d = tl.arange(0, D)
     c = tl.arange(0, BLOCK)
     OPERAND: tl.constexpr = k.dtype.element_ty
@@ -319,7 +335,7 @@ def scan_backward(
                 tl.store(d_hidden + wide + here, dg1)
                 dk += product((-SCALE * p1 * g1).to(OPERAND), tl.trans(dw), SCALE, PRECISION)
                 dk += product((-SCALE * e1 * g1).to(OPERAND), tl.trans(ds), SCALE, PRECISION)
-                outer = tl.load(frozen + _outer_places(j, D, HIDDEN, SLICE, LAYERS))
+                outer = whole(frozen, base, _outer_places(j, D, HIDDEN, SLICE, LAYERS), TO_START)
                 dg = tl.dot((dg1 * bend).to(OPERAND), outer, dg, input_precision=PRECISION)
             else:
                 dk = dx
@@ -378,7 +394,7 @@ def scan_backward(
         for j in range(0, HIDDEN, SLICE):
             places = _outer_places(j, D, HIDDEN, SLICE, LAYERS)
             here = _hidden_places(j, BLOCK, HIDDEN, SLICE)
-            outer = tl.load(frozen + places)
+            outer = whole(frozen, base, places, TO_START)
             x, z_x = key, query
             if LAYERS == 2:
                 z = tl.load(hidden + wide + here).to(tl.float32)
@@ -392,17 +408,17 @@ def scan_backward(
                 dh = dx * bend + dg1 * tl.load(pulled + wide + here) * curvature(z, ACTIVATION)
                 dh = dh.to(OPERAND)
                 inner_places = _inner_places(j, D, HIDDEN, SLICE)
-                inner = tl.load(frozen + inner_places)
+                inner = whole(frozen, base, inner_places, TO_START)
                 dk = tl.dot(dh, tl.trans(inner), dk, input_precision=PRECISION)
                 dz1 = tl.load(d_query_hidden + wide + here)
                 dz1_a = (dz1 * vector(vectors, lower, A, BLOCK)).to(OPERAND)
                 dz1_b = (dz1 * vector(vectors, lower, B, BLOCK)).to(OPERAND)
                 d_inner = tl.dot(tl.trans(key), dh, input_precision=PRECISION)
-                _turn(dW, dS, dF, d_begin, inner_places, vectors, lower, tl.trans(query), dz1_a, dz1_b, d_inner,
-                      carry, begins, n == 0, new, BLOCK, RESET, PRECISION)  # fmt: skip
+                _turn(dW, dS, dF, d_begin, inner_places, vectors, lower, tl.trans(query), dz1, dz1_a, dz1_b, d_inner,
+                      carry, begins, n == 0, new, BLOCK, RESET, TO_START, PRECISION)  # fmt: skip
             else:
                 d_outer = tl.dot(tl.trans(x), df, input_precision=PRECISION)
                 dk = tl.dot(df, tl.trans(outer), dk, input_precision=PRECISION)
-            _turn(dW, dS, dF, d_begin, places, vectors, upper, tl.trans(z_x), dz_a, dz_b, d_outer,
-                  carry, begins, n == 0, new, BLOCK, RESET, PRECISION)  # fmt: skip
+            _turn(dW, dS, dF, d_begin, places, vectors, upper, tl.trans(z_x), dz, dz_a, dz_b, d_outer,
+                  carry, begins, n == 0, new, BLOCK, RESET, TO_START, PRECISION)  # fmt: skip
         store_tokens(d_k, token, H, length, dk + tl.load(d_key + narrow + width), D, BLOCK)

@@ -39,12 +39,17 @@ def _apply(x, weights, D: tl.constexpr, HIDDEN: tl.constexpr, SLICE: tl.constexp
 
 
 @triton.jit
-def _move(W, S, F, new_W, new_S, new_F, places, keep, momentum, step, gradient, begins, ends):
+def _move(W, S, F, begin, new_W, new_S, new_F, places, keep, momentum, step, gradient, begins, ends,
+          TO_START: tl.constexpr):  # fmt: skip
     """One token's write to a tile; the chunk's first weights follow where a chunk begins or has ended."""
     w, s = tl.load(W + places), tl.load(S + places)
     frozen = tl.where(begins, w, tl.load(F + places))
     s = momentum * s - step * gradient
-    w = keep * w + s
+    if TO_START:
+        first = tl.load(begin + places)
+        w = first + keep * (w - first) + s
+    else:
+        w = keep * w + s
     tl.store(new_W + places, w)
     tl.store(new_S + places, s)
     tl.store(new_F + places, tl.where(ends, w, frozen))
@@ -52,16 +57,16 @@ def _move(W, S, F, new_W, new_S, new_F, places, keep, momentum, step, gradient, 
 
 @triton.jit(do_not_specialize=["T", "H"])
 def step(
-    q, k, v, theta, eta, alpha, norm, offset, W, S, F, new_W, new_S, new_F, out,
+    q, k, v, theta, eta, alpha, begin, norm, offset, W, S, F, new_W, new_S, new_F, out,
     T, H,
     D: tl.constexpr, HIDDEN: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr, GATES: tl.constexpr,
-    CHUNK: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    CHUNK: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TO_START: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """T tokens from the state W, S, F (B H, packed) to new_W, new_S, new_F; offset (B,): tokens of the chunk read."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
     base = row * LAYERS * D * HIDDEN
-    W, S, F = W + base, S + base, F + base
+    W, S, F, begin = W + base, S + base, F + base, begin + head * LAYERS * D * HIDDEN
     new_W, new_S, new_F = new_W + base, new_S + base, new_F + base
     d, s = tl.arange(0, D), tl.arange(0, SLICE)
     position = tl.load(offset + batch)
@@ -90,11 +95,12 @@ def step(
             # Where F and W are being overwritten, all have read their tiles before anybody stores.
             tl.debug_barrier()
             if LAYERS == 2:
-                _move(W, S, F, new_W, new_S, new_F, inner_places, 1 - tl.load(alpha + gates), tl.load(eta + gates),
-                      tl.load(theta + gates), key[:, None] * g[None, :], begins, ends)  # fmt: skip
+                _move(W, S, F, begin, new_W, new_S, new_F, inner_places, 1 - tl.load(alpha + gates),
+                      tl.load(eta + gates), tl.load(theta + gates), key[:, None] * g[None, :], begins, ends,
+                      TO_START)  # fmt: skip
             upper = gates + GATES - 1
-            _move(W, S, F, new_W, new_S, new_F, places, 1 - tl.load(alpha + upper), tl.load(eta + upper),
-                  tl.load(theta + upper), x[:, None] * error, begins, ends)  # fmt: skip
+            _move(W, S, F, begin, new_W, new_S, new_F, places, 1 - tl.load(alpha + upper), tl.load(eta + upper),
+                  tl.load(theta + upper), x[:, None] * error, begins, ends, TO_START)  # fmt: skip
         # What was stored is loaded by others of the program's threads: now by the query, then by the next token.
         tl.debug_barrier()
         W, S, F = new_W, new_S, new_F

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titans_pt.kernels.memory import MemoryState, neural_memory
+from titans_pt.kernels.memory import MemoryState, NetworkShape, neural_memory
 
 TOLERANCE = 1e-9
 
@@ -68,15 +68,17 @@ def compare(tensors, depth, **options):
     B=st.integers(1, 3), T=st.sampled_from([1, 2, 15, 17, 33]), H=st.integers(1, 2), D=st.sampled_from([4, 8]),
     hidden=st.sampled_from([5, 8]), depth=st.integers(1, 4), C=st.sampled_from([1, 5, 8, 16, 100]),
     per_layer=st.booleans(), extremes=st.booleans(), norm=st.booleans(), residual=st.booleans(),
-    activation=st.sampled_from(["gelu", "silu"]), resets=st.booleans(), initial=st.booleans(),
-    save_every=st.sampled_from([None, 1, 3]), seed=st.integers(0, 10**6),
+    activation=st.sampled_from(["gelu", "silu"]), forget_to=st.sampled_from(["start", "zero"]),
+    resets=st.booleans(), initial=st.booleans(), save_every=st.sampled_from([None, 1, 3]), seed=st.integers(0, 10**6),
 )  # fmt: skip
 def test_chunked_equals_naive(
-    B, T, H, D, hidden, depth, C, per_layer, extremes, norm, residual, activation, resets, initial, save_every, seed
-):
+    B, T, H, D, hidden, depth, C, per_layer, extremes, norm, residual, activation, forget_to, resets, initial,
+    save_every, seed,
+):  # fmt: skip
     tensors = make(B, T, H, D, hidden, depth, per_layer=per_layer, extremes=extremes, norm=norm, seed=seed)
     gen = torch.Generator().manual_seed(seed + 1)
-    options = dict(chunk_size=C, residual=residual, activation=activation, save_every=save_every)
+    network = NetworkShape(D, hidden, depth, norm, residual, activation)
+    options = dict(network=network, chunk_size=C, forget_to=forget_to, save_every=save_every)
     if resets:
         options["reset"] = torch.rand(B, T, generator=gen) < 0.15
     if initial:
@@ -92,19 +94,22 @@ def test_ragged_lengths(T, C):
     compare(make(2, T, 2, 4, 8, 2, extremes=True, seed=T), 2, chunk_size=C)
 
 
-def test_block_smaller_than_gradient_chunk():
-    compare(make(1, 150, 1, 4, 8, 2, seed=3), 2, chunk_size=140)
+@pytest.mark.parametrize("forget_to", ["start", "zero"])
+def test_block_smaller_than_gradient_chunk(forget_to):
+    compare(make(1, 150, 1, 4, 8, 2, seed=3), 2, chunk_size=140, forget_to=forget_to)
 
 
+@pytest.mark.parametrize("forget_to", ["start", "zero"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_gradcheck(depth):
+def test_gradcheck(depth, forget_to):
     tensors = [t.requires_grad_() for t in make(1, 5, 1, 2, 3, depth, seed=depth)]
 
     def function(*leaves):
         weights, norm = leaves[6 : 6 + depth], leaves[6 + depth :]
         out, state = neural_memory(
-            *leaves[:6], weights, norm=norm, chunk_size=2, output_final_state=True, backend="chunked"
-        )
+            *leaves[:6], weights, norm=norm, chunk_size=2, forget_to=forget_to, output_final_state=True,
+            backend="chunked",
+        )  # fmt: skip
         return out, *state.weights, *state.momentum
 
     assert torch.autograd.gradcheck(function, tensors)
@@ -112,12 +117,13 @@ def test_gradcheck(depth):
 
 @settings(max_examples=25, deadline=None)
 @given(cuts=st.lists(st.integers(1, 39), max_size=4, unique=True), C=st.sampled_from([1, 4, 16, 64]),
-       depth=st.integers(1, 3), resets=st.booleans(), backend=st.sampled_from(["naive", "chunked"]))  # fmt: skip
-def test_cuts_are_invisible(cuts, C, depth, resets, backend):
+       depth=st.integers(1, 3), resets=st.booleans(), forget_to=st.sampled_from(["start", "zero"]),
+       backend=st.sampled_from(["naive", "chunked"]))  # fmt: skip
+def test_cuts_are_invisible(cuts, C, depth, resets, forget_to, backend):
     tensors = make(2, 40, 2, 4, 6, depth, seed=C)
     weights, norm = tuple(tensors[6 : 6 + depth]), tuple(tensors[6 + depth :])
     reset = torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) < 0.1 if resets else None
-    options = dict(norm=norm, chunk_size=C, output_final_state=True, backend=backend)
+    options = dict(norm=norm, chunk_size=C, forget_to=forget_to, output_final_state=True, backend=backend)
     whole, end = neural_memory(*tensors[:6], weights, reset=reset, **options)
     pieces, state = [], None
     for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), 40], strict=True):
@@ -131,3 +137,20 @@ def test_cuts_are_invisible(cuts, C, depth, resets, backend):
         for a, b in zip(getattr(state, group), getattr(end, group), strict=True):
             torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
     assert torch.equal(state.offset, end.offset)
+
+
+@pytest.mark.parametrize("backend", ["naive", "chunked"])
+def test_where_forgetting_leads(backend):
+    """Without writes alpha = 1 leaves M_0 at once, alpha = 1/2 halves the distance to it with each token."""
+    tensors = make(1, 3, 2, 4, 6, 2)
+    (q, k, v, theta, eta, _), weights, norm = tensors[:6], tuple(tensors[6:8]), tuple(tensors[8:])
+    other = tuple(w[None] + 1 for w in weights)
+    state = MemoryState(other, tuple(torch.zeros_like(w) for w in other), other, torch.zeros(1, dtype=torch.int64))
+    for forget_to, alpha, expected in [("start", 1.0, 1), ("start", 0.5, 1.125), ("zero", 1.0, 0), ("zero", 0.5, None)]:
+        _, end = neural_memory(
+            q, k, v, 0 * theta, eta, torch.full_like(eta, alpha), weights, norm=norm, chunk_size=2, backend=backend,
+            forget_to=forget_to, initial_state=state, output_final_state=True,
+        )  # fmt: skip
+        for w, first, w0 in zip(end.weights, other, weights, strict=True):
+            want = first / 8 if expected is None else w0[None] + (expected - 1) if expected else 0 * first
+            torch.testing.assert_close(w, want, rtol=0, atol=1e-14)

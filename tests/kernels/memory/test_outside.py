@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from titans_pt.kernels.memory import neural_memory
+from titans_pt.kernels.memory import NetworkShape, neural_memory
 
 D, HEADS, CHUNK, CHUNKS = 8, 2, 4, 5
 
@@ -35,7 +35,8 @@ def test_titans_pytorch_end_state(depth):
         alpha[0, ::CHUNK] = forget.T
         _, ours = neural_memory(
             k, k, v, theta, torch.zeros_like(theta), alpha, tuple(other.memory_model_parameters),
-            residual=False, chunk_size=CHUNK, output_final_state=True,
+            network=NetworkShape(D, 2 * D, depth, norm=False, residual=False), chunk_size=CHUNK,
+            output_final_state=True,
         )  # fmt: skip
         theirs, _ = state.states
     for mine, name in zip(ours.weights, other.memory_model_parameter_names, strict=True):
@@ -64,7 +65,8 @@ def linear():
     def ours(q, k, v, theta, alpha, chunk_size=1):
         out, state = neural_memory(
             q, k, v, theta, torch.zeros_like(theta), alpha, (torch.zeros(HEADS, D, D),),
-            residual=False, chunk_size=chunk_size, output_final_state=True,
+            network=NetworkShape(D, D, 1, norm=False, residual=False), chunk_size=chunk_size,
+            output_final_state=True,
         )  # fmt: skip
         return out, state.weights[0]
 

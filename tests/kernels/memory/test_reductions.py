@@ -6,7 +6,7 @@ The memory's loss is ||M(k) - v||^2, the targets' 1/2 ||.||^2: hence theta = bet
 import pytest
 import torch
 
-from titans_pt.kernels.memory import neural_memory
+from titans_pt.kernels.memory import NetworkShape, neural_memory
 
 B, T, H, D = 2, 37, 2, 8
 
@@ -22,9 +22,8 @@ def inputs():
 
 def linear_memory(q, k, v, theta, eta, alpha, chunk_size=1, backend="chunked"):
     zero = torch.zeros(H, D, D, dtype=torch.float64)
-    return neural_memory(
-        q, k, v, theta, eta, alpha, (zero,), residual=False, chunk_size=chunk_size, backend=backend
-    )[0]  # fmt: skip
+    matrix = NetworkShape(D, D, depth=1, norm=False, residual=False)
+    return neural_memory(q, k, v, theta, eta, alpha, (zero,), network=matrix, chunk_size=chunk_size, backend=backend)[0]
 
 
 def recurrence(step, q, k, v, *gates):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titans_pt.kernels.memory import MemoryState, memory_trace, mlp, neural_memory
+from titans_pt.kernels.memory import MemoryState, NetworkShape, memory_trace, mlp, neural_memory
 
 B, T, H, D = 2, 23, 2, 4
 
@@ -28,22 +28,23 @@ def norm_of(matrices):
     return torch.stack([m.flatten(2).norm(dim=-1) for m in matrices]).norm(dim=0)
 
 
-def gradient_norm(k, v, start, norm, residual, activation):
+def gradient_norm(k, v, start, norm, network):
     """k, v (B, H, D), weights (B, H, d_in, d_out) -> (B, H), by autograd."""
     leaves = [w.clone().requires_grad_() for w in start]
     affine = norm and tuple(p.unsqueeze(-2) for p in norm)
-    y = mlp.forward(k.unsqueeze(-2), leaves, affine, residual, activation).squeeze(-2)
+    y = mlp.forward(k.unsqueeze(-2), leaves, affine, network).squeeze(-2)
     return norm_of(torch.autograd.grad((y - v).square().sum(), leaves))
 
 
 @settings(max_examples=25, deadline=None)
 @given(depth=st.integers(1, 4), C=st.sampled_from([1, 4, 7, 64]), per_layer=st.booleans(), norm=st.booleans(),
        residual=st.booleans(), activation=st.sampled_from(["gelu", "silu", "relu"]), resets=st.booleans(),
-       initial=st.booleans(), seed=st.integers(0, 10**6))  # fmt: skip
-def test_trace_equals_the_definition(depth, C, per_layer, norm, residual, activation, resets, initial, seed):
+       initial=st.booleans(), forget_to=st.sampled_from(["start", "zero"]), seed=st.integers(0, 10**6))  # fmt: skip
+def test_trace_equals_the_definition(depth, C, per_layer, norm, residual, activation, resets, initial, forget_to, seed):
     gen = torch.Generator().manual_seed(seed)
     (k, v, *gates), weights, affine = make(depth, per_layer, norm, gen)
-    options = dict(norm=affine, residual=residual, activation=activation, chunk_size=C)
+    network = NetworkShape.of(weights, affine, residual, activation)
+    options = dict(network=network, norm=affine, chunk_size=C, forget_to=forget_to)
     state = None
     if initial:
         groups = [tuple(rand(B, *w.shape, gen=gen) for w in weights) for _ in range(3)]
@@ -63,7 +64,7 @@ def test_trace_equals_the_definition(depth, C, per_layer, norm, residual, activa
         begins = torch.zeros(B, dtype=torch.bool) if part is None else part[:, 0]
         start = [torch.where(begins.view(-1, 1, 1, 1), w, torch.where((before.offset == 0).view(-1, 1, 1, 1), m, c))
                  for w, m, c in zip(weights, before.weights, before.chunk_weights, strict=True)]
-        expected = gradient_norm(k[:, t], v[:, t], start, affine, residual, activation)
+        expected = gradient_norm(k[:, t], v[:, t], start, affine, network)
         for figure, truth in ((trace.surprise, expected), (trace.weight_norm, norm_of(state.weights)),
                               (trace.momentum_norm, norm_of(state.momentum))):  # fmt: skip
             torch.testing.assert_close(figure[:, t], truth, rtol=1e-9, atol=1e-9)

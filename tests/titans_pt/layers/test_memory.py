@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from titans_pt.config import MemoryConfig
-from titans_pt.layers.memory import MemoryGates, NeuralMemory, Projection, default_step_bound
+from titans_pt.layers.memory import MemoryGates, NeuralMemory, Projection, _HardSigmoid, default_step_bound
 
 
 @pytest.mark.parametrize("chunk_size", [1, 16, 64, 2048])
@@ -23,12 +23,73 @@ def test_the_step_is_bounded_whatever_the_gates_see(chunk_size, scale):
 def test_gates_start_where_they_are_configured():
     config = MemoryConfig(per_layer_gates=True, depth=3, theta_init=0.25, eta_init=0.75, alpha_init=0.01)
     gates = MemoryGates(8, 2, config)
-    gates.reset_parameters()
+    gates.own_initialisation()
     theta, eta, alpha = gates(torch.zeros(1, 1, 8))
     assert theta.shape == (1, 1, 2, 3)
     torch.testing.assert_close(eta, torch.full_like(eta, 0.75))
     torch.testing.assert_close(alpha, torch.full_like(alpha, 0.01))
     torch.testing.assert_close(theta, torch.full_like(theta, gates.bound * 0.25 * 0.25))
+
+
+@pytest.mark.parametrize("start", [0.001, 0.5, 0.999])
+def test_hard_gates_start_where_they_are_configured(start):
+    """Inside their range, so that none is dead from the start."""
+    config = MemoryConfig(gates="hard", theta_init=start, eta_init=0.5, alpha_init=start)
+    gates = MemoryGates(8, 2, config)
+    gates.own_initialisation()
+    theta, eta, alpha = gates(torch.zeros(1, 1, 8))
+    torch.testing.assert_close(eta, torch.full_like(eta, 0.5))
+    torch.testing.assert_close(alpha, torch.full_like(alpha, start), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(theta, torch.full_like(theta, gates.bound * 0.5 * start), rtol=1e-4, atol=1e-6)
+    alpha.sum().backward()
+    assert (gates.linear.bias.grad.view(2, 1, 3)[..., 2] > 0.04).all()
+
+
+def test_hard_gates_reach_zero_and_one():
+    gates = MemoryGates(1, 1, MemoryConfig(gates="hard"))
+    torch.nn.init.ones_(gates.linear.weight)
+    torch.nn.init.zeros_(gates.linear.bias)
+    theta, eta, alpha = (g.flatten().tolist() for g in gates(torch.tensor([[[-50.0], [-4.0], [0.0], [4.0], [50.0]]])))
+    assert eta == alpha == [0, 0, 0.5, 1, 1]
+    assert theta[:2] == [0, 0] and theta[3:] == [0, 0] and theta[2] > 0
+
+
+@pytest.mark.parametrize("dead, alive", [(-9.0, 1.0), (9.0, 0.0)])
+def test_a_dead_gate_comes_back(dead, alive):
+    """Far beyond the cut, where the clamp's gradient is 0 and a sigmoid's next to it: plain descent, a few steps."""
+    gates = MemoryGates(8, 2, MemoryConfig(gates="hard"))
+    gates.own_initialisation()
+    with torch.no_grad():
+        gates.linear.bias.view(2, 1, 3)[..., 2] = dead
+    x = torch.randn(1, 20, 8, generator=torch.Generator().manual_seed(0))
+    first = gates(x)[2]
+    assert ((first == 0) | (first == 1)).all()
+    for _ in range(20):
+        loss = (gates(x)[2] - alive).square().mean()
+        gates.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p in gates.parameters():
+                p -= 20 * p.grad
+    assert (gates(x)[2] - alive).abs().max() < 0.5
+
+
+def test_a_gate_at_its_end_is_not_pushed_further():
+    z = torch.tensor([-9.0, -9.0, 9.0, 9.0, 0.0], requires_grad=True)
+    _HardSigmoid.apply(z).backward(torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0]))
+    edge = 1.1 * (0.05 / 1.1) * (1.05 / 1.1)
+    torch.testing.assert_close(z.grad, torch.tensor([0.0, -edge, 0.0, edge, 1.1 / 4]))
+
+
+def test_hard_gates_compile_whole():
+    gates = MemoryGates(8, 2, MemoryConfig(gates="hard"))
+    x = 9 * torch.randn(1, 20, 8, generator=torch.Generator().manual_seed(0))
+
+    def grads(call):
+        return torch.autograd.grad(sum((n + 1) * g.sum() for n, g in enumerate(call(x))), gates.parameters())
+
+    for a, b in zip(grads(torch.compile(gates, fullgraph=True, backend="aot_eager")), grads(gates), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_gate_that_is_off_is_zero():
@@ -61,3 +122,33 @@ def test_a_prefix_is_written_to_the_memory_that_others_begin_with():
     _, start = memory.start_after(prefix)
     whole, _ = memory(torch.cat([prefix.expand(2, -1, -1), x], 1))
     torch.testing.assert_close(memory(x, start=start)[0], whole[:, 8:])
+
+
+def test_forgetting_leads_to_the_start_after_the_prefix():
+    """In later calls of the stream, too, which are not given it again; the learned weights are not it."""
+    torch.manual_seed(0)
+    config = MemoryConfig(chunk_size=4, expansion=2, forget_to="start", writes=False)
+    memory = NeuralMemory(8, 2, 3, config, 1e-5)
+    start = tuple(w + torch.randn_like(w) for w in memory.network()[0])
+    memory.gates.writes = True
+    memory.gates.own_initialisation()
+    with torch.no_grad():
+        memory.gates.linear.weight.zero_()
+        bias = memory.gates.linear.bias.view(2, 1, 3)
+        bias[..., 0], bias[..., 2] = -80, 0  # nothing is written, half is forgotten
+    x = torch.randn(2, 9, 8)
+    _, state = memory(x[:, :4], start=start)
+    state.memory.weights = tuple(w + 1 for w in state.memory.weights)
+    for piece in (x[:, 4:6], x[:, 6:]):
+        _, state = memory(piece, state)
+    for w, w0 in zip(state.memory.weights, start, strict=True):
+        torch.testing.assert_close(w, (w0 + 0.5**5).expand_as(w))
+
+
+def test_a_state_keeps_no_start_that_nobody_needs():
+    torch.manual_seed(0)
+    prefix, x = torch.randn(1, 8, 8), torch.randn(2, 5, 8)
+    zero = NeuralMemory(8, 2, 1, MemoryConfig(chunk_size=4, expansion=2, forget_to="zero"), 1e-5)
+    assert zero(x, start=zero.start_after(prefix)[1])[1].start is None
+    plain = NeuralMemory(8, 2, 1, MemoryConfig(chunk_size=4, expansion=2, forget_to="start"), 1e-5)
+    assert plain(x)[1].start is None

@@ -40,6 +40,10 @@ VARIANTS = {
     "lmm-deep-per-layer": (["lmm"], {"depth": 4, "per_layer_gates": True}),
     "mac-per-layer": (["mac"], {"per_layer_gates": True}),
     "mac-linear-plain": (["mac"], {"depth": 1, "norm": False, "residual": False}),
+    "lmm-to-start": (["lmm"], {"forget_to": "start", "gates": "hard", "alpha_init": 0.2}),
+    "mac-to-start": (["mac"], {"forget_to": "start", "gates": "hard", "alpha_init": 0.2}),
+    "mag-to-start": (["mag"], {"forget_to": "start", "alpha_init": 0.2, "depth": 1, "per_layer_gates": True}),
+    "mal-to-start": (["mal"], {"forget_to": "start", "alpha_init": 0.2, "depth": 3}),
     "mag-no-momentum": (["mag"], {"momentum": False, "forgetting": False}),
 }
 
@@ -74,6 +78,9 @@ def test_variants_causal_and_streaming(variant):
     model = small(mixers, **memory)
     check_causal(model, 18)
     check_streaming(model, [5, 6, 20])
+    reset = torch.zeros(2, T, dtype=torch.bool)
+    reset[0, 9] = reset[1, 21] = reset[1, 37] = True
+    check_streaming(model, [5, 6, 20], reset)
 
 
 def check_streaming(model, cuts, reset=None):

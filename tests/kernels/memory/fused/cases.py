@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from titans_pt.kernels.memory import MemoryState, neural_memory
+from titans_pt.kernels.memory import MemoryState, NetworkShape, neural_memory
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -26,6 +26,7 @@ class Case:
     norm: bool = True
     residual: bool = True
     activation: str = "gelu"
+    forget_to: str = "zero"
     initial: bool = False
     resets: bool = False
     extremes: bool = False
@@ -51,14 +52,14 @@ def inputs(case: Case) -> tuple[list[Tensor], dict]:
             torch.where(torch.rand(shape, generator=draw) < 0.3, torch.randint(0, 2, shape, generator=draw).float(), g)
             for g in (eta, alpha)
         )
-    widths = [D, *[case.expansion * D] * (L - 1), D]
-    weights = [rand(H, a, b) for a, b in zip(widths[:-1], widths[1:], strict=True)]
+    network = NetworkShape(D, case.expansion * D, L, case.norm, case.residual, case.activation)
+    weights = [rand(H, a, b) for a, b in network.layers]
     if not case.norm:
         weights = [w * w.shape[1] ** -0.5 for w in weights]
     leaves = [q, k, v, *(g.to(DEVICE) for g in (theta, eta, alpha)), *weights]
     if case.norm:
         leaves += [1 + 0.3 * rand(H, D), 0.3 * rand(H, D)]
-    options = {"residual": case.residual, "activation": case.activation, "chunk_size": case.C}
+    options = {"network": network, "chunk_size": case.C, "forget_to": case.forget_to}
     if case.resets:
         options["reset"] = (torch.rand(B, T, generator=draw) < 0.04).to(DEVICE)
     if case.initial:

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from titans_pt.kernels.memory.fused import coefficients, read, scan, step  # noqa: E402
 from titans_pt.kernels.memory.fused.configurations import KERNELS, block_tokens, precision, scale  # noqa: E402
 
-OPERANDS = {"q", "k", "v", "d_y", "out", "weights", "momenta", "hidden", "pulled", "error", "query_hidden",
+OPERANDS = {"base", "q", "k", "v", "d_y", "out", "weights", "momenta", "hidden", "pulled", "error", "query_hidden",
             "d_query_hidden", "d_out", "d_q", "d_k", "d_v"}  # fmt: skip
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INTEGERS = {"T", "H", "N", "first", "K"}
@@ -33,14 +33,17 @@ FUNCTIONS = {f.__name__: f for f in (
 )}  # fmt: skip
 
 
-def resources(kernel: str, D=64, expansion=2, C=64, depth=2, dtype="bf16", gates=1, **changed) -> dict:
+def resources(
+    kernel: str, D=64, expansion=2, C=64, depth=2, dtype="bf16", gates=1, forget_to="zero", **changed
+) -> dict:
     """registers and spills (bytes) of a thread, shared memory (bytes) of a program; changed: slice, warps."""
     function = FUNCTIONS[kernel]
     chosen = KERNELS[kernel][D]
     width = D * expansion if depth == 2 else D
     constants = {
         "D": D, "HIDDEN": width, "BLOCK": block_tokens(C), "LAYERS": depth, "GATES": gates, "CHUNK": C, "NORM": True,
-        "RESIDUAL": True, "RESET": False, "ACTIVATION": "gelu", "PRECISION": precision(DTYPES[dtype]),
+        "RESIDUAL": True, "RESET": False, "TO_START": forget_to == "start", "ACTIVATION": "gelu",
+        "PRECISION": precision(DTYPES[dtype]),
         "SCALE": scale(DTYPES[dtype], C),
         "SLICE": min(changed.get("slice", chosen.slice), width) if depth == 2 else D,
     }  # fmt: skip

@@ -14,6 +14,8 @@ FP32, FP16 = 1e-4, 2e-3
     Case(T=63, expansion=4, per_layer=True),
     Case(T=100, depth=1, H=1),
     Case(T=17, depth=1, per_layer=True, norm=False, activation="silu", resets=True, H=1),
+    Case(T=40, forget_to="start", per_layer=True, initial=True, resets=True),
+    Case(T=40, forget_to="start", depth=1, extremes=True),
 ], ids=str)  # fmt: skip
 def test_equals_the_definition(case):
     assert_equal(case, FP32, oracle="naive")
@@ -25,6 +27,8 @@ def test_equals_the_definition(case):
     Case(T=100, C=16, H=1, B=2, initial=True, resets=True, save_every=2, activation="relu"),
     Case(T=63, C=32, D=64, residual=False, H=1, extremes=True),
     Case(T=63, C=64, D=128, expansion=1, H=1),
+    Case(T=130, C=256, H=2, forget_to="start", initial=True),
+    Case(T=100, C=16, H=1, B=2, forget_to="start", initial=True, resets=True, save_every=2, activation="relu"),
 ], ids=str)  # fmt: skip
 def test_equals_the_dual_form(case):
     assert_equal(case, FP32)
@@ -33,6 +37,7 @@ def test_equals_the_dual_form(case):
 @pytest.mark.parametrize("case", [
     Case(T=100, C=64, D=64, H=1, dtype=torch.float16, initial=True),
     Case(T=63, C=16, depth=1, D=64, H=1, dtype=torch.float16),
+    Case(T=100, C=64, D=64, H=1, dtype=torch.float16, forget_to="start", initial=True),
     Case(T=130, C=256, D=64, expansion=1, H=1, dtype=torch.float16, initial=True),  # steps below fp16's range
 ], ids=str)  # fmt: skip
 def test_half_precision_operands(case):

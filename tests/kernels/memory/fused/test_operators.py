@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels.memory.fused import cases
 from tests.kernels.memory.fused.cases import DEVICE, Case, error, inputs, run
-from titans_pt.kernels.memory import neural_memory
+from titans_pt.kernels.memory import NetworkShape, neural_memory
 from titans_pt.kernels.memory.fused import fused_memory, layout, operators
 
 SMALL = Case(T=20, H=1, depth=1)
@@ -74,28 +74,27 @@ def test_auto_on_a_cpu_is_the_dual_form_without_a_warning(monkeypatch):
         neural_memory(*given, **options)
 
 
-def test_what_falls_back_says_why_once(monkeypatch):
+def test_what_falls_back_says_why_once():
     from titans_pt.kernels.memory import dispatch
 
     class OnGPU:
         """As much of a tensor as the choice looks at."""
 
-        device, dtype, shape = torch.device("cuda"), torch.float32, (1, 1, 1, 48)
+        device, dtype = torch.device("cuda"), torch.float32
 
-    weights = (torch.zeros(1, 48, 48),)
     dispatch._warn.cache_clear()
     with pytest.warns(UserWarning, match="head width 48 is none of"):
-        assert dispatch._fused(OnGPU, weights, 16, "auto") is None
+        assert dispatch._fused(OnGPU, NetworkShape(48, 48, 1), 16, "auto") is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert dispatch._fused(OnGPU, weights, 16, "auto") is None
-    monkeypatch.setattr(OnGPU, "shape", (1, 1, 1, 32))
-    assert dispatch._fused(OnGPU, (torch.zeros(1, 32, 32),), 16, "auto") is fused_memory
+        assert dispatch._fused(OnGPU, NetworkShape(48, 48, 1), 16, "auto") is None
+    assert dispatch._fused(OnGPU, NetworkShape(32, 32, 1), 16, "auto") is fused_memory
 
 
 @pytest.mark.parametrize("case", [
     Case(T=40, H=1, B=2, per_layer=True, activation="silu"),
     Case(T=40, H=1, depth=1, norm=False, residual=False),
+    Case(T=40, H=2, B=2, per_layer=True, forget_to="start"),
 ], ids=str)  # fmt: skip
 def test_decoding_is_the_sequence(case):
     """Prefill, then pieces of 1, 3, 8 and 5 tokens over a chunk's end, against one call."""
@@ -151,10 +150,10 @@ def test_more_resets_allowed_than_there_are(save_every, monkeypatch):
 
 
 def test_blocks_of_a_group_follow_the_budget_and_its_formula(monkeypatch):
-    q, gate, begin = torch.empty(2, 640, 3, 64), torch.empty(2, 640, 3, 2), torch.empty(3, 2, 64 * 128)
+    q, gate, network = torch.empty(2, 640, 3, 64), torch.empty(2, 640, 3, 2), NetworkShape(64, 128)
 
     def call(save_every=0):
-        return operators.Call(q, gate, begin, begin, None, None, 64, 0, True, "gelu", save_every)
+        return operators.Call(q, gate, network, False, None, 64, 0, save_every)
 
     c, D, h, L, G, b, rows = 64, 64, 128, 2, 2, 4, 6
     scratch = (2 * b * L * D * h + c * D * (12 + 2 * b) + c * h * (8 + 4 * b) + 4 * c * c * (G + L) + 24 * c * (G + L)
@@ -184,8 +183,7 @@ def test_peak_memory_on_a_gpu():
     torch.cuda.reset_peak_memory_stats()
     start = torch.cuda.memory_allocated()
     once()
-    gate = given[3].unsqueeze(-1)
-    call = operators.Call(given[0], gate, torch.empty(H, 2, D * h), gate, None, None, 64, 0, True, "gelu", 0)
+    call = operators.Call(given[0], given[3].unsqueeze(-1), options["network"], False, None, 64, 0, 0)
     rows, packed = B * H, 2 * D * h
     bound = call.groups * rows * 12 * packed + call.every * rows * call.block_bytes() + rows * (12 + 2) * packed
     copies = 4 * B * T * H * (8 * D * 4 + 6 * 4)  # q, k, v, out, their gradients, gates and theirs, at most in fp32

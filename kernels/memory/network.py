@@ -1,0 +1,45 @@
+"""What the memory's network is, but for its numbers."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class NetworkShape:
+    """M(x) = x + LN(W_L act(... act(W_1 x))), an MLP of each head.
+
+    width: D, of what goes in and comes out. hidden: width between layers (without a meaning at depth 1).
+    depth: L, weight matrices. norm: the LayerNorm (eps 1e-5, affine). residual: the ``x +``.
+    activation: "gelu" (exact), "silu" or "relu".
+    """
+
+    width: int
+    hidden: int
+    depth: int = 2
+    norm: bool = True
+    residual: bool = True
+    activation: str = "gelu"
+
+    @property
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """(d_in, d_out) of each weight matrix, in the order in which x meets them."""
+        widths = [self.width, *[self.hidden] * (self.depth - 1), self.width]
+        return tuple(zip(widths[:-1], widths[1:], strict=True))
+
+    @staticmethod
+    def of(
+        weights: tuple[Tensor, ...],
+        norm: tuple[Tensor, Tensor] | None,
+        residual: bool = True,
+        activation: str = "gelu",
+    ) -> "NetworkShape":
+        """The shape of given weights (..., d_in, d_out) and LayerNorm.
+
+        Raises:
+            ValueError: no weights.
+        """
+        if not weights:
+            raise ValueError("a memory has at least one weight matrix, got none")
+        width, hidden = weights[0].shape[-2:]
+        return NetworkShape(width, hidden, len(weights), norm is not None, residual, activation)
