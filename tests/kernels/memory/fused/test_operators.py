@@ -83,7 +83,7 @@ def test_what_falls_back_says_why_once(monkeypatch):
         device, dtype, shape = torch.device("cuda"), torch.float32, (1, 1, 1, 48)
 
     weights = (torch.zeros(1, 48, 48),)
-    dispatch._warn.cache_clear()
+    dispatch.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="head width 48 is none of"):
         assert dispatch._fused(OnGPU, weights, 16, "auto") is None
     with warnings.catch_warnings():
