@@ -191,7 +191,7 @@ class MemoryConfig(Section):
 
 class ModelConfig(Section):
     """What mixers share stands here; a mixer's own settings are a section of its name, ``model.NAME``, which the mixer
-    itself validates (titans_pt.models.settings)."""
+    itself validates."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, dict[str, Any]]
@@ -436,7 +436,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     """Text, tokenizer, token files and samples."""
     model: ModelConfig = ModelConfig()
-    """The language model."""
+    """The blocks and their mixers."""
     train: TrainConfig = TrainConfig()
     """Steps, batch, optimiser, checkpoints."""
     parallel: ParallelConfig = ParallelConfig()

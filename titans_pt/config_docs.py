@@ -5,11 +5,9 @@ sections of mixers and tasks.
 Sections inside sections, lists and dicts are followed wherever they stand; nothing here knows a section by name.
 """
 
-import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, Field, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
@@ -46,17 +44,18 @@ def whole_tree() -> type[Section]:
     from titans_pt.tasks import TASKS
 
     model = _with_sections(ModelConfig, MIXERS)
-    return create_model("Config", __base__=_with_sections(Config, TASKS), model=_field(model))
+    field = Field(default=model(), description=Config.model_fields["model"].description)
+    return create_model("Config", __base__=_with_sections(Config, TASKS), model=(model, field))
 
 
 def _with_sections(section: type[Section], registry: Registry) -> type[Section]:
     own = {name: registry.find(name).Settings for name in registry.names()}
-    fields = {name: _field(settings) for name, settings in own.items() if settings.model_fields}
+    fields = {
+        name: (settings, Field(default=settings(), description=f"The own settings of {name}, where it is used."))
+        for name, settings in own.items()
+        if settings.model_fields
+    }
     return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **fields)
-
-
-def _field(section: type[Section]) -> tuple[type[Section], Any]:
-    return section, Field(default=section(), description=inspect.cleandoc(section.__doc__))
 
 
 def json_schema(tree: type[Section] | None = None) -> JsonSchemaValue:

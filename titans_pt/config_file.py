@@ -47,9 +47,10 @@ def _validated(tree: dict, overrides: list[str], model: bool) -> Config:
             raise UserError(f"override {item!r}: write it as key.path=value, e.g. train.max_steps=10")
         _merge(tree, with_todays_names(_nest(key.split("."), _parse(value, f"override {item!r}"))))
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise UserError(one_line(error)) from None
+    return checked(config) if model else config
 
 
 def find_config(name: str | Path, folder: Path = Path()) -> Path:

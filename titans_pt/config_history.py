@@ -9,7 +9,7 @@ from titans_pt.config import Config, Section
 from titans_pt.config_check import checked
 from titans_pt.errors import UserError
 
-FORMER = {"model.memory.forget_to": "zero", "model.memory.gates": "sigmoid"}
+FORMER_DEFAULTS = {"model.memory.forget_to": "zero", "model.memory.gates": "sigmoid"}
 """Settings that are newer than stored trees which lack them, and whose default is not what the code did before."""
 
 
@@ -17,7 +17,7 @@ def as_stored(tree: dict) -> dict:
     """A tree that an earlier version stored whole (a run's config.yaml, a checkpoint, an exported folder), with what it
     meant by the settings that it did not have yet."""
     tree = copy.deepcopy(tree)
-    for path, value in FORMER.items():
+    for path, value in FORMER_DEFAULTS.items():
         *sections, key = path.split(".")
         section = tree
         for name in sections:
@@ -39,10 +39,10 @@ def completed(tree: dict) -> dict:
 
 
 def as_begun(config: Config, tree: dict) -> Config:
-    """``config`` for going on with a run that stored ``tree``: of the settings in FORMER, those that nobody gave are
-    what they were when it began, whatever today's default is."""
+    """``config`` for going on with a run that stored ``tree``: of the settings in FORMER_DEFAULTS, those that
+    nobody gave are what they were when it began, whatever today's default is."""
     tree = as_stored(tree)
-    for path in FORMER:
+    for path in FORMER_DEFAULTS:
         config = _unless_given(config, path.split("."), tree)
     return config
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from titans_pt import checkpoints
 from titans_pt.config import Config, config_hash
+from titans_pt.config_check import checked
 from titans_pt.config_history import as_stored
 from titans_pt.data_pipeline.tokenizers import FILES, load_tokenizer, saved_tokenizer
 from titans_pt.errors import UserError
@@ -63,7 +64,7 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def tree(self) -> Config:
-        return Config.model_validate(as_stored(self.settings))
+        return checked(Config.model_validate(as_stored(self.settings)))
 
 
 @dataclass
@@ -184,7 +185,7 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
         UserError: what ``load_run`` finds wrong with the run.
     """
     run, folder = load_run(run_dir, step, precision="fp32"), Path(folder)
-    tokenizer = TitansTokenizer(str(run.folder.tokenizer), run.config.data.tokenizer.eos_token)
+    tokenizer = TitansTokenizer(str(run.tokenizer.path), run.config.data.tokenizer.eos_token)
     config = TitansConfig(
         run.config.model_dump(mode="json"), run.step, run.checkpoint_hash,
         eos_token_id=run.tokenizer.eos_id, dtype="float32",

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from titans_pt.errors import UserError
+from titans_pt.models.mixers import MIXERS
 from titans_pt.tools.files import write_atomically
 
 FORMAT = "titans-state-1"
@@ -112,8 +113,8 @@ def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict:
         return {"tensor": name}
     if is_dataclass(value):
         kind = type(value)
-        if kind.__module__.partition(".")[0] != _PACKAGE:
-            raise TypeError(f"{kind.__module__}.{kind.__qualname__}: not a class of {_PACKAGE}")
+        if not _ours(kind.__module__):
+            raise TypeError(f"{kind.__module__}.{kind.__qualname__}: not a class of {_PACKAGE} or of a mixer's module")
         inner = {f.name: _flatten(getattr(value, f.name), _join(name, f.name), tensors) for f in fields(value)}
         return {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": inner}
     if type(value) in (list, tuple):
@@ -150,13 +151,18 @@ def _build(form: dict, file: Any, device: torch.device, path: Path) -> Any:
     raise UserError(f"{path}: its structure has {sorted(form)}, which this version does not know; write it anew")
 
 
+def _ours(module: str) -> bool:
+    """Whether a module may define states: those of this package, and those that mixers stand in."""
+    return module.partition(".")[0] == _PACKAGE or any(mixer.__module__ == module for mixer in MIXERS)
+
+
 def _class(name: str, path: Path) -> type:
     """A dataclass of ours by "module:name". A file may not name anything else: it could come from anywhere."""
     module, _, kind = name.partition(":")
     if module.startswith(_BEFORE):
         module = f"{_PACKAGE}.{module}"
     found = None
-    if module.partition(".")[0] == _PACKAGE:
+    if _ours(module):
         try:
             found = getattr(importlib.import_module(module), kind, None)
         except ImportError:

@@ -125,7 +125,7 @@ def test_no_checkpoint_yet(run):
         load_run(folder.path)
 
 
-def test_a_run_of_before_a_setting_existed(run, tiny, monkeypatch, tmp_path):
+def test_a_run_of_before_a_setting_existed(run, tiny, monkeypatch):
     """It is read, and goes on, as what it was then, whatever the default is today."""
     folder, weights = run
     path = folder.checkpoints / "step-00000003"
@@ -133,7 +133,7 @@ def test_a_run_of_before_a_setting_existed(run, tiny, monkeypatch, tmp_path):
     state.config["model"]["memory"].pop("writes")
     checkpoints.save(folder.checkpoints, weights, {}, state)
     folder.config.write_text(folder.config.read_text().replace("    writes: true\n", ""))
-    monkeypatch.setattr("titans_pt.config_history.FORMER", {"model.memory.writes": False})
+    monkeypatch.setattr("titans_pt.config_history.FORMER_DEFAULTS", {"model.memory.writes": False})
     assert load_run(folder.path).config.model.memory.writes is False
     *_, config = find_start(Language(load_config(tiny())), folder, state.identity)
     assert config.model.memory.writes is False

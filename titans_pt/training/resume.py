@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState

@@ -28,7 +28,6 @@ INTEGERS = {"T", "D", "B"}
 def resources(kernel: str, N=16, dtype="bf16", mamba=True, reset=False, **changed) -> dict:
     """registers and spills (bytes) of a thread, shared memory (bytes) of a program; changed: tokens, cells, warps."""
     function = getattr(fused, kernel)
-    channels = max(1, changed.get("cells", fused.CELLS) // N)
     constants = {
         "N": N, "TOKENS": changed.get("tokens", fused.TOKENS),
         "CHANNELS": max(1, changed.get("cells", fused.CELLS) // N),

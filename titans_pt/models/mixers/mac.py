@@ -46,8 +46,6 @@ class MACState:
 
 
 class MACSettings(Section):
-    """MAC's own."""
-
     segment: Positive = 512
     """Tokens of a segment."""
     memory_tokens: Positive = 256
