@@ -167,8 +167,8 @@ class MemoryConfig(Section):
     """Where alpha pulls the weights. zero, as the paper prints it: M = (1 - alpha) M + S. start, where the document's
     memory began: M = (1 - alpha) (M - M_0) + M_0 + S. Small weights under the LayerNorm make inner steps large."""
     gates: Literal["hard", "sigmoid"] = "sigmoid"
-    """hard: a sigmoid stretched to (-0.05, 1.05) and cut to [0, 1], so that gates reach both: what is not to be written
-    is not, what is not to be forgotten stays. sigmoid: they only come near."""
+    """hard: theta and alpha are a sigmoid stretched to (-0.05, 1.05) and cut to [0, 1], so that they reach both: what
+    is not to be written is not, what is not to be forgotten stays. sigmoid: they only come near. eta is one in both."""
     per_layer_gates: bool = False
     """One theta, eta, alpha for each of the memory's ``depth`` layers instead of one for all."""
     step_bound: Annotated[float, Field(gt=0.0)] | None = None
@@ -485,6 +485,24 @@ def as_stored(tree: dict) -> dict:
         if isinstance(section, dict):
             section.setdefault(key, value)
     return tree
+
+
+def as_before(config: Config, tree: dict) -> Config:
+    """``config`` for going on with a run that stored ``tree``: of FORMER_DEFAULTS' settings those that nobody gave are
+    what they were for that run, whatever today's default is."""
+    tree = as_stored(tree)
+    for path in FORMER_DEFAULTS:
+        config = _unless_given(config, path.split("."), tree)
+    return config
+
+
+def _unless_given(section: Section, keys: list[str], tree: Any) -> Section:
+    """The section with the value that ``tree`` has at the place ``keys``, unless the section was given one."""
+    key, *deeper = keys
+    if not isinstance(tree, dict) or key not in tree or (not deeper and key in section.model_fields_set):
+        return section
+    value = _unless_given(getattr(section, key), deeper, tree[key]) if deeper else tree[key]
+    return section.model_copy(update={key: value})
 
 
 def config_hash(section: Section) -> str:

@@ -9,8 +9,9 @@ import pytest
 from pydantic import Field
 
 from titans_pt.config import Config, Section
+from titans_pt.config_check import known_paths
 from titans_pt.config_docs import PAGE, SCHEMA, json_schema, settings_page
-from titans_pt.config_file import _parse, known_paths
+from titans_pt.config_file import _parse
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

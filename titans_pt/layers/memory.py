@@ -38,30 +38,31 @@ STRETCH = 0.05
 
 
 class _HardSigmoid(torch.autograd.Function):
-    """z -> sigmoid(z) stretched to (-STRETCH, 1 + STRETCH) and cut to [0, 1].
+    """z -> sigmoid(z) stretched to (-STRETCH, 1 + STRETCH) and cut to [0, 1]; the gradient does not see the cut.
 
-    Beyond a cut the gradient has the slope of the cut where a step down it leads back into the range, and is 0 where
-    it leads further out: a gate at 0 or 1 stays there for as long as that is best, and no longer.
+    So a gate that is cut can come back: no gate is dead. The gradient must be the same in both directions: one that
+    passes only where it leads back into the range pulls a gate, by its noise alone, off the 0 that would be best.
     """
 
     @staticmethod
     def forward(ctx, z: Tensor) -> Tensor:
-        y = (1 + 2 * STRETCH) * torch.sigmoid(z) - STRETCH
-        ctx.save_for_backward(y)
-        return y.clamp(0, 1)
+        share = torch.sigmoid(z)
+        ctx.save_for_backward(share)
+        return ((1 + 2 * STRETCH) * share - STRETCH).clamp(0, 1)
 
     @staticmethod
     def backward(ctx, d_gate: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        share = (y.clamp(0, 1) + STRETCH) / (1 + 2 * STRETCH)
-        outward = ((y <= 0) & (d_gate > 0)) | ((y >= 1) & (d_gate < 0))
-        return torch.where(outward, 0, d_gate * (1 + 2 * STRETCH) * share * (1 - share))
+        (share,) = ctx.saved_tensors
+        return d_gate * (1 + 2 * STRETCH) * share * (1 - share)
 
     @staticmethod
     def inverse(gate: float) -> float:
         """z of a gate inside (0, 1)."""
-        share = (gate + STRETCH) / (1 + 2 * STRETCH)
-        return math.log(share / (1 - share))
+        return _logit((gate + STRETCH) / (1 + 2 * STRETCH))
+
+
+def _logit(gate: float) -> float:
+    return math.log(gate / (1 - gate))
 
 
 class MemoryGates(nn.Module):
@@ -83,19 +84,27 @@ class MemoryGates(nn.Module):
         self.linear = nn.Linear(d_model, 3 * n_heads * self.layers)
 
     def own_initialisation(self):
-        """Gates start nearly constant at their configured values."""
-        starts = (self.config.theta_init, self.config.eta_init, self.config.alpha_init)
+        """Gates start nearly constant at their configured values.
+
+        A hard alpha is made so: next to its cut it is fifty times as steep as a sigmoid there, and under weights like
+        the others' a tenth would be forgotten at some tokens from the first step on.
+        """
+        hard = self.config.gates == "hard"
+        logit = _HardSigmoid.inverse if hard else _logit
+        starts = logit(self.config.theta_init), _logit(self.config.eta_init), logit(self.config.alpha_init)
         with torch.no_grad():
-            bias = self.linear.bias.view(self.n_heads, self.layers, 3)
-            inverse = _HardSigmoid.inverse if self.config.gates == "hard" else lambda p: math.log(p / (1 - p))
-            bias.copy_(torch.tensor([inverse(p) for p in starts]))
+            self.linear.bias.view(self.n_heads, self.layers, 3).copy_(torch.tensor(starts))
+            if hard:
+                self.linear.weight.view(self.n_heads, self.layers, 3, -1)[:, :, 2] = 0
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         raw = self.linear(x)
         raw = raw.to(state_dtype(x))
         raw = raw.unflatten(-1, (self.n_heads, self.layers, 3))  # heads outermost: they split over ranks
-        gates = _HardSigmoid.apply(raw) if self.config.gates == "hard" else torch.sigmoid(raw)
-        theta, eta, alpha = gates.unbind(-1)
+        theta, eta, alpha = raw.unbind(-1)
+        gate = _HardSigmoid.apply if self.config.gates == "hard" else torch.sigmoid
+        # Momentum is never hard: at 1 the surprise of a token would be added again with every later one, for ever.
+        theta, eta, alpha = gate(theta), torch.sigmoid(eta), gate(alpha)
         if not self.config.momentum:
             eta = torch.zeros_like(eta)
         if not self.config.forgetting:

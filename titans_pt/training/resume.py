@@ -2,11 +2,10 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
-from titans_pt.config import FORMER_DEFAULTS, Config, Section, as_stored
+from titans_pt.config import Config, as_before
 from titans_pt.config_check import completed
 from titans_pt.errors import UserError
 from titans_pt.run import differences
@@ -17,24 +16,11 @@ log = logging.getLogger(__name__)
 
 
 def as_begun(config: Config, folder: RunFolder) -> Config:
-    """``config`` for going on with the run in ``folder``, if there is one to go on with: settings whose default has
-    changed since it began, and that nobody gave, are what they were then."""
+    """``config`` for going on with the run in ``folder``, where there is one to go on with (see as_before)."""
     path = checkpoints.newest_complete(folder.checkpoints) if config.train.resume == "auto" else None
     if path is None:
         return config
-    tree = as_stored(checkpoints.read_state(path).config)
-    for key in FORMER_DEFAULTS:
-        config = _unless_given(config, key.split("."), tree)
-    return config
-
-
-def _unless_given(section: Section, keys: list[str], tree: Any) -> Section:
-    """The section with the value that ``tree`` has at the place ``keys``, unless the section was given one."""
-    key, *deeper = keys
-    if not isinstance(tree, dict) or key not in tree or (not deeper and key in section.model_fields_set):
-        return section
-    value = _unless_given(getattr(section, key), deeper, tree[key]) if deeper else tree[key]
-    return section.model_copy(update={key: value})
+    return as_before(config, checkpoints.read_state(path).config)
 
 
 def find_start(task: Task, folder: RunFolder, identity: dict[str, str]):
