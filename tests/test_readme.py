@@ -1,14 +1,15 @@
 """The README and the pages in docs/ name only what exists."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from titans_pt.cli import _parser
-from titans_pt.config_file import known_paths, load_config
+from tests.command_line import leaves, parsed
+from titans_pt.cli import program
+from titans_pt.config_check import known_paths
+from titans_pt.config_docs import whole_tree
+from titans_pt.config_file import load_config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -27,14 +28,23 @@ def test_commands_parse_and_their_settings_are_valid():
     assert len(found) >= 4
     for words in found:
         arguments = words[1:] if words[0] == "titans" else ["train", *words[1:]]
-        options = _parser().parse_args(arguments)
-        load_config(ROOT / options.config, options.overrides)
+        params = parsed(*arguments)
+        load_config(ROOT / params["config"], params["overrides"])
 
 
-def test_subcommands_are_those_of_the_program():
-    listed = set(re.findall(r"^titans (\w+) ", README, re.M))
-    usage = subprocess.run([sys.executable, "-m", "titans_pt", "--help"], capture_output=True, text=True, cwd=ROOT)
-    assert listed == set(re.findall(r"^ {4}(\w+)", usage.stdout, re.M))
+def test_the_table_of_commands_is_the_program():
+    """Its groups, its commands in full, and that the arguments and options after them exist."""
+    known, listed = dict(leaves()), {}
+    for section, lines in re.findall(r"^(\w+)\n((?:  titans .*\n)+)", README, re.M):
+        for usage, about in re.findall(r"^  titans (.*?)  +(.*)$", lines, re.M):
+            *group, names = re.match(r"[a-z| ]+(?= |$)", usage)[0].split()
+            for name in names.split("|"):
+                words = (*group, name)
+                assert section == program.commands.section(words[0]), usage
+                listed[words] = known[words]
+                options = {option for parameter in known[words].params for option in parameter.opts}
+                assert set(re.findall(r"--[a-z-]+", usage + about)) <= options, usage
+    assert listed == known
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -46,7 +56,7 @@ def test_links_and_settings_exist(page):
         assert (ROOT / folder).is_dir(), folder
     for path in re.findall(r"`((?:titans_pt|kernels|data_pipeline|configs|launch)/[\w/.]+\.\w+)`", text):
         assert (ROOT / path).exists(), path
-    known = known_paths()
+    known = known_paths(whole_tree())
     for setting in re.findall(r"`((?:run|data|model|train|parallel|evaluation|wandb)\.[a-z_.]+)[`=]", text):
         assert setting in known, setting
 

@@ -67,8 +67,8 @@ def run(arguments: list[str]) -> int:
     except click.exceptions.Exit as done:  # --help, --version
         return done.exit_code
     except click.UsageError as error:
-        where = error.ctx.command_path if error.ctx else "titans"
-        return _fail(f"{error.format_message().rstrip('.')} (see {where} --help)")
+        help = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
+        return _fail(error.format_message().rstrip(".") + help)
     except UserError as error:
         return _fail(str(error))
     except OSError as error:

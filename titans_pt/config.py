@@ -191,7 +191,7 @@ class MemoryConfig(Section):
 
 class ModelConfig(Section):
     """What mixers share stands here; a mixer's own settings are a section of its name, ``model.NAME``, which the mixer
-    itself validates (titans_pt.models.settings)."""
+    itself validates."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, dict[str, Any]]
@@ -436,7 +436,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     """Text, tokenizer, token files and samples."""
     model: ModelConfig = ModelConfig()
-    """The language model."""
+    """The blocks and their mixers."""
     train: TrainConfig = TrainConfig()
     """Steps, batch, optimiser, checkpoints."""
     parallel: ParallelConfig = ParallelConfig()
@@ -468,41 +468,6 @@ class Config(Section):
              "ZeRO 3 gathers parameters in the middle of a block, which cannot be compiled; set "
              "parallel.zero_stage=2, or leave train.compile at null")
         return self
-
-FORMER_DEFAULTS = {"model.memory.forget_to": "zero", "model.memory.gates": "sigmoid"}
-"""Settings that are newer than stored trees which lack them, and whose default is not what the code did before."""
-
-
-def as_stored(tree: dict) -> dict:
-    """A tree that an earlier version stored whole (a run's config.yaml, a checkpoint, an exported folder), with what it
-    meant by the settings that it did not have yet."""
-    tree = copy.deepcopy(tree)
-    for path, value in FORMER_DEFAULTS.items():
-        *sections, key = path.split(".")
-        section = tree
-        for name in sections:
-            section = section.get(name) if isinstance(section, dict) else None
-        if isinstance(section, dict):
-            section.setdefault(key, value)
-    return tree
-
-
-def as_before(config: Config, tree: dict) -> Config:
-    """``config`` for going on with a run that stored ``tree``: of FORMER_DEFAULTS' settings those that nobody gave are
-    what they were for that run, whatever today's default is."""
-    tree = as_stored(tree)
-    for path in FORMER_DEFAULTS:
-        config = _unless_given(config, path.split("."), tree)
-    return config
-
-
-def _unless_given(section: Section, keys: list[str], tree: Any) -> Section:
-    """The section with the value that ``tree`` has at the place ``keys``, unless the section was given one."""
-    key, *deeper = keys
-    if not isinstance(tree, dict) or key not in tree or (not deeper and key in section.model_fields_set):
-        return section
-    value = _unless_given(getattr(section, key), deeper, tree[key]) if deeper else tree[key]
-    return section.model_copy(update={key: value})
 
 
 def config_hash(section: Section) -> str:

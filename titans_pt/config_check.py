@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from titans_pt.config import Config, as_stored
+from titans_pt.config import Config
 from titans_pt.errors import UserError
 
 
@@ -39,17 +39,6 @@ def checked(config: Config) -> Config:
     return config
 
 
-def completed(tree: dict) -> dict:
-    """A tree stored by an earlier version, with the settings that are new since then at what was done before.
-
-    A tree that is not valid any more comes back as it is: its differences are then told by name.
-    """
-    try:
-        return checked(Config.model_validate(as_stored(tree))).model_dump(mode="json")
-    except (ValidationError, UserError):
-        return tree
-
-
 def _with_sections(section: Any, prefix: str, owners: dict[str, Any], registry: Any) -> Any:
     """``section`` with the own sections of ``owners``, all keys in them, and no others."""
     found = {}
@@ -65,7 +54,7 @@ def _with_sections(section: Any, prefix: str, owners: dict[str, Any], registry: 
         if own and name in owners:
             found[name] = own
     tree = {name: getattr(section, name) for name in type(section).model_fields}
-    return type(section).model_construct(**tree, **found)
+    return type(section).model_construct(section.model_fields_set | found.keys(), **tree, **found)
 
 
 def _need(ok: bool, path: str, given: Any, allowed: str):

@@ -1,4 +1,5 @@
-"""The settings as a JSON schema, for editors, and as a page, for readers: both made from config.py.
+"""The settings as a JSON schema, for editors, and as a page, for readers: both made from config.py and from the own
+sections of mixers and tasks.
 
 ``python -m titans_pt.config_docs`` in the root of the repository writes configs/schema.json and docs/settings.md.
 Sections inside sections, lists and dicts are followed wherever they stand; nothing here knows a section by name.
@@ -8,10 +9,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from titans_pt.config import Config, Section
+from titans_pt.config import Config, ModelConfig, Section
+from titans_pt.registry import Registry
 
 SCHEMA, PAGE = "configs/schema.json", "docs/settings.md"
 _INHERIT = {
@@ -21,7 +23,8 @@ _INHERIT = {
 _INTRODUCTION = """\
 # All settings
 
-Made from [titans_pt/config.py](../titans_pt/config.py) by `make settings`; do not edit it here.
+Made by `make settings` from [titans_pt/config.py](../titans_pt/config.py) and from what mixers and tasks have of their
+own; do not edit it here.
 
 A YAML file holds them as a tree; `key.path=value` on the command line wins over the file. A setting that is left out
 has its default. `inherit: FILE` or `inherit: [FILE, ...]` at the top of a file takes over what other files say.
@@ -34,12 +37,34 @@ file that begins with `# yaml-language-server: $schema=PATH`, where PATH leads f
 """
 
 
-def json_schema(tree: type[Section] = Config) -> JsonSchemaValue:
+def whole_tree() -> type[Section]:
+    """Config with the own sections of all mixers and tasks as fields like all others."""
+    # Not at the top: they import torch.
+    from titans_pt.models.mixers import MIXERS
+    from titans_pt.tasks import TASKS
+
+    model = _with_sections(ModelConfig, MIXERS)
+    field = Field(default=model(), description=Config.model_fields["model"].description)
+    return create_model("Config", __base__=_with_sections(Config, TASKS), model=(model, field))
+
+
+def _with_sections(section: type[Section], registry: Registry) -> type[Section]:
+    own = {name: registry.find(name).Settings for name in registry.names()}
+    fields = {
+        name: (settings, Field(default=settings(), description=f"The own settings of {name}, where it is used."))
+        for name, settings in own.items()
+        if settings.model_fields
+    }
+    return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **fields)
+
+
+def json_schema(tree: type[Section] | None = None) -> JsonSchemaValue:
     """What a YAML file of settings may hold, as a JSON schema (draft 2020-12) with the docs as descriptions.
 
-    Rules that join several settings (d_model is a multiple of n_heads) are the program's to check.
+    Rules that join several settings (d_model is a multiple of n_heads) are the program's to check. ``tree`` is
+    :func:`whole_tree` by default.
     """
-    schema = tree.model_json_schema(schema_generator=_Generator)
+    schema = (tree or whole_tree()).model_json_schema(schema_generator=_Generator)
     for section in schema["$defs"].values():
         section.pop("title", None)
     schema["properties"] = {"inherit": _INHERIT} | schema["properties"]
@@ -60,7 +85,7 @@ class _Generator(GenerateJsonSchema):
         return super().default_schema(schema)
 
 
-def settings_page(tree: type[Section] = Config) -> str:
+def settings_page(tree: type[Section] | None = None) -> str:
     """All settings as a page of Markdown: path, what is allowed, default and meaning."""
     schema = json_schema(tree)
     del schema["properties"]["inherit"]

@@ -8,8 +8,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from titans_pt.config import Config, as_stored, with_todays_names
+from titans_pt.config import Config, with_todays_names
 from titans_pt.config_check import checked, one_line
+from titans_pt.config_history import as_stored
 from titans_pt.errors import UserError
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -30,26 +31,26 @@ def load_config(name: str | Path, overrides: list[str] = (), model: bool = True)
     Raises:
         UserError: one line that names the path, what was given and what is allowed.
     """
-    config = _validated(_read(find_config(name), ()), overrides)
-    return checked(config) if model else config
+    return _validated(_read(find_config(name), ()), overrides, model)
 
 
-def load_stored(path: str | Path, overrides: list[str] = ()) -> Config:
-    """As :func:`load_config`, of a file that :func:`resolved_yaml` wrote, if need be in an earlier version: by what it
-    lacks it means what that version did."""
-    return checked(_validated(as_stored(_read(Path(path), ())), overrides))
+def load_stored(path: Path, overrides: list[str] = ()) -> Config:
+    """As :func:`load_config`, of a file that :func:`resolved_yaml` wrote, if need be in an earlier version: what it
+    lacks is what that version did."""
+    return _validated(as_stored(_read(Path(path), ())), overrides, model=True)
 
 
-def _validated(tree: dict, overrides: list[str]) -> Config:
+def _validated(tree: dict, overrides: list[str], model: bool) -> Config:
     for item in overrides:
         key, sep, value = item.partition("=")
         if not sep or not key:
             raise UserError(f"override {item!r}: write it as key.path=value, e.g. train.max_steps=10")
         _merge(tree, with_todays_names(_nest(key.split("."), _parse(value, f"override {item!r}"))))
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise UserError(one_line(error)) from None
+    return checked(config) if model else config
 
 
 def find_config(name: str | Path, folder: Path = Path()) -> Path:

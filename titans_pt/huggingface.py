@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titans_pt import checkpoints
-from titans_pt.config import Config, as_stored, config_hash
+from titans_pt.config import Config, config_hash
+from titans_pt.config_check import checked
+from titans_pt.config_history import as_stored
 from titans_pt.data_pipeline.tokenizer import FILES, Tokenizer, saved_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
@@ -62,7 +64,7 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def tree(self) -> Config:
-        return Config.model_validate(as_stored(self.settings))
+        return checked(Config.model_validate(as_stored(self.settings)))
 
 
 @dataclass

@@ -4,7 +4,7 @@ import importlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,9 @@ def _build(form: dict, file: Any, device: torch.device, path: Path) -> Any:
             return tensor.to(device) if tensor.is_floating_point() else tensor
         case {"class": name, "fields": inner}:
             kind = _class(name, path)
-            if set(inner) != {f.name for f in fields(kind)}:
+            known = {f.name for f in fields(kind)}
+            needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+            if not needed <= set(inner) <= known:  # what came later has a default: what was done before it
                 raise UserError(f"{path}: {name} has other fields in this version; write the state anew")
             return kind(**{key: _build(item, file, device, path) for key, item in inner.items()})
         case {"list": items}:

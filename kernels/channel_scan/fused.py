@@ -17,10 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS = 32
-"""Tokens of a tile."""
-CELLS = 256
-"""Entries of the state (channels times N) that a program has."""
+"""Tokens of a tile. Kept for the backward pass: 4 N / TOKENS bytes per token and channel."""
+CELLS = 128
+"""Entries of the state (channels times N) that a program has. Its share of the gradients of k and q, while the backward
+pass runs: 8 N N / CELLS bytes per token and channel."""
 WARPS = 8
+"""For all of these: what fits the registers of Hopper's threads (tests/kernels/channel_scan/test_compilation.py)."""
 STATES = (4, 8, 16, 32, 64, 128)
 
 
@@ -54,11 +56,7 @@ def _after(a, u, b, w):
 @triton.jit
 def _decay(step, k, rate, RATE: tl.constexpr):
     """step (t, c), k (t, n), rate (c, n) -> (t, c, n). 1 where step is 0."""
-    if RATE:
-        a = tl.exp(-rate[None, :, :] * step[:, :, None])
-    else:
-        a = 1 - step[:, :, None] * (k * k)[:, None, :]
-    return a
+    return tl.exp(-rate[None, :, :] * step[:, :, None]) if RATE else 1 - step[:, :, None] * (k * k)[:, None, :]
 
 
 @triton.jit
@@ -85,7 +83,7 @@ def scan(
         pace = tl.load(rate + cells, mask=here, other=0.0)
     h = tl.load(state + row * D * N + cells, mask=here, other=0.0)
     tiles = tl.cdiv(T, TOKENS)
-    for tile in range(0, tiles):
+    for tile in range(tiles):
         if KEEP:
             tl.store(starts + (row * tiles + tile) * D * N + cells, h, mask=here)
         first, there = row * T + tile * TOKENS, tile * TOKENS + t < T
@@ -125,7 +123,7 @@ def scan_backward(
         d_pace = tl.zeros([CHANNELS, N], tl.float32)
     later = tl.load(d_after + row * D * N + cells, mask=here, other=0.0)
     tiles = tl.cdiv(T, TOKENS)
-    for back in range(0, tiles):
+    for back in range(tiles):
         tile = tiles - 1 - back
         first, there = row * T + tile * TOKENS, tile * TOKENS + t < T
         wide, narrow = there[:, None] & (c < D)[None, :], there[:, None] & (n >= 0)[None, :]

@@ -132,7 +132,7 @@ def _fused(q: Tensor, network: NetworkShape, chunk_size: int, backend: str):
 
 
 def unserved(dtype: torch.dtype, network: NetworkShape, chunk_size: int) -> str | None:
-    """Why the fused kernels would not serve queries of ``dtype`` with such a memory on a GPU; None if they would."""
+    """Why the fused kernels would not serve inputs of ``dtype`` on a GPU; None if they would."""
     if not HAS_TRITON:
         return "triton is not installed"
     # Not at the top: it imports triton, which machines without a GPU need not have.

@@ -2,9 +2,10 @@ import copy
 
 import pytest
 
-from titans_pt import config as module
+from titans_pt import config_history as module
 from titans_pt.config import Config, MemoryConfig, ModelConfig, config_hash
-from titans_pt.config_check import checked, completed
+from titans_pt.config_check import checked
+from titans_pt.config_history import as_begun, completed
 
 
 def test_settings_cannot_be_changed_in_place():
@@ -54,3 +55,11 @@ def test_every_former_value_is_one_of_its_setting():
     for path, value in module.FORMER_DEFAULTS.items():
         assert path.startswith("model.memory.")
         assert MemoryConfig(**{path.rpartition(".")[2]: value})
+
+
+def test_a_run_goes_on_as_it_began(newer):
+    assert as_begun(Config(), newer).model.memory.writes is False
+    given = Config(model=ModelConfig(memory=MemoryConfig(writes=True)))
+    assert as_begun(given, newer) == given
+    newer["model"]["memory"]["writes"] = True
+    assert as_begun(Config(), newer) == Config()

@@ -118,7 +118,7 @@ def test_only_the_first_tokens_and_another_folder(run, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("content", "words", "message"), [
-    (None, [], "No such file"), ("", [], "0 tokens"), ("abc dea", ["--max-tokens", "1"], "max_tokens: given 1"),
+    (None, [], "No such file"), ("", [], "0 tokens"), ("abc dea", ["--max-tokens", "1"], "'--max-tokens': given '1'"),
     ("abc dea", ["--checkpoint", "9"], "no such checkpoint"),
 ])  # fmt: skip
 def test_mistakes(run, tmp_path, capfd, content, words, message):

@@ -15,8 +15,8 @@ from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.run import differences, load_run
 from titans_pt.run_folder import RunFolder
-from titans_pt.tasks.language import keep_tokenizer
-from titans_pt.training.resume import as_begun
+from titans_pt.tasks.language import Language, keep_tokenizer
+from titans_pt.training.resume import find_start
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_no_checkpoint_yet(run):
         load_run(folder.path)
 
 
-def test_a_run_of_before_a_setting_existed(run, tiny, monkeypatch, tmp_path):
+def test_a_run_of_before_a_setting_existed(run, tiny, monkeypatch):
     """It is read, and goes on, as what it was then, whatever the default is today."""
     folder, weights = run
     path = folder.checkpoints / "step-00000003"
@@ -133,12 +133,13 @@ def test_a_run_of_before_a_setting_existed(run, tiny, monkeypatch, tmp_path):
     state.config["model"]["memory"].pop("writes")
     checkpoints.save(folder.checkpoints, weights, {}, state)
     folder.config.write_text(folder.config.read_text().replace("    writes: true\n", ""))
-    monkeypatch.setattr("titans_pt.config.FORMER_DEFAULTS", {"model.memory.writes": False})
+    monkeypatch.setattr("titans_pt.config_history.FORMER_DEFAULTS", {"model.memory.writes": False})
     assert load_run(folder.path).config.model.memory.writes is False
-    assert as_begun(load_config(tiny()), folder).model.memory.writes is False
-    given = load_config(tiny(), ["model.memory.writes=true"])
-    assert as_begun(given, folder).model.memory.writes is True  # and then refused: check_resumable
-    assert as_begun(load_config(tiny()), RunFolder(tmp_path / "none")).model.memory.writes is True
+    *_, config = find_start(Language(load_config(tiny())), folder, state.identity)
+    assert config.model.memory.writes is False
+    with pytest.raises(UserError, match="model.memory.writes: given True, but .* was trained with False"):
+        given = load_config(tiny(), ["model.memory.writes=true"])
+        find_start(Language(given), folder, state.identity)
 
 
 def test_another_tokenizer_is_refused(run):

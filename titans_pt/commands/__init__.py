@@ -31,7 +31,7 @@ class Commands(Mapping[str, click.Command]):
 
     @cached_property
     def _files(self) -> dict[str, str]:
-        files = sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
+        files = sorted(path.stem for folder in __path__ for path in Path(folder).glob("[!_]*.py"))
         return {file.removesuffix("_"): file for file in files}
 
     def __getitem__(self, name: str) -> click.Command:

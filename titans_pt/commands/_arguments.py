@@ -76,21 +76,27 @@ def overrides(help: str = "settings over the file's, e.g. train.max_steps=10"):
     return click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", help=help)
 
 
-def settings(action):
-    """CONFIG and KEY=VALUE words, which the action gets as ``config``: the Config that they make."""
+def settings(action, model: bool = True):
+    """CONFIG and KEY=VALUE words, which the action gets as ``config``: what ``load_config`` makes of them.
+
+    ``model=False``: for actions on data, without the checks of the model and its task, which import torch.
+    """
 
     @click.argument(
-        "config", metavar="CONFIG", type=click.Path(), callback=_subject, help="settings, a YAML file (see configs/)"
-    )
+        "config", metavar="CONFIG", type=click.Path(), callback=_subject,
+        help="settings: a YAML file, or the name of one in configs/, such as quickstart",
+    )  # fmt: skip
     @overrides()
     @functools.wraps(action)
     def loaded(config: str, overrides: tuple[str, ...], **options):
         from titans_pt.config_file import load_config
 
-        return action(load_config(config, overrides), **options)
+        return action(load_config(config, overrides, model=model), **options)
 
     return loaded
 
+
+data_settings = functools.partial(settings, model=False)
 
 run_folder = click.argument(
     "run", metavar="RUN", type=click.Path(), callback=_subject, help="the run.dir of a training run"

@@ -1,6 +1,6 @@
 import click
 
-from titans_pt.commands._arguments import settings, whole
+from titans_pt.commands._arguments import data_settings, whole
 
 SECTION = "data"
 
@@ -11,7 +11,7 @@ def data():
 
 
 @data.command()
-@settings
+@data_settings
 @click.option("--documents", type=whole(0), default=3, metavar="K", help="documents to show of each stream")
 @click.option("--verify", is_flag=True, help="compare the token files with their checksums")
 @click.option("--sample", type=whole(0), metavar="N", help="what training reads after N samples")

@@ -10,8 +10,8 @@ SECTION = "evaluate"
 @overrides("evaluation.* settings over the run's")
 @checkpoint_step
 @click.option(
-    "--suite", type=click.Choice(("perplexity", "needle", "babilong", "commonsense")),
-    help="one of them (default: perplexity and needle)",
+    "--suite", metavar="NAME",
+    help="one of the task's; for language perplexity, needle, babilong, commonsense (default: the first two)",
 )  # fmt: skip
 def evaluate(run: str, overrides: tuple[str, ...], step: int | None, suite: str | None):
     """Measure a trained model: perplexity, needles, BABILong, commonsense."""

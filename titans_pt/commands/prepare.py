@@ -2,7 +2,7 @@ import os
 
 import click
 
-from titans_pt.commands._arguments import Checked, settings, whole
+from titans_pt.commands._arguments import Checked, data_settings, whole
 
 SECTION = "data"
 
@@ -18,7 +18,7 @@ SHARE = Checked(_share, "I/N, with I from 0 to N - 1")
 
 
 @click.command()
-@settings
+@data_settings
 @click.option("--force", is_flag=True, help="replace token files that other settings made")
 @click.option(
     "--workers", type=whole(1), default=len(os.sched_getaffinity(0)), metavar="N",

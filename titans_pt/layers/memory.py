@@ -37,32 +37,31 @@ STRETCH = 0.05
 """How far a hard gate's sigmoid reaches beyond 0 and 1 before it is cut."""
 
 
-class _HardSigmoid(torch.autograd.Function):
-    """z -> sigmoid(z) stretched to (-STRETCH, 1 + STRETCH) and cut to [0, 1]; the gradient does not see the cut.
+class _Cut(torch.autograd.Function):
+    """x -> x held in [0, 1]; the gradient does not see the cut, so that a gate that is cut can come back.
 
-    So a gate that is cut can come back: no gate is dead. The gradient must be the same in both directions: one that
-    passes only where it leads back into the range pulls a gate, by its noise alone, off the 0 that would be best.
+    It is the same in both directions: one that passes only where it leads back into the range pulls a gate off the 0
+    that would be best, by its noise alone.
     """
 
     @staticmethod
-    def forward(ctx, z: Tensor) -> Tensor:
-        share = torch.sigmoid(z)
-        ctx.save_for_backward(share)
-        return ((1 + 2 * STRETCH) * share - STRETCH).clamp(0, 1)
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clamp(0, 1)
 
     @staticmethod
     def backward(ctx, d_gate: Tensor) -> Tensor:
-        (share,) = ctx.saved_tensors
-        return d_gate * (1 + 2 * STRETCH) * share * (1 - share)
-
-    @staticmethod
-    def inverse(gate: float) -> float:
-        """z of a gate inside (0, 1)."""
-        return _logit((gate + STRETCH) / (1 + 2 * STRETCH))
+        return d_gate
 
 
-def _logit(gate: float) -> float:
-    return math.log(gate / (1 - gate))
+def _hard(share: Tensor) -> Tensor:
+    """A sigmoid's value stretched and cut: a gate that reaches 0 and 1."""
+    return _Cut.apply((1 + 2 * STRETCH) * share - STRETCH)
+
+
+def _logit(gate: float, hard: bool = False) -> float:
+    """What the sigmoid is given for a gate inside (0, 1)."""
+    share = (gate + STRETCH) / (1 + 2 * STRETCH) if hard else gate
+    return math.log(share / (1 - share))
 
 
 class MemoryGates(nn.Module):
@@ -90,8 +89,8 @@ class MemoryGates(nn.Module):
         the others' a tenth would be forgotten at some tokens from the first step on.
         """
         hard = self.config.gates == "hard"
-        logit = _HardSigmoid.inverse if hard else _logit
-        starts = logit(self.config.theta_init), _logit(self.config.eta_init), logit(self.config.alpha_init)
+        theta, eta, alpha = self.config.theta_init, self.config.eta_init, self.config.alpha_init
+        starts = _logit(theta, hard), _logit(eta), _logit(alpha, hard)
         with torch.no_grad():
             self.linear.bias.view(self.n_heads, self.layers, 3).copy_(torch.tensor(starts))
             if hard:
@@ -101,10 +100,10 @@ class MemoryGates(nn.Module):
         raw = self.linear(x)
         raw = raw.to(state_dtype(x))
         raw = raw.unflatten(-1, (self.n_heads, self.layers, 3))  # heads outermost: they split over ranks
-        theta, eta, alpha = raw.unbind(-1)
-        gate = _HardSigmoid.apply if self.config.gates == "hard" else torch.sigmoid
-        # Momentum is never hard: at 1 the surprise of a token would be added again with every later one, for ever.
-        theta, eta, alpha = gate(theta), torch.sigmoid(eta), gate(alpha)
+        theta, eta, alpha = torch.sigmoid(raw).unbind(-1)
+        if self.config.gates == "hard":
+            # Not momentum: at 1 the surprise of a token would be added again with every later one, for ever.
+            theta, alpha = _hard(theta), _hard(alpha)
         if not self.config.momentum:
             eta = torch.zeros_like(eta)
         if not self.config.forgetting:
@@ -269,7 +268,7 @@ class NeuralMemory(nn.Module):
 
     def kept_state_bytes(self, length: int) -> int:
         """Of one row of ``length`` tokens, in fp32: weights, momentum, chunk weights at every save_every-th block."""
-        one = sum(getattr(self.network, f"weight_{n}").numel() for n in range(self.config.depth))
+        one = self.q.n_heads * sum(a * b for a, b in self.shape.layers)
         blocks = -(-length // min(self.config.chunk_size, MAX_BLOCK))
         kept = -(-blocks // (self.config.save_every or math.isqrt(blocks)))
         return 12 * one * kept

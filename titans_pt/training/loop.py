@@ -30,7 +30,7 @@ from titans_pt.training.plots import plot_loss
 from titans_pt.training.probes import memory_probe
 from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch
 from titans_pt.training.ranks import Ranks, process_group
-from titans_pt.training.resume import as_begun, find_start
+from titans_pt.training.resume import find_start
 from titans_pt.training.saving import Background
 from titans_pt.training.schedule import learning_rate
 from titans_pt.training.signals import StopSignals
@@ -55,7 +55,6 @@ def train(config: Config) -> int:
         watch = stack.enter_context(Watch(ranks, config.train.timeout))
         ranks.on_first(lambda: _announce(config, ranks))  # before anything is written
         folder = RunFolder(config.run.dir)
-        config = ranks.on_first(lambda: as_begun(config, folder))
         task = TASKS.find(config.task)(config)
         data = task.open()
         ranks.on_first(lambda: stack.enter_context(folder.opened()) and None)
@@ -70,12 +69,12 @@ class Trainer:
     def __init__(
         self, task: Task, data: TaskData, folder: RunFolder, ranks: Ranks, signals: StopSignals, watch: Watch
     ):
+        start = ranks.on_first(lambda: find_start(task, folder, data.identity))
+        path, state, task.config = start or (None, None, task.config)  # settings as the run began with them
         self.task, self.data, self.folder, self.ranks = task, data, folder, ranks
         self.config = config = task.config
         self.signals, self.watch = signals, watch
         train, seq_len = config.train, config.data.seq_len
-        start = ranks.on_first(lambda: find_start(task, folder, data.identity))
-        path, state = start or (None, None)
 
         self.step = state.step if state else 0
         self.first_step = self.step + 1

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
-from titans_pt.config import Config, as_before
-from titans_pt.config_check import completed
+from titans_pt.config import Config
+from titans_pt.config_history import as_begun, completed
 from titans_pt.errors import UserError
 from titans_pt.run import differences
 from titans_pt.run_folder import RunFolder
@@ -15,16 +15,10 @@ from titans_pt.tasks import Task
 log = logging.getLogger(__name__)
 
 
-def as_begun(config: Config, folder: RunFolder) -> Config:
-    """``config`` for going on with the run in ``folder``, where there is one to go on with (see as_before)."""
-    path = checkpoints.newest_complete(folder.checkpoints) if config.train.resume == "auto" else None
-    if path is None:
-        return config
-    return as_before(config, checkpoints.read_state(path).config)
-
-
-def find_start(task: Task, folder: RunFolder, identity: dict[str, str]):
-    """The (checkpoint, its state) to continue from, or None to start.
+def find_start(
+    task: Task, folder: RunFolder, identity: dict[str, str]
+) -> tuple[Path, TrainerState, Config] | None:
+    """The (checkpoint, its state, the task's settings as the run began with them) to continue from, or None to start.
 
     Args:
         identity: of the task's data, see TaskData.
@@ -44,11 +38,12 @@ def find_start(task: Task, folder: RunFolder, identity: dict[str, str]):
     if path is None:
         return None
     state = checkpoints.read_state(path)
-    check_resumable(path, state, task, identity)
-    return path, state
+    config = as_begun(task.config, state.config)
+    check_resumable(path, state, task, config, identity)
+    return path, state, config
 
 
-def check_resumable(path: Path, state: TrainerState, task: Task, identity: dict[str, str]):
+def check_resumable(path: Path, state: TrainerState, task: Task, config: Config, identity: dict[str, str]):
     """Refuses settings that would make the run another one; logs all other changes.
 
     The position in the data is a number of samples in an order made from run.seed, data.seq_len and the data, so
@@ -58,7 +53,7 @@ def check_resumable(path: Path, state: TrainerState, task: Task, identity: dict[
         UserError: names the key, both values and the remedy.
     """
     anew = "put it back, or set another run.dir to start anew"
-    old, new = completed(state.config), task.config.model_dump(mode="json")
+    old, new = completed(state.config), config.model_dump(mode="json")
     if old.get("task", task.name) != task.name:
         raise UserError(f"task: given {task.name!r}, but {path} was trained for {old['task']!r}; {anew}")
     for key, was, now in differences(old["model"], new["model"]):

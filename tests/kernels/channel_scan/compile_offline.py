@@ -29,7 +29,8 @@ def resources(kernel: str, N=16, dtype="bf16", mamba=True, reset=False, **change
     """registers and spills (bytes) of a thread, shared memory (bytes) of a program; changed: tokens, cells, warps."""
     function = getattr(fused, kernel)
     constants = {
-        "N": N, "TOKENS": changed.get("tokens", fused.TOKENS), "CHANNELS": max(1, changed.get("cells", fused.CELLS) // N),
+        "N": N, "TOKENS": changed.get("tokens", fused.TOKENS),
+        "CHANNELS": max(1, changed.get("cells", fused.CELLS) // N),
         "RATE": mamba, "RESET": reset, "KEEP": True,
     }  # fmt: skip
     names = function.arg_names
@@ -54,7 +55,6 @@ def resources(kernel: str, N=16, dtype="bf16", mamba=True, reset=False, **change
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
         "spills": int(re.search(r"(\d+) bytes spill stores", said)[1]),
         "shared": made.metadata.shared,
-        "instructions": len(re.findall(r"^\s+[a-z@]\S*.*;$", made.asm["ptx"], re.M)),
     }
 
 

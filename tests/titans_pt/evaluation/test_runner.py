@@ -7,7 +7,7 @@ import pytest
 from matplotlib.image import imread
 
 import titans_pt.evaluation
-from titans_pt.cli import _parser
+from titans_pt import cli
 from titans_pt.config import EvaluationConfig
 from titans_pt.errors import UserError
 from titans_pt.evaluation import evaluate
@@ -130,7 +130,10 @@ def test_says_what_is_wrong(copying):
     assert titans_pt.evaluation.__all__ == ["evaluate", "generate"]
 
 
-def test_suites_are_those_of_the_command_line():
+def test_the_command_names_the_suites(capsys):
+    assert cli.run(["evaluate", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"for language {', '.join(Language.suites)} (default: the first two)" in text
+    assert list(Language.suites)[:2] == list(Language.usual)
     for suite in Language.suites:
-        assert _parser().parse_args(["evaluate", "run", "--suite", suite]).suite == suite
         assert suite in EvaluationConfig.model_fields

@@ -1,0 +1,99 @@
+"""The one entry: checks, dtypes, the choice of an implementation."""
+
+import torch
+from torch import Tensor
+
+from titans_pt.kernels.common import no_autocast
+from titans_pt.kernels.memory.state import state_dtype
+from titans_pt.kernels.ttt_memory.dual import dual_ttt_memory
+from titans_pt.kernels.ttt_memory.naive import naive_ttt_memory
+from titans_pt.kernels.ttt_memory.state import Parameters, TTTState
+
+BACKENDS = ("auto", "dual", "naive")
+
+# torch.compile would unroll the loop over mini-batches: minutes. Who wants it compiled says backend="dual".
+_uncompiled = torch.compiler.disable(dual_ttt_memory)
+
+
+def ttt_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rate: Tensor,
+    tau: Tensor,
+    weights: Parameters,
+    biases: Parameters,
+    norm: Parameters,
+    *,
+    initial_state: TTTState | None = None,
+    output_final_state: bool = False,
+    reset: Tensor | None = None,
+    backend: str = "auto",
+    save_every: int | None = None,
+) -> tuple[Tensor, TTTState | None]:
+    """TTT-Linear and TTT-MLP (arXiv 2407.04620, Section 2): reads and trains a small network f per head.
+
+        f(x; W) = x W1 + b1, or gelu(x W1 + b1) W2 + b2 (GELU in its tanh form)
+        g_s = gradient of 1/2 |k_s + LN(f(k_s; W)) - v_s|^2 at the weights W of the start of s's mini-batch
+        W_t = W - tau_i sum_{s <= t in the mini-batch} rate_s g_s        t being its i-th token, i = 1 .. C
+        y_t = q_t + LN(f(q_t; W_t))
+
+    and the next mini-batch starts at the W_t of this one's last token. Biases are trained like weights.
+
+    Args:
+        q, k, v: (B, T, H, D), any float dtype; queries, keys and values, rotated as the caller likes.
+        rate: (B, T, H), learning rate of each token's gradient, not negative.
+        tau: (C,), what token i of a mini-batch multiplies the sum by; its length is the mini-batch's (the paper: 16,
+            max(0, 1 / i + a learned number)).
+        weights: (W1,) or (W1, W2), the learned start, (H, d_in, d_out), from D to D.
+        biases: (b1,) or (b1, b2), (H, d_out).
+        norm: (weight, bias), each (H, D), of the LayerNorm (eps 1e-6).
+        initial_state: continue from it instead of the learned start. Gradients flow through it.
+        output_final_state: also return the state after the last token. It makes a cut at any token invisible.
+        reset: None or bool (B, T), True where a document starts: the learned start, mini-batches count from there.
+        backend: "naive" (definition), "dual" (exact matrix products, any device), "auto": dual.
+        save_every: mini-batches between two parameter sets kept for the backward pass, which computes those between
+            again. None: the square root of their number, least memory.
+
+    Returns:
+        (B, T, H, D) in q's dtype, and the final state or None. State and arithmetic are fp32, fp64 for fp64 inputs.
+
+    Raises:
+        ValueError: shapes or a backend that do not fit.
+    """
+    _check(q, k, v, rate, tau, weights, biases, norm, reset, backend)
+    dtype = state_dtype(q)
+    with no_autocast(q):
+        learned = [p for layer in zip(weights, biases, strict=True) for p in layer]
+        begin = tuple(p.to(dtype).expand(q.shape[0], *p.shape) for p in learned)
+        given = [x.to(dtype) for x in (q, k, v, rate, tau)]
+        norm = tuple(p.to(dtype) for p in norm)
+        state = TTTState.initial(begin) if initial_state is None else initial_state.to(begin[0])
+        if backend == "naive":
+            out, state = naive_ttt_memory(*given, begin, norm, state, reset)
+        else:
+            call = _uncompiled if backend == "auto" else dual_ttt_memory
+            out, state = call(*given, begin, norm, state, reset, save_every)
+    return out.to(q.dtype), state if output_final_state else None
+
+
+def _check(q, k, v, rate, tau, weights, biases, norm, reset, backend):
+    def need(ok: bool, message: str):
+        if not ok:
+            raise ValueError(f"ttt_memory: {message}")
+
+    need(q.dim() == 4 and q.shape == k.shape == v.shape and q.shape[1] > 0,
+         f"q, k, v must share one shape (B, T, H, D) with T > 0, got {[tuple(x.shape) for x in (q, k, v)]}")
+    heads, width = q.shape[2:]
+    need(rate.shape == q.shape[:3], f"rate must be {tuple(q.shape[:3])}, got {tuple(rate.shape)}")
+    need(tau.dim() == 1 and len(tau) > 0, f"tau must have one entry per token of a mini-batch, got {tuple(tau.shape)}")
+    ends = [width, *(w.shape[2] for w in weights)]
+    need(len(weights) in (1, 2) and ends[-1] == width
+         and all(tuple(w.shape[:2]) == (heads, d) for w, d in zip(weights, ends[:-1], strict=True)),
+         f"weights must be one or two that chain (H, d_in, d_out) from D to D with H={heads}, D={width}, "
+         f"got {[tuple(w.shape) for w in weights]}")
+    need([tuple(b.shape) for b in biases] == [(heads, d) for d in ends[1:]],
+         f"biases must be {[(heads, d) for d in ends[1:]]}, got {[tuple(b.shape) for b in biases]}")
+    need(len(norm) == 2 and all(tuple(p.shape) == (heads, width) for p in norm), f"norm must be two ({heads}, {width})")
+    need(reset is None or (reset.dtype == torch.bool and reset.shape == q.shape[:2]), "reset must be bool (B, T)")
+    need(backend in BACKENDS, f"backend {backend!r} is none of {', '.join(BACKENDS)}")

@@ -1,0 +1,156 @@
+"""The exact dual form: matrix products over mini-batches, no weight set per token.
+
+With the gradients of a mini-batch taken at its start, what a layer adds to z = x W + b for the t-th token is
+
+    - tau_t (x S_W + S_b + sum_{s <= t} (x x_s + 1) lr_s g_s)
+
+x_s being the layer's input for key s, g_s the gradient of its output, S the sums of earlier calls in the mini-batch
+(arXiv 2407.04620, Section 2.5 and Appendix A).
+
+Backward: the parameters at every ``save_every``-th mini-batch are kept, those between are computed again.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from titans_pt.kernels.memory.blocks import Blocks, cut
+from titans_pt.kernels.memory.state import choose
+from titans_pt.kernels.ttt_memory.state import EPS, Parameters, TTTState
+
+
+def dual_ttt_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rate: Tensor,
+    tau: Tensor,
+    begin: Parameters,
+    norm: Parameters,
+    state: TTTState,
+    reset: Tensor | None,
+    save_every: int | None = None,
+) -> tuple[Tensor, TTTState]:
+    """Arguments and results as in :func:`titans_pt.kernels.ttt_memory.naive.naive_ttt_memory`.
+
+    save_every: mini-batches between two parameter sets kept for the backward pass; None: the square root of their
+    number, least memory.
+    """
+    device = q.device
+    layout = _Layout(cut(state.offset, reset, q.shape[1], len(tau), len(tau)), state.offset.cpu(), len(tau))
+    q, k, v = (layout.fold(x).unbind() for x in (q, k, v))
+    rate = (layout.fold(rate.unsqueeze(-1)) * layout.valid.to(device).transpose(0, 1)[:, :, None, :, None]).unbind()
+    steps = tau[layout.place.to(device)].transpose(0, 1)[:, :, None, :, None].unbind()
+    documents, complete = (
+        [f if isinstance(f, bool) else f.to(device) for f in flags] for flags in (layout.documents, layout.complete)
+    )
+    zero = tuple(torch.zeros_like(s) for s in state.sums)
+
+    def run(first: int, last: int, carry: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        start, sums, outputs = carry[: len(begin)], carry[len(begin) :], []
+        for n in range(first, last):
+            if documents[n] is not False:
+                start, sums = choose(documents[n], begin, start), choose(documents[n], zero, sums)
+            fresh = layout.fresh[n]
+            out, written = _mini_batch(q[n], k[n], v[n], rate[n], steps[n], start, None if fresh else sums, norm)
+            outputs.append(out)
+            sums = written if fresh else tuple(a + b for a, b in zip(sums, written, strict=True))
+            if complete[n] is not False:
+                stepped = tuple(p - tau[-1] * s for p, s in zip(start, sums, strict=True))
+                start, sums = choose(complete[n], stepped, start), choose(complete[n], zero, sums)
+        return torch.stack(outputs), (*start, *sums)
+
+    every = save_every or math.isqrt(len(q))
+    outputs, carry = [], (*state.start, *state.sums)
+    for first in range(0, len(q), every):
+        given = first, min(first + every, len(q)), carry
+        if torch.is_grad_enabled():
+            out, carry = checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out, carry = run(*given)
+        outputs.append(out)
+    end = TTTState(carry[: len(begin)], carry[len(begin) :], layout.blocks.offset)
+    return layout.unfold(torch.cat(outputs)), end
+
+
+def _mini_batch(
+    q: Tensor, k: Tensor, v: Tensor, rate: Tensor, tau: Tensor, start: Parameters, sums: Parameters | None, norm
+) -> tuple[Tensor, Parameters]:
+    """q, k, v (B, H, c, D), rate (B, H, c, 1), tau (B, 1, c, 1), start and sums (None: 0) (B, H, ...) -> outputs
+    (B, H, c, D), and what these tokens add to the sums."""
+    gain, shift = (p.unsqueeze(-2) for p in norm)
+    layers = list(zip(start[::2], start[1::2], strict=True))
+    inputs, sloped = [k], []
+    for weight, bias in layers:
+        z = inputs[-1] @ weight + bias.unsqueeze(-2)
+        if len(inputs) < len(layers):
+            inputs.append(F.gelu(z, approximate="tanh"))
+            sloped.append(_gelu_slope(z))
+    scale = (z.var(-1, unbiased=False, keepdim=True) + EPS).rsqrt()
+    unit = (z - z.mean(-1, keepdim=True)) * scale
+    g = gain * (k + gain * unit + shift - v)
+    g = scale * (g - g.mean(-1, keepdim=True) - unit * (g * unit).mean(-1, keepdim=True))
+    gradients = [rate * g]
+    for (weight, _), slope in zip(reversed(layers[1:]), reversed(sloped), strict=True):
+        g = (g @ weight.mT) * slope
+        gradients.insert(0, rate * g)
+
+    x, written = q, []
+    for n, ((weight, bias), seen, g) in enumerate(zip(layers, inputs, gradients, strict=True)):
+        if n:
+            x = F.gelu(x, approximate="tanh")
+        change = (x @ seen.mT + 1).tril() @ g
+        if sums is not None:
+            change = change + x @ sums[2 * n] + sums[2 * n + 1].unsqueeze(-2)
+        x = x @ weight + bias.unsqueeze(-2) - tau * change
+        written += [seen.mT @ g, g.sum(-2)]
+    return q + F.layer_norm(x, x.shape[-1:], eps=EPS) * gain + shift, tuple(written)
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    """First derivative of the GELU in its tanh form."""
+    scale, cubic = math.sqrt(2 / math.pi), 0.044715
+    t = torch.tanh(scale * (x + cubic * x**3))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * scale * (1 + 3 * cubic * x * x)
+
+
+class _Layout:
+    """Between (B, T, H, F) and the blocks of all rows, (n, B, H, c, F); a block lies in one mini-batch of one document.
+
+    index, valid: (B, n, c), the token of each place and whether there is one. place: (B, n, c), its number in its
+    mini-batch. documents, complete: per block, whether a document starts with it, whether it ends its mini-batch; a
+    bool where all rows agree, else (B,). fresh: per block, whether every row starts a mini-batch with it.
+    """
+
+    def __init__(self, blocks: Blocks, offset: Tensor, size: int):
+        self.blocks, self.documents = blocks, blocks.new_document
+        self.fresh = [flag is True for flag in blocks.new_chunk]
+        self.index, self.valid = blocks.index, blocks.valid
+        if self.index is None:
+            tokens = torch.tensor(blocks.lengths).unsqueeze(-1)
+            place = torch.arange(max(blocks.lengths))
+            self.valid = (place < tokens).expand(len(offset), -1, -1)
+            self.index = torch.where(self.valid, tokens.cumsum(0) - tokens + place, 0)
+        # Only a row's first block may continue a mini-batch: the state's.
+        before = torch.zeros_like(self.index[..., 0])
+        before[:, 0] = torch.where(torch.as_tensor(blocks.new_chunk[0]), 0, offset)
+        self.place = (before.unsqueeze(-1) + torch.arange(self.index.shape[-1])).clamp(max=size - 1)
+        ends = before + self.valid.sum(-1) == size
+        self.complete = [bool(e[0]) if (e == e[0]).all() else e for e in ends.unbind(1)]
+
+    def fold(self, x: Tensor) -> Tensor:
+        """(B, T, H, F) -> (n, B, H, c, F)."""
+        x = torch.take_along_dim(x, self.index.flatten(1)[:, :, None, None].to(x.device), 1)
+        return x.unflatten(1, self.index.shape[1:]).permute(1, 0, 3, 2, 4)
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """(n, B, H, c, F) -> (B, T, H, F)."""
+        index, valid = self.index.flatten(1), self.valid.flatten(1)
+        where = torch.zeros(len(index), int(valid[0].sum()), dtype=torch.int64)
+        row, slot = valid.nonzero(as_tuple=True)
+        where[row, index[row, slot]] = slot
+        x = x.permute(1, 0, 3, 2, 4).flatten(1, 2)
+        return torch.take_along_dim(x, where[:, :, None, None].to(x.device), 1)

@@ -1,0 +1,41 @@
+"""The kernels compile for a Hopper GPU and fit its registers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHARED = 227 * 1024
+"""Bytes of shared memory that one program may have on sm_90."""
+
+
+def check(cases: list[dict], spills: int = 0):
+    pytest.importorskip("triton", reason="pip install triton")
+    words = [sys.executable, str(Path(__file__).with_name("compile_offline.py")), json.dumps(cases)]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    for found in map(json.loads, done.stdout.splitlines()):
+        assert found["spills"] <= spills and found["registers"] <= 255 and found["shared"] <= SHARED, found
+
+
+def test_mamba_backward():
+    check([{"kernel": "scan_backward", "reset": True}])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_others():
+    """44 bytes a thread do not fit in Longhorn's backward pass with documents."""
+    check([{"kernel": "scan", "reset": True}, {"kernel": "scan", "mamba": False}, {"kernel": "scan_backward"}])
+    check([{"kernel": "scan_backward", "mamba": False}])
+    check([{"kernel": "scan_backward", "mamba": False, "reset": True}], spills=64)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("N, dtype", [(4, "fp32"), (8, "fp16"), (32, "bf16"), (64, "fp32"), (128, "bf16")])
+def test_other_states_and_precisions_compile(N, dtype):
+    check([{"kernel": "scan", "N": N, "dtype": dtype}, {"kernel": "scan_backward", "N": N, "dtype": dtype}], spills=400)

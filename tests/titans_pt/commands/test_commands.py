@@ -1,0 +1,129 @@
+"""The commands: each has help and a section, checks its numbers first, and one file is enough to add one."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.command_line import leaves, parsed
+from titans_pt import cli, commands
+
+LEAVES = dict(leaves())
+
+
+def test_the_help_shows_every_command_in_its_section(capsys):
+    assert cli.run(["--help"]) == 0
+    _, *blocks = capsys.readouterr().out.split("\n\n")
+    shown = {}
+    for block in blocks:
+        heading, *lines = block.rstrip("\n").split("\n")
+        if heading.removesuffix(":") in commands.SECTIONS:
+            names = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
+            shown |= dict.fromkeys(names, heading.removesuffix(":"))
+    assert shown == {name: cli.program.commands.section(name) for name in cli.program.commands}
+    assert list(dict.fromkeys(shown.values())) == list(commands.SECTIONS)
+
+
+@pytest.mark.parametrize("words", LEAVES, ids=" ".join)
+def test_every_command_says_what_it_and_its_arguments_are(words, capsys):
+    assert cli.run([*words, "--help"]) == 0
+    assert f"Usage: titans {' '.join(words)} " in capsys.readouterr().out
+    assert LEAVES[words].help.split("\n")[0].endswith(".")
+    assert [p.name for p in LEAVES[words].params if not p.help] == []
+
+
+@pytest.mark.parametrize(("words", "option", "bad"), [
+    ("prepare c.yaml", "--workers", "0"), ("prepare c.yaml", "--shard", "2/2"), ("prepare c.yaml", "--shard", "1"),
+    ("data inspect c.yaml", "--documents", "-1"), ("data inspect c.yaml", "--sample", "-1"),
+    ("data inspect c.yaml", "--step", "0"), ("data inspect c.yaml", "--count", "0"),
+    ("plan c.yaml", "--ranks", "0"), ("plan c.yaml", "--ranks", "1.5"), ("plan c.yaml", "--memory", "0"),
+    ("plan c.yaml", "--memory", "nan"), ("plan c.yaml", "--memory", "80GB"),
+    ("checkpoint prune run", "--keep-last", "0"), ("checkpoint prune run", "--keep-every", "0"),
+    ("evaluate run", "--checkpoint", "last"), ("export run --out o", "--checkpoint", "-1"),
+    ("generate run", "--max-new-tokens", "0"), ("generate run", "--temperature", "-1"),
+    ("generate run", "--temperature", "inf"), ("generate run", "--top-k", "0"), ("generate run", "--top-p", "0"),
+    ("generate run", "--top-p", "1.1"), ("inspect run --text t", "--max-tokens", "1"),
+    ("compare run", "--checkpoint", "x"), ("babilong run --out o", "--samples", "0"),
+    ("recall c.yaml", "--pairs", "0"), ("recall c.yaml", "--distance", "-1"),
+    ("needles c.yaml", "--needles", "0"), ("needles c.yaml", "--asked", "64,0"),
+    ("benchmark memory", "--rounds", "0"), ("benchmark kernels", "--longest", "0"),
+    ("benchmark training", "--lengths", "2048,"), ("benchmark training", "--tokens", "many"),
+    ("benchmark stream c.yaml", "--stretches", "0"),
+])  # fmt: skip
+def test_numbers_are_checked_before_any_work(words, option, bad, capsys, monkeypatch):
+    command = words.split()
+    while tuple(command) not in LEAVES:
+        command.pop()
+    monkeypatch.setattr(LEAVES[tuple(command)], "callback", lambda **_: pytest.fail("the command began"))
+    assert cli.run([*words.split(), option, bad]) == 2
+    line, end = capsys.readouterr().err.split("\n")
+    assert line.startswith(f"titans: error: Invalid value for '{option}': given {bad!r}; allowed: ")
+    assert line.endswith(f"(see titans {' '.join(command)} --help)") and end == ""
+
+
+def test_good_numbers_arrive_as_numbers():
+    params = parsed("generate", "run", "--top-p", "1", "--temperature", "0", "--seed", "-3", "--checkpoint", "20")
+    assert (params["top_p"], params["temperature"], params["seed"], params["step"]) == (1.0, 0.0, -3, 20)
+    assert (params["max_new_tokens"], params["top_k"]) == (100, None)
+    assert parsed("benchmark", "training", "--lengths", "64,128")["lengths"] == [64, 128]
+    assert parsed("needles", "c.yaml")["asked"][-1] == 65536
+    assert parsed("recall", "c.yaml", "--models=lmm,mac")["models"] == ["lmm", "mac"]
+
+
+def test_one_file_adds_a_command(tmp_path, monkeypatch, capsys):
+    (tmp_path / "toy.py").write_text(
+        "import click\n"
+        'SECTION = "tools"\n'
+        "@click.command()\n"
+        '@click.argument("word", help="what to say")\n'
+        "def toy(word: str):\n"
+        '    """Say a word."""\n'
+        "    print(word)\n"
+    )
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
+    monkeypatch.setattr(cli.program, "commands", commands.Commands())
+    monkeypatch.setattr(commands, "toy", None, raising=False)  # both are undone at the end
+    monkeypatch.setitem(sys.modules, "titans_pt.commands.toy", None)
+    del sys.modules["titans_pt.commands.toy"]
+    assert cli.run(["toy", "hello"]) == 0
+    assert capsys.readouterr().out == "hello\n"
+    assert cli.run(["--help"]) == 0
+    assert "toy         Say a word." in capsys.readouterr().out
+
+
+# ---- completion
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_completion_script_asks_titans(shell, capsys):
+    assert cli.run(["completion", shell]) == 0
+    assert f"{commands.COMPLETION}={shell}_complete" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("typed", "completed"), [
+    ("titans c", ["checkpoint", "compare", "completion"]),
+    ("titans checkpoint ", ["list", "prune", "verify"]),
+    ("titans plan c.yaml a=1 --", ["--ranks", "--memory", "--help"]),
+    ("titans completion z", ["zsh"]),
+])  # fmt: skip
+def test_what_is_completed(typed, completed, monkeypatch, capsys):
+    monkeypatch.setenv(commands.COMPLETION, "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
+    assert cli.run([]) == 0
+    assert capsys.readouterr().out.split() == [f"plain,{word}" for word in completed]
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+def test_bash_completes(tmp_path):
+    (tmp_path / "titans").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m titans_pt "$@"\n')
+    (tmp_path / "titans").chmod(0o755)
+    script = (
+        'eval "$(titans completion bash)"; COMP_WORDS=(titans tr); COMP_CWORD=1\n'
+        '_titans_completion titans; echo "${COMPREPLY[@]}"'
+    )
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    result = subprocess.run(["bash", "--norc", "-c", script], env=environment, capture_output=True, text=True)
+    assert result.stdout == "train\n", result.stderr
