@@ -4,11 +4,17 @@ from titans_pt.data_pipeline.indexed import IndexedDataset, IndexedWriter, docum
 from titans_pt.data_pipeline.packing import Mixture, PackedSamples, TokenFiles
 from titans_pt.data_pipeline.prepare import prepare
 from titans_pt.data_pipeline.sources import Document, documents
-from titans_pt.data_pipeline.tokenizer import StreamDecoder, Tokenizer, train_tokenizer
+from titans_pt.data_pipeline.tokenizers import (
+    StreamDecoder,
+    Tokenizer,
+    load_tokenizer,
+    saved_tokenizer,
+    train_tokenizer,
+)
 
 __all__ = [
     "Document", "IndexedDataset", "IndexedWriter", "Loader", "Mixture", "PackedSamples", "StreamDecoder", "TokenFiles",
-    "Tokenizer", "document_begins", "documents", "prepare", "train_tokenizer",
+    "Tokenizer", "document_begins", "documents", "load_tokenizer", "prepare", "saved_tokenizer", "train_tokenizer",
 ]
 
 

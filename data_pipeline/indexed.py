@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from titans_pt.errors import UserError
+from titans_pt.tools.files import flush_to_disk
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -91,7 +92,8 @@ class IndexedWriter:
     def finish(self) -> None:
         """Completes the index and gives both files their names; on failure removes what it wrote under other names."""
         try:
-            _sync_and_close(self._bin)
+            self._bin.close()
+            flush_to_disk(self._part(".bin"))
             idx, at = self._idx, 0
             for start in range(0, self._count, _PIECE):
                 idx.seek(HEADER.size + 4 * start)
@@ -105,7 +107,8 @@ class IndexedWriter:
                 idx.write(np.arange(start, min(start + _PIECE, self._count + 1), dtype="<i8").tobytes())
             idx.seek(0)
             idx.write(HEADER.pack(MAGIC, 1, self._code, self._count, self._count + 1))
-            _sync_and_close(idx)
+            idx.close()
+            flush_to_disk(self._part(".idx"))
             os.replace(self._part(".bin"), self._prefix.with_name(self._prefix.name + ".bin"))
             os.replace(self._part(".idx"), self._prefix.with_name(self._prefix.name + ".idx"))
         except OSError:
@@ -122,12 +125,6 @@ class IndexedWriter:
 
     def _part(self, suffix: str) -> Path:
         return self._prefix.with_name(f"{self._prefix.name}{suffix}.part")
-
-
-def _sync_and_close(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())  # a rename may otherwise reach the disk before the data
-    file.close()
 
 
 class IndexedDataset:

@@ -10,7 +10,7 @@ from titans_pt.config import Config
 from titans_pt.data_pipeline.indexed import IndexedDataset
 from titans_pt.data_pipeline.merge import REJECTED
 from titans_pt.data_pipeline.packing import Mixture, PackedSamples, TokenFiles
-from titans_pt.data_pipeline.tokenizer import Tokenizer
+from titans_pt.data_pipeline.tokenizers import Tokenizer
 from titans_pt.errors import UserError
 
 _EXCERPT = 160

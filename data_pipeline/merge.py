@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -55,25 +56,19 @@ def merge(parts: list[Part], folder: Path, out: Path, vocab_size: int, streams: 
                                        total=sum(summary["tokens"] for summary in summaries),
                                        mininterval=0.5 if os.isatty(2) else 30))
         for index, part in enumerate(parts):
-            checksum, at, document = hashlib.sha256(), 0, int(first[index])
-            tokens = _mapped(part_path(folder, index, ".bin"), token_dtype(vocab_size))
-            for table in _row_groups(part_path(folder, index, ".parquet")):
+            document = int(first[index])
+            for table, tokens in _with_tokens(folder, index, token_dtype(vocab_size), summaries[index]["sha256"]):
                 lengths, held_out = (np.asarray(table[name]) for name in ("tokens", "held_out"))
-                here = tokens[at:at + int(lengths.sum())]
-                checksum.update(here)
                 kept = ~duplicate[document:document + len(lengths)].astype(bool)
                 for split, chosen in (("train", kept & ~held_out), ("validation", kept & held_out)):
-                    some = here[np.repeat(chosen, lengths)]
+                    some = tokens[np.repeat(chosen, lengths)]
                     rows = table.filter(pyarrow.array(chosen)).select(DOCUMENTS.names)
                     writers[streams[part.source] if split == "train" else split].extend(some, lengths[chosen], rows)
                     seen[split] += np.bincount(some, minlength=vocab_size)
                     counts[split].update(documents=len(rows), tokens=len(some),
                                          characters=int(np.asarray(rows["characters"]).sum()))
-                at, document = at + len(here), document + len(lengths)
-                bar.update(len(here))
-            if checksum.hexdigest() != summaries[index]["sha256"]:
-                raise UserError(f"{part_path(folder, index, '.bin')}: not what was written; remove "
-                                f"{part_path(folder, index, '.json')} and run titans prepare again")
+                document += len(lengths)
+                bar.update(len(tokens))
     dropped = Counter(empty=0, duplicate=int(np.count_nonzero(duplicate)), filtered=0)
     round_trip = Counter(tried=0, equal=0)
     for summary in summaries:
@@ -144,6 +139,24 @@ def _row_groups(path: Path, columns: list[str] | None = None):
     with parquet.ParquetFile(path) as file:
         for i in range(file.num_row_groups):
             yield file.read_row_group(i, columns)
+
+
+def _with_tokens(folder: Path, index: int, dtype: np.dtype, sha256: str) -> Iterator[tuple[pyarrow.Table, np.ndarray]]:
+    """Yields the row groups of a part, each with the tokens of its documents.
+
+    Raises:
+        UserError: (after the last) the tokens do not have this checksum.
+    """
+    checksum, at = hashlib.sha256(), 0
+    tokens = _mapped(part_path(folder, index, ".bin"), dtype)
+    for table in _row_groups(part_path(folder, index, ".parquet")):
+        here = tokens[at:at + int(np.asarray(table["tokens"]).sum())]
+        checksum.update(here)
+        at += len(here)
+        yield table, here
+    if checksum.hexdigest() != sha256:
+        raise UserError(f"{part_path(folder, index, '.bin')}: not what was written; remove "
+                        f"{part_path(folder, index, '.json')} and run titans prepare again")
 
 
 def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:

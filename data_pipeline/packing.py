@@ -11,8 +11,8 @@ import numpy as np
 
 from titans_pt.config import Config
 from titans_pt.data_pipeline.indexed import IndexedDataset, document_begins
-from titans_pt.data_pipeline.prepare import changed_setting, read_manifest, streams
-from titans_pt.data_pipeline.tokenizer import Tokenizer, saved_tokenizer
+from titans_pt.data_pipeline.manifest import changed_setting, read_manifest, streams
+from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer, saved_tokenizer
 from titans_pt.errors import UserError
 
 _WORD = (1 << 32) - 1
@@ -48,7 +48,7 @@ class TokenFiles:
         if what := changed_setting(manifest, config):
             raise UserError(f"{where}: token files of other settings ({what}); set it back, choose another data.dir, "
                             "or run: titans prepare --force")
-        tokenizer = Tokenizer.load(saved_tokenizer(folder), config.data.tokenizer.eos_token)
+        tokenizer = load_tokenizer(saved_tokenizer(folder), config.data.tokenizer.eos_token)
         if tokenizer.sha256 != manifest["tokenizer_sha256"]:
             raise UserError(f"{tokenizer.path}: not the tokenizer that made the token files beside it; "
                             "put it back, or run: titans prepare --force")

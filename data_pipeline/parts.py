@@ -28,8 +28,9 @@ from titans_pt.config import DataConfig
 from titans_pt.data_pipeline import sources
 from titans_pt.data_pipeline.indexed import token_dtype
 from titans_pt.data_pipeline.sources import Document, Part
-from titans_pt.data_pipeline.tokenizer import Tokenizer
+from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from titans_pt.errors import UserError
+from titans_pt.tools.files import flush_to_disk
 
 SCHEMA = pyarrow.schema([
     ("file", pyarrow.string()),  # where the document stands
@@ -173,9 +174,8 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
                     writer.add(_described(document, len(ids), job.data.validation_fraction))
                 report(len(batch), sum(map(len, encoded)), 0, 0)
             writer.flush()
-            _sync(tokens)
-        with open(scratch[".parquet"], "rb") as file:
-            os.fsync(file.fileno())
+        for suffix in (".bin", ".parquet"):
+            flush_to_disk(scratch[suffix])
         summary = {"documents": writer.documents, "tokens": writer.tokens, "sha256": checksum.hexdigest(), **counts,
                    "rejected": [asdict(item) for item in rejected], "round_trip": dict(round_trip)}
         write_json(scratch[".json"], summary)
@@ -246,7 +246,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 @lru_cache(1)
 def _tokenizer(path: Path, eos_token: str | None) -> Tokenizer:
     """Kept from part to part: a large one takes a second to read."""
-    return Tokenizer.load(path, eos_token)
+    return load_tokenizer(path, eos_token)
 
 
 class _TableWriter:
@@ -276,12 +276,7 @@ def write_json(path: Path, value: dict) -> None:
     with open(path, "w", encoding="utf-8") as file:
         json.dump(value, file, indent=2)
         file.write("\n")
-        _sync(file)
-
-
-def _sync(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    flush_to_disk(path)
 
 
 # --- what is shown ---

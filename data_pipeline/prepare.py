@@ -22,19 +22,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from titans_pt.config import Config, DataConfig
 from titans_pt.data_pipeline import sources
+from titans_pt.data_pipeline.manifest import FORMAT, changed_setting, content_settings, read_manifest, streams
 from titans_pt.data_pipeline.merge import SPLITS, merge
 from titans_pt.data_pipeline.parts import Job, document_hash, held_out, write_json, write_parts
 from titans_pt.data_pipeline.sources import Document
-from titans_pt.data_pipeline.tokenizer import Tokenizer, saved_tokenizer, train_tokenizer
+from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer, saved_tokenizer, train_tokenizer
 from titans_pt.errors import UserError
 
-FORMAT = 2
-READABLE = (1, 2)
-"""Formats whose token files can be trained on; 1 has no list of documents."""
 _BUILD = ".preparing"
 _OURS = re.compile(r"(train(-\d+)?|validation)\.(bin|idx|documents\.parquet)|tokenizer(_config)?\.(model|json)|"
                    r"rejected\.jsonl")
@@ -102,51 +98,10 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
     return manifest
 
 
-def read_manifest(folder: Path) -> dict | None:
-    """manifest.json of a folder; None where there is none that can be read."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return manifest if isinstance(manifest, dict) else None
-
-
-def changed_setting(manifest: dict, config: Config) -> str | None:
-    """The first setting in which token files and ``config`` differ, with both values; None if there is none."""
-    if manifest.get("format") not in READABLE:
-        return f"file format {manifest.get('format')}, this version writes {FORMAT}"
-    made = dict(manifest["settings"])
-    with contextlib.suppress(ValidationError):  # of an earlier version: settings that are new since have their defaults
-        keys = ("sources", "tokenizer", "validation_fraction")
-        old = DataConfig.model_validate({key: made[f"data.{key}"] for key in keys})
-        made = _settings(old, made["model.vocab_size"]) | {"mixture": made.get("mixture", False)}
-    for name, now in _settings(config.data, config.model.vocab_size).items():
-        if (then := made.get(name)) != now:
-            return f"{name}: made with {json.dumps(then)}, config has {json.dumps(now)}"
-    return None
-
-
-def streams(data: DataConfig) -> list[str]:
-    """For each source the name of the training stream that it goes to: one for all, unless they have weights."""
-    weighted = data.sources[0].weight is not None
-    return [f"train-{i}" if weighted else "train" for i in range(len(data.sources))]
-
-
-def _settings(data: DataConfig, vocab_size: int) -> dict:
-    """The settings that decide what is in the token files, by path. Weights may change without making them anew."""
-    return {
-        "model.vocab_size": vocab_size,
-        "data.sources": [s.model_dump(mode="json", exclude={"weight"}, exclude_defaults=True) for s in data.sources],
-        "data.tokenizer": data.tokenizer.model_dump(mode="json", exclude_defaults=True),
-        "data.validation_fraction": data.validation_fraction,
-        "mixture": data.sources[0].weight is not None,
-    }
-
-
 def _fingerprint(config: Config) -> str:
     given = config.data.tokenizer
-    parts = [FORMAT, sources.PART_BYTES, _settings(config.data, config.model.vocab_size)]
-    parts += [given.path and Tokenizer.load(given.path, given.eos_token).sha256]
+    parts = [FORMAT, sources.PART_BYTES, content_settings(config.data, config.model.vocab_size)]
+    parts += [given.path and load_tokenizer(given.path, given.eos_token).sha256]
     parts += [sources.fingerprint(source) for source in config.data.sources]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -182,7 +137,7 @@ def _build(config: Config, build: Path, fingerprint: str, shard: tuple[int, int]
     manifest = {
         "format": FORMAT,
         "content": hashlib.sha256("".join(hashes).encode()).hexdigest(),
-        "settings": _settings(data, config.model.vocab_size),
+        "settings": content_settings(data, config.model.vocab_size),
         "tokenizer_sha256": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
         "streams": list(dict.fromkeys(names)),
@@ -205,10 +160,10 @@ def _tokenizer(config: Config, build: Path) -> Tokenizer:
             if given.path is None:
                 train_tokenizer(_sample(config.data), Path(scratch) / path.name, size, given.train_characters)
             else:
-                path = build / Tokenizer.load(given.path, given.eos_token).save(Path(scratch)).name
+                path = build / load_tokenizer(given.path, given.eos_token).save(Path(scratch)).name
             for file in sorted(Path(scratch).iterdir(), key=lambda file: file.name == path.name):
                 os.replace(file, build / file.name)
-    tokenizer = Tokenizer.load(path, given.eos_token)
+    tokenizer = load_tokenizer(path, given.eos_token)
     if tokenizer.vocab_size != size:
         raise UserError(f"model.vocab_size: given {size}, but the tokenizer {given.path} has {tokenizer.vocab_size}: "
                         f"set model.vocab_size={tokenizer.vocab_size}, or another data.tokenizer.path")

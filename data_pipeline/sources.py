@@ -6,7 +6,6 @@ The order of parts and of documents in them never changes, whoever reads them.
 import hashlib
 import json
 import platform
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,13 +17,13 @@ from titans_pt.config import SourceConfig
 from titans_pt.data_pipeline import files, stdlib
 from titans_pt.data_pipeline.files import Rejected, Row, source_files
 from titans_pt.data_pipeline.indexed import IndexedDataset
+from titans_pt.data_pipeline.text import replace_surrogates
 from titans_pt.errors import UserError
 
 PART_BYTES = 128 << 20
 """Text of one part, about: half a minute to a minute of one core, which is what a kill can cost."""
 _PART_DOCUMENTS = 100_000
 """Documents of one part, for kind=indexed."""
-_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -199,8 +198,3 @@ def fingerprint(source: SourceConfig) -> str:
             stats = [Path(f"{source.path}{suffix}").stat() for suffix in (".bin", ".idx")]
             rows = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
     return hashlib.sha256(json.dumps([source.kind, source.text_column, rows]).encode()).hexdigest()
-
-
-def replace_surrogates(text: str) -> str:
-    """``text`` with lone surrogates, which JSON may hold and UTF-8 cannot, replaced by U+FFFD."""
-    return text if text.isascii() else _SURROGATES.sub("\ufffd", text)

@@ -18,8 +18,8 @@ if not torch.cuda.is_available():
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
-LONGEST = ("test_processes", "test_faults", "test_matrix", "test_watch", "test_compile", "test_memory", "test_training",
-           "test_operators", "test_equality")  # fmt: skip
+LONGEST = ("test_processes", "test_faults", "test_matrix", "test_watchdog", "test_compile", "test_memory",
+           "test_training", "test_operators", "test_equality")  # fmt: skip
 """Files that take longest come first: side by side, no process is then left with one of them at the end."""
 
 
@@ -121,3 +121,12 @@ def tiny(prepared, tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def recurrent():
+    """A small model with a state, for tests that need no memory."""
+    from tests.stand_ins import Recurrent
+
+    torch.manual_seed(0)
+    return Recurrent().eval()

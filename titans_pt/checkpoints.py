@@ -25,6 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from titans_pt.errors import UserError
+from titans_pt.tools.files import flush_to_disk
 
 FORMAT = 1
 MODEL, OPTIMIZER, TRAINER, MANIFEST = "model.safetensors", "optimizer.safetensors", "trainer.json", "manifest.json"
@@ -92,12 +93,12 @@ def save(folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], s
         files = {name: _describe(temporary / name) for name in (MODEL, OPTIMIZER, TRAINER)}
         _write_json(temporary / MANIFEST, {"format": FORMAT, "step": state.step, "files": files})
         for path in temporary.iterdir():
-            _flush(path)
-        _flush(temporary)
+            flush_to_disk(path)
+        flush_to_disk(temporary)
         if final.exists():
             shutil.rmtree(final)
         os.replace(temporary, final)
-        _flush(folder)
+        flush_to_disk(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -262,12 +263,3 @@ def _sha256(path: Path) -> str:
 
 def _write_json(path: Path, value: Any):
     path.write_text(json.dumps(value, indent=1) + "\n")
-
-
-def _flush(path: Path):
-    """Down to the disk: a rename must not become visible before what it names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

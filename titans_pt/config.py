@@ -15,7 +15,7 @@ NEEDLE_TASKS = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
     "niah_multivalue", "niah_multiquery",
 )  # fmt: skip
-"""What ``evaluation.needle.tasks`` may name; titans_pt.evaluation.needle builds exactly these."""
+"""What ``evaluation.needle.tasks`` may name; titans_pt.evaluation.ruler builds exactly these."""
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]

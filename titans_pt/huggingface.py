@@ -23,7 +23,7 @@ from titans_pt import checkpoints
 from titans_pt.config import Config, config_hash
 from titans_pt.config_check import checked
 from titans_pt.config_history import as_stored
-from titans_pt.data_pipeline.tokenizer import FILES, Tokenizer, saved_tokenizer
+from titans_pt.data_pipeline.tokenizers import FILES, load_tokenizer, saved_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.run import load_run
@@ -142,7 +142,7 @@ class TitansTokenizer(PreTrainedTokenizer):
 
     def __init__(self, vocab_file: str | None = None, eos_token: Any = None, **others: Any):
         path = vocab_file or saved_tokenizer(Path(others["name_or_path"]))
-        self.inner = Tokenizer.load(path, None if eos_token is None else str(eos_token))
+        self.inner = load_tokenizer(path, None if eos_token is None else str(eos_token))
         self._ids = {name: i for i, name in enumerate(self.inner.names) if name}
         # Text is text: "</s>" in it is those four letters, as in training.
         super().__init__(**{**others, "eos_token": self.inner.names[self.inner.eos_id], "split_special_tokens": True})
@@ -185,7 +185,7 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
         UserError: what ``load_run`` finds wrong with the run.
     """
     run, folder = load_run(run_dir, step, precision="fp32"), Path(folder)
-    tokenizer = TitansTokenizer(str(run.folder.tokenizer), run.config.data.tokenizer.eos_token)
+    tokenizer = TitansTokenizer(str(run.tokenizer.path), run.config.data.tokenizer.eos_token)
     config = TitansConfig(
         run.config.model_dump(mode="json"), run.step, run.checkpoint_hash,
         eos_token_id=run.tokenizer.eos_id, dtype="float32",

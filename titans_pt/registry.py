@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import pkgutil
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from titans_pt.errors import UserError
@@ -45,6 +46,10 @@ class Registry(Generic[T]):
             raise UserError(f"{self.setting}: given {name!r}; allowed: {', '.join(self.names())} (your own: name its "
                             "module in run.imports)")  # fmt: skip
         return self._found[name]
+
+    def __iter__(self) -> Iterator[T]:
+        """The classes that have registered so far."""
+        return iter(self._found.values())
 
     def names(self) -> list[str]:
         """Every name that :meth:`find` knows, sorted; imports the folder's files."""

@@ -40,7 +40,7 @@ class RunFolder:
     @property
     def tokenizer(self) -> Path:
         """tokenizer.model or tokenizer.json, whichever the run was trained with."""
-        from titans_pt.data_pipeline.tokenizer import saved_tokenizer
+        from titans_pt.data_pipeline import saved_tokenizer
 
         return saved_tokenizer(self.path)
 

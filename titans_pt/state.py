@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
@@ -13,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from titans_pt.errors import UserError
+from titans_pt.models.mixers import MIXERS
+from titans_pt.tools.files import write_atomically
 
 FORMAT = "titans-state-1"
 _PACKAGE = "titans_pt"
@@ -86,17 +87,7 @@ def save_state(state: Any, path: str | Path, about: dict[str, str] | None = None
     tensors: dict[str, torch.Tensor] = {}
     structure = json.dumps(_flatten(state, "", tensors))
     content = save(tensors, {"format": FORMAT, "structure": structure, "about": json.dumps(about or {})})
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(Path(path), lambda temporary: temporary.write_bytes(content), durable=True)
 
 
 def load_state(path: str | Path, device: str | torch.device = "cpu") -> Any:
@@ -140,8 +131,8 @@ def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict:
         return {"tensor": name}
     if is_dataclass(value):
         kind = type(value)
-        if kind.__module__.partition(".")[0] != _PACKAGE:
-            raise TypeError(f"{kind.__module__}.{kind.__qualname__}: not a class of {_PACKAGE}")
+        if not _ours(kind.__module__):
+            raise TypeError(f"{kind.__module__}.{kind.__qualname__}: not a class of {_PACKAGE} or of a mixer's module")
         inner = {f.name: _flatten(getattr(value, f.name), _join(name, f.name), tensors) for f in fields(value)}
         return {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": inner}
     if type(value) in (list, tuple):
@@ -178,13 +169,18 @@ def _build(form: dict, file: Any, device: torch.device, path: Path) -> Any:
     raise UserError(f"{path}: its structure has {sorted(form)}, which this version does not know; write it anew")
 
 
+def _ours(module: str) -> bool:
+    """Whether a module may define states: those of this package, and those that mixers stand in."""
+    return module.partition(".")[0] == _PACKAGE or any(mixer.__module__ == module for mixer in MIXERS)
+
+
 def _class(name: str, path: Path) -> type:
     """A dataclass of ours by "module:name". A file may not name anything else: it could come from anywhere."""
     module, _, kind = name.partition(":")
     if module.startswith(_BEFORE):
         module = f"{_PACKAGE}.{module}"
     found = None
-    if module.partition(".")[0] == _PACKAGE:
+    if _ours(module):
         try:
             found = getattr(importlib.import_module(module), kind, None)
         except ImportError:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.data_pipeline.small_corpus import VOCAB, make_texts, write_jsonl
 from titans_pt.config import Config
-from titans_pt.data_pipeline.tokenizer import train_tokenizer
+from titans_pt.data_pipeline.tokenizers import train_tokenizer
 
 
 @pytest.fixture(scope="session")

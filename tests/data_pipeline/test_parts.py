@@ -12,6 +12,7 @@ import pytest
 
 from tests.data_pipeline.small_corpus import make_texts, write_jsonl
 from titans_pt.data_pipeline import TokenFiles, parts, prepare, sources
+from titans_pt.data_pipeline.manifest import read_manifest
 from titans_pt.errors import UserError
 
 module = importlib.import_module("titans_pt.data_pipeline.prepare")
@@ -47,7 +48,7 @@ def test_shards_and_many_processes_give_the_same_bytes(many):
     assert len(sources.parts(many("one").data.sources)) > 10
     for i in (2, 0, 1):
         assert prepare(many("shards"), shard=(i, 3)) is None
-        assert not module.read_manifest(Path(many("shards").data.dir))
+        assert not read_manifest(Path(many("shards").data.dir))
     assert prepare(many("shards"), workers=2) == manifest  # nothing but the merge is left
     assert prepare(many("processes"), workers=2) == manifest
     expected = contents(many("one").data.dir)

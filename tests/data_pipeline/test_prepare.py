@@ -12,7 +12,7 @@ import pytest
 
 from tests.data_pipeline.small_corpus import VOCAB, make_texts, write_jsonl
 from titans_pt.config import Config, SourceConfig
-from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, TokenFiles, Tokenizer, documents, prepare
+from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, TokenFiles, documents, load_tokenizer, prepare
 from titans_pt.data_pipeline.merge import unigram_loss
 from titans_pt.errors import UserError
 
@@ -27,7 +27,7 @@ def names(folder):
 
 
 def texts_of(folder, split):
-    tokenizer = Tokenizer.load(Path(folder) / "tokenizer.model")
+    tokenizer = load_tokenizer(Path(folder) / "tokenizer.model")
     found = []
     for ids in IndexedDataset(Path(folder) / split):
         ids = ids.tolist()
@@ -51,7 +51,7 @@ def test_all_text_arrives_once_in_order(config, texts):
             "documents": len(found), "characters": sum(map(len, found)),
             "tokens": IndexedDataset(Path(folder) / split).tokens}
     assert manifest["vocab_size"] == VOCAB and not any(manifest["dropped"].values())
-    assert manifest["tokenizer_sha256"] == Tokenizer.load(Path(folder) / "tokenizer.model").sha256
+    assert manifest["tokenizer_sha256"] == load_tokenizer(Path(folder) / "tokenizer.model").sha256
 
 
 def test_unigram_loss_is_that_of_the_files(config):
@@ -132,7 +132,7 @@ def test_a_limited_tokenizer_sample_has_text_of_each_source(config, corpus, tmp_
     other = write_jsonl(tmp_path / "other.jsonl", [f"quokka zebra {i}" for i in range(200)])
     both = [{"kind": "files", "path": str(path)} for path in (corpus, other)]
     prepare(config(data={"sources": both, "tokenizer": {"train_characters": 6000}}, model={"vocab_size": 380}))
-    assert len(Tokenizer.load(tmp_path / "data" / "tokenizer.model").encode(" quokka zebra")) < 6
+    assert len(load_tokenizer(tmp_path / "data" / "tokenizer.model").encode(" quokka zebra")) < 6
 
 
 def test_given_tokenizer_is_copied(config, tokenizer, tmp_path):

@@ -97,7 +97,7 @@ def test_all_damaged_is_the_users_decision(tmp_path):
         checkpoints.newest_complete(tmp_path)
 
 
-@pytest.mark.parametrize("where", ["_save_tensors", "_write_json", "_flush"])
+@pytest.mark.parametrize("where", ["_save_tensors", "_write_json", "flush_to_disk"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_leaves_the_earlier_ones_and_no_rubbish(tmp_path, monkeypatch, where, code):
     good = save(tmp_path, 5)

@@ -6,9 +6,9 @@ import torch
 
 from tests.untrained import untrained_run
 from titans_pt import cli
-from titans_pt.evaluation.stream import greedy, prefill
 from titans_pt.models.mixers import MIXERS
 from titans_pt.run import load_run
+from titans_pt.streaming import greedy, prefill
 
 transformers = pytest.importorskip("transformers")
 

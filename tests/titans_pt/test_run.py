@@ -22,11 +22,11 @@ from titans_pt.training.resume import find_start
 @pytest.fixture
 def run(tiny, prepared, tmp_path):
     """A run folder with one checkpoint, at step 3, and the weights in it."""
-    from titans_pt.data_pipeline import Tokenizer
+    from titans_pt.data_pipeline import load_tokenizer
 
     config = load_config(tiny())
     folder = RunFolder(config.run.dir)
-    tokenizer = Tokenizer.load(prepared / "tokenizer.model")
+    tokenizer = load_tokenizer(prepared / "tokenizer.model")
     with folder.lock():
         folder.write_settings(config)
         keep_tokenizer(tokenizer.path, config, folder)

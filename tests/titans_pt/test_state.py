@@ -12,11 +12,11 @@ from tests.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config import ModelConfig
 from titans_pt.errors import UserError
-from titans_pt.evaluation.stream import greedy, prefill
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
 from titans_pt.run import load_run
 from titans_pt.state import FORMAT, compact, fork, load_state, map_tensors, read_about, save_state, state_bytes
+from titans_pt.streaming import greedy, prefill
 from titans_pt.training.probes import find
 
 PATTERNS = [[mixer] for mixer in MIXERS.names()] + [["lmm", "swa", "mac"]]
@@ -123,7 +123,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     def full(_descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("titans_pt.state.os.fsync", full)
+    monkeypatch.setattr("titans_pt.tools.files.os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         save_state([2], path)
     assert load_state(path) == [1] and list(tmp_path.iterdir()) == [path]

@@ -21,6 +21,7 @@ from torch.nn.functional import normalize
 from titans_pt.benchmarks.process import write_csv
 from titans_pt.kernels.memory import block, neural_memory
 from titans_pt.run_folder import versions
+from titans_pt.tools.plots import new_figure, save_figure
 
 HEADS, WIDTH, CHUNK, EXPANSIONS = 12, 64, 64, (2, 4)
 LENGTHS = (2048, 4096, 8192, 16_384, 32_768)
@@ -305,9 +306,7 @@ def _line(cells) -> str:
 
 
 def _plot(rows: list[Row], path: Path, title: str):
-    from matplotlib.figure import Figure  # no pyplot: it keeps global state and picks a display
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = new_figure(8, 5)
     axes = figure.add_subplot()
     for name, hidden in dict.fromkeys((r.implementation, r.hidden) for r in rows):
         points = [(r.length, r.tokens_per_second) for r in rows
@@ -319,7 +318,7 @@ def _plot(rows: list[Row], path: Path, title: str):
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)
 
 
 def _fla_version() -> dict[str, str]:

@@ -12,11 +12,12 @@ import torch
 from titans_pt.benchmarks.process import peak_mib, write_csv
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.evaluation.records import write_whole
-from titans_pt.evaluation.stream import best_device, prefill
 from titans_pt.models import build_model
 from titans_pt.run_folder import versions
 from titans_pt.state import state_bytes
+from titans_pt.streaming import best_device, prefill
+from titans_pt.tools.files import write_text
+from titans_pt.tools.plots import new_figure, save_figure
 
 TURNS = 15
 
@@ -47,7 +48,7 @@ def benchmark_stream(out: Path, config: Config, tokens: int, stretches: int):
     out.mkdir(parents=True, exist_ok=True)
     found, ratio = read(config, tokens // stretches, stretches)
     text = table(found, ratio)
-    write_whole(out / "stream.md", lambda path: path.write_text(text))
+    write_text(out / "stream.md", text)
     write_csv(out / "stream.csv", found)
     about = versions() | {"model": config.model.model_dump(mode="json"), "threads": torch.get_num_threads()}
     (out / "stream.json").write_text(json.dumps(about, indent=1) + "\n")
@@ -102,9 +103,7 @@ def table(found: list[Stretch], ratio: float | None = None) -> str:
 
 def plot(found: list[Stretch], path: Path):
     """Speed and peak memory against the tokens read, both from zero."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.8), layout="constrained")
+    figure = new_figure(7.0, 4.8)
     speed, memory = figure.subplots(2, sharex=True)
     tokens = [s.tokens for s in found]
     speed.plot(tokens, [s.tokens_per_second for s in found], marker="o")
@@ -116,4 +115,4 @@ def plot(found: list[Stretch], path: Path):
     for axes in (speed, memory):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-    write_whole(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+    save_figure(figure, path)

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from titans_pt.benchmarks.process import peak_mib, write_csv
 from titans_pt.config import Config, ModelConfig
 from titans_pt.config_file import load_config
-from titans_pt.evaluation.records import write_whole
 from titans_pt.models import build_model
 from titans_pt.run_folder import versions
+from titans_pt.tools.files import write_text
+from titans_pt.tools.plots import new_figure, save_figure
 from titans_pt.training.metrics import peak_flops
 from titans_pt.training.profiling import start_profile, time_shares
 
@@ -100,7 +101,7 @@ def benchmark_training(
 
 
 def _write(found: list[Measurement], out: Path):
-    write_whole(out / "training.md", lambda path: path.write_text(table(found)))
+    write_text(out / "training.md", table(found))
     write_csv(out / "training.csv", found)
     plot([m for m in found if m.depth is None and m.chunk is None and not m.failure], out / "training.png")
 
@@ -122,9 +123,7 @@ def table(found: list[Measurement]) -> str:
 
 def plot(found: list[Measurement], path: Path):
     """Tokens a second against the length, a line a model."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     for model in dict.fromkeys(m.model for m in found):
         points = [(m.length, m.tokens_per_second) for m in found if m.model == model]
@@ -137,7 +136,7 @@ def plot(found: list[Measurement], path: Path):
     axes.grid(alpha=0.3)
     if found:
         axes.legend()
-    write_whole(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+    save_figure(figure, path)
 
 
 # ---- one case, in its own process

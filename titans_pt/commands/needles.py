@@ -19,8 +19,8 @@ SECTION = "study"
 )  # fmt: skip
 def needles(config, models: list[str], count: int, lengths: str, asked: list[int]):
     """Train small models on needles and ask far beyond their training length."""
-    from titans_pt.experiments.needles import Curriculum, Needles, needles
+    from titans_pt.experiments.needles_in_noise import Curriculum, NeedlesInNoise, train_and_ask
 
     curriculum = Curriculum(lengths)
-    task = Needles(config.model.vocab_size, min(curriculum.lengths), count)
-    needles(config, models, task, curriculum, asked)
+    task = NeedlesInNoise(config.model.vocab_size, min(curriculum.lengths), count)
+    train_and_ask(config, models, task, curriculum, asked)

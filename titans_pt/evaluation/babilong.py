@@ -17,16 +17,16 @@ from types import SimpleNamespace
 
 from titans_pt.config import Config, SourceConfig
 from titans_pt.config_file import load_stored
-from titans_pt.data_pipeline import Tokenizer
+from titans_pt.data_pipeline import load_tokenizer
 from titans_pt.data_pipeline.sources import documents
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babi
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill, ids_after
 from titans_pt.evaluation.long_context import LongContext, Sample
-from titans_pt.evaluation.packages import sentences
-from titans_pt.evaluation.records import digest
+from titans_pt.evaluation.sentences import sentences
 from titans_pt.run import LoadedRun
 from titans_pt.run_folder import RunFolder
+from titans_pt.tools.records import digest
 
 SENTENCE_TOKENS = 10
 """Shorter sentences of the text are left out."""
@@ -183,7 +183,7 @@ def write_documents(run_dir: str | Path, overrides: Sequence[str], samples: int,
     section = config.evaluation.babilong
     changed = section.model_copy(update={"wording": "plain", "seed": section.seed + 1, "samples": samples})
     evaluation = config.evaluation.model_copy(update={"babilong": changed})
-    tokenizer = Tokenizer.load(folder_of_run.tokenizer)
+    tokenizer = load_tokenizer(folder_of_run.tokenizer)
     maker = Babilong(
         SimpleNamespace(tokenizer=tokenizer, identity=""), config.model_copy(update={"evaluation": evaluation})
     )

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titans_pt.errors import UserError
-from titans_pt.evaluation.plots import plot_accuracy
 from titans_pt.run_folder import RunFolder
+from titans_pt.tools.plots import plot_accuracy
 
 
 def compare(runs: Sequence[str | Path], task: str, path: Path, step: int | None = None) -> Path:

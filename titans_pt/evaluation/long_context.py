@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import BabilongConfig, Config, NeedleConfig
-from titans_pt.evaluation.plots import plot_accuracy, plot_cost, plot_heat
-from titans_pt.evaluation.records import digest, wilson
-from titans_pt.evaluation.stream import device_of, greedy, prefill
+from titans_pt.evaluation.plots import plot_cost, plot_heat
 from titans_pt.run import LoadedRun
-from titans_pt.state import fork, load_state, read_about, save_state, state_bytes
+from titans_pt.state import load_state, read_about, save_state, state_bytes
+from titans_pt.streaming import continuation_logits, device_of, greedy, prefill
+from titans_pt.tools.plots import plot_accuracy
+from titans_pt.tools.records import digest
+from titans_pt.tools.statistics import wilson
 
 
 @dataclass(frozen=True)
@@ -30,35 +32,22 @@ class Sample:
     """(T,) integers, on the CPU."""
     expected: list[str]
     answer_ids: list[int] | None
-    """The tokens of the right answer behind the prompt; None where several answers are right."""
+    """The tokens of the right answer after the prompt; None where several answers are right."""
     chance_nats: float | None
     """What a model loses on the answer when it knows what kind of answer comes, and not which."""
     log: dict[str, Any] = field(default_factory=dict)
     """What else the record is to say."""
 
 
-@torch.no_grad()
-def continuation_logits(model: nn.Module, last_logits: Tensor, state: Any, ids: list[int]) -> Tensor:
-    """The logits (n, V) from which each of n given tokens behind a prompt would be chosen; ``state`` is left as it is.
-
-    Args:
-        last_logits: (1, V), and the state behind them, as :func:`prefill` returns.
-    """
-    if len(ids) <= 1:
-        return last_logits[: len(ids)]
-    more, _ = model(torch.tensor([ids[:-1]], device=last_logits.device), fork(state))
-    return torch.cat([last_logits, more[0]])
-
-
 def answer_nll(model: nn.Module, last_logits: Tensor, state: Any, answer_ids: list[int]) -> float:
-    """Mean negative log-likelihood (nats a token) of the answer behind a prompt."""
+    """Mean negative log-likelihood (nats a token) of the answer after a prompt."""
     logits = continuation_logits(model, last_logits, state, answer_ids)
     return float(F.cross_entropy(logits.float(), torch.tensor(answer_ids, device=logits.device)))
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known of reading a prompt: the last logits (1, V), the state behind it, and what it took."""
+    """What is known of reading a prompt: the last logits (1, V), the state after it, and what it took."""
 
     logits: Tensor
     state: Any
@@ -69,7 +58,7 @@ class Reading:
 def read(model: nn.Module, ids: Tensor, chunk_tokens: int, save_every: int, path: Path) -> Reading:
     """:func:`prefill` of one prompt in stretches, with the state kept in ``path`` after each but the last.
 
-    A process that is killed goes on from there when it is started again with the same arguments; ``path`` must stand
+    A process that is killed continues from there when it is started again with the same arguments; ``path`` must stand
     for model and prompt. It is gone when the prompt has been read.
 
     Args:

@@ -15,10 +15,10 @@ from titans_pt.config import Config
 from titans_pt.data_pipeline import TokenFiles, document_begins
 from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_positions
-from titans_pt.evaluation.records import digest
-from titans_pt.evaluation.stream import device_of
 from titans_pt.layers.memory import MemoryGates
 from titans_pt.run import LoadedRun
+from titans_pt.streaming import device_of
+from titans_pt.tools.records import digest
 
 LOSS_ROWS = 512
 """Logits are turned into losses so many tokens at a time: a second (T, V) array would double the memory."""

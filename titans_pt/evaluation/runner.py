@@ -21,11 +21,12 @@ from tqdm import tqdm
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.evaluation.records import RecordFile, read_records, write_whole
-from titans_pt.evaluation.stream import best_device
 from titans_pt.run import LoadedRun, load_run
+from titans_pt.streaming import best_device
 from titans_pt.tasks import Task
 from titans_pt.tasks.base import backbone_of
+from titans_pt.tools.files import write_text
+from titans_pt.tools.records import RecordFile, read_records
 from titans_pt.wandb_log import WandbLog
 
 
@@ -39,7 +40,7 @@ def evaluate(
     """Runs the evaluations of a run's checkpoint and writes what they find.
 
     ``RUN/evaluation/step-XXXXXXXX/`` gets ``NAME.jsonl``, a line a job, and ``summary.json``; ``RUN/plots/`` the
-    figures. Jobs whose line is there already are not done again, so a killed evaluation goes on where it stopped.
+    figures. Jobs whose line is there already are not done again, so a killed evaluation continues where it stopped.
     Under torchrun job i is rank i % world's; ranks above 0 write ``NAME-rankR.jsonl``, and the one that finds all
     jobs done, the last, writes the summary. Nothing is sent between ranks: they only share the folder.
 
@@ -130,7 +131,7 @@ def _summarise(
         whole[evaluation.name] = shown | summary
         lines += ["", evaluation.table(summary)]
         files += [*_parts(folder, evaluation.name), *evaluation.plots(summary, run.folder.plots, title)]
-    write_whole(path, lambda temporary: temporary.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8"))
+    write_text(path, json.dumps(whole, indent=2) + "\n")
     lines += ["", "files:", *(f"  {file}" for file in files)]
     print("\n".join(lines), flush=True)
     if config.wandb.evaluation:

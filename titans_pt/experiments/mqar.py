@@ -3,39 +3,23 @@
     k1 v1 k2 v2 ... kP vP | filler, at least ``distance`` | k3 v3 . . k1 v1 . k7 v7 ...
         the pairs                                            the queries, in a random order, at random gaps
 
-What is asked: the value behind each key of the third part. Differences from Zoology's generator:
+What is asked: the value after each key of the third part. Differences from Zoology's generator:
 
 - ``distance`` filler tokens stand between the last pair and the first query, so that no window sees both;
-  Zoology begins to ask right behind the pairs;
+  Zoology begins to ask right after the pairs;
 - gaps are uniform; Zoology's follow a power law that puts most queries near the pairs, which distance forbids;
 - a query's value follows it in the sequence, as it would in text; Zoology has it only as the label;
 - every key is asked once and the filler is token 0 throughout: both as in Zoology's own experiments.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from titans_pt.errors import UserError
+from titans_pt.experiments.study import Samples
 
 FILLER = 0
-
-
-class Samples(ABC):
-    """A task whose samples are pure functions of (seed, index)."""
-
-    @abstractmethod
-    def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids (length,) int64, and the places (P,) of the keys that are asked; the answer stands behind each."""
-
-    def batch(self, seed: int, first: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Samples first .. first + rows - 1: ids (rows, length) and places (rows, P), both int64."""
-        samples = [self.sample(seed, first + row) for row in range(rows)]
-        ids, places = (np.stack(part) for part in zip(*samples, strict=True))
-        return torch.from_numpy(ids), torch.from_numpy(places)
 
 
 @dataclass(frozen=True)
@@ -69,7 +53,7 @@ class MQAR(Samples):
         return 1 / (self.vocabulary - self.vocabulary // 2)
 
     def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids (length,) int64, and the places of the queried keys (pairs,), ascending; the answer stands behind each.
+        """ids (length,) int64, and the places of the queried keys (pairs,), ascending; the answer follows each.
 
         Equal arguments give equal samples, whatever was drawn before.
         """

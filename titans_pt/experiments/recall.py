@@ -4,25 +4,22 @@ One process trains one variant after the other. A finished variant is one file o
 skipped when the command runs again, and several processes may share a folder as long as they train different variants.
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from titans_pt.config import Config, ModelConfig, TrainConfig, config_hash
+from titans_pt.config import Config, ModelConfig, config_hash
 from titans_pt.errors import UserError
-from titans_pt.evaluation.records import RecordFile, digest, read_records, write_whole
 from titans_pt.experiments.mqar import MQAR
+from titans_pt.experiments.study import EVALUATION_SEED, answers, fit, newest, once
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
-from titans_pt.training.engine import parameter_groups
-from titans_pt.training.schedule import learning_rate
+from titans_pt.tools.files import write_text
+from titans_pt.tools.plots import new_figure, save_figure
+from titans_pt.tools.records import digest
 
 CHANGES: dict[str, dict] = {
     "": {},
@@ -37,12 +34,7 @@ CHANGES: dict[str, dict] = {
 CONTROLS = ("", "memory off")
 NAMES = {change.replace(" ", "-").lower() or "plain": change for change in CHANGES}
 """CHANGES as they are written on the command line."""
-EVALUATION_SEED = 2**31
-"""Far from any run.seed: evaluation never meets a sample of training."""
 EVALUATION_ROWS, EVALUATION_BATCHES = 64, 8
-REPORT_EVERY = 50
-ENOUGH = 0.99
-"""Mean accuracy over REPORT_EVERY steps (new samples each) at which training ends early."""
 PAIRS = (2, 4, 8, 16)
 DISTANCES = (8, 16, 32, 64, 128, 256)
 
@@ -91,21 +83,6 @@ def recall(config: Config, variants: list[Variant], task: MQAR):
     summarise(folder)
 
 
-def once(path: Path, key: str, name: str, make: Callable[[], dict]):
-    """Appends the record that ``make`` returns to ``path`` under ``key``, unless it is there."""
-    if path.exists() and key in read_records([path]):
-        print(f"{name}: there already ({path})", flush=True)
-        return
-    record = make()
-    with RecordFile(path) as file:
-        file.append({"key": key} | record)
-
-
-def newest(folder: Path) -> list[dict]:
-    """The last record of each file in ``folder``."""
-    return [list(read_records([path]).values())[-1] for path in folder.glob("*.jsonl")]
-
-
 def _key(config: Config, variant: Variant, task: MQAR) -> str:
     model, train = config_hash(variant.config(config.model)), config_hash(config.train)
     return digest(model, train, config.data.seq_len, config.run.seed, task.pairs, task.distance)
@@ -127,66 +104,11 @@ def train(config: Config, variant: Variant, task: MQAR) -> dict:
     }  # fmt: skip
 
 
-def fit(
-    model: nn.Module,
-    settings: TrainConfig,
-    batch: Callable[[int], tuple[Tensor, Tensor]],
-    name: str,
-    may_end_at: int = 0,
-) -> dict:
-    """Trains ``model`` on the answers of batches 0, 1, ... (see :func:`answers`).
-
-    It ends early once the accuracy over REPORT_EVERY steps is ENOUGH, but not before step ``may_end_at``.
-
-    Returns:
-        steps taken, seconds, and the curve: [step, loss, accuracy, gradient norm], means over REPORT_EVERY steps.
-    """
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, settings.weight_decay), betas=tuple(settings.betas), eps=settings.eps
-    )
-    curve, window, began = [], [], time.perf_counter()
-    for step in range(1, settings.max_steps + 1):
-        lr = learning_rate(step, settings.lr, settings.warmup_steps, settings.max_steps, settings.min_lr_ratio)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        loss, right = answers(model, *batch(step - 1))
-        optimizer.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip, error_if_nonfinite=False)
-        if norm.isfinite():
-            optimizer.step()
-        window.append((loss.item(), right.float().mean().item(), norm.item()))
-        if step % REPORT_EVERY == 0 or step == settings.max_steps:
-            means = [sum(column) / len(window) for column in zip(*window, strict=True)]
-            curve.append([step, *means])
-            seconds = time.perf_counter() - began
-            print(
-                f"{name}: step {step} loss {means[0]:.3f} accuracy {100 * means[1]:.1f} % "
-                f"gradient norm {means[2]:.2f} {seconds:.0f} s",
-                flush=True,
-            )
-            window = []
-            if means[1] >= ENOUGH and step >= may_end_at:
-                break
-    return {"steps": step, "seconds": time.perf_counter() - began, "curve": curve}
-
-
 def _resized(task: MQAR, **changes: int) -> MQAR:
     """The task with more pairs or more distance, and as many places between its queries as before, for each."""
     other = replace(task, length=10**9, **changes)
     room = (task.length - task.shortest) * other.pairs // task.pairs
     return replace(other, length=other.shortest + room)
-
-
-def answers(model: nn.Module, ids: Tensor, places: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
-    """ids (B, T), places (B, P) of keys -> mean loss of the values behind them, and (B, P) bool: the best guess is it.
-
-    Nothing but the answers counts: the loss of all other tokens is that of random draws.
-    """
-    logits, _ = model(ids, state)
-    row = torch.arange(len(ids))[:, None]
-    logits, target = logits[row, places], ids[row, places + 1]
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten()), logits.argmax(-1) == target
 
 
 @torch.no_grad()
@@ -204,7 +126,7 @@ def summarise(folder: Path):
     """recall.md and recall.png in ``folder``, of all variants that have finished there; the newest record counts."""
     records = newest(folder)
     records.sort(key=lambda r: (list(CHANGES).index(r["change"]), r["model"]))
-    write_whole(folder / "recall.md", lambda path: path.write_text(table(records)))
+    write_text(folder / "recall.md", table(records))
     plot(records, folder / "recall.png")
     print(table(records), end="")
     print(f"{folder / 'recall.md'}, {folder / 'recall.png'}")
@@ -225,9 +147,7 @@ def table(records: list[dict]) -> str:
 
 def plot(records: list[dict], path: Path):
     """Accuracy against steps, against pairs and against distance, one line a variant; ablations in the first alone."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13.0, 4.2), layout="constrained")
+    figure = new_figure(13.0, 4.2)
     learning, pairs, distance = figure.subplots(1, 3, sharey=True)
     inks = {model: f"C{n}" for n, model in enumerate(sorted({r["model"] for r in records}))}
     dashes = dict(zip(CHANGES, ("-", ":", "--", "-.", (0, (5, 1)), (0, (1, 3)), (0, (3, 1, 1, 1))), strict=True))
@@ -249,4 +169,4 @@ def plot(records: list[dict], path: Path):
     for axes in (learning, pairs, distance):
         axes.grid(alpha=0.3)
         axes.set_ylim(-3, 103)
-    write_whole(path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+    save_figure(figure, path)

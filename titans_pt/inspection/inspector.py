@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from titans_pt.data_pipeline import StreamDecoder
 from titans_pt.errors import UserError
-from titans_pt.evaluation.records import write_whole
-from titans_pt.evaluation.stream import best_device, device_of
 from titans_pt.inspection.inspection import Inspection
 from titans_pt.inspection.picture import draw
 from titans_pt.inspection.table import table
-from titans_pt.layers.watch import MemoryFigures, watch_memories
+from titans_pt.layers.memory_observer import MemoryFigures, observe_memories
 from titans_pt.run import load_run
+from titans_pt.streaming import best_device, device_of
+from titans_pt.tools.files import write_atomically
 
 PIECE = 512
 """Tokens read at once. It decides memory and speed, not the figures."""
@@ -55,7 +55,7 @@ def inspect(
 
     folder = run.folder.path / "inspection" / f"step-{run.step:08d}" if out is None else Path(out)
     arrays, picture = folder / f"{text_file.stem}.npz", folder / f"{text_file.stem}.png"
-    write_whole(arrays, lambda path: _write_arrays(result, path))
+    write_atomically(arrays, lambda path: _write_arrays(result, path))
     title = f"{run.folder.path.name}, step {run.step}: what the memory finds surprising in {text_file.name}"
     draw(result, picture, title)
     print(table(result))
@@ -72,8 +72,8 @@ def read(model: nn.Module, ids: Tensor, pieces: list[str]) -> Inspection:
     """
     device, state, last = device_of(model), None, None
     losses, figures = [], {}
-    with watch_memories(model) as watches:
-        if not watches:
+    with observe_memories(model) as observers:
+        if not observers:
             raise UserError(
                 "this model has no neural memory to look into; name a run with lmm, mac, mag or mal in model.mixers"
             )
@@ -83,8 +83,8 @@ def read(model: nn.Module, ids: Tensor, pieces: list[str]) -> Inspection:
             targets = piece[1:] if last is None else piece
             losses.append(F.cross_entropy(before[: len(targets)].float(), targets.to(device), reduction="none").cpu())
             last = logits[0, -1:]
-            for name, watch in watches.items():
-                figures.setdefault(name, []).append(watch.take(len(piece)))
+            for name, observer in observers.items():
+                figures.setdefault(name, []).append(observer.take(len(piece)))
     nll = torch.cat([torch.tensor([torch.nan]), *losses])
     joined = {
         field.name: np.stack([

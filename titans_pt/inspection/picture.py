@@ -6,11 +6,10 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, Normalize
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from titans_pt.evaluation.records import write_whole
 from titans_pt.inspection.inspection import Inspection
+from titans_pt.tools.plots import new_figure, save_figure
 
 WIDTH = 14.0
 """Inches."""
@@ -32,7 +31,7 @@ def draw(result: Inspection, path: Path, title: str) -> Path:
     first, last, lines = excerpt(result.pieces, score)
 
     heights = [0.24 * (len(lines) + 1), max(1.2, 0.16 * len(relative)), 1.5, 1.5, 1.5]
-    figure = Figure(figsize=(WIDTH, sum(heights) + 3.6), layout="constrained")
+    figure = new_figure(WIDTH, sum(heights) + 3.6)
     figure.suptitle(title, fontsize=15)
     grid = figure.add_gridspec(len(heights), height_ratios=heights)
     text, heat, curve, loss = (figure.add_subplot(grid[row]) for row in range(4))
@@ -82,8 +81,7 @@ def draw(result: Inspection, path: Path, title: str) -> Path:
     key = figure.add_subplot(panels[0, -1])
     key.set_axis_off()
     key.legend(*axes.get_legend_handles_labels(), loc="center", fontsize=9, frameon=False)
-    write_whole(path, lambda temporary: figure.savefig(temporary, format="png", dpi=110))
-    return path
+    return save_figure(figure, path, dpi=110)
 
 
 def running_mean(values: np.ndarray, length: int) -> np.ndarray:

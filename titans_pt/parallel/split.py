@@ -59,6 +59,10 @@ RULES = {
 }
 
 
+PASSING = (Shard.ENTER, Shard.OPEN, Shard.ENTER_OPEN, Shard.CLOSE, Shard.GATHER)
+"""What passes in and out of a module that is made of others: it says nothing about parameters."""
+
+
 class TensorParallel:
     """A model cut for one rank of a tensor group, in place; of a group of one it stays as it is.
 
@@ -93,7 +97,8 @@ class TensorParallel:
         for owner in model.modules():
             for path, shard in (getattr(owner, "sharding", None) or {}).items():
                 part = _part(owner, path)
-                named |= {id(p) for p in _own_parameters(part)}
+                if shard not in PASSING:
+                    named |= {id(p) for p in _own_parameters(part)}
                 if part is not None:
                     found.append((owner, path, part, RULES[shard]))
         for name, mixer in model.named_modules():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titans_pt.config import Config
 from titans_pt.data_pipeline import PackedSamples, TokenFiles
-from titans_pt.data_pipeline.tokenizer import Tokenizer
+from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.models import LanguageModel, build_model
 from titans_pt.models.mixers.base import Need
@@ -30,9 +30,9 @@ class Language(Task):
     baseline_name = "unigram baseline"
     suites = {
         "perplexity": "titans_pt.evaluation.perplexity:Perplexity",
-        "needle": "titans_pt.evaluation.needle:Needle",
+        "needle": "titans_pt.evaluation.ruler:RulerNeedles",
         "babilong": "titans_pt.evaluation.babilong:Babilong",
-        "commonsense": "titans_pt.evaluation.harness:Commonsense",
+        "commonsense": "titans_pt.evaluation.commonsense:Commonsense",
     }
     usual = ("perplexity", "needle")  # what needs no further packages or data
 
@@ -93,10 +93,10 @@ class Language(Task):
         if found != trained:
             raise UserError(f"{path}: not the tokenizer of this model (sha256 {found[:12]}..., trained with "
                             f"{trained[:12]}...); put back the one that the run was trained with")  # fmt: skip
-        self.tokenizer = Tokenizer.load(path, self.config.data.tokenizer.eos_token)
+        self.tokenizer = load_tokenizer(path, self.config.data.tokenizer.eos_token)
 
 
 def keep_tokenizer(path: Path, config: Config, folder: RunFolder):
     """A copy of the tokenizer at ``path`` in a run's folder, unless it lies there."""
     if Path(path).resolve() != folder.tokenizer.resolve():
-        Tokenizer.load(path, config.data.tokenizer.eos_token).save(folder.path)
+        load_tokenizer(path, config.data.tokenizer.eos_token).save(folder.path)

@@ -23,6 +23,7 @@ from titans_pt.run import load_weights
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks import TASKS, Samples, Task, TaskData
 from titans_pt.tasks.base import backbone_of
+from titans_pt.training.background import BackgroundTask
 from titans_pt.training.engine import Engine
 from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
 from titans_pt.training.plan import make_plan
@@ -31,10 +32,9 @@ from titans_pt.training.probes import memory_probe
 from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch
 from titans_pt.training.ranks import Ranks, process_group
 from titans_pt.training.resume import find_start
-from titans_pt.training.saving import Background
 from titans_pt.training.schedule import learning_rate
 from titans_pt.training.signals import StopSignals
-from titans_pt.training.watch import Watch
+from titans_pt.training.watchdog import Watchdog
 from titans_pt.wandb_log import WandbLog
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def train(config: Config) -> int:
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group(config.train.timeout))
         signals = stack.enter_context(StopSignals())
-        watch = stack.enter_context(Watch(ranks, config.train.timeout))
+        watch = stack.enter_context(Watchdog(ranks, config.train.timeout))
         ranks.on_first(lambda: _announce(config, ranks))  # before anything is written
         folder = RunFolder(config.run.dir)
         task = TASKS.find(config.task)(config)
@@ -67,7 +67,7 @@ class Trainer:
     """A run in progress. Everything that changes from step to step is in its plain attributes."""
 
     def __init__(
-        self, task: Task, data: TaskData, folder: RunFolder, ranks: Ranks, signals: StopSignals, watch: Watch
+        self, task: Task, data: TaskData, folder: RunFolder, ranks: Ranks, signals: StopSignals, watch: Watchdog
     ):
         start = ranks.on_first(lambda: find_start(task, folder, data.identity))
         path, state, task.config = start or (None, None, task.config)  # settings as the run began with them
@@ -91,7 +91,7 @@ class Trainer:
         if config.evaluation.every:
             runner.check(task, config.evaluation.suites)
         self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
-        self.saving = Background()
+        self.saving = BackgroundTask()
 
         self.engine = self._build_engine(path, state)
         self.batch_samples = train.batch_tokens // seq_len

@@ -2,13 +2,14 @@
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
+
+from titans_pt.tools.files import write_text
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 FLOP/s of known GPUs (SXM), by a part of their name."""
@@ -24,10 +25,7 @@ class MetricsLog:
     def __init__(self, path: Path, resumed_step: int):
         """Opens the file to append; records after ``resumed_step`` are removed, since those steps come again."""
         keep = [record for record in read_metrics(path) if record["step"] <= resumed_step]
-        temporary = path.with_name(f".{path.name}.tmp")
-        with temporary.open("w") as file:
-            file.writelines(_line(record) for record in keep)
-        os.replace(temporary, path)
+        write_text(path, "".join(_line(record) for record in keep))
         self._file = path.open("a")
 
     def write(self, kind: str, step: int, **values: Any):

@@ -29,7 +29,7 @@ HEADROOM = 0.9
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """bytes: what a rank holds at its fullest, by kind."""
 
     config: Config
@@ -85,7 +85,7 @@ class Plan:
         )
 
 
-def make_plan(config: Config, ranks: int | None = None, gpu: bool | None = None) -> Plan:
+def make_plan(config: Config, ranks: int | None = None, gpu: bool | None = None) -> TrainingPlan:
     """The plan of ``config`` on ``ranks`` processes; None takes WORLD_SIZE, else this machine's GPUs.
 
     gpu: whether it is for GPUs, whose kernels keep other things than what runs on a CPU; None: whether there are any.
@@ -107,7 +107,7 @@ def make_plan(config: Config, ranks: int | None = None, gpu: bool | None = None)
     own = sum(p.numel() for p in model.parameters())
     gpu = torch.cuda.is_available() if gpu is None else gpu
     sizes = _model_bytes(config, own, world // tensor) | _activation_bytes(task, micro, gpu)
-    return Plan(config, parameters, tensor, world // tensor, micro, accumulation, sizes)
+    return TrainingPlan(config, parameters, tensor, world // tensor, micro, accumulation, sizes)
 
 
 class _Rehearsal(RankGroup):

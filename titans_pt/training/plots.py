@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from titans_pt.tools.plots import new_figure, save_figure
+
 
 def plot_loss(
     records: list[dict[str, Any]], path: Path, unit: str, baseline_name: str = "", baseline: float | None = None
@@ -15,9 +17,7 @@ def plot_loss(
         baseline: the loss of what knows nothing (for language: each token by its frequency alone), which a model must
             beat to have learned; None: not drawn.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps global state and picks a display
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = new_figure(8, 5)
     axes = figure.add_subplot()
     for kind, key, label, style in (
         ("train", "loss", "training", {"linewidth": 1}),
@@ -31,5 +31,4 @@ def plot_loss(
     axes.set(xlabel="step", ylabel=f"loss ({unit})")
     axes.grid(alpha=0.3)
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)

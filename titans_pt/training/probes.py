@@ -10,7 +10,7 @@ from torch import nn
 
 from titans_pt.kernels.memory import MemoryState
 from titans_pt.layers.memory import MemoryGates
-from titans_pt.layers.watch import watch_memories
+from titans_pt.layers.memory_observer import observe_memories
 
 SURPRISE_TOKENS = 16
 
@@ -40,20 +40,20 @@ def memory_probe(model: nn.Module):
                     note(name, matrix.detach().float().norm(dim=(-2, -1)))
 
     def surprise(_module, _args, _output):
-        for watch in watches.values():
-            note("surprise", watch.sample(SURPRISE_TOKENS).surprise)
-        watching.close()
+        for observer in observers.values():
+            note("surprise", observer.sample(SURPRISE_TOKENS).surprise)
+        observing.close()
         first.remove()
 
-    watching = ExitStack()
-    watches = watching.enter_context(watch_memories(model, newest=True))
+    observing = ExitStack()
+    observers = observing.enter_context(observe_memories(model, newest=True))
     first = model.register_forward_hook(surprise)
     handles = [m.register_forward_hook(gates) for m in model.modules() if isinstance(m, MemoryGates)]
     handles.append(model.register_forward_hook(states))
     try:
         yield lambda: {name: float(torch.stack(values).mean()) for name, values in seen.items()}
     finally:
-        watching.close()
+        observing.close()
         for handle in (first, *handles):
             handle.remove()
 

@@ -65,7 +65,8 @@ def process_group(timeout: float = 600.0):
 
     Args:
         timeout: seconds; train.timeout. The backend's own, 600 s with NCCL, would end a process without saying where
-            the others stand: it waits ten times as long, so that :class:`titans_pt.training.watch.Watch` is first.
+            the others stand: it waits ten times as long, so that the :class:`~titans_pt.training.watchdog.Watchdog` is
+            first.
 
     Raises:
         UserError: several processes were started without a place to meet.

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.stand_ins import ESSAY, Characters, Scripted
 from tests.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babi, babilong
 from titans_pt.run_folder import RunFolder
-
-from .conftest import ESSAY, Characters, Scripted
 
 
 def made(tokenizer, essays, model=None, **changes):

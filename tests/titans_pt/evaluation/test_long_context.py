@@ -5,8 +5,8 @@ import torch
 
 from tests.untrained import untrained_run
 from titans_pt.evaluation import long_context
-from titans_pt.evaluation.stream import prefill
 from titans_pt.run import load_run
+from titans_pt.streaming import prefill
 
 
 class Killed(Exception):

@@ -9,14 +9,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.stand_ins import Recurrent
 from tests.untrained import untrained_run
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import perplexity
 from titans_pt.layers.memory import MemoryGates
 from titans_pt.run import load_run
-
-from .conftest import Recurrent
 
 TOKENS, LENGTH = 200, 64
 RECURRENT = Recurrent().eval()

@@ -7,13 +7,12 @@ import pytest
 from matplotlib.image import imread
 
 import titans_pt.evaluation
+from tests.stand_ins import Scripted, copies
 from titans_pt import cli
 from titans_pt.config import EvaluationConfig
 from titans_pt.errors import UserError
 from titans_pt.evaluation import evaluate
 from titans_pt.tasks.language import Language
-
-from .conftest import Scripted, copies
 
 PICTURES = ("needle.png", "needle-cost.png", "needle-niah_single_1.png", "perplexity_by_position.png")
 SMALL = ["evaluation.needle.lengths=[600]", "evaluation.needle.depths=[0, 100]"]

@@ -1,4 +1,4 @@
-"""Watches a model's memories from outside while it reads: what each token gave them, and what it did there."""
+"""Observes a model's memories from outside while it reads: what each token gave them, and what it did there."""
 
 import inspect
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ class _Call:
         return tuple(halves)
 
 
-class MemoryWatch:
+class MemoryObserver:
     """Notes the calls of one NeuralMemory, through hooks on it and on its parts, until it is closed.
 
     With ``newest`` it notes the first row of the newest call alone, for :meth:`sample`.
@@ -146,11 +146,12 @@ class MemoryWatch:
 
 
 @contextmanager
-def watch_memories(model: nn.Module, newest: bool = False) -> Iterator[dict[str, MemoryWatch]]:
-    """A MemoryWatch for each NeuralMemory of ``model``, by its name there, for the length of the ``with``."""
-    watches = {name: MemoryWatch(m, newest) for name, m in model.named_modules() if isinstance(m, NeuralMemory)}
+def observe_memories(model: nn.Module, newest: bool = False) -> Iterator[dict[str, MemoryObserver]]:
+    """A MemoryObserver for each NeuralMemory of ``model``, by its name there, for the length of the ``with``."""
+    memories = {name: module for name, module in model.named_modules() if isinstance(module, NeuralMemory)}
+    observers = {name: MemoryObserver(memory, newest) for name, memory in memories.items()}
     try:
-        yield watches
+        yield observers
     finally:
-        for watch in watches.values():
-            watch.close()
+        for observer in observers.values():
+            observer.close()

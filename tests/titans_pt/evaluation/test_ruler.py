@@ -11,15 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.stand_ins import ESSAY, Characters, OverLines, Recurrent, Scripted, copies
 from titans_pt.config import NEEDLE_TASKS, Config
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
-from titans_pt.evaluation import needle
+from titans_pt.evaluation import ruler
 from titans_pt.evaluation.haystack import Haystack, prompt_text
 from titans_pt.evaluation.long_context import answer_nll
-from titans_pt.evaluation.stream import prefill
-
-from .conftest import ESSAY, Characters, OverLines, Recurrent, Scripted, copies
+from titans_pt.streaming import prefill
 
 NEW = 10
 
@@ -29,21 +28,21 @@ def made(tokenizer, essays, **changes):
     values = {"tasks": list(NEEDLE_TASKS), "lengths": [1500], "depths": None, "max_new_tokens": NEW, "samples": 1}
     section = values | {"essays": str(essays)} | changes
     config = Config.model_validate({"evaluation": {"needle": section}})
-    return needle.Needle(SimpleNamespace(tokenizer=tokenizer, identity="x"), config)
+    return ruler.RulerNeedles(SimpleNamespace(tokenizer=tokenizer, identity="x"), config)
 
 
 def check(it, task, length, depth, index):
     """What every sample must be, by its text alone."""
-    tokenizer, kind = it.tokenizer, needle.TASKS[task]
+    tokenizer, kind = it.tokenizer, ruler.TASKS[task]
     sample = it.sample(task, length, depth, index)
     text = tokenizer.decode(sample.ids.tolist())
     assert tokenizer.encode(text) == sample.ids.tolist()
     assert len(sample.ids) + NEW <= length
     words = kind.words
     lines = text.split("\n")
-    assert lines[0] == needle.HEAD.format(**words)
-    asked = needle.query(sample.log["keys"])
-    ending = needle.QUESTION.format(query=asked, **words) + needle.PREFIX.format(query=asked, **words)
+    assert lines[0] == ruler.HEAD.format(**words)
+    asked = ruler.query(sample.log["keys"])
+    ending = ruler.QUESTION.format(query=asked, **words) + ruler.PREFIX.format(query=asked, **words)
     assert lines[-1] == ending
     told = re.findall(r"One of the special magic (?:numbers|uuids) for (.+?) is: (\S+)\.", text)
     assert len(sample.expected) == kind.values * kind.queries
@@ -71,7 +70,7 @@ COORDINATES = {
 
 
 def single_or_none(task, depth):
-    return depth if needle.TASKS[task].single else None
+    return depth if ruler.TASKS[task].single else None
 
 
 def test_samples_of_the_project_tokenizer(sentencepiece, essays):
@@ -83,8 +82,8 @@ def test_samples_of_the_project_tokenizer(sentencepiece, essays):
     def samples(task, length, depth, index):
         sample, _ = check(it, task, length, single_or_none(task, depth), index)
         # One more word or line would be too long: a line of noise is the longest.
-        longest = max(len(sentencepiece.encode(x)) for x in (needle.NOISE, "a " + needle.NEEDLE + " " + "0" * 80))
-        assert length - NEW - len(sample.ids) <= (1 + longest if needle.TASKS[task].haystack != "essays" else 20)
+        longest = max(len(sentencepiece.encode(x)) for x in (ruler.NOISE, "a " + ruler.NEEDLE + " " + "0" * 80))
+        assert length - NEW - len(sample.ids) <= (1 + longest if ruler.TASKS[task].haystack != "essays" else 20)
 
     samples()
 
@@ -101,7 +100,7 @@ def test_a_sample_of_noise_is_filled_to_the_line(essays):
     it = made(Characters(), essays)
     for length in range(1500, 1700, 7):
         sample, text = check(it, "niah_single_1", length, 50, 0)
-        assert length - NEW - len(sample.ids) < len(needle.NOISE) + 1
+        assert length - NEW - len(sample.ids) < len(ruler.NOISE) + 1
         lines = text.split("\n")
         assert lines.index(next(x for x in lines if "One of" in x)) - 1 == int(sample.log["units"] * 0.5)
 
@@ -148,8 +147,8 @@ PINNED = ("rightful-litmus", "6655683")
 def test_depths_of_the_protocol(essays):
     it = made(Characters(), essays)
     places = [it.sample("niah_single_2", 1500, None, i).log["depth_drawn"] for i in range(60)]
-    assert set(places) <= set(needle.DEPTHS) and len(set(places)) > 20
-    assert needle.DEPTHS[:3] == [0, 3, 5] and needle.DEPTHS[-1] == 100 and len(set(needle.DEPTHS)) == 40
+    assert set(places) <= set(ruler.DEPTHS) and len(set(places)) > 20
+    assert ruler.DEPTHS[:3] == [0, 3, 5] and ruler.DEPTHS[-1] == 100 and len(set(ruler.DEPTHS)) == 40
 
 
 # ---- the reference
@@ -174,10 +173,10 @@ def reference():
 @pytest.mark.parametrize("task", NEEDLE_TASKS)
 def test_prompts_are_those_of_the_reference(task, reference, essays, monkeypatch):
     template, prepare = reference
-    monkeypatch.setattr(prepare, "cached_sent_tokenize", needle.sentences)
-    kind = needle.TASKS[task]
+    monkeypatch.setattr(prepare, "cached_sent_tokenize", ruler.sentences)
+    kind = ruler.TASKS[task]
     words = " ".join(ESSAY.split()).split(" ") * 4
-    noise = {"noise": needle.NOISE, "essays": words, "needles": prepare.NEEDLE}[kind.haystack]
+    noise = {"noise": ruler.NOISE, "essays": words, "needles": prepare.NEEDLE}[kind.haystack]
     types = {"noise": "repeat", "essays": "essay", "needles": "needle"}
     for seed, units in ((0, 12), (1, 70), (2, 141), (3, 200)):
         prepare.random.seed(seed)
@@ -195,9 +194,9 @@ def test_prompts_are_those_of_the_reference(task, reference, essays, monkeypatch
             others = [line for line in lines if re.fullmatch(pattern, line)[1] not in keys]
             haystack = Haystack(Characters(), others, "\n")
         elif kind.haystack == "noise":
-            haystack = Haystack(Characters(), [needle.NOISE], "\n")
+            haystack = Haystack(Characters(), [ruler.NOISE], "\n")
         else:
-            haystack = needle.words_of(Characters(), ESSAY)
+            haystack = ruler.words_of(Characters(), ESSAY)
         if kind.haystack == "essays":
             places, total = [], haystack.sentences(units)
             for key, value in told:
@@ -205,21 +204,21 @@ def test_prompts_are_those_of_the_reference(task, reference, essays, monkeypatch
                 before = before.removesuffix("One of the special magic " + kind.value + " ").strip()
                 place = len(before.split(" ")) if before else 0
                 sentence = next(n for n in range(total + 1) if haystack.end_of(n, units) == place)
-                places.append(next(d for d in needle.DEPTHS if int(total * (d / 100)) == sentence))
+                places.append(next(d for d in ruler.DEPTHS if int(total * (d / 100)) == sentence))
         else:
             at = next(i for i, line in enumerate(lines) if f"for {keys[0]} is" in line)
             places = [100 * (at + 0.5) / units]
-        drawn = needle.Draw(told, places, keys)
-        ours = prompt_text(needle.arrange(kind, drawn, haystack, units), haystack)
-        prefix = needle.PREFIX.format(query=asked, **kind.words)
+        drawn = ruler.Draw(told, places, keys)
+        ours = prompt_text(ruler.arrange(kind, drawn, haystack, units), haystack)
+        prefix = ruler.PREFIX.format(query=asked, **kind.words)
         assert ours == text + prefix
         assert sorted(drawn.expected) == sorted(answers)
 
 
 def test_keys_are_pairs_of_words():
-    adjectives, nouns = needle._words()
+    adjectives, nouns = ruler._words()
     assert len(adjectives) > 800 and len(nouns) > 4000
-    assert all(needle.draw("words", Random(i)).split("-")[0] in " ".join(adjectives) for i in range(20))
+    assert all(ruler.draw("words", Random(i)).split("-")[0] in " ".join(adjectives) for i in range(20))
 
 
 # ---- the evaluation
@@ -253,7 +252,7 @@ def test_answer_nll_is_that_of_the_whole_text(recurrent):
 
 def evaluation(run, model, *overrides):
     run.model = model
-    return needle.Needle(run, load_config(run.folder.config, overrides))
+    return ruler.RulerNeedles(run, load_config(run.folder.config, overrides))
 
 
 def test_a_model_that_copies_scores_100_percent(run):
@@ -278,7 +277,7 @@ def test_a_constant_model_scores_0_percent(run):
 
 def test_half_of_the_values_are_half_a_point():
     sample = SimpleNamespace(expected=["AB-1", "cd"])
-    assert needle.Needle.score(None, "niah_multivalue", sample, "it is ab-1.") == {"score": 0.5}
+    assert ruler.RulerNeedles.score(None, "niah_multivalue", sample, "it is ab-1.") == {"score": 0.5}
 
 
 def test_a_model_that_says_nothing(run):
@@ -307,7 +306,7 @@ def test_drawn_depths_are_gathered_by_tens(run):
 
 
 def test_keys_tell_measurements_apart(run):
-    keys = needle.Needle(run, run.config).keys
+    keys = ruler.RulerNeedles(run, run.config).keys
     assert len(set(keys)) == len(keys) == 12
     other = SimpleNamespace(tokenizer=run.tokenizer, identity="other")
-    assert not set(keys) & set(needle.Needle(other, run.config).keys)
+    assert not set(keys) & set(ruler.RulerNeedles(other, run.config).keys)

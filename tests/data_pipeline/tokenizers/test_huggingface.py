@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from titans_pt.data_pipeline import StreamDecoder, TokenFiles, Tokenizer, prepare
+from titans_pt.data_pipeline import StreamDecoder, TokenFiles, load_tokenizer, prepare
 from titans_pt.errors import UserError
 
 SCRIPTS = "Ünïcode  текст 日本語 العربية हिन्दी 😀👩‍👩‍👧 e\u0301\r\n\n  \tindented\n <|endoftext|> </s>  "
@@ -57,7 +57,7 @@ def streamed(tokenizer, ids):
 @example(SCRIPTS)
 @example("  two spaces")
 def test_byte_level_round_trip(byte_level, text):
-    tokenizer = Tokenizer.load(byte_level)
+    tokenizer = load_tokenizer(byte_level)
     ids = tokenizer.encode(text)
     text = text.encode(errors="surrogatepass").decode(errors="replace") if text.isascii() else text
     assert tokenizer.decode(ids) == streamed(tokenizer, ids) == text
@@ -69,7 +69,7 @@ def test_byte_level_round_trip(byte_level, text):
 @example(SCRIPTS)
 @example("  two spaces")
 def test_llama_round_trip(llama, text):
-    tokenizer = Tokenizer.load(llama)
+    tokenizer = load_tokenizer(llama)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == streamed(tokenizer, ids) == text
     assert tokenizer.dummy_prefix and tokenizer.eos_id == 2 and 2 not in ids
@@ -85,15 +85,15 @@ def test_prepare_and_open(byte_level, config, texts, tmp_path):
 
 
 def test_another_eos(byte_level, tmp_path):
-    assert Tokenizer.load(byte_level, "a").eos_id == Tokenizer.load(byte_level).encode("a")[0]
+    assert load_tokenizer(byte_level, "a").eos_id == load_tokenizer(byte_level).encode("a")[0]
     with pytest.raises(UserError, match="eos_token: given 'nothing', which is no piece"):
-        Tokenizer.load(byte_level, "nothing")
+        load_tokenizer(byte_level, "nothing")
     alone = tmp_path / "tokenizer.json"
     alone.write_bytes(byte_level.read_bytes())
     with pytest.raises(UserError, match="no end-of-text piece.*data.tokenizer.eos_token"):
-        Tokenizer.load(alone)
-    tokenizer = Tokenizer.load(alone, "<|endoftext|>")
-    assert Tokenizer.load(tokenizer.save(tmp_path_of(tmp_path))).eos_id == tokenizer.eos_id  # kept beside the copy
+        load_tokenizer(alone)
+    tokenizer = load_tokenizer(alone, "<|endoftext|>")
+    assert load_tokenizer(tokenizer.save(tmp_path_of(tmp_path))).eos_id == tokenizer.eos_id  # kept beside the copy
 
 
 def tmp_path_of(folder):
@@ -106,11 +106,11 @@ def test_broken_or_lossy(tmp_path, byte_level):
     for content in ("{}", "no json", byte_level.read_text()[:500]):
         path.write_text(content)
         with pytest.raises(UserError, match="not a tokenizer.json"):
-            Tokenizer.load(path)
+            load_tokenizer(path)
     tree = json.loads(byte_level.read_text())
     path.write_text(json.dumps(tree | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}))
     with pytest.raises(UserError, match="WordPiece.*does not give back the text"):
-        Tokenizer.load(path)
+        load_tokenizer(path)
 
 
 @pytest.mark.slow  # half a minute to build it

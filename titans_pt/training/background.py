@@ -4,11 +4,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 
-class Background:
-    """One piece of work at a time beside the training steps: the writing of a checkpoint."""
+class BackgroundTask:
+    """At most one piece of work at a time beside the training steps, such as writing a checkpoint."""
 
     def __init__(self):
-        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._pool = ThreadPoolExecutor(1, "background")
         self._work: Future | None = None
 
     def start(self, work: Callable[[], None]):

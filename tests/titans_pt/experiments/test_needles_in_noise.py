@@ -10,7 +10,7 @@ from titans_pt import cli
 from titans_pt.config import ModelConfig
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
-from titans_pt.experiments import needles
+from titans_pt.experiments import needles_in_noise as it
 from titans_pt.experiments.recall import answers
 from titans_pt.models import build_model
 
@@ -19,11 +19,11 @@ CONFIG = str(Path(__file__).parents[3] / "configs" / "needles.yaml")
 
 @pytest.mark.parametrize("length", [24, 25, 200])
 def test_samples(length):
-    task = needles.Needles(64, length, 4)
+    task = it.NeedlesInNoise(64, length, 4)
     for index in range(50):
         ids, places = task.sample(1, index)
         assert len(ids) == length and ids.min() >= 0 and ids.max() < 64
-        marks, asks = np.flatnonzero(ids == needles.MARK), np.flatnonzero(ids == needles.ASK)
+        marks, asks = np.flatnonzero(ids == it.MARK), np.flatnonzero(ids == it.ASK)
         assert len(marks) == len(asks) == 4
         assert asks.tolist() == [length - 12, length - 9, length - 6, length - 3] and (places == asks + 1).all()
         told = {ids[i + 1]: ids[i + 2] for i in marks}
@@ -35,18 +35,18 @@ def test_samples(length):
 
 
 def test_needles_stand_everywhere():
-    task = needles.Needles(64, 112, 1)
-    found = {int(np.flatnonzero(task.sample(0, i)[0] == needles.MARK)[0]) for i in range(2000)}
+    task = it.NeedlesInNoise(64, 112, 1)
+    found = {int(np.flatnonzero(task.sample(0, i)[0] == it.MARK)[0]) for i in range(2000)}
     assert found == set(range(107))
 
 
 def test_too_many_needles():
     with pytest.raises(UserError, match="--needles: given 20"):
-        needles.Needles(64, 1000, 20)
+        it.NeedlesInNoise(64, 1000, 20)
 
 
 def test_curriculum():
-    curriculum = needles.Curriculum("96:3,256")
+    curriculum = it.Curriculum("96:3,256")
     assert [curriculum.length(step, 8) for step in range(8)] == [96] * 6 + [256] * 2
     assert curriculum.last_begins(8) == 6 and curriculum.lengths == [96, 256]
     for steps in range(4, 30):
@@ -54,12 +54,12 @@ def test_curriculum():
         assert lengths[curriculum.last_begins(steps)] == 256 and lengths[curriculum.last_begins(steps) - 1] == 96
     for text in ("", "96:", "96:0", "0", "a", "96,,256", "96:1:2"):
         with pytest.raises(UserError, match="--lengths: given"):
-            needles.Curriculum(text)
+            it.Curriculum(text)
 
 
 def test_the_control_has_no_fewer_parameters():
     base = load_config(CONFIG).model
-    size = {model: needles.parameters(needles.sized(base, model)) for model in ("lmm", "mac", "mag", "mal", "swa")}
+    size = {model: it.parameters(it.sized(base, model)) for model in ("lmm", "mac", "mag", "mal", "swa")}
     largest = max(count for model, count in size.items() if model != "swa")
     assert largest <= size["swa"] < 1.01 * largest
 
@@ -71,10 +71,10 @@ def test_asking_in_pieces_is_one_call(mixer):
         mixers=[mixer], vocab_size=64, d_model=16, n_layers=1, n_heads=2, window=8, segment=8, memory_tokens=4,
         persistent_tokens=2, init_std=0.5, memory={"chunk_size": 4, "depth": 1},
     ))  # fmt: skip
-    task = needles.Needles(64, 50, 2)
-    ids, places = task.batch(needles.EVALUATION_SEED, 0, 4)
+    task = it.NeedlesInNoise(64, 50, 2)
+    ids, places = task.batch(it.EVALUATION_SEED, 0, 4)
     expected = answers(model, ids, places)[1]
-    row = needles.ask(model, task, chunk_tokens=7, count=8)
+    row = it.ask(model, task, chunk_tokens=7, count=8)
     assert row["n"] == 8 and row["mean"] == float(expected.float().mean())
 
 

@@ -1,4 +1,4 @@
-"""Ends a run in which some rank no longer gets on, and says where every rank stood."""
+"""Ends a run in which some rank no longer advances, and says where every rank stood."""
 
 import json
 import os
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from titans_pt.training.ranks import Ranks
 
 
-class Watch:
-    """``with Watch(ranks, timeout) as watch``: a thread beside training, told by :meth:`at` where that stands.
+class Watchdog:
+    """``with Watchdog(ranks, timeout) as watchdog``: a thread beside training, told by :meth:`at` where that stands.
 
     Every rank tells its place to the store of the process group. A rank that has stood at one place for ``timeout``
     seconds (a collective that one of its peers never joined, a disk that does not answer) has one of them print all

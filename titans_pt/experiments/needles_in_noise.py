@@ -7,7 +7,8 @@ Small models learn it at short lengths, the shortest first, and are asked at len
 constant memory. A sliding-window Transformer of equal size is the control: it cannot see a needle once it is further
 back than its layers' windows reach together.
 
-One process trains one model after the other; a finished one is a file of one record in ``run.dir`` (see recall).
+One process trains one model after the other. A finished model is one file of one record in ``run.dir``: it is skipped
+when the command runs again.
 """
 
 import re
@@ -23,13 +24,14 @@ from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig, config_hash
 from titans_pt.errors import UserError
-from titans_pt.evaluation.plots import plot_accuracy
-from titans_pt.evaluation.records import digest, wilson, write_whole
-from titans_pt.experiments.mqar import Samples
-from titans_pt.experiments.recall import EVALUATION_SEED, REPORT_EVERY, answers, fit, newest, once
+from titans_pt.experiments.study import EVALUATION_SEED, REPORT_EVERY, Samples, answers, fit, newest, once
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
 from titans_pt.models.mixers.common import MemoryMixer
+from titans_pt.tools.files import write_text
+from titans_pt.tools.plots import plot_accuracy
+from titans_pt.tools.records import digest
+from titans_pt.tools.statistics import wilson
 
 MARK, ASK = 0, 1
 ANSWERS = 256
@@ -39,7 +41,7 @@ ROWS = 8
 
 
 @dataclass(frozen=True)
-class Needles(Samples):
+class NeedlesInNoise(Samples):
     """A quarter of the vocabulary are keys, a quarter values, the rest is noise, but for the two signs."""
 
     vocabulary: int = 256
@@ -63,7 +65,7 @@ class Needles(Samples):
         return 1 / (self.vocabulary // 4)
 
     def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids (length,) int64 and the places (needles,) of the asked keys, ascending; the answer stands behind each.
+        """ids (length,) int64 and the places (needles,) of the asked keys, ascending; the answer follows each.
 
         Equal arguments give equal samples, whatever was drawn before.
         """
@@ -122,7 +124,9 @@ class Curriculum:
         return -(-steps * (total - self.stages[-1][1]) // total)
 
 
-def needles(config: Config, models: Sequence[str], task: Needles, curriculum: Curriculum, asked: Sequence[int]):
+def train_and_ask(
+    config: Config, models: Sequence[str], task: NeedlesInNoise, curriculum: Curriculum, asked: Sequence[int]
+):
     """Trains what is not there yet, then writes needles.md and needles.png of all in ``run.dir``.
 
     Args:
@@ -167,7 +171,8 @@ def parameters(settings: ModelConfig) -> int:
 
 
 def train(
-    config: Config, model: str, settings: ModelConfig, task: Needles, curriculum: Curriculum, asked: Sequence[int]
+    config: Config, model: str, settings: ModelConfig, task: NeedlesInNoise, curriculum: Curriculum,
+    asked: Sequence[int],
 ) -> dict:
     """One model's record: its settings, its curve, its accuracy by length."""
     torch.manual_seed(config.run.seed)
@@ -188,7 +193,7 @@ def train(
 
 
 @torch.no_grad()
-def ask(model: nn.Module, task: Needles, chunk_tokens: int, count: int = ANSWERS) -> dict:
+def ask(model: nn.Module, task: NeedlesInNoise, chunk_tokens: int, count: int = ANSWERS) -> dict:
     """Accuracy at ``task.length`` on samples that training does not see, ROWS at a time, in constant memory."""
     hits, total, began = 0, 0, time.perf_counter()
     for first in range(0, -(-count // task.needles), ROWS):
@@ -209,7 +214,7 @@ def summarise(folder: Path):
     """needles.md and needles.png in ``folder``, of all models that have finished there; the newest record counts."""
     records = newest(folder)
     records.sort(key=lambda r: r["model"])
-    write_whole(folder / "needles.md", lambda path: path.write_text(table(records)))
+    write_text(folder / "needles.md", table(records))
     trained = "/".join(f"{n:,}" for n in records[0]["trained_at"])
     title = f"Needles in noise: trained at {trained} tokens, window {records[0]['settings']['window']}"
     plot_accuracy({r["model"].upper(): r["by_length"] for r in records}, folder / "needles.png", title)

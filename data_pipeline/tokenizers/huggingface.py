@@ -9,8 +9,8 @@ from pathlib import Path
 
 import tokenizers
 
-from titans_pt.data_pipeline.sources import replace_surrogates
-from titans_pt.data_pipeline.tokenizer import FILES, Tokenizer
+from titans_pt.data_pipeline.text import replace_surrogates
+from titans_pt.data_pipeline.tokenizers.base import FILES, Tokenizer
 from titans_pt.errors import UserError
 
 CONFIG = "tokenizer_config.json"
@@ -21,7 +21,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json of byte-level BPE (GPT-2's family) or of SentencePiece's kind (Llama's, with byte fallback).
 
     Raises:
-        UserError: broken file, one of another kind, no eos_token; as :meth:`Tokenizer.load`.
+        UserError: broken file, one of another kind, or ``eos_token`` is no piece of it.
     """
 
     def __init__(self, path: Path, model: bytes, eos_token: str | None = None):
@@ -29,7 +29,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(model)
             tree = json.loads(model)
         except Exception as error:  # the library raises Exception itself
-            raise UserError(f"tokenizer {path}: not a tokenizer.json ({' '.join(str(error).split())}); copy it anew, "
+            raise UserError(f"tokenizer {path}: not a tokenizer.json ({' '.join(str(error).split())}); copy it again, "
                             "or set data.tokenizer.path to another file") from None
         self.path, self.sha256 = path, hashlib.sha256(model).hexdigest()
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text, not the end of a document
@@ -93,7 +93,7 @@ def _config(path: Path) -> dict:
     except FileNotFoundError:
         return {}
     except ValueError:
-        raise UserError(f"tokenizer {path.parent / CONFIG}: not valid JSON; copy it anew") from None
+        raise UserError(f"tokenizer {path.parent / CONFIG}: not valid JSON; copy it again") from None
     found = {key: tree.get(key) for key in ("bos_token", "eos_token")}
     return {key: value["content"] if isinstance(value, dict) else value for key, value in found.items()}
 

@@ -7,17 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.stand_ins import Characters, Scripted, copies
 from tests.untrained import untrained_run
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.evaluation import evaluate, needle
+from titans_pt.evaluation import evaluate, ruler
 from titans_pt.run import load_run
-
-from .conftest import Characters, Scripted, copies
 
 lm_eval = pytest.importorskip("lm_eval")
 
-from titans_pt.evaluation import harness  # noqa: E402 - needs lm-eval
+from titans_pt.evaluation import commonsense  # noqa: E402 - needs lm-eval
 
 ROWS = {
     "piqa": [{"goal": f"to open box {i}", "sol1": "pull the lid", "sol2": "eat it", "label": i % 2} for i in range(3)],
@@ -53,7 +52,7 @@ def likelihood(run, ids, first):
 
 
 def test_likelihoods_are_those_of_whole_texts(loaded):
-    lm, encode = harness.TitansLM(loaded, prefill_tokens=3), loaded.tokenizer.encode
+    lm, encode = commonsense.TitansLM(loaded, prefill_tokens=3), loaded.tokenizer.encode
     pairs = [("abc dea fo", " abc"), ("abc dea fo", " dea fo"), ("", "abc"), ("xyz", " a")]
     for (context, text), (found, greedy) in zip(pairs, lm.loglikelihood([request(*p) for p in pairs]), strict=True):
         before = encode(context) if context else [loaded.tokenizer.eos_id]
@@ -65,7 +64,7 @@ def test_likelihoods_are_those_of_whole_texts(loaded):
 def test_a_context_is_read_once(loaded):
     model = Scripted(lambda text: "b")
     run = SimpleNamespace(**vars(loaded) | {"model": model, "tokenizer": Characters()})
-    lm = harness.TitansLM.__new__(harness.TitansLM)
+    lm = commonsense.TitansLM.__new__(commonsense.TitansLM)
     lm.model, lm.titans_tokenizer, lm.prefill_tokens, lm._device = model, run.tokenizer, 8, torch.device("cpu")
     found = lm.loglikelihood([request("a" * 20, end) for end in ("b", "bb", "cb")])
     assert [greedy for _, greedy in found] == [True, True, False]
@@ -73,14 +72,14 @@ def test_a_context_is_read_once(loaded):
 
 
 def test_rolling_is_one_stream(loaded):
-    lm = harness.TitansLM(loaded, prefill_tokens=5)
+    lm = commonsense.TitansLM(loaded, prefill_tokens=5)
     text = "abc dea fo nk abc dea"
     ids = [loaded.tokenizer.eos_id, *loaded.tokenizer.encode(text)]
     assert lm.loglikelihood_rolling([request(text)])[0] == pytest.approx(likelihood(loaded, ids, 1)[0], rel=1e-4)
 
 
 def test_generation_ends_where_it_is_told(loaded):
-    lm = harness.TitansLM(loaded)
+    lm = commonsense.TitansLM(loaded)
     lm.model, lm.titans_tokenizer = Scripted(lambda text: "abcdefg"[len(text) % 7]), Characters()
     assert lm.generate_until([request("xxxxxxx", {"until": ["de"], "max_gen_toks": 30})]) == ["abc"]
     assert lm.generate_until([request("xxxxxxx", {"until": [], "max_gen_toks": 4})]) == ["abcd"]
@@ -91,8 +90,9 @@ def test_the_runner_gives_lm_evals_own_numbers(loaded, sets, tmp_path, capsys):
     found = evaluate(loaded.folder.path, overrides, suite="commonsense")["commonsense"]
     out = capsys.readouterr().out
     assert "average of 3 accuracies" in out and "piqa" in out
-    manager = harness._local_tasks(tmp_path, list(ROWS), str(sets))
-    theirs = lm_eval.evaluate(harness.TitansLM(loaded), manager.load(list(ROWS)), bootstrap_iters=0, log_samples=False)
+    manager = commonsense._local_tasks(tmp_path, list(ROWS), str(sets))
+    lm, tasks = commonsense.TitansLM(loaded), manager.load(list(ROWS))
+    theirs = lm_eval.evaluate(lm, tasks, bootstrap_iters=0, log_samples=False)
     for task, rows in ROWS.items():
         assert found["tasks"][task]["n"] == len(rows)
         for metric, value in found["tasks"][task].items():
@@ -107,7 +107,7 @@ def test_what_is_missing_is_said(loaded, sets):
         return Config.model_validate({"evaluation": {"commonsense": section}})
 
     with pytest.raises(UserError, match=r"'hellaswag': no .*there are: wikitext, lambada_openai, piqa, boolq"):
-        harness.Commonsense(loaded, settings(data=str(sets), tasks=["hellaswag"]))
+        commonsense.Commonsense(loaded, settings(data=str(sets), tasks=["hellaswag"]))
 
 
 def test_needles_through_lm_eval_score_as_in_our_runner(run, tmp_path, monkeypatch, loaded):
@@ -118,28 +118,28 @@ def test_needles_through_lm_eval_score_as_in_our_runner(run, tmp_path, monkeypat
 
     run.model = Scripted(sometimes)
     section = {"lengths": [700, 4096], "depths": None, "samples": 4, "max_new_tokens": 10}
-    it = needle.Needle(run, Config.model_validate({"evaluation": {"needle": section}}))
+    it = ruler.RulerNeedles(run, Config.model_validate({"evaluation": {"needle": section}}))
     rows = []
     for job in it.jobs:
         sample = it.sample(*job)
         text = run.tokenizer.decode(sample.ids.tolist())
-        prefix = needle.PREFIX.format(query=sample.log["keys"][0], **needle.TASKS[job[0]].words)
+        prefix = ruler.PREFIX.format(query=sample.log["keys"][0], **ruler.TASKS[job[0]].words)
         rows.append({
             "input": text.removesuffix(prefix), "gen_prefix": prefix.strip(), "outputs": sample.expected,
             "max_length": 4096,
         })  # fmt: skip
     (tmp_path / "niah_single_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stock = (harness.Path(lm_eval.__file__).parent / "tasks/ruler/niah_single_1.yaml").read_text()
+    stock = (commonsense.Path(lm_eval.__file__).parent / "tasks/ruler/niah_single_1.yaml").read_text()
     local = tmp_path / "stock.yaml"
     # The same task, but its samples come from a file, and its helpers (which fetch tables) from where they are.
     kept = [line for line in stock.splitlines() if not line.startswith(("custom_dataset", "process_results"))]
     names = "process_results, aggregate_metrics"
     (tmp_path / "common_utils.py").write_text(f"from lm_eval.tasks.ruler.common_utils import {names}\n")
     local.write_text("\n".join([*kept, "process_results: !function common_utils.process_results", ""]))
-    monkeypatch.setitem(harness.STOCK, "niah_single_1", str(local))
+    monkeypatch.setitem(commonsense.STOCK, "niah_single_1", str(local))
     (tmp_path / "yaml").mkdir()
-    manager = harness._local_tasks(tmp_path / "yaml", ["niah_single_1"], str(tmp_path))
-    lm = harness.TitansLM(loaded)
+    manager = commonsense._local_tasks(tmp_path / "yaml", ["niah_single_1"], str(tmp_path))
+    lm = commonsense.TitansLM(loaded)
     lm.model, lm.titans_tokenizer = run.model, run.tokenizer
     theirs = lm_eval.evaluate(lm, manager.load(["niah_single_1"]), bootstrap_iters=0, log_samples=True)
     ours = [it.measure(i)["score"] for i in range(len(it.jobs))]

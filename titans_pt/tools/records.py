@@ -1,10 +1,7 @@
-"""Results as append-only JSONL: what is written stays, and a rerun goes on behind it."""
+"""Results as append-only JSONL: what is written stays, and a rerun continues after it."""
 
 import hashlib
 import json
-import math
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ def digest(*parts: Any) -> str:
 def read_records(paths: list[Path]) -> dict[str, dict]:
     """The records of several JSONL files by their ``key``; of two with one key the first counts.
 
-    A last line without its newline is passed over: a writer was killed within it, or is writing it now.
+    A last line without its newline is skipped: a writer was killed within it, or is writing it now.
 
     Raises:
         UserError: a whole line is not a record.
@@ -55,28 +52,3 @@ class RecordFile:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Lets ``write`` fill a temporary file beside ``path`` and puts it there: readers see the old file or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def wilson(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval of a proportion (1927), 95 % for the default z.
-
-    Unlike mean +- z stderr it stays within [0, 1] and has a width at 0 and at n successes. No trials: (0, 1).
-    """
-    if n == 0:
-        return 0.0, 1.0
-    p = successes / n
-    middle = p + z * z / (2 * n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    scale = 1 + z * z / n
-    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)

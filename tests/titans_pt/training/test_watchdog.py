@@ -8,20 +8,20 @@ SCRIPT = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from titans_pt.training.ranks import process_group
-from titans_pt.training.watch import Watch
+from titans_pt.training.watchdog import Watchdog
 
-with process_group() as ranks, Watch(ranks, 8.0) as watch:
-    watch.at("step 7, micro-batch 0")
+with process_group() as ranks, Watchdog(ranks, 8.0) as watchdog:
+    watchdog.at("step 7, micro-batch 0")
     dist.all_reduce(torch.ones(1))
     if ranks.rank == 1:
-        watch.at("step 7, reading its samples")
+        watchdog.at("step 7, reading its samples")
         if sys.argv[1] == "stopped":
             time.sleep(3)
             os.kill(os.getpid(), signal.SIGSTOP)
         elif sys.argv[1] == "asleep":
             time.sleep(1000)
     else:
-        watch.at("step 7, the sum of the losses")
+        watchdog.at("step 7, the sum of the losses")
     dist.all_reduce(torch.ones(1))
     print("done", flush=True)
 """
@@ -44,7 +44,7 @@ def test_a_rank_that_hangs_ends_the_run_and_every_place_is_told(script, how, sil
     assert ("silent for" in line.partition("rank 1")[2].partition("(")[0]) == silent
 
 
-def test_a_run_that_gets_on_is_left_alone(script):
+def test_a_run_that_advances_is_left_alone(script):
     result = run([*torchrun(2), script, "well"])
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("done") == 2

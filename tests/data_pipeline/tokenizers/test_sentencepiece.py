@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.data_pipeline.small_corpus import VOCAB, make_texts
-from titans_pt.data_pipeline import tokenizer as module
-from titans_pt.data_pipeline.tokenizer import StreamDecoder, Tokenizer, train_tokenizer
+from titans_pt.data_pipeline.tokenizers import StreamDecoder, load_tokenizer, train_tokenizer
+from titans_pt.data_pipeline.tokenizers import sentencepiece as module
 from titans_pt.errors import UserError
 
 SCRIPTS = "Ünïcode  текст 日本語のテキスト العربية हिन्दी 😀👩‍👩‍👧 e\u0301\r\n\n  \tindented\n    four spaces  "
@@ -25,7 +25,7 @@ def llama(tmp_path_factory, texts):
         normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2)
     path = tmp_path_factory.mktemp("llama") / "llama.model"
     path.write_bytes(model.getvalue())
-    return Tokenizer.load(path)
+    return load_tokenizer(path)
 
 
 def streamed(tokenizer, ids, **more):
@@ -35,7 +35,7 @@ def streamed(tokenizer, ids, **more):
 
 def test_attributes(tokenizer):
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (VOCAB, 1, 2)
-    again = Tokenizer.load(str(tokenizer.path))
+    again = load_tokenizer(str(tokenizer.path))
     assert again.sha256 == tokenizer.sha256 and len(again.sha256) == 64
 
 
@@ -142,12 +142,12 @@ def test_training_is_quiet(tmp_path, texts, capfd):
 def test_missing_broken_or_unfit_model(tmp_path, tokenizer):
     good = tokenizer.path.read_bytes()
     with pytest.raises(UserError, match="nowhere.model.*No such file.*data.tokenizer.path"):
-        Tokenizer.load(tmp_path / "nowhere.model")
+        load_tokenizer(tmp_path / "nowhere.model")
     path = tmp_path / "broken.model"
     for data in (b"", b"no model", good[:len(good) // 2], random.Random(0).randbytes(3000)):
         path.write_bytes(data)
         with pytest.raises(UserError, match="broken.model: not a SentencePiece model") as error:
-            Tokenizer.load(path)
+            load_tokenizer(path)
         assert "\n" not in str(error.value)
 
 
@@ -157,12 +157,14 @@ def test_model_without_end_of_text(tmp_path, texts):
                                              model_type="bpe", byte_fallback=True, eos_id=-1, minloglevel=2)
     (tmp_path / "a.model").write_bytes(model.getvalue())
     with pytest.raises(UserError, match="no end-of-text piece"):
-        Tokenizer.load(tmp_path / "a.model")
+        load_tokenizer(tmp_path / "a.model")
 
 
 def test_unwritable_output(tmp_path, texts):
+    (tmp_path / "no folder").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        train_tokenizer(texts, tmp_path / "no" / "folder.model", 300, 5000)
+        train_tokenizer(texts, tmp_path / "no folder" / "tokenizer.model", 300, 5000)
+
 
 # ---- a real model of 32,000 pieces, and real text
 
@@ -171,7 +173,7 @@ def test_unwritable_output(tmp_path, texts):
 def mistral():
     """Of Llama's kind: a dummy prefix, byte fallback, bos 1, eos 2."""
     [path] = Path(mistral_common.__file__).parent.glob("data/tokenizer.model.v1")
-    return Tokenizer.load(path)
+    return load_tokenizer(path)
 
 
 LANGUAGES = {

@@ -1,0 +1,54 @@
+"""manifest.json of a folder of token files: what they were made with, and whether a config can still use them."""
+
+import contextlib
+import json
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from titans_pt.config import Config, DataConfig
+
+FORMAT = 2
+READABLE = (1, 2)
+"""Formats whose token files can be trained on; 1 has no list of documents."""
+
+
+def read_manifest(folder: Path) -> dict | None:
+    """manifest.json of a folder; None where there is none that can be read."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) else None
+
+
+def changed_setting(manifest: dict, config: Config) -> str | None:
+    """The first setting in which token files and ``config`` differ, with both values; None if there is none."""
+    if manifest.get("format") not in READABLE:
+        return f"file format {manifest.get('format')}, this version writes {FORMAT}"
+    made = dict(manifest["settings"])
+    with contextlib.suppress(ValidationError):  # of an earlier version: settings that are new since have their defaults
+        keys = ("sources", "tokenizer", "validation_fraction")
+        old = DataConfig.model_validate({key: made[f"data.{key}"] for key in keys})
+        made = content_settings(old, made["model.vocab_size"]) | {"mixture": made.get("mixture", False)}
+    for name, now in content_settings(config.data, config.model.vocab_size).items():
+        if (then := made.get(name)) != now:
+            return f"{name}: made with {json.dumps(then)}, config has {json.dumps(now)}"
+    return None
+
+
+def streams(data: DataConfig) -> list[str]:
+    """For each source the name of the training stream that it goes to: one for all, unless they have weights."""
+    weighted = data.sources[0].weight is not None
+    return [f"train-{i}" if weighted else "train" for i in range(len(data.sources))]
+
+
+def content_settings(data: DataConfig, vocab_size: int) -> dict:
+    """The settings that decide what is in the token files, by path. Weights may change without making them again."""
+    return {
+        "model.vocab_size": vocab_size,
+        "data.sources": [s.model_dump(mode="json", exclude={"weight"}, exclude_defaults=True) for s in data.sources],
+        "data.tokenizer": data.tokenizer.model_dump(mode="json", exclude_defaults=True),
+        "data.validation_fraction": data.validation_fraction,
+        "mixture": data.sources[0].weight is not None,
+    }

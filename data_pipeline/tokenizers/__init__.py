@@ -1,0 +1,34 @@
+"""Tokenizers whose decoding gives back exactly the text that was encoded: SentencePiece's, and Hugging Face's."""
+
+from pathlib import Path
+
+from titans_pt.data_pipeline.tokenizers.base import FILES, StreamDecoder, Tokenizer, saved_tokenizer
+from titans_pt.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer
+from titans_pt.data_pipeline.tokenizers.sentencepiece import SentencePieceTokenizer
+from titans_pt.data_pipeline.tokenizers.training import train_tokenizer
+from titans_pt.errors import UserError
+
+__all__ = ["FILES", "StreamDecoder", "Tokenizer", "load_tokenizer", "saved_tokenizer", "train_tokenizer"]
+
+
+def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
+    """Reads a SentencePiece ``.model`` or a Hugging Face ``tokenizer.json``.
+
+    Args:
+        eos_token: the piece that ends a document. None: the model's own; for tokenizer.json that of
+            tokenizer_config.json beside it.
+
+    Raises:
+        UserError: the file is missing, broken, or without an end-of-text piece.
+    """
+    try:
+        model = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"tokenizer {path}: {error.strerror}; set data.tokenizer.path to a SentencePiece .model "
+                        "file or a tokenizer.json, or to null to train one with: titans prepare") from None
+    kind = HuggingFaceTokenizer if Path(path).suffix == ".json" else SentencePieceTokenizer
+    tokenizer = kind(Path(path), model, eos_token)
+    if tokenizer.eos_id < 0:
+        raise UserError(f"tokenizer {path}: has no end-of-text piece, which separates documents; set "
+                        "data.tokenizer.eos_token to one, or data.tokenizer.path to a model that has it")
+    return tokenizer

@@ -1,0 +1,80 @@
+"""What every tokenizer can do: text to ids, and back to exactly the text that was encoded."""
+
+import codecs
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+FILES = ("tokenizer.model", "tokenizer.json")
+"""Names of a tokenizer in a folder of token files or of a run: SentencePiece's, Hugging Face's."""
+
+
+class Tokenizer(ABC):
+    """Text to ids and back. It knows the bytes of each of its pieces, so that decoding is joining them.
+
+    Attributes:
+        path: the model file. sha256: hash of its bytes (hex).
+        vocab_size: ids are below it. bos_id, eos_id: begin and end of text; -1 if there is none.
+        names: each id's piece as the model file spells it; "" where an id has none.
+        pieces: bytes (UTF-8) of each id; b"" for control pieces.
+        dummy_prefix: a space is put before the text, which decoding must take away again (Llama's tokenizers).
+    """
+
+    path: Path
+    sha256: str
+    vocab_size: int
+    bos_id: int
+    eos_id: int
+    names: list[str]
+    pieces: list[bytes]
+    dummy_prefix: bool
+
+    @abstractmethod
+    def encode_batch(self, texts: list[str], threads: int = 1) -> list[Sequence[int]]:
+        """Ids of each text, without bos or eos. Lone surrogates become U+FFFD; nothing else is changed.
+
+        Args:
+            threads: how many the library may use.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path) -> Path:
+        """Copies what :func:`load_tokenizer` needs into ``folder``, under one of FILES; returns its path there."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of one text, as :meth:`encode_batch`."""
+        return list(self.encode_batch([text])[0])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ``ids``; bos and eos are silent, bytes that are not UTF-8 become U+FFFD."""
+        decoder = StreamDecoder(self)
+        return "".join([decoder.push(i) for i in ids]) + decoder.finish()
+
+
+def saved_tokenizer(folder: Path) -> Path:
+    """The path of the tokenizer in a folder; of the one that should be there, if there is none."""
+    return next((folder / name for name in FILES if (folder / name).is_file()), folder / FILES[0])
+
+
+class StreamDecoder:
+    """Ids to text, one at a time: what :meth:`push` and :meth:`finish` return, joined, is ``decode`` of all ids.
+
+    Args:
+        continues: the ids go on from other text (generation after a prompt), so a leading space belongs to them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, continues: bool = False):
+        self._pieces = tokenizer.pieces
+        self._strip = tokenizer.dummy_prefix and not continues
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """The text that is certain after this id; empty inside a character of several byte pieces."""
+        piece = self._pieces[token]
+        if self._strip and piece:
+            piece, self._strip = piece.removeprefix(b" "), False
+        return self._utf8.decode(piece)
+
+    def finish(self) -> str:
+        """What is left: U+FFFD for a character that was cut, else nothing."""
+        return self._utf8.decode(b"", final=True)

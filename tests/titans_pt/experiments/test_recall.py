@@ -1,0 +1,86 @@
+"""The recall experiment: the control, a run of three steps, and (slow) that LMM learns."""
+
+import json
+
+import pytest
+import torch
+
+from titans_pt import cli
+from titans_pt.config_file import load_config
+from titans_pt.experiments import recall, study
+from titans_pt.experiments.mqar import MQAR
+from titans_pt.models import build_model
+
+CONFIG = "configs/recall.yaml"
+TINY = [
+    "model.d_model=16", "model.memory.chunk_size=8", "model.segment=8", "model.memory_tokens=8", "model.window=8",
+    "data.seq_len=80", "train.batch_tokens=160", "train.max_steps=3", "train.warmup_steps=1",
+]  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["lmm", "mac", "mag", "mal"])
+def test_memory_off_sees_nothing_of_the_pairs(name):
+    """The answer's logits do not depend on the pairs; with the memory on they do. Equally many parameters."""
+    base = load_config(CONFIG).model
+    ids, places = MQAR().batch(0, 0, 2)
+    other = ids.clone()
+    other[:, :16] = MQAR().batch(1, 0, 2)[0][:, :16]
+    sizes = set()
+    for change, same in (("", False), ("memory off", True)):
+        torch.manual_seed(0)
+        model = build_model(recall.Variant(name, change).config(base))
+        sizes.add(sum(p.numel() for p in model.parameters()))
+        row = torch.arange(2)[:, None]
+        assert torch.equal(model(ids)[0][row, places], model(other)[0][row, places]) == same
+    assert len(sizes) == 1
+
+
+def test_memory_off_leaves_every_parameter_a_gradient():
+    torch.manual_seed(0)
+    model = build_model(recall.Variant("lmm", "memory off").config(load_config(CONFIG).model))
+    study.answers(model, *MQAR().batch(0, 0, 2))[0].backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_command_resumes(tmp_path, capsys, monkeypatch):
+    for name, small in {"PAIRS": (2, 4), "DISTANCES": (8, 16), "EVALUATION_ROWS": 2, "EVALUATION_BATCHES": 1}.items():
+        monkeypatch.setattr(recall, name, small)
+    words = ["recall", CONFIG, *TINY, f"run.dir={tmp_path}", "--models", "lmm,mag", "--pairs", "4"]
+    assert cli.run(words) == 0
+    assert "LMM, memory off: step 3" in capsys.readouterr().out
+    files = sorted(path.name for path in tmp_path.iterdir())
+    variants = ["lmm-memory-off.jsonl", "lmm.jsonl", "mag-memory-off.jsonl", "mag.jsonl"]
+    assert files == sorted([*variants, "recall.md", "recall.png"])
+    before = [(tmp_path / name).read_bytes() for name in variants]
+    record = json.loads(before[1])
+    assert record["steps"] == 3
+    assert record["curve"][0][0] == 3
+    assert len((tmp_path / "recall.md").read_text().splitlines()) == 2 + len(variants)
+
+    assert cli.run(words) == 0
+    out = capsys.readouterr().out
+    assert out.count("there already") == 4
+    assert ": step" not in out
+    assert [(tmp_path / name).read_bytes() for name in variants] == before
+
+    assert cli.run([*words, "train.lr=1e-3", "--models", "lmm"]) == 0
+    assert ": step 3" in capsys.readouterr().out, "other settings are another result"
+
+
+def test_unknown_model_is_told(tmp_path, capsys):
+    assert cli.run(["recall", CONFIG, f"run.dir={tmp_path}", "--models", "swa"]) == 2
+    assert "--models: given 'swa'" in capsys.readouterr().err
+
+
+def test_unknown_change_is_told(tmp_path, capsys):
+    assert cli.run(["recall", CONFIG, f"run.dir={tmp_path}", "--changes", "no-memory"]) == 2
+    assert "--changes: given 'no-memory'; allowed: plain, memory-off" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_lmm_learns(tmp_path):
+    config = load_config(CONFIG, [f"run.dir={tmp_path}"])
+    record = recall.train(config, recall.Variant("lmm"), MQAR())
+    assert record["accuracy"] >= 0.95

@@ -1,0 +1,127 @@
+"""``titans generate``: a run's model continues a prompt, or a state that was saved."""
+
+import sys
+import time
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titans_pt.config import config_hash
+from titans_pt.data_pipeline import StreamDecoder, Tokenizer
+from titans_pt.errors import UserError
+from titans_pt.run import LoadedRun, load_run
+from titans_pt.state import load_state, read_about, save_state
+from titans_pt.streaming import best_device, device_of, prefill, sample
+
+
+def generate(
+    run_dir: str | Path,
+    prompt: str | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    step: int | None = None,
+    state_file: str | Path | None = None,
+    save_to: str | Path | None = None,
+) -> str:
+    """Continues ``prompt`` with a run's model: text to stdout as it comes, tokens/s to stderr.
+
+    Args:
+        prompt: may be missing when ``state_file`` is given, to go on writing where it ended.
+        max_new_tokens: at most so many; an end-of-text token ends it earlier.
+        temperature: 0 takes the most likely token, 1 draws from the model's distribution.
+        top_k: draws only from so many most likely tokens; None is all.
+        top_p: draws only from the smallest set of tokens that holds this much probability.
+        step: the checkpoint; None is the newest.
+        state_file: all that ``save_to`` kept of an earlier call comes before the prompt.
+        save_to: a file for the state after prompt and new text. It may be ``state_file``.
+
+    Returns:
+        the new text.
+
+    Raises:
+        UserError: an argument out of range, a state of another model or checkpoint, or what ``load_run`` finds
+            wrong with the run.
+    """
+    _check(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "at least 1")
+    _check(temperature >= 0.0, "temperature", temperature, "at least 0 (0 is greedy)")
+    _check(top_k is None or top_k >= 1, "top_k", top_k, "at least 1")
+    _check(0.0 < top_p <= 1.0, "top_p", top_p, "above 0, at most 1")
+    run = load_run(run_dir, step=step, device=best_device())
+    ids = run.tokenizer.encode(prompt or "")
+    _check(bool(ids) or state_file is not None, "prompt", prompt, "some text, or none with a saved state")
+
+    logits, state = (None, None) if state_file is None else _read_saved(state_file, run)
+    began = time.perf_counter()
+    if ids:
+        logits, state = prefill(run.model, torch.tensor([ids]), run.config.evaluation.prefill_tokens, state)
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)
+    read = time.perf_counter()
+    tokens = _Returning(
+        sample(
+            run.model, logits, state, max_new_tokens, {run.tokenizer.eos_id}, temperature, top_k, top_p, seed,
+            read_last=save_to is not None,
+        )
+    )  # fmt: skip
+    text, count = _print_text(run.tokenizer, tokens)
+    wrote = time.perf_counter()
+    prompt_rate = f" at {len(ids) / (read - began):.1f} tokens/s" if ids else ""
+    new_rate = f"{count} new tokens at {count / (wrote - read):.1f} tokens/s"
+    print(f"step {run.step}: {len(ids)} prompt tokens{prompt_rate}, {new_rate}", file=sys.stderr)
+    if save_to is not None:
+        save_state(tokens.value, save_to, _about(run))
+        print(f"state: {save_to}", file=sys.stderr)
+    return text
+
+
+def _print_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> tuple[str, int]:
+    """Prints the text of ``tokens`` piece by piece as they come; returns it, and how many tokens it has."""
+    decoder, pieces = StreamDecoder(tokenizer, continues=True), []
+    for token in tokens:
+        pieces.append(decoder.push(token))
+        print(pieces[-1], end="", flush=True)
+    pieces.append(decoder.finish())
+    print(pieces[-1], flush=True)
+    return "".join(pieces), len(pieces) - 1
+
+
+class _Returning:
+    """Goes through a generator and keeps what it returns in ``value``."""
+
+    def __init__(self, generator: Generator):
+        self.generator, self.value = generator, None
+
+    def __iter__(self) -> Iterator:
+        self.value = yield from self.generator
+
+
+def _about(run: LoadedRun) -> dict[str, str]:
+    """What a saved state is good for: this model with these weights."""
+    return {"kind": "generation", "model": config_hash(run.config.model), "checkpoint": run.checkpoint_hash}
+
+
+def _read_saved(path: str | Path, run: LoadedRun) -> tuple[Tensor, Any]:
+    """Last logits (1, V) and state that :func:`generate` saved with the same weights."""
+    about, expected = read_about(path), _about(run)
+    if about.get("kind") != expected["kind"]:
+        raise UserError(f"{path}: a state, but not one that titans generate --save-state wrote; write one with it")
+    # Equal checkpoints are equal models, although a version with more settings hashes them differently.
+    if about["checkpoint"] != expected["checkpoint"]:
+        if about["model"] != expected["model"]:
+            raise UserError(f"{path}: saved by a model of other settings; name the run that it was saved with")
+        raise UserError(
+            f"{path}: saved with another checkpoint than step {run.step} of {run.folder.path}; "
+            "name that one with --checkpoint STEP, or that run"
+        )
+    return load_state(path, device_of(run.model))
+
+
+def _check(ok: bool, name: str, given: Any, allowed: str) -> None:
+    if not ok:
+        raise UserError(f"{name}: given {given!r}; allowed: {allowed}")

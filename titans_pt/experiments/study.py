@@ -1,0 +1,107 @@
+"""What the experiments share: samples that can be drawn again, training on the answers, one record for each model."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titans_pt.config import TrainConfig
+from titans_pt.tools.records import RecordFile, read_records
+from titans_pt.training.engine import parameter_groups
+from titans_pt.training.schedule import learning_rate
+
+EVALUATION_SEED = 2**31
+"""Far from any run.seed: evaluation never meets a sample of training."""
+REPORT_EVERY = 50
+ENOUGH = 0.99
+"""Mean accuracy over REPORT_EVERY steps (new samples each) at which training ends early."""
+
+
+class Samples(ABC):
+    """A task whose samples are pure functions of (seed, index)."""
+
+    @abstractmethod
+    def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """ids (length,) int64, and the places (P,) of the keys that are asked; the answer follows each."""
+
+    def batch(self, seed: int, first: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Samples first .. first + rows - 1: ids (rows, length) and places (rows, P), both int64."""
+        samples = [self.sample(seed, first + row) for row in range(rows)]
+        ids, places = (np.stack(part) for part in zip(*samples, strict=True))
+        return torch.from_numpy(ids), torch.from_numpy(places)
+
+
+def fit(
+    model: nn.Module,
+    settings: TrainConfig,
+    batch: Callable[[int], tuple[Tensor, Tensor]],
+    name: str,
+    may_end_at: int = 0,
+) -> dict:
+    """Trains ``model`` on the answers of batches 0, 1, ... (see :func:`answers`).
+
+    It ends early once the accuracy over REPORT_EVERY steps is ENOUGH, but not before step ``may_end_at``.
+
+    Returns:
+        steps taken, seconds, and the curve: [step, loss, accuracy, gradient norm], means over REPORT_EVERY steps.
+    """
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, settings.weight_decay), betas=tuple(settings.betas), eps=settings.eps
+    )
+    curve, window, began = [], [], time.perf_counter()
+    for step in range(1, settings.max_steps + 1):
+        lr = learning_rate(step, settings.lr, settings.warmup_steps, settings.max_steps, settings.min_lr_ratio)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss, right = answers(model, *batch(step - 1))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip, error_if_nonfinite=False)
+        if norm.isfinite():
+            optimizer.step()
+        window.append((loss.item(), right.float().mean().item(), norm.item()))
+        if step % REPORT_EVERY == 0 or step == settings.max_steps:
+            means = [sum(column) / len(window) for column in zip(*window, strict=True)]
+            curve.append([step, *means])
+            seconds = time.perf_counter() - began
+            print(
+                f"{name}: step {step} loss {means[0]:.3f} accuracy {100 * means[1]:.1f} % "
+                f"gradient norm {means[2]:.2f} {seconds:.0f} s",
+                flush=True,
+            )
+            window = []
+            if means[1] >= ENOUGH and step >= may_end_at:
+                break
+    return {"steps": step, "seconds": time.perf_counter() - began, "curve": curve}
+
+
+def answers(model: nn.Module, ids: Tensor, places: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
+    """ids (B, T), places (B, P) of keys -> mean loss of the values after them, and (B, P) bool: the best guess is it.
+
+    Nothing but the answers counts: the loss of all other tokens is that of random draws.
+    """
+    logits, _ = model(ids, state)
+    row = torch.arange(len(ids))[:, None]
+    logits, target = logits[row, places], ids[row, places + 1]
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten()), logits.argmax(-1) == target
+
+
+def once(path: Path, key: str, name: str, make: Callable[[], dict]):
+    """Appends the record that ``make`` returns to ``path`` under ``key``, unless it is there."""
+    if path.exists() and key in read_records([path]):
+        print(f"{name}: there already ({path})", flush=True)
+        return
+    record = make()
+    with RecordFile(path) as file:
+        file.append({"key": key} | record)
+
+
+def newest(folder: Path) -> list[dict]:
+    """The last record of each file in ``folder``."""
+    return [list(read_records([path]).values())[-1] for path in folder.glob("*.jsonl")]

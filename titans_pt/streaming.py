@@ -1,0 +1,137 @@
+"""Text of any length through a model in constant memory, and tokens out of it.
+
+Every function here takes a model called as ``model(ids, state, last_only=...) -> (logits, state)`` with
+ids (B, T) int64 and logits (B, T, V), or (B, 1, V) with ``last_only=True``.
+"""
+
+from collections.abc import Callable, Collection, Generator, Iterator
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titans_pt.state import fork
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's tensors are; CPU for a model without any."""
+    first = next(chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def best_device(local_rank: int = 0) -> str:
+    """A CUDA device, one for each local rank as far as they go, or "cpu" when there is none."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return f"cuda:{local_rank % count}" if count else "cpu"
+
+
+@torch.no_grad()
+def prefill(model: nn.Module, ids: Tensor, chunk_tokens: int, state: Any = None) -> tuple[Tensor, Any]:
+    """Streams ``ids`` through the model in pieces, its state carried.
+
+    Memory does not grow with T: only a piece is on the model's device, and only the last token's logits are
+    computed. (The state of a full-attention mixer grows; that is the mixer's own.)
+
+    Args:
+        ids: (B, T) integers on any device, T >= 1.
+        chunk_tokens: tokens of a piece; it changes speed and memory, not the result.
+        state: what an earlier call returned, to continue from; None starts afresh.
+
+    Returns:
+        logits of the last token (B, V), and the state after it.
+    """
+    if ids.ndim != 2 or ids.shape[1] == 0:
+        raise ValueError(f"ids: shape {tuple(ids.shape)}; needs (B, T) with T >= 1")
+    device = device_of(model)
+    for piece in ids.split(chunk_tokens, dim=1):
+        logits, state = model(piece.to(device, torch.int64), state, last_only=True)
+    return logits[:, -1], state
+
+
+@torch.no_grad()
+def continuation_logits(model: nn.Module, last_logits: Tensor, state: Any, ids: list[int]) -> Tensor:
+    """The logits (n, V) from which each of n given tokens after a prompt would be chosen; ``state`` is left as it is.
+
+    Args:
+        last_logits: (1, V), and the state after them, as :func:`prefill` returns.
+    """
+    if len(ids) <= 1:
+        return last_logits[: len(ids)]
+    more, _ = model(torch.tensor([ids[:-1]], device=last_logits.device), fork(state))
+    return torch.cat([last_logits, more[0]])
+
+
+@torch.no_grad()
+def continuation(
+    model: nn.Module,
+    last_logits: Tensor,
+    state: Any,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    choose: Callable[[Tensor], int],
+    read_last: bool = False,
+) -> Generator[int, None, tuple[Tensor, Any]]:
+    """Yields up to ``max_new_tokens`` ids one by one, each as soon as it is known; ends before one of ``stop_ids``.
+
+    Args:
+        last_logits: (1, V), and the state after them, as :func:`prefill` returns.
+        choose: logits (V,) -> id.
+        read_last: put the last id through the model too, which only a further continuation needs.
+
+    Returns:
+        (as a generator does) the last logits and the state after them.
+    """
+    device = device_of(model)
+    for left in range(max_new_tokens, 0, -1):
+        token = choose(last_logits[0])
+        if token in stop_ids:
+            break
+        yield token
+        if left > 1 or read_last:
+            logits, state = model(torch.tensor([[token]], device=device), state, last_only=True)
+            last_logits = logits[:, -1]
+    return last_logits, state
+
+
+def most_likely(logits: Tensor) -> int:
+    return int(logits.argmax())
+
+
+def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator) -> int:
+    """One id from softmax(logits / temperature), cut to ``top_k`` ids, then to the fewest that hold ``top_p`` of these.
+
+    The draw is made on the CPU, so that a seed means the same on every device.
+    """
+    p, order = torch.softmax(logits.double().cpu() / temperature, dim=0).sort(descending=True, stable=True)
+    p = p[:top_k] / p[:top_k].sum()
+    p = torch.where(p.cumsum(0) - p < top_p, p, 0.0)  # the most likely id always stays
+    return int(order[torch.multinomial(p, 1, generator=generator)])
+
+
+def greedy(
+    model: nn.Module, last_logits: Tensor, state: Any, max_new_tokens: int, stop_ids: Collection[int] = ()
+) -> Iterator[int]:
+    """:func:`continuation` with the most likely id at each place."""
+    return continuation(model, last_logits, state, max_new_tokens, stop_ids, most_likely)
+
+
+def sample(
+    model: nn.Module,
+    last_logits: Tensor,
+    state: Any,
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    read_last: bool = False,
+) -> Generator[int, None, tuple[Tensor, Any]]:
+    """:func:`continuation` with ids drawn by :func:`draw`; temperature 0 is :func:`greedy`."""
+    choose = most_likely
+    if temperature > 0.0:
+        generator = torch.Generator().manual_seed(seed)
+        choose = partial(draw, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    return continuation(model, last_logits, state, max_new_tokens, stop_ids, choose, read_last)

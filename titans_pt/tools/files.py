@@ -1,0 +1,40 @@
+"""Files that are either there as a whole or not there."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, write: Callable[[Path], Any], durable: bool = False) -> None:
+    """Lets ``write`` fill a temporary file beside ``path``, then renames it: readers see the old file or the new one.
+
+    Whatever fails, the temporary file is removed and an old file at ``path`` stays as it was. The folder is made.
+
+    Args:
+        write: is given the path of the temporary file, which has a suffix of its own.
+        durable: wait until the content is on the disk before the rename, so that it also survives a power failure.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        if durable:
+            flush_to_disk(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """:func:`write_atomically` of a text, as UTF-8."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def flush_to_disk(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk: otherwise a rename may get there first."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

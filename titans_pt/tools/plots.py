@@ -1,0 +1,51 @@
+"""What all figures share: made without a display, saved whole. matplotlib is imported when a figure is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titans_pt.tools.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure; inches."""
+    from matplotlib.figure import Figure  # no pyplot: it keeps global state and picks a display
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Figure, path: Path, dpi: int = 130) -> Path:
+    """Writes a PNG, as a whole or not at all; returns ``path``."""
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=dpi))
+    return path
+
+
+def length_axis(axes: Axes) -> None:
+    """Lengths of texts on x, in powers of two."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.tick_params(axis="x", labelrotation=30)
+    axes.set_xlabel("length (tokens, answer included)")
+    axes.grid(alpha=0.3)
+
+
+def plot_accuracy(lines: dict[str, list[dict]], path: Path, title: str) -> Path:
+    """Accuracy against length, a line for each name; its rows have length, mean and the 95 % interval low, high."""
+    figure = new_figure(7.0, 4.2)
+    axes = figure.subplots()
+    for name, rows in lines.items():
+        percent = {key: [100 * row[key] for row in rows] for key in ("mean", "low", "high")}
+        lengths = [row["length"] for row in rows]
+        axes.plot(lengths, percent["mean"], marker="o", label=name)
+        axes.fill_between(lengths, percent["low"], percent["high"], alpha=0.15)
+    length_axis(axes)
+    axes.set_ylim(-3, 103)
+    axes.set_ylabel("accuracy (%; bands: Wilson 95 %)")
+    axes.set_title(title)
+    axes.legend(fontsize=8)
+    return save_figure(figure, path)
