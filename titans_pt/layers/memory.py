@@ -249,12 +249,13 @@ class NeuralMemory(nn.Module):
         width, heads = self.q.linear.in_features, self.q.n_heads
         projections = 3 * product(width, width) + product(width, self.gates.linear.out_features)
         block = min(self.config.chunk_size, MAX_BLOCK)
+        start = self.config.forget_to == "start"  # then queries meet M_0, too
         forward = backward = 0.0
         for n, weights in enumerate(self._weight_flops()):
             pull = n > 0  # the error goes down through every layer but the first
             within = 2 * block * sum(self.shape.layers[n])
-            forward += (5 + pull) * weights + within
-            backward += (10 + 2 * pull) * weights + 2 * within + 3 * weights / block
+            forward += (5 + pull + start) * weights + within
+            backward += (10 + 2 * pull + 2 * start) * weights + 2 * within + 3 * weights / block
         return projections + heads * Flops(forward, backward)
 
     def read_flops(self) -> Flops:
