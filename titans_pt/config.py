@@ -167,8 +167,8 @@ class MemoryConfig(Section):
     """Where alpha pulls the weights. zero, as the paper prints it: M = (1 - alpha) M + S. start, where the document's
     memory began: M = (1 - alpha) (M - M_0) + M_0 + S. Small weights under the LayerNorm make inner steps large."""
     gates: Literal["hard", "sigmoid"] = "sigmoid"
-    """hard: a sigmoid stretched to (-0.05, 1.05) and cut to [0, 1], so that gates reach both: what is not to be written
-    is not, what is not to be forgotten stays. sigmoid: they only come near."""
+    """hard: theta and alpha are a sigmoid stretched to (-0.05, 1.05) and cut to [0, 1], so that they reach both: what
+    is not to be written is not, what is not to be forgotten stays. sigmoid: they only come near. eta is one in both."""
     per_layer_gates: bool = False
     """One theta, eta, alpha for each of the memory's ``depth`` layers instead of one for all."""
     step_bound: Annotated[float, Field(gt=0.0)] | None = None

@@ -40,6 +40,24 @@ def fork(state: Any) -> Any:
     return map_tensors(state, torch.clone)
 
 
+def compact(state: Any) -> Any:
+    """``state`` with copies of what would keep much else alive: tensors that lie in a storage which they, with all
+    others of ``state``, use less than half of. A tail of a long call's tensors is a view of all of them."""
+    used: dict[int, int] = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage()._cdata
+        used[place] = used.get(place, 0) + tensor.numel() * tensor.element_size()
+        return tensor
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        return tensor.clone() if 2 * used[storage._cdata] < storage.nbytes() else tensor
+
+    map_tensors(state, count)
+    return map_tensors(state, own)
+
+
 def state_bytes(state: Any) -> int:
     """Bytes that the tensors of ``state`` hold."""
     total = 0

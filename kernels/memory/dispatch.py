@@ -74,7 +74,7 @@ def neural_memory(
         ValueError: shapes, network or backend that do not fit, or backend="triton" for what it does not serve.
     """
     network = network or NetworkShape.of(weights, norm)
-    _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, reset, backend)
+    _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend)
     dtype = state_dtype(q)
     fused = _fused(q, network, chunk_size, backend)
     with no_autocast(q):
@@ -151,13 +151,13 @@ def memory_read(
     return out.transpose(1, 2).to(q.dtype)
 
 
-def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, reset, backend):
+def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend):
     def need(ok: bool, message: str):
         if not ok:
             raise ValueError(f"neural_memory: {message}")
 
-    need(q.dim() == 4 and q.shape == k.shape == v.shape and q.shape[1] > 0,
-         f"q, k, v must share one shape (B, T, H, D) with T > 0, got {[tuple(x.shape) for x in (q, k, v)]}")
+    need(q.dim() == 4 and q.shape == k.shape == v.shape and q.numel() > 0,
+         f"q, k, v must share one shape (B, T, H, D) without zeros, got {[tuple(x.shape) for x in (q, k, v)]}")
     batch, length, heads, width = q.shape
     shapes = ((batch, length, heads), (batch, length, heads, 1), (batch, length, heads, len(weights)))
     need(all(g.shape in shapes for g in (theta, eta, alpha)) and theta.shape == eta.shape == alpha.shape,
@@ -176,5 +176,8 @@ def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forge
          f"activation {network.activation!r} is none of {', '.join(mlp.ACTIVATIONS)}")
     need(chunk_size >= 1, f"chunk_size {chunk_size} must be at least 1")
     need(forget_to in FORGET_TO, f"forget_to {forget_to!r} is none of {', '.join(FORGET_TO)}")
-    need(reset is None or (reset.dtype == torch.bool and reset.shape == q.shape[:2]), "reset must be bool (B, T)")
+    rows = None if initial_state is None else len(initial_state.offset)
+    need(rows in (None, batch), f"initial_state has {rows} rows, q has {batch}")
+    need(reset is None or (reset.dtype == torch.bool and reset.shape == q.shape[:2]),
+         f"reset must be bool ({batch}, {length})")
     need(backend in BACKENDS, f"backend {backend!r} is none of {', '.join(BACKENDS)}")

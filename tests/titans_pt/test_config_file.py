@@ -55,6 +55,8 @@ def test_the_resolved_tree_gives_itself_back(file):
     ("", ["train.precision=fp16"], "train.precision: given 'fp16'; allowed: 'bf16' or 'fp32'"),
     ("", ["train.max_steps"], "override 'train.max_steps': write it as key.path=value"),
     ("", ["train.lr=[1"], "override 'train.lr=.*not valid YAML"),
+    ("", ["model.memory.chunk_size=8192"], "model.memory.chunk_size: given 8192; at most data.seq_len=4096"),
+    ("", ["model.memory.n_heads=768"], "model.memory.n_heads: given 768; at most model.d_model / 2 = 384"),
     ("", ["model.n_heads=7"], "model.n_heads: given 7; must divide model.d_model=768"),
     ("", ["model.segment=40", "model.memory_tokens=8"],
      "model.mac.segment: given 40; must be a multiple of model.memory.chunk_size=16"),

@@ -15,7 +15,7 @@ from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
 from titans_pt.run import load_run
-from titans_pt.state import FORMAT, fork, load_state, map_tensors, read_about, save_state
+from titans_pt.state import FORMAT, compact, fork, load_state, map_tensors, read_about, save_state, state_bytes
 from titans_pt.streaming import greedy, prefill
 from titans_pt.training.probes import find
 
@@ -53,6 +53,25 @@ def test_saved_loaded_and_continued(tmp_path, mixers, dtype, reset):
     logits, end_ = model(ids[:, 13:], loaded)
     assert torch.equal(logits, expected)
     assert all(torch.equal(a, b) for a, b in zip(flat(end_), flat(end), strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixers", PATTERNS, ids="-".join)
+def test_a_state_keeps_nothing_else_alive(mixers):
+    """After a call of 997 tokens, whose tails it has: at most twice its own size, as tensors that it shares may be."""
+    model = small(mixers)
+    _, state = model(torch.randint(0, 50, (1, 997), generator=torch.Generator().manual_seed(1)))
+    held = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in flat(state)}
+    assert sum(held.values()) <= 2 * state_bytes(state)
+
+
+def test_compact_copies_only_what_keeps_much_else_alive():
+    whole = torch.arange(10.0)
+    tail, half = compact([whole[8:], torch.arange(10.0)[4:]])
+    assert tail.untyped_storage().nbytes() == 8 and tail.tolist() == [8, 9]
+    assert half.untyped_storage().nbytes() == 40
+    both = compact([whole[:5], whole[5:]])
+    assert both[0].data_ptr() == whole.data_ptr()
 
 
 @torch.no_grad()

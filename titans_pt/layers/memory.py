@@ -37,31 +37,31 @@ STRETCH = 0.05
 """How far a hard gate's sigmoid reaches beyond 0 and 1 before it is cut."""
 
 
-class _HardSigmoid(torch.autograd.Function):
-    """z -> sigmoid(z) stretched to (-STRETCH, 1 + STRETCH) and cut to [0, 1].
+class _Cut(torch.autograd.Function):
+    """x -> x held in [0, 1]; the gradient does not see the cut, so that a gate that is cut can come back.
 
-    Beyond a cut the gradient has the slope of the cut where a step down it leads back into the range, and is 0 where
-    it leads further out: a gate at 0 or 1 stays there for as long as that is best, and no longer.
+    It is the same in both directions: one that passes only where it leads back into the range pulls a gate off the 0
+    that would be best, by its noise alone.
     """
 
     @staticmethod
-    def forward(ctx, z: Tensor) -> Tensor:
-        y = (1 + 2 * STRETCH) * torch.sigmoid(z) - STRETCH
-        ctx.save_for_backward(y)
-        return y.clamp(0, 1)
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clamp(0, 1)
 
     @staticmethod
     def backward(ctx, d_gate: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        share = (y.clamp(0, 1) + STRETCH) / (1 + 2 * STRETCH)
-        outward = ((y <= 0) & (d_gate > 0)) | ((y >= 1) & (d_gate < 0))
-        return torch.where(outward, 0, d_gate * (1 + 2 * STRETCH) * share * (1 - share))
+        return d_gate
 
-    @staticmethod
-    def inverse(gate: float) -> float:
-        """z of a gate inside (0, 1)."""
-        share = (gate + STRETCH) / (1 + 2 * STRETCH)
-        return math.log(share / (1 - share))
+
+def _hard(share: Tensor) -> Tensor:
+    """A sigmoid's value stretched and cut: a gate that reaches 0 and 1."""
+    return _Cut.apply((1 + 2 * STRETCH) * share - STRETCH)
+
+
+def _logit(gate: float, hard: bool = False) -> float:
+    """What the sigmoid is given for a gate inside (0, 1)."""
+    share = (gate + STRETCH) / (1 + 2 * STRETCH) if hard else gate
+    return math.log(share / (1 - share))
 
 
 class MemoryGates(nn.Module):
@@ -83,19 +83,27 @@ class MemoryGates(nn.Module):
         self.linear = nn.Linear(d_model, 3 * n_heads * self.layers)
 
     def own_initialisation(self):
-        """Gates start nearly constant at their configured values."""
-        starts = (self.config.theta_init, self.config.eta_init, self.config.alpha_init)
+        """Gates start nearly constant at their configured values.
+
+        A hard alpha is made so: next to its cut it is fifty times as steep as a sigmoid there, and under weights like
+        the others' a tenth would be forgotten at some tokens from the first step on.
+        """
+        hard = self.config.gates == "hard"
+        theta, eta, alpha = self.config.theta_init, self.config.eta_init, self.config.alpha_init
+        starts = _logit(theta, hard), _logit(eta), _logit(alpha, hard)
         with torch.no_grad():
-            bias = self.linear.bias.view(self.n_heads, self.layers, 3)
-            inverse = _HardSigmoid.inverse if self.config.gates == "hard" else lambda p: math.log(p / (1 - p))
-            bias.copy_(torch.tensor([inverse(p) for p in starts]))
+            self.linear.bias.view(self.n_heads, self.layers, 3).copy_(torch.tensor(starts))
+            if hard:
+                self.linear.weight.view(self.n_heads, self.layers, 3, -1)[:, :, 2] = 0
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         raw = self.linear(x)
         raw = raw.to(state_dtype(x))
         raw = raw.unflatten(-1, (self.n_heads, self.layers, 3))  # heads outermost: they split over ranks
-        gates = _HardSigmoid.apply(raw) if self.config.gates == "hard" else torch.sigmoid(raw)
-        theta, eta, alpha = gates.unbind(-1)
+        theta, eta, alpha = torch.sigmoid(raw).unbind(-1)
+        if self.config.gates == "hard":
+            # Not momentum: at 1 the surprise of a token would be added again with every later one, for ever.
+            theta, alpha = _hard(theta), _hard(alpha)
         if not self.config.momentum:
             eta = torch.zeros_like(eta)
         if not self.config.forgetting:
@@ -241,12 +249,13 @@ class NeuralMemory(nn.Module):
         width, heads = self.q.linear.in_features, self.q.n_heads
         projections = 3 * product(width, width) + product(width, self.gates.linear.out_features)
         block = min(self.config.chunk_size, MAX_BLOCK)
+        start = self.config.forget_to == "start"  # then queries meet M_0, too
         forward = backward = 0.0
         for n, weights in enumerate(self._weight_flops()):
             pull = n > 0  # the error goes down through every layer but the first
             within = 2 * block * sum(self.shape.layers[n])
-            forward += (5 + pull) * weights + within
-            backward += (10 + 2 * pull) * weights + 2 * within + 3 * weights / block
+            forward += (5 + pull + start) * weights + within
+            backward += (10 + 2 * pull + 2 * start) * weights + 2 * within + 3 * weights / block
         return projections + heads * Flops(forward, backward)
 
     def read_flops(self) -> Flops:

@@ -13,6 +13,7 @@ from titans_pt.layers.flops import Flops
 from titans_pt.layers.mlp import SwiGLU
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers import MIXERS, Mixer
+from titans_pt.state import compact
 
 
 class Block(nn.Module):
@@ -90,7 +91,7 @@ class Backbone(nn.ModuleList):
         after = []
         for block, before in zip(self, state or [None] * len(self), strict=True):
             x, block_state = self._run(block, x, before, documents)
-            after.append(block_state)
+            after.append(compact(block_state))
         return x, after
 
     def _run(self, part: Callable, *arguments):

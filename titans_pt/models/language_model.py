@@ -57,7 +57,14 @@ class LanguageModel(nn.Module):
 
         Returns:
             Logits (B, T, vocab_size) in the parameters' dtype, and the state after the last token.
+
+        Raises:
+            ValueError: no row or no token in ``ids``, or a ``reset`` of another shape.
         """
+        if ids.dim() != 2 or ids.numel() == 0:
+            raise ValueError(f"ids: given shape {tuple(ids.shape)}; must be (B, T) with at least one row and one token")
+        if reset is not None and reset.shape != ids.shape:
+            raise ValueError(f"reset: given shape {tuple(reset.shape)}; must be that of ids, {tuple(ids.shape)}")
         # The mixers' outputs are normalised, of unit scale: at the embedding's own 0.02 they would drown the token.
         x = self.embedding(ids) * self.config.d_model**0.5
         documents = None if reset is None else Documents.of(reset, ids.device)

@@ -31,7 +31,7 @@ KERNELS = {
     "coefficients_backward": {D: Configuration(0, 8, 320) for D in WIDTHS},
     "scan": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8, 400)},
     "read": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8, 300)},
-    "read_backward": {32: Configuration(32, 8, 200), 64: Configuration(32, 8, 400), 128: Configuration(32, 8, 1800)},
+    "read_backward": {32: Configuration(32, 8, 200), 64: Configuration(32, 8, 500), 128: Configuration(32, 8, 1800)},
     "scan_backward": {32: Configuration(32, 8, 500), 64: Configuration(32, 8, 1400), 128: Configuration(32, 8, 3800)},
     "step": {32: Configuration(32, 4), 64: Configuration(32, 4), 128: Configuration(32, 8)},
 }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titans_pt.kernels.memory import NetworkShape, neural_memory
+from titans_pt.kernels.memory import MemoryState, NetworkShape, neural_memory
 
 
 def test_layers_chain_from_width_to_width():
@@ -27,3 +27,12 @@ def test_no_weights():
     q, gate = torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 2)
     with pytest.raises(ValueError, match="at least one weight matrix"):
         neural_memory(q, q, q, gate, gate, gate, ())
+
+
+def test_a_state_of_other_rows():
+    q, gate = torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 2)
+    weights = torch.zeros(2, 4, 5), torch.zeros(2, 5, 4)
+    with pytest.raises(ValueError, match="initial_state has 2 rows, q has 1"):
+        neural_memory(q, q, q, gate, gate, gate, weights, initial_state=MemoryState.initial(weights, 2))
+    with pytest.raises(ValueError, match=r"without zeros, got \[\(0, 3, 2, 4\)"):
+        neural_memory(q[:0], q[:0], q[:0], gate[:0], gate[:0], gate[:0], weights)

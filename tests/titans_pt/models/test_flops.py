@@ -42,7 +42,7 @@ def counted(settings):
 
 
 @pytest.mark.parametrize("memory", [{}, {"depth": 1}, {"depth": 3, "per_layer_gates": True}, {"chunk_size": 32},
-                                    {"n_heads": 4, "expansion": 4}])  # fmt: skip
+                                    {"n_heads": 4, "expansion": 4}, {"forget_to": "start", "gates": "hard"}])  # fmt: skip
 def test_lmm_is_counted_to_the_product(memory):
     settings = config(["lmm"], memory=memory)
     flops = build_model(settings).flops(T)

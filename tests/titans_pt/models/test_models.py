@@ -147,3 +147,13 @@ def test_activation_checkpointing_changes_nothing(model):
     model.eval()
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ids, reset, message", [
+    (torch.zeros(2, 0, dtype=torch.int64), None, r"ids: given shape \(2, 0\)"),
+    (torch.zeros(0, 5, dtype=torch.int64), None, r"ids: given shape \(0, 5\)"),
+    (torch.zeros(2, 5, dtype=torch.int64), torch.zeros(1, 5, dtype=torch.bool), r"reset: given shape \(1, 5\)"),
+])  # fmt: skip
+def test_shapes_that_cannot_be(ids, reset, message):
+    with pytest.raises(ValueError, match=message):
+        small(["lmm"])(ids, reset=reset)

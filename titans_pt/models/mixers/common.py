@@ -37,6 +37,11 @@ class MemoryMixer(Mixer):
         heads = "model.memory.n_heads" if model.memory.n_heads else "model.n_heads"
         need(model.d_model % model.memory_heads == 0, heads, model.memory_heads,
              f"must divide model.d_model={model.d_model}")
+        need(model.memory_heads < model.d_model or not model.memory.norm, heads, model.memory_heads,
+             f"at most model.d_model / 2 = {model.d_model // 2}: the LayerNorm of a head of width 1 is constant")
+        chunk, length = model.memory.chunk_size, config.data.seq_len
+        need(chunk <= length, "model.memory.chunk_size", chunk,
+             f"at most data.seq_len={length}; in a longer chunk every gradient is taken at the memory's start")
 
     @classmethod
     def split_sizes(cls, config: ModelConfig) -> dict[str, int]:

@@ -29,15 +29,16 @@ def check(cases: list[dict]):
 
 
 def test_read_and_step():
-    check([{"kernel": "read"}, {"kernel": "step"}])
+    check([{"kernel": "read"}, {"kernel": "read", "forget_to": "start"}, {"kernel": "step"}])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("forget_to", ["start", "zero"])
 @pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_pinned_configuration(kernel, D):
-    check([{"kernel": kernel, "D": D}])
+def test_every_pinned_configuration(kernel, D, forget_to):
+    check([{"kernel": kernel, "D": D, "forget_to": forget_to}])
 
 
 @pytest.mark.slow
