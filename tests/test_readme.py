@@ -65,7 +65,7 @@ def test_links_and_settings_exist(page):
     for folder in re.findall(r"^\| `([\w/]+/)`", text, re.M):
         assert (ROOT / folder).is_dir(), folder
     for path in re.findall(r"`((?:titans_pt|kernels|data_pipeline|configs|launch)/[\w/.]+\.\w+)`", text):
-        assert (ROOT / path).exists(), path
+        assert "NAME" in path or (ROOT / path).exists(), path
     known = known_paths(whole_tree())
     for setting in re.findall(r"`((?:run|data|model|train|parallel|evaluation|wandb)\.[a-z_.]+)[`=]", text):
         assert setting in known, setting
