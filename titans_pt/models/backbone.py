@@ -14,8 +14,8 @@ from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
 from titans_pt.layers.mlp import SwiGLU
 from titans_pt.layers.sharding import Shard
+from titans_pt.layers.state import compact
 from titans_pt.models.mixers import MIXERS, Mixer
-from titans_pt.state import compact
 
 
 class Block(nn.Module):

@@ -23,7 +23,7 @@ from titans_pt.models.backbone import check_packages, exempt_from_decay
 from titans_pt.models.mixers.base import MIXERS, Mixer
 from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.run import load_run
-from titans_pt.state import load_state, save_state
+from titans_pt.state_file import load_state, save_state
 from titans_pt.training.plan import make_plan
 
 HERE = ".".join(Path(__file__).with_suffix("").parts[-5:])  # tests.titans_pt.models.mixers.test_contract
