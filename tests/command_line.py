@@ -13,7 +13,7 @@ def parsed(*words: str) -> dict:
     """
     command, context, rest = program, None, list(words)
     while isinstance(command, click.Group):
-        context = click.Context(command, parent=context)
+        context = click.Context(command, parent=context, **command.context_settings)
         command = command.commands[rest.pop(0)]
     return command.make_context(command.name, rest, parent=context).params
 

@@ -1,6 +1,7 @@
 """The README and the pages in docs/ name only what exists."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,15 @@ def test_commands_parse_and_their_settings_are_valid():
         arguments = words[1:] if words[0] == "titans" else ["train", *words[1:]]
         params = parsed(*arguments)
         load_config(ROOT / params["config"], params["overrides"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_command_line_is_one_that_the_program_takes(page):
+    """Lines of their own, and words in backticks; without the table of all commands, and names without arguments."""
+    text = page.read_text().replace("\\\n", " ")
+    for line in re.findall(r"(?:^ *|`)titans ([a-z][^`\n]*?)(?=  |`|$)", text, re.M):
+        if not re.search(r"\||RUN\.\.\.|\[KEY", line) and tuple(line.split()) not in dict(leaves()):
+            parsed(*shlex.split(line.replace("I/16", "0/16").replace("SHELL", "zsh")))
 
 
 def test_the_table_of_commands_is_the_program():

@@ -476,3 +476,10 @@ def config_hash(section: Section) -> str:
 
     text = json.dumps(section.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def resolved_yaml(config: Config) -> str:
+    """The whole tree, defaults included, as YAML; ``load_config`` of it gives ``config`` back."""
+    import yaml
+
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

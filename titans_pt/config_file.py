@@ -35,8 +35,8 @@ def load_config(name: str | Path, overrides: list[str] = (), model: bool = True)
 
 
 def load_stored(path: Path, overrides: list[str] = ()) -> Config:
-    """As :func:`load_config`, of a file that :func:`resolved_yaml` wrote, if need be in an earlier version: what it
-    lacks is what that version did."""
+    """As :func:`load_config`, of a file that titans_pt.config.resolved_yaml wrote, if need be in an earlier version:
+    what it lacks is what that version did."""
     return _validated(as_stored(_read(Path(path), ())), overrides, model=True)
 
 
@@ -77,11 +77,6 @@ def find_config(name: str | Path, folder: Path = Path()) -> Path:
     raise UserError(
         f"config {path}: {problem}; name a YAML file, or a config that comes with titans-pt: {', '.join(near)}"
     )
-
-
-def resolved_yaml(config: Config) -> str:
-    """The whole tree, defaults included, as YAML; ``load_config`` of it gives ``config`` back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):

@@ -13,8 +13,10 @@ from titans_pt.config import Config
 from titans_pt.config_file import load_stored
 from titans_pt.config_history import completed
 from titans_pt.errors import UserError
+from titans_pt.models.backbone import check_packages
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks import TASKS, Task
+from titans_pt.tasks.base import backbone_of
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def load_run(
     task = TASKS.find(config.task)(config)
     task.restore(folder, state.identity)
     model = task.build_model()
+    check_packages(backbone_of(model), torch.device(device))
     load_weights(model, checkpoints.read_tensors(checkpoint / checkpoints.MODEL))
     usual = config.train.precision if torch.device(device).type == "cuda" else "fp32"
     precision = precision or config.evaluation.precision or usual

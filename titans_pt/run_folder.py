@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from titans_pt import __version__
-from titans_pt.config import Config, config_hash
-from titans_pt.config_file import resolved_yaml
+from titans_pt.config import Config, config_hash, resolved_yaml
 from titans_pt.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titans_pt.state import fork
+from titans_pt.layers.state import fork
 
 
 def device_of(model: nn.Module) -> torch.device:

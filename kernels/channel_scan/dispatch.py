@@ -60,7 +60,11 @@ def channel_scan(
         if (fused := _fused(x, k, backend)) is not None:
             out, state = fused(x, step, k, q, rate, state, reset)
         else:
-            out, state = loop_scan(*(t.to(dtype) for t in (x, step, k, q)), rate, state, reset)
+            call = loop_scan
+            if backend == "auto" and torch.compiler.is_compiling():
+                # Not at the top: it imports torch's compiler, seconds that whoever does not compile need not wait.
+                from titans_pt.kernels.channel_scan.uncompiled import call
+            out, state = call(*(t.to(dtype) for t in (x, step, k, q)), rate, state, reset)
     return out.to(x.dtype), state if output_final_state else None
 
 

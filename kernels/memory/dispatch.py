@@ -1,14 +1,12 @@
 """The one entry: checks, dtypes, the choice of an implementation."""
 
-import contextlib
-import functools
 import os
-import warnings
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from titans_pt.kernels.common import no_autocast, warn_once
 from titans_pt.kernels.memory import mlp
 from titans_pt.kernels.memory.chunked import chunked_memory
 from titans_pt.kernels.memory.naive import naive_memory
@@ -79,7 +77,7 @@ def neural_memory(
     _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend)
     dtype = state_dtype(q)
     fused = _fused(q, network, chunk_size, backend)
-    with _no_autocast(q):
+    with no_autocast(q):
         gates = [g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha)]
         if fused is not None:
             out, state = fused(
@@ -127,7 +125,7 @@ def _fused(q: Tensor, network: NetworkShape, chunk_size: int, backend: str):
             return fused_memory
     if backend == "triton":
         raise ValueError(f'neural_memory: backend "triton" does not serve this: {reason}; use "auto" or "chunked"')
-    _warn(f"neural_memory: the fused kernels do not serve this, PyTorch operators do (slower): {reason}")
+    warn_once(f"neural_memory: the fused kernels do not serve this, PyTorch operators do (slower): {reason}")
     return None
 
 
@@ -141,23 +139,13 @@ def unserved(dtype: torch.dtype, network: NetworkShape, chunk_size: int) -> str 
     return unsupported(dtype, network, chunk_size)
 
 
-def _no_autocast(x: Tensor):
-    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
-
-
-@functools.cache
-def _warn(message: str):
-    """Warns once of each message, whatever the warning filters."""
-    warnings.warn(message, stacklevel=3)
-
-
 def memory_read(
     q: Tensor, weights: Weights, *, network: NetworkShape | None = None, norm: Weights | None = None
 ) -> Tensor:
     """M(q) without writing: q (B, T, H, D), weights (B, H, d_in, d_out) of a state, norm (H, D) -> (B, T, H, D)."""
     dtype = weights[0].dtype
     network = network or NetworkShape.of(weights, norm)
-    with _no_autocast(q):
+    with no_autocast(q):
         affine = None if norm is None else tuple(p.to(dtype).unsqueeze(-2) for p in norm)
         out = mlp.forward(q.to(dtype).transpose(1, 2), weights, affine, network)
     return out.transpose(1, 2).to(q.dtype)

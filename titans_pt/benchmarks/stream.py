@@ -12,9 +12,9 @@ import torch
 from titans_pt.benchmarks.process import peak_mib, write_csv
 from titans_pt.config import Config
 from titans_pt.errors import UserError
+from titans_pt.layers.state import state_bytes
 from titans_pt.models import build_model
 from titans_pt.run_folder import versions
-from titans_pt.state import state_bytes
 from titans_pt.streaming import best_device, prefill
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import new_figure, save_figure

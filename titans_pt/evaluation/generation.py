@@ -13,7 +13,7 @@ from titans_pt.config import config_hash
 from titans_pt.data_pipeline import StreamDecoder, Tokenizer
 from titans_pt.errors import UserError
 from titans_pt.run import LoadedRun, load_run
-from titans_pt.state import load_state, read_about, save_state
+from titans_pt.state_file import load_state, read_about, save_state
 from titans_pt.streaming import best_device, device_of, prefill, sample
 
 

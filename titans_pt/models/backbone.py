@@ -1,6 +1,7 @@
 """The backbone: blocks of a sequence mixer and an MLP each, between a task's input and output ends."""
 
-from collections.abc import Callable, Iterable
+import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,12 +9,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from titans_pt.config import ModelConfig
+from titans_pt.errors import UserError
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
 from titans_pt.layers.mlp import SwiGLU
 from titans_pt.layers.sharding import Shard
+from titans_pt.layers.state import compact
 from titans_pt.models.mixers import MIXERS, Mixer
-from titans_pt.state import compact
 
 
 class Block(nn.Module):
@@ -135,6 +137,14 @@ def exempt_from_decay(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if p.ndim < 2 or name in declared}
 
 
-def gpu_needs(mixers: Iterable[Mixer]) -> dict[str, str]:
-    """Package -> how to install it, of everything that ``mixers`` cannot run without on a GPU."""
-    return {package: how for mixer in mixers for package, how in mixer.needs().items()}
+def check_packages(backbone: Backbone, device: torch.device):
+    """
+    Raises:
+        UserError: a GPU is to run a mixer without a package that it needs there.
+    """
+    if device.type != "cuda":
+        return
+    for block in backbone:
+        for package, remedy in block.mixer.needs().items():
+            if importlib.util.find_spec(package) is None:
+                raise UserError(f"model.mixers: {block.mixer.name!r} needs {package} on a GPU; {remedy}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.models.backbone import exempt_from_decay
+from titans_pt.models.backbone import check_packages, exempt_from_decay
 from titans_pt.parallel import TensorParallel, Topology
 from titans_pt.tasks import TASKS
 from titans_pt.tasks.base import backbone_of
@@ -127,7 +127,9 @@ class Engine:
         self.parameters = sum(p.numel() for p in model.parameters())
         self.split = TensorParallel(model, self.topology.tensor, config.parallel.sequence)
         self.compiled = compiles(config, ranks.device)
-        backbone_of(model).set_compiled(self.compiled)
+        backbone = backbone_of(model)
+        check_packages(backbone, ranks.device)
+        backbone.set_compiled(self.compiled)
         objective = TASKS.find(config.task)(config).objective(model, self.topology.tensor)
         for name, p in model.named_parameters():
             p.tensor_model_parallel = name in self.split.dims  # else DeepSpeed's norm counts only one rank's

@@ -6,8 +6,6 @@ from torch import Tensor
 from titans_pt.kernels.channel_scan import channel_scan
 from titans_pt.kernels.linear_memory import linear_memory
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
 
 def make(B, T, D, N, *, mamba=True, strength=1.0, seed=0, dtype=torch.float64) -> dict[str, Tensor]:
     """Inputs by name; log decays down to some -16 ``strength``. Longhorn's steps leave 1 - step k^2 above 0."""
@@ -22,7 +20,7 @@ def make(B, T, D, N, *, mamba=True, strength=1.0, seed=0, dtype=torch.float64) -
     else:
         found["step"] = found["step"] / (1 + found["step"] * found["k"].square().sum(-1, keepdim=True))
     found["initial_state"] = rand(B, D, N)
-    return {name: x.to(DEVICE, dtype) for name, x in found.items()}
+    return {name: x.to(dtype) for name, x in found.items()}
 
 
 def oracle(x, step, k, q, rate=None, *, initial_state, reset=None, **_) -> tuple[Tensor, Tensor]:

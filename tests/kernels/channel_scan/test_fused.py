@@ -5,12 +5,18 @@ import warnings
 import pytest
 import torch
 
-from tests.kernels.channel_scan.cases import DEVICE, compare, make
+from tests.kernels.channel_scan import cases
+from tests.kernels.channel_scan.cases import compare
 from titans_pt.kernels.channel_scan import channel_scan, dispatch, fused
 from titans_pt.kernels.memory.state import state_dtype
 
 pytestmark = pytest.mark.usefixtures("interpreter", "scans_by_rows")
 TOLERANCE = 1e-5
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make(*shape, **options):
+    return {name: x.to(DEVICE) for name, x in cases.make(*shape, **options).items()}
 
 
 @pytest.fixture

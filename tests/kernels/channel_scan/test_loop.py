@@ -72,6 +72,17 @@ def test_longhorn_is_the_minimum_it_is_defined_by():
     torch.testing.assert_close(end[0, :, 0], h, rtol=0, atol=1e-12)
 
 
+def test_torch_compile_leaves_the_loop_alone():
+    tensors = make(1, 40, 2, 4)
+    x = tensors.pop("x").requires_grad_()
+
+    def total(x):
+        return channel_scan(x, **tensors)[0].square().sum() * 2
+
+    compiled = torch.compile(total, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(x), x), torch.autograd.grad(total(x), x))
+
+
 @pytest.mark.parametrize("change, message", [
     ({"step": torch.zeros(2, 6, 1)}, "x, step must share one shape"),
     ({"k": torch.zeros(2, 6, 5)}, "k, q must share one shape"),

@@ -82,6 +82,18 @@ def test_half_precision_computes_in_fp32():
     assert_same([end], [last], 1e-5)
 
 
+def test_torch_compile_takes_it_whole():
+    tensors = make(1, 70, 2, 4, 4)
+    q = tensors.pop("q").requires_grad_()
+    reset = torch.rand(1, 70, generator=torch.Generator().manual_seed(0)) < 0.1
+
+    def total(q):
+        return linear_memory(q, **tensors, reset=reset)[0].square().sum()
+
+    compiled = torch.compile(total, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(q), q), torch.autograd.grad(total(q), q))
+
+
 @pytest.mark.parametrize("change, message", [
     ({"k": torch.zeros(2, 6, 2, 5)}, "q, k must share one shape"),
     ({"v": torch.zeros(2, 7, 2, 4)}, "v must be"),

@@ -49,7 +49,9 @@ def served(monkeypatch):
 
 @pytest.fixture
 def resets():
+    """Of three rows the first inherits its state and loses it, the second keeps it, the third never has it."""
     found = torch.rand(3, 30, generator=torch.Generator().manual_seed(3)) < 0.15
+    found[0, 0], found[0, 10] = False, True
     found[1] = False
     found[2, 0] = found[2, 29] = True
     return found
@@ -177,9 +179,10 @@ def test_its_kernels_on_a_gpu(decay, delta, documents):
     pytest.importorskip("fla", reason="pip install fla-core")
     tensors = {n: x.cuda() for n, x in make(2, 300, 2, 64, 64, decay=decay, delta=delta, strength=0.1).items()}
     half = {n: x.bfloat16() if n in "qkv" else x.float() for n, x in tensors.items()}
+    half = {n: x.requires_grad_() for n, x in half.items()}
     if reason := fla.unsupported(half["q"], half["v"], half.get("decay"), half.get("beta")):
         pytest.skip(reason)
-    exact = {n: x.double() for n, x in half.items()}
+    exact = {n: x.detach().double() for n, x in half.items()}
     reset = torch.rand(2, 300, generator=torch.Generator().manual_seed(0)).cuda() < 0.02 if documents else None
     (out, grad), (out_, grad_) = run(half, "fla", reset=reset), run(exact, "naive", reset=reset)
     for ours, theirs, limit in ((out, out_, 1e-2), (grad, grad_, 2e-2)):

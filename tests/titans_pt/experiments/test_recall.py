@@ -69,8 +69,8 @@ def test_command_resumes(tmp_path, capsys, monkeypatch):
 
 
 def test_unknown_model_is_told(tmp_path, capsys):
-    assert cli.run(["recall", CONFIG, f"run.dir={tmp_path}", "--models", "swa"]) == 2
-    assert "--models: given 'swa'" in capsys.readouterr().err
+    assert cli.run(["recall", CONFIG, f"run.dir={tmp_path}", "--models", "gru"]) == 2
+    assert "--models: given 'gru'" in capsys.readouterr().err
 
 
 def test_unknown_change_is_told(tmp_path, capsys):

@@ -41,8 +41,10 @@ def counted(settings):
     return forward.get_total_flops() / (2 * T), both.get_total_flops() / (2 * T)
 
 
-@pytest.mark.parametrize("memory", [{}, {"depth": 1}, {"depth": 3, "per_layer_gates": True}, {"chunk_size": 32},
-                                    {"n_heads": 4, "expansion": 4}, {"forget_to": "start", "gates": "hard"}])  # fmt: skip
+@pytest.mark.parametrize("memory", [
+    {}, {"depth": 1}, {"depth": 3, "per_layer_gates": True}, {"chunk_size": 32}, {"n_heads": 4, "expansion": 4},
+    {"forget_to": "start", "gates": "hard"},
+])  # fmt: skip
 def test_lmm_is_counted_to_the_product(memory):
     settings = config(["lmm"], memory=memory)
     flops = build_model(settings).flops(T)

@@ -106,7 +106,7 @@ class Mixer(nn.Module):
         return None
 
     def needs(self) -> dict[str, str]:
-        """Package that it cannot run without on a GPU -> how to install it."""
+        """Package that it cannot run without on a GPU -> the remedy, such as "install it: pip install NAME"."""
         return {}
 
     def scratch_bytes(self) -> int:

@@ -82,7 +82,7 @@ def test_what_falls_back_says_why_once():
 
         device, dtype = torch.device("cuda"), torch.float32
 
-    dispatch._warn.cache_clear()
+    dispatch.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="head width 48 is none of"):
         assert dispatch._fused(OnGPU, NetworkShape(48, 48, 1), 16, "auto") is None
     with warnings.catch_warnings():

@@ -19,11 +19,11 @@ from titans_pt.errors import UserError
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.sharding import Shard
 from titans_pt.models import build_model
-from titans_pt.models.backbone import exempt_from_decay
+from titans_pt.models.backbone import check_packages, exempt_from_decay
 from titans_pt.models.mixers.base import MIXERS, Mixer
 from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.run import load_run
-from titans_pt.state import load_state, save_state
+from titans_pt.state_file import load_state, save_state
 from titans_pt.training.plan import make_plan
 
 HERE = ".".join(Path(__file__).with_suffix("").parts[-5:])  # tests.titans_pt.models.mixers.test_contract
@@ -166,6 +166,13 @@ def test_it_is_compiled(model, monkeypatch):
     expected, _ = model(ids(), output_final_state=False)
     model.blocks.set_compiled(True)
     torch.testing.assert_close(model(ids(), output_final_state=False)[0], expected)
+
+
+def test_what_it_needs_on_a_gpu(model, monkeypatch):
+    monkeypatch.setattr(Leaky, "needs", lambda self: {"torch": "install it", "no_such_package": "install it"})
+    check_packages(model.blocks, torch.device("cpu"))
+    with pytest.raises(UserError, match="model.mixers: 'leaky' needs no_such_package on a GPU; install it"):
+        check_packages(model.blocks, torch.device("cuda"))
 
 
 def test_without_a_declaration_tensor_ranks_are_refused_by_name(tiny):

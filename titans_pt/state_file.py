@@ -1,9 +1,8 @@
-"""What a model carries from one call to the next, as nested dataclasses of tensors; in memory and as a file."""
+"""States (titans_pt.layers.state) as files."""
 
 import importlib
 import json
-from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,56 +18,6 @@ FORMAT = "titans-state-1"
 _PACKAGE = "titans_pt"
 _BEFORE = "kernels."
 """Where files of version 0.1.0 say that the memory's states live; today's say titans_pt.kernels."""
-
-
-def map_tensors(state: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``state`` with ``fn`` applied to every tensor; dataclasses, tuples, lists and None keep their shape.
-
-    For example, ``map_tensors(state, torch.Tensor.detach)`` cuts its history.
-    """
-    if isinstance(state, torch.Tensor):
-        return fn(state)
-    if is_dataclass(state):
-        return replace(state, **{f.name: map_tensors(getattr(state, f.name), fn) for f in fields(state)})
-    if isinstance(state, (tuple, list)):
-        return type(state)(map_tensors(item, fn) for item in state)
-    return state
-
-
-def fork(state: Any) -> Any:
-    """A copy that shares no tensor with ``state``: two continuations of one past. Gradients flow through it."""
-    return map_tensors(state, torch.clone)
-
-
-def compact(state: Any) -> Any:
-    """``state`` with copies of what would keep much else alive: tensors that lie in a storage which they, with all
-    others of ``state``, use less than half of. A tail of a long call's tensors is a view of all of them."""
-    used: dict[int, int] = {}
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        place = tensor.untyped_storage()._cdata
-        used[place] = used.get(place, 0) + tensor.numel() * tensor.element_size()
-        return tensor
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        return tensor.clone() if 2 * used[storage._cdata] < storage.nbytes() else tensor
-
-    map_tensors(state, count)
-    return map_tensors(state, own)
-
-
-def state_bytes(state: Any) -> int:
-    """Bytes that the tensors of ``state`` hold."""
-    total = 0
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal total
-        total += tensor.numel() * tensor.element_size()
-        return tensor
-
-    map_tensors(state, count)
-    return total
 
 
 def save_state(state: Any, path: str | Path, about: dict[str, str] | None = None):

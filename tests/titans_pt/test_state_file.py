@@ -12,10 +12,11 @@ from tests.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config import ModelConfig
 from titans_pt.errors import UserError
+from titans_pt.layers.state import compact, fork, map_tensors, state_bytes
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
 from titans_pt.run import load_run
-from titans_pt.state import FORMAT, compact, fork, load_state, map_tensors, read_about, save_state, state_bytes
+from titans_pt.state_file import FORMAT, load_state, read_about, save_state
 from titans_pt.streaming import greedy, prefill
 from titans_pt.training.probes import find
 

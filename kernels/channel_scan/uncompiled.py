@@ -1,0 +1,10 @@
+"""The loop as a break in the graph of torch.compile, which would unroll it: minutes.
+
+Who wants it compiled says backend="loop". (The fused kernels are one operator of the graph.)
+"""
+
+import torch
+
+from titans_pt.kernels.channel_scan.loop import loop_scan
+
+call = torch.compiler.disable(loop_scan)
