@@ -49,7 +49,7 @@ def whole_tree() -> type[Section]:
 
 
 def _with_sections(section: type[Section], registry: Registry) -> type[Section]:
-    own = {name: registry.find(name).Settings for name in registry.names()}
+    own = {name: registry.find(name).Settings for name in registry.built_in()}
     fields = {
         name: (settings, Field(default=settings(), description=f"The own settings of {name}, where it is used."))
         for name, settings in own.items()

@@ -57,6 +57,10 @@ class Registry(Generic[T]):
             importlib.import_module(f"{self.package}.{name}")
         return sorted(self._found)
 
+    def built_in(self) -> list[str]:
+        """Those of :meth:`names` that are files of the package."""
+        return [name for name in self.names() if self._found[name].__module__.startswith(f"{self.package}.")]
+
     def _files(self) -> list[str]:
         folder = importlib.util.find_spec(self.package).submodule_search_locations
         return [module.name for module in pkgutil.iter_modules(folder)]

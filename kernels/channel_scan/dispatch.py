@@ -68,6 +68,16 @@ def channel_scan(
     return out.to(x.dtype), state if output_final_state else None
 
 
+def unserved(dtype: torch.dtype, states: int) -> str | None:
+    """Why the fused kernels would not serve inputs of ``dtype`` with N = ``states`` on a GPU; None if they would."""
+    if not HAS_TRITON:
+        return "triton is not installed"
+    # Not at the top: it imports triton, which machines without a GPU need not have.
+    from titans_pt.kernels.channel_scan.fused import unsupported
+
+    return unsupported(*(torch.empty(1, 1, n, dtype=dtype, device="meta") for n in (1, states)))
+
+
 def _fused(x: Tensor, k: Tensor, backend: str):
     """The fused implementation if it is to be used, else None.
 

@@ -1,5 +1,5 @@
 """The linear memory: a matrix per head, written with outer products, that decays and may correct itself."""
 
-from titans_pt.kernels.linear_memory.dispatch import linear_memory
+from titans_pt.kernels.linear_memory.dispatch import linear_memory, unserved
 
-__all__ = ["linear_memory"]
+__all__ = ["linear_memory", "unserved"]

@@ -72,6 +72,21 @@ def linear_memory(
     return out.to(q.dtype), state if output_final_state else None
 
 
+def unserved(dtype: torch.dtype, heads: int, keys: int, values: int, decay: str | None, delta: bool) -> str | None:
+    """Why flash-linear-attention's kernels would not serve inputs of ``dtype`` on a GPU; None if they would.
+
+    Args:
+        heads, keys, values: the sizes H, K, V.
+        decay: None, or what has one of its own: "head", "token", "channel" (key channels, at every token).
+        delta: whether there is a beta.
+    """
+    shapes = {"head": (heads,), "token": (1, 1, heads), "channel": (1, 1, heads, keys)}
+    with torch.device("meta"):
+        q, v = (torch.empty(1, 1, heads, width, dtype=dtype) for width in (keys, values))
+        gate = torch.empty(shapes[decay]) if decay else None
+        return unsupported(q, v, gate, torch.empty(1, 1, heads) if delta else None)
+
+
 def _takes_fla(q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, backend: str) -> bool:
     """Whether flash-linear-attention's kernels are to be used.
 

@@ -6,6 +6,8 @@ no embedding lookup, no element-wise work). Attention counts the keys that a tok
 
 from dataclasses import dataclass
 
+from torch import nn
+
 
 @dataclass
 class Flops:
@@ -30,6 +32,12 @@ class Flops:
 def product(a: float, b: float) -> Flops:
     """A token's vector of a numbers times an (a, b) matrix; two products of that size for its gradients."""
     return Flops(2 * a * b, 4 * a * b)
+
+
+def linear_flops(module: nn.Module) -> Flops:
+    """Of all linear layers in ``module``, each met once per token."""
+    layers = (layer for layer in module.modules() if isinstance(layer, nn.Linear))
+    return sum((product(layer.in_features, layer.out_features) for layer in layers), Flops(0, 0))
 
 
 def attention_flops(d_model: int, keys: float) -> Flops:

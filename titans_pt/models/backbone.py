@@ -25,8 +25,9 @@ class Block(nn.Module):
 
     def __init__(self, mixer: str, config: ModelConfig):
         super().__init__()
-        self.mixer_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.mixer: Mixer = MIXERS.find(mixer)(config)
+        kind = MIXERS.find(mixer)
+        self.mixer_norm = nn.Identity() if kind.normalises else nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mixer: Mixer = kind(config)
         self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp = SwiGLU(config.d_model, config.hidden)
 
@@ -50,6 +51,9 @@ class Backbone(nn.ModuleList):
 
     def __init__(self, config: ModelConfig):
         super().__init__(Block(mixer, config) for mixer in config.pattern)
+        mixers = [block.mixer for block in self]
+        for mixer in mixers:
+            mixer.bind(mixers)
         self.activation_checkpointing = False
         self._whole_sequence = whole_sequence
 

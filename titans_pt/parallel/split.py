@@ -6,6 +6,7 @@ gates, norms and M_0, so the memory runs without any exchange. The model is buil
 cut: every tensor size starts alike.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -128,10 +129,8 @@ class TensorParallel:
 
 
 def _part(owner: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
-    """The submodule or the parameter of its own that ``path`` names; None for a parameter that it was built without."""
-    if path in owner._parameters:
-        return owner._parameters[path]
-    return getattr(owner, path, None) if path and "." not in path else owner.get_submodule(path)
+    """The submodule or the parameter of its own that ``path`` names; None for one that it was built without."""
+    return functools.reduce(getattr, path.split("."), owner) if path else owner
 
 
 def _own_parameters(part: nn.Module | nn.Parameter | None) -> list[nn.Parameter]:

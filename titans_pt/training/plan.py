@@ -192,7 +192,7 @@ def _kept(config: Config, rows: int, length: int, device: str = "cpu") -> dict[s
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after)
     here = length // config.parallel.tensor if config.parallel.sequence else length
-    weight = backbone[0].mixer_norm.weight
+    weight = backbone[0].mlp_norm.weight
     x = torch.zeros(rows, here, config.model.d_model, dtype=weight.dtype, device=weight.device, requires_grad=True)
     with contextlib.nullcontext() if device == "cpu" else _FusedNorms(), _Saved(backbone) as saved:
         backbone(x, output_final_state=False)

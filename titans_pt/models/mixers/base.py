@@ -51,6 +51,8 @@ class Mixer(nn.Module):
     no_decay: ClassVar[tuple[str, ...]] = ()
     """Parameters of its own (not of its layers, which declare theirs) that weight decay leaves alone, beside all that
     have one dimension."""
+    normalises: ClassVar[bool] = False
+    """Whether it takes the residual stream as it is and normalises it itself: its block then has no norm before it."""
     compiles_documents: ClassVar[bool] = True
     """Whether its block may be compiled for whole sequences that documents cut."""
 
@@ -83,6 +85,11 @@ class Mixer(nn.Module):
             (B, T, d_model) in x's dtype, and the state after the last token.
         """
         raise NotImplementedError
+
+    def bind(self, mixers: "list[Mixer]"):
+        """Told once, when the backbone is built, of the mixers of all its blocks in their order, itself among them:
+        for what they share. One that is not the parameter's owner keeps it where torch does not look for submodules
+        (in a tuple), so that it has one name."""
 
     def flops(self, length: int) -> Flops:
         """Per token, mean over a sequence of ``length`` (one document); see titans_pt.layers.flops."""

@@ -1,0 +1,63 @@
+"""What the layers around a linear recurrence share: its state, unit keys, and the decay of selective state spaces."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titans_pt.kernels.memory.state import state_dtype
+from titans_pt.layers.sharding import Shard
+
+
+@dataclass
+class RecurrentState:
+    """memory: (B, H, K, V) or (B, channels, N), fp32 (fp64 for fp64 inputs).
+    inputs: the newest conv_width - 1 inputs of each convolution, (B, conv_width - 1, width).
+    position: tokens read so far.
+    """
+
+    memory: Tensor
+    inputs: tuple[Tensor, ...] = ()
+    position: int = 0
+
+
+def precise(x: Tensor) -> Tensor:
+    """In the precision of states: fp64 stays, all else becomes fp32."""
+    return x.to(state_dtype(x))
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """x / sqrt(|x|^2 + 1e-6) along the last dimension, in x's dtype."""
+    wide = precise(x)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def inverse_softplus(x: Tensor) -> Tensor:
+    return x + torch.log(-torch.expm1(-x))
+
+
+def random_steps(n: int) -> Tensor:
+    """(n,): what softplus turns into steps between 0.001 and 0.1, uniform in their logarithm; Mamba's start."""
+    return inverse_softplus(torch.exp(torch.empty(n).uniform_(math.log(1e-3), math.log(0.1))).clamp(min=1e-4))
+
+
+class SelectiveDecay(nn.Module):
+    """x (B, T, H) -> step s = softplus(x + dt_bias) and log decay -exp(A_log) s, (B, T, H) in the state's precision.
+
+    Mamba2 (arXiv 2405.21060) and Gated DeltaNet (arXiv 2412.06464): one decay per token and head. exp(A_log) starts
+    uniform between ``lowest`` and 16.
+    """
+
+    sharding = {"": Shard.COLUMN}
+    no_decay = ("A_log", "dt_bias")
+
+    def __init__(self, n_heads: int, lowest: float):
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(n_heads).uniform_(lowest, 16).log())
+        self.dt_bias = nn.Parameter(random_steps(n_heads))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        step = F.softplus(precise(x) + precise(self.dt_bias))
+        return step, -precise(self.A_log).exp() * step

@@ -1,0 +1,66 @@
+"""DeltaNet: linear attention that corrects what a key recalls (Yang et al., arXiv 2406.06484)."""
+
+import torch
+from torch import Tensor, nn
+
+from titans_pt.config import Config, ModelConfig, Positive, Section
+from titans_pt.layers.convolution import ShortConvolution
+from titans_pt.layers.documents import Documents
+from titans_pt.layers.recurrence import RecurrentState, precise, unit_length
+from titans_pt.layers.sharding import Shard
+from titans_pt.models.mixers.base import MIXERS, Need
+from titans_pt.models.mixers.recurrent import LinearMemoryMixer, check_head_width, convolve, heads_of_width, linear
+
+
+@MIXERS.register
+class DeltaNet(LinearMemoryMixer):
+    """q, k, v each through a convolution and SiLU; q and k of unit length, q scaled by K^-1/2; beta = sigmoid(W x);
+    an RMSNorm per head."""
+
+    name = "deltanet"
+    delta = True
+
+    class Settings(Section):
+        head_width: Positive = 128
+        """Width of a head's queries, keys and values; model.d_model / head_width heads."""
+
+    sharding = {
+        "": Shard.ENTER,
+        "q": Shard.COLUMN,
+        "k": Shard.COLUMN,
+        "v": Shard.COLUMN,
+        "q_conv": Shard.COLUMN,
+        "k_conv": Shard.COLUMN,
+        "v_conv": Shard.COLUMN,
+        "beta": Shard.COLUMN,
+        "norm": Shard.SUMMED,
+        "out": Shard.LAST_ROW,
+    }
+
+    def __init__(self, config: ModelConfig):
+        d, width = config.d_model, self.settings(config).head_width
+        super().__init__(config, width, width)
+        self.q, self.k, self.v = (linear(d, d) for _ in "qkv")
+        self.q_conv, self.k_conv, self.v_conv = (ShortConvolution(d, config.conv_width) for _ in "qkv")
+        self.beta = linear(d, self.n_heads)
+        self.norm = nn.RMSNorm(width, eps=config.norm_eps)
+        self.out = linear(d, d)
+
+    @classmethod
+    def heads(cls, config: ModelConfig) -> tuple[str, int]:
+        return heads_of_width(cls.name, config, cls.settings(config).head_width)
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        check_head_width(cls.name, config, cls.settings(config.model).head_width, need)
+
+    def forward(
+        self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, RecurrentState]:
+        convolutions = self.q_conv, self.k_conv, self.v_conv
+        (q, k, v), inputs = convolve((self.q(x), self.k(x), self.v(x)), convolutions, state, documents)
+        q, k, v = map(self.split, (q, k, v))
+        beta = torch.sigmoid(precise(self.beta(x)))
+        q = unit_length(q) * self.key_width**-0.5
+        y, memory = self.remember(q, unit_length(k), v, None, beta, state, documents)
+        return self.out(self.norm(y).flatten(-2)), RecurrentState(memory, inputs)

@@ -1,0 +1,82 @@
+"""Gated DeltaNet: DeltaNet that also forgets, by one factor per token and head (Yang et al., arXiv 2412.06464)."""
+
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from titans_pt.config import Config, ModelConfig, Positive, Section
+from titans_pt.layers.convolution import ShortConvolution
+from titans_pt.layers.documents import Documents
+from titans_pt.layers.recurrence import RecurrentState, SelectiveDecay, precise, unit_length
+from titans_pt.layers.sharding import Shard
+from titans_pt.models.mixers.base import MIXERS, Need
+from titans_pt.models.mixers.recurrent import LinearMemoryMixer, check_heads, convolve, linear
+
+
+@MIXERS.register
+class GatedDeltaNet(LinearMemoryMixer):
+    """DeltaNet with Mamba2's decay and an output gate: out(RMSNorm per head * silu(gate(x)))."""
+
+    name = "gated_deltanet"
+    delta, decay = True, "token"
+
+    class Settings(Section):
+        n_heads: Positive = 6
+        """Heads."""
+        key_expansion: Annotated[float, Field(gt=0.0)] = 0.75
+        """Width of all queries, and of all keys, over model.d_model."""
+        value_expansion: Annotated[float, Field(gt=0.0)] = 1.5
+        """Width of all values, and of the gate, over model.d_model."""
+
+    sharding = {
+        "": Shard.ENTER,
+        "q": Shard.COLUMN,
+        "k": Shard.COLUMN,
+        "v": Shard.COLUMN,
+        "q_conv": Shard.COLUMN,
+        "k_conv": Shard.COLUMN,
+        "v_conv": Shard.COLUMN,
+        "beta": Shard.COLUMN,
+        "step": Shard.COLUMN,
+        "gate": Shard.COLUMN,
+        "norm": Shard.SUMMED,
+        "out": Shard.LAST_ROW,
+    }
+
+    def __init__(self, config: ModelConfig):
+        d, settings = config.d_model, self.settings(config)
+        keys, values = round(d * settings.key_expansion), round(d * settings.value_expansion)
+        super().__init__(config, keys // settings.n_heads, values // settings.n_heads)
+        self.q, self.k, self.v = linear(d, keys), linear(d, keys), linear(d, values)
+        self.q_conv, self.k_conv, self.v_conv = (ShortConvolution(n, config.conv_width) for n in (keys, keys, values))
+        self.beta, self.step = (linear(d, self.n_heads) for _ in range(2))
+        self.decays = SelectiveDecay(self.n_heads, lowest=0)
+        self.gate = linear(d, values)
+        self.norm = nn.RMSNorm(self.value_width, eps=config.norm_eps)
+        self.out = linear(values, d)
+
+    @classmethod
+    def heads(cls, config: ModelConfig) -> tuple[str, int]:
+        return f"model.{cls.name}.n_heads", cls.settings(config).n_heads
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        own, d = cls.settings(config.model), config.model.d_model
+        widths = {"key_expansion": d * own.key_expansion, "value_expansion": d * own.value_expansion}
+        check_heads(cls.name, config, own.n_heads, widths, need)
+
+    def forward(
+        self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, RecurrentState]:
+        convolutions = self.q_conv, self.k_conv, self.v_conv
+        (q, k, v), inputs = convolve((self.q(x), self.k(x), self.v(x)), convolutions, state, documents)
+        q, k, v = map(self.split, (q, k, v))
+        beta = torch.sigmoid(precise(self.beta(x)))
+        _, decay = self.decays(self.step(x))
+        q = unit_length(q) * self.key_width**-0.5
+        y, memory = self.remember(q, unit_length(k), v, decay, beta, state, documents)
+        y = self.norm(y) * F.silu(self.split(self.gate(x)))
+        return self.out(y.flatten(-2)), RecurrentState(memory, inputs)

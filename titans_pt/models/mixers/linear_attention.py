@@ -1,0 +1,54 @@
+"""Linear attention: a matrix per head that adds up k v^T (Katharopoulos et al., arXiv 2006.16236)."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titans_pt.config import Config, ModelConfig, Positive, Section
+from titans_pt.layers.documents import Documents
+from titans_pt.layers.recurrence import RecurrentState
+from titans_pt.layers.sharding import Shard
+from titans_pt.models.mixers.base import MIXERS, Need
+from titans_pt.models.mixers.recurrent import LinearMemoryMixer, check_head_width, heads_of_width, linear
+
+
+@MIXERS.register
+class LinearAttention(LinearMemoryMixer):
+    """q, k through elu + 1, q scaled by K^-1/2; an RMSNorm per head stands where the paper has a denominator, as in
+    flash-linear-attention (and arXiv 2210.10340, which shows that the denominator is unstable)."""
+
+    name = "linear_attention"
+
+    class Settings(Section):
+        head_width: Positive = 64
+        """Width of a head's queries, keys and values; model.d_model / head_width heads."""
+
+    sharding = {
+        "": Shard.ENTER,
+        "q": Shard.COLUMN,
+        "k": Shard.COLUMN,
+        "v": Shard.COLUMN,
+        "norm": Shard.SUMMED,
+        "out": Shard.LAST_ROW,
+    }
+
+    def __init__(self, config: ModelConfig):
+        d, width = config.d_model, self.settings(config).head_width
+        super().__init__(config, width, width)
+        self.q, self.k, self.v = (linear(d, d) for _ in "qkv")
+        self.norm = nn.RMSNorm(width, eps=config.norm_eps)
+        self.out = linear(d, d)
+
+    @classmethod
+    def heads(cls, config: ModelConfig) -> tuple[str, int]:
+        return heads_of_width(cls.name, config, cls.settings(config).head_width)
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        check_head_width(cls.name, config, cls.settings(config.model).head_width, need)
+
+    def forward(
+        self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, RecurrentState]:
+        q, k = (F.elu(self.split(y)) + 1 for y in (self.q(x), self.k(x)))
+        y, memory = self.remember(q * self.key_width**-0.5, k, self.split(self.v(x)), None, None, state, documents)
+        return self.out(self.norm(y).flatten(-2)), RecurrentState(memory)

@@ -1,0 +1,110 @@
+"""What the mixers around kernels.linear_memory share."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titans_pt.config import Config, ModelConfig
+from titans_pt.kernels.linear_memory import linear_memory, unserved
+from titans_pt.kernels.linear_memory.chunked import CHUNK
+from titans_pt.layers.convolution import ShortConvolution
+from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops, linear_flops, product
+from titans_pt.layers.recurrence import RecurrentState
+from titans_pt.models.mixers.base import Mixer, Need
+
+
+def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=bias)
+
+
+class LinearMemoryMixer(Mixer):
+    """A mixer around one linear memory of ``n_heads`` heads with keys of ``key_width`` and values of ``value_width``.
+
+    Whoever derives from it calls :meth:`remember` once in its forward pass, and gives :meth:`heads`.
+    """
+
+    per_rank = ("n_heads",)
+    delta: ClassVar[bool] = False
+    """Whether it writes by the delta rule."""
+    decay: ClassVar[str | None] = None
+    """What has a decay of its own: None, "head", "token" or "channel" (see kernels.linear_memory.unserved)."""
+
+    def __init__(self, config: ModelConfig, key_width: int, value_width: int):
+        super().__init__()
+        _, self.n_heads = self.heads(config)
+        self.key_width, self.value_width = key_width, value_width
+
+    @classmethod
+    def heads(cls, config: ModelConfig) -> tuple[str, int]:
+        """The setting that gives the number of heads, and the number."""
+        raise NotImplementedError
+
+    @classmethod
+    def split_sizes(cls, config: ModelConfig) -> dict[str, int]:
+        return dict([cls.heads(config)])
+
+    def split(self, x: Tensor) -> Tensor:
+        """(B, T, H W) -> (B, T, H, W)."""
+        return x.unflatten(-1, (self.n_heads, -1))
+
+    def remember(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        beta: Tensor | None,
+        state: RecurrentState | None,
+        documents: Documents | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Heads' outputs (B, T, H, V) and the memory after the last token; q is scaled by K^-1/2 by the caller."""
+        return linear_memory(
+            q, k, v, decay, beta, initial_state=state and state.memory, output_final_state=True,
+            reset=None if documents is None else documents.starts,
+        )  # fmt: skip
+
+    def flops(self, length: int) -> Flops:
+        """Its linear layers, what is written, what is read, and with the delta rule what is read to be corrected."""
+        return linear_flops(self) + self.n_heads * (3 if self.delta else 2) * product(self.key_width, self.value_width)
+
+    def unserved(self, dtype):
+        return unserved(dtype, self.n_heads, self.key_width, self.value_width, self.decay, self.delta)
+
+    def needs(self) -> dict[str, str]:
+        return {"fla": "install it: pip install fla-core"}
+
+    @property
+    def piece(self) -> int:
+        return CHUNK
+
+
+def heads_of_width(name: str, config: ModelConfig, width: int) -> tuple[str, int]:
+    """What :meth:`LinearMemoryMixer.heads` gives where the setting ``head_width`` says how many d_model has."""
+    return f"model.d_model / model.{name}.head_width", config.d_model // width
+
+
+def check_head_width(name: str, config: Config, width: int, need: Need):
+    need(config.model.d_model % width == 0, f"model.{name}.head_width", width,
+         f"must divide model.d_model={config.model.d_model}")
+
+
+def check_heads(name: str, config: Config, heads: int, widths: dict[str, float], need: Need):
+    """``widths``, by the settings that give them, must be whole and shared out over the heads."""
+    for setting, width in widths.items():
+        need(width % heads == 0, f"model.{name}.n_heads", heads,
+             f"must divide model.d_model * model.{name}.{setting} = {width:g}")
+
+
+def convolve(
+    xs: Sequence[Tensor],
+    convolutions: Sequence[ShortConvolution],
+    state: RecurrentState | None,
+    documents: Documents | None,
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """silu(convolution(x)) of each x, and the convolutions' inputs for the next state."""
+    before = state.inputs if state else [None] * len(xs)
+    found = [conv(x, past, documents) for x, conv, past in zip(xs, convolutions, before, strict=True)]
+    return [F.silu(y) for y, _ in found], tuple(past for _, past in found)

@@ -1,0 +1,85 @@
+"""RetNet: linear attention with rotated keys and one fixed decay per head (Sun et al., arXiv 2307.08621)."""
+
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from titans_pt.config import Config, ModelConfig, Section
+from titans_pt.layers.documents import Documents
+from titans_pt.layers.recurrence import RecurrentState
+from titans_pt.layers.rotary import rotate
+from titans_pt.layers.sharding import Shard
+from titans_pt.models.mixers.base import MIXERS, Need
+from titans_pt.models.mixers.recurrent import LinearMemoryMixer, check_head_width, heads_of_width, linear
+
+EXPANSION = 2
+"""Values are so much wider than keys."""
+
+
+class HeadDecays(nn.Module):
+    """Log decays log(1 - 2^(-5-h)) of all heads h, (H,). A module: a tensor rank keeps those of its own heads."""
+
+    sharding = {"": Shard.SPLIT}
+
+    def __init__(self, n_heads: int):
+        super().__init__()
+        self.n_heads = n_heads
+
+    def forward(self, like: Tensor) -> Tensor:
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        return torch.log1p(-(2.0 ** (-5.0 - torch.arange(self.n_heads, device=like.device, dtype=dtype))))
+
+
+@MIXERS.register
+class RetNet(LinearMemoryMixer):
+    """out(RMSNorm per head * silu(gate(x))); q scaled by K^-1/2, q and k rotated by their positions."""
+
+    name = "retnet"
+    decay = "head"
+
+    class Settings(Section):
+        head_width: Annotated[int, Field(gt=0, multiple_of=2)] = 128
+        """Width of a head's queries and keys, values are twice as wide; model.d_model / head_width heads. The paper has
+        256, which leaves half as many heads to share out over tensor ranks."""
+
+    sharding = {
+        "": Shard.ENTER,
+        "q": Shard.COLUMN,
+        "k": Shard.COLUMN,
+        "v": Shard.COLUMN,
+        "gate": Shard.COLUMN,
+        "norm": Shard.SUMMED,
+        "out": Shard.LAST_ROW,
+    }
+
+    def __init__(self, config: ModelConfig):
+        d, width = config.d_model, self.settings(config).head_width
+        super().__init__(config, width, EXPANSION * width)
+        self.rope_base = config.rope_base
+        self.q, self.k = linear(d, d), linear(d, d)
+        self.v, self.gate = linear(d, EXPANSION * d), linear(d, EXPANSION * d)
+        self.decays = HeadDecays(self.n_heads)
+        self.norm = nn.RMSNorm(self.value_width, eps=config.norm_eps)
+        self.out = linear(EXPANSION * d, d)
+
+    @classmethod
+    def heads(cls, config: ModelConfig) -> tuple[str, int]:
+        return heads_of_width(cls.name, config, cls.settings(config).head_width)
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        check_head_width(cls.name, config, cls.settings(config.model).head_width, need)
+
+    def forward(
+        self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, RecurrentState]:
+        first = state.position if state else 0
+        place = torch.arange(first, first + x.shape[1], device=x.device)
+        q, k = (rotate(self.split(y), place, self.rope_base) for y in (self.q(x), self.k(x)))
+        q, v = q * self.key_width**-0.5, self.split(self.v(x))
+        y, memory = self.remember(q, k, v, self.decays(x), None, state, documents)
+        y = self.norm(y) * F.silu(self.split(self.gate(x)))
+        return self.out(y.flatten(-2)), RecurrentState(memory, position=first + x.shape[1])
