@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from titans_pt.errors import UserError
+from titans_pt.models.mixers import MIXERS
 from titans_pt.tools.files import write_atomically
 
 FORMAT = "titans-state-1"
@@ -119,8 +120,6 @@ def _build(form: dict, file: Any, device: torch.device, path: Path) -> Any:
 
 def _ours(module: str) -> bool:
     """Whether a module may define states: those of this package, and those that mixers stand in."""
-    from titans_pt.models.mixers import MIXERS  # not at the top: models import this file
-
     return module.partition(".")[0] == _PACKAGE or any(mixer.__module__ == module for mixer in MIXERS)
 
 
