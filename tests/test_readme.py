@@ -8,6 +8,7 @@ import pytest
 
 from tests.command_line import leaves, parsed
 from titans_pt.cli import program
+from titans_pt.config import FORMER_NAMES
 from titans_pt.config_check import known_paths
 from titans_pt.config_docs import whole_tree
 from titans_pt.config_file import load_config
@@ -67,7 +68,7 @@ def test_links_and_settings_exist(page):
         assert (ROOT / folder).is_dir(), folder
     for path in re.findall(r"`((?:titans_pt|kernels|data_pipeline|configs|launch)/[\w/.]+\.\w+)`", text):
         assert "NAME" in path or (ROOT / path).exists(), path
-    known = known_paths(whole_tree())
+    known = [*known_paths(whole_tree()), *FORMER_NAMES]
     for setting in re.findall(r"`((?:run|data|model|train|parallel|evaluation|wandb)\.[a-z_.]+)[`=]", text):
         assert setting in known, setting
 
