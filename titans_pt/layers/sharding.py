@@ -31,7 +31,7 @@ class Shard(Enum):
     SUMMED = "summed"
     """Parameters that every rank holds whole but uses on its own heads: their gradients are summed."""
     NORM_OF_ALL_HEADS = "norm of all heads"
-    """An RMSNorm over a width of which each rank holds a part: the mean of squares is that of the whole width."""
+    """An RMSNorm or LayerNorm over a width of which each rank holds a part: means are those of the whole width."""
     GATHER = "gather"
     """Its outputs, a part on each rank, are put together along the last dimension."""
     SPLIT = "split"

@@ -1,4 +1,4 @@
-"""The two layers that splitting changes for more than their size, and the loss over a split vocabulary."""
+"""The layers that splitting changes for more than their size, and the loss over a split vocabulary."""
 
 from typing import Literal
 
@@ -45,6 +45,29 @@ class SplitRMSNorm(nn.Module):
         # Every rank uses the sum for its own part: the gradients of it are summed in their turn.
         squares = self.exchanges.copy(self.exchanges.reduce(squares))
         return (precise * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype) * self.weight
+
+
+class SplitLayerNorm(nn.Module):
+    """nn.LayerNorm over a width of which each rank holds a part, as :class:`SplitRMSNorm`."""
+
+    def __init__(self, norm: nn.LayerNorm, exchanges: Exchanges):
+        super().__init__()
+        self.weight, self.bias = norm.weight, norm.bias
+        self.width, self.eps = norm.normalized_shape[0], norm.eps
+        self.exchanges = exchanges
+
+    def forward(self, x: Tensor) -> Tensor:
+        precise = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        precise = precise - self._mean(precise)
+        return (precise * torch.rsqrt(self._mean(precise.square()) + self.eps)).to(x.dtype) * self.weight + self.bias
+
+    def _mean(self, x: Tensor) -> Tensor:
+        return self.exchanges.copy(self.exchanges.reduce(x.sum(-1, keepdim=True))) / self.width
+
+
+def split_norm(norm: nn.Module, exchanges: Exchanges) -> nn.Module:
+    """The norm over all heads that takes the place of one that every rank would compute of its own heads alone."""
+    return (SplitLayerNorm if isinstance(norm, nn.LayerNorm) else SplitRMSNorm)(norm, exchanges)
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):

@@ -17,7 +17,7 @@ from titans_pt.errors import UserError
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers import Mixer
 from titans_pt.parallel.exchange import Exchanges
-from titans_pt.parallel.layers import SplitRMSNorm, VocabularyEmbedding
+from titans_pt.parallel.layers import VocabularyEmbedding, split_norm
 from titans_pt.parallel.topology import RankGroup
 
 
@@ -27,7 +27,7 @@ class Rule:
 
     cut: dimension along which all parameters of its own are cut.
     before, after: the exchange (a method of Exchanges) that its inputs and its output pass.
-    becomes: a module class that takes its place, made from (module, exchanges).
+    becomes: makes the module that takes its place, from (module, exchanges).
     summed: its parameters are whole but used on a rank's own heads: their gradients are summed over ranks.
     between: it stands between mixers and MLPs: with parallel.sequence its gradients are sums, too.
     """
@@ -48,7 +48,7 @@ RULES = {
     Shard.ENTER: Rule(before="copy"),
     Shard.ENTER_COLUMN: Rule(cut=0, before="copy"),
     Shard.SUMMED: Rule(summed=True),
-    Shard.NORM_OF_ALL_HEADS: Rule(cut=0, becomes=SplitRMSNorm),
+    Shard.NORM_OF_ALL_HEADS: Rule(cut=0, becomes=split_norm),
     Shard.GATHER: Rule(after="gather"),
     Shard.SPLIT: Rule(after="split"),
     Shard.CLOSE: Rule(after="close"),

@@ -1,0 +1,43 @@
+"""Small models of any mixer, in float64."""
+
+import torch
+
+from titans_pt.config import ModelConfig
+from titans_pt.models import LanguageModel, build_model
+from titans_pt.models.mixers import MIXERS
+
+OWN = {
+    "linear_attention": {"head_width": 8},
+    "retnet": {"head_width": 8},
+    "gla": {"n_heads": 4, "gate_rank": 5},
+    "hgrn2": {"head_width": 8},
+    "deltanet": {"head_width": 8},
+    "gated_deltanet": {"n_heads": 4},
+    "mamba": {"state": 4},
+    "longhorn": {"state": 4},
+    "mamba2": {"state": 6, "head_width": 16},
+    "ttt_linear": {"head_width": 8, "mini_batch": 4},
+    "ttt_mlp": {"head_width": 8, "mini_batch": 4, "base_lr": 1.0},
+}
+"""Settings of four heads, where a mixer has settings; d_model is 32."""
+
+NAMES = [name for name in MIXERS.names() if MIXERS.find(name).__module__.startswith("titans_pt.")]
+"""Every mixer of the package."""
+BASELINES = sorted(OWN)
+
+
+def small_config(mixers: list[str], **changes) -> ModelConfig:
+    settings = dict(
+        mixers=mixers, vocab_size=52, d_model=32, n_layers=2, n_heads=4, mlp_hidden=24, window=6, persistent_tokens=3,
+        memory={"chunk_size": 4, "expansion": 2, "save_every": 2}, mac={"segment": 8, "memory_tokens": 4},
+    )  # fmt: skip
+    return ModelConfig(**settings | {name: OWN[name] for name in mixers if name in OWN} | changes)
+
+
+def small_model(mixers: list[str], **changes) -> LanguageModel:
+    torch.manual_seed(0)
+    model = build_model(small_config(mixers, **changes)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # gates, decays and norms away from their symmetric start
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval()

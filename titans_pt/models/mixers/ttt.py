@@ -1,0 +1,91 @@
+"""What TTT-Linear and TTT-MLP share: the block of the authors' "Mamba backbone" (arXiv 2407.04620, Section 2.7)."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from titans_pt.config import Config, ModelConfig, Positive, Section
+from titans_pt.layers.convolution import ShortConvolution
+from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops
+from titans_pt.layers.sharding import Shard
+from titans_pt.layers.ttt import TestTimeTraining, TestTimeTrainingState
+from titans_pt.models.mixers.base import Mixer, Need
+
+
+class TTTSettings(Section):
+    head_width: Annotated[int, Field(gt=0, multiple_of=2)] = 64
+    """Width of a head, and of its inner network's inputs and outputs; model.d_model / head_width heads."""
+    mini_batch: Positive = 16
+    """Tokens whose gradients are taken at the same weights."""
+    base_lr: Annotated[float, Field(gt=0.0)] = 1.0
+    """Largest learning rate of the inner loop, before it is divided by head_width."""
+
+
+@dataclass
+class TTTMixerState:
+    """branch: the newest conv_width - 1 inputs of the convolution before the layer, (B, conv_width - 1, d_model)."""
+
+    branch: Tensor
+    ttt: TestTimeTrainingState
+
+
+class TTTMixer(Mixer):
+    """b = conv(RMSNorm(x)); b + ttt(RMSNorm(x + b)): x, the residual stream itself, first gets a branch of its own."""
+
+    expansion: ClassVar[int | None] = None
+    """Of the inner network's hidden layer; None: it has none."""
+
+    Settings = TTTSettings
+    normalises = True
+    sharding = {
+        "": Shard.CLOSE,  # what it adds to its output is whole in time
+        "branch_norm": Shard.WHOLE,
+        "branch": Shard.WHOLE,
+        "norm": Shard.WHOLE,
+    }
+    ends = ()
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        d, settings = config.d_model, self.settings(config)
+        self.branch_norm = nn.RMSNorm(d, eps=config.norm_eps)
+        self.branch = ShortConvolution(d, config.conv_width, bias=True)
+        self.norm = nn.RMSNorm(d, eps=config.norm_eps)
+        self.ttt = TestTimeTraining(
+            d, settings.head_width, settings.mini_batch, settings.base_lr, self.expansion, config.conv_width,
+            config.rope_base,
+        )  # fmt: skip
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        d, width = config.model.d_model, cls.settings(config.model).head_width
+        need(d % width == 0, f"model.{cls.name}.head_width", width, f"must divide model.d_model={d}")
+
+    @classmethod
+    def split_sizes(cls, config: ModelConfig) -> dict[str, int]:
+        width = cls.settings(config).head_width
+        return {f"model.d_model / model.{cls.name}.head_width": config.d_model // width}
+
+    def forward(
+        self, x: Tensor, state: TTTMixerState | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, TTTMixerState]:
+        b, branch = self.branch(self.branch_norm(x), state and state.branch, documents)
+        y, ttt = self.ttt(self.norm(x + b), state and state.ttt, documents)
+        return b + y, TTTMixerState(branch, ttt)
+
+    def flops(self, length: int) -> Flops:
+        return self.ttt.flops()
+
+    def unserved(self, dtype: torch.dtype) -> str:
+        return "TTT's memory has no kernels of its own"
+
+    def kept_state_bytes(self, length: int) -> int:
+        return self.ttt.kept_state_bytes(length)
+
+    @property
+    def piece(self) -> int:
+        return self.ttt.mini_batch
