@@ -128,7 +128,8 @@ def test_the_deep_memory_of_one_layer_is_gated_delta_net(gated):
     start = MemoryState((state,), start.momentum, (state,), start.offset)
     out, end = neural_memory(
         q, k, v / a.unsqueeze(-1), a * beta / 2, torch.zeros_like(a), 1 - a, weights,
-        network=NetworkShape(K, K, 1, norm=False, residual=False), chunk_size=1, initial_state=start, output_final_state=True,
+        network=NetworkShape(K, K, 1, norm=False, residual=False), chunk_size=1, initial_state=start,
+        output_final_state=True,
     )  # fmt: skip
     assert_same(linear_memory(**tensors, output_final_state=True), [out, end.weights[0]], 1e-11)
 
