@@ -134,7 +134,7 @@ def test_of_another_tokenizer(run):
         measured(run)
 
 
-def test_documents_begin_anew_when_they_did_in_training(run):
+def test_documents_reset_the_state_when_they_did_in_training(run):
     seen = []
 
     class Watching(Recurrent):
