@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from titans_pt.benchmarks.process import write_csv
-from titans_pt.kernels.memory import block, neural_memory
+from titans_pt.kernels.memory import dual, neural_memory
 from titans_pt.run_folder import versions
 from titans_pt.tools.plots import new_figure, save_figure
 
@@ -126,12 +126,12 @@ def memory_call(backend: str, x: dict[str, Tensor]) -> Callable[[], Tensor]:
 @contextmanager
 def compiled_blocks():
     """The dual form's blocks, forward and backward, through torch.compile: its loop over them would be unrolled."""
-    plain = block.forward, block.backward
-    block.forward, block.backward = (torch.compile(function, dynamic=False) for function in plain)
+    plain = dual.forward, dual.backward
+    dual.forward, dual.backward = (torch.compile(function, dynamic=False) for function in plain)
     try:
         yield
     finally:
-        block.forward, block.backward = plain
+        dual.forward, dual.backward = plain
 
 
 def _gated_delta_rule(x: dict[str, Tensor]) -> Callable[[], Tensor]:

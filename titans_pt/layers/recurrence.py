@@ -55,7 +55,7 @@ class SelectiveDecay(nn.Module):
 
     def __init__(self, n_heads: int, lowest: float):
         super().__init__()
-        self.A_log = nn.Parameter(torch.empty(n_heads).uniform_(lowest, 16).log())
+        self.A_log = nn.Parameter(torch.empty(n_heads).uniform_(lowest, 16).clamp(min=1e-4).log())
         self.dt_bias = nn.Parameter(random_steps(n_heads))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,37 +1,73 @@
-"""The configs of the paper's sizes: parameters of each model within one percent of its name, and the recipe."""
+"""The configs of all sizes: equally many parameters, and the paper's recipe."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.mixers import BASELINES
 from titans_pt.config_file import load_config
 from titans_pt.models import build_model
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-MODELS = ("lmm", "mac", "mag", "mal", "transformer")
+SIZES = {
+    "170m": (3e-3, 15e9), "340m": (1.5e-3, 15e9), "400m": (1.5e-3, 15e9), "760m": (1.25e-3, 30e9), "1.3b": (7e-4, 1e11),
+}  # fmt: skip
+"""Learning rate and tokens (Titans, Table 5)."""
+PATTERNS = {
+    "transformer": ["attention"],
+    "samba": ["mamba", "swa"],
+    "gated_deltanet_h1": ["gated_deltanet", "swa"],
+    "gated_deltanet_h2": ["mamba2", "gated_deltanet", "swa"],
+} | {name: [name] for name in ("lmm", "mac", "mag", "mal", "swa", *BASELINES)}
+FIRST = ("lmm", "mac", "mag", "mal", "transformer")
 PARAMETERS = {
     "170m": (170_743_728, 170_918_832, 170_872_752, 170_752_944, 169_691_904),
     "340m": (341_053_056, 341_618_304, 339_922_560, 337_931_904, 341_099_520),
     "760m": (762_548_928, 763_691_712, 763_507_392, 762_585_792, 757_016_064),
 }
-RECIPE = {"170m": (3e-3, 15e9), "340m": (1.5e-3, 15e9), "760m": (1.25e-3, 30e9)}
+"""Of FIRST, which checkpoints of version 0.1.0 have."""
+
+
+def config_of(size, model):
+    return load_config(CONFIGS / size / f"{model}.yaml")
+
+
+@cache
+def parameters(size, model):
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_model(config_of(size, model).model).parameters())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_models_of_a_size_have_equally_many_parameters(size):
+    """Within one percent of the Transformer's, as far as widths of 64 go, and that within one of the size's name."""
+    assert {path.stem for path in (CONFIGS / size).glob("*.yaml")} == {"size", *PATTERNS}
+    name = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
+    one = parameters(size, "transformer")
+    assert abs(one / name - 1) < 0.01
+    far = {model: parameters(size, model) / one - 1 for model in PATTERNS}
+    assert {model: f"{100 * by:+.2f} %" for model, by in far.items() if abs(by) > 0.01} == {}
+    assert all(config_of(size, model).model.mlp_hidden % 64 == 0 for model in PATTERNS)
 
 
 @pytest.mark.parametrize("size", PARAMETERS)
-@pytest.mark.parametrize("model", MODELS)
-def test_parameter_count(size, model):
-    config = load_config(CONFIGS / size / f"{model}.yaml")
-    with torch.device("meta"):
-        count = sum(p.numel() for p in build_model(config.model).parameters())
-    assert count == PARAMETERS[size][MODELS.index(model)]
-    assert abs(count / (int(size[:-1]) * 1e6) - 1) < 0.01
+def test_the_first_models_stay_as_they_were(size):
+    assert tuple(parameters(size, model) for model in FIRST) == PARAMETERS[size]
 
-    lr, tokens = RECIPE[size]
-    assert config.train.lr == lr
-    assert abs(config.train.max_steps * config.train.batch_tokens / tokens - 1) < 1e-3
-    assert (config.train.batch_tokens, config.data.seq_len, config.train.clip) == (2**19, 4096, 1.0)
-    assert config.model.pattern == ["attention" if model == "transformer" else model] * config.model.n_layers
+
+@pytest.mark.parametrize("size", SIZES)
+def test_recipe(size):
+    lr, tokens = SIZES[size]
+    for model, pattern in PATTERNS.items():
+        config = config_of(size, model)
+        assert config.model.pattern == (pattern * config.model.n_layers)[: config.model.n_layers]
+        assert config.train.lr == lr
+        assert abs(config.train.max_steps * config.train.batch_tokens / tokens - 1) < 1e-3
+        assert (config.train.batch_tokens, config.data.seq_len, config.train.clip) == (2**19, 4096, 1.0)
+        assert config.run.dir == f"runs/{size}-{model}"
+        assert config.model.d_model // config.model.memory_heads == 64
 
 
 def test_every_config_is_valid():
