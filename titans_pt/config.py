@@ -172,12 +172,13 @@ class MemoryConfig(Section):
     per_layer_gates: bool = False
     """One theta, eta, alpha for each of the memory's ``depth`` layers instead of one for all."""
     step_bound: Annotated[float, Field(gt=0.0)] | None = None
-    """theta = step_bound * (1 - eta) * sigmoid(.). Null: the largest bound known to be stable for chunk_size."""
+    """theta = step_bound * (1 - eta) * gate(.). Null: the largest bound known to be stable for chunk_size."""
     eta_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Momentum gate at initialisation."""
     alpha_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.001
-    """Forgetting gate at initialisation: a half-life of about 700 tokens. Forgetting shrinks the weights, and small
-    weights under the LayerNorm make inner steps large (see init_std): at 0.01 training is slower and less steady."""
+    """Forgetting gate at initialisation: a half-life of about 700 tokens. Forgetting to zero shrinks the weights, and
+    small weights under the LayerNorm make inner steps large (see init_std): at 0.01 training is slower and less steady.
+    """
     theta_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Share of the step bound used at initialisation."""
     init_std: Annotated[float, Field(gt=0.0)] | None = None
