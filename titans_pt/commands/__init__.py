@@ -20,7 +20,7 @@ import click
 SECTIONS = ("data", "train", "evaluate", "study", "tools")
 
 COMPLETION = "_TITANS_COMPLETE"
-"""The environment variable in which a shell asks for completions, as ``titans completion`` told it to."""
+"""The environment variable in which a shell asks for completions, as the script of ``titans completion`` makes it."""
 
 SUBJECT = "titans_pt.subject"
 """Where a context's ``meta`` keeps the CONFIG or RUN that a command works on, for errors that name no file."""

@@ -26,7 +26,7 @@ SHARE = Checked(_share, "I/N, with I from 0 to N - 1")
 )  # fmt: skip
 @click.option(
     "--shard", type=SHARE, metavar="I/N",
-    help="only this share of the work, I from 0 to N - 1; run once more without it when all are done",
+    help="only this share of the work, I from 0 to N - 1; run again without it when all are done",
 )  # fmt: skip
 def prepare(config, force: bool, workers: int, shard: tuple[int, int] | None):
     """Turn text into token files."""

@@ -96,7 +96,7 @@ def read(model: nn.Module, ids: Tensor, pieces: list[str]) -> Inspection:
 
 
 def _pieces(tokenizer, ids: list[int]) -> list[str]:
-    """The text of each id; a character of several byte pieces stands with the last of them."""
+    """The text of each id; a character of several byte pieces belongs to the last of them."""
     decoder = StreamDecoder(tokenizer)
     pieces = [decoder.push(i) for i in ids]
     pieces[-1] += decoder.finish()

@@ -309,7 +309,7 @@ class Trainer:
         self._log("evaluation", **runner.figures(found))
 
     def _save(self):
-        """Takes a checkpoint of this step, unless it was just taken or loaded. Training continues during the writing."""
+        """Takes a checkpoint of this step, unless it was just taken or loaded. Training continues meanwhile."""
         if self.saved_step == self.step:
             return
         self._end_saving()
