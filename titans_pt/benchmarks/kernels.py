@@ -66,7 +66,8 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
     rows = []
     ceilings = measured_ceilings(device, dtype)
     title = (f"D = {WIDTH}, {HEADS} heads, C = {CHUNK}, {tokens:,} tokens per call, "
-             f"{str(dtype).removeprefix('torch.')}; matmul {ceilings['matmul_tflops']:.1f} TFLOP/s, copy {ceilings['copy_gigabytes']:.0f} GB/s")
+             f"{str(dtype).removeprefix('torch.')}; matmul {ceilings['matmul_tflops']:.1f} TFLOP/s, "
+             f"copy {ceilings['copy_gigabytes']:.0f} GB/s")
     (out / "kernels.json").write_text(json.dumps(versions() | _fla_version() | ceilings, indent=1) + "\n")
     for name, expansion, build in implementations():
         with compiled_blocks() if name == COMPILED else nullcontext():

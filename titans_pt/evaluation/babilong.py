@@ -168,9 +168,9 @@ def strict_score(task: str, question: str, target: str, prediction: str) -> int:
 def write_documents(run_dir: str | Path, overrides: Sequence[str], samples: int, folder: Path):
     """Documents to fine-tune on: for each of evaluation.babilong.lengths a file ``LENGTH.jsonl`` of plain samples.
 
-    Each ends with its answer. The seed is evaluation.babilong.seed + 1, so that an evaluation with these settings never asks
-    what was trained on. Each file is one stage of a curriculum: prepare it with data.sources (kind: files), train on
-    the shortest first and continue from its checkpoint.
+    Each ends with its answer. The seed is evaluation.babilong.seed + 1, so that an evaluation with these settings never
+    asks what was trained on. Each file is one stage of a curriculum: prepare it with data.sources (kind: files), train
+    on the shortest first and continue from its checkpoint.
 
     Raises:
         UserError: an override outside of evaluation.babilong, or something wrong with the run.

@@ -1,4 +1,4 @@
-"""A rank that hangs ends the run, and every rank's place is told."""
+"""A rank that hangs ends the run with a report of where every rank is."""
 
 import pytest
 
