@@ -25,8 +25,9 @@ class Part:
 
     q: (B, T, H, D). k, v: (B, S, H, D). A part may have its own queries (rotated in one, not in another).
     causal: query i sees the keys up to i + S - T (the last query sees all); else it sees all keys.
-    window: with causal, only the newest so many of these; None for all.
-    shared: consecutive queries that see alike: query i counts as query i // shared. T = shared x (queries so counted).
+    window: with causal, only this many of the newest keys; None for all.
+    shared: consecutive queries that see the same keys: query i counts as number i // shared of
+        T / shared queries.
     documents: (n + 1,) int32, ascending from 0 to B * T, equal ones allowed: with T = S, tokens between two of these
         places (rows laid end to end) see only one another. Row starts are among them.
     """
@@ -100,7 +101,7 @@ class _Merged(torch.autograd.Function):
         return None, *grads
 
 
-# ---- a part's tensors as its kernel wants them: queries that see alike become heads, documents one long row
+# ---- a part's tensors as its kernel wants them: queries that see the same keys become heads, documents one long row
 
 
 def _folded(x: Tensor, rule: Rule, query: bool) -> Tensor:

@@ -79,7 +79,7 @@ def unserved(dtype: torch.dtype, states: int) -> str | None:
 
 
 def _fused(x: Tensor, k: Tensor, backend: str):
-    """The fused implementation if it is to be used, else None.
+    """The fused implementation if this call uses it, else None.
 
     Raises:
         ValueError: backend is "triton", which does not serve this call.

@@ -45,5 +45,5 @@ class Commands(Mapping[str, click.Command]):
         return len(self._files)
 
     def section(self, name: str) -> str:
-        """The heading of ``titans --help`` under which the command stands."""
+        """The heading of ``titans --help`` under which the command is listed."""
         return import_module(f"{__name__}.{self._files[name]}").SECTION

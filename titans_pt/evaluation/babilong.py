@@ -31,7 +31,7 @@ from titans_pt.tools.records import digest
 SENTENCE_TOKENS = 10
 """Shorter sentences of the text are left out."""
 TOKENS_A_FACT = 8
-"""A sample has at most so many facts that each could have this share of its length."""
+"""Limits the facts of a sample: each could have this share of its length."""
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class TitansLM(TemplateLM):
 
 
 class _Answered(LM):
-    """Answers that are known already; a request without one gets a stand-in and is kept in ``open``."""
+    """Known answers; a request without one gets a stand-in and is kept in ``open``."""
 
     KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 

@@ -21,7 +21,7 @@ from titans_pt.streaming import device_of
 from titans_pt.tools.records import digest
 
 LOSS_ROWS = 512
-"""Logits are turned into losses so many tokens at a time: a second (T, V) array would double the memory."""
+"""Tokens whose logits become losses at a time: a second (T, V) array would double the memory."""
 
 
 @contextlib.contextmanager
@@ -156,8 +156,8 @@ class Perplexity:
     def summary(self, records: list[dict]) -> dict:
         """loss (nats per token), perplexity, bits per byte, the unigram baseline's loss, and the loss by position.
 
-        ``frozen`` has the same with the memory frozen after so many tokens. stderr takes the tokens of a bucket as
-        independent, which neighbours in a text are not: read it as a lower bound.
+        ``frozen`` has the same with the memory frozen after each number of tokens. stderr takes the tokens of a bucket
+        as independent, which neighbours in a text are not: read it as a lower bound.
         """
         live, *frozen = ([r for r in records if r["freeze_after"] == freeze] for freeze in self.variants)
         return self._figures(live) | {

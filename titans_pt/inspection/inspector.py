@@ -34,7 +34,7 @@ def inspect(
     Args:
         text_file: UTF-8; what is not becomes U+FFFD.
         out: folder for the two files; None is RUN/inspection/step-XXXXXXXX. Files of that name are replaced.
-        max_tokens: the text's first so many.
+        max_tokens: how many of the text's tokens are read.
         step: the checkpoint; None is the newest.
 
     Raises:

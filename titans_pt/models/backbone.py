@@ -144,7 +144,7 @@ def exempt_from_decay(model: nn.Module) -> set[str]:
 def check_packages(backbone: Backbone, device: torch.device):
     """
     Raises:
-        UserError: a GPU is to run a mixer without a package that it needs there.
+        UserError: ``device`` is a GPU, and a package that a mixer needs there is missing.
     """
     if device.type != "cuda":
         return

@@ -28,7 +28,7 @@ class Samples(Protocol):
     seq_len: int
 
     def __len__(self) -> int:
-        """Samples of one epoch; positions go on beyond it."""
+        """Samples of one epoch; positions continue beyond it."""
         ...
 
     def sample(self, position: int) -> tuple[np.ndarray, ...]:

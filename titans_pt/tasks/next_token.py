@@ -50,7 +50,7 @@ class NextTokenLoss(nn.Module):
         Args:
             ids: (B, T+1) int64; positions 0..T-1 go in, positions 1..T are predicted.
             reset: (B, T) bool, True where a document starts, best on the CPU, or None.
-            weight: (B,) fp32 weight of each sample in the mean; None counts all alike.
+            weight: (B,) fp32 weight of each sample in the mean; None: all count the same.
 
         Returns:
             A scalar, NaN where it is infinite; with weights {"loss": a scalar} as it is.

@@ -197,7 +197,7 @@ class Trainer:
                 losses.append(self.engine.micro_step(batch, stopwatch.mark))
         local_loss = float(torch.stack(losses).mean()) / self.ranks.world_size
         self.watch.at(f"step {self.step}, the sum of the losses")
-        # The one exchange of a step: after it all ranks know the same and act alike.
+        # The one exchange of a step: after it all ranks know the same and do the same.
         loss, save_failed, *flags = self.ranks.sum([local_loss, float(self.saving.failed), *self.signals.flags()])
         if save_failed:
             self._end_saving()
