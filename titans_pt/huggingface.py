@@ -6,7 +6,7 @@
     model.generate(**tokenizer("text", return_tensors="pt"), max_new_tokens=20)
 
 generate() carries the memory's state: every token is read once, at any length. What it returns with
-``return_dict_in_generate=True`` has no state; call the model itself for that, and pass ``state=`` to go on.
+``return_dict_in_generate=True`` has no state; call the model itself for that, and pass ``state=`` to continue.
 """
 
 import hashlib

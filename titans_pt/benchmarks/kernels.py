@@ -1,4 +1,4 @@
-"""The memory's kernels on this machine, beside other implementations, other operators and the machine's ceilings.
+"""The memory's kernels on this machine, compared with other implementations, other operators and the machine's limits.
 
 Same batch, length, heads and head width for all. An implementation is timed only after it has passed its check; one
 that cannot run or does not pass has its reason in the table in place of figures.
@@ -65,8 +65,9 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
     lengths = sorted({n for n in LENGTHS if n <= longest} | ({longest} if longest < LENGTHS[0] else set()))
     rows = []
     ceilings = measured_ceilings(device, dtype)
-    title = (f"D = {WIDTH}, {HEADS} heads, C = {CHUNK}, {tokens:,} tokens a call, {str(dtype).removeprefix('torch.')}; "
-             f"matmul {ceilings['matmul_tflops']:.1f} TFLOP/s, copy {ceilings['copy_gigabytes']:.0f} GB/s")
+    title = (f"D = {WIDTH}, {HEADS} heads, C = {CHUNK}, {tokens:,} tokens per call, "
+             f"{str(dtype).removeprefix('torch.')}; matmul {ceilings['matmul_tflops']:.1f} TFLOP/s, "
+             f"copy {ceilings['copy_gigabytes']:.0f} GB/s")
     (out / "kernels.json").write_text(json.dumps(versions() | _fla_version() | ceilings, indent=1) + "\n")
     for name, expansion, build in implementations():
         with compiled_blocks() if name == COMPILED else nullcontext():
@@ -324,5 +325,5 @@ def _plot(rows: list[Row], path: Path, title: str):
 def _fla_version() -> dict[str, str]:
     from importlib import metadata
 
-    # fla-core has the operators, and is a distribution of its own.
+    # fla-core is the distribution that has the operators.
     return {"fla-core": metadata.version("fla-core")} if find_spec("fla") else {}
