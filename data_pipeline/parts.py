@@ -144,7 +144,7 @@ def _work(job: Job, todo: list[tuple[int, Part]], following, counters, failures)
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed could not end its processes, which would go on for hours."""
+    """Ends with its parent: a killed parent cannot end its processes, which would run on for hours."""
     multiprocessing.parent_process().join()
     os._exit(1)
 

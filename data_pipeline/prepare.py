@@ -111,7 +111,7 @@ def _fingerprint(config: Config) -> str:
 
 
 def _build(config: Config, build: Path, fingerprint: str, shard: tuple[int, int] | None, workers: int) -> dict | None:
-    """Writes parts to ``build``, and without ``shard`` everything that data.dir is to hold to build/merged."""
+    """Writes parts to ``build``, and without ``shard`` the future content of data.dir to build/merged."""
     data = config.data
     tokenizer = _tokenizer(config, build)
     parts = sources.parts(data.sources)

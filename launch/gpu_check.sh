@@ -2,7 +2,7 @@
 # On a machine with a GPU: what can only be checked and measured there, in parts of under ten minutes each.
 #   launch/gpu_check.sh [PART ...]
 # PART  kernels   the gpu-marked tests, the memory kernels' benchmark, a profile of them
-#       training  the whole training step at 4K: our models, flash-linear-attention's layers
+#       training  the whole training step at 4K: Titans, Transformer++ and baselines
 #       lengths   the same from 2K to 32K for some of them (Titans, Figure 9)
 #       sweeps    memory depth 1 to 4 and chunk sizes (Figure 8), with and without torch.compile
 #       long      training at 32K and 128K tokens per sequence; a stream of 10 million
@@ -42,7 +42,7 @@ for part in "${@:-kernels}"; do
         benchmark training 580 training --lengths 4096
         ;;
     lengths)
-        benchmark lengths 580 training --models lmm,mag,transformer,gated-deltanet --lengths 2048,16384,32768
+        benchmark lengths 580 training --models lmm,mag,transformer,gated_deltanet --lengths 2048,16384,32768
         ;;
     sweeps)
         benchmark sweeps 300 training --models lmm,mag --lengths 4096 --sweeps

@@ -68,7 +68,7 @@ def test_links_and_settings_exist(page):
         assert (ROOT / folder).is_dir(), folder
     for path in re.findall(r"`((?:titans_pt|kernels|data_pipeline|configs|launch)/[\w/.]+\.\w+)`", text):
         assert "NAME" in path or (ROOT / path).exists(), path
-    known = [*known_paths(whole_tree()), *FORMER_NAMES]
+    known = known_paths(whole_tree())
     for setting in re.findall(r"`((?:run|data|model|train|parallel|evaluation|wandb)\.[a-z_.]+)[`=]", text):
         assert setting in known or (page.name == "CHANGELOG.md" and setting in FORMER_NAMES), setting
 

@@ -1,4 +1,4 @@
-"""Preparing by many processes, killed at any point: the files are those of one process that nobody disturbed."""
+"""Preparing by many processes, killed at any point: the files are those of one undisturbed process."""
 
 import importlib
 import json

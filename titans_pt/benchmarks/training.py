@@ -1,8 +1,7 @@
-"""The whole training step on this machine: models, lengths, memory depths and chunk sizes, at equal tokens a step.
+"""The whole training step on this machine: models, lengths, memory depths and chunk sizes, at equal tokens per step.
 
 Titans, Figure 9 (throughput against the length) and Figure 8 (against the memory's depth). The step is that of
-``titans train``: the same engine, forward and backward pass, clipping, AdamW. flash-linear-attention's layers stand in
-the same blocks, at the same width, with the MLP's width making up for their size. Every case has a process of its own.
+``titans train``: the same engine, forward and backward pass, clipping, AdamW. Every case runs in a separate process.
 """
 
 import json
@@ -11,16 +10,15 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from titans_pt.benchmarks.process import peak_mib, write_csv
-from titans_pt.config import Config, ModelConfig
+from titans_pt.config import Config
 from titans_pt.config_file import load_config
 from titans_pt.models import build_model
+from titans_pt.models.backbone import check_packages
 from titans_pt.run_folder import versions
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import new_figure, save_figure
@@ -28,13 +26,6 @@ from titans_pt.training.metrics import peak_flops
 from titans_pt.training.profiling import start_profile, time_shares
 
 TITANS = ("lmm", "mac", "mag", "mal")
-OTHERS = {
-    "gated-deltanet": "GatedDeltaNet",
-    "mamba2": "Mamba2",
-    "deltanet": "DeltaNet",
-    "gla": "GatedLinearAttention",
-}
-"""Baselines by the names of their layers in flash-linear-attention (fla.layers), which need a GPU."""
 DEPTHS, CHUNKS = (1, 2, 3, 4), (16, 64, 256)
 STEPS = 5
 """Timed steps a case, after two that warm up; the median counts."""
@@ -42,8 +33,8 @@ STEPS = 5
 
 @dataclass
 class Case:
-    """model: of TITANS, "transformer", "swa" or OTHERS. length: tokens a sequence. depth, chunk: of the memory; None
-    as configured."""
+    """model: a mixer's name, "transformer", or that of a config. length: tokens per sequence. depth, chunk: of the
+    memory; None as configured."""
 
     model: str
     length: int
@@ -53,7 +44,7 @@ class Case:
 
 @dataclass
 class Measurement:
-    """tokens_per_second: of the median step. mfu: None where the device's peak or the model's FLOPs are not known.
+    """tokens_per_second: of the median step. mfu: None where the device's peak is not known.
 
     peak_mib: largest allocation (a CPU's: of the process). shares: see profiling.time_shares. failure: why there are
     no figures.
@@ -122,7 +113,7 @@ def table(found: list[Measurement]) -> str:
 
 
 def plot(found: list[Measurement], path: Path):
-    """Tokens a second against the length, a line a model."""
+    """Tokens per second against the length, one line per model."""
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     for model in dict.fromkeys(m.model for m in found):
@@ -131,7 +122,7 @@ def plot(found: list[Measurement], path: Path):
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("tokens a sequence, at equal tokens a step")
+    axes.set_xlabel("tokens per sequence, at equal tokens per step")
     axes.set_ylabel("training tokens / s")
     axes.grid(alpha=0.3)
     if found:
@@ -154,16 +145,14 @@ def _in_a_process(case: Case, config: str, overrides: list[str], tokens: int) ->
 
 def case_config(case: Case, config: str, more: list[str], tokens: int) -> Config:
     """The settings of a case: the file's, with ``more``, the case's own and one micro-batch a step."""
-    layer = case.model in OTHERS
-    name = "transformer" if layer else case.model
     overrides = [*more, f"data.seq_len={case.length}", f"train.batch_tokens={tokens}", f"train.micro_batch={tokens}"]
     if "{model}" not in config:
-        overrides.append(f"model.mixers=[{'attention' if name == 'transformer' else name}]")
+        overrides.append(f"model.mixers=[{'attention' if case.model == 'transformer' else case.model}]")
     if case.depth:
         overrides.append(f"model.memory.depth={case.depth}")
     if case.chunk:
         overrides.append(f"model.memory.chunk_size={case.chunk}")
-    return load_config(config.format(model=name), overrides)
+    return load_config(config.format(model=case.model), overrides)
 
 
 def measure(case: Case, config: Config) -> Measurement:
@@ -174,8 +163,7 @@ def measure(case: Case, config: Config) -> Measurement:
     with process_group() as ranks:
         torch.manual_seed(0)
         model = build_model(config.model)
-        if case.model in OTHERS:
-            _replace_mixers(model, OTHERS[case.model])
+        check_packages(model.blocks, ranks.device)
         parameters = sum(p.numel() for p in model.parameters())
         engine = Engine(model, config, ranks)
         engine.set_lr(1e-4)
@@ -197,58 +185,14 @@ def measure(case: Case, config: Config) -> Measurement:
         step()
         profiler.stop()
         roof = peak_flops(ranks.device)
-        flops = None
-        if case.model not in OTHERS:
-            with torch.device("meta"):
-                flops = build_model(config.model).flops(config.data.seq_len).total
+        with torch.device("meta"):
+            flops = build_model(config.model).flops(config.data.seq_len).total
         speed = tokens / seconds
-        mfu = speed * flops / roof if roof and flops else None
+        mfu = speed * flops / roof if roof else None
         return Measurement(
             **asdict(case), parameters=parameters, tokens_per_second=speed, mfu=mfu, peak_mib=peak,
             shares=time_shares(profiler),
         )  # fmt: skip
-
-
-class OtherMixer(nn.Module):
-    """A layer of flash-linear-attention, as our blocks call a mixer."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor, state=None, documents=None) -> tuple[Tensor, None]:
-        return self.layer(x)[0], None
-
-
-def _replace_mixers(model: nn.Module, layer: str):
-    """Puts ``fla.layers.<layer>`` of the model's width in every block; MLPs shrink or grow to the same total."""
-    if not torch.cuda.is_available():
-        raise SystemExit("flash-linear-attention's layers need a GPU")
-    if find_spec("fla") is None or find_spec("fla.layers") is None:
-        raise SystemExit("not installed: pip install flash-linear-attention")
-    import fla.layers
-
-    from titans_pt.layers.mlp import SwiGLU
-
-    config: ModelConfig = model.config
-    if layer == "Mamba2" and find_spec("mamba_ssm") is None:
-        raise SystemExit("not installed: mamba_ssm; without it flash-linear-attention's Mamba2 is plain PyTorch")
-    width = config.d_model
-    heads = {
-        "GatedDeltaNet": {"num_heads": 3 * width // 256, "head_dim": 64},  # keys of 3/4 of the width, values twice that
-        "Mamba2": {"num_heads": 2 * width // 64, "head_dim": 64},
-        "DeltaNet": {"num_heads": width // 128},
-        "GatedLinearAttention": {"num_heads": 4},
-    }[layer]
-    for n, block in enumerate(model.blocks):
-        before = sum(p.numel() for p in block.parameters())
-        block.mixer = OtherMixer(getattr(fla.layers, layer)(hidden_size=width, layer_idx=n, **heads))
-        block.mixer.forward = torch.compiler.disable(block.mixer.forward)  # its kernels tune themselves when they run
-        rest = before - sum(p.numel() for p in block.mixer.parameters())
-        hidden = round(rest / (3 * width) / 64) * 64
-        if hidden < 64:
-            raise SystemExit(f"{layer} of width {width} alone is larger than a whole block of this model")
-        block.mlp = SwiGLU(width, hidden)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def kernels(out: Path, rounds: int, longest: int, tokens: int):
     help="a YAML file; {model} in it becomes the model's name",
 )  # fmt: skip
 @click.option(
-    "--models", type=NAMES, default="lmm,mac,mag,mal,transformer,gated-deltanet,mamba2,deltanet,gla", metavar="NAMES",
-    help="the models to time",
+    "--models", type=NAMES, default="lmm,mac,mag,mal,transformer,gated_deltanet,mamba2,deltanet,gla", metavar="NAMES",
+    help="the models to time: mixers or configs by name",
 )  # fmt: skip
 @click.option(
     "--lengths", type=COUNTS, default="2048,4096,8192,16384,32768", metavar="NUMBERS", help="tokens per sequence"

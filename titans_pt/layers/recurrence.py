@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.kernels.memory.state import state_dtype
@@ -34,6 +33,11 @@ def unit_length(x: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x). Not torch's own: torch.compile expects its gradient in another memory layout than it comes in."""
+    return torch.logaddexp(x, x.new_zeros(()))
+
+
 def inverse_softplus(x: Tensor) -> Tensor:
     return x + torch.log(-torch.expm1(-x))
 
@@ -59,5 +63,5 @@ class SelectiveDecay(nn.Module):
         self.dt_bias = nn.Parameter(random_steps(n_heads))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        step = F.softplus(precise(x) + precise(self.dt_bias))
+        step = softplus(precise(x) + precise(self.dt_bias))
         return step, -precise(self.A_log).exp() * step

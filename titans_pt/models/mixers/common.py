@@ -66,7 +66,7 @@ def build_memory(config: ModelConfig) -> NeuralMemory:
 
 
 def persistent(config: ModelConfig) -> nn.Parameter | None:
-    """Learned tokens (P, d_model) of unit scale, as the normalised sequence they stand before; None for P = 0."""
+    """Learned tokens (P, d_model) of unit scale, like the normalised sequence that they precede; None for P = 0."""
     if config.persistent_tokens == 0:
         return None
     return nn.Parameter(torch.randn(config.persistent_tokens, config.d_model))
@@ -79,7 +79,7 @@ def remember(
     state: NeuralMemoryState | None,
     documents: Documents | None,
 ) -> tuple[Tensor, NeuralMemoryState]:
-    """The memory along [persistent | x]; the persistent tokens are written only where something can begin."""
+    """The memory along [persistent | x]; the persistent tokens are written only where a document can begin."""
     start = None
     if tokens is not None and (state is None or documents is not None):
         _, start = memory.start_after(tokens[None])
@@ -118,10 +118,10 @@ class BranchGate(nn.Module):
 
     The product is what Titans, Section 4.2 says: "we normalize the outputs using learnable vector-valued weights,
     followed by a non-linearity"; which one is not published. It multiplies what the memory (b) recalls by whatever
-    attention (a) has at that token: with one, even one that is learned from zero beside the sum, recall stays at 31 %
-    (docs/notebook.md). So the mix is the default.
+    attention (a) has at that token: with a product, even one that is added to the sum and learned from zero, recall
+    stays at 31 % (docs/notebook.md). So the mix is the default.
 
-    x, a, b, o: (B, T, d_model). How its norms are cut is the mixer's to declare.
+    x, a, b, o: (B, T, d_model). The mixer declares how the norms are cut.
     """
 
     per_rank = ("n_heads",)

@@ -49,6 +49,7 @@ class LinearAttention(LinearMemoryMixer):
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, RecurrentState]:
-        q, k = (F.elu(self.split(y)) + 1 for y in (self.q(x), self.k(x)))
+        # elu(y) + 1; of F.elu torch.compile expects the gradient in another memory layout than it comes in.
+        q, k = (F.relu(y) + y.clamp(max=0).exp() for y in (self.split(self.q(x)), self.split(self.k(x))))
         y, memory = self.remember(q * self.key_width**-0.5, k, self.split(self.v(x)), None, None, state, documents)
         return self.out(self.norm(y).flatten(-2)), RecurrentState(memory)

@@ -23,7 +23,7 @@ class LMM(MemoryMixer):
     """out(memory([persistent | x]) * sigmoid(gate(x))); the sigmoid is ``output_gate``.
 
     Not silu: of zero mean inputs its output is mostly noise (mean 0.2, deviation 0.6), which then multiplies what was
-    recalled, and recall stays at a third of the answers that it reaches behind a sigmoid (docs/notebook.md).
+    recalled, and recall stays at a third of the answers that it reaches with a sigmoid (docs/notebook.md).
     """
 
     name = "lmm"

@@ -1,4 +1,4 @@
-"""MAC: what the memory knows of the past stands before each segment as context; the segment's outcome is written."""
+"""MAC: what the memory recalls is put before each segment as context; what attention makes of it is written back."""
 
 import functools
 from collections.abc import Callable
@@ -77,8 +77,8 @@ class MAC(MemoryMixer):
     The paper has y = a and o = out(gate(a, M_t(a))): write=attention. The ``x +`` is ours ("residual connections
     throughout"): attention starts as a mean over all that it sees, and without it that mean, in which tokens can hardly
     be told apart, is all there is to write. ``write`` is a learned vector that starts at 0: what attention adds to a
-    token depends on where it stands, so a key that is asked for is not the key that was written, and recall stays at
-    31 % for long (docs/notebook.md).
+    token depends on its place, so the key of a question is not the key that was written, and recall stays at 31 % for
+    long (docs/notebook.md).
 
     Titans, Section 4.1, made causal. Token i sees h_j for j <= i only: h_j is read with the query of token j, and the
     paper's fully visible prefix would show token i the queries of tokens after it. M_t is each token's OWN memory, not
@@ -214,8 +214,8 @@ class MAC(MemoryMixer):
     ) -> tuple[Tensor, NeuralMemoryState]:
         """A piece's attention, written to the memory and read by each token: outputs (B, t, d_model), the memory.
 
-        keys, values: of memory tokens, then of tokens. mask: who sees which of them; None for a piece that starts its
-        segment.
+        keys, values: of memory tokens, then of tokens. mask: which of them each token sees; None for a piece that
+        starts its segment.
         """
         prefix = persistent and Prefix(plain, *persistent)
         if mask is None:

@@ -1,4 +1,4 @@
-"""MAG: sliding-window attention beside the memory, both over [persistent | x], gating each other."""
+"""MAG: sliding-window attention and the memory side by side, both over [persistent | x], gating each other."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""MAL: the memory as a layer of its own, then sliding-window attention on its output."""
+"""MAL: the memory as a separate layer, then sliding-window attention on its output."""
 
 from dataclasses import dataclass
 
@@ -29,8 +29,8 @@ class MALState:
 
 class MALSettings(OutputGateSettings):
     residual: bool = True
-    """True: attention sees each token beside what the memory recalled, which also goes on beside attention. False, as
-    the paper prints it: attention sees what was recalled and nothing else."""
+    """True: attention sees each token plus what the memory recalled, which is also added to attention's output. False,
+    as the paper prints it: attention sees what was recalled and nothing else."""
 
 
 @MIXERS.register
@@ -38,9 +38,9 @@ class MAL(MemoryMixer):
     """m = memory_out(memory(x) * sigmoid(gate(x))); m + out(window_attention(norm(x + m))), over [persistent | x]; with
     residual=false out(window_attention(norm(m))). The sigmoid is ``output_gate``.
 
-    A sigmoid for LMM's reason. Two layers, "residual connections throughout": attention sees the token beside what
-    was remembered of it, and what was remembered goes on beside what attention makes of it. Through attention alone,
-    which starts as a mean over the window, next to nothing of it arrives, and recall is not learned (docs/notebook.md).
+    A sigmoid for LMM's reason. Two layers, "residual connections throughout": attention sees the token plus
+    what was recalled, and what was recalled is added to attention's output. Through attention alone, which starts as
+    a mean over the window, next to nothing of it arrives, and recall is not learned (docs/notebook.md).
     """
 
     name = "mal"

@@ -1,11 +1,10 @@
 """Mamba: a selective state space with a state per channel (Gu and Dao, arXiv 2312.00752)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig
-from titans_pt.layers.recurrence import precise, random_steps
+from titans_pt.layers.recurrence import precise, random_steps, softplus
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
 from titans_pt.models.mixers.selective import SelectiveMixer
@@ -28,4 +27,4 @@ class Mamba(SelectiveMixer):
             self.inputs.step.bias.copy_(random_steps(self.x.out_features))
 
     def steps(self, raw: Tensor, write: Tensor) -> tuple[Tensor, Tensor]:
-        return F.softplus(raw), precise(self.A_log).exp()
+        return softplus(raw), precise(self.A_log).exp()

@@ -1,4 +1,4 @@
-"""A mixer is one file: the one here does everything that the built-in ones do, and no line elsewhere knows it."""
+"""A mixer is one file: the one here does everything that the built-in ones do, without a line changed elsewhere."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +77,7 @@ class Leaky(Mixer):
 
 @MIXERS.register
 class Silent(Leaky):
-    """The same, without a word on tensor ranks."""
+    """The same, without a declaration for tensor ranks."""
 
     name = "silent"
     sharding = None
@@ -85,7 +85,7 @@ class Silent(Leaky):
 
 @MIXERS.register
 class Forgetful(Leaky):
-    """The same, with a parameter that nobody names."""
+    """The same, with a parameter that its sharding does not name."""
 
     name = "forgetful"
     sharding = {"value": Shard.ENTER_COLUMN, "out": Shard.LAST_ROW}

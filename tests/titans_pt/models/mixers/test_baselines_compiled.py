@@ -1,0 +1,87 @@
+"""The baselines under torch.compile: on the paths of a GPU nothing of a block is left outside."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.mixers import BASELINES, small_config
+from titans_pt.kernels.channel_scan import dispatch as scan
+from titans_pt.kernels.linear_memory import dispatch as linear
+from titans_pt.layers.documents import Documents
+from titans_pt.models import build_model
+from titans_pt.models.backbone import whole_sequence
+from titans_pt.tasks.next_token import NextTokenLoss
+
+
+@pytest.fixture(autouse=True)
+def dynamo():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """``on_a_gpu(mixer)``: a block in bf16 whose tensors have no contents, on the paths of a GPU."""
+    pytest.importorskip("triton", reason="the fused scan is made of its kernels")
+    from titans_pt.kernels.channel_scan.fused import fused_scan
+
+    monkeypatch.setattr(linear, "_takes_fla", lambda *_: True)
+    monkeypatch.setattr(scan, "_fused", lambda *_: fused_scan)
+
+    def made(mixer):
+        block = build_model(small_config([mixer])).blocks[0]
+        for module in block.modules():
+            for name, p in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(torch.empty(p.shape, dtype=torch.bfloat16)))
+        return block
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield made
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("mixer", [name for name in BASELINES if not name.startswith("ttt")])
+def test_no_graph_break_on_the_paths_of_a_gpu(mixer, documents, on_a_gpu):
+    block, x = on_a_gpu(mixer), torch.empty(2, 97, 32, dtype=torch.bfloat16)
+    given = Documents._make(torch.zeros(2, 97, dtype=torch.bool), 8) if documents else None
+    found = torch._dynamo.explain(whole_sequence)(block, x, given)
+    assert (found.graph_count, found.break_reasons) == (1, [])
+
+
+@pytest.mark.parametrize("mixer", ["ttt_linear", "ttt_mlp"])
+def test_of_ttt_the_memory_alone_is_outside(mixer):
+    """It has no kernels; its loop over mini-batches would be unrolled, for minutes."""
+    block = build_model(small_config([mixer])).blocks[0]
+    found = torch._dynamo.explain(whole_sequence)(block, torch.randn(2, 33, 32), None)
+    assert found.break_reasons and all("dual_ttt_memory" in reason.reason for reason in found.break_reasons)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "hgrn2", *(
+    pytest.param(n, marks=pytest.mark.slow) for n in BASELINES if n not in ("gated_deltanet", "hgrn2")
+)])  # fmt: skip
+def test_compiled_equals_eager(mixer, monkeypatch):
+    # Inductor's code would take minutes to build; what is traced, and its derivative, is the same.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch.manual_seed(0)
+    loss = NextTokenLoss(build_model(small_config([mixer], n_layers=3))).train()
+    ids = torch.randint(0, 50, (2, 34), generator=torch.Generator().manual_seed(1))
+
+    def gradients():
+        value = loss(ids, None)
+        return torch.autograd.grad(value, list(loss.parameters())), value
+
+    eager, expected = gradients()
+    loss.model.blocks.set_compiled(True)
+    compiled, value = gradients()
+    torch.testing.assert_close(value, expected)
+    for a, b in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    if not mixer.startswith(("ttt", "mamba", "longhorn")) or mixer == "mamba2":
+        assert counters["stats"]["unique_graphs"] == 1, "layers share their code"
