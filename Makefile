@@ -43,7 +43,7 @@ quickstart: install
 	@echo "== everything is in $(RUN): plots/loss.png, plots/needle.png, metrics.jsonl, checkpoints/, evaluation/"
 	@echo "== next: another model: titans train configs/quickstart.yaml run.dir=runs/lmm 'model.mixers=[lmm]'"
 	@echo "==       longer needles: titans evaluate $(RUN) evaluation.needle.lengths=[8192]"
-	@echo "==       170M on a GPU node: README.md"
+	@echo "==       170M on a GPU node: docs/pretraining.md"
 
 # By files, not by tests: what a file's tests share is then set up once.
 test: install

@@ -1,4 +1,4 @@
-"""Rows of .parquet, .jsonl and .txt files, in pieces that can be read without what stands before them."""
+"""Rows of .parquet, .jsonl and .txt files, in pieces that can be read without what comes before them."""
 
 import gzip
 import io
@@ -21,7 +21,7 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class Rejected:
-    """Input that cannot be used: where it stands, why, and what a user can do."""
+    """Input that cannot be used: where it is, why, and what a user can do."""
 
     where: str
     reason: str
@@ -80,7 +80,7 @@ def pieces(path: Path, target: int) -> Iterator[tuple[int, int | None, int]]:
         try:
             footer = parquet.read_metadata(path)
         except (pyarrow.ArrowException, OSError):
-            yield 0, None, size  # reading it will say what is the matter
+            yield 0, None, size  # reading it will report what is wrong
             return
         start, total = 0, 0
         for group in range(footer.num_row_groups):
@@ -123,7 +123,7 @@ def _jsonl(path: Path, start: int, stop: int | None) -> Iterator[Row | Rejected]
             if line.strip():
                 try:
                     values = json.loads(line)
-                except ValueError as error:  # bad JSON and bad UTF-8 alike
+                except ValueError as error:  # bad JSON, or bad UTF-8
                     yield Rejected(where, f"not valid JSON ({error})", "repair or remove the line")
                 else:
                     if isinstance(values, dict):
@@ -155,7 +155,7 @@ def _parquet(path: Path, source: SourceConfig, start: int, stop: int | None) -> 
         groups = range(start, file.num_row_groups if stop is None else stop)
         number = sum(file.metadata.row_group(group).num_rows for group in range(start))
         for group in groups:
-            behind = number + file.metadata.row_group(group).num_rows
+            after = number + file.metadata.row_group(group).num_rows
             try:
                 for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=columns):
                     for values in _objects(batch):
@@ -167,13 +167,13 @@ def _parquet(path: Path, source: SourceConfig, start: int, stop: int | None) -> 
                         number += 1
             except (pyarrow.ArrowException, OSError) as error:
                 reason = " ".join(str(error).split())
-                yield Rejected(f"{path}, rows {number} to {behind - 1}", f"unreadable or truncated ({reason})",
+                yield Rejected(f"{path}, rows {number} to {after - 1}", f"unreadable or truncated ({reason})",
                                "replace or remove the file")
-                number = behind
+                number = after
 
 
 def _objects(batch: pyarrow.RecordBatch) -> Iterator[dict | UnicodeDecodeError]:
-    """The rows of a batch; one whose bytes are not UTF-8 comes as the error."""
+    """The rows of a batch; the error in place of one whose bytes are not UTF-8."""
     try:
         yield from batch.to_pylist()
     except UnicodeDecodeError:
@@ -190,4 +190,4 @@ def missing(where: str, column: str, source: SourceConfig, there: list[str]) -> 
     if column == source.text_column:
         return Rejected(where, f"has no column as text_column={column!r} says ({columns})",
                         "set text_column to the one that holds the text")
-    return Rejected(where, f"has no column {column!r} ({columns})", "name one that is there in minimum")
+    return Rejected(where, f"has no column {column!r} ({columns})", "name an existing one in minimum")

@@ -11,7 +11,7 @@ from titans_pt.data_pipeline.files import Rejected, Row, missing
 from titans_pt.errors import UserError
 
 SLICES = 16
-"""Pieces of a streamed file. FineWeb-Edu's are 2 GB: about 45 million tokens a piece."""
+"""Pieces of a streamed file. FineWeb-Edu's files are 2 GB: about 45 million tokens per piece."""
 ROWS = 50_000
 """Rows of a piece of a downloaded dataset."""
 
@@ -78,7 +78,7 @@ def rows(source: SourceConfig, file: str, start: int, stop: int) -> Iterator[Row
             yield Row(f"{place}, row {number}", place, number, values)
 
 
-# Both are kept: each piece of a dataset would otherwise ask the hub again.
+# Both are cached: otherwise each piece of a dataset would ask the hub again.
 
 
 @lru_cache(8)
@@ -101,7 +101,7 @@ def _dataset(source: SourceConfig):
 
 @contextlib.contextmanager
 def _explained(source: SourceConfig):
-    """What ``datasets`` and its network layers raise has no common class: it is said in one line of ours."""
+    """The errors of ``datasets`` and its network layers have no common class: they become one line of ours."""
     try:
         yield
     except (UserError, MemoryError):

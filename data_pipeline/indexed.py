@@ -26,13 +26,13 @@ from titans_pt.tools.files import flush_to_disk
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-_REMEDY = "make the token files anew with: titans prepare"
+_REMEDY = "make the token files again with: titans prepare"
 _PIECE = 1 << 20
 """Entries of an index that are handled at once."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """What ids in [0, vocab_size) are kept as: uint16 if they fit, else int32."""
+    """The dtype of ids in [0, vocab_size): uint16 if they fit, else int32."""
     return np.dtype(DTYPES[_code(vocab_size)])
 
 
@@ -41,7 +41,7 @@ def _code(vocab_size: int) -> int:
 
 
 class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx; they get these names when all of both is on disk.
+    """Writes PREFIX.bin and PREFIX.idx; they get these names when both are complete on disk.
 
     As a context manager it finishes at the end of the block, or removes what it wrote if the block failed.
 
@@ -178,11 +178,11 @@ class IndexedDataset:
         for start in range(0, len(documents), _PIECE):
             sound &= bool((np.diff(documents[start:start + _PIECE + 1]) >= 0).all())
         if not sound:
-            raise UserError(f"{idx}: its sizes, pointers and documents contradict one another; {_REMEDY}")
+            raise UserError(f"{idx}: its sizes, pointers and documents contradict each other; {_REMEDY}")
         return tokens
 
     def __len__(self) -> int:
-        """Sequences; one a document in files that were written here."""
+        """Number of sequences; one per document in files that we wrote."""
         return len(self._sizes)
 
     def __getitem__(self, i: int) -> np.ndarray:
@@ -222,7 +222,7 @@ def document_begins(document_starts: Sequence[int], start: int, length: int) -> 
 
 
 class _DocumentStarts(Sequence):
-    """Computed as they are asked for: an array would cost eight bytes a document in every process."""
+    """Computed on demand: an array would cost eight bytes per document in every process."""
 
     def __init__(self, dataset: IndexedDataset, documents: np.ndarray):
         self._dataset, self._documents = dataset, documents

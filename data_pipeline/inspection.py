@@ -64,7 +64,7 @@ def document_place(stream: IndexedDataset, j: int) -> dict:
             if j < rows:
                 return table.read_row_group(group).slice(j, 1).to_pylist()[0]
             j -= rows
-    raise UserError(f"{path}: truncated, or of another run; make the token files anew with: titans prepare --force")
+    raise UserError(f"{path}: truncated, or of another run; make the token files again with: titans prepare --force")
 
 
 def _print_totals(config: Config, files: TokenFiles) -> None:
@@ -74,20 +74,20 @@ def _print_totals(config: Config, files: TokenFiles) -> None:
     for split, total in manifest["splits"].items():
         characters = total["characters"] / max(1, total["tokens"])
         print(f"{split}: {total['documents']:,} documents, {total['tokens']:,} tokens, "
-              f"{total['characters']:,} characters ({characters:.2f} a token)")
+              f"{total['characters']:,} characters ({characters:.2f} per token)")
     dropped = ", ".join(f"{number:,} {kind}" for kind, number in manifest["dropped"].items())
     print(f"dropped: {dropped}" + (f" (see {REJECTED})" if manifest["dropped"].get("rejected") else ""))
     if trip := manifest.get("round_trip"):
-        print(f"decoded again: {trip['equal']:,} of {trip['tried']:,} documents tried are equal")
+        print(f"decoded again: {trip['equal']:,} of {trip['tried']:,} documents tried come back equal")
     samples = files.samples(config)
     batch = config.train.batch_tokens // data.seq_len
-    print(f"samples of {data.seq_len:,} tokens: {len(samples):,} an epoch, "
+    print(f"samples of {data.seq_len:,} tokens: {len(samples):,} per epoch, "
           f"{len(samples) / batch:,.1f} batches of {batch}")
     if isinstance(samples, Mixture):
         total = sum(source.weight for source in data.sources)
         for stream, source in zip(samples.streams, data.sources, strict=True):
             epochs = source.weight / total * config.train.max_steps * batch / len(stream)
-            print(f"  {stream.dataset.prefix.name}: {source.weight / total:.1%} of samples, {len(stream):,} an epoch, "
+            print(f"  {stream.dataset.prefix.name}: {source.weight / total:.1%} of samples, {len(stream):,} per epoch, "
                   f"{epochs:.2f} epochs in train.max_steps={config.train.max_steps}")
 
 
@@ -138,6 +138,6 @@ def _verify(folder: Path, manifest: dict) -> None:
             while data := file.read(_READ):
                 checksum.update(data)
         if checksum.hexdigest() != expected["sha256"]:
-            raise UserError(f"{folder / name}: its checksum is not that of the manifest; copy it anew, or run: "
+            raise UserError(f"{folder / name}: its checksum is not that of the manifest; copy it again, or run: "
                             "titans prepare --force")
-        print(f"{name}: {expected['bytes']:,} bytes, checksum right")
+        print(f"{name}: {expected['bytes']:,} bytes, checksum correct")

@@ -15,7 +15,7 @@ class Loader:
 
     Args:
         samples: ``sample(position)`` gives a tuple of arrays, ``seq_len`` steps long.
-        micro_batch: B, samples a rank puts through the model at once.
+        micro_batch: B, samples that a rank puts through the model at once.
         rank, world_size: of the data-parallel group.
         batch_samples: samples of one optimiser step, all ranks together.
 

@@ -1,4 +1,4 @@
-"""Parts to token files: duplicates out, splits apart, everything in the order of the sources."""
+"""Parts to token files: without duplicates, one file per split, everything in the order of the sources."""
 
 import hashlib
 import json
@@ -21,10 +21,10 @@ from titans_pt.errors import UserError
 
 SPLITS = ("train", "validation")
 DOCUMENTS = pyarrow.schema([field for field in SCHEMA if field.name != "held_out"])
-"""Columns of SPLIT.documents.parquet: one row a document, in the order of SPLIT.idx."""
+"""Columns of SPLIT.documents.parquet: one row per document, in the order of SPLIT.idx."""
 REJECTED = "rejected.jsonl"
 _BUCKET_DOCUMENTS = 1 << 21
-"""Documents whose hashes are sorted at once: some 150 MB."""
+"""Documents whose hashes are sorted at once: about 150 MB."""
 _HASH = np.dtype([("high", ">u8"), ("low", ">u8"), ("document", "<i8")])
 
 
@@ -100,7 +100,7 @@ _DUPLICATES = "duplicates"
 
 
 def _duplicates(folder: Path, sizes: list[int], out: Path) -> np.ndarray:
-    """uint8 (documents of all parts,), on disk: 1 where a document before has the same hash.
+    """uint8 (documents of all parts,), on disk: 1 where an earlier document has the same hash.
 
     The hashes go to buckets by their first bytes, so equal ones meet in one bucket, which is then sorted in memory.
     """
@@ -155,7 +155,7 @@ def _with_tokens(folder: Path, index: int, dtype: np.dtype, sha256: str) -> Iter
         at += len(here)
         yield table, here
     if checksum.hexdigest() != sha256:
-        raise UserError(f"{part_path(folder, index, '.bin')}: not what was written; remove "
+        raise UserError(f"{part_path(folder, index, '.bin')}: not the file that was written; remove "
                         f"{part_path(folder, index, '.json')} and run titans prepare again")
 
 
@@ -199,10 +199,10 @@ class _StreamWriter:
 
 
 def _write_rejected(summaries: list[dict], out: Path) -> int:
-    """Names what was left out, one JSON object a line; returns how many. No file if there are none."""
+    """Lists what was left out, one JSON object per line; returns how many. No file if there are none."""
     rejected = [item for summary in summaries for item in summary["rejected"]]
     if rejected:
         (out / REJECTED).write_text("".join(json.dumps(item) + "\n" for item in rejected), encoding="utf-8")
         print(f"titans prepare: {len(rejected)} unusable inputs were left out; the first: {rejected[0]['where']}: "
-              f"{rejected[0]['reason']}; all are named in {REJECTED}", file=sys.stderr)
+              f"{rejected[0]['reason']}; all are listed in {REJECTED}", file=sys.stderr)
     return len(rejected)

@@ -23,9 +23,9 @@ class TokenFiles:
     """What ``titans prepare`` left in data.dir.
 
     Attributes:
-        train: its streams of tokens: one, or one a source where these have weights.
-        fingerprint: hash (hex) of tokens, tokenizer and weights; equal for equal content, wherever it lies. A run that
-            goes on with another would repeat samples or leave some out.
+        train: its streams of tokens: one, or one per source where these have weights.
+        fingerprint: hash (hex) of tokens, tokenizer and weights; equal for equal content in any folder. A run that
+            continued with another would repeat samples or leave some out.
     """
 
     train: tuple[IndexedDataset, ...]
@@ -46,11 +46,11 @@ class TokenFiles:
         if manifest is None:
             raise UserError(f"{where}: no token files; run: titans prepare with the same config")
         if what := changed_setting(manifest, config):
-            raise UserError(f"{where}: token files of other settings ({what}); set it back, choose another data.dir, "
-                            "or run: titans prepare --force")
+            raise UserError(f"{where}: token files made with other settings ({what}); set it back, choose another "
+                            "data.dir, or run: titans prepare --force")
         tokenizer = load_tokenizer(saved_tokenizer(folder), config.data.tokenizer.eos_token)
         if tokenizer.sha256 != manifest["tokenizer_sha256"]:
-            raise UserError(f"{tokenizer.path}: not the tokenizer that made the token files beside it; "
+            raise UserError(f"{tokenizer.path}: not the tokenizer that made the token files next to it; "
                             "put it back, or run: titans prepare --force")
         train = tuple(IndexedDataset(folder / name) for name in dict.fromkeys(streams(config.data)))
         fingerprint, weights = manifest["content"], [source.weight for source in config.data.sources]
@@ -166,12 +166,12 @@ class Mixture:
 
     def locate(self, position: int) -> tuple[int, int]:
         """(stream, position in that stream) of the sample at ``position``."""
-        behind = position + 1
+        after = position + 1
         for stream, share in zip(self._by_weight, self._shares, strict=True):
-            before, taken = (n * share.numerator // share.denominator for n in (position, behind))
+            before, taken = (n * share.numerator // share.denominator for n in (position, after))
             if taken > before:
                 return stream, before
-            position, behind = position - before, behind - taken
+            position, after = position - before, after - taken
         raise AssertionError("the last stream's share is 1")
 
     def sample(self, position: int) -> tuple[np.ndarray, np.ndarray]:

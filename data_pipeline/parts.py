@@ -1,7 +1,7 @@
-"""Parts of the text to tokens, by many processes. A part is complete when its .json is there: that is written last.
+"""Parts of the text to tokens, by many processes. A part is complete when its .json exists: that is written last.
 
-part-NNNNNN.bin holds the tokens of all its documents, duplicates and held-out ones among them; part-NNNNNN.parquet one
-row a document (see SCHEMA); part-NNNNNN.json what was counted. What they hold does not depend on who wrote them.
+part-NNNNNN.bin holds the tokens of all its documents, duplicates and held-out ones among them; part-NNNNNN.parquet has
+one row per document (see SCHEMA), part-NNNNNN.json the counts. Their content does not depend on which process wrote it.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from titans_pt.errors import UserError
 from titans_pt.tools.files import flush_to_disk
 
 SCHEMA = pyarrow.schema([
-    ("file", pyarrow.string()),  # where the document stands
+    ("file", pyarrow.string()),  # the file that the document is in
     ("row", pyarrow.int64()),  # its row there; in .jsonl the byte where its line begins
     ("id", pyarrow.string()),  # from the source's id column, or empty
     ("hash", pyarrow.binary(16)),  # first half of the SHA-256 of its text (of its ids, for kind=indexed)
@@ -42,7 +42,7 @@ SCHEMA = pyarrow.schema([
     ("held_out", pyarrow.bool_()),  # in the validation split
 ])
 ROW_GROUP = 8192
-"""Documents of a row group: what is looked at to find one of them, and what is merged at once."""
+"""Documents per row group: it is read whole to find one of them, and merged at once."""
 _BATCH_CHARACTERS = 1_000_000
 """Text that is tokenised at once."""
 
@@ -144,7 +144,7 @@ def _work(job: Job, todo: list[tuple[int, Part]], following, counters, failures)
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed could not end its processes, which would go on for hours."""
+    """Ends with its parent: a killed parent cannot end its processes, which would run on for hours."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -157,7 +157,7 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
     tokenizer = _tokenizer(job.tokenizer, job.data.tokenizer.eos_token)
     source, counts, rejected = job.data.sources[part.source], Counter(empty=0, filtered=0), []
     round_trip, checksum = Counter(tried=0, equal=0), hashlib.sha256()
-    # A name of its own: after a kill, a second process may be at the same part while the first still ends.
+    # One name per process: after a kill, a second process may write the same part while the first still ends.
     scratch = {suffix: part_path(job.folder, index, f".{socket.gethostname()}.{os.getpid()}{suffix}")
                for suffix in (".bin", ".parquet", ".json")}
     reject = sources.refuse if job.data.bad_input == "refuse" else rejected.append

@@ -1,12 +1,12 @@
 """Text to token files: what ``titans prepare`` does.
 
 data.dir then holds train.bin/.idx (train-0, train-1, ... where the sources have weights), validation.bin/.idx (see
-indexed.py), a .documents.parquet beside each, the tokenizer, and manifest.json, which is written
+indexed.py), a .documents.parquet next to each, the tokenizer, and manifest.json, which is written
 last: a folder with a manifest is complete.
 
 Work is cut into parts (parts.py) that any number of processes on any number of nodes write, each
 once, to .preparing/ in that folder; then one process merges them (merge.py). The result is the same,
-byte for byte, whoever wrote them and however often they were killed.
+byte for byte, whichever processes wrote them and however often they were killed.
 """
 
 import contextlib
@@ -41,12 +41,13 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
 
     Each document ends with eos, which is the boundary between documents. Exact duplicates are dropped. Whether a
     document is held out depends on its text alone, so it stays where it is when the sources grow. Nothing is done
-    if the folder already holds what these settings and sources give. After a stop of any kind the same call goes on
-    with the parts that are missing.
+    if the folder already holds what these settings and sources give. After a stop of any kind the same call continues
+    with the missing parts.
 
     Args:
         force: replace token files that other settings or sources gave.
-        shard: (i, n): only every n-th part, from part i on, and no token files yet. A call without it completes them.
+        shard: (i, n): write only every n-th part, from part i on, and no token files. A later call without it
+            completes them.
         workers: cores to use.
 
     Returns:
@@ -69,13 +70,13 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
         what = changed_setting(old, config) or (
             "the text of data.sources has changed" if old.get("format") == FORMAT else
             f"file format {old.get('format')}, this version writes {FORMAT}")
-        raise UserError(f"data.dir={config.data.dir}: holds token files of other settings ({what}); "
+        raise UserError(f"data.dir={config.data.dir}: holds token files made with other settings ({what}); "
                         "choose another data.dir, or replace them with: titans prepare --force")
     created = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, exclusive=shard is None):
-            # Named by what goes in: what was begun with other settings or text is never taken for ours.
+            # Named by its inputs: parts begun with other settings or text are never mistaken for ours.
             build = folder / _BUILD / fingerprint[:16]
             build.mkdir(parents=True, exist_ok=True)
             try:
@@ -106,11 +107,11 @@ def _fingerprint(config: Config) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-# --- building, in a folder of its own ---
+# --- building, in a separate folder ---
 
 
 def _build(config: Config, build: Path, fingerprint: str, shard: tuple[int, int] | None, workers: int) -> dict | None:
-    """Writes parts to ``build``, and without ``shard`` everything that data.dir is to hold to build/merged."""
+    """Writes parts to ``build``, and without ``shard`` the future content of data.dir to build/merged."""
     data = config.data
     tokenizer = _tokenizer(config, build)
     parts = sources.parts(data.sources)

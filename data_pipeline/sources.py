@@ -1,6 +1,6 @@
-"""Text sources: parts that can be read apart from one another, and the documents of a part.
+"""Text sources: parts that can be read independently, and the documents of a part.
 
-The order of parts and of documents in them never changes, whoever reads them.
+The order of parts and of their documents is always the same.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from titans_pt.data_pipeline.text import replace_surrogates
 from titans_pt.errors import UserError
 
 PART_BYTES = 128 << 20
-"""Text of one part, about: half a minute to a minute of one core, which is what a kill can cost."""
+"""Text of one part, about: half a minute to a minute on one core, which is the most that a kill can cost."""
 _PART_DOCUMENTS = 100_000
 """Documents of one part, for kind=indexed."""
 
@@ -32,7 +32,7 @@ class Part:
 
     Attributes:
         source: which of data.sources.
-        pieces: (file, start, stop) each, as the reader of this kind of source understands them.
+        pieces: (file, start, stop) of each, in the units of the reader for this kind of source.
         bytes: of the text on disk, about; 0 if unknown.
     """
 
@@ -48,7 +48,7 @@ class Document:
     Attributes:
         text: not empty, and valid as UTF-8; "" for kind=indexed, which has no text.
         id: from the source's id column; "" if there is none.
-        file, row: where it stands: the row's number, or in .jsonl the byte where its line begins.
+        file, row: where it is: the row's number, or in .jsonl the byte where its line begins.
         tokens: for kind=indexed, its ids.
     """
 
@@ -89,7 +89,7 @@ def parts(sources: list[SourceConfig]) -> list[Part]:
 
 
 def _pieces(source: SourceConfig) -> Iterator[tuple[str, int, int | None, int]]:
-    """(file, start, stop, bytes) of what can be read without what stands before it."""
+    """(file, start, stop, bytes) of what can be read without what comes before it."""
     match source.kind:
         case "stdlib":
             yield "stdlib", 0, None, 0
@@ -121,7 +121,7 @@ def documents(
         part: one of :func:`parts`. None: the whole source.
         counts: ``"empty"`` is raised by one for each document without a visible character, ``"filtered"`` for each
             below source.minimum; both are dropped.
-        reject: called with what cannot be used; if it returns, reading goes on behind it.
+        reject: called with what cannot be used; if it returns, reading continues after it.
 
     Raises:
         UserError: from ``reject``, or as :func:`parts`.
@@ -181,7 +181,7 @@ def _document(row: Row | Rejected, source: SourceConfig, counts: Counter) -> Doc
 
 
 def fingerprint(source: SourceConfig) -> str:
-    """SHA-256 (hex) of names, sizes and modification times: tells that a source has changed, without reading it."""
+    """SHA-256 (hex) of names, sizes and modification times: changes with the source, without reading it."""
     match source.kind:
         case "stdlib":  # times differ between two installations of the same Python; its version does not
             rows = [[platform.python_version()], *([name, path.stat().st_size] for name, path in stdlib.modules())]

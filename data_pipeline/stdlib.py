@@ -1,4 +1,4 @@
-"""The standard library's own documentation: real English that is on every machine with Python."""
+"""The standard library's own documentation: real English that every machine with Python has."""
 
 import ast
 import sysconfig
@@ -46,7 +46,7 @@ def _docstrings(name: str, path: Path) -> str:
             if text := (ast.get_docstring(node) or "").strip():
                 sections.append(f"{prefix}\n\n{text}")
         for child in ast.iter_child_nodes(node):
-            if not isinstance(child, ast.expr):  # no definition stands inside an expression
+            if not isinstance(child, ast.expr):  # an expression contains no definition
                 visit(child, prefix)
 
     visit(tree, name)

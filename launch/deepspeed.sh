@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Trains on the nodes of a hostfile, started from one of them over ssh:
 #     launch/deepspeed.sh HOSTFILE CONFIG [KEY=VALUE ...]
-# A line of the hostfile is "HOST slots=PROCESSES"; repository and environment lie at the same path on every node.
-# PORT of the first node (default 29500). After a loss, start again: the job goes on from its newest checkpoint.
+# Each line of the hostfile is "HOST slots=PROCESSES". Repository and environment have the same path on every node.
+# PORT of the first node (default 29500). After a loss, run the same line again: it continues from the newest checkpoint.
 set -euo pipefail
 hostfile=${1:?HOSTFILE is missing}
 shift

@@ -4,10 +4,10 @@
 # PART  kernels   the gpu-marked tests, the memory kernels' benchmark, a profile of them
 #       training  the whole training step at 4K: Titans, Transformer++ and baselines
 #       lengths   the same from 2K to 32K for some of them (Titans, Figure 9)
-#       sweeps    memory depth 1 to 4 and chunk sizes (Figure 8), compiled against not
-#       long      training at 32K and 128K tokens a sequence; a stream of 10 million
-# Without a PART: kernels. A step that fails does not stop the others; the exit status tells.
-# OUT     folder of all results, one log a step (runs/gpu)
+#       sweeps    memory depth 1 to 4 and chunk sizes (Figure 8), with and without torch.compile
+#       long      training at 32K and 128K tokens per sequence; a stream of 10 million
+# Without a PART: kernels. A step that fails does not stop the others, but the exit status reports it.
+# OUT     folder of all results, one log per step (runs/gpu)
 # PYTHON  another interpreter
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains under SLURM:  sbatch --nodes 4 launch/slurm_train.sh CONFIG [KEY=VALUE ...]
-# One task a node, which starts one process a GPU. Five minutes before the time is up, or on preemption, every process
-# gets SIGTERM and writes a checkpoint; then the job queues itself again and goes on from there.
+# One task per node, which starts one process per GPU. Five minutes before the time is up, or on preemption, every process
+# gets SIGTERM and writes a checkpoint; then the job queues itself again and continues from there.
 #SBATCH --job-name titans
 #SBATCH --ntasks-per-node 1
 #SBATCH --gpus-per-node 8
@@ -21,7 +21,7 @@ JOB=$SLURM_JOB_ID
 export NODES MASTER JOB
 
 asked=0
-# SIGUSR1: time is nearly up. SIGTERM: preempted. Either way: a checkpoint, then the queue again.
+# SIGUSR1: time is nearly up. SIGTERM: preempted. Either way: write a checkpoint, then queue again.
 # shellcheck disable=SC2329  # called by the trap
 end() {
     asked=1

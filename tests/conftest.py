@@ -67,7 +67,7 @@ def prepare_corpus(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def interpreter():
-    """Triton's interpreter (unused where there is a GPU), made fit for use."""
+    """Triton's interpreter (unused where there is a GPU), made usable."""
     import triton.language as tl
     from triton.runtime import interpreter
 

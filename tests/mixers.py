@@ -21,7 +21,13 @@ OWN = {
 }
 """Settings of four heads, where a mixer has settings; d_model is 32."""
 
-NAMES = [name for name in MIXERS.names() if MIXERS.find(name).__module__.startswith("titans_pt.")]
+def own_settings(mixers: list[str]) -> dict:
+    """Model settings under which ``mixers`` are small: their sections, and the width that these are made for."""
+    sections = {name: OWN[name] for name in mixers if name in OWN}
+    return {"d_model": 32, **sections} if sections else {}
+
+
+NAMES = MIXERS.built_in()
 """Every mixer of the package."""
 BASELINES = sorted(OWN)
 

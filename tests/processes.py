@@ -17,7 +17,7 @@ def torchrun(processes: int) -> list[str]:
 
 
 def run(command: list[str], timeout: float = 600) -> subprocess.CompletedProcess:
-    """Runs a command to its end; once more when torchrun lost the race for a free port."""
+    """Runs a command to its end; again if torchrun lost the race for a free port."""
 
     def once():
         return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)

@@ -1,4 +1,4 @@
-"""What we install: one name of our own, whole, with the configs, beside Hugging Face's package called kernels."""
+"""What we install: one name of our own, whole, with the configs, and next to Hugging Face's package kernels."""
 
 import os
 import shutil
@@ -88,7 +88,7 @@ def test_the_sdist_is_the_whole_checkout(sdist):
     assert files(sdist / "titans_pt") == files(ROOT / "titans_pt")
     assert not [path for path in sdist.rglob("*") if path.is_symlink()]
     if not (ROOT / ".git").exists():
-        pytest.skip("git tells what the checkout holds, and this is none")
+        pytest.skip("needs a git checkout, and this is none")
     tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).rstrip("\0").split("\0")
     assert not [name for name in tracked if (ROOT / name).exists() and not (sdist / name).exists()]
 
@@ -111,7 +111,7 @@ def test_a_config_is_found_by_its_name_outside_the_checkout(site, tmp_path):
 @pytest.mark.parametrize("place", ["the checkout", "elsewhere"])
 @pytest.mark.parametrize("order", ["ours first", "theirs first"])
 def test_another_package_called_kernels_is_found(site, tmp_path, place, order):
-    """From the checkout, too, where our folder of that name is beside the program."""
+    """From the checkout, too, where our folder of that name is next to the program."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels/__init__.py").write_text("get_kernel = 'theirs'")
     paths = [str(site), str(tmp_path)]

@@ -1,4 +1,4 @@
-"""What stands around the code says the same as the code."""
+"""The files around the code agree with the code."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""The README and the pages in docs/ name only what exists."""
+"""The README and all other pages name only what exists."""
 
 import re
 import shlex
@@ -8,25 +8,27 @@ import pytest
 
 from tests.command_line import leaves, parsed
 from titans_pt.cli import program
+from titans_pt.config import FORMER_NAMES
 from titans_pt.config_check import known_paths
 from titans_pt.config_docs import whole_tree
 from titans_pt.config_file import load_config
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = (ROOT / "docs/commands.md").read_text()
 
 
 def commands():
-    """(config or run, overrides) of every titans or launch line of the README."""
-    for line in re.findall(r"^\s*((?:titans|launch/torchrun.sh) [^\n]*)$", README, re.M):
-        if re.search(r" \S*configs/", line):
-            yield [word.strip("'") for word in line.split()]
+    """Words of every titans or launch line on a page that names a file in configs/."""
+    for page in PAGES:
+        for line in re.findall(r"^\s*((?:titans|launch/torchrun.sh) [^\n]*)$", page.read_text(), re.M):
+            if re.search(r" \S*configs/", line):
+                yield [word.strip("'") for word in line.split()]
 
 
 def test_commands_parse_and_their_settings_are_valid():
     found = list(commands())
-    assert len(found) >= 4
+    assert len(found) >= 6
     for words in found:
         arguments = words[1:] if words[0] == "titans" else ["train", *words[1:]]
         params = parsed(*arguments)
@@ -45,7 +47,7 @@ def test_every_command_line_is_one_that_the_program_takes(page):
 def test_the_table_of_commands_is_the_program():
     """Its groups, its commands in full, and that the arguments and options after them exist."""
     known, listed = dict(leaves()), {}
-    for section, lines in re.findall(r"^(\w+)\n((?:  titans .*\n)+)", README, re.M):
+    for section, lines in re.findall(r"^(\w+)\n((?:  titans .*\n)+)", COMMANDS, re.M):
         for usage, about in re.findall(r"^  titans (.*?)  +(.*)$", lines, re.M):
             *group, names = re.match(r"[a-z| ]+(?= |$)", usage)[0].split()
             for name in names.split("|"):
@@ -65,15 +67,32 @@ def test_links_and_settings_exist(page):
     for folder in re.findall(r"^\| `([\w/]+/)`", text, re.M):
         assert (ROOT / folder).is_dir(), folder
     for path in re.findall(r"`((?:titans_pt|kernels|data_pipeline|configs|launch)/[\w/.]+\.\w+)`", text):
-        assert (ROOT / path).exists(), path
+        assert "NAME" in path or (ROOT / path).exists(), path
     known = known_paths(whole_tree())
     for setting in re.findall(r"`((?:run|data|model|train|parallel|evaluation|wandb)\.[a-z_.]+)[`=]", text):
-        assert setting in known, setting
+        assert setting in known or (page.name == "CHANGELOG.md" and setting in FORMER_NAMES), setting
 
 
-def test_make_targets_exist():
+def test_the_readme_leads_to_every_page():
+    readme = (ROOT / "README.md").read_text()
+    for page in PAGES:
+        assert page.name == "README.md" or f"]({page.relative_to(ROOT)}" in readme, page
+
+
+def test_links_lead_to_sections():
+    """What follows # in a link is the heading of a section, as GitHub writes it."""
+    for page in PAGES:
+        for link, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", page.read_text()):
+            target = (page.parent / link) if link else page
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.M)
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_make_targets_exist(page):
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"make (\w+)", README):
+    for target in re.findall(r"^ *make (\w+)|`make (\w+)", page.read_text(), re.M):
+        target = "".join(target)
         assert re.search(rf"^{target}:", makefile, re.M), target
 
 

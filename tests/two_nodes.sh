@@ -2,8 +2,8 @@
 # Two "nodes" on one machine: network namespaces joined by a veth pair. Needs root and iproute2.
 #     [LAUNCHER=deepspeed] tests/two_nodes.sh CONFIG [KEY=VALUE ...]
 # Trains on both, kills everything of node 2 with SIGKILL after step KILL_AT (8), brings it back, and lets the job end.
-# LAUNCHER   torchrun (the default): one in each node, which goes on by itself. deepspeed: from node 1, over ssh; it
-#            needs sshd and pdsh, and is started once more after the loss
+# LAUNCHER   torchrun (the default): one in each node, which restarts by itself. deepspeed: from node 1, over ssh; it
+#            needs sshd and pdsh, and is started again after the loss
 # PROCESSES  of each node (1)
 set -euo pipefail
 config=$(realpath "${1:?CONFIG is missing}")

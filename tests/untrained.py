@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from tests.conftest import TINY, merged
+from tests.mixers import own_settings
 from titans_pt import checkpoints
 from titans_pt.config import Config, config_hash
 from titans_pt.data_pipeline.tokenizers import saved_tokenizer
@@ -16,6 +17,7 @@ from titans_pt.tasks.language import keep_tokenizer
 
 def untrained_run(folder: Path, prepared: Path, seed: int = 0, **model) -> Path:
     """Fills ``folder``; ``prepared``: where its tokenizer is; ``model``: changes to TINY's model settings."""
+    model = own_settings(model.get("mixers", [])) | model
     config = Config.model_validate(merged(TINY, {"model": model}))
     torch.manual_seed(seed)
     weights = {name: p.detach().clone() for name, p in build_model(config.model).named_parameters()}

@@ -9,7 +9,7 @@ from titans_pt.run_folder import RunFolder
 
 
 def list_run(run: str):
-    """Prints one line a checkpoint, oldest first: step, samples read, size, the ranks that wrote it."""
+    """Prints one line per checkpoint, oldest first: step, samples read, size, the ranks that wrote it."""
     for path in _found(run):
         try:
             state = checkpoints.read_state(path)
@@ -36,13 +36,13 @@ def verify_run(run: str):
         print(f"{path}: {'; '.join(problems) or 'complete'}", flush=True)
     if damaged:
         raise UserError(
-            f"{run}: {damaged} of {len(paths)} checkpoints are damaged; training passes them over and continues from "
+            f"{run}: {damaged} of {len(paths)} checkpoints are damaged; training skips them and continues from "
             "the newest complete one: restore them from a copy, or delete them"
         )
 
 
 def prune_run(run: str, keep_last: int, keep_every: int | None):
-    """Deletes as train.keep_last and train.keep_every would, and prints what is gone. Not beside a training run."""
+    """Deletes what train.keep_last and train.keep_every would and prints it; refused while the run is training."""
     _found(run)
     folder = RunFolder(run)
     with folder.lock():

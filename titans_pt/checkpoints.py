@@ -1,4 +1,4 @@
-"""Checkpoints on disk: canonical, free of the topology that wrote them, and either whole or not there.
+"""Checkpoints on disk: independent of the ranks that wrote them, and either complete or absent.
 
     checkpoints/step-00000020/
         model.safetensors       fp32 master weights by plain parameter name
@@ -7,7 +7,7 @@
         manifest.json           size and SHA-256 of each file above; written last
 
 A checkpoint is built in a hidden sibling folder and renamed, so a crash or a full disk leaves the earlier ones alone.
-Nothing here knows about ranks or DeepSpeed. The layout in words: docs/checkpoints.md.
+Nothing here knows about ranks or DeepSpeed. docs/checkpoints.md describes the layout.
 """
 
 import contextlib
@@ -44,15 +44,14 @@ class TrainerState:
     adam_step: int
     """Updates applied: Adam's bias-correction count."""
     nonfinite: int
-    """Steps skipped in all because the loss or a gradient was not finite."""
+    """All steps that were skipped because the loss or a gradient was not finite."""
     nonfinite_in_a_row: int
     model_hash: str
     config_hash: str
     config: dict[str, Any]
     """The whole settings tree that wrote the checkpoint."""
     identity: dict[str, str]
-    """Hashes of what a run that continues it must find unchanged, by name: of the data, of a tokenizer (the task says
-    which)."""
+    """Hashes by name of what must be unchanged to continue from it: the data, a tokenizer (the task says which)."""
     first_loss: float | None = None
     """Training loss of step 1, for the summary."""
     wandb_id: str | None = None
@@ -106,7 +105,7 @@ def save(folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], s
 
 
 def verify(path: Path) -> list[str]:
-    """Problems of a checkpoint, each one line; empty when it is complete and every byte is as it was written."""
+    """Problems of a checkpoint, each one line; empty when it is complete and no byte has changed."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         if manifest["format"] != FORMAT:
@@ -134,18 +133,19 @@ def newest_complete(folder: Path) -> Path | None:
     Damaged ones are named in a warning and left where they are.
 
     Raises:
-        UserError: there are checkpoints and none is complete; starting anew must be the user's decision.
+        UserError: there are checkpoints, but none is complete; starting from scratch must be the user's decision.
     """
     paths = list_checkpoints(folder)
     for path in reversed(paths):
         problems = verify(path)
         if not problems:
             return path
-        log.warning("checkpoint %s is damaged and passed over: %s", path, "; ".join(problems))
+        log.warning("checkpoint %s is damaged and skipped: %s", path, "; ".join(problems))
     if paths:
         raise UserError(
             f"{folder}: none of its {len(paths)} checkpoints is complete (the newest, {paths[-1].name}: "
-            f"{verify(paths[-1])[0]}); restore one from a copy, or delete them or set another run.dir to start anew"
+            f"{verify(paths[-1])[0]}); restore one from a copy; to start from scratch, delete them or set "
+            "another run.dir"
         )
     return None
 
@@ -163,7 +163,7 @@ def find(folder: Path, step: int | None = None) -> Path:
     path = checkpoint_path(folder, step)
     if not path.is_dir():
         steps = ", ".join(str(step_of(p)) for p in list_checkpoints(folder)) or "none"
-        raise UserError(f"{path}: no such checkpoint; steps at hand: {steps}")
+        raise UserError(f"{path}: no such checkpoint; existing steps: {steps}")
     if problems := verify(path):
         raise UserError(f"{path}: damaged: {'; '.join(problems)}; choose another step")
     return path
@@ -171,7 +171,7 @@ def find(folder: Path, step: int | None = None) -> Path:
 
 def read_state(path: Path) -> TrainerState:
     tree = json.loads((path / TRAINER).read_text())
-    if "identity" not in tree:  # version 0.1.0 knew language alone
+    if "identity" not in tree:  # version 0.1.0 had no other task than language
         tree["identity"] = {"tokenizer": tree.pop("tokenizer_sha256"), "data": tree.pop("data_fingerprint")}
     return TrainerState(**tree)
 
@@ -206,14 +206,14 @@ def step_of(path: Path) -> int:
 def prune(folder: Path, keep_last: int, keep_every: int | None = None, keep: Path | None = None) -> list[Path]:
     """Deletes all but the ``keep_last`` newest checkpoints, those of steps that divide by ``keep_every``, and ``keep``.
 
-    One that cannot be deleted is a warning: the run is worth more than the space. Returns those that are gone.
+    One that cannot be deleted is a warning: the run is worth more than the space. Returns the deleted ones.
     """
     gone = []
     for path in list_checkpoints(folder)[:-keep_last]:
         if path == keep or (keep_every and step_of(path) % keep_every == 0):
             continue
         try:
-            # Out of sight first, so that a deletion cut short does not leave a damaged checkpoint behind.
+            # Renamed first, so that an interrupted deletion does not leave a damaged checkpoint.
             hidden = path.with_name(f".{path.name}.old")
             shutil.rmtree(hidden, ignore_errors=True)
             os.replace(path, hidden)
@@ -225,7 +225,7 @@ def prune(folder: Path, keep_last: int, keep_every: int | None = None, keep: Pat
 
 
 def clean(folder: Path):
-    """Removes what a crash left of unfinished writes and deletions."""
+    """Removes what unfinished writes and deletions left after a crash."""
     for path in folder.glob(".step-*"):
         with contextlib.suppress(OSError):
             shutil.rmtree(path)
@@ -234,7 +234,7 @@ def clean(folder: Path):
 def _save_tensors(tensors: dict[str, Tensor], path: Path):
     """Writes fp32 tensors as safetensors (its format: length of the header, header as JSON, the numbers).
 
-    Its own save_file keeps Python's lock until the disk is done, and training would stand still; these writes do not.
+    The library's save_file holds Python's lock until the disk is done, so training would pause; these writes do not.
     """
     header, offset = {}, 0
     for name, tensor in sorted(tensors.items()):

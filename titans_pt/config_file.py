@@ -25,8 +25,8 @@ def load_config(name: str | Path, overrides: list[str] = (), model: bool = True)
     ones and the file itself win, key by key; lists are replaced whole. Override values are YAML.
 
     Args:
-        model: False leaves out what the mixers and the task check themselves: what prepares data needs neither, nor
-            the two seconds that importing torch takes.
+        model: False skips the checks of mixers and task, which preparing data does not need: they take two seconds to
+            import torch.
 
     Raises:
         UserError: one line that names the path, what was given and what is allowed.
@@ -35,8 +35,8 @@ def load_config(name: str | Path, overrides: list[str] = (), model: bool = True)
 
 
 def load_stored(path: Path, overrides: list[str] = ()) -> Config:
-    """As :func:`load_config`, of a file that :func:`resolved_yaml` wrote, if need be in an earlier version: what it
-    lacks is what that version did."""
+    """As :func:`load_config`, of a file that titans_pt.config.resolved_yaml wrote, if need be in an earlier version:
+    what it lacks is what that version did."""
     return _validated(as_stored(_read(Path(path), ())), overrides, model=True)
 
 
@@ -59,7 +59,7 @@ def find_config(name: str | Path, folder: Path = Path()) -> Path:
     ``170m/mac``, ``170m/mac.yaml`` and ``configs/170m/mac.yaml`` all name the same one.
 
     Raises:
-        UserError: there is neither; the line tells the nearest names.
+        UserError: neither exists; the message suggests the nearest names.
     """
     path = folder / name
     if path.exists() and not path.is_dir():
@@ -79,13 +79,8 @@ def find_config(name: str | Path, folder: Path = Path()) -> Path:
     )
 
 
-def resolved_yaml(config: Config) -> str:
-    """The whole tree, defaults included, as YAML; ``load_config`` of it gives ``config`` back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 3e-4 as a string; everyone who writes it means a number."""
+    """Reads 3e-4 as a number; YAML 1.1 takes it for a string."""
 
 
 _Loader.add_implicit_resolver(

@@ -1,4 +1,4 @@
-"""Settings of earlier versions: what a stored tree meant by what it lacks."""
+"""Settings stored by earlier versions: what their missing settings meant."""
 
 import copy
 from typing import Any
@@ -10,12 +10,12 @@ from titans_pt.config_check import checked
 from titans_pt.errors import UserError
 
 FORMER_DEFAULTS = {"model.memory.forget_to": "zero", "model.memory.gates": "sigmoid"}
-"""Settings that are newer than stored trees which lack them, and whose default is not what the code did before."""
+"""Settings that older stored trees lack -> what the code did before; today's default may be another."""
 
 
 def as_stored(tree: dict) -> dict:
-    """A tree that an earlier version stored whole (a run's config.yaml, a checkpoint, an exported folder), with what it
-    meant by the settings that it did not have yet."""
+    """A tree that an earlier version stored whole (a run's config.yaml, a checkpoint, an exported folder), completed:
+    settings that did not exist yet get the value that stands for what that version did."""
     tree = copy.deepcopy(tree)
     for path, value in FORMER_DEFAULTS.items():
         *sections, key = path.split(".")
@@ -28,9 +28,9 @@ def as_stored(tree: dict) -> dict:
 
 
 def completed(tree: dict) -> dict:
-    """A stored tree with the settings that are new since then at what was done before they existed.
+    """A stored tree with newer settings added, set to what was done before they existed.
 
-    A tree that is not valid any more comes back as it is: its differences are then told by name.
+    A tree that is no longer valid is returned as it is: the caller then names the differences.
     """
     try:
         return checked(Config.model_validate(as_stored(tree))).model_dump(mode="json")
@@ -39,8 +39,8 @@ def completed(tree: dict) -> dict:
 
 
 def as_begun(config: Config, tree: dict) -> Config:
-    """``config`` for going on with a run that stored ``tree``: of the settings in FORMER_DEFAULTS, those that
-    nobody gave are what they were when it began, whatever today's default is."""
+    """``config`` for continuing a run that stored ``tree``: the settings in FORMER_DEFAULTS that ``config`` does not
+    give keep the values with which the run began, whatever today's defaults are."""
     tree = as_stored(tree)
     for path in FORMER_DEFAULTS:
         config = _unless_given(config, path.split("."), tree)

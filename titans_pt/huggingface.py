@@ -6,7 +6,7 @@
     model.generate(**tokenizer("text", return_tensors="pt"), max_new_tokens=20)
 
 generate() carries the memory's state: every token is read once, at any length. What it returns with
-``return_dict_in_generate=True`` has no state; call the model itself for that, and pass ``state=`` to go on.
+``return_dict_in_generate=True`` has no state; call the model itself for that, and pass ``state=`` to continue.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ class TitansConfig(PreTrainedConfig):
 
 @dataclass
 class TitansOutput(ModelOutput):
-    """logits (B, T, vocab_size); ``state`` behind the last token; loss where labels were given."""
+    """logits (B, T, vocab_size); ``state`` after the last token; loss where labels were given."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -131,7 +131,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 class TitansTokenizer(PreTrainedTokenizer):
-    """data_pipeline's tokenizer: the same ids, nothing before or behind them. The end of a text is eos_token.
+    """data_pipeline's tokenizer: the same ids, nothing added before or after them. The end of a text is eos_token.
 
     Args:
         vocab_file: SentencePiece's model; None: whichever tokenizer lies in the folder ``name_or_path``.

@@ -1,4 +1,4 @@
-"""Finds a class by the name that settings give it: its own file in a folder, or whoever registered it."""
+"""Finds a class by the name that settings give it: from its file in a folder, or as registered from elsewhere."""
 
 import importlib
 import importlib.util
@@ -14,7 +14,7 @@ T = TypeVar("T", bound=type)
 class Registry(Generic[T]):
     """Classes of one kind (mixers, tasks), each with a ``name``.
 
-    A name is looked up among the classes that :meth:`register` was told of, then as a module of ``package``: the file
+    A name is looked up among the registered classes (:meth:`register`), then as a module of ``package``: the file
     NAME.py there registers the class NAME. So adding one is adding a file, and a class that lives elsewhere registers
     itself when its module is imported (``run.imports`` names such modules).
 
@@ -32,7 +32,7 @@ class Registry(Generic[T]):
         other = self._found.setdefault(cls.name, cls)
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"{self.setting}: {cls.name!r} is {other!r} already; choose another name for {cls!r}")
-        self._found[cls.name] = cls  # a module that was loaded again brings a new class of the same place
+        self._found[cls.name] = cls  # reloading a module makes a new class in the same place
         return cls
 
     def find(self, name: str) -> T:
@@ -56,6 +56,10 @@ class Registry(Generic[T]):
         for name in self._files():
             importlib.import_module(f"{self.package}.{name}")
         return sorted(self._found)
+
+    def built_in(self) -> list[str]:
+        """Those of :meth:`names` that are files of the package."""
+        return [name for name in self.names() if self._found[name].__module__.startswith(f"{self.package}.")]
 
     def _files(self) -> list[str]:
         folder = importlib.util.find_spec(self.package).submodule_search_locations

@@ -1,4 +1,4 @@
-"""A trained model and what goes with it, loaded from a run's folder."""
+"""A trained model and what belongs to it, loaded from a run's folder."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from titans_pt.tasks.base import backbone_of
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A trained model and all that goes with it."""
+    """A trained model and all that belongs to it."""
 
     folder: RunFolder
     config: Config
@@ -48,7 +48,7 @@ class LoadedRun:
 
     @property
     def identity(self) -> str:
-        """What the results of evaluations belong to: the weights, and how they are computed with."""
+        """What evaluation results belong to: the weights and the precision of computing with them."""
         return self.checkpoint_hash if self.precision == "fp32" else f"{self.checkpoint_hash}-{self.precision}"
 
 
@@ -91,12 +91,12 @@ def load_run(
 
 
 def load_weights(model: nn.Module, weights: dict[str, torch.Tensor]):
-    """Fills a model with the weights of a checkpoint; every name must be there, and none be left over.
+    """Fills a model with the weights of a checkpoint, whose names must be exactly the model's.
 
     A parameter with two names (tied embeddings) is kept under its first one.
 
     Raises:
-        UserError: the names are others: a version of this project wrote them whose models had other parameters.
+        UserError: the names differ: an earlier version of this project, whose models had other parameters, wrote them.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     aliases = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}

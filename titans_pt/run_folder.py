@@ -1,4 +1,4 @@
-"""A run is a folder: everything that can be looked at later is in it."""
+"""A run is a folder that holds everything about it."""
 
 import contextlib
 import errno
@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from titans_pt import __version__
-from titans_pt.config import Config, config_hash
-from titans_pt.config_file import resolved_yaml
+from titans_pt.config import Config, config_hash, resolved_yaml
 from titans_pt.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self):
-        """Holds the folder for one training process; the system lets go of it even when that is killed.
+        """Locks the folder for one training process; the system releases it even if the process is killed.
 
         The lock is the kernel's (flock), so it also holds between nodes where the file system passes it on, as NFS
         and Lustre do; where there are none, a warning says so.

@@ -1,4 +1,4 @@
-"""Text of any length through a model in constant memory, and tokens out of it.
+"""Reads text of any length through a model in constant memory, and generates tokens.
 
 Every function here takes a model called as ``model(ids, state, last_only=...) -> (logits, state)`` with
 ids (B, T) int64 and logits (B, T, V), or (B, 1, V) with ``last_only=True``.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titans_pt.state import fork
+from titans_pt.layers.state import fork
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -22,14 +22,14 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def best_device(local_rank: int = 0) -> str:
-    """A CUDA device, one for each local rank as far as they go, or "cpu" when there is none."""
+    """The CUDA device of a local rank (shared if there are fewer than ranks), or "cpu" without any."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return f"cuda:{local_rank % count}" if count else "cpu"
 
 
 @torch.no_grad()
 def prefill(model: nn.Module, ids: Tensor, chunk_tokens: int, state: Any = None) -> tuple[Tensor, Any]:
-    """Streams ``ids`` through the model in pieces, its state carried.
+    """Streams ``ids`` through the model in pieces, with its state carried along.
 
     Memory does not grow with T: only a piece is on the model's device, and only the last token's logits are
     computed. (The state of a full-attention mixer grows; that is the mixer's own.)
@@ -37,7 +37,7 @@ def prefill(model: nn.Module, ids: Tensor, chunk_tokens: int, state: Any = None)
     Args:
         ids: (B, T) integers on any device, T >= 1.
         chunk_tokens: tokens of a piece; it changes speed and memory, not the result.
-        state: what an earlier call returned, to continue from; None starts afresh.
+        state: what an earlier call returned, to continue from; None: start at the beginning.
 
     Returns:
         logits of the last token (B, V), and the state after it.

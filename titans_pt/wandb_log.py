@@ -1,4 +1,4 @@
-"""Weights & Biases as a bystander: it may fail, the run may not."""
+"""Logging to Weights & Biases, whose failures never stop a run."""
 
 import logging
 import netrc
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class WandbLog:
-    """Sends metrics to W&B, online or to files in the run folder; any failure is one warning and the end of it.
+    """Sends metrics to W&B, online or to files in the run folder; after any failure it warns once and stops sending.
 
     The run id is kept in the run folder, so that a resumed run continues the same curves.
     """

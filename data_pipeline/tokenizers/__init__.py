@@ -1,4 +1,4 @@
-"""Tokenizers whose decoding gives back exactly the text that was encoded: SentencePiece's, and Hugging Face's."""
+"""Tokenizers whose decoding returns exactly the encoded text: SentencePiece's and Hugging Face's."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
 
     Args:
         eos_token: the piece that ends a document. None: the model's own; for tokenizer.json that of
-            tokenizer_config.json beside it.
+            tokenizer_config.json next to it.
 
     Raises:
         UserError: the file is missing, broken, or without an end-of-text piece.

@@ -60,7 +60,7 @@ class StreamDecoder:
     """Ids to text, one at a time: what :meth:`push` and :meth:`finish` return, joined, is ``decode`` of all ids.
 
     Args:
-        continues: the ids go on from other text (generation after a prompt), so a leading space belongs to them.
+        continues: the ids continue other text (generation after a prompt), so a leading space belongs to them.
     """
 
     def __init__(self, tokenizer: Tokenizer, continues: bool = False):

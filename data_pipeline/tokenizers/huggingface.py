@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer.json whose decoding gives back exactly the text that was encoded."""
+"""A Hugging Face tokenizer.json whose decoding returns exactly the encoded text."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.bos_id, self.eos_id = (self._id(self._ends[key]) for key in ("bos_token", "eos_token"))
         if eos_token and self.eos_id < 0:
             raise UserError(f"data.tokenizer.eos_token: given {eos_token!r}, which is no piece of {path}; set it to "
-                            "one, or to null for that of tokenizer_config.json beside it")
+                            "one, or to null for that of tokenizer_config.json next to it")
         first = self.encode("a")
         self.dummy_prefix = bool(first) and self.pieces[first[0]].startswith(b" ")
 
@@ -87,7 +87,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _config(path: Path) -> dict:
-    """bos_token and eos_token of tokenizer_config.json beside ``path``, as strings."""
+    """bos_token and eos_token of tokenizer_config.json next to ``path``, as strings."""
     try:
         tree = json.loads((path.parent / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A SentencePiece model whose decoding gives back exactly the text that was encoded."""
+"""A SentencePiece model whose decoding returns exactly the encoded text."""
 
 import hashlib
 import shutil
@@ -15,7 +15,7 @@ from titans_pt.errors import UserError
 _SPACE = "\u2581"
 """SentencePiece's own sign for a space; in text it would come back as one."""
 _STRETCH = 1 << 16
-"""Longest text given to SentencePiece at once: beyond, its time a token doubles, and it takes 100 bytes a character."""
+"""Longest text given to SentencePiece at once: beyond it, time per token doubles, at 100 bytes per character."""
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -46,7 +46,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.dummy_prefix = sp.encode_as_pieces("a")[0].startswith(_SPACE)
         self._escaped_space = [sp.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
         self._escapes = sp.is_byte(self._escaped_space[0]) and not self.dummy_prefix
-        # A newline is a piece of its own in all models that keep lines: what follows it is encoded as if alone.
+        # A newline is a separate piece in all models that keep lines: what follows it is encoded as if alone.
         self._newline = sp.encode("\n")
         alone = not any(b"\n" in piece and piece != b"\n" for piece in self.pieces)
         self._cuts = alone and [self.pieces[i] for i in self._newline[-1:]] == [b"\n"]
@@ -60,7 +60,7 @@ class SentencePieceTokenizer(Tokenizer):
         return [next(encoded) if ok else self._encode_parts(text) for ok, text in zip(plain, texts, strict=True)]
 
     def _encode_parts(self, text: str) -> array:
-        """``text`` with spaces of SentencePiece's own in it as bytes, and a long one stretch by stretch."""
+        """Ids of ``text``: SentencePiece's space signs in it become bytes, and a long text is encoded in stretches."""
         ids = array("i")  # a list of numbers takes nine times the memory
         for i, part in enumerate(text.split(_SPACE) if self._escapes else [text]):
             ids.extend(self._escaped_space if i else [])

@@ -49,7 +49,7 @@ def train_tokenizer(texts: Iterable[str], out_path: str | Path, vocab_size: int,
 def _lines(texts: Iterable[str], max_characters: int, failures: list[Exception]) -> Iterator[str]:
     """Lines of at most _LINE_CHARACTERS, max_characters in all.
 
-    What ``texts`` raises is noted in ``failures``: the trainer turns it into a RuntimeError of its own.
+    What ``texts`` raises is kept in ``failures``: the trainer turns it into a plain RuntimeError.
     """
     try:
         for text in texts:
@@ -65,7 +65,7 @@ def _lines(texts: Iterable[str], max_characters: int, failures: list[Exception])
 
 
 def _explain(error: str, vocab_size: int) -> Exception:
-    """SentencePiece's own message, said in our settings."""
+    """SentencePiece's message in terms of our settings."""
     if match := re.search(r"too high \(\d+\)\. Please set it to a value <= (\d+)", error):
         return UserError(f"model.vocab_size: given {vocab_size}; the text is enough for at most {match[1]}: "
                          "lower it, or add text in data.sources")

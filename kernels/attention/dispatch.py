@@ -77,7 +77,7 @@ def segment_attention(
     length = q.shape[1]
     missing = -length % stride
     if missing:
-        # An unfinished group: queries that nobody asks for, behind all others, fill it.
+        # An unfinished group is filled up with queries after all others; their outputs are dropped.
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
         prefix = prefix and Prefix(F.pad(prefix.q, (0, 0, 0, 0, 0, missing)), prefix.k, prefix.v)
     parts = [Part(q, k, v), Part(q, memory_k, memory_v, shared=stride)]

@@ -1,4 +1,4 @@
-"""FlashAttention over several sets of keys as ONE softmax: a window beside an always-visible prefix, say.
+"""FlashAttention over several sets of keys as ONE softmax: a window and an always-visible prefix, say.
 
 Each set (:class:`Part`) is one call of a kernel that returns its output o_p and the log-sum-exp l_p of its scores. The
 softmax over all sets together is
@@ -23,10 +23,11 @@ from titans_pt.kernels.attention import providers
 class Part:
     """Keys that the queries see by one rule. S keys, T queries.
 
-    q: (B, T, H, D). k, v: (B, S, H, D). A part may have queries of its own (rotated in one, not in another).
+    q: (B, T, H, D). k, v: (B, S, H, D). A part may have its own queries (rotated in one, not in another).
     causal: query i sees the keys up to i + S - T (the last query sees all); else it sees all keys.
-    window: with causal, only the newest so many of these; None for all.
-    shared: consecutive queries that see alike: query i counts as query i // shared. T = shared x (queries so counted).
+    window: with causal, only this many of the newest keys; None for all.
+    shared: consecutive queries that see the same keys: query i counts as number i // shared of
+        T / shared queries.
     documents: (n + 1,) int32, ascending from 0 to B * T, equal ones allowed: with T = S, tokens between two of these
         places (rows laid end to end) see only one another. Row starts are among them.
     """
@@ -42,7 +43,7 @@ class Part:
 
 @dataclass
 class Rule:
-    """What a kernel is told beside the tensors; see :class:`Part`. row: T, which no document is longer than."""
+    """A kernel's arguments besides the tensors; see :class:`Part`. row: T, which no document is longer than."""
 
     causal: bool
     window: int | None
@@ -100,7 +101,7 @@ class _Merged(torch.autograd.Function):
         return None, *grads
 
 
-# ---- a part's tensors as its kernel wants them: queries that see alike become heads, documents one long row
+# ---- a part's tensors as its kernel wants them: queries that see the same keys become heads, documents one long row
 
 
 def _folded(x: Tensor, rule: Rule, query: bool) -> Tensor:

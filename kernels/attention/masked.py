@@ -14,7 +14,7 @@ QUERY_BLOCK = 512
 class Prefix:
     """Tokens without a position that every query sees.
 
-    q: (B, T, H, D), the queries NOT rotated: what a token gets of the prefix must not depend on where it stands.
+    q: (B, T, H, D), the queries NOT rotated: what a token gets of the prefix must not depend on its place.
     k, v: (B, P, H, D).
     """
 

@@ -1,4 +1,4 @@
-"""Who computes one part of flash.py's flash_attention: flash-attn, PyTorch's own FlashAttention,
+"""The libraries that compute one part of flash.py's flash_attention: flash-attn, PyTorch's own FlashAttention,
 or, where neither runs, the same formulas in plain PyTorch.
 
 Each provider has two functions. Shapes, as FlashAttention has them: q, d_out, out (B, T, H, D), k, v (B, S, K, D)
@@ -19,7 +19,7 @@ HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 
 
 def flash_serves(q: Tensor) -> bool:
-    """Whether FlashAttention's kernels take queries like these (without contents: whether they would on a GPU)."""
+    """Whether FlashAttention's kernels take queries like these (meta tensors: whether they would on a GPU)."""
     return (q.is_cuda or q.is_meta) and q.dtype in HALF and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 

@@ -62,7 +62,7 @@ def channel_scan(
         else:
             call = loop_scan
             if backend == "auto" and torch.compiler.is_compiling():
-                # Not at the top: it imports torch's compiler, seconds that whoever does not compile need not wait.
+                # Not at the top: it imports torch's compiler, which takes seconds.
                 from titans_pt.kernels.channel_scan.uncompiled import call
             out, state = call(*(t.to(dtype) for t in (x, step, k, q)), rate, state, reset)
     return out.to(x.dtype), state if output_final_state else None
@@ -79,7 +79,7 @@ def unserved(dtype: torch.dtype, states: int) -> str | None:
 
 
 def _fused(x: Tensor, k: Tensor, backend: str):
-    """The fused implementation if it is to be used, else None.
+    """The fused implementation if this call uses it, else None.
 
     Raises:
         ValueError: backend is "triton", which does not serve this call.

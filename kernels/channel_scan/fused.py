@@ -6,7 +6,7 @@ A program follows a few channels of a row through the sequence, a tile of tokens
 
 is an associative scan over tokens; h goes from tile to tile in registers. The decays a and inputs u, (B, T, D, N), are
 made in registers from (B, T, D) and (B, T, N) and never written. The states before each tile are kept for the backward
-pass, which takes the tiles in reverse: it scans h once more (one token late: h_{t-1} is never had by dividing) and dh
+pass, which takes the tiles in reverse: it scans h again (one token late: h_{t-1} is never had by dividing) and dh
 from the end. What is summed over channels (the gradients of k, q) is written per program and summed afterwards, not by
 atomic additions: the same call gives the same bits.
 """

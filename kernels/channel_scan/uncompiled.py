@@ -1,6 +1,6 @@
 """The loop as a break in the graph of torch.compile, which would unroll it: minutes.
 
-Who wants it compiled says backend="loop". (The fused kernels are one operator of the graph.)
+To have it compiled: backend="loop". (The fused kernels are one operator of the graph.)
 """
 
 import torch

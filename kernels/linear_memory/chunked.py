@@ -9,7 +9,7 @@ and P(x, y)[i, j] = sum_k x[i, k] y[j, k] exp(G[i, k] - G[j, k]) for j <= i in o
 
 (Yang et al., "Gated Delta Networks", arXiv 2412.06464, Section 3.3, with a decay that may differ between channels.)
 Only sums of log decays go through exp, never their negatives: whatever decays at most vanishes. Documents are cut by
-masks, since an infinite decay would leave inf - inf behind.
+masks, since an infinite decay would give inf - inf.
 
 Everything that does not need S is computed for all chunks at once; only S goes from chunk to chunk.
 """

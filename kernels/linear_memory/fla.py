@@ -6,7 +6,7 @@
     delta rule, decay (H,), (B, T, H)             chunk_gated_delta_rule
 
 All are called with scale = 1. Documents are what they call sequences of different lengths (cu_seqlens): the rows lie
-end to end, and each document has a state of its own.
+end to end, and each document has a separate state.
 """
 
 import weakref

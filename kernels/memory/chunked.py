@@ -22,7 +22,7 @@ import math
 import torch
 from torch import Tensor
 
-from titans_pt.kernels.memory.blocks import Blocks, cut
+from titans_pt.kernels.blocks import Blocks, cut
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.scan import MemoryScan, Plan
 from titans_pt.kernels.memory.state import MemoryState, Weights

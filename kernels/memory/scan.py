@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from titans_pt.kernels.memory import block
-from titans_pt.kernels.memory.block import Coefficients
+from titans_pt.kernels.memory import dual
+from titans_pt.kernels.memory.dual import Coefficients
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import choose
 
@@ -76,7 +76,7 @@ class MemoryScan(torch.autograd.Function):
                 played.append((n, began, kept))
             while played:
                 n, (W, S, F), kept = played.pop()
-                g = block.backward(
+                g = dual.backward(
                     d_out[n], dW, dS, arguments.gates(n), arguments.norm, W, S, F, arguments.base, grads.begin, kept,
                     plan.network,
                 )  # fmt: skip
@@ -117,7 +117,7 @@ class _Arguments:
         if chunk is not False:
             whole = W if self.base is None else tuple(w0 + w for w0, w in zip(self.base, W, strict=True))
             F = choose(chunk, whole, F)
-        out, new_W, new_S, kept = block.forward(
+        out, new_W, new_S, kept = dual.forward(
             self.q[n], self.k[n], self.v[n], self.gates(n), self.norm, W, S, F, self.base, self.plan.network
         )
         return (new_W, new_S, F), (W, S, F), out, kept
@@ -132,7 +132,7 @@ class _Accumulated:
         self.norm = [torch.zeros_like(p) for p in arguments.norm]
         self.begin = [torch.zeros_like(w) for w in arguments.begin]
 
-    def add(self, n: int, g: block.Gradients):
+    def add(self, n: int, g: dual.Gradients):
         self.q[n], self.k[n], self.v[n] = g.q, g.k, g.v
         for layer, gates in enumerate(g.gates):
             for total, field in zip(self.coefficients, fields(Coefficients), strict=True):

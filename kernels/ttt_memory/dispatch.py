@@ -71,7 +71,7 @@ def ttt_memory(
         else:
             call = dual_ttt_memory
             if backend == "auto" and torch.compiler.is_compiling():
-                # Not at the top: it imports torch's compiler, seconds that whoever does not compile need not wait.
+                # Not at the top: it imports torch's compiler, which takes seconds.
                 from titans_pt.kernels.ttt_memory.uncompiled import call
             out, state = call(*given, begin, norm, state, reset, save_every)
     return out.to(q.dtype), state if output_final_state else None

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from titans_pt.kernels.memory.blocks import Blocks, cut
+from titans_pt.kernels.blocks import Blocks, cut
 from titans_pt.kernels.memory.state import choose
 from titans_pt.kernels.ttt_memory.state import EPS, Parameters, TTTState
 

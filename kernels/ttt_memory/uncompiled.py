@@ -1,6 +1,6 @@
 """The dual form as a break in the graph of torch.compile, which would unroll its loop over mini-batches: minutes.
 
-Who wants it compiled says backend="dual".
+To have it compiled: backend="dual".
 """
 
 import torch

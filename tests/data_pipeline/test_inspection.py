@@ -14,7 +14,7 @@ def test_totals_lengths_and_documents(config, capsys):
     assert f"train: {train['documents']:,} documents, {train['tokens']:,} tokens" in out
     assert "dropped: 0 empty, 0 duplicate, 0 filtered, 0 rejected" in out
     assert "document 0 of train: " in out and "corpus.jsonl row 0 id -" in out and "'Document 0 0\\n" in out
-    assert "train.bin: " in out and "checksum right" in out
+    assert "train.bin: " in out and "checksum correct" in out
     histogram = out.split("; by tokens:\n")[1].split("  document ")[0]
     assert sum(int(line.split()[3].replace(",", "")) for line in histogram.splitlines()) == train["documents"]
 

@@ -1,4 +1,4 @@
-"""Peak memory of a whole ``titans prepare``, each in a process of its own."""
+"""Peak memory of a whole ``titans prepare``, each in a separate process."""
 
 import json
 import subprocess

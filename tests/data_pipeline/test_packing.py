@@ -90,11 +90,11 @@ def test_weights_of_a_mixture_are_exact_over_any_window(weights, start, length):
 @given(WEIGHTS, st.integers(1, 300))
 def test_each_stream_of_a_mixture_is_read_in_its_own_order(weights, length):
     streams = [PackedSamples(dataset([100 + 30 * i]), 10, 0) for i in range(len(weights))]
-    mixture, behind = Mixture(streams, weights), [0] * len(weights)
+    mixture, after = Mixture(streams, weights), [0] * len(weights)
     for position in range(length):
         stream, own = mixture.locate(position)
-        assert own == behind[stream]
-        behind[stream] += 1
+        assert own == after[stream]
+        after[stream] += 1
         assert np.array_equal(mixture.sample(position)[0], streams[stream].sample(own)[0])
         assert mixture.describe(position)["position"] == position
         assert mixture.stream(position) is streams[stream].dataset

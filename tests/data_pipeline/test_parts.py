@@ -1,4 +1,4 @@
-"""Preparing by many processes, killed at any point: the files are those of one process that nobody disturbed."""
+"""Preparing by many processes, killed at any point: the files are those of one undisturbed process."""
 
 import importlib
 import json
@@ -80,7 +80,7 @@ def _prepare(config, part_bytes, workers):
 def killed_often(build, times, workers, seed):
     """Prepares with ``times`` kills -9 at random points, each call going on where the last was killed.
 
-    Whenever a call ends before its kill, its files must be those of an undisturbed one; then all begins anew.
+    Whenever a call ends before its kill, its files must be those of an undisturbed one; then all begins from scratch.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["titans_pt.data_pipeline.prepare"])
@@ -152,7 +152,7 @@ def test_a_part_that_was_changed_is_found(many):
     [build] = (Path(config.data.dir) / ".preparing").iterdir()
     part = parts.part_path(build, 3, ".bin")
     part.write_bytes(b"\0\0" + part.read_bytes()[2:])
-    with pytest.raises(UserError, match="part-000003.bin: not what was written; remove .*part-000003.json"):
+    with pytest.raises(UserError, match="part-000003.bin: not the file that was written; remove .*part-000003.json"):
         prepare(config)
     parts.part_path(build, 3, ".json").unlink()
     prepare(config)

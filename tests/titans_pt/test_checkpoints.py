@@ -52,7 +52,7 @@ def test_steps_are_listed_in_order_and_found(tmp_path):
         "step-00000005", "step-00000020", "step-100000000"]
     assert checkpoints.find(tmp_path).name == "step-100000000"
     assert checkpoints.find(tmp_path, 20).name == "step-00000020"
-    with pytest.raises(UserError, match="no such checkpoint; steps at hand: 5, 20, 100000000"):
+    with pytest.raises(UserError, match="no such checkpoint; existing steps: 5, 20, 100000000"):
         checkpoints.find(tmp_path, 6)
 
 

@@ -284,7 +284,7 @@ def test_a_user_error_of_a_process_is_one_line(tiny, tmp_path):
 
 
 def test_a_foreign_package_called_kernels_is_passed_over(tiny, tmp_path):
-    """Hugging Face publishes one; here it stands first on the path, seen from another folder."""
+    """Hugging Face publishes one; here it comes first on the path, seen from another folder."""
     foreign = tmp_path / "foreign" / "kernels"
     foreign.mkdir(parents=True)
     (foreign / "__init__.py").write_text("raise SystemExit('the wrong kernels')\n")

@@ -28,8 +28,8 @@ def test_what_an_earlier_version_stored():
     tree["train"].pop("compile")
     assert completed(tree) == whole
     own = tree["model"].pop("mac")  # its settings stood among all mixers' once
-    tree["model"] |= own | {"segment": 64, "memory_tokens": 32}
-    assert completed(tree)["model"] == whole["model"] | {"mac": {"segment": 64, "memory_tokens": 32}}
+    tree["model"] |= {"segment": 64, "memory_tokens": 32}
+    assert completed(tree)["model"] == whole["model"] | {"mac": own | {"segment": 64, "memory_tokens": 32}}
     tree["model"]["mixers"] = ["lmm"]
     assert "mac" not in completed(tree)["model"]
     assert completed({"model": {"gone": 1}}) == {"model": {"gone": 1}}

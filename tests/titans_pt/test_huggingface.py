@@ -104,7 +104,7 @@ def test_loss_and_masks(folders):
         hub(ids, attention_mask=torch.zeros_like(ids))
 
 
-@pytest.mark.parametrize("mixer", MIXERS.names())
+@pytest.mark.parametrize("mixer", MIXERS.built_in())
 def test_every_mixer(mixer, tmp_path, prepared):
     run = untrained_run(tmp_path / "run", prepared, mixers=[mixer])
     huggingface.export_run(run, tmp_path / "hf")

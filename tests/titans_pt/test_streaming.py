@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.stand_ins import Recurrent, Scripted
 from titans_pt import streaming
 from titans_pt.config import ModelConfig
+from titans_pt.layers.state import state_bytes
 from titans_pt.models import build_model
-from titans_pt.state import state_bytes
 
 RECURRENT = Recurrent().eval()
 

@@ -1,1 +1,1 @@
-"""Measurements that a user can repeat: ratios in one run, hardware and versions beside them."""
+"""Measurements that a user can repeat: ratios within one run, with hardware and versions."""

@@ -1,4 +1,4 @@
-"""The memory's kernels on this machine, beside other implementations, other operators and the machine's ceilings.
+"""The memory's kernels on this machine, compared with other implementations, other operators and the machine's limits.
 
 Same batch, length, heads and head width for all. An implementation is timed only after it has passed its check; one
 that cannot run or does not pass has its reason in the table in place of figures.
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from titans_pt.benchmarks.process import write_csv
-from titans_pt.kernels.memory import block, neural_memory
+from titans_pt.kernels.memory import dual, neural_memory
 from titans_pt.run_folder import versions
 from titans_pt.tools.plots import new_figure, save_figure
 
@@ -65,8 +65,9 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
     lengths = sorted({n for n in LENGTHS if n <= longest} | ({longest} if longest < LENGTHS[0] else set()))
     rows = []
     ceilings = measured_ceilings(device, dtype)
-    title = (f"D = {WIDTH}, {HEADS} heads, C = {CHUNK}, {tokens:,} tokens a call, {str(dtype).removeprefix('torch.')}; "
-             f"matmul {ceilings['matmul_tflops']:.1f} TFLOP/s, copy {ceilings['copy_gigabytes']:.0f} GB/s")
+    title = (f"D = {WIDTH}, {HEADS} heads, C = {CHUNK}, {tokens:,} tokens per call, "
+             f"{str(dtype).removeprefix('torch.')}; matmul {ceilings['matmul_tflops']:.1f} TFLOP/s, "
+             f"copy {ceilings['copy_gigabytes']:.0f} GB/s")
     (out / "kernels.json").write_text(json.dumps(versions() | _fla_version() | ceilings, indent=1) + "\n")
     for name, expansion, build in implementations():
         with compiled_blocks() if name == COMPILED else nullcontext():
@@ -126,12 +127,12 @@ def memory_call(backend: str, x: dict[str, Tensor]) -> Callable[[], Tensor]:
 @contextmanager
 def compiled_blocks():
     """The dual form's blocks, forward and backward, through torch.compile: its loop over them would be unrolled."""
-    plain = block.forward, block.backward
-    block.forward, block.backward = (torch.compile(function, dynamic=False) for function in plain)
+    plain = dual.forward, dual.backward
+    dual.forward, dual.backward = (torch.compile(function, dynamic=False) for function in plain)
     try:
         yield
     finally:
-        block.forward, block.backward = plain
+        dual.forward, dual.backward = plain
 
 
 def _gated_delta_rule(x: dict[str, Tensor]) -> Callable[[], Tensor]:
@@ -324,5 +325,5 @@ def _plot(rows: list[Row], path: Path, title: str):
 def _fla_version() -> dict[str, str]:
     from importlib import metadata
 
-    # fla-core has the operators, and is a distribution of its own.
+    # fla-core is the distribution that has the operators.
     return {"fla-core": metadata.version("fla-core")} if find_spec("fla") else {}

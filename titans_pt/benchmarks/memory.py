@@ -1,7 +1,7 @@
 """The memory layer on this machine: time and memory against titans-pytorch, and against the length.
 
-Every case runs in a process of its own, so that its peak memory is its own; the cases take turns, so that a machine
-that slows down slows all of them, and the ratios stand.
+Every case runs in a separate process, so that its peak memory is its own; the cases take turns, so that a machine
+that slows down slows all of them, and the ratios stay right.
 """
 
 import json

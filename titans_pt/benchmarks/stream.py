@@ -1,4 +1,4 @@
-"""A long stream through a model whose state is carried: speed and memory against the tokens that were read."""
+"""A long stream through a model, its state carried along: speed and memory against the number of tokens read."""
 
 import json
 import statistics
@@ -12,9 +12,9 @@ import torch
 from titans_pt.benchmarks.process import peak_mib, write_csv
 from titans_pt.config import Config
 from titans_pt.errors import UserError
+from titans_pt.layers.state import state_bytes
 from titans_pt.models import build_model
 from titans_pt.run_folder import versions
-from titans_pt.state import state_bytes
 from titans_pt.streaming import best_device, prefill
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import new_figure, save_figure
@@ -86,7 +86,7 @@ def read(config: Config, stretch: int, count: int) -> tuple[list[Stretch], float
 
 
 def table(found: list[Stretch], ratio: float | None = None) -> str:
-    """Markdown, a line a stretch; with ``ratio``, how far they lie apart."""
+    """Markdown, one line per stretch; with ``ratio``, how far they are apart."""
     lines = ["| tokens | tokens/s | peak MiB | state MiB |", "|---|---|---|---|"]
     lines += [f"| {s.tokens:,} | {s.tokens_per_second:,.0f} | {s.peak_mib:.1f} | {s.state_mib:.2f} |" for s in found]
     if ratio is not None:

@@ -1,7 +1,7 @@
-"""The whole training step on this machine: models, lengths, memory depths and chunk sizes, at equal tokens a step.
+"""The whole training step on this machine: models, lengths, memory depths and chunk sizes, at equal tokens per step.
 
 Titans, Figure 9 (throughput against the length) and Figure 8 (against the memory's depth). The step is that of
-``titans train``: the same engine, forward and backward pass, clipping, AdamW. Every case has a process of its own.
+``titans train``: the same engine, forward and backward pass, clipping, AdamW. Every case runs in a separate process.
 """
 
 import json
@@ -113,7 +113,7 @@ def table(found: list[Measurement]) -> str:
 
 
 def plot(found: list[Measurement], path: Path):
-    """Tokens a second against the length, a line a model."""
+    """Tokens per second against the length, one line per model."""
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     for model in dict.fromkeys(m.model for m in found):
@@ -122,7 +122,7 @@ def plot(found: list[Measurement], path: Path):
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("tokens a sequence, at equal tokens a step")
+    axes.set_xlabel("tokens per sequence, at equal tokens per step")
     axes.set_ylabel("training tokens / s")
     axes.grid(alpha=0.3)
     if found:

@@ -20,7 +20,7 @@ import click
 SECTIONS = ("data", "train", "evaluate", "study", "tools")
 
 COMPLETION = "_TITANS_COMPLETE"
-"""The environment variable in which a shell asks for completions, as ``titans completion`` told it to."""
+"""The environment variable in which a shell asks for completions, as the script of ``titans completion`` makes it."""
 
 SUBJECT = "titans_pt.subject"
 """Where a context's ``meta`` keeps the CONFIG or RUN that a command works on, for errors that name no file."""
@@ -45,5 +45,5 @@ class Commands(Mapping[str, click.Command]):
         return len(self._files)
 
     def section(self, name: str) -> str:
-        """The heading of ``titans --help`` under which the command stands."""
+        """The heading of ``titans --help`` under which the command is listed."""
         return import_module(f"{__name__}.{self._files[name]}").SECTION

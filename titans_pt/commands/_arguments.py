@@ -12,7 +12,7 @@ from titans_pt.commands import SUBJECT
 
 
 class Checked(click.ParamType):
-    """A value that ``read`` makes of a word, or one line that says what is allowed.
+    """The value that ``read`` makes of a word; otherwise one line that says what is allowed.
 
     Args:
         read: raises ValueError for a word that is not allowed.
@@ -61,7 +61,7 @@ COUNTS = Checked(
 """A list of int from words such as 1024,2048."""
 
 NAMES = Checked(lambda words: words.split(","), "names with commas between")
-"""A list of str from words such as mac,mag; which names there are, the action knows."""
+"""A list of str from words such as mac,mag; the action knows which are allowed."""
 
 FILE = click.Path(path_type=Path)
 

@@ -11,7 +11,7 @@ SECTION = "evaluate"
 @checkpoint_step
 @click.option(
     "--suite", metavar="NAME",
-    help="one of the task's; for language perplexity, needle, babilong, commonsense (default: the first two)",
+    help="a suite of the task: for language perplexity, needle, babilong, commonsense (default: the first two)",
 )  # fmt: skip
 def evaluate(run: str, overrides: tuple[str, ...], step: int | None, suite: str | None):
     """Measure a trained model: perplexity, needles, BABILong, commonsense."""

@@ -20,12 +20,12 @@ SECTION = "evaluate"
 @click.option("--seed", type=int, default=0, metavar="N", help="of the draws")
 @checkpoint_step
 @click.option("--save-state", type=click.Path(), metavar="FILE", help="keep the state after prompt and new text")
-@click.option("--state", type=click.Path(), metavar="FILE", help="go on from a state that --save-state kept")
+@click.option("--state", type=click.Path(), metavar="FILE", help="continue from a state that --save-state wrote")
 def generate(
     run: str, prompt: str | None, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float, seed: int,
     step: int | None, save_state: str | None, state: str | None,
 ):  # fmt: skip
-    """Continue a prompt, the memory carried along."""
+    """Continue a prompt, with the memory carried along."""
     from titans_pt import evaluation
 
     evaluation.generate(

@@ -11,7 +11,7 @@ SECTION = "study"
 @click.option("--needles", "count", type=whole(1), default=8, metavar="N", help="needles in a sample")
 @click.option(
     "--lengths", default="96:8,256,512,1024,2048", metavar="TOKENS[:PARTS],...",
-    help="lengths of training, one after the other, and how many parts of the steps each gets",
+    help="training lengths in order, each with its share of the steps",
 )  # fmt: skip
 @click.option(
     "--asked", type=COUNTS, default="1024,2048,4096,8192,16384,32768,65536", metavar="TOKENS,...",

@@ -22,11 +22,11 @@ SHARE = Checked(_share, "I/N, with I from 0 to N - 1")
 @click.option("--force", is_flag=True, help="replace token files that other settings made")
 @click.option(
     "--workers", type=whole(1), default=len(os.sched_getaffinity(0)), metavar="N",
-    help="cores to use; without it all of this machine's",
+    help="cores to use (default: all of this machine)",
 )  # fmt: skip
 @click.option(
     "--shard", type=SHARE, metavar="I/N",
-    help="only this share of the work, I from 0 to N - 1; run once more without it when all are done",
+    help="only this share of the work, I from 0 to N - 1; run again without it when all are done",
 )  # fmt: skip
 def prepare(config, force: bool, workers: int, shard: tuple[int, int] | None):
     """Turn text into token files."""

@@ -10,7 +10,7 @@ SECTION = "study"
 @click.option("--models", type=NAMES, default="lmm,mac,mag,mal", metavar="NAMES", help="the models to train")
 @click.option(
     "--changes", type=NAMES, default="plain,memory-off", metavar="NAMES",
-    help="what to take away from them: plain, memory-off, no-momentum, no-forgetting, linear-memory, no-conv, no-ln",
+    help="what to remove from them: plain, memory-off, no-momentum, no-forgetting, linear-memory, no-conv, no-ln",
 )  # fmt: skip
 @click.option("--pairs", type=whole(1), default=8, metavar="N", help="key-value pairs in a sample")
 @click.option("--distance", type=whole(0), default=40, metavar="N", help="least tokens between pairs and queries")

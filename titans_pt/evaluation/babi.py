@@ -1,7 +1,7 @@
 """Stories in the grammar of bAbI's tasks 1 to 5 (Weston et al., "Towards AI-Complete Question Answering", 2015).
 
 bAbI's own files are in no package. These stories have its sentences, its people, places and things, and its rules (a
-thing goes where its carrier goes; the last fact counts); they are drawn anew, so they are not its very stories.
+thing goes where its carrier goes; the last fact counts); they are newly drawn, so they are not bAbI's own stories.
 """
 
 from collections.abc import Callable
@@ -30,11 +30,11 @@ LABELS = {
     "qa1": PLACES, "qa2": PLACES, "qa3": PLACES, "qa4": PLACES,
     "qa5": tuple(sorted({*GIVERS, *THINGS})),
 }  # fmt: skip
-"""All answers that a task has."""
+"""All possible answers of a task."""
 
 
 class _World:
-    """Who is where and has what; each method tells one fact."""
+    """Where everyone is and what they carry; each method adds one fact."""
 
     def __init__(self, random: Random, people: tuple[str, ...]):
         self.random, self.people = random, people
@@ -42,7 +42,7 @@ class _World:
         self.place: dict[str, str] = {}
         self.carrier: dict[str, str] = {}
         self.seen: dict[str, list[str]] = {thing: [] for thing in THINGS}
-        """Where each thing has been, one place after the other."""
+        """The places where each thing has been, in order."""
 
     def move(self):
         person = self.random.choice(self.people)
@@ -54,7 +54,7 @@ class _World:
                 self._put(thing, place)
 
     def take(self):
-        """Somebody whose place is known takes what lies there, or what has not been seen yet."""
+        """Someone whose place is known takes a thing that lies there or was not seen yet."""
         choices = [
             (person, thing)
             for person, place in self.place.items()
@@ -77,7 +77,7 @@ class _World:
         return None
 
     def give(self) -> tuple[str, str, str] | None:
-        """(giver, thing, receiver), or None where nobody has anything yet."""
+        """(giver, thing, receiver), or None if no one has anything yet."""
         if not self.carrier:
             return self.take()
         thing = self.random.choice(sorted(self.carrier))

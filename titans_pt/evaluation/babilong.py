@@ -31,7 +31,7 @@ from titans_pt.tools.records import digest
 SENTENCE_TOKENS = 10
 """Shorter sentences of the text are left out."""
 TOKENS_A_FACT = 8
-"""A sample has at most so many facts that each could have this share of its length."""
+"""Limits the facts of a sample: each could have this share of its length."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ WORDINGS = {
 
 
 def frame(task: str, question: str, wording: str, shots: int) -> tuple[str, str]:
-    """What stands before and after the text: ``instructions`` as in the benchmark, ``plain`` as in fine-tuning."""
+    """What comes before and after the text: ``instructions`` as in the benchmark, ``plain`` as in fine-tuning."""
     if wording == "plain":
         return "", f"\nQuestion: {question}\nAnswer:"
     words = WORDINGS[task]
@@ -155,7 +155,7 @@ def clean(prediction: str) -> str:
 
 
 def strict_score(task: str, question: str, target: str, prediction: str) -> int:
-    """1 if, of the task's answers, exactly the right one stands in the first sentence; those in the question are free.
+    """1 if the first sentence has the right one of the task's answers and no other, except those in the question.
 
     The benchmark's score.
     """
@@ -168,9 +168,9 @@ def strict_score(task: str, question: str, target: str, prediction: str) -> int:
 def write_documents(run_dir: str | Path, overrides: Sequence[str], samples: int, folder: Path):
     """Documents to fine-tune on: for each of evaluation.babilong.lengths a file ``LENGTH.jsonl`` of plain samples.
 
-    Their answers stand behind the question, and the seed is the one after evaluation's: a seed of evaluation.babilong
-    is never trained on unless the one before it is. Each file is one stage of a curriculum: prepare it with
-    data.sources (kind: files), train on the shortest first and go on from its checkpoint.
+    Each ends with its answer. The seed is evaluation.babilong.seed + 1, so that an evaluation with these settings never
+    asks what was trained on. Each file is one stage of a curriculum: prepare it with data.sources (kind: files), train
+    on the shortest first and continue from its checkpoint.
 
     Raises:
         UserError: an override outside of evaluation.babilong, or something wrong with the run.
@@ -253,7 +253,7 @@ class Babilong(LongContext):
         return Sample(filled.ids, [story.answer], answer, math.log(len(babi.LABELS[task])), log)
 
     def score(self, task: str, sample: Sample, prediction: str) -> dict[str, float]:
-        """``score`` is the benchmark's; ``score_substring`` is lm-eval's: the right answer stands in what was said."""
+        """``score`` is the benchmark's; ``score_substring`` is lm-eval's: the answer contains the right word."""
         target, question = sample.expected[0], sample.log["question"]
         return {
             "score": strict_score(task, question, target, prediction),

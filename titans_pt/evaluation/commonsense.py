@@ -58,13 +58,13 @@ AVERAGED = {
 
 @register_model("titans")
 class TitansLM(TemplateLM):
-    """A run's model under lm-eval's names. One request after the other, in constant memory at any length.
+    """A run's model under lm-eval's names. It answers one request after another, in constant memory at any length.
 
     Args:
         run: a run, or its folder.
         checkpoint: a step; None is the newest.
         prefill_tokens: see evaluation.prefill_tokens; None is the run's.
-        unused: batch_size, device (its default is a GPU, there or not) and the like, which lm-eval passes to all.
+        unused: batch_size, device and the like, which lm-eval passes to every model.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TitansLM(TemplateLM):
         return self.titans_tokenizer.sha256
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
-        """Nothing is added: the models see documents without a token before them, but for the last one's end."""
+        """Adds no tokens: in training nothing comes before a document except the end of the last one."""
         return list(self.titans_tokenizer.encode(string))
 
     def _loglikelihood_tokens(self, requests, **unused: Any) -> list[tuple[float, bool]]:
@@ -107,7 +107,7 @@ class TitansLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """The whole text in one stream, the state carried; there is no longest context."""
+        """The whole text in one stream, with the state carried along; there is no maximum context."""
         texts = ([self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests)
         return [-float(token_losses(self.model, torch.tensor(ids), self.prefill_tokens).sum()) for ids in texts]
 
@@ -134,7 +134,7 @@ class TitansLM(TemplateLM):
 
 
 class _Answered(LM):
-    """Answers that are known already; a request without one gets a stand-in and is kept in ``open``."""
+    """Known answers; a request without one gets a stand-in and is kept in ``open``."""
 
     KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 
@@ -172,7 +172,7 @@ class Commonsense:
     def __init__(self, run: LoadedRun, config: Config):
         self.loaded, self.settings = run, config.evaluation.commonsense
         self.lm = TitansLM(run, prefill_tokens=config.evaluation.prefill_tokens)
-        # lm-eval tells every step of its own at the level of warnings.
+        # lm-eval logs each of its steps as a warning.
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         asking = _Answered({})
         self._score(asking)

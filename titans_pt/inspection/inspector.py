@@ -34,7 +34,7 @@ def inspect(
     Args:
         text_file: UTF-8; what is not becomes U+FFFD.
         out: folder for the two files; None is RUN/inspection/step-XXXXXXXX. Files of that name are replaced.
-        max_tokens: the text's first so many.
+        max_tokens: how many of the text's tokens are read.
         step: the checkpoint; None is the newest.
 
     Raises:
@@ -96,7 +96,7 @@ def read(model: nn.Module, ids: Tensor, pieces: list[str]) -> Inspection:
 
 
 def _pieces(tokenizer, ids: list[int]) -> list[str]:
-    """The text of each id; a character of several byte pieces stands with the last of them."""
+    """The text of each id; a character of several byte pieces belongs to the last of them."""
     decoder = StreamDecoder(tokenizer)
     pieces = [decoder.push(i) for i in ids]
     pieces[-1] += decoder.finish()

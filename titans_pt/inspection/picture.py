@@ -14,7 +14,7 @@ from titans_pt.tools.plots import new_figure, save_figure
 WIDTH = 14.0
 """Inches."""
 COLUMNS, ROWS, EXCERPT = 120, 15, 400
-"""Characters a line, lines and tokens of the excerpt, at most."""
+"""Limits of the excerpt: characters per line, lines, tokens."""
 STRETCH = 16
 """Tokens of a stretch whose mean decides which one is the most surprising."""
 # White is what is usual, so that colour is only where there is something to see; ink stays black on all of it.
@@ -25,7 +25,7 @@ NORMS = {"surprise": "||u|| (surprise)", "weight_norm": "||M||", "momentum_norm"
 
 def draw(result: Inspection, path: Path, title: str) -> Path:
     """Writes the picture (PNG) from top to bottom: the text around the most surprising stretch, surprise by memory
-    and position, its mean beside the model's loss, gates and norms."""
+    and position, its mean with the model's loss, gates and norms."""
     relative, score = result.relative, result.score
     norm = Normalize(1.0, max(1.5, float(np.quantile(np.nan_to_num(relative, posinf=0.0), 0.99))), clip=True)
     first, last, lines = excerpt(result.pieces, score)
@@ -55,7 +55,7 @@ def draw(result: Inspection, path: Path, title: str) -> Path:
     smooth = "" if length == 1 else f", running mean of {length} tokens"
     for axes, values, label, colour in (
         (curve, score, "surprise, times the median around, mean over memories", "#d7301f"),
-        (loss, result.nll, "the model's own loss, nats a token", "#2b5c8a"),
+        (loss, result.nll, "the model's own loss, nats per token", "#2b5c8a"),
     ):
         axes.plot(values, color=colour, alpha=0.25, linewidth=0.5)
         axes.plot(running_mean(values, length), color=colour, linewidth=1.5)
@@ -96,7 +96,7 @@ def running_mean(values: np.ndarray, length: int) -> np.ndarray:
 def excerpt(pieces: np.ndarray, score: np.ndarray) -> tuple[int, int, list[list[tuple[int, int, str]]]]:
     """The tokens [first, last) around the most surprising stretch, laid out: lines of (token, column, text).
 
-    The stretch is looked for behind the first 64 tokens where there are more: a memory that has read nothing is
+    The search begins after the first 64 tokens, if there are more: a memory that has read nothing is
     surprised by anything.
     """
     means = running_mean(score, min(STRETCH, len(score)))

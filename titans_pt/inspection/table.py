@@ -12,7 +12,7 @@ def table(result: Inspection, top: int = 10, context: int = 30) -> str:
     lines = [f"{'memory':{width}}" + "".join(f"{name:>15}" for name in columns)]
     for n, name in enumerate(result.memories):
         lines.append(f"{name:{width}}" + "".join(f"{getattr(result, c)[n].mean():>15.4g}" for c in columns))
-    lines.append(f"\n{len(result.ids)} tokens, mean loss {result.nll[1:].mean():.3f} nats a token")
+    lines.append(f"\n{len(result.ids)} tokens, mean loss {result.nll[1:].mean():.3f} nats per token")
     lines.append("\nmost surprising tokens (times the median around them; the token in [ ]):")
     lines.append(f"{'times':>6}{'token':>8}{'loss':>8}  text")
     for t in np.argsort(-result.score, kind="stable")[:top]:

@@ -1,4 +1,4 @@
-"""Floating-point operations per token: what layers and mixers count themselves with.
+"""Floating-point operations per token, as layers and mixers count them.
 
 What is counted: every matrix product of the definition, 2 for a multiply-add, forward and backward (no recomputation,
 no embedding lookup, no element-wise work). Attention counts the keys that a token sees, not those that a kernel masks.

@@ -244,7 +244,7 @@ class NeuralMemory(nn.Module):
     # ---- what the plan and the FLOP count ask
 
     def flops(self) -> Flops:
-        """Per token: the projections, the gates, and every product of the exact dual form (kernels/memory/block.py) at
+        """Per token: the projections, the gates, and every product of the exact dual form (kernels/memory/dual.py) at
         the compute block in use; the short convolutions are element-wise."""
         width, heads = self.q.linear.in_features, self.q.n_heads
         projections = 3 * product(width, width) + product(width, self.gates.linear.out_features)

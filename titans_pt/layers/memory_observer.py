@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from titans_pt.kernels.memory import MemoryState, memory_trace, neural_memory
 from titans_pt.layers.memory import NeuralMemory
-from titans_pt.state import map_tensors
+from titans_pt.layers.state import map_tensors
 
 
 @dataclass

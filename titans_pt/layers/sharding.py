@@ -1,18 +1,18 @@
-"""How layers and mixers say, by name, what tensor parallelism makes of them.
+"""How layers and mixers declare what tensor parallelism does with them.
 
-A class declares ``sharding``: a path from it (to a submodule or a parameter of its own, "" for itself) -> one of these
-names. titans_pt.parallel.split gives the names their meaning; whoever declares them imports nothing of parallel/.
+A class declares ``sharding``: path (of a submodule or parameter, "" for itself) -> one of these names. Their meaning is
+in titans_pt.parallel.split, so that the declaring classes import nothing of parallel/.
 
-The pattern is Megatron-LM's (arXiv 1909.08053): heads, hidden units and vocabulary are shared out over the ranks. Rank
-r of n holds heads [r H / n, (r + 1) H / n) with everything that belongs to them, takes whole inputs (ENTER), and sums
-up with its peers at the end (ROW).
+The pattern is Megatron-LM's (arXiv 1909.08053): heads, hidden units and vocabulary are divided among the ranks. Rank
+r of n holds heads [r H / n, (r + 1) H / n) with everything that belongs to them, takes whole inputs (ENTER), and adds
+its outputs to those of its peers at the end (ROW).
 """
 
 from enum import Enum
 
 
 class Shard(Enum):
-    """What becomes of one module or parameter on a tensor rank."""
+    """What a tensor rank does with one module or parameter."""
 
     WHOLE = "whole"
     """Nothing: every rank holds all of it and computes the same."""
@@ -27,27 +27,27 @@ class Shard(Enum):
     ENTER = "enter"
     """A module that takes whole inputs and gives the rank's own part: the gradients of its inputs are summed."""
     ENTER_COLUMN = "enter column"
-    """ENTER and COLUMN: a linear layer on whole inputs that stands by itself."""
+    """ENTER and COLUMN: a separate linear layer on whole inputs."""
     SUMMED = "summed"
     """Parameters that every rank holds whole but uses on its own heads: their gradients are summed."""
     NORM_OF_ALL_HEADS = "norm of all heads"
     """An RMSNorm or LayerNorm over a width of which each rank holds a part: means are those of the whole width."""
     GATHER = "gather"
-    """Its outputs, a part on each rank, are put together along the last dimension."""
+    """Its outputs, a part on each rank, are concatenated along the last dimension."""
     SPLIT = "split"
-    """Of its outputs, whole on every rank, each keeps its own part along the last dimension."""
+    """Its outputs are whole on every rank; each rank keeps only its part along the last dimension."""
     CLOSE = "close"
-    """Its outputs are whole and alike on every rank: a mixer that is not cut, or that adds such a thing at its end."""
+    """Its outputs are whole and the same on every rank: a mixer that is not cut, or whose last layer is not."""
     BETWEEN = "between"
-    """It stands between mixers and MLPs, where parallel.sequence splits time."""
+    """It lies between mixers and MLPs, where parallel.sequence splits time."""
     OPEN = "open"
-    """It takes what stands there, whole in time."""
+    """It takes inputs from there, whole in time."""
     ENTER_OPEN = "enter open"
     """OPEN and ENTER."""
     VOCABULARY = "vocabulary"
     """An embedding of which each rank holds a part of the rows."""
     LOGITS = "logits"
-    """The head whose outputs, logits of a part of the vocabulary, stay where they are."""
+    """The head: each rank keeps the logits of its part of the vocabulary."""
 
 
 Sharding = dict[str, Shard]

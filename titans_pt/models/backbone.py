@@ -14,8 +14,8 @@ from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
 from titans_pt.layers.mlp import SwiGLU
 from titans_pt.layers.sharding import Shard
+from titans_pt.layers.state import compact
 from titans_pt.models.mixers import MIXERS, Mixer
-from titans_pt.state import compact
 
 
 class Block(nn.Module):
@@ -38,15 +38,15 @@ class Block(nn.Module):
 
 
 def whole_sequence(block: Block, x: Tensor, documents: Documents | None) -> Tensor:
-    """A block over sequences that nobody continues: (B, T, d_model) -> (B, T, d_model)."""
+    """A block over whole sequences, which no later call continues: (B, T, d_model) -> (B, T, d_model)."""
     return block(x, None, documents)[0]
 
 
 class Backbone(nn.ModuleList):
     """The n_layers blocks of a config's ``model`` section, in order: (B, T, d_model) -> (B, T, d_model).
 
-    What stands before and after them (embedding, norm, head, ...) is the task's. One call serves training, evaluation
-    and generation; causal, rows independent.
+    What comes before and after them (embedding, norm, head, ...) belongs to the task. One call serves training,
+    evaluation and generation; causal, rows independent.
     """
 
     def __init__(self, config: ModelConfig):
@@ -64,8 +64,8 @@ class Backbone(nn.ModuleList):
     def set_compiled(self, on: bool):
         """Whole sequences (no state in, none out) then pass each block through torch.compile.
 
-        Blocks of one kind share their code. The shape is compiled in: a new one is compiled again. Where documents cut
-        a sequence, blocks whose mixer says so (``compiles_documents``) are not compiled.
+        Blocks of one kind share their code. The shape is compiled in: a new one is compiled again. Sequences
+        that documents cut are compiled only in blocks whose mixer says so (``compiles_documents``).
         """
         self._whole_sequence = torch.compile(whole_sequence, dynamic=False) if on else whole_sequence
         for block in self:
@@ -127,8 +127,8 @@ def initialise(model: nn.Module, config: ModelConfig):
     """The weights that a model of a backbone and its ends starts with, from torch's global generator.
 
     Normal(0, init_std) for every linear layer and embedding, those that end a residual branch smaller by
-    sqrt(2 n_layers); biases 0. Then whatever has an initialisation of its own (``own_initialisation``) takes it; what
-    is no linear layer and no embedding (M_0, convolutions, persistent tokens) keeps the values it was made with.
+    sqrt(2 n_layers); biases 0. Then modules that define ``own_initialisation`` apply it. All other parameters
+    (M_0, convolutions, persistent tokens) keep the values with which they were made.
     """
     ends = {id(m.get_submodule(name)) for m in model.modules() for name in getattr(m, "ends", ())}
     for module in model.modules():
@@ -143,8 +143,8 @@ def initialise(model: nn.Module, config: ModelConfig):
 
 
 def exempt_from_decay(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay leaves alone: those that modules declare (``no_decay``), and all that
-    have one dimension (norms, biases)."""
+    """Names of the parameters without weight decay: those that modules declare (``no_decay``), and all with one
+    dimension (norms, biases)."""
     declared = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -156,7 +156,7 @@ def exempt_from_decay(model: nn.Module) -> set[str]:
 def check_packages(backbone: Backbone, device: torch.device):
     """
     Raises:
-        UserError: a GPU is to run a mixer without a package that it needs there.
+        UserError: ``device`` is a GPU, and a package that a mixer needs there is missing.
     """
     if device.type != "cuda":
         return

@@ -1,4 +1,4 @@
-"""Tensor x data parallelism, put on a model from outside: models and layers know nothing of ranks."""
+"""Tensor x data parallelism, put on a model from outside: models and layers do not know of ranks."""
 
 from titans_pt.parallel.split import TensorParallel
 from titans_pt.parallel.topology import RankGroup, Topology

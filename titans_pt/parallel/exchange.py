@@ -1,7 +1,7 @@
 """Exchanges inside a tensor group that autograd knows, each with its counterpart in the backward pass.
 
-One rule holds everywhere: a tensor that every rank holds whole has its whole gradient on every rank, alike; a rank's
-part has that part's gradient. So each exchange is right by itself, whatever stands before or behind it. (Megatron-LM,
+One rule holds everywhere: a tensor that every rank holds whole has its whole gradient on every rank; a rank's
+part has that part's gradient. So each exchange is correct by itself, whatever comes before or after it. (Megatron-LM,
 arXiv 1909.08053, calls copy and reduce f and g; the sequence's are those of arXiv 2205.05198.)
 """
 

@@ -104,7 +104,7 @@ def vocabulary_cross_entropy(
         targets: (N,) int64, over the whole vocabulary.
 
     Returns:
-        The mean, or (N,), fp32, nats, alike on every rank. Three numbers a token are exchanged, never the logits.
+        The mean, or (N,), fp32, nats, the same on every rank. The ranks exchange three numbers per token, never logits.
     """
     losses = _VocabularyCrossEntropy.apply(logits, targets, group)
     return losses.mean() if reduction == "mean" else losses

@@ -1,11 +1,12 @@
 """Tensor parallelism put on a finished model: what the names of titans_pt.layers.sharding mean.
 
-Layers and mixers declare how they are cut; :data:`RULES` says what is done for it. A block's heads are shared out over
+Layers and mixers declare how they are cut; :data:`RULES` says what follows. A block's heads are divided among the
 ranks: rank r of n holds heads [r H / n, (r + 1) H / n) of attention and memory, with their projections, convolutions,
 gates, norms and M_0, so the memory runs without any exchange. The model is built whole from one generator and then
-cut: every tensor size starts alike.
+cut, so that every number of tensor ranks starts with the same weights.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,13 +23,13 @@ from titans_pt.parallel.topology import RankGroup
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one module, or of one parameter (which can only be cut or summed).
+    """What is done with one module, or one parameter (which can only be cut or summed).
 
     cut: dimension along which all parameters of its own are cut.
     before, after: the exchange (a method of Exchanges) that its inputs and its output pass.
     becomes: makes the module that takes its place, from (module, exchanges).
     summed: its parameters are whole but used on a rank's own heads: their gradients are summed over ranks.
-    between: it stands between mixers and MLPs: with parallel.sequence its gradients are sums, too.
+    between: it lies between mixers and MLPs: with parallel.sequence its gradients are summed, too.
     """
 
     cut: int | None = None
@@ -60,20 +61,20 @@ RULES = {
 
 
 PASSING = (Shard.ENTER, Shard.OPEN, Shard.ENTER_OPEN, Shard.CLOSE, Shard.GATHER)
-"""What passes in and out of a module that is made of others: it says nothing about parameters."""
+"""These concern inputs and outputs of a module that holds others; they name no parameters."""
 
 
 class TensorParallel:
-    """A model cut for one rank of a tensor group, in place; of a group of one it stays as it is.
+    """Cuts a model, in place, for one rank of a tensor group; a group of one changes nothing.
 
     Args:
-        model: whole, alike on every rank.
+        model: whole, the same on every rank.
         group: the ranks that share it.
         sequence: parallel.sequence.
 
     Attributes:
         dims: dimension along which each parameter that is cut was cut, by name.
-        exchanges: what the loss needs, too.
+        exchanges: used by the loss, too.
     """
 
     def __init__(self, model: nn.Module, group: RankGroup, sequence: bool = False):
@@ -128,10 +129,8 @@ class TensorParallel:
 
 
 def _part(owner: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
-    """The submodule or the parameter of its own that ``path`` names; None for a parameter that it was built without."""
-    if path in owner._parameters:
-        return owner._parameters[path]
-    return getattr(owner, path, None) if path and "." not in path else owner.get_submodule(path)
+    """The submodule or parameter of ``owner`` that ``path`` names; None for one that it was built without."""
+    return functools.reduce(getattr, path.split("."), owner) if path else owner
 
 
 def _own_parameters(part: nn.Module | nn.Parameter | None) -> list[nn.Parameter]:
@@ -141,7 +140,7 @@ def _own_parameters(part: nn.Module | nn.Parameter | None) -> list[nn.Parameter]
 
 
 def _check_named(name: str, mixer: Mixer, named: set[int]):
-    """Every parameter under a mixer is named by somebody: none is silently whole, with a gradient of one rank's heads.
+    """Some module names every parameter of a mixer: otherwise it would silently stay whole, with one rank's gradient.
 
     Raises:
         UserError: the mixer does not say how it is cut at all.

@@ -1,4 +1,4 @@
-"""Which rank stands where in the grid of ranks, and the exchanges inside one group of it."""
+"""The grid of ranks, and the exchanges inside one of its groups."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -16,7 +16,7 @@ AXES = ("data", "tensor")
 class RankGroup:
     """The ranks along one axis of the grid. One of size 1 exchanges nothing and needs no process group.
 
-    Every exchange takes a tensor and returns one of the same dtype; all ranks of the group must call it alike.
+    Every exchange takes a tensor and returns one of the same dtype; all ranks of the group must make the same call.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None):
@@ -55,7 +55,7 @@ class RankGroup:
 class Topology:
     """The grid of ranks with an axis for each kind of parallelism, and this process's place in it.
 
-    Rank r stands at the coordinates of r in a row-major array of shape (size of each of AXES): with data = 2 and
+    Rank r has the coordinates of r in a row-major array of shape (size of each of AXES): with data = 2 and
     tensor = 2, ranks 0 and 1 share a model, ranks 0 and 2 share its gradients.
 
     Args:

@@ -1,4 +1,4 @@
-"""What is learned, one task a file, found by name; base.py has what each must be."""
+"""What is learned: one task per file, found by name; base.py has their contract."""
 
 from titans_pt.tasks.base import TASKS, Samples, Task, TaskData
 

@@ -1,4 +1,4 @@
-"""The contract of a task: everything around the backbone, and all that training and evaluation ask of it."""
+"""The contract of a task: everything around the backbone, and all that training and evaluation use of it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ class Samples(Protocol):
     seq_len: int
 
     def __len__(self) -> int:
-        """Samples of one epoch; positions go on beyond it."""
+        """Samples of one epoch; positions continue beyond it."""
         ...
 
     def sample(self, position: int) -> tuple[np.ndarray, ...]:
@@ -42,8 +42,8 @@ class Samples(Protocol):
 class TaskData:
     """train, validation: samples of data.seq_len steps each; those of validation are read from position 0 on.
 
-    identity: name -> hash of what a checkpoint must find unchanged to go on (the data, a tokenizer).
-    baseline: the loss of a model that knows nothing, drawn into the loss curve; None: there is none.
+    identity: name -> hash of what must be unchanged to continue from a checkpoint (the data, a tokenizer).
+    baseline: the loss of a trivial model, shown in the loss curve; None: there is none.
     """
 
     train: Samples
@@ -130,7 +130,7 @@ class Task:
     # ---- the run's folder
 
     def keep(self, folder: RunFolder):
-        """Writes what evaluation needs beside the weights to a run's folder."""
+        """Writes what evaluation needs besides the weights to a run's folder."""
 
     def restore(self, folder: RunFolder, identity: dict[str, str]):
         """Reads it again, for evaluation.

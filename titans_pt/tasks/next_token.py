@@ -34,10 +34,10 @@ class NextTokenLoss(nn.Module):
     """The model and its loss as one module, so that an engine sees one forward call.
 
     The logits of a micro-batch, (B, T, V) in fp32, would be the largest tensor of all: the head is applied to a few
-    samples at a time, and once more in the backward pass (6 % of the work of a 170M model at V = 32,000). On a GPU with
+    samples at a time, and again in the backward pass (6 % of the work of a 170M model at V = 32,000). On a GPU with
     liger-kernel installed, its fused kernel takes their place, which has the gradients at once: for a whole head, its
-    gradient summed in fp32. ``model`` is a LanguageModel. ``cross_entropy`` takes what F.cross_entropy takes: another
-    one serves logits of which a rank holds a part.
+    gradient summed in fp32. ``model`` is a LanguageModel. ``cross_entropy`` takes what F.cross_entropy takes; another
+    one is needed where each rank holds a part of the logits.
     """
 
     def __init__(self, model: nn.Module, cross_entropy: Callable[..., Tensor] = F.cross_entropy):
@@ -50,7 +50,7 @@ class NextTokenLoss(nn.Module):
         Args:
             ids: (B, T+1) int64; positions 0..T-1 go in, positions 1..T are predicted.
             reset: (B, T) bool, True where a document starts, best on the CPU, or None.
-            weight: (B,) fp32 weight of each sample in the mean; None counts all alike.
+            weight: (B,) fp32 weight of each sample in the mean; None: all count the same.
 
         Returns:
             A scalar, NaN where it is infinite; with weights {"loss": a scalar} as it is.

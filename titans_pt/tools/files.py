@@ -7,12 +7,12 @@ from typing import Any
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any], durable: bool = False) -> None:
-    """Lets ``write`` fill a temporary file beside ``path``, then renames it: readers see the old file or the new one.
+    """Lets ``write`` fill a temporary file next to ``path``, then renames it: readers see the old file or the new one.
 
     Whatever fails, the temporary file is removed and an old file at ``path`` stays as it was. The folder is made.
 
     Args:
-        write: is given the path of the temporary file, which has a suffix of its own.
+        write: is given the path of the temporary file, which has another suffix.
         durable: wait until the content is on the disk before the rename, so that it also survives a power failure.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

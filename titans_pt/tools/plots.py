@@ -35,7 +35,7 @@ def length_axis(axes: Axes) -> None:
 
 
 def plot_accuracy(lines: dict[str, list[dict]], path: Path, title: str) -> Path:
-    """Accuracy against length, a line for each name; its rows have length, mean and the 95 % interval low, high."""
+    """Accuracy against length, one line per name; rows have length, mean and the 95 % interval low, high."""
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     for name, rows in lines.items():

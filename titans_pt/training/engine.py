@@ -49,9 +49,9 @@ def local_batch(config: Config, data_size: int) -> tuple[int, int]:
 
 
 def reduce_bucket(own: int) -> int:
-    """Elements of DeepSpeed's buffer for gradients on their way, in a rank with ``own`` parameters.
+    """Elements of DeepSpeed's buffer for gradient exchange, on a rank with ``own`` parameters.
 
-    It holds as much as it is told to, however small the model is; half a billion is DeepSpeed's own choice.
+    DeepSpeed allocates all of it, however small the model is; half a billion is DeepSpeed's default.
     """
     return min(own, 500_000_000)
 
@@ -164,7 +164,7 @@ class Engine:
         """Forward and backward of one micro-batch; the ``accumulation``-th call of a step also updates the weights.
 
         ``batch`` is what the task's objective takes. Returns the micro-batch's mean loss, a detached fp32 scalar on the
-        device. ``done`` is told "forward", "backward" and "update" as they end.
+        device. ``done`` is called with "forward", "backward" and "update" as each ends.
         """
         loss = self._engine(*batch)
         done("forward")

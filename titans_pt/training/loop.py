@@ -46,7 +46,7 @@ def train(config: Config) -> int:
     Runs in every process of a torchrun, or alone. Returns the exit status: 0, or 128 + the signal that stopped it.
 
     Raises:
-        UserError: settings, files or a run folder that do not go together; too many non-finite steps in a row.
+        UserError: settings, files or a run folder that do not fit together; too many non-finite steps in a row.
         OSError: a checkpoint or log could not be written; earlier checkpoints are intact.
     """
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ class Trainer:
         return engine
 
     def _open_logs(self, state: TrainerState | None) -> list[dict]:
-        """Opens what rank 0 writes to; returns the metrics of the steps that are already behind."""
+        """Opens what rank 0 writes to; returns the metrics of the steps already done."""
         self.folder.write_settings(self.config)
         self.task.keep(self.folder)
         self.metrics = MetricsLog(self.folder.metrics, self.step)
@@ -197,7 +197,7 @@ class Trainer:
                 losses.append(self.engine.micro_step(batch, stopwatch.mark))
         local_loss = float(torch.stack(losses).mean()) / self.ranks.world_size
         self.watch.at(f"step {self.step}, the sum of the losses")
-        # The one exchange of a step: after it all ranks know the same and act alike.
+        # The one exchange of a step: after it all ranks know the same and do the same.
         loss, save_failed, *flags = self.ranks.sum([local_loss, float(self.saving.failed), *self.signals.flags()])
         if save_failed:
             self._end_saving()
@@ -226,9 +226,10 @@ class Trainer:
         return self.signals.decide(flags)
 
     def _look(self, batch: tuple[Tensor | None, ...]) -> dict[str, float]:
-        """The means of memory_probe over a micro-batch's first sample, which is read once more for it.
+        """The means of memory_probe over a micro-batch's first sample, in an extra forward pass.
 
-        Not in passing: hooks do not fire inside a compiled block. On all ranks, since a forward pass may be collective.
+        The training pass cannot serve: hooks do not fire inside a compiled block. All ranks take part, since a forward
+        pass may be collective.
         """
         if not any(isinstance(module, NeuralMemory) for module in self.engine.model.modules()):
             return {}
@@ -238,7 +239,7 @@ class Trainer:
             return means()
 
     def _note_nonfinite(self, loss: float, first_sample: int):
-        """Records a step that was skipped: weights and moments are as before, the data has moved on."""
+        """Records a skipped step: weights and moments stay as they were, the data position advances."""
         self.nonfinite += 1
         self.nonfinite_in_a_row += 1
         if self.ranks.first:
@@ -262,7 +263,7 @@ class Trainer:
     # ---- around the steps
 
     def _validate(self):
-        """Mean figures over a fixed set of validation samples, shared over ranks; once a step."""
+        """Mean figures over a fixed set of validation samples, divided among ranks; at most once per step."""
         if self.validated_step == self.step:
             return
         samples = self.data.validation
@@ -287,9 +288,9 @@ class Trainer:
             yield self.task.to_device(batch, self.ranks.device), weight
 
     def _evaluate(self):
-        """At every evaluation.every-th step: its suites, once, on a checkpoint; no sample is read twice after a stop.
+        """Every evaluation.every steps: runs the suites, once, on a new checkpoint; a restart repeats no sample.
 
-        A signal waits for the end of it; the checkpoint is there already.
+        A signal to stop waits until it ends; the checkpoint already exists.
         """
         settings = self.config.evaluation
         if not settings.every or self.step % settings.every or self.evaluated_step == self.step:
@@ -302,12 +303,13 @@ class Trainer:
             own = part()
             self.watch.at(f"{suite} after step {self.step}, the samples of other ranks")
             self.ranks.sum([0.0])
-            found |= self.ranks.on_first(lambda own=own, part=part: own or part())  # None from all but the last to end
+            # Only the rank that ends last has a result.
+            found |= self.ranks.on_first(lambda own=own, part=part: own or part())
         self.evaluated_step = self.step
         self._log("evaluation", **runner.figures(found))
 
     def _save(self):
-        """Takes a checkpoint of this step, unless it was just taken or loaded; training goes on while it is written."""
+        """Takes a checkpoint of this step, unless it was just taken or loaded. Training continues meanwhile."""
         if self.saved_step == self.step:
             return
         self._end_saving()

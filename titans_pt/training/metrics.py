@@ -1,4 +1,4 @@
-"""What a run tells while it trains: one JSON object a line, and a progress bar."""
+"""What a run reports while it trains: metrics, one JSON object per line, and a progress bar."""
 
 import json
 import math
@@ -16,14 +16,14 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 
 class MetricsLog:
-    """metrics.jsonl: one object a record, each with ``kind`` and ``step``.
+    """metrics.jsonl: one object per record, each with ``kind`` and ``step``.
 
     kind "train": a logged step. "validation": validation_loss. "nonfinite": a skipped step and its samples.
     "evaluation": figures of summary.json, by their paths in it.
     """
 
     def __init__(self, path: Path, resumed_step: int):
-        """Opens the file to append; records after ``resumed_step`` are removed, since those steps come again."""
+        """Opens the file to append; records after ``resumed_step`` are removed, since those steps are repeated."""
         keep = [record for record in read_metrics(path) if record["step"] <= resumed_step]
         write_text(path, "".join(_line(record) for record in keep))
         self._file = path.open("a")
@@ -49,13 +49,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _line(record: dict[str, Any]) -> str:
-    """One line of strict JSON, which knows no NaN: not finite becomes null."""
+    """One line of strict JSON, which has no NaN: non-finite numbers become null."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(finite) + "\n"
 
 
 class Progress:
-    """A progress bar on stderr with loss, tokens a second and the time left. ``shown=False`` is silent."""
+    """A progress bar on stderr with loss, tokens per second and the time left; none if ``shown`` is False."""
 
     def __init__(self, step: int, last: int, shown: bool):
         self._bar = tqdm(

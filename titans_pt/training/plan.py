@@ -1,4 +1,4 @@
-"""What a training will need, before it starts: the grid of ranks, the batch, and an estimate of a rank's memory."""
+"""What a training run will need, before it starts: the grid of ranks, the batch, and an estimate of memory per rank."""
 
 import contextlib
 import os
@@ -20,17 +20,17 @@ from titans_pt.training.engine import local_batch, reduce_bucket
 
 GIB = 2**30
 PROBE_TOKENS = 1024
-"""What is measured with real numbers is measured on one row of at most so many tokens, on the CPU."""
+"""Measurements with real numbers use one row of at most this many tokens, on the CPU."""
 MODEL_KINDS = ("parameters", "gradients", "optimiser", "communication")
 BLOCK_KINDS = ("activations", "memory states", "memory scratch")
-"""Kinds of memory; what is in neither is the task's output end."""
+"""Kinds of memory; all others belong to the task's output end."""
 HEADROOM = 0.9
-"""Share of a device's memory that may be planned with; the rest is for the allocator's gaps and the libraries."""
+"""Share of a device's memory that a plan may use; the rest is for gaps in the allocator and for libraries."""
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """bytes: what a rank holds at its fullest, by kind."""
+    """bytes: the most that a rank holds at once, by kind."""
 
     config: Config
     parameters: int
@@ -51,17 +51,16 @@ class TrainingPlan:
             f"plan: {self.parameters:,} parameters on {self.tensor * self.data} ranks = {self.tensor} tensor x "
             f"{self.data} data{', sequence split' if parallel.sequence else ''}, ZeRO {parallel.zero_stage}, "
             f"{train.precision}\n"
-            f"plan: {train.batch_tokens:,} tokens a step = {self.data} data ranks x {self.accumulation} micro-batches "
-            f"x {self.micro_batch} samples x {self.config.data.seq_len} tokens\n"
-            f"plan: estimated memory of a rank {self.total / GIB:.2f} GiB: {kinds}"
+            f"plan: {train.batch_tokens:,} tokens per step = {self.data} data ranks x {self.accumulation} "
+            f"micro-batches x {self.micro_batch} samples x {self.config.data.seq_len} tokens\n"
+            f"plan: estimated memory per rank {self.total / GIB:.2f} GiB: {kinds}"
         )
 
     def check(self, gib: float | None = None):
         """Refuses what cannot fit.
 
         Args:
-            gib: memory of a rank's device in GiB; None takes that of this machine's GPUs, and without one nothing
-                is refused.
+            gib: memory per device in GiB; None: that of this machine's GPUs; without a GPU nothing is refused.
 
         Raises:
             UserError: the estimate is above HEADROOM of it.
@@ -80,7 +79,7 @@ class TrainingPlan:
             remedies = [f"parallel.zero_stage={parallel.zero_stage + 1}"] if parallel.zero_stage < 3 else []
         remedies.append(f"parallel.tensor={2 * self.tensor}")
         raise UserError(
-            f"the plan needs about {self.total / GIB:.1f} GiB a rank, of which {kind} {size / GIB:.1f}, and may use "
+            f"the plan needs about {self.total / GIB:.1f} GiB per rank, of which {kind} {size / GIB:.1f}, and may use "
             f"{HEADROOM:.0%} of {gib:.1f} GiB; set {' or '.join(remedies)}, or use more ranks"
         )
 
@@ -88,7 +87,7 @@ class TrainingPlan:
 def make_plan(config: Config, ranks: int | None = None, gpu: bool | None = None) -> TrainingPlan:
     """The plan of ``config`` on ``ranks`` processes; None takes WORLD_SIZE, else this machine's GPUs.
 
-    gpu: whether it is for GPUs, whose kernels keep other things than what runs on a CPU; None: whether there are any.
+    gpu: whether it is for GPUs, whose kernels keep other tensors than operators on a CPU; None: whether there are any.
 
     Raises:
         UserError: the ranks or the batch do not divide.
@@ -178,7 +177,7 @@ def _mixers(config: Config) -> dict[str, Mixer]:
 
 
 def _kept(config: Config, rows: int, length: int, device: str = "cpu") -> dict[str, int]:
-    """Bytes that autograd keeps in one block of each kind, by kind; "meta": on a GPU's paths, without computing."""
+    """Bytes that autograd keeps in one block of each kind, by kind; on "meta" the GPU path, without computing."""
     backbone, kept = _one_of_each(config, device), {}
     for block in backbone:
         kept[block.mixer.name] = 0
@@ -238,7 +237,7 @@ class _Saved:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:  # those of no contents have no address
+        if storage._cdata not in self._seen:  # meta tensors have no address
             self._seen.add(storage._cdata)
             self._kept.append(storage)  # else its address is given to another
             self.total += storage.nbytes()

@@ -14,8 +14,8 @@ def plot_loss(
     Args:
         records: of metrics.jsonl.
         unit: of the loss.
-        baseline: the loss of what knows nothing (for language: each token by its frequency alone), which a model must
-            beat to have learned; None: not drawn.
+        baseline: the loss of a trivial model (for language: each token by its frequency alone), which a model must
+            beat to have learned anything; None: not drawn.
     """
     figure = new_figure(8, 5)
     axes = figure.add_subplot()

@@ -40,7 +40,7 @@ def time_shares(profiler: profile) -> dict[str, float]:
     on_gpu = any(event.self_device_time_total > 0 for event in events)
     totals: dict[str, float] = {}
     for event in events:
-        # On a GPU only kernels have time of their own that operators, and ranges around these, do not count once more.
+        # On a GPU count kernels only: operators, and ranges around them, would count the same time again.
         if on_gpu and (event.device_type == torch.autograd.DeviceType.CPU or event.is_user_annotation):
             continue
         spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
@@ -60,7 +60,7 @@ def start_profile() -> profile:
 class Stopwatch:
     """Where the seconds of a step went: what passes between two marks belongs to the second.
 
-    On a GPU by events in its stream, which nobody waits for until :meth:`seconds` is called.
+    On a GPU it records events in the stream and waits for them only in :meth:`seconds`.
     """
 
     def __init__(self, device: torch.device):
@@ -119,7 +119,7 @@ class StepProfiler:
 
 
 class OutOfMemory:
-    """Around a step on a GPU: when its memory runs out, a snapshot of who holds what, and one line for the user.
+    """Around a step on a GPU: when its memory runs out, a snapshot of all allocations, and one line for the user.
 
     The snapshot, ``folder``/memory-snapshot-rankR.pickle, opens at pytorch.org/memory_viz. Without a GPU nothing
     happens.
@@ -138,4 +138,4 @@ class OutOfMemory:
         if isinstance(error, torch.OutOfMemoryError):
             if self._gpu:
                 torch.cuda.memory._dump_snapshot(str(self._path))
-            raise UserError(f"out of GPU memory: {self._remedy}; who held what: {self._path}") from error
+            raise UserError(f"out of GPU memory: {self._remedy}; what held it: {self._path}") from error

@@ -30,7 +30,7 @@ class Ranks:
     def on_first(self, action: Callable[[], T]) -> T:
         """Runs ``action`` on rank 0 alone; every rank gets its result, or raises its exception.
 
-        So all ranks fail alike, and none is left waiting for one that has stopped.
+        So all ranks fail together, and none waits for one that has stopped.
         """
         answer: list = [None, None]
         failure = None
@@ -40,8 +40,8 @@ class Ranks:
             except Exception as error:
                 if self.world_size == 1:
                     raise
-                told = isinstance(error, (UserError, OSError))  # others may not survive the journey
-                answer[1] = error if told else RuntimeError(f"rank 0 failed: {error!r}")
+                plain = isinstance(error, (UserError, OSError))  # other errors may not survive pickling
+                answer[1] = error if plain else RuntimeError(f"rank 0 failed: {error!r}")
                 failure = error
         if self.world_size > 1:
             dist.broadcast_object_list(answer, src=0, device=self.device)

@@ -1,4 +1,4 @@
-"""Where a run begins: at step 0, or at a checkpoint that its settings allow to continue."""
+"""Where a run begins: at step 0, or at a checkpoint that its settings can continue."""
 
 import logging
 from pathlib import Path
@@ -52,22 +52,22 @@ def check_resumable(path: Path, state: TrainerState, task: Task, config: Config,
     Raises:
         UserError: names the key, both values and the remedy.
     """
-    anew = "put it back, or set another run.dir to start anew"
+    remedy = "put it back, or set another run.dir to start from scratch"
     old, new = completed(state.config), config.model_dump(mode="json")
     if old.get("task", task.name) != task.name:
-        raise UserError(f"task: given {task.name!r}, but {path} was trained for {old['task']!r}; {anew}")
+        raise UserError(f"task: given {task.name!r}, but {path} was trained for {old['task']!r}; {remedy}")
     for key, was, now in differences(old["model"], new["model"]):
-        raise UserError(f"model.{key}: given {now!r}, but {path} was trained with {was!r}; {anew}")
+        raise UserError(f"model.{key}: given {now!r}, but {path} was trained with {was!r}; {remedy}")
     for section, key in (("data", "seq_len"), ("run", "seed")):
         was, now = old[section][key], new[section][key]
         if was != now:
             raise UserError(
                 f"{section}.{key}: given {now!r}, but {path} was trained with {was!r}; the order of the data depends "
-                f"on it, so samples would be repeated or left out; {anew}"
+                f"on it, so samples would be repeated or left out; {remedy}"
             )
     for key, now in identity.items():
         if (was := state.identity.get(key, "")) != now:
-            raise UserError(f"{task.differs(key, path, was, now)}; {anew}")
+            raise UserError(f"{task.differs(key, path, was, now)}; {remedy}")
     for key, was, now in differences(old, new):
         if key.partition(".")[0] in ("train", "parallel", "data"):
             log.info("resumed at step %d with another %s: %r, was %r", state.step, key, now, was)

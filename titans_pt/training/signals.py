@@ -1,4 +1,4 @@
-"""Stop requests: a preemption's SIGTERM or a user's Ctrl-C ends a run with a checkpoint, not with a loss."""
+"""Stop requests: after a preemption's SIGTERM or a user's Ctrl-C a run writes a checkpoint before it ends."""
 
 import signal
 
@@ -6,7 +6,7 @@ import signal
 class StopSignals:
     """Counts SIGTERM and SIGINT while active; ``with StopSignals() as signals``. Old handlers come back at the end.
 
-    The third Ctrl-C is a KeyboardInterrupt: whoever does not want to wait for the checkpoint need not.
+    The third Ctrl-C raises KeyboardInterrupt, for users who do not want to wait for the checkpoint.
     """
 
     def __init__(self):
@@ -31,5 +31,5 @@ class StopSignals:
         return [float(count > 0) for count in self._received.values()]
 
     def decide(self, sums: list[float]) -> int:
-        """The signal number to stop for, given the flags summed over ranks; 0: go on. Alike on all ranks."""
+        """The signal number to stop for, given the flags summed over ranks; 0: go on. The same on all ranks."""
         return next((int(number) for number, count in zip(self._received, sums, strict=True) if count), 0)

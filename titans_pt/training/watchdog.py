@@ -1,4 +1,4 @@
-"""Ends a run in which some rank no longer advances, and says where every rank stood."""
+"""Ends a run in which some rank makes no progress, and says where each rank was."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from titans_pt.training.ranks import Ranks
 
 
 class Watchdog:
-    """``with Watchdog(ranks, timeout) as watchdog``: a thread beside training, told by :meth:`at` where that stands.
+    """``with Watchdog(ranks, timeout) as watchdog``: a thread that watches training, which calls :meth:`at`.
 
-    Every rank tells its place to the store of the process group. A rank that has stood at one place for ``timeout``
-    seconds (a collective that one of its peers never joined, a disk that does not answer) has one of them print all
-    places, and ends its process with status 1: torchrun then ends or restarts the others.
+    Every rank reports its place to the store of the process group. When a rank has been at one place for ``timeout``
+    seconds (a collective that a peer never joined, a disk that does not answer), one rank prints all places, and the
+    process ends with status 1: torchrun then ends or restarts the others.
 
     Args:
         timeout: seconds; train.timeout.
@@ -39,7 +39,7 @@ class Watchdog:
 
     def __enter__(self):
         if self.ranks.world_size > 1:
-            # A connection of its own: a thread must not wait for the one that the collectives use.
+            # A separate connection: a thread must not wait for the one that the collectives use.
             store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
             self._store = dist.PrefixStore(f"titans-watch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             # Two threads: a store whose host hangs must not keep us from noticing that.
@@ -72,7 +72,7 @@ class Watchdog:
 
     def _stop(self):
         if self._store.add("stalled", 1) == 1:
-            time.sleep(2 * self._interval)  # for the others to tell their places
+            time.sleep(2 * self._interval)  # for the others to report their places
             self._end(self._report())
         time.sleep(4 * self._interval)  # the report must be out before torchrun ends everyone
         os._exit(1)
@@ -83,7 +83,7 @@ class Watchdog:
 
     def _alone(self) -> str:
         return (
-            f"train.timeout: rank {self.ranks.rank} has stood at {self._place[0]} for {self._limit:g} s, and the "
+            f"train.timeout: rank {self.ranks.rank} has been at {self._place[0]} for {self._limit:g} s, and the "
             "process that holds the ranks' store (rank 0, or torchrun's) does not answer: look at its machine first. "
             "The same command continues from the newest checkpoint"
         )
@@ -92,15 +92,15 @@ class Watchdog:
         now, places = time.time(), []
         for rank in range(self.ranks.world_size):
             if not self._store.check([str(rank)]):
-                places.append(f"rank {rank} never told where it is")
+                places.append(f"rank {rank} never reported its place")
                 continue
             where, since, told = json.loads(self._store.get(str(rank)))
             silent = f" and has been silent for {now - told:.0f} s" if now - told > 3 * self._interval else ""
-            places.append(f"rank {rank} stands at {where} for {now - since:.0f} s{silent}")
+            places.append(f"rank {rank} has been at {where} for {now - since:.0f} s{silent}")
         frame = traceback.extract_stack(sys._current_frames()[self._main])[-1]
         return (
-            f"train.timeout: nothing has moved for {self._limit:g} s: {'; '.join(places)} (rank {self.ranks.rank} in "
-            f"{frame.name}, {frame.filename}:{frame.lineno}). Look at the machine of a rank that stands elsewhere or "
-            "is silent; if all are merely slow, raise train.timeout. The same command continues from the newest "
+            f"train.timeout: no progress for {self._limit:g} s: {'; '.join(places)} (rank {self.ranks.rank} in "
+            f"{frame.name}, {frame.filename}:{frame.lineno}). Look at the machine of a rank that is elsewhere or "
+            "silent; if all are merely slow, raise train.timeout. The same command continues from the newest "
             "checkpoint"
         )

@@ -1,6 +1,6 @@
-"""Compiles the scan's kernels for sm_90a without a GPU and prints what ptxas says of each, one JSON object a line.
+"""Compiles the scan's kernels for sm_90a without a GPU and prints what ptxas says of each, one JSON object per line.
 
-A program of its own: Triton decides once whether it interprets.  python compile_offline.py '[{"kernel": "scan"}]'
+A separate program, as Triton decides once whether it interprets.  python compile_offline.py '[{"kernel": "scan"}]'
 """
 
 import json

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.kernels.linear_memory.cases import assert_same, make
 from titans_pt.kernels.linear_memory import linear_memory
-from titans_pt.kernels.memory import MemoryState, neural_memory
+from titans_pt.kernels.memory import MemoryState, NetworkShape, neural_memory
 
 B, T, H, K, V = 2, 70, 2, 8, 6
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -128,7 +128,8 @@ def test_the_deep_memory_of_one_layer_is_gated_delta_net(gated):
     start = MemoryState((state,), start.momentum, (state,), start.offset)
     out, end = neural_memory(
         q, k, v / a.unsqueeze(-1), a * beta / 2, torch.zeros_like(a), 1 - a, weights,
-        residual=False, chunk_size=1, initial_state=start, output_final_state=True,
+        network=NetworkShape(K, K, 1, norm=False, residual=False), chunk_size=1, initial_state=start,
+        output_final_state=True,
     )  # fmt: skip
     assert_same(linear_memory(**tensors, output_final_state=True), [out, end.weights[0]], 1e-11)
 

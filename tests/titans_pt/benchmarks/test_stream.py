@@ -1,4 +1,4 @@
-"""The stream benchmark reads what it is told to, and leaves its files."""
+"""The stream benchmark reads as much as it should, and writes its files."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""A long prompt that is killed while it is read goes on where it was."""
+"""Reading a long prompt continues where it was killed."""
 
 import pytest
 import torch

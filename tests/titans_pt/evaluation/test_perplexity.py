@@ -104,7 +104,7 @@ def test_nothing_moves_in_a_frozen_memory(tmp_path, prepared):
         assert torch.equal(old, new)
 
 
-def test_frozen_variants_stand_beside_the_live_one(run):
+def test_frozen_variants_are_scored_with_the_live_one(run):
     it, records = measured(run, "evaluation.perplexity.freeze_after=[100, 0]")
     summary = it.summary(records)
     assert len(records) == 12 and len(set(it.keys)) == 12
@@ -134,7 +134,7 @@ def test_of_another_tokenizer(run):
         measured(run)
 
 
-def test_documents_begin_anew_when_they_did_in_training(run):
+def test_documents_reset_the_state_when_they_did_in_training(run):
     seen = []
 
     class Watching(Recurrent):

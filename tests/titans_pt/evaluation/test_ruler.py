@@ -1,4 +1,4 @@
-"""Needle samples are pure, exact and filled to the brim, and say what RULER's say; the score tells who found them."""
+"""Needle samples are pure, exact and as long as fits, and worded as RULER's; the score says whether they were found."""
 
 import ast
 import re

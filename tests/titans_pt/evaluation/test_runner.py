@@ -78,7 +78,7 @@ def test_a_rerun_does_only_what_is_missing(copying, capsys):
     assert len(lines(path)) == 6
 
 
-def test_another_checkpoint_is_measured_anew(copying):
+def test_another_checkpoint_is_measured_again(copying):
     evaluate("anywhere", SMALL, suite="needle")
     copying.checkpoint_hash, copying.model = "beef", Scripted(lambda text: "7")
     summary = evaluate("anywhere", SMALL, suite="needle")

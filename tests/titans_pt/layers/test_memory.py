@@ -118,13 +118,13 @@ def test_keys_have_unit_length_and_values_do_not():
 
 def test_a_prefix_is_written_to_the_memory_that_others_begin_with():
     torch.manual_seed(0)
-    memory = NeuralMemory(8, 2, 1, MemoryConfig(chunk_size=4, expansion=2), 1e-5)
+    memory = NeuralMemory(8, 2, 1, MemoryConfig(chunk_size=4, expansion=2, forget_to="zero"), 1e-5)
     prefix, x = torch.randn(1, 8, 8), torch.randn(2, 5, 8)
     _, start = memory.start_after(prefix)
     fresh, _ = memory(x)
     after, _ = memory(x, start=start)
     assert not torch.allclose(fresh, after)
-    # Without convolutions and momentum a prefix is nothing else than tokens that came before.
+    # Without convolutions and momentum, and forgotten to zero, a prefix is nothing else than tokens that came before.
     memory.config = memory.config.model_copy(update={"momentum": False})
     memory.gates.config = memory.config
     _, start = memory.start_after(prefix)

@@ -15,7 +15,7 @@ from titans_pt.kernels.attention import providers
 from titans_pt.kernels.memory.fused import fused_memory
 from titans_pt.layers.documents import Documents
 from titans_pt.models import build_model
-from titans_pt.models.language_model import whole_sequence
+from titans_pt.models.backbone import whole_sequence
 from titans_pt.tasks.next_token import NextTokenLoss
 
 
@@ -50,7 +50,7 @@ def breaks(call, *arguments):
 
 @pytest.fixture
 def on_a_gpu(dynamo, monkeypatch):
-    """``on_a_gpu(mixers)``: a bf16 model whose tensors have no contents, on the paths of a GPU: the fused memory's
+    """``on_a_gpu(mixers)``: a bf16 model of meta tensors, which follow the GPU path: the fused memory's
     operators and FlashAttention's."""
     monkeypatch.setattr(memory.dispatch, "_fused", lambda *_: fused_memory)
     monkeypatch.setattr(providers, "flash_serves", lambda q: True)

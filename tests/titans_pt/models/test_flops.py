@@ -31,7 +31,7 @@ def config(mixers, **changes):
 
 
 def counted(settings):
-    """FLOPs a token of the forward pass, and of forward and backward, of two rows of T tokens."""
+    """FLOPs per token of the forward pass, and of forward and backward, of two rows of T tokens."""
     model = build_model(settings)
     ids = torch.randint(0, 96, (2, T))
     with FlopCounterMode(display=False, custom_mapping=UNKNOWN) as forward, torch.no_grad():

@@ -25,7 +25,7 @@ T = 24
 
 
 class ThreadGroup(RankGroup):
-    """A rank that is a thread; ``shared`` is (a list of one place a rank, a barrier)."""
+    """A rank that is a thread; ``shared`` is (a list with one entry per rank, a barrier)."""
 
     def __init__(self, rank, size, shared):
         super().__init__(rank, size)

@@ -1,4 +1,4 @@
-"""The tools stand below everything else."""
+"""The tools are below everything else."""
 
 import subprocess
 import sys

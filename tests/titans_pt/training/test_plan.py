@@ -27,7 +27,7 @@ def test_the_grid_and_the_batch(config):
     plan = make_plan(config(parallel={"tensor": 2, "zero_stage": 2}), ranks=4)
     assert (plan.tensor, plan.data, plan.micro_batch, plan.accumulation) == (2, 2, 1, 4)
     assert "4 ranks = 2 tensor x 2 data, ZeRO 2, fp32" in plan.text()
-    assert "1,024 tokens a step = 2 data ranks x 4 micro-batches x 1 samples x 128 tokens" in plan.text()
+    assert "1,024 tokens per step = 2 data ranks x 4 micro-batches x 1 samples x 128 tokens" in plan.text()
     whole = make_plan(config(), ranks=1)
     assert plan.parameters == whole.parameters == sum(p.numel() for p in build_model(config().model).parameters())
     assert plan.bytes["parameters"] < 0.6 * whole.bytes["parameters"]
@@ -103,7 +103,7 @@ def test_checkpointing_and_sequence_need_less(config):
 def test_what_cannot_fit_is_refused(config):
     plan = make_plan(config(), ranks=1)
     plan.check(plan.total / GIB / 0.8)
-    with pytest.raises(UserError, match=r"the plan needs about .* GiB a rank, of which \w+ .* may use 90%"):
+    with pytest.raises(UserError, match=r"the plan needs about .* GiB per rank, of which \w+ .* may use 90%"):
         plan.check(plan.total / GIB)
     with pytest.raises(UserError, match="parallel.tensor: given 2; must divide the number of ranks, 3; set it to 1"):
         make_plan(config(parallel={"tensor": 2}), ranks=3)

@@ -1,4 +1,4 @@
-"""A rank that hangs ends the run, and every rank's place is told."""
+"""A rank that hangs ends the run with a report of where every rank is."""
 
 import pytest
 
@@ -39,8 +39,8 @@ def test_a_rank_that_hangs_ends_the_run_and_every_place_is_told(script, how, sil
     result = run([*torchrun(2), script, how])
     assert result.returncode == 1
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("titans: error: train.timeout")]
-    assert "rank 0 stands at step 7, the sum of the losses for" in line
-    assert "rank 1 stands at step 7, reading its samples for" in line
+    assert "rank 0 has been at step 7, the sum of the losses for" in line
+    assert "rank 1 has been at step 7, reading its samples for" in line
     assert ("silent for" in line.partition("rank 1")[2].partition("(")[0]) == silent
 
 

@@ -1,4 +1,4 @@
-"""Sequence mixers, one a file, found by name; base.py has what each must be."""
+"""Sequence mixers: one per file, found by name; base.py has their contract."""
 
 from titans_pt.models.mixers.base import MIXERS, Mixer
 

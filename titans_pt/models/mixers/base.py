@@ -1,4 +1,4 @@
-"""The contract of a sequence mixer: all that the rest of the project asks of one."""
+"""The contract of a sequence mixer: everything that the rest of the project uses of one."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
@@ -17,7 +17,7 @@ MIXERS: "Registry[type[Mixer]]" = Registry("titans_pt.models.mixers", "model.mix
 
 
 class NoSettings(Section):
-    """The settings of a mixer that has none of its own."""
+    """For mixers without settings."""
 
 
 Blocks = Callable[[Tensor, Any], tuple[Tensor, Any]]
@@ -34,12 +34,12 @@ class Mixer(nn.Module):
     """One sequence mixer: (B, T, d_model) -> (B, T, d_model), causal, rows independent, state in and out.
 
     A mixer is one file: it subclasses this, is decorated with ``@MIXERS.register``, and nothing outside knows its name.
-    What stands below is all that settings, tensor parallelism, the optimiser, the FLOP count, the plan and compilation
-    ask; the defaults are those of a mixer that has nothing special. docs/architecture.md has the recipe.
+    The members below are all that settings, tensor parallelism, optimiser, FLOP count, plan and compilation use; their
+    defaults suit a mixer that has nothing special. docs/architecture.md has the recipe.
 
     Its state is a dataclass (of nested dataclasses, lists, tuples) of tensors whose first dimension is the row, and of
-    plain numbers; of constant size in the sequence length for all but full attention. Any cut of a sequence, the state
-    handed on, gives what one call gives.
+    plain numbers; its size is constant in the sequence length, except for full attention. A sequence may be cut
+    anywhere: with the state passed on, the pieces give what one call gives.
     """
 
     name: ClassVar[str]
@@ -47,23 +47,23 @@ class Mixer(nn.Module):
     Settings: ClassVar[type[Section]] = NoSettings
     """Its own section of the settings, ``model.<name>``."""
     sharding: ClassVar[Sharding | None] = None
-    """How it is cut over tensor ranks (titans_pt.layers.sharding). Layers that it is made of may declare their own
-    part; every parameter must be named by one of them. None: parallel.tensor > 1 is refused."""
+    """How it is cut over tensor ranks (titans_pt.layers.sharding). Its layers may declare their own parts; one of these
+    declarations must name every parameter. None: parallel.tensor > 1 is refused."""
     per_rank: ClassVar[tuple[str, ...]] = ()
-    """Attributes that count heads: each becomes the tensor rank's share."""
+    """Attributes that count heads: on a tensor rank each becomes the rank's share."""
     ends: ClassVar[tuple[str, ...]] = ("out",)
     """Linear layers that end a residual branch: they start smaller, by sqrt(2 n_layers)."""
     no_decay: ClassVar[tuple[str, ...]] = ()
-    """Parameters of its own (not of its layers, which declare theirs) that weight decay leaves alone, beside all that
-    have one dimension."""
+    """Its own parameters (its layers declare theirs) without weight decay. Parameters with one dimension have none
+    anyway."""
     normalises: ClassVar[bool] = False
-    """Whether it takes the residual stream as it is and normalises it itself: its block then has no norm before it."""
+    """True: it normalises the residual stream itself, and its block has no norm before it."""
     compiles_documents: ClassVar[bool] = True
-    """Whether its block may be compiled for whole sequences that documents cut."""
+    """False: torch.compile leaves its block out for sequences that documents cut."""
 
     @classmethod
     def settings(cls, config: ModelConfig) -> Any:
-        """Its section of ``config``, validated; what is not given there is at its default.
+        """Its section of ``config``, validated, with defaults for what is not given.
 
         Raises:
             pydantic.ValidationError: for ``model.<name>``.
@@ -76,7 +76,7 @@ class Mixer(nn.Module):
 
     @classmethod
     def split_sizes(cls, config: ModelConfig) -> dict[str, int]:
-        """Setting -> number that parallel.tensor must divide, beside model.mlp_hidden and model.vocab_size."""
+        """Setting -> number that parallel.tensor must divide, in addition to model.mlp_hidden and model.vocab_size."""
         return {"model.n_heads": config.n_heads}
 
     def forward(self, x: Tensor, state: Any = None, documents: Documents | None = None) -> tuple[Tensor, Any]:
@@ -92,9 +92,9 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def bind(self, mixers: "list[Mixer]"):
-        """Told once, when the backbone is built, of the mixers of all its blocks in their order, itself among them:
-        for what they share. One that is not the parameter's owner keeps it where torch does not look for submodules
-        (in a tuple), so that it has one name."""
+        """Called once, when the backbone is built, with the mixers of all blocks in order, itself included: for
+        parameters that mixers share. Only the owner of such a parameter registers it; the others keep it where torch
+        does not look for submodules (in a tuple), so that it has one name."""
 
     def around(self, blocks: Blocks, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
         """A sequence through all blocks of the model; asked of the first block's mixer alone.
@@ -110,24 +110,26 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def own_initialisation(self):
-        """Called once, after every linear layer and embedding of the model was drawn: what starts otherwise.
+        """Called once, after all linear layers and embeddings of the model were drawn, to set other first values.
 
-        Any layer may have this method. Parameters that are neither (a decay, a learned start) are best drawn where
-        they are made; this is for linear layers whose weights or biases need other values.
+        Any layer may have this method. It is for linear layers whose weights or biases need other values; parameters
+        of other kinds (a decay, a learned start) are best drawn where they are made.
         """
 
     def set_compiled(self, on: bool):
-        """Told whether whole sequences pass the block through torch.compile: for what it compiles by itself."""
+        """Called with whether torch.compile compiles the block for whole sequences: for parts that the mixer compiles
+        itself."""
 
     def unserved(self, dtype: torch.dtype) -> str | None:
-        """Why a GPU would not run it by its own kernels on inputs of ``dtype``; None if it would.
+        """Why a GPU could not use the mixer's kernels for inputs of ``dtype``; None if it could.
 
-        The plan then measures on a GPU's paths, with meta tensors; else it measures on a CPU and scales up.
+        If None, the plan measures memory with meta tensors, which follow the GPU path; otherwise it measures on the CPU
+        and scales up.
         """
         return None
 
     def needs(self) -> dict[str, str]:
-        """Package that it cannot run without on a GPU -> the remedy, such as "install it: pip install NAME"."""
+        """Packages that it needs on a GPU -> the remedy, such as "install it: pip install NAME"."""
         return {}
 
     def scratch_bytes(self) -> int:
@@ -140,5 +142,5 @@ class Mixer(nn.Module):
 
     @property
     def piece(self) -> int:
-        """Tokens after which what it keeps for the backward pass repeats: the plan measures no fewer."""
+        """Period in tokens of what it keeps for the backward pass: the plan measures at least this many."""
         return 1

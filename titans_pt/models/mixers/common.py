@@ -1,9 +1,13 @@
 """What mixers share: the window's check, the memory mixers' base, persistent tokens, the gate between two branches."""
 
+from collections.abc import Callable
+from typing import Literal
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titans_pt.config import Config, ModelConfig
+from titans_pt.config import Config, ModelConfig, Section
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState
@@ -62,7 +66,7 @@ def build_memory(config: ModelConfig) -> NeuralMemory:
 
 
 def persistent(config: ModelConfig) -> nn.Parameter | None:
-    """Learned tokens (P, d_model) of unit scale, as the normalised sequence they stand before; None for P = 0."""
+    """Learned tokens (P, d_model) of unit scale, like the normalised sequence that they precede; None for P = 0."""
     if config.persistent_tokens == 0:
         return None
     return nn.Parameter(torch.randn(config.persistent_tokens, config.d_model))
@@ -75,37 +79,69 @@ def remember(
     state: NeuralMemoryState | None,
     documents: Documents | None,
 ) -> tuple[Tensor, NeuralMemoryState]:
-    """The memory along [persistent | x]; the persistent tokens are written only where something can begin."""
+    """The memory along [persistent | x]; the persistent tokens are written only where a document can begin."""
     start = None
     if tokens is not None and (state is None or documents is not None):
         _, start = memory.start_after(tokens[None])
     return memory(x, state, documents, start=start)
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "identity": lambda x: x,
+}
+
+
+class GateSettings(Section):
+    """Of a mixer that joins attention and memory by a :class:`BranchGate`."""
+
+    gate: Literal["mix", "product"] = "mix"
+    """How attention and memory are joined. mix: a learned share of each, per token and head. product: as the paper
+    says, the product of both, each normalised and passed through gate_activation."""
+    gate_activation: Literal["sigmoid", "silu", "tanh", "identity"] = "silu"
+    """gate=product: the non-linearity, which the paper does not name."""
+
+
+class OutputGateSettings(Section):
+    """Of a mixer whose memory's output is gated by a linear layer."""
+
+    output_gate: Literal["sigmoid", "silu"] = "sigmoid"
+    """What the gate's linear layer passes through before it multiplies what the memory recalled. silu: as in other
+    recurrent models; with it recall reaches a third of the answers that it reaches with a sigmoid."""
+
+
 class BranchGate(nn.Module):
-    """o = s * b + (1 - s) * a, s = sigmoid(linear(x)): how much of each of two branches, one s a token and head.
+    """gate=mix: o = s * b + (1 - s) * a, s = sigmoid(linear(x)): how much of each of two branches, per token and head.
+    gate=product: o = act(a) * act(b). In both, a and b are normalised with a learned vector first.
 
-    Titans, Section 4.2 has a product of the branches, each normalised with a learned vector, and a non-linearity; the
-    rest is not published. A product multiplies what the memory (b) recalls by whatever attention (a) has at that
-    token: with one, even one that is learned from zero beside the sum, recall stays at 31 % (docs/notebook.md).
+    The product is what Titans, Section 4.2 says: "we normalize the outputs using learnable vector-valued weights,
+    followed by a non-linearity"; which one is not published. It multiplies what the memory (b) recalls by whatever
+    attention (a) has at that token: with a product, even one that is added to the sum and learned from zero, recall
+    stays at 31 % (docs/notebook.md). So the mix is the default.
 
-    x, a, b, o: (B, T, d_model). How its norms are cut is the mixer's to declare.
+    x, a, b, o: (B, T, d_model). The mixer declares how the norms are cut.
     """
 
     per_rank = ("n_heads",)
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, settings: "GateSettings"):
         super().__init__()
         self.n_heads = config.memory_heads
         self.d_model = config.d_model
+        self.activation = ACTIVATIONS[settings.gate_activation]
         self.norm_a = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.norm_b = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.linear = nn.Linear(config.d_model, self.n_heads, bias=False)
+        self.linear = nn.Linear(config.d_model, self.n_heads, bias=False) if settings.gate == "mix" else None
 
     def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        a, b = (y.unflatten(-1, (self.n_heads, -1)) for y in (self.norm_a(a), self.norm_b(b)))
+        a, b = self.norm_a(a), self.norm_b(b)
+        if self.linear is None:
+            return self.activation(a) * self.activation(b)
+        a, b = (y.unflatten(-1, (self.n_heads, -1)) for y in (a, b))
         share = torch.sigmoid(self.linear(x)).unsqueeze(-1)
         return torch.lerp(a, b, share.to(a.dtype)).flatten(-2)
 
     def flops(self) -> Flops:
-        return product(self.d_model, self.n_heads)
+        return Flops(0, 0) if self.linear is None else product(self.d_model, self.n_heads)

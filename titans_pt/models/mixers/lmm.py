@@ -1,6 +1,5 @@
 """LMM: the long-term memory alone as the sequence mixer."""
 
-import torch
 from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig
@@ -9,22 +8,31 @@ from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.memory import NeuralMemoryState
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
-from titans_pt.models.mixers.common import MemoryMixer, build_memory, persistent, remember
+from titans_pt.models.mixers.common import (
+    ACTIVATIONS,
+    MemoryMixer,
+    OutputGateSettings,
+    build_memory,
+    persistent,
+    remember,
+)
 
 
 @MIXERS.register
 class LMM(MemoryMixer):
-    """out(memory([persistent | x]) * sigmoid(gate(x))).
+    """out(memory([persistent | x]) * sigmoid(gate(x))); the sigmoid is ``output_gate``.
 
     Not silu: of zero mean inputs its output is mostly noise (mean 0.2, deviation 0.6), which then multiplies what was
-    recalled, and recall stays at a third of the answers that it reaches behind a sigmoid (docs/notebook.md).
+    recalled, and recall stays at a third of the answers that it reaches with a sigmoid (docs/notebook.md).
     """
 
     name = "lmm"
+    Settings = OutputGateSettings
     sharding = {"persistent": Shard.WHOLE, "gate": Shard.ENTER_COLUMN, "out": Shard.LAST_ROW}
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        self.output_gate = ACTIVATIONS[self.settings(config).output_gate]
         self.persistent = persistent(config)
         self.memory = build_memory(config)
         self.gate = nn.Linear(config.d_model, config.d_model, bias=False)
@@ -34,7 +42,7 @@ class LMM(MemoryMixer):
         self, x: Tensor, state: NeuralMemoryState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, NeuralMemoryState]:
         y, state = remember(self.memory, x, self.persistent, state, documents)
-        return self.out(y * torch.sigmoid(self.gate(x))), state
+        return self.out(y * self.output_gate(self.gate(x))), state
 
     def flops(self, length: int) -> Flops:
         d = self.out.in_features

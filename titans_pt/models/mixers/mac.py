@@ -1,14 +1,15 @@
-"""MAC: what the memory knows of the past stands before each segment as context; the segment's outcome is written."""
+"""MAC: what the memory recalls is put before each segment as context; what attention makes of it is written back."""
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from titans_pt.config import Config, ModelConfig, Positive, Section
+from titans_pt.config import Config, ModelConfig, Positive
 from titans_pt.kernels.attention import Prefix, masked_attention, segment_attention
 from titans_pt.kernels.memory.state import choose, state_dtype
 from titans_pt.layers.attention import Attention
@@ -18,7 +19,14 @@ from titans_pt.layers.memory import NeuralMemoryState, Projection
 from titans_pt.layers.rotary import rotate
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
-from titans_pt.models.mixers.common import BranchGate, MemoryMixer, build_memory, check_attention, persistent
+from titans_pt.models.mixers.common import (
+    BranchGate,
+    GateSettings,
+    MemoryMixer,
+    build_memory,
+    check_attention,
+    persistent,
+)
 from titans_pt.models.mixers.segments import Segments
 
 
@@ -45,11 +53,14 @@ class MACState:
     position: int
 
 
-class MACSettings(Section):
+class MACSettings(GateSettings):
     segment: Positive = 512
     """Tokens of a segment."""
     memory_tokens: Positive = 256
     """Memory tokens h that a segment attends to; segment / memory_tokens tokens share one."""
+    write: Literal["residual", "attention"] = "residual"
+    """What is written to the memory. residual: the token plus a learned share of its attention. attention: as the paper
+    prints it, what attention made of the token and nothing else."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -63,10 +74,11 @@ class MAC(MemoryMixer):
     """For each segment: h = M(q) with the memory of the END of the previous segment; a = attention, causal, over
     [persistent | h | segment]; y = x + write * a is written and read; o = out(gate(x + a, M_t(y))).
 
-    The paper has y = a. The ``x +`` is ours ("residual connections throughout"): attention starts as a mean over all
-    it sees, and without it that mean, in which tokens can hardly be told apart, is all there is to write. ``write`` is
-    a learned vector that starts at 0: what attention adds to a token depends on where it stands, so a key that is
-    asked for is not the key that was written, and recall stays at 31 % for long (docs/notebook.md).
+    The paper has y = a and o = out(gate(a, M_t(a))): write=attention. The ``x +`` is ours ("residual connections
+    throughout"): attention starts as a mean over all that it sees, and without it that mean, in which tokens can hardly
+    be told apart, is all there is to write. ``write`` is a learned vector that starts at 0: what attention adds to a
+    token depends on its place, so the key of a question is not the key that was written, and recall stays at 31 % for
+    long (docs/notebook.md).
 
     Titans, Section 4.1, made causal. Token i sees h_j for j <= i only: h_j is read with the query of token j, and the
     paper's fully visible prefix would show token i the queries of tokens after it. M_t is each token's OWN memory, not
@@ -100,9 +112,9 @@ class MAC(MemoryMixer):
         self.read = Projection(config.d_model, config.memory_heads, config.conv_width, unit=True)
         self.attention = Attention(config.d_model, config.n_heads, config.rope_base)
         self.memory = build_memory(config)
-        self.write = nn.Parameter(torch.zeros(config.d_model))
+        self.write = nn.Parameter(torch.zeros(config.d_model)) if settings.write == "residual" else None
         self.join = nn.Flatten(-2)  # (B, T, H, D) -> (B, T, d_model)
-        self.gate = BranchGate(config)
+        self.gate = BranchGate(config, settings)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
     @classmethod
@@ -202,8 +214,8 @@ class MAC(MemoryMixer):
     ) -> tuple[Tensor, NeuralMemoryState]:
         """A piece's attention, written to the memory and read by each token: outputs (B, t, d_model), the memory.
 
-        keys, values: of memory tokens, then of tokens. mask: who sees which of them; None for a piece that starts its
-        segment.
+        keys, values: of memory tokens, then of tokens. mask: which of them each token sees; None for a piece that
+        starts its segment.
         """
         prefix = persistent and Prefix(plain, *persistent)
         if mask is None:
@@ -213,8 +225,12 @@ class MAC(MemoryMixer):
         else:
             attended = masked_attention(q, keys, values, mask, prefix)
         attended = self.join(attended)
-        m, memory = self.memory(x + self.write * attended, memory, documents)
-        return self.gate(x, x + attended, m), memory
+        if self.write is None:
+            written = joined = attended
+        else:
+            written, joined = x + self.write * attended, x + attended
+        m, memory = self.memory(written, memory, documents)
+        return self.gate(x, joined, m), memory
 
 
 @functools.cache

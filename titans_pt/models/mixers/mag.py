@@ -1,4 +1,4 @@
-"""MAG: sliding-window attention beside the memory, both over [persistent | x], gating each other."""
+"""MAG: sliding-window attention and the memory side by side, both over [persistent | x], gating each other."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,15 @@ from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.memory import NeuralMemoryState
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
-from titans_pt.models.mixers.common import BranchGate, MemoryMixer, build_memory, check_window, persistent, remember
+from titans_pt.models.mixers.common import (
+    BranchGate,
+    GateSettings,
+    MemoryMixer,
+    build_memory,
+    check_window,
+    persistent,
+    remember,
+)
 
 
 @dataclass
@@ -25,6 +33,7 @@ class MAG(MemoryMixer):
     """out(gate(window_attention([persistent | x]), memory([persistent | x])))."""
 
     name = "mag"
+    Settings = GateSettings
     sharding = {
         "persistent": Shard.WHOLE,
         "gate.norm_a": Shard.NORM_OF_ALL_HEADS,
@@ -38,7 +47,7 @@ class MAG(MemoryMixer):
         self.persistent = persistent(config)
         self.attention = Attention(config.d_model, config.n_heads, config.rope_base, config.window)
         self.memory = build_memory(config)
-        self.gate = BranchGate(config)
+        self.gate = BranchGate(config, self.settings(config))
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
     @classmethod

@@ -1,8 +1,7 @@
-"""MAL: the memory as a layer of its own, then sliding-window attention on its output."""
+"""MAL: the memory as a separate layer, then sliding-window attention on its output."""
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig
@@ -12,7 +11,14 @@ from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.memory import NeuralMemoryState
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
-from titans_pt.models.mixers.common import MemoryMixer, build_memory, check_window, persistent
+from titans_pt.models.mixers.common import (
+    ACTIVATIONS,
+    MemoryMixer,
+    OutputGateSettings,
+    build_memory,
+    check_window,
+    persistent,
+)
 
 
 @dataclass
@@ -21,16 +27,24 @@ class MALState:
     attention: AttentionState
 
 
+class MALSettings(OutputGateSettings):
+    residual: bool = True
+    """True: attention sees each token plus what the memory recalled, which is also added to attention's output. False,
+    as the paper prints it: attention sees what was recalled and nothing else."""
+
+
 @MIXERS.register
 class MAL(MemoryMixer):
-    """m = memory_out(memory(x) * sigmoid(gate(x))); m + out(window_attention(norm(x + m))), over [persistent | x].
+    """m = memory_out(memory(x) * sigmoid(gate(x))); m + out(window_attention(norm(x + m))), over [persistent | x]; with
+    residual=false out(window_attention(norm(m))). The sigmoid is ``output_gate``.
 
-    A sigmoid for LMM's reason. Two layers, "residual connections throughout": attention sees the token beside what
-    was remembered of it, and what was remembered goes on beside what attention makes of it. Through attention alone,
-    which starts as a mean over the window, next to nothing of it arrives, and recall is not learned (docs/notebook.md).
+    A sigmoid for LMM's reason. Two layers, "residual connections throughout": attention sees the token plus
+    what was recalled, and what was recalled is added to attention's output. Through attention alone, which starts as
+    a mean over the window, next to nothing of it arrives, and recall is not learned (docs/notebook.md).
     """
 
     name = "mal"
+    Settings = MALSettings
     sharding = {
         "": Shard.CLOSE,  # what it adds to its output is whole in time
         "persistent": Shard.WHOLE,
@@ -43,6 +57,8 @@ class MAL(MemoryMixer):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        settings = self.settings(config)
+        self.output_gate, self.residual = ACTIVATIONS[settings.output_gate], settings.residual
         self.persistent = persistent(config)
         self.memory = build_memory(config)
         self.gate = nn.Linear(config.d_model, config.d_model, bias=False)
@@ -63,14 +79,19 @@ class MAL(MemoryMixer):
         if self.persistent is not None and (state is None or documents is not None):
             tokens = self.persistent[None]
             remembered, start = self.memory.start_after(tokens)
-            prefix = self.norm(tokens + self._recalled(tokens, remembered))
+            prefix = self._seen(tokens, self._recalled(tokens, remembered))
         m, memory = self.memory(x, state and state.memory, documents, start=start)
         m = self._recalled(x, m)
-        a, attention = self.attention(self.norm(x + m), state and state.attention, documents, prefix)
-        return m + self.out(a), MALState(memory, attention)
+        a, attention = self.attention(self._seen(x, m), state and state.attention, documents, prefix)
+        a = self.out(a)
+        return m + a if self.residual else a, MALState(memory, attention)
+
+    def _seen(self, x: Tensor, m: Tensor) -> Tensor:
+        """What attention sees of tokens x of which the memory recalled m."""
+        return self.norm(x + m if self.residual else m)
 
     def _recalled(self, x: Tensor, m: Tensor) -> Tensor:
-        return self.memory_out(m * torch.sigmoid(self.gate(x)))
+        return self.memory_out(m * self.output_gate(self.gate(x)))
 
     def flops(self, length: int) -> Flops:
         d, prefix = self.out.in_features, 0 if self.persistent is None else len(self.persistent)

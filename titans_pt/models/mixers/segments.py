@@ -1,7 +1,7 @@
-"""MAC's bookkeeping in plain numbers: where segments end, which memory tokens belong to them, who sees what.
+"""MAC's bookkeeping in plain numbers: where segments end, which memory tokens belong to them, which token sees which.
 
 All of it is decided on the host. The numbers are known before the computation starts, so nothing waits for a GPU.
-A place is a token's number in its row's whole stream; an index is its number in the call at hand.
+A place is a token's number in its row's whole stream; an index is its number in the current call.
 """
 
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ class Segments:
             begin = end
 
     def whole(self, piece: Piece) -> bool:
-        """Whether the piece is a whole segment of every row: all of these have one shape."""
+        """Whether the piece is a whole segment in every row: all such pieces have the same shape."""
         return piece.end - piece.begin == self.segment
 
     def _groups(self, begin: int, end: int, segment_start: list[int]) -> list[int]:
@@ -86,11 +86,11 @@ class Segments:
         """Which memory tokens (at ``memory_places``), then which tokens from ``piece.oldest`` on, its tokens see.
 
         Returns:
-            bool (B or 1, t, m + n); None for a piece that starts its segment in all rows: segment_attention knows.
+            bool (B or 1, t, m + n); None for a piece that starts its segment in all rows: segment_attention needs none.
         """
         if all(piece.new_segment):
             return None
-        # Made from numbers where all rows stand alike, as they usually do: a copy from the host would wait for the GPU.
+        # Made from numbers if all rows have the same place, as usual: copying from the host would wait for the GPU.
         start: int | Tensor = piece.segment_start[0]
         if len(set(piece.segment_start)) > 1:
             start = torch.tensor(piece.segment_start, device=device)[:, None, None]

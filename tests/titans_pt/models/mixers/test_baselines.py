@@ -11,10 +11,11 @@ from tests.titans_pt.parallel.test_split import built_one_by_one, check  # noqa:
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.kernels import linear_memory as linear_memory_package
+from titans_pt.layers.state import map_tensors, state_bytes
 from titans_pt.models import build_model
 from titans_pt.models.backbone import exempt_from_decay
 from titans_pt.models.mixers import MIXERS
-from titans_pt.state import load_state, map_tensors, save_state, state_bytes
+from titans_pt.state_file import load_state, save_state
 from titans_pt.training.plan import make_plan
 
 T = 41  # ragged for chunk 4, segment 8, window 6 and mini-batches of 4

@@ -1,4 +1,4 @@
-"""A mixer is one file: the one here does everything that the built-in ones do, and no line elsewhere knows it."""
+"""A mixer is one file: the one here does everything that the built-in ones do, without a line changed elsewhere."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from titans_pt.models.backbone import check_packages, exempt_from_decay
 from titans_pt.models.mixers.base import MIXERS, Mixer
 from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.run import load_run
-from titans_pt.state import load_state, save_state
+from titans_pt.state_file import load_state, save_state
 from titans_pt.training.plan import make_plan
 
 HERE = ".".join(Path(__file__).with_suffix("").parts[-5:])  # tests.titans_pt.models.mixers.test_contract
@@ -77,7 +77,7 @@ class Leaky(Mixer):
 
 @MIXERS.register
 class Silent(Leaky):
-    """The same, without a word on tensor ranks."""
+    """The same, without a declaration for tensor ranks."""
 
     name = "silent"
     sharding = None
@@ -85,7 +85,7 @@ class Silent(Leaky):
 
 @MIXERS.register
 class Forgetful(Leaky):
-    """The same, with a parameter that nobody names."""
+    """The same, with a parameter that its sharding does not name."""
 
     name = "forgetful"
     sharding = {"value": Shard.ENTER_COLUMN, "out": Shard.LAST_ROW}

@@ -1,9 +1,8 @@
-"""What a model carries from one call to the next, as nested dataclasses of tensors; in memory and as a file."""
+"""States (titans_pt.layers.state) as files."""
 
 import importlib
 import json
-from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,56 +18,6 @@ FORMAT = "titans-state-1"
 _PACKAGE = "titans_pt"
 _BEFORE = "kernels."
 """Where files of version 0.1.0 say that the memory's states live; today's say titans_pt.kernels."""
-
-
-def map_tensors(state: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``state`` with ``fn`` applied to every tensor; dataclasses, tuples, lists and None keep their shape.
-
-    For example, ``map_tensors(state, torch.Tensor.detach)`` cuts its history.
-    """
-    if isinstance(state, torch.Tensor):
-        return fn(state)
-    if is_dataclass(state):
-        return replace(state, **{f.name: map_tensors(getattr(state, f.name), fn) for f in fields(state)})
-    if isinstance(state, (tuple, list)):
-        return type(state)(map_tensors(item, fn) for item in state)
-    return state
-
-
-def fork(state: Any) -> Any:
-    """A copy that shares no tensor with ``state``: two continuations of one past. Gradients flow through it."""
-    return map_tensors(state, torch.clone)
-
-
-def compact(state: Any) -> Any:
-    """``state`` with copies of what would keep much else alive: tensors that lie in a storage which they, with all
-    others of ``state``, use less than half of. A tail of a long call's tensors is a view of all of them."""
-    used: dict[int, int] = {}
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        place = tensor.untyped_storage()._cdata
-        used[place] = used.get(place, 0) + tensor.numel() * tensor.element_size()
-        return tensor
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        return tensor.clone() if 2 * used[storage._cdata] < storage.nbytes() else tensor
-
-    map_tensors(state, count)
-    return map_tensors(state, own)
-
-
-def state_bytes(state: Any) -> int:
-    """Bytes that the tensors of ``state`` hold."""
-    total = 0
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal total
-        total += tensor.numel() * tensor.element_size()
-        return tensor
-
-    map_tensors(state, count)
-    return total
 
 
 def save_state(state: Any, path: str | Path, about: dict[str, str] | None = None):
@@ -116,17 +65,17 @@ def _open(path: str | Path) -> tuple[Any, dict[str, str]]:
     try:
         file = safe_open(path, framework="pt", device="cpu")
     except SafetensorError as error:
-        raise UserError(f"{path}: not a state file, or a damaged one ({error}); write it anew") from None
+        raise UserError(f"{path}: not a state file, or a damaged one ({error}); write it again") from None
     metadata = file.metadata() or {}
     if metadata.get("format") != FORMAT:
-        raise UserError(f"{path}: format {metadata.get('format')!r}, this version reads {FORMAT!r}; write it anew")
+        raise UserError(f"{path}: format {metadata.get('format')!r}, this version reads {FORMAT!r}; write it again")
     return file, metadata
 
 
 def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict:
-    """The JSON form of ``value``, one key that says its kind; its tensors go to ``tensors`` under their places."""
+    """The JSON form of ``value``, one key that says its kind; its tensors go to ``tensors``, named by their places."""
     if isinstance(value, torch.Tensor):
-        # A copy of its own: expanded and shared tensors have no place in the file format.
+        # A copy: the file format has no expanded or shared tensors.
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
         return {"tensor": name}
     if is_dataclass(value):
@@ -157,8 +106,8 @@ def _build(form: dict, file: Any, device: torch.device, path: Path) -> Any:
             kind = _class(name, path)
             known = {f.name for f in fields(kind)}
             needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
-            if not needed <= set(inner) <= known:  # what came later has a default: what was done before it
-                raise UserError(f"{path}: {name} has other fields in this version; write the state anew")
+            if not needed <= set(inner) <= known:  # newer fields have defaults: what was done before them
+                raise UserError(f"{path}: {name} has other fields in this version; write the state again")
             return kind(**{key: _build(item, file, device, path) for key, item in inner.items()})
         case {"list": items}:
             return [_build(item, file, device, path) for item in items]
@@ -166,11 +115,11 @@ def _build(form: dict, file: Any, device: torch.device, path: Path) -> Any:
             return tuple(_build(item, file, device, path) for item in items)
         case {"value": value}:
             return value
-    raise UserError(f"{path}: its structure has {sorted(form)}, which this version does not know; write it anew")
+    raise UserError(f"{path}: its structure has {sorted(form)}, which this version does not know; write it again")
 
 
 def _ours(module: str) -> bool:
-    """Whether a module may define states: those of this package, and those that mixers stand in."""
+    """Whether a module may define states: any of this package, and any that defines a mixer."""
     return module.partition(".")[0] == _PACKAGE or any(mixer.__module__ == module for mixer in MIXERS)
 
 
@@ -186,5 +135,5 @@ def _class(name: str, path: Path) -> type:
         except ImportError:
             found = None
     if not (isinstance(found, type) and is_dataclass(found)):
-        raise UserError(f"{path}: holds a {name}, which this version does not have; write the state anew with it")
+        raise UserError(f"{path}: holds a {name}, which this version does not have; write the state again with it")
     return found

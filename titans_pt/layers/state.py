@@ -1,0 +1,57 @@
+"""What layers carry from one call to the next, as nested dataclasses of tensors: any mixer's state, a whole model's."""
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+
+def map_tensors(state: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``state`` with ``fn`` applied to every tensor; dataclasses, tuples, lists and None keep their shape.
+
+    For example, ``map_tensors(state, torch.Tensor.detach)`` cuts its history.
+    """
+    if isinstance(state, torch.Tensor):
+        return fn(state)
+    if is_dataclass(state):
+        return replace(state, **{f.name: map_tensors(getattr(state, f.name), fn) for f in fields(state)})
+    if isinstance(state, (tuple, list)):
+        return type(state)(map_tensors(item, fn) for item in state)
+    return state
+
+
+def fork(state: Any) -> Any:
+    """A copy that shares no tensor with ``state``: two continuations of one past. Gradients flow through it."""
+    return map_tensors(state, torch.clone)
+
+
+def compact(state: Any) -> Any:
+    """``state`` with copies of what would keep much else alive: tensors that lie in a storage which they, with all
+    others of ``state``, use less than half of. A tail of a long call's tensors is a view of all of them."""
+    used: dict[int, int] = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage()._cdata
+        used[place] = used.get(place, 0) + tensor.numel() * tensor.element_size()
+        return tensor
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        return tensor.clone() if 2 * used[storage._cdata] < storage.nbytes() else tensor
+
+    map_tensors(state, count)
+    return map_tensors(state, own)
+
+
+def state_bytes(state: Any) -> int:
+    """Bytes that the tensors of ``state`` hold."""
+    total = 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    map_tensors(state, count)
+    return total
