@@ -87,8 +87,20 @@ class Backbone(nn.ModuleList):
             output_final_state: False, for training: None in place of the state after the last token.
 
         Returns:
-            (B, T, d_model), not normalised, and the state of each block's mixer after the last token.
+            (B, T, d_model), not normalised, and the state of each block's mixer after the last token (or whatever the
+            first mixer's ``around`` has for it).
         """
+
+        def blocks(x: Tensor, state: list[Any] | None) -> tuple[Tensor, list[Any] | None]:
+            return self._through(x, state, documents, output_final_state)
+
+        x, after = self[0].mixer.around(blocks, x, state, documents)
+        return x, after if output_final_state else None
+
+    def _through(
+        self, x: Tensor, state: list[Any] | None, documents: Documents | None, output_final_state: bool
+    ) -> tuple[Tensor, list[Any] | None]:
+        """x through the blocks, one after the other."""
         if state is None and not output_final_state:
             for block in self:
                 compiled = documents is None or block.mixer.compiles_documents

@@ -20,7 +20,7 @@ PATTERNS = {
     "samba": ["mamba", "swa"],
     "gated_deltanet_h1": ["gated_deltanet", "swa"],
     "gated_deltanet_h2": ["mamba2", "gated_deltanet", "swa"],
-} | {name: [name] for name in ("lmm", "mac", "mag", "mal", "swa", *BASELINES)}
+} | {name: [name] for name in ("lmm", "mac", "mag", "mal", "swa", "rmt", *BASELINES)}
 FIRST = ("lmm", "mac", "mag", "mal", "transformer")
 PARAMETERS = {
     "170m": (170_743_728, 170_918_832, 170_872_752, 170_752_944, 169_691_904),

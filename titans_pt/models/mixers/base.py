@@ -1,5 +1,6 @@
 """The contract of a sequence mixer: everything that the rest of the project uses of one."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -17,6 +18,10 @@ MIXERS: "Registry[type[Mixer]]" = Registry("titans_pt.models.mixers", "model.mix
 
 class NoSettings(Section):
     """For mixers without settings."""
+
+
+Blocks = Callable[[Tensor, Any], tuple[Tensor, Any]]
+"""All blocks of a model, (x, their states or None) -> (x, their states after it or None)."""
 
 
 class Need(Protocol):
@@ -90,6 +95,15 @@ class Mixer(nn.Module):
         """Called once, when the backbone is built, with the mixers of all blocks in order, itself included: for
         parameters that mixers share. Only the owner of such a parameter registers it; the others keep it where torch
         does not look for submodules (in a tuple), so that it has one name."""
+
+    def around(self, blocks: Blocks, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
+        """A sequence through all blocks of the model; asked of the first block's mixer alone.
+
+        For models that hand the last block's outputs to the first: ``x``, (B, T, d_model), may pass ``blocks`` in any
+        pieces, with anything put beside them. What it returns beside the outputs is the model's state, and ``state``
+        what it returned for the previous piece.
+        """
+        return blocks(x, state)
 
     def flops(self, length: int) -> Flops:
         """Per token, mean over a sequence of ``length`` (one document); see titans_pt.layers.flops."""

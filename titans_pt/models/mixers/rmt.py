@@ -1,0 +1,114 @@
+"""Recurrent Memory Transformer (Bulatov et al., arXiv 2207.06881): attention inside segments, memory tokens between."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titans_pt.config import Config, ModelConfig, Positive, Section
+from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops, mean_keys, product
+from titans_pt.models.mixers.attention import AttentionMixer
+from titans_pt.models.mixers.base import MIXERS, Blocks, Mixer, Need
+
+
+@dataclass
+class RMTState:
+    """memory: (B, M, d_model), the memory tokens that the current segment began with.
+    blocks: each block's state inside the segment; None before its first token.
+    read: tokens read of the segment.
+    """
+
+    memory: Tensor
+    blocks: list[Any] | None
+    read: int
+
+
+class FirstMemory(nn.Module):
+    """The memory tokens (M, d_model) that a sequence begins with, as large as the embeddings, which are scaled by
+    sqrt(d_model). A module, so that whoever shards parameters by module has them where they are used."""
+
+    def __init__(self, tokens: int, width: int, std: float):
+        super().__init__()
+        self.tokens = nn.Parameter(torch.randn(tokens, width) * std * width**0.5)
+
+    def forward(self, rows: int) -> Tensor:
+        return self.tokens.repeat(rows, 1, 1)
+
+
+@MIXERS.register
+class RMT(AttentionMixer):
+    """A Transformer that reads [memory | segment | memory], causal, segment by segment; positions begin again.
+
+    It wraps the model: what the last block makes of the last memory tokens, normalised, is both memories that the first
+    block gets with the next segment. Gradients flow back through all segments of a sample: longer memories are learned
+    by going on with more of them (data.seq_len) from a checkpoint, as the authors do. The first block's mixer owns the
+    memory that a sequence begins with, and the norm. (The authors have GPT-2's last norm there; here it has weights of
+    its own.)
+    """
+
+    name = "rmt"
+    sharding = None
+
+    class Settings(Section):
+        segment: Positive = 512
+        """Tokens of a segment."""
+        memory_tokens: Positive = 16
+        """Tokens that carry the memory from one segment to the next; as many are read and written."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        settings = self.settings(config)
+        self.segment, self.memory_tokens, self.hidden = settings.segment, settings.memory_tokens, config.hidden
+        self.std, self.eps = config.init_std, config.norm_eps
+
+    def bind(self, mixers: list[Mixer]):
+        if mixers[0] is self:
+            width = self.out.in_features
+            self.first = FirstMemory(self.memory_tokens, width, self.std)
+            self.norm = nn.RMSNorm(width, eps=self.eps)
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        super().check(config, need)
+        own, length = cls.settings(config.model), config.data.seq_len
+        need(config.model.kinds == [cls.name], "model.mixers", config.model.mixers, f"[{cls.name}] stands alone")
+        need(own.segment < length, f"model.{cls.name}.segment", own.segment,
+             f"below data.seq_len={length}; in a single segment the memory is never read")
+        need(not config.data.reset_at_documents, "data.reset_at_documents", True,
+             f"{cls.name} does not keep the documents of a sample apart; set it to false")
+
+    def around(
+        self, blocks: Blocks, x: Tensor, state: RMTState | None, documents: Documents | None
+    ) -> tuple[Tensor, RMTState]:
+        if documents is not None:
+            raise ValueError("rmt: does not keep documents apart")
+        state = state or RMTState(self.first(len(x)), None, 0)
+        memory, inner, read, outputs = state.memory.to(x.dtype), state.blocks, state.read, []
+        for piece in self._pieces(x, read):
+            before, after = read == 0, read + piece.shape[1] == self.segment
+            given = torch.cat([*([memory] if before else []), piece, *([memory] if after else [])], 1)
+            y, inner = blocks(given, inner)
+            first = self.memory_tokens if before else 0
+            outputs.append(y[:, first : first + piece.shape[1]])
+            read += piece.shape[1]
+            if after:
+                memory, inner, read = self.norm(y[:, -self.memory_tokens :]), None, 0
+        return torch.cat(outputs, 1), RMTState(memory, inner, read)
+
+    def _pieces(self, x: Tensor, read: int) -> list[Tensor]:
+        """x, cut where segments end."""
+        first = min(self.segment - read, x.shape[1])
+        return [x[:, :first], *x[:, first:].split(self.segment, 1)] if first < x.shape[1] else [x]
+
+    @property
+    def piece(self) -> int:
+        return self.segment
+
+    def flops(self, length: int) -> Flops:
+        """Memory tokens pass the blocks twice per segment, the MLP included, which counts the others by itself."""
+        d, whole = self.out.in_features, min(length, self.segment)
+        more = 2 * self.memory_tokens / whole if length >= self.segment else self.memory_tokens / whole
+        keys = mean_keys(round(whole * (1 + more)), self.segment + 2 * self.memory_tokens)
+        return (1 + more) * (self.attention.flops(keys) + product(d, d)) + more * 3 * product(d, self.hidden)
