@@ -17,15 +17,17 @@ import torch
 from titans_pt.benchmarks.process import peak_mib, write_csv
 from titans_pt.config import Config
 from titans_pt.config_file import load_config
+from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.models.backbone import check_packages
+from titans_pt.models.mixers import MIXERS
+from titans_pt.models.mixers.common import MemoryMixer
 from titans_pt.run_folder import versions
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import new_figure, save_figure
 from titans_pt.training.metrics import peak_flops
 from titans_pt.training.profiling import start_profile, time_shares
 
-TITANS = ("lmm", "mac", "mag", "mal")
 DEPTHS, CHUNKS = (1, 2, 3, 4), (16, 64, 256)
 STEPS = 5
 """Timed steps a case, after two that warm up; the median counts."""
@@ -77,7 +79,7 @@ def benchmark_training(
     cases = [Case(model, length) for length in lengths for model in models]
     if sweeps:
         middle = lengths[len(lengths) // 2]
-        titans = [m for m in models if m in TITANS]
+        titans = [m for m in models if _has_memory(Case(m, middle), config, overrides, tokens)]
         cases += [Case(m, middle, depth=depth) for depth in DEPTHS for m in titans]
         cases += [Case(m, middle, chunk=chunk) for chunk in CHUNKS for m in titans]
     settings = {"config": config, "overrides": overrides, "tokens": tokens}
@@ -153,6 +155,16 @@ def case_config(case: Case, config: str, more: list[str], tokens: int) -> Config
     if case.chunk:
         overrides.append(f"model.memory.chunk_size={case.chunk}")
     return load_config(config.format(model=case.model), overrides)
+
+
+def _has_memory(case: Case, config: str, more: list[str], tokens: int) -> bool:
+    """Whether the memory's depth and chunk size mean anything to the model; False for one whose settings are wrong,
+    which its own row tells."""
+    try:
+        kinds = case_config(case, config, more, tokens).model.kinds
+    except UserError:
+        return False
+    return any(issubclass(MIXERS.find(kind), MemoryMixer) for kind in kinds)
 
 
 def measure(case: Case, config: Config) -> Measurement:
