@@ -18,6 +18,7 @@ OWN = {
     "mamba2": {"state": 6, "head_width": 16},
     "ttt_linear": {"head_width": 8, "mini_batch": 4},
     "ttt_mlp": {"head_width": 8, "mini_batch": 4, "base_lr": 1.0},
+    "rmt": {"segment": 8, "memory_tokens": 3},
 }
 """Settings of four heads, where a mixer has settings; d_model is 32."""
 
@@ -29,14 +30,14 @@ def own_settings(mixers: list[str]) -> dict:
 
 NAMES = MIXERS.built_in()
 """Every mixer of the package."""
-BASELINES = sorted(OWN)
+BASELINES = sorted(OWN.keys() - {"rmt"})
+"""Those of them that are mixers and no more: RMT wraps the model."""
 
 
 def small_config(mixers: list[str], **changes) -> ModelConfig:
     settings = dict(
         mixers=mixers, vocab_size=52, d_model=32, n_layers=2, n_heads=4, mlp_hidden=24, window=6, persistent_tokens=3,
         memory={"chunk_size": 4, "expansion": 2, "save_every": 2}, mac={"segment": 8, "memory_tokens": 4},
-        rmt={"segment": 8, "memory_tokens": 3},
     )  # fmt: skip
     return ModelConfig(**settings | {name: OWN[name] for name in mixers if name in OWN} | changes)
 

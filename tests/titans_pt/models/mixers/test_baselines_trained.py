@@ -1,0 +1,47 @@
+"""All baselines, a block of each in one model, trained in real processes: tensor ranks, ZeRO, a resume. And RMT."""
+
+import json
+
+import pytest
+
+from tests.conftest import TINY, merged
+from tests.mixers import BASELINES, own_settings
+from tests.processes import curve, run_jobs
+from titans_pt import checkpoints
+
+STOPPED, ZERO = "train.stop_at=2", "parallel.zero_stage=3"
+RMT = ["model.mixers=[rmt]", "model.n_layers=2", "model.rmt={segment: 5, memory_tokens: 2}"]
+SPLIT = ["parallel.tensor=2", "parallel.zero_stage=2"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, prepared):
+    """Run folders: one process; two tensor ranks under ZeRO 2, whole and stopped and resumed; ZeRO 3."""
+    folder = tmp_path_factory.mktemp("runs")
+    source = {"kind": "files", "path": str(prepared.parent / "text.jsonl")}
+    model = own_settings(BASELINES) | {"mixers": BASELINES, "n_layers": len(BASELINES) + 1}  # two blocks of the first
+    config = folder / "config.json"  # JSON is YAML
+    config.write_text(json.dumps(merged(TINY, {
+        "data": {"dir": str(prepared), "sources": [source]}, "model": model, "train": {"max_steps": 4},
+    })))  # fmt: skip
+    run_jobs(1, config, folder, {"one": [], "rmt": RMT})
+    run_jobs(2, config, folder, {
+        "tensor": SPLIT, "parts@1": [*SPLIT, STOPPED], "parts@2": SPLIT, "one-zero3": [ZERO],
+        "rmt-zero3": [*RMT, ZERO],
+    })  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize(("one", "other"), [("one", "tensor"), ("one", "one-zero3"), ("rmt", "rmt-zero3")])
+def test_losses_are_those_of_one_process(runs, one, other):
+    expected, found = (curve(runs / name, "loss", "grad_norm") for name in (one, other))
+    assert len(expected) == 4 and expected[-1][1] < expected[0][1]
+    for a, b in zip(expected, found, strict=True):
+        assert b == pytest.approx(a, rel=1e-4)
+
+
+def test_a_resume_continues_bit_for_bit(runs):
+    assert curve(runs / "parts", "loss", "grad_norm") == curve(runs / "tensor", "loss", "grad_norm")
+    whole, parts = (checkpoints.checkpoint_path(runs / name / "checkpoints", 4) for name in ("tensor", "parts"))
+    for name in (checkpoints.MODEL, checkpoints.OPTIMIZER):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes()
