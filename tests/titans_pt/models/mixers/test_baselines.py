@@ -76,10 +76,6 @@ def _tensors(state):
 
 @torch.no_grad()
 def test_documents_are_apart(model):
-    if model.config.mixers == ["rmt"]:
-        with pytest.raises(ValueError, match="does not keep documents apart"):
-            model(tokens(), reset=torch.zeros(2, T, dtype=torch.bool))
-        return
     ids, starts = tokens(), [(0, 9, 10, 30), (13,)]
     reset = torch.zeros(2, T, dtype=torch.bool)
     for row, places in enumerate(starts):
