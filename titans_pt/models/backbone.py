@@ -91,7 +91,7 @@ class Backbone(nn.ModuleList):
             first mixer's ``around`` has for it).
         """
 
-        def blocks(x: Tensor, state: list[Any] | None) -> tuple[Tensor, list[Any] | None]:
+        def blocks(x: Tensor, state: list[Any] | None, documents: Documents | None):
             return self._through(x, state, documents, output_final_state)
 
         x, after = self[0].mixer.around(blocks, x, state, documents)

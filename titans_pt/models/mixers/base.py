@@ -20,8 +20,8 @@ class NoSettings(Section):
     """For mixers without settings."""
 
 
-Blocks = Callable[[Tensor, Any], tuple[Tensor, Any]]
-"""All blocks of a model, (x, their states or None) -> (x, their states after it or None)."""
+Blocks = Callable[[Tensor, Any, Documents | None], tuple[Tensor, Any]]
+"""All blocks of a model: (x, their states or None, where documents start in x) -> (x, their states or None)."""
 
 
 class Need(Protocol):
@@ -103,7 +103,7 @@ class Mixer(nn.Module):
         pieces, with anything put beside them. What it returns beside the outputs is the model's state, and ``state``
         what it returned for the previous piece.
         """
-        return blocks(x, state)
+        return blocks(x, state, documents)
 
     def flops(self, length: int) -> Flops:
         """Per token, mean over a sequence of ``length`` (one document); see titans_pt.layers.flops."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from titans_pt.config import Config, ModelConfig, Positive, Section
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
+from titans_pt.layers.state import map_tensors
 from titans_pt.models.mixers.attention import AttentionMixer
 from titans_pt.models.mixers.base import MIXERS, Blocks, Mixer, Need
 
@@ -23,6 +24,19 @@ class RMTState:
     memory: Tensor
     blocks: list[Any] | None
     read: int
+
+
+@dataclass
+class RMTRows:
+    """Where documents have cut the rows: the state of each row by itself."""
+
+    rows: list[RMTState]
+
+
+def _rows(state: RMTState | RMTRows | None, rows: int) -> list[RMTState | None]:
+    if isinstance(state, RMTRows):
+        return state.rows
+    return [state and map_tensors(state, lambda x, row=row: x[row : row + 1]) for row in range(rows)]
 
 
 class FirstMemory(nn.Module):
@@ -76,20 +90,33 @@ class RMT(AttentionMixer):
         need(config.model.kinds == [cls.name], "model.mixers", config.model.mixers, f"[{cls.name}] stands alone")
         need(own.segment < length, f"model.{cls.name}.segment", own.segment,
              f"below data.seq_len={length}; in a single segment the memory is never read")
-        need(not config.data.reset_at_documents, "data.reset_at_documents", True,
-             f"{cls.name} does not keep the documents of a sample apart; set it to false")
 
     def around(
-        self, blocks: Blocks, x: Tensor, state: RMTState | None, documents: Documents | None
-    ) -> tuple[Tensor, RMTState]:
-        if documents is not None:
-            raise ValueError("rmt: does not keep documents apart")
+        self, blocks: Blocks, x: Tensor, state: RMTState | RMTRows | None, documents: Documents | None
+    ) -> tuple[Tensor, RMTState | RMTRows]:
+        if documents is None and not isinstance(state, RMTRows):
+            return self._segments(blocks, x, state)
+        # Rows end their segments at tokens of their own: each is read by itself.
+        starts = torch.zeros(x.shape[:2], dtype=torch.bool) if documents is None else documents.starts.cpu()
+        outputs, after = [], []
+        with torch.compiler.set_stance("force_eager"):  # pieces of any length: each would be compiled
+            for row, before in enumerate(_rows(state, len(x))):
+                cuts = sorted({0, *starts[row].nonzero().flatten().tolist()})
+                for begin, end in zip(cuts, [*cuts[1:], x.shape[1]], strict=True):
+                    before = None if starts[row, begin] else before
+                    y, before = self._segments(blocks, x[row : row + 1, begin:end], before)
+                    outputs.append(y)
+                after.append(before)
+        return torch.cat(outputs, 1).view_as(x), RMTRows(after)
+
+    def _segments(self, blocks: Blocks, x: Tensor, state: RMTState | None) -> tuple[Tensor, RMTState]:
+        """Rows whose segments end at the same tokens."""
         state = state or RMTState(self.first(len(x)), None, 0)
         memory, inner, read, outputs = state.memory.to(x.dtype), state.blocks, state.read, []
         for piece in self._pieces(x, read):
             before, after = read == 0, read + piece.shape[1] == self.segment
             given = torch.cat([*([memory] if before else []), piece, *([memory] if after else [])], 1)
-            y, inner = blocks(given, inner)
+            y, inner = blocks(given, inner, None)
             first = self.memory_tokens if before else 0
             outputs.append(y[:, first : first + piece.shape[1]])
             read += piece.shape[1]

@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.mixers import BASELINES, small_config
+from titans_pt.config import ModelConfig
 from titans_pt.kernels.channel_scan import dispatch as scan
 from titans_pt.kernels.linear_memory import dispatch as linear
 from titans_pt.layers.documents import Documents
@@ -85,3 +86,27 @@ def test_compiled_equals_eager(mixer, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     if not mixer.startswith(("ttt", "mamba", "longhorn")) or mixer == "mamba2":
         assert counters["stats"]["unique_graphs"] == 1, "layers share their code"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mixer", BASELINES)
+def test_on_a_gpu(mixer):
+    """bf16, as it is and compiled, by the GPU's kernels: the gradients of float64 on the CPU, within bf16's noise."""
+    torch.manual_seed(0)
+    config = ModelConfig(mixers=[mixer], vocab_size=50, d_model=256, n_layers=2, n_heads=4, mlp_hidden=64)
+    model = build_model(config).to(torch.bfloat16)
+    ids = torch.randint(0, 50, (2, 131))
+
+    def gradients(model, ids):
+        logits, _ = model(ids, output_final_state=False)
+        value = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), ids.flatten())
+        return torch.autograd.grad(value, list(model.parameters()))
+
+    exact = gradients(model.double().train(), ids)
+    model = model.to("cuda", torch.bfloat16)
+    for compiled in (False, True):
+        model.blocks.set_compiled(compiled)
+        for found, expected in zip(gradients(model, ids.cuda()), exact, strict=True):
+            difference = (found.cpu().double() - expected).norm()
+            assert difference <= 0.1 * expected.norm() + 1e-4, f"{difference:.2g} of {expected.norm():.2g}"

@@ -78,7 +78,6 @@ def test_it_is_planned(tiny):
 @pytest.mark.parametrize(("overrides", "message"), [
     (["model.rmt.segment=16"], "model.rmt.segment: given 16; below data.seq_len=16"),
     (["model.mixers=[rmt,swa]", "model.n_layers=2"], r"model.mixers: given .*; \[rmt\] stands alone"),
-    (["data.reset_at_documents=true"], "data.reset_at_documents: given True; rmt does not keep"),
     (["parallel.tensor=2"], "the mixer 'rmt' does not say how it is cut over tensor ranks; set parallel.tensor=1"),
 ])  # fmt: skip
 def test_what_it_refuses(overrides, message, tiny):
