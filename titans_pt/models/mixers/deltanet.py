@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor, nn
 
-from titans_pt.config import Config, ModelConfig, Positive, Section
+from titans_pt.config import ModelConfig, Positive, Section
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.recurrence import RecurrentState, precise, unit_length
 from titans_pt.layers.sharding import Shard
-from titans_pt.models.mixers.base import MIXERS, Need
-from titans_pt.models.mixers.recurrent import LinearMemoryMixer, check_head_width, convolve, heads_of_width, linear
+from titans_pt.models.mixers.base import MIXERS
+from titans_pt.models.mixers.recurrent import HeadWidthMixer, convolve, linear
 
 
 @MIXERS.register
-class DeltaNet(LinearMemoryMixer):
+class DeltaNet(HeadWidthMixer):
     """q, k, v each through a convolution and SiLU; q and k of unit length, q scaled by K^-1/2; beta = sigmoid(W x);
     an RMSNorm per head."""
 
@@ -45,14 +45,6 @@ class DeltaNet(LinearMemoryMixer):
         self.beta = linear(d, self.n_heads)
         self.norm = nn.RMSNorm(width, eps=config.norm_eps)
         self.out = linear(d, d)
-
-    @classmethod
-    def heads(cls, config: ModelConfig) -> tuple[str, int]:
-        return heads_of_width(cls.name, config, cls.settings(config).head_width)
-
-    @classmethod
-    def check(cls, config: Config, need: Need):
-        check_head_width(cls.name, config, cls.settings(config.model).head_width, need)
 
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None

@@ -4,12 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titans_pt.config import Config, ModelConfig, Positive, Section
+from titans_pt.config import ModelConfig, Positive, Section
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.recurrence import RecurrentState, precise
 from titans_pt.layers.sharding import Shard
-from titans_pt.models.mixers.base import MIXERS, Mixer, Need
-from titans_pt.models.mixers.recurrent import LinearMemoryMixer, check_head_width, heads_of_width, linear
+from titans_pt.models.mixers.base import MIXERS, Mixer
+from titans_pt.models.mixers.recurrent import HeadWidthMixer, linear
 
 
 class LowerBounds(nn.Module):
@@ -33,7 +33,7 @@ class LowerBounds(nn.Module):
 
 
 @MIXERS.register
-class HGRN2(LinearMemoryMixer):
+class HGRN2(HeadWidthMixer):
     """f = l + (1 - l) sigmoid(W x) per channel; decay log f, k = 1 - f, q = silu(W x) K^-1/2; an RMSNorm over d_model.
 
     l is the layer's column of :class:`LowerBounds`, which the model's first HGRN2 layer owns and all share.
@@ -69,14 +69,6 @@ class HGRN2(LinearMemoryMixer):
         self._bounds = (peers[0].bounds,)
         # A tensor, not a number: compiled code takes numbers for constants, and each layer would have its own.
         self._layer = torch.tensor([peers.index(self)], device="cpu")
-
-    @classmethod
-    def heads(cls, config: ModelConfig) -> tuple[str, int]:
-        return heads_of_width(cls.name, config, cls.settings(config).head_width)
-
-    @classmethod
-    def check(cls, config: Config, need: Need):
-        check_head_width(cls.name, config, cls.settings(config.model).head_width, need)
 
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None

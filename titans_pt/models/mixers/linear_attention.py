@@ -3,16 +3,16 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titans_pt.config import Config, ModelConfig, Positive, Section
+from titans_pt.config import ModelConfig, Positive, Section
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.recurrence import RecurrentState
 from titans_pt.layers.sharding import Shard
-from titans_pt.models.mixers.base import MIXERS, Need
-from titans_pt.models.mixers.recurrent import LinearMemoryMixer, check_head_width, heads_of_width, linear
+from titans_pt.models.mixers.base import MIXERS
+from titans_pt.models.mixers.recurrent import HeadWidthMixer, linear
 
 
 @MIXERS.register
-class LinearAttention(LinearMemoryMixer):
+class LinearAttention(HeadWidthMixer):
     """q, k through elu + 1, q scaled by K^-1/2; an RMSNorm per head stands where the paper has a denominator, as in
     flash-linear-attention (and arXiv 2210.10340, which shows that the denominator is unstable)."""
 
@@ -37,14 +37,6 @@ class LinearAttention(LinearMemoryMixer):
         self.q, self.k, self.v = (linear(d, d) for _ in "qkv")
         self.norm = nn.RMSNorm(width, eps=config.norm_eps)
         self.out = linear(d, d)
-
-    @classmethod
-    def heads(cls, config: ModelConfig) -> tuple[str, int]:
-        return heads_of_width(cls.name, config, cls.settings(config).head_width)
-
-    @classmethod
-    def check(cls, config: Config, need: Need):
-        check_head_width(cls.name, config, cls.settings(config.model).head_width, need)
 
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None

@@ -81,14 +81,18 @@ class LinearMemoryMixer(Mixer):
         return CHUNK
 
 
-def heads_of_width(name: str, config: ModelConfig, width: int) -> tuple[str, int]:
-    """What :meth:`LinearMemoryMixer.heads` gives where the setting ``head_width`` says how many d_model has."""
-    return f"model.d_model / model.{name}.head_width", config.d_model // width
+class HeadWidthMixer(LinearMemoryMixer):
+    """A linear memory whose setting ``head_width`` says how many heads model.d_model has."""
 
+    @classmethod
+    def heads(cls, config: ModelConfig) -> tuple[str, int]:
+        return f"model.d_model / model.{cls.name}.head_width", config.d_model // cls.settings(config).head_width
 
-def check_head_width(name: str, config: Config, width: int, need: Need):
-    need(config.model.d_model % width == 0, f"model.{name}.head_width", width,
-         f"must divide model.d_model={config.model.d_model}")
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        width = cls.settings(config.model).head_width
+        need(config.model.d_model % width == 0, f"model.{cls.name}.head_width", width,
+             f"must divide model.d_model={config.model.d_model}")
 
 
 def check_heads(name: str, config: Config, heads: int, widths: dict[str, float], need: Need):

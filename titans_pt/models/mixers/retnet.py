@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from titans_pt.config import Config, ModelConfig, Section
+from titans_pt.config import ModelConfig, Section
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.recurrence import RecurrentState
 from titans_pt.layers.rotary import rotate
 from titans_pt.layers.sharding import Shard
-from titans_pt.models.mixers.base import MIXERS, Need
-from titans_pt.models.mixers.recurrent import LinearMemoryMixer, check_head_width, heads_of_width, linear
+from titans_pt.models.mixers.base import MIXERS
+from titans_pt.models.mixers.recurrent import HeadWidthMixer, linear
 
 EXPANSION = 2
 """Values are so much wider than keys."""
@@ -34,7 +34,7 @@ class HeadDecays(nn.Module):
 
 
 @MIXERS.register
-class RetNet(LinearMemoryMixer):
+class RetNet(HeadWidthMixer):
     """out(RMSNorm per head * silu(gate(x))); q scaled by K^-1/2, q and k rotated by their positions."""
 
     name = "retnet"
@@ -64,14 +64,6 @@ class RetNet(LinearMemoryMixer):
         self.decays = HeadDecays(self.n_heads)
         self.norm = nn.RMSNorm(self.value_width, eps=config.norm_eps)
         self.out = linear(EXPANSION * d, d)
-
-    @classmethod
-    def heads(cls, config: ModelConfig) -> tuple[str, int]:
-        return heads_of_width(cls.name, config, cls.settings(config).head_width)
-
-    @classmethod
-    def check(cls, config: Config, need: Need):
-        check_head_width(cls.name, config, cls.settings(config.model).head_width, need)
 
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None
