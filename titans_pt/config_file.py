@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,17 @@ def load_config(name: str | Path, overrides: list[str] = (), model: bool = True)
     Raises:
         UserError: one line that names the path, what was given and what is allowed.
     """
-    return _validated(_read(find_config(name), ()), overrides, model)
+    return validated(_read(find_config(name), ()), overrides, model)
 
 
 def load_stored(path: Path, overrides: list[str] = ()) -> Config:
     """As :func:`load_config`, of a file that titans_pt.config.resolved_yaml wrote, if need be in an earlier version:
     what it lacks is what that version did."""
-    return _validated(as_stored(_read(Path(path), ())), overrides, model=True)
+    return validated(as_stored(_read(Path(path), ())), overrides, model=True)
 
 
-def _validated(tree: dict, overrides: list[str], model: bool) -> Config:
+def validated(tree: dict, overrides: Sequence[str] = (), model: bool = True) -> Config:
+    """The settings of a tree with ``key.path=value`` words over it. Raises UserError as :func:`load_config`."""
     for item in overrides:
         key, sep, value = item.partition("=")
         if not sep or not key:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from titans_pt.benchmarks.process import write_csv
+from titans_pt.benchmarks.process import check_any, write_csv
 from titans_pt.kernels.memory import dual, neural_memory
 from titans_pt.run_folder import versions
 from titans_pt.tools.plots import new_figure, save_figure
@@ -57,6 +57,9 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
 
     tokens: of a call, batch times length. longest: of the lengths of LENGTHS and ``longest`` itself, those up to it.
     rounds: timings of each call after one that warms up; the median counts.
+
+    Raises:
+        UserError: no implementation could be timed.
     """
     out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,6 +84,7 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
         write_csv(out / "kernels.csv", rows)
         _plot(rows, out / "kernels.png", title)
     print(f"\n{title}\n\n{table(rows)}\n\n{out / 'kernels.md'}")
+    check_any([row.note if row.both_ms is None else "" for row in rows])
 
 
 def implementations():

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from titans_pt.errors import UserError
+
 
 def memory_mib(field: str) -> float:
     """A line of Linux's account of the process in MiB: VmRSS, resident now; VmHWM, the most so far.
@@ -22,6 +24,18 @@ def peak_mib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return memory_mib("VmHWM")
+
+
+def check_any(failures: list[str]):
+    """
+    Args:
+        failures: why each row of a benchmark has no figures; empty for one that has.
+
+    Raises:
+        UserError: none has.
+    """
+    if all(failures):
+        raise UserError(f"nothing was measured: all {len(failures)} rows failed; the first: {failures[0]}")
 
 
 def write_csv(path: Path, rows: list[Any]):

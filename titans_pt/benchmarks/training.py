@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from titans_pt.benchmarks.process import peak_mib, write_csv
+from titans_pt.benchmarks.process import check_any, peak_mib, write_csv
 from titans_pt.config import Config
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
@@ -74,6 +74,9 @@ def benchmark_training(
         overrides: key=value words for every case.
         tokens: B * T of a step, for every length.
         sweeps: also the memory's depths and chunk sizes, at the middle length.
+
+    Raises:
+        UserError: no case could be measured.
     """
     out.mkdir(parents=True, exist_ok=True)
     cases = [Case(model, length) for length in lengths for model in models]
@@ -91,6 +94,7 @@ def benchmark_training(
         print(table(found[-1:]).splitlines()[-1], flush=True)
         _write(found, out)  # each time: a benchmark that is cut short leaves what it has
     print(f"\n{table(found)}\n{out / 'training.md'}")
+    check_any([m.failure for m in found])
 
 
 def _write(found: list[Measurement], out: Path):

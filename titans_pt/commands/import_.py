@@ -1,13 +1,16 @@
 import click
 
+from titans_pt.commands._arguments import overrides
+
 SECTION = "tools"
 
 
 @click.command("import")
 @click.argument("folder", metavar="DIR", type=click.Path(), help="a Hugging Face folder that titans export wrote")
+@overrides("settings of this machine, e.g. data.dir=data/fineweb")
 @click.option("--out", type=click.Path(), required=True, metavar="RUN", help="the run folder to write")
-def import_(folder: str, out: str):
+def import_(folder: str, overrides: tuple[str, ...], out: str):
     """Turn a folder that titans export wrote into a run."""
     from titans_pt.huggingface import import_run
 
-    print(import_run(folder, out))
+    print(import_run(folder, out, overrides))
