@@ -14,6 +14,7 @@ import yaml
 
 from tests.untrained import untrained_run
 from titans_pt import cli
+from titans_pt.errors import UserError
 from titans_pt.models.mixers import MIXERS
 from titans_pt.run import load_run
 from titans_pt.streaming import greedy, prefill
@@ -280,7 +281,9 @@ def test_says_what_is_wrong(folders, fails, tmp_path):
     assert "name a folder that titans export wrote" in fails("import", folders / "run", "--out", folders / "x")
     assert "holds a run already" in fails("import", folders / "hf", "--out", folders / "back")
     (tmp_path / "file").write_text("mine")
-    assert "is a file; name a folder" in fails("export", folders / "run", "--out", tmp_path / "file")
+    assert "is a file (see" in fails("export", folders / "run", "--out", tmp_path / "file")
+    with pytest.raises(UserError, match="is a file; name a folder"):
+        huggingface.export_run(folders / "run", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 
 

@@ -1,6 +1,7 @@
 """What the benchmarks ask of their process, and how they leave their rows."""
 
 import csv
+import io
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from titans_pt.errors import UserError
+from titans_pt.tools.files import write_text
 
 
 def memory_mib(field: str) -> float:
@@ -40,7 +42,8 @@ def check_any(failures: list[str]):
 
 def write_csv(path: Path, rows: list[Any]):
     """One line for each of ``rows``, dataclasses of one kind, under their fields' names."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(rows[0])])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, [field.name for field in fields(rows[0])])
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    write_text(path, text.getvalue())

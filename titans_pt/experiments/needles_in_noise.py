@@ -49,6 +49,8 @@ class NeedlesInNoise(Samples):
     needles: int = 4
 
     def __post_init__(self):
+        if self.vocabulary < 8:
+            raise UserError(f"model.vocab_size: given {self.vocabulary}; signs, keys, values and noise need at least 8")
         if self.needles > self.vocabulary // 4 or self.length < 6 * self.needles:
             raise UserError(
                 f"--needles: given {self.needles}; model.vocab_size={self.vocabulary} has {self.vocabulary // 4} keys, "
@@ -135,11 +137,13 @@ def train_and_ask(
         asked: lengths of evaluation.
 
     Raises:
-        UserError: an unknown model, or a batch that does not hold one sample.
+        UserError: an unknown model, a batch that does not hold one sample, a length that does not hold the needles.
     """
     for model in models:
         if model not in MIXERS.names():
             raise UserError(f"--models: given {model!r}; allowed: {', '.join(MIXERS.names())}")
+    for length in asked:
+        replace(task, length=length)  # refuses what it cannot hold, before any training
     longest = max(curriculum.lengths)
     if config.train.batch_tokens < longest:
         raise UserError(f"train.batch_tokens: given {config.train.batch_tokens}; a sample has {longest} tokens")

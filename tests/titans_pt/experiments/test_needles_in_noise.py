@@ -88,5 +88,11 @@ def test_one_command(tmp_path, capsys):
     assert cli.run(words) == 0
     assert "LMM: there already" in capsys.readouterr().out
     assert cli.run([*words, "--models", "gru"]) == 2
+    capsys.readouterr()
+    assert cli.run([*words, "train.lr=1e-3", "--asked", "1024,8"]) == 2  # another result: it would be trained
+    began = capsys.readouterr()
+    assert "--needles: given 2" in began.err and "8 tokens hold at most 1" in began.err and "step" not in began.out
+    assert cli.run([*words, "model.vocab_size=7"]) == 2
+    assert "model.vocab_size: given 7" in capsys.readouterr().err
     assert cli.run([*words, "--asked", "1024,0"]) == 2
     assert "given '1024,0'; allowed: whole numbers of at least 1" in capsys.readouterr().err
