@@ -1,4 +1,4 @@
-"""The one exception that a user can cause."""
+"""The exceptions that a user can cause."""
 
 
 class UserError(Exception):
@@ -7,3 +7,7 @@ class UserError(Exception):
     The message names the setting or the file, what was given, what is allowed, and the remedy.
     Everything else that is raised is a fault of ours and keeps its traceback.
     """
+
+
+class Unreachable(UserError):
+    """Something on the network cannot be reached now; what is known of it from before may do."""
