@@ -85,11 +85,10 @@ def train_and_ask(
         with RecordFile(path) as file:
             trained = find(path, config, model, task, curriculum)
             if trained is None:
-                trained = train(folder, config, model, task, curriculum)
-                file.append(trained)
+                trained = train(folder, file, config, model, task, curriculum)
             else:
                 print(f"{named(trained)}: trained already ({path})", flush=True)
-            ask(folder, file, trained, asked, questions.answers, config)
+            ask(path, file, trained, asked, questions.answers, config)
     summarise(folder)
 
 
@@ -141,8 +140,10 @@ def _comparable(record: dict) -> tuple:
     return *(record[name] for name in ("model", "seed", "task", "lengths")), tree["model"], tree["train"]
 
 
-def train(folder: Path, config: Config, model: str, task: NeedlesInNoise, curriculum: Curriculum) -> dict:
-    """Trains one model, keeps its weights in ``folder``, and returns its record."""
+def train(
+    folder: Path, file: RecordFile, config: Config, model: str, task: NeedlesInNoise, curriculum: Curriculum
+) -> dict:
+    """Trains one model, keeps its weights in ``folder``, and appends its record to ``file``; returns it."""
     said = _training(config, model, task, curriculum)
     key = digest("trained", *_comparable(said))
     torch.manual_seed(config.run.seed)
@@ -154,17 +155,18 @@ def train(folder: Path, config: Config, model: str, task: NeedlesInNoise, curric
         return replace(task, length=length).batch(config.run.seed, i * rows, rows)
 
     name = f"{model}-seed{config.run.seed}-{key[:8]}"
-    fitted = fit(
-        built, config.train, batch, named(said), curriculum.last_begins(steps) + REPORT_EVERY,
-        folder / f"{name}.training",
-    )  # fmt: skip
+    kept = folder / f"{name}.training"
+    fitted = fit(built, config.train, batch, named(said), curriculum.last_begins(steps) + REPORT_EVERY, kept)
     content = save({name: p.detach() for name, p in built.named_parameters()})
     weights = folder / f"{name}.safetensors"
     write_atomically(weights, lambda temporary: temporary.write_bytes(content), durable=True)
-    return {
+    record = {
         "key": key, "kind": "trained", **said, **fitted, "weights": weights.name,
         "sha256": hashlib.sha256(content).hexdigest(), "parameters": sum(p.numel() for p in built.parameters()),
     }  # fmt: skip
+    file.append(record)
+    kept.unlink(missing_ok=True)
+    return record
 
 
 def restored(folder: Path, record: dict) -> nn.Module:
@@ -188,19 +190,18 @@ def restored(folder: Path, record: dict) -> nn.Module:
 # ---- asking
 
 
-def ask(folder: Path, file: RecordFile, trained: dict, asked: list[NeedlesInNoise], count: int, config: Config):
-    """Adds a line to ``file`` for each sample of ``asked`` that has none, until each has ``count`` answers."""
-    done = read_records(list(folder.glob(f"{trained['model']}-seed{trained['seed']}.jsonl")))
-    model = None
+def ask(path: Path, file: RecordFile, trained: dict, asked: list[NeedlesInNoise], count: int, config: Config):
+    """Adds a line to ``file``, which is ``path``, for each sample of ``asked`` that has none, for ``count`` answers."""
+    done, model = read_records([path]), None
     for task in asked:
         samples = -(-count // task.needles)
         keys = [digest("asked", trained["sha256"], asdict(task), index) for index in range(samples)]
         found = [done[key] for key in keys if key in done]
         while len(found) < samples:  # samples are asked in order: those that are there come first
-            model = model or restored(folder, trained)
+            model = model or restored(path.parent, trained)
             first = len(found)
             batch = keys[first : first + ROWS]
-            kept = folder / f"reading-{digest(batch)[:16]}.safetensors"
+            kept = path.with_name(f"reading-{digest(batch)[:16]}.safetensors")
             rows = answer(model, task, first, len(batch), config, kept, named(trained))
             for key, row in zip(batch, rows, strict=True):
                 record = {"key": key, "kind": "asked", "sha256": trained["sha256"], **row}

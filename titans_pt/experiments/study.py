@@ -52,7 +52,7 @@ def fit(
 
     Args:
         kept: file of weights and moments every REPORT_EVERY steps: with it a killed training continues, bit for bit. It
-            must identify all other arguments, and is deleted at the end.
+            must identify all other arguments. Whoever keeps the result deletes it.
 
     Returns:
         steps taken, seconds, and the curve: [step, loss, accuracy, gradient norm], means over REPORT_EVERY steps.
@@ -91,14 +91,12 @@ def fit(
             if means[1] >= ENOUGH and step >= may_end_at:
                 break
             if kept:
-                saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "curve": curve, "step": step}
-                _save(saved | {"seconds": seconds}, kept)
-    if kept:
-        kept.unlink(missing_ok=True)
+                _save(kept, model, optimizer, curve=curve, step=step, seconds=seconds)
     return {"steps": step, "seconds": time.perf_counter() - began, "curve": curve}
 
 
-def _save(saved: dict, path: Path):
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **said: Any):
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **said}
     write_atomically(path, lambda temporary: torch.save(saved, temporary))
 
 
