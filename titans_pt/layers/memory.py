@@ -189,6 +189,11 @@ class NeuralMemory(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float):
         super().__init__()
+        if d_model % n_heads or (config.norm and n_heads == d_model):
+            raise ValueError(
+                f"n_heads: given {n_heads}; must divide d_model={d_model}, and under a LayerNorm, which makes a "
+                "constant of a head of width 1, be below it"
+            )
         self.config = config
         self.q = Projection(d_model, n_heads, conv_width, unit=True)
         self.k = Projection(d_model, n_heads, conv_width, unit=True)
