@@ -68,6 +68,8 @@ class MemoryGates(nn.Module):
     """x (B, T, d_model) -> theta, eta, alpha, each (B, T, H), or (B, T, H, L) with per_layer_gates; fp32.
 
     theta = bound (1 - eta) gate(.): whatever the outer loop learns, the inner loop stays inside its stable region.
+    With theta="free" it is softplus(.), any positive number: Titans, Eq. 10, has "theta_t" without a range or a
+    non-linearity, and softplus is the usual one for a step without a bound (Mamba's, for example).
     """
 
     sharding = {"linear": Shard.COLUMN}
@@ -90,7 +92,11 @@ class MemoryGates(nn.Module):
         """
         hard = self.config.gates == "hard"
         theta, eta, alpha = self.config.theta_init, self.config.eta_init, self.config.alpha_init
-        starts = _logit(theta, hard), _logit(eta), _logit(alpha, hard)
+        if self.config.theta == "free":
+            step = math.log(math.expm1(self.bound * (1 - eta) * theta))
+        else:
+            step = _logit(theta, hard)
+        starts = step, _logit(eta), _logit(alpha, hard)
         with torch.no_grad():
             self.linear.bias.view(self.n_heads, self.layers, 3).copy_(torch.tensor(starts))
             if hard:
@@ -108,7 +114,7 @@ class MemoryGates(nn.Module):
             eta = torch.zeros_like(eta)
         if not self.config.forgetting:
             alpha = torch.zeros_like(alpha)
-        theta = self.bound * (1 - eta) * theta
+        theta = F.softplus(raw[..., 0]) if self.config.theta == "free" else self.bound * (1 - eta) * theta
         if not self.writes:  # times 0: every parameter keeps a gradient, which data parallelism counts on
             theta, eta, alpha = 0 * theta, 0 * eta, 0 * alpha
         if self.layers == 1:

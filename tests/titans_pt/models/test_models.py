@@ -46,6 +46,7 @@ VARIANTS = {
     "mag-to-start": (["mag"], {"forget_to": "start", "alpha_init": 0.2, "depth": 1, "per_layer_gates": True}),
     "mal-to-start": (["mal"], {"forget_to": "start", "alpha_init": 0.2, "depth": 3}),
     "mag-no-momentum": (["mag"], {"momentum": False, "forgetting": False}),
+    "lmm-free-steps": (["lmm"], {"theta": "free", "per_layer_gates": True}),
 }
 
 
