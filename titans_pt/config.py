@@ -168,11 +168,17 @@ class MemoryConfig(Section):
     memory began: M = (1 - alpha) (M - M_0) + M_0 + S. Small weights under the LayerNorm make inner steps large."""
     gates: Literal["hard", "sigmoid"] = "sigmoid"
     """hard: theta and alpha are a sigmoid stretched to (-0.05, 1.05) and cut to [0, 1], so that they reach both: what
-    is not to be written is not, what is not to be forgotten stays. sigmoid: they only come near. eta is one in both."""
+    is not to be written is not, what is not to be forgotten stays. sigmoid: they only come near. eta is one in both. A
+    theta that is free has neither."""
     per_layer_gates: bool = False
     """One theta, eta, alpha for each of the memory's ``depth`` layers instead of one for all."""
+    theta: Literal["bounded", "free"] = "bounded"
+    """bounded: theta = step_bound * (1 - eta) * gate(.). free, as the paper prints it, which gives theta no bound:
+    softplus(linear(x)), from the same first value on. UNSAFE: nothing keeps the inner loop from diverging, and a
+    training can end in NaN. For comparisons with the paper's form."""
     step_bound: Annotated[float, Field(gt=0.0)] | None = None
-    """theta = step_bound * (1 - eta) * gate(.). Null: the largest bound known to be stable for chunk_size."""
+    """theta = step_bound * (1 - eta) * gate(.). Null: the largest bound known to be stable for chunk_size. With
+    theta=free it decides where theta starts, and nothing else."""
     eta_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Momentum gate at initialisation."""
     alpha_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.001

@@ -36,6 +36,8 @@ class Attention(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int, rope_base: float, window: int | None = None):
         super().__init__()
+        if d_model % (2 * n_heads):
+            raise ValueError(f"n_heads: given {n_heads}; d_model={d_model} over it must be an even width, for RoPE")
         self.n_heads, self.rope_base, self.window = n_heads, rope_base, window
         self.q = nn.Linear(d_model, d_model, bias=False)
         self.k = nn.Linear(d_model, d_model, bias=False)
