@@ -23,7 +23,6 @@ from titans_pt.run import load_weights
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks import TASKS, Samples, Task, TaskData
 from titans_pt.tasks.base import backbone_of
-from titans_pt.training.background import BackgroundTask
 from titans_pt.training.engine import Engine
 from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
 from titans_pt.training.plan import make_plan
@@ -32,6 +31,7 @@ from titans_pt.training.probes import memory_probe
 from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch
 from titans_pt.training.ranks import Ranks, process_group
 from titans_pt.training.resume import find_start
+from titans_pt.training.saving import Saver
 from titans_pt.training.schedule import learning_rate
 from titans_pt.training.signals import StopSignals
 from titans_pt.training.watchdog import Watchdog
@@ -84,16 +84,15 @@ class Trainer:
         self.first_loss = state.first_loss if state else None
         self.loss: float | None = None
         self.validation_loss: float | None = None
-        self.saved_step = self.step if state else None
         self.validated_step: int | None = None
         self.evaluated_step: int | None = None
         self.last_step = train.stop_at or train.max_steps
         if config.evaluation.every:
             runner.check(task, config.evaluation.suites)
         self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
-        self.saving = BackgroundTask()
 
         self.engine = self._build_engine(path, state)
+        self.saver = Saver(folder, train, self.engine, ranks, watch, state and state.step, self._send_checkpoint)
         self.batch_samples = train.batch_tokens // seq_len
         grid = self.engine.topology
         self.loader = Loader(
@@ -156,7 +155,7 @@ class Trainer:
             signal = self._train_step()
             if signal:
                 self._save()
-                self._end_saving()
+                self.saver.wait(self.step)
                 self._say(f"stopped by signal {signal} at step {self.step}; {self._saved_at()}; "
                           "the same command continues")
                 return 128 + signal
@@ -198,9 +197,9 @@ class Trainer:
         local_loss = float(torch.stack(losses).mean()) / self.ranks.world_size
         self.watch.at(f"step {self.step}, the sum of the losses")
         # The one exchange of a step: after it all ranks know the same and do the same.
-        loss, save_failed, *flags = self.ranks.sum([local_loss, float(self.saving.failed), *self.signals.flags()])
+        loss, save_failed, *flags = self.ranks.sum([local_loss, float(self.saver.failed), *self.signals.flags()])
         if save_failed:
-            self._end_saving()
+            self.saver.wait(self.step)
         applied = self.engine.update_applied() and math.isfinite(loss)
 
         first_sample, self.samples = self.samples, self.samples + self.batch_samples
@@ -252,7 +251,7 @@ class Trainer:
 
     def _stop_nonfinite(self):
         self._save()
-        self._end_saving()
+        self.saver.wait(self.step)
         train = self.config.train
         raise UserError(
             f"train.max_nonfinite: {self.nonfinite_in_a_row} steps in a row had a loss or gradient that is not finite; "
@@ -296,7 +295,7 @@ class Trainer:
         if not settings.every or self.step % settings.every or self.evaluated_step == self.step:
             return
         self._save()
-        self._end_saving()
+        self.saver.wait(self.step)
         found = {}
         for suite in settings.suites:
             part = partial(runner.evaluate, self.folder.path, step=self.step, suite=suite, at=self.watch.at)
@@ -309,33 +308,14 @@ class Trainer:
         self._log("evaluation", **runner.figures(found))
 
     def _save(self):
-        """Takes a checkpoint of this step, unless it was just taken or loaded. Training continues meanwhile."""
-        if self.saved_step == self.step:
-            return
-        self._end_saving()
-        self.watch.at(f"the checkpoint of step {self.step}, gathering")
-        model, optimizer = {}, {}
-
-        def take(kind: str, name: str, tensor: Tensor):
-            if self.ranks.first:
-                tensors, key = (model, name) if kind == "weight" else (optimizer, f"{kind}.{name}")
-                tensors[key] = tensor.detach().to("cpu", copy=True)
-
-        self.engine.gather(take)
-        if self.ranks.first:
-            self.saving.start(partial(self._write_checkpoint, model, optimizer, self._state()))
-        self.saved_step = self.step
-
-    def _end_saving(self):
-        """Returns when the last checkpoint is on the disk; if it failed, fails on all ranks."""
-        self.watch.at(f"step {self.step}, the end of writing a checkpoint")
-        self.ranks.on_first(self.saving.wait)
+        self.saver.save(self._state())
 
     def _state(self) -> TrainerState:
         config = self.config
         return TrainerState(
             step=self.step, samples=self.samples, adam_step=self.engine.adam_step(), nonfinite=self.nonfinite,
-            nonfinite_in_a_row=self.nonfinite_in_a_row, first_loss=self.first_loss, wandb_id=self.wandb.id,
+            nonfinite_in_a_row=self.nonfinite_in_a_row, first_loss=self.first_loss,
+            wandb_id=self.wandb and self.wandb.id,
             model_hash=config_hash(config.model), config_hash=config_hash(config),
             config=config.model_dump(mode="json"), identity=self.data.identity,
             topology={"ranks": self.ranks.world_size, "tensor": config.parallel.tensor,
@@ -343,11 +323,7 @@ class Trainer:
                       "device": self.ranks.device.type},
         )  # fmt: skip
 
-    def _write_checkpoint(self, model: dict[str, Tensor], optimizer: dict[str, Tensor], state: TrainerState):
-        train = self.config.train
-        path = checkpoints.save(self.folder.checkpoints, model, optimizer, state)
-        checkpoints.prune(self.folder.checkpoints, train.keep_last, train.keep_every, keep=path)
-        log.info("step %d: checkpoint %s", state.step, path)
+    def _send_checkpoint(self, path: Path):
         if self.config.wandb.checkpoints:
             self.wandb.send("checkpoint", "model", path)
 
@@ -355,7 +331,7 @@ class Trainer:
         self._save()
         self._validate()
         self._evaluate()
-        self._end_saving()
+        self.saver.wait(self.step)
         self.ranks.on_first(self._summarise)
 
     def _summarise(self):
@@ -390,7 +366,7 @@ class Trainer:
     def close(self):
         """Ends logs and bars; the engine goes with the process."""
         self.profiler.close()
-        self.saving.close()
+        self.saver.close()
         self.progress.close()
         if self.metrics:
             self.metrics.close()
