@@ -261,9 +261,11 @@ class TrainConfig(Section):
     """Optimiser steps of the whole schedule."""
     stop_at: Positive | None = None
     """Stop with a checkpoint after this step; the schedule stays that of max_steps."""
-    resume: Literal["auto", "never"] = "auto"
+    resume: Literal["auto", "never"] | Positive = "auto"
     """auto: continue from the newest complete checkpoint of run.dir, or start if there is none.
-    never: start, and refuse a run.dir that already holds checkpoints."""
+    never: start, and refuse a run.dir that already holds checkpoints.
+    A step: go back to its checkpoint. Later ones are moved to checkpoints/set-aside, not deleted; the same command
+    started again continues what it has done since."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Of weights, activations and gradients. Memories are fp32 in both; so are the optimiser's own weights."""
     batch_tokens: Positive = 524_288
@@ -309,7 +311,8 @@ class TrainConfig(Section):
     """Seconds without progress on a rank (it waits for a peer, for example) after which all ranks stop; five times as
     many in a first step that is compiled."""
     max_nonfinite: Positive = 10
-    """Skipped (non-finite) steps in a row after which the run stops with a checkpoint."""
+    """Skipped (non-finite) steps in a row after which the run stops. Nothing is saved or deleted while steps are not
+    finite: the checkpoints of before stand."""
 
 
 class ParallelConfig(Section):

@@ -165,7 +165,7 @@ class Trainer:
                 break
             if train.eval_every and self.step % train.eval_every == 0:
                 self._validate()
-            if self.step % train.checkpoint_every == 0:
+            if self.step % train.checkpoint_every == 0 or self.saver.postponed:
                 self._save()
             self._evaluate()
         self._finish()
@@ -250,13 +250,26 @@ class Trainer:
                       samples=[self.data.train.describe(p) for p in positions])
 
     def _stop_nonfinite(self):
-        self._save()
+        """Ends the run for good, with nothing saved or deleted since the last step that was finite.
+
+        The same settings would lead here again, so no launcher should start it again by itself: the weights before
+        these steps may already be ruined, and every checkpoint written here would push out a healthy one.
+
+        Raises:
+            UserError: always.
+        """
         self.saver.wait(self.step)
         train = self.config.train
+        steps = self.ranks.on_first(lambda: checkpoints.steps_of(self.folder.checkpoints))
+        end = self.step - self.nonfinite_in_a_row
+        early = self.nonfinite_in_a_row < train.max_nonfinite and end > 0
         raise UserError(
-            f"train.max_nonfinite: {self.nonfinite_in_a_row} steps in a row had a loss or gradient that is not finite; "
-            f"{self._saved_at()}. Lower train.lr={train.lr:g}, raise train.warmup_steps={train.warmup_steps}, or set "
-            f"train.precision=fp32, and continue from an earlier checkpoint; the samples are in {self.folder.metrics}"
+            f"train.max_nonfinite: the last {self.nonfinite_in_a_row} steps (to {self.step}) had a loss or gradient "
+            f"that is not finite; nothing was saved since, steps with a checkpoint: {steps}. "
+            + (f"train.stop_at={end} ends with a checkpoint before them. Otherwise lower " if early else "Lower ")
+            + f"train.lr={train.lr:g}, raise train.warmup_steps={train.warmup_steps}, or set train.precision=fp32, and "
+            "continue from a healthy checkpoint: train.resume=STEP; the samples of these steps are in "
+            f"{self.folder.metrics}"
         )
 
     # ---- around the steps
@@ -296,6 +309,10 @@ class Trainer:
             return
         self._save()
         self.saver.wait(self.step)
+        if self.saver.step != self.step:
+            if self.ranks.first:
+                log.warning("step %d is not evaluated: it has no checkpoint, since it was not finite", self.step)
+            return
         found = {}
         for suite in settings.suites:
             part = partial(runner.evaluate, self.folder.path, step=self.step, suite=suite, at=self.watch.at)
@@ -308,6 +325,7 @@ class Trainer:
         self._log("evaluation", **runner.figures(found))
 
     def _save(self):
+        """Takes a checkpoint, if the last step was finite (see :class:`Saver`)."""
         self.saver.save(self._state())
 
     def _state(self) -> TrainerState:
@@ -329,6 +347,8 @@ class Trainer:
 
     def _finish(self):
         self._save()
+        if self.saver.step != self.step:
+            self._stop_nonfinite()
         self._validate()
         self._evaluate()
         self.saver.wait(self.step)
@@ -350,7 +370,10 @@ class Trainer:
         self._say(f"{self._saved_at()}; loss curve {plot}; metrics {self.folder.metrics}; log {self.folder.log}")
 
     def _saved_at(self) -> str:
-        return f"checkpoint {checkpoints.checkpoint_path(self.folder.checkpoints, self.step)}"
+        if (step := self.saver.step) is None:
+            return "no checkpoint, since no step was finite"
+        since = "" if step == self.step else f" (step {self.step} was not finite and is not saved)"
+        return f"checkpoint {checkpoints.checkpoint_path(self.folder.checkpoints, step)}{since}"
 
     def _log(self, kind: str, **values):
         if self.ranks.first:

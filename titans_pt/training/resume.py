@@ -24,23 +24,50 @@ def find_start(
         identity: of the task's data, see TaskData.
 
     Raises:
-        UserError: train.resume=never and there are checkpoints; all are damaged; the settings do not continue them.
+        UserError: train.resume=never and there are checkpoints; it names a step that has none; all are damaged; the
+            settings do not continue them.
     """
-    if task.config.train.resume == "never":
-        if found := checkpoints.list_checkpoints(folder.checkpoints):
+    resume, found = task.config.train.resume, checkpoints.list_checkpoints(folder.checkpoints)
+    if resume == "never":
+        if found:
             raise UserError(
                 f"train.resume: given 'never', but {folder.path} holds checkpoints up to {found[-1].name}; "
                 "set train.resume=auto to continue, or another run.dir"
             )
         return None
     checkpoints.clean(folder.checkpoints)
-    path = checkpoints.newest_complete(folder.checkpoints)
+    path = checkpoints.newest_complete(folder.checkpoints) if resume == "auto" else _chosen(task.config, folder, resume)
     if path is None:
         return None
     state = checkpoints.read_state(path)
     config = as_begun(task.config, state.config)
     check_resumable(path, state, task, config, identity)
+    if resume != "auto":
+        for place in checkpoints.set_aside(folder.checkpoints, state.step):
+            log.warning("train.resume=%d: the run continues at step %d; a later checkpoint is now %s (delete it if it "
+                        "is not needed)", resume, state.step, place)  # fmt: skip
     return path, state, config
+
+
+def _chosen(config: Config, folder: RunFolder, step: int) -> Path:
+    """The checkpoint for train.resume=STEP: that one, or the newest that this same command has written since.
+
+    A launcher that starts the command again, after a lost node for example, must not lose what it did. With other
+    training settings it is another command, and begins at STEP again.
+
+    Raises:
+        UserError: STEP has no complete checkpoint.
+    """
+    train = config.model_dump(mode="json")["train"]
+    for path in reversed(checkpoints.list_checkpoints(folder.checkpoints)):
+        if checkpoints.step_of(path) > step and not checkpoints.verify(path):
+            if completed(checkpoints.read_state(path).config).get("train") == train:
+                return path
+            break
+    try:
+        return checkpoints.find(folder.checkpoints, step)
+    except UserError as error:
+        raise UserError(f"train.resume: given {step}; {error}") from None
 
 
 def check_resumable(path: Path, state: TrainerState, task: Task, config: Config, identity: dict[str, str]):

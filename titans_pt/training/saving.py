@@ -22,12 +22,17 @@ log = logging.getLogger(__name__)
 class Saver:
     """Writes a run's checkpoints while training goes on, and deletes old ones.
 
-    All ranks make the same calls; rank 0 alone writes.
+    All ranks make the same calls; rank 0 alone writes. Nothing is saved or deleted while steps are not finite: the
+    weights may be ruined already, and what would be deleted is healthy.
 
     Args:
         settings: keep_last and keep_every are read.
         step: of the checkpoint that the run continues from; None: it starts.
         written: called on rank 0 with the path of every checkpoint, from another thread.
+
+    Attributes:
+        step: of the newest checkpoint; None: there is none yet.
+        postponed: one is due since a step that was not finite.
     """
 
     def __init__(
@@ -35,7 +40,7 @@ class Saver:
         step: int | None, written: Callable[[Path], None],
     ):  # fmt: skip
         self.folder, self.settings, self.engine, self.ranks, self.watch = folder, settings, engine, ranks, watch
-        self.step, self.written = step, written
+        self.step, self.written, self.postponed = step, written, False
         self._writing = BackgroundTask()
 
     @property
@@ -44,8 +49,14 @@ class Saver:
         return self._writing.failed
 
     def save(self, state: TrainerState):
-        """Takes a checkpoint of the engine as it is, unless it was just taken or loaded. Training may go on at once."""
+        """Takes a checkpoint of the engine as it is, unless it was just taken or loaded. Training may go on at once.
+
+        After a step that was not finite it is postponed: the next call after a finite one takes it.
+        """
         if self.step == state.step:
+            return
+        self.postponed = state.nonfinite_in_a_row > 0
+        if self.postponed:
             return
         self.wait(state.step)
         self.watch.at(f"the checkpoint of step {state.step}, gathering")
