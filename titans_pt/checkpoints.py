@@ -56,6 +56,8 @@ class TrainerState:
     first_loss: float | None = None
     """Training loss of step 1, for the summary."""
     wandb_id: str | None = None
+    origin: str | None = None
+    """What the run's first weights were taken from (train.init_from); None: they were drawn."""
     topology: dict[str, Any] = field(default_factory=dict)
     """ranks, tensor, zero_stage, precision: for the reader; loading does not depend on it."""
     format: int = FORMAT

@@ -19,18 +19,15 @@ from titans_pt.data_pipeline.loader import collate
 from titans_pt.errors import UserError
 from titans_pt.evaluation import runner
 from titans_pt.layers.memory import NeuralMemory
-from titans_pt.run import load_weights
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks import TASKS, Samples, Task, TaskData
-from titans_pt.tasks.base import backbone_of
-from titans_pt.training.engine import Engine
 from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
 from titans_pt.training.plan import make_plan
 from titans_pt.training.plots import plot_loss
 from titans_pt.training.probes import memory_probe
 from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch
 from titans_pt.training.ranks import Ranks, process_group
-from titans_pt.training.resume import find_start
+from titans_pt.training.resume import build_engine, find_start
 from titans_pt.training.saving import Saver
 from titans_pt.training.schedule import learning_rate
 from titans_pt.training.signals import StopSignals
@@ -70,7 +67,7 @@ class Trainer:
         self, task: Task, data: TaskData, folder: RunFolder, ranks: Ranks, signals: StopSignals, watch: Watchdog
     ):
         start = ranks.on_first(lambda: find_start(task, folder, data.identity))
-        path, state, task.config = start or (None, None, task.config)  # settings as the run began with them
+        state, task.config = start.state, start.config
         self.task, self.data, self.folder, self.ranks = task, data, folder, ranks
         self.config = config = task.config
         self.signals, self.watch = signals, watch
@@ -82,6 +79,7 @@ class Trainer:
         self.nonfinite = state.nonfinite if state else 0
         self.nonfinite_in_a_row = state.nonfinite_in_a_row if state else 0
         self.first_loss = state.first_loss if state else None
+        self.origin = state.origin if state else start.weights and start.weights.origin
         self.loss: float | None = None
         self.validation_loss: float | None = None
         self.validated_step: int | None = None
@@ -91,7 +89,7 @@ class Trainer:
             runner.check(task, config.evaluation.suites)
         self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
 
-        self.engine = self._build_engine(path, state)
+        self.engine = build_engine(task, start, ranks)
         self.saver = Saver(folder, train, self.engine, ranks, watch, state and state.step, self._send_checkpoint)
         self.batch_samples = train.batch_tokens // seq_len
         grid = self.engine.topology
@@ -116,18 +114,6 @@ class Trainer:
             folder.path, ranks.device,
             f"lower train.micro_batch={train.micro_batch}, or set train.activation_checkpointing=true", ranks.rank,
         )  # fmt: skip
-
-    def _build_engine(self, path: Path | None, state: TrainerState | None) -> Engine:
-        torch.manual_seed(self.config.run.seed)
-        model = self.task.build_model()
-        backbone_of(model).set_activation_checkpointing(self.config.train.activation_checkpointing)
-        if state is None:
-            return Engine(model, self.config, self.ranks)
-        load_weights(model, checkpoints.read_tensors(path / checkpoints.MODEL))
-        engine = Engine(model, self.config, self.ranks)
-        with checkpoints.TensorFile(path / checkpoints.OPTIMIZER) as get:
-            engine.load_moments(lambda key, name: get(f"{key}.{name}"), state.adam_step)
-        return engine
 
     def _open_logs(self, state: TrainerState | None) -> list[dict]:
         """Opens what rank 0 writes to; returns the metrics of the steps already done."""
@@ -333,7 +319,7 @@ class Trainer:
         return TrainerState(
             step=self.step, samples=self.samples, adam_step=self.engine.adam_step(), nonfinite=self.nonfinite,
             nonfinite_in_a_row=self.nonfinite_in_a_row, first_loss=self.first_loss,
-            wandb_id=self.wandb and self.wandb.id,
+            wandb_id=self.wandb and self.wandb.id, origin=self.origin,
             model_hash=config_hash(config.model), config_hash=config_hash(config),
             config=config.model_dump(mode="json"), identity=self.data.identity,
             topology={"ranks": self.ranks.world_size, "tensor": config.parallel.tensor,
