@@ -267,9 +267,18 @@ class TrainConfig(Section):
     """Optimiser steps of the whole schedule."""
     stop_at: Positive | None = None
     """Stop with a checkpoint after this step; the schedule stays that of max_steps."""
-    resume: Literal["auto", "never"] = "auto"
+    resume: Literal["auto", "never"] | Positive = "auto"
     """auto: continue from the newest complete checkpoint of run.dir, or start if there is none.
-    never: start, and refuse a run.dir that already holds checkpoints."""
+    never: start, and refuse a run.dir that already holds checkpoints.
+    A step: go back to its checkpoint. Later ones are moved to checkpoints/set-aside, not deleted; the same command
+    started again continues what it has done since."""
+    init_from: str | None = None
+    """Weights that the run starts with, without optimiser state: a run's folder (its newest checkpoint), one of its
+    checkpoints, or a folder that ``titans export`` wrote. Data, schedule and data.seq_len may be others. Read once:
+    a run that has a checkpoint continues from that. Null: weights are drawn."""
+    init_fresh: list[str] = []
+    """Parameters that init_from does not fill, by name or pattern (blocks.5.*): they are drawn, and may be missing
+    there or have another shape. All others must fit."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Of weights, activations and gradients. Memories are fp32 in both; so are the optimiser's own weights."""
     batch_tokens: Positive = 524_288
@@ -315,7 +324,8 @@ class TrainConfig(Section):
     """Seconds without progress on a rank (it waits for a peer, for example) after which all ranks stop; five times as
     many in a first step that is compiled."""
     max_nonfinite: Positive = 10
-    """Skipped (non-finite) steps in a row after which the run stops with a checkpoint."""
+    """Skipped (non-finite) steps in a row after which the run stops. Nothing is saved or deleted while steps are not
+    finite: the checkpoints of before stand."""
 
 
 class ParallelConfig(Section):
@@ -467,6 +477,8 @@ class Config(Section):
 
         need(t.batch_tokens % self.data.seq_len == 0, "train.batch_tokens", t.batch_tokens,
              f"must be a multiple of data.seq_len={self.data.seq_len}")
+        need(t.init_from is not None or not t.init_fresh, "train.init_fresh", t.init_fresh,
+             "only with train.init_from; leave it out")
         need(t.warmup_steps < t.max_steps, "train.warmup_steps", t.warmup_steps,
              f"must be below train.max_steps={t.max_steps}")
         need(t.stop_at is None or t.stop_at <= t.max_steps, "train.stop_at", t.stop_at,

@@ -52,6 +52,8 @@ def test_the_resolved_tree_gives_itself_back(file):
     ("lr: 1", [], "lr: unknown key .*nearest known key: train.lr"),
     ("train: {max_steps: '10'}", [], "train.max_steps: given '10'; allowed: .*integer"),
     ("train: {max_steps: 0}", [], "train.max_steps: given 0; allowed: greater than or equal to 1"),
+    ("train: {resume: soon}", [], "train.resume: given 'soon'; allowed: 'auto' or 'never', or a valid integer$"),
+    ("train: {resume: 0, lr: -1}", [], "train.resume: given 0; .*never', or greater than or .* 1 [(]and 1 more[)]$"),
     ("", ["train.precision=fp16"], "train.precision: given 'fp16'; allowed: 'bf16' or 'fp32'"),
     ("", ["train.max_steps"], "override 'train.max_steps': write it as key.path=value"),
     ("", ["train.lr=[1"], "override 'train.lr=.*not valid YAML"),
