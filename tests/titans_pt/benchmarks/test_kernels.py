@@ -8,6 +8,7 @@ import torch
 
 from titans_pt.benchmarks import kernels
 from titans_pt.benchmarks.kernels import COMPILED
+from titans_pt.errors import UserError
 from titans_pt.kernels.memory import dual
 
 
@@ -33,7 +34,8 @@ def test_what_fails_its_check_is_not_timed(tmp_path, monkeypatch):
         return lambda: right() * 1.1
 
     monkeypatch.setattr(kernels, "implementations", lambda: [("chunked", 2, wrong)])
-    kernels.benchmark_kernels(tmp_path, rounds=1, longest=128, tokens=128)
+    with pytest.raises(UserError, match="nothing was measured: all 1 rows failed; the first: wrong: outputs off by"):
+        kernels.benchmark_kernels(tmp_path, rounds=1, longest=128, tokens=128)
     (row,) = csv.DictReader((tmp_path / "kernels.csv").open())
     assert row["note"].startswith("wrong: outputs off by") and not row["both_ms"]
 
