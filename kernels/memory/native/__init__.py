@@ -1,33 +1,20 @@
 """The dual form in C, for CPUs: one row's weights stay in a core's cache while its blocks pass (scan.c).
 
-PyTorch operators over all rows at once move every weight set through the shared caches a dozen times per block. The
-source is compiled for the machine that it runs on, by whatever C compiler is there, when it is first needed (seconds),
-and kept in the user's cache folder. Where that is not possible, or with TITANS_NATIVE=0, PyTorch operators serve.
+PyTorch operators over all rows at once move every weight set through the shared caches a dozen times per block.
 """
 
 import ctypes
-import hashlib
 import math
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
 import torch
-from platformdirs import user_cache_path
 from torch import Tensor
 
-from titans_pt.kernels.common import warn_once
+from titans_pt.kernels import native
 from titans_pt.kernels.memory.network import NetworkShape
 
 SOURCE = Path(__file__).with_name("scan.c")
 MAX_LAYERS = 8
-FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
-REALS = {torch.float32: ["-DREAL=float"], torch.float64: ["-DREAL=double", "-DREAL_IS_DOUBLE"]}
 KEEP_BYTES = 2**24
 """What the kept states of a call may occupy. Where those before all blocks are more, one of several is kept: computing
 the others again takes less time than memory that was never touched before."""
@@ -66,54 +53,9 @@ class _Gradients(ctypes.Structure):
 
 def unserved(x: Tensor, network: NetworkShape) -> str | None:
     """Why this would not serve blocks of ``x``'s device and dtype; None if it would."""
-    if x.device.type != "cpu":
-        return f"tensors are on {x.device.type}"
-    if x.dtype not in REALS:
-        return f"{x.dtype} is neither float32 nor float64"
     if network.depth > MAX_LAYERS:
         return f"memories of more than {MAX_LAYERS} layers"
-    if isinstance(library(x.dtype), str):
-        return library(x.dtype)
-    return None
-
-
-@cache
-def library(dtype: torch.dtype) -> ctypes.CDLL | str:
-    """The compiled source, or why there is none."""
-    if os.environ.get("TITANS_NATIVE") == "0":
-        return "TITANS_NATIVE=0"
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc"))), None)
-    if compiler is None:
-        return "no C compiler (cc, gcc) is on the path"
-    flags = [*FLAGS, *REALS[dtype]]
-    key = [SOURCE.read_text(), *flags, compiler, platform.machine(), _processor()]
-    folder = user_cache_path("titans-pt") / "native"
-    path = folder / f"{hashlib.sha256(chr(0).join(key).encode()).hexdigest()[:16]}.so"
-    try:
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as there:
-                made = Path(there) / path.name
-                command = [compiler, *flags, str(SOURCE), "-o", str(made), "-lm"]
-                done = subprocess.run(command, capture_output=True, text=True)
-                if done.returncode:
-                    reason = (done.stderr.strip().splitlines() or ["no reason given"])[0]
-                    warn_once(f"neural_memory: {compiler} does not compile its C source (PyTorch serves): {reason}")
-                    return f"{compiler} failed"
-                os.replace(made, path)
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        warn_once(f"neural_memory: its C source is not compiled or loaded (PyTorch serves, slower): {error}")
-        return str(error)
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+    return native.unserved(SOURCE, x)
 
 
 class NativeScan(torch.autograd.Function):
@@ -130,18 +72,18 @@ class NativeScan(torch.autograd.Function):
         if valid is not None:
             valid = valid.to(q.dtype).contiguous()
         call = _call(plan, tensors[0])
-        native = library(q.dtype)
-        native.set_size.restype = ctypes.c_int64
+        compiled = native.library(SOURCE, q.dtype)
+        compiled.set_size.restype = ctypes.c_int64
         kept = None
         if plan.keep:
             call.every = plan.group
-            kept = q.new_empty(-(-blocks // plan.group) * rows * 3 * native.set_size(ctypes.byref(call)))
+            kept = q.new_empty(-(-blocks // plan.group) * rows * 3 * compiled.set_size(ctypes.byref(call)))
         flags = _flags(plan.new_chunk, rows), _flags(plan.new_document, rows)
         inputs = _inputs(plan, tensors, valid, flags, kept)
         out = torch.empty_like(tensors[0])
         state = [torch.empty_like(w) for w in tensors[-3 * layers :]]
         outputs = _Outputs(out=out.data_ptr(), **_by_layer(state, ("W", "S", "F")))
-        _run(native.forward, rows, call, inputs, outputs)
+        native.run(compiled.forward, rows, *map(ctypes.byref, (call, inputs, outputs)))
         ctx.plan, ctx.every, ctx.flags = plan, call.every, flags
         ctx.save_for_backward(*tensors, valid, kept)
         ctx.set_materialize_grads(False)
@@ -166,7 +108,8 @@ class NativeScan(torch.autograd.Function):
         given = _Gradients(
             out=d_out.data_ptr(), **pointers, **_by_layer(d_state, ("W", "S", "F")), **_by_layer(begin, ("begin",))
         )
-        _run(library(tensors[0].dtype).reverse, rows, call, inputs, given)
+        compiled = native.library(SOURCE, tensors[0].dtype)
+        native.run(compiled.reverse, rows, *map(ctypes.byref, (call, inputs, given)))
         return None, *grads[:6], None, *grads[6:], *d_state
 
 
@@ -214,18 +157,3 @@ def _by_layer(tensors: list[Tensor], names: tuple[str, ...]) -> dict:
     return {
         name: array(*(w.data_ptr() for w in tensors[i * layers : (i + 1) * layers])) for i, name in enumerate(names)
     }
-
-
-def _run(function, rows: int, *structures):
-    """function(..., first row, last row) for all rows, shared out over as many threads as PyTorch would use."""
-    threads = min(torch.get_num_threads(), rows)
-    edges = [rows * i // threads for i in range(threads + 1)]
-    arguments = [ctypes.byref(s) for s in structures]
-    parts = [(ctypes.c_int64(a), ctypes.c_int64(b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-    if threads == 1:
-        failed = function(*arguments, *parts[0])
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            failed = any(pool.map(lambda part: function(*arguments, *part), parts))
-    if failed:
-        raise MemoryError("neural_memory: no memory left for the blocks of a call")

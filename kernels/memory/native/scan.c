@@ -8,30 +8,17 @@ is needed token by token, "R": (tokens x features).
 Compiled once per machine for REAL = float or double (native.py), called through ctypes. */
 
 #include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
-#if defined(__AVX512F__)
-#define BYTES 64
+#include "../../vector.h"
+
+#if BYTES == 64
 #define REGISTERS 24
-#elif defined(__AVX__)
-#define BYTES 32
-#define REGISTERS 12
 #else
-#define BYTES 16
 #define REGISTERS 12
 #endif
-
-typedef REAL real;
-typedef real vec __attribute__((vector_size(BYTES), aligned(sizeof(real)), may_alias));
-#define LANES ((int)(BYTES / sizeof(real)))
-#define INLINE static inline __attribute__((always_inline))
 #define STEP (LANES < 4 ? 4 : LANES)
 #define PAD(n) (((n) + STEP - 1) / STEP * STEP)
 #define MAX_LAYERS 8
-#define AT(p, i) (*(vec *)((p) + (i)))
-#define CONST_AT(p, i) (*(const vec *)((p) + (i)))
 
 enum { GELU, SILU, RELU };
 
