@@ -173,6 +173,13 @@ class MemoryConfig(Section):
     """hard: theta and alpha are a sigmoid stretched to (-0.05, 1.05) and cut to [0, 1], so that they reach both: what
     is not to be written is not, what is not to be forgotten stays. sigmoid: they only come near. eta is one in both. A
     theta that is free has neither."""
+    alpha: Literal["head", "channel"] = "head"
+    """head: one forgetting gate for all of a head's memory (or each of its layers, per_layer_gates). channel, the
+    camera-ready's alpha in [0, 1]^d_in: one for each channel that a weight matrix takes in, a row of it in x @ M. The
+    fused kernels do not serve it, and on a CPU the memory takes some three times as long."""
+    alpha_rank: Positive = 16
+    """alpha=channel: width between the two linear layers that make it, as in gated linear attention. At full rank the
+    gates of a 170M LMM would have as many parameters as all the rest of its mixers."""
     per_layer_gates: bool = False
     """One theta, eta, alpha for each of the memory's ``depth`` layers instead of one for all."""
     theta: Literal["bounded", "free"] = "bounded"
