@@ -106,7 +106,8 @@ class LongContext(ABC):
         self.prefill_tokens, self.save_every = config.evaluation.prefill_tokens, config.evaluation.save_every
         self.jobs = sorted(self._jobs(), key=lambda job: (job[1], self.settings.tasks.index(job[0])))
         self.keys = [digest(self.identity(*job), run.identity) for job in self.jobs]
-        self.sample(*self.jobs[0])  # reports too short a length, or a missing text, at once
+        for task in self.settings.tasks:  # reports too short a length, or a missing text, at once
+            self.sample(*next(job for job in self.jobs if job[0] == task))
 
     @abstractmethod
     def _jobs(self) -> list[tuple[str, int, float | None, int]]: ...

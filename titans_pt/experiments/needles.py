@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig
-from titans_pt.config_history import completed
+from titans_pt.config_check import completed
 from titans_pt.errors import UserError
 from titans_pt.evaluation.long_context import read
 from titans_pt.experiments.needles_in_noise import Curriculum, NeedlesInNoise

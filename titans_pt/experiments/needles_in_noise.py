@@ -28,6 +28,8 @@ class NeedlesInNoise(Samples):
     """Draw noise from the held-out tokens alone."""
 
     def __post_init__(self):
+        if self.vocabulary < 8:
+            raise UserError(f"model.vocab_size: given {self.vocabulary}; signs, keys, values and noise need at least 8")
         if self.held_out >= self.vocabulary // 4:
             raise UserError(
                 f"--held-out: given {self.held_out}; allowed: less than {self.vocabulary // 4}, a quarter of "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titans_pt.errors import UserError
 from titans_pt.tools.files import write_atomically
 
 if TYPE_CHECKING:
@@ -19,10 +21,32 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def figure_format(path: Path) -> str:
+    """The format that the end of a figure's name stands for, such as pdf.
+
+    Raises:
+        UserError: for none that matplotlib writes.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if (suffix := path.suffix.removeprefix(".").lower()) not in known:
+        raise UserError(f"{path}: no figure can be written as {path.suffix or 'a name without an end'}; end it in "
+                        f"one of .{', .'.join(sorted(known))}")  # fmt: skip
+    return suffix
+
+
 def save_figure(figure: Figure, path: Path, dpi: int = 130) -> Path:
-    """Writes a PNG, as a whole or not at all; returns ``path``."""
-    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=dpi))
+    """Writes a figure in the format that its name ends in, as a whole or not at all; returns ``path``."""
+    kind = figure_format(path)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format=kind, dpi=dpi))
     return path
+
+
+def from_zero(axes: Axes) -> None:
+    """y from zero to a little above the highest point: without the room, markers of nearly equal points are cut."""
+    top = axes.dataLim.y1
+    axes.set_ylim(0, 1.1 * top if math.isfinite(top) and top > 0 else None)
 
 
 def length_axis(axes: Axes) -> None:
