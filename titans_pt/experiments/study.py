@@ -105,11 +105,15 @@ def fit(
 
 @contextmanager
 def written(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Inside, the list gets theta over its bound, from 0 to 1, of all tokens and heads of each memory that reads."""
+    """Inside, the list gets the gate of writing, 0 to 1, of all tokens and heads of each memory that reads.
+
+    It is theta / (bound (1 - eta)): a cost of theta alone is paid by more momentum, and nothing closes.
+    """
     shares: list[Tensor] = []
 
     def note(gates: MemoryGates, _: Any, made: tuple[Tensor, ...]):
-        shares.append(made[0].flatten() / gates.bound)
+        theta, eta, _ = made
+        shares.append((theta / (gates.bound * (1 - eta))).flatten())
 
     hooks = [module.register_forward_hook(note) for module in model.modules() if isinstance(module, MemoryGates)]
     try:

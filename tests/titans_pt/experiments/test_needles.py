@@ -93,7 +93,7 @@ def test_a_setting_that_came_later_is_no_other_training(tmp_path):
     assert run(tmp_path) == 0
     path = tmp_path / "lmm-seed0.jsonl"
     first, *rest = map(json.loads, path.read_text().splitlines())
-    del first["config"]["model"]["memory"]["gates"], first["config"]["model"]["init_std"]
+    del first["config"]["model"]["memory"]["per_layer_gates"], first["config"]["model"]["init_std"]
     path.write_text("".join(json.dumps(line) + "\n" for line in [first, *rest]))
     config = load_config(CONFIG, [f"run.dir={tmp_path}", *SMALL])
     said = config, "lmm", NeedlesInNoise(64, 32, 2), Curriculum("32:2,64"), 0.0
