@@ -434,7 +434,8 @@ class EvaluationConfig(Section):
 
 class WandbConfig(Section):
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: online when an API key is set, else offline (files under run.dir, to be synced later)."""
+    """auto: as WANDB_MODE or ``wandb offline`` says; without them online where you are logged in to W&B, else offline
+    (files under run.dir, for ``wandb sync``). A server that cannot be reached is a warning, and the run is offline."""
     project: str = "titans-pt"
     """Project of Weights & Biases."""
     entity: str | None = None
