@@ -82,6 +82,10 @@ class SourceConfig(Section):
     """hub, streaming: only the first max_files files of the dataset; FineWeb-Edu's have about 0.7B tokens each."""
     text_column: str = "text"
     """Column (field of a .jsonl row) that holds the text."""
+    separator: str | None = None
+    """files: what stands between two documents of a .txt file, such as "<|endoftext|>"; "": nothing, a file is one
+    document. Null: the same; but a path that is one .txt file, not a folder, is cut at empty lines into paragraphs,
+    each a document."""
     id_column: str = "id"
     """Column that names a document, kept with its tokens; without one, file and row name it."""
     minimum: dict[str, float] = {}
@@ -95,8 +99,8 @@ class SourceConfig(Section):
         if (self.kind == "stdlib") != (self.path is None):
             raise ValueError(f"path: given {self.path!r} with kind={self.kind!r}; kind=stdlib has none, others need it")
         rows, hub = ("text_column", "id_column", "minimum"), ("name", "split", "revision", "streaming", "max_files")
-        used = {"files": rows, "hub": rows + hub}.get(self.kind, ())
-        for key in (*rows, *hub):
+        used = {"files": (*rows, "separator"), "hub": rows + hub}.get(self.kind, ())
+        for key in (*rows, *hub, "separator"):
             if key not in used and (given := getattr(self, key)) != type(self).model_fields[key].default:
                 raise ValueError(f"{key}: given {given!r} with kind={self.kind!r}, which does not use it; remove it")
         if self.max_files and not self.streaming:
@@ -127,8 +131,15 @@ class DataConfig(Section):
     bad_input: Literal["refuse", "skip"] = "refuse"
     """What cannot be read (a truncated file, bytes that are not UTF-8, a row without the text column). refuse: stop and
     name it. skip: leave it out, count it, and list it in rejected.jsonl of ``dir``."""
+    near_duplicates: Annotated[float, Field(ge=0.5, le=1.0)] | None = None
+    """Drop a document that has about this much or more in common with an earlier one: of all sequences of five tokens
+    in either of the two, the share that is in both (Jaccard, estimated by MinHash; 0.8 is usual). Null: equal texts
+    only."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.02
     """Share of documents (by hash of their text) held out for validation."""
+    validation_sources: list[SourceConfig] = []
+    """Where the text for validation comes from. Empty: validation_fraction of the documents of ``sources``. What
+    ``sources`` have in common with it is left out of training."""
     seq_len: Positive = 4096
     """Tokens of one training sample, T."""
     reset_at_documents: bool = False
@@ -141,7 +152,14 @@ class DataConfig(Section):
         if any(weighted) and not all(weighted):
             raise ValueError(f"sources.{weighted.index(False)}.weight: given none, but other sources have one; "
                              "give every source a weight, or none")
+        if any(source.weight is not None for source in self.validation_sources):
+            raise ValueError("validation_sources: given a weight, but validation is one stream of all; remove it")
         return self
+
+    @property
+    def every_source(self) -> list[SourceConfig]:
+        """Those for validation first: of documents that are equal, the first is kept."""
+        return [*self.validation_sources, *self.sources]
 
 
 class MemoryConfig(Section):
