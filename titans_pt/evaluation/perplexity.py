@@ -155,8 +155,7 @@ class Perplexity:
         }
 
     def summary(self, records: list[dict]) -> dict:
-        """loss (nats per token), its standard error, perplexity, bits per byte, the unigram baseline's loss, and the loss
-        by position.
+        """loss (nats per token), its stderr, perplexity, bits per byte, the unigram baseline's loss, loss by position.
 
         ``frozen`` has the same with the memory frozen after each number of tokens. The loss's stderr takes streams as
         independent (null with a single one); that of a position takes the tokens of a bucket as independent, which

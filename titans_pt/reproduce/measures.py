@@ -1,4 +1,4 @@
-"""What is measured of a trained run. A measure is a name, what it asks ``titans evaluate`` for, and the figures in it."""
+"""What is measured of a trained run, by ``titans evaluate`` or here, and how to find the figures in the results."""
 
 import contextlib
 import math
@@ -23,7 +23,7 @@ from titans_pt.streaming import best_device
 from titans_pt.tools.statistics import standard_error
 
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")
-CHUNKS = (16, 32, 64, 128)
+CHUNKS = (16, 32, 64, 128, 512)
 """At which a run is evaluated crosswise."""
 
 
@@ -109,7 +109,8 @@ def loss_up_to(length: int) -> Find:
 
     def find(result: dict) -> Figure | None:
         row = next((row for row in result["by_length"] if row["length"] == length), None)
-        return row and Figure("perplexity", row["loss"], sum(r["n"] for r in result["positions"] if r["last"] <= length))
+        tokens = sum(row["n"] for row in result["positions"] if row["last"] <= length)
+        return row and Figure("perplexity", row["loss"], tokens)
 
     return find
 

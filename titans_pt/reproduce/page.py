@@ -17,8 +17,9 @@ _STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:72em;margin:2em a
 table{border-collapse:collapse;margin:1em 0;font-size:13px;display:block;overflow-x:auto}
 td,th{border:1px solid #ccc;padding:.25em .6em;text-align:left}th{background:#f3f3f3}img{max-width:100%}"""
 READING = (
-    "Ours (the paper's in brackets). The mean over seeds; perplexities are averaged as nats. The interval of 95 % is that "
-    "of the evaluation's samples; how far seeds differ, each seed's own figure shows. What has not been run says so."
+    "Ours (the paper's in brackets). The mean over seeds; perplexities are averaged as nats. The interval of 95 % is "
+    "that of the evaluation's samples; how far seeds differ, each seed's own figure shows. What has not been run says "
+    "so."
 )
 
 
@@ -67,8 +68,9 @@ def _pictures(runs: Sequence[Run], records: Records, out: Path, target: str) -> 
     """Of the first seed of each model that there is: the loss in training, and against the position in a long text."""
     shown: dict[str, dict] = {}
     for run in runs:
-        if run.measures and (record := run.record(records)) and not record["failed"]:
+        if not run.is_probe and (record := run.record(records)) and not record["failed"]:
             shown.setdefault(f"{run.model} {run.variant}".strip(), record)
+    shown = {name: record for name, record in shown.items() if record["trained"]["curve"]}
     if not shown:
         return []
     pictures = [_training(shown, out / f"{target}-training.png")]

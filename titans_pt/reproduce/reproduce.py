@@ -1,18 +1,23 @@
 """The command: plan, prepare what is missing, train and measure it, write the pages."""
 
 import os
+import shlex
+import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from titans_pt.config import Config
 from titans_pt.data_pipeline import TokenFiles, prepare
 from titans_pt.data_pipeline.manifest import read_manifest
+from titans_pt.errors import UserError
 from titans_pt.reproduce import page
 from titans_pt.reproduce.claims import claim
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.runs import Run
-from titans_pt.reproduce.studies import RATES, Order, chosen, runs_of, study
+from titans_pt.reproduce.studies import RATES, Order, Study, chosen, runs_of, study
 from titans_pt.reproduce.tables import Table
 from titans_pt.reproduce.work import work
 
@@ -20,26 +25,34 @@ MFU = (0.4, 0.1)
 """Shares of a GPU's peak for which the plan gives hours: what Transformers reach, and what TNT says of small chunks."""
 
 
-def reproduce(
-    target: str, size: str, order: Order, rates: Sequence[float] | None, ranks: int | None, dry_run: bool
-) -> int:
+def planned(target: str, size: str, order: Order) -> tuple[Study, list[Run]]:
+    """The study and its runs; without learning rates in ``order`` with those of the size.
+
+    Raises:
+        UserError: there is no such study, model or setting.
+    """
+    asked = chosen(study(target, size), order)
+    return asked, runs_of(asked, order if order.rates else replace(order, rates=RATES.get(size, ())))
+
+
+def show_plan(target: str, size: str, order: Order):
+    """``titans reproduce --dry-run``: prints what there is to do; writes nothing."""
+    _, runs = planned(target, size, order)
+    print(plan(runs, Records(order.out / "records")).markdown(), end="")
+
+
+def reproduce(target: str, size: str, order: Order, ranks: int | None) -> int:
     """``titans reproduce``. Returns 0, or 128 + the signal that stopped it.
 
     Args:
-        rates: learning rates to choose from; None: those of the size.
         ranks: processes of a training; None: one for each GPU, one without.
 
     Raises:
         UserError: something is wrong with a setting, a record, or the data.
     """
-    rates = RATES.get(size, ()) if rates is None else rates
-    order = Order(**{**vars(order), "rates": tuple(rates)})
-    asked = chosen(study(target, size), order)
-    runs, records = runs_of(asked, order), Records(order.out / "records")
-    if dry_run:
-        print(plan(runs, records).markdown(), end="")
-        return 0
-    _data(runs[0])
+    (asked, runs), records = planned(target, size, order), Records(order.out / "records")
+    if not asked.timed and any(run.missing(run.record(records)) for run in runs):
+        _data(runs[0].config)
 
     def write():
         # Every process writes the same from the same records; one at a time.
@@ -55,11 +68,31 @@ def reproduce(
     return status
 
 
-def _data(run: Run):
-    """Prepares the token files if there are none; titans prepare says what is wrong with those there are."""
-    if read_manifest(Path(run.config.data.dir)) is None:
-        prepare(run.config, workers=len(os.sched_getaffinity(0)))
-    TokenFiles.open(run.config)
+def _data(config: Config):
+    """Prepares the token files if there are none, and sees that those there are fit."""
+    if read_manifest(Path(config.data.dir)) is None:
+        prepare(config, workers=len(os.sched_getaffinity(0)))
+    TokenFiles.open(config)
+
+
+def submit(words: Sequence[str], workers: int, options: Sequence[str]):
+    """Queues ``workers`` jobs of one node each under SLURM; each does what no other is at work on.
+
+    Args:
+        words: of the command line, without --submit.
+        options: of sbatch.
+
+    Raises:
+        UserError: there is no sbatch, or it refuses.
+    """
+    script = Path(__file__).parents[2] / "launch" / "slurm_reproduce.sh"
+    line = ["sbatch", "--array", f"0-{workers - 1}", *options, str(script), *words]
+    try:
+        subprocess.run(line, check=True)
+    except FileNotFoundError:
+        raise UserError("--submit: there is no sbatch here; run it where SLURM is, or leave --submit away") from None
+    except subprocess.CalledProcessError as error:
+        raise UserError(f"--submit: {shlex.join(line)} ended with {error.returncode}; its message is above") from None
 
 
 def plan(runs: Sequence[Run], records: Records) -> Table:

@@ -3,7 +3,7 @@
 import copy
 import json
 import math
-import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -39,6 +39,8 @@ class Run:
     config: Config
     measures: tuple[Measure, ...] = ()
     probes: tuple["Run", ...] = ()
+    is_probe: bool = False
+    """A short run that only serves to choose a learning rate."""
 
     @cached_property
     def cost(self) -> Cost:
@@ -66,6 +68,13 @@ class Run:
         undone = [m.name for m in self.measures if found.get(m.name, {}).get("words") != m.settings(self.config.model)]
         return [*(() if record else ("training",)), *undone]
 
+    def begin(self, config: Config, trained: dict[str, Any], failed: str) -> dict[str, Any]:
+        """A record without measurements; ``failed`` says why there will be none."""
+        return {
+            "name": self.name, "model": self.model, "variant": self.variant, "seed": config.run.seed, "failed": failed,
+            "trained": trained, "measured": {}, "config": portable(config),
+        }  # fmt: skip
+
     def complete(self, config: Config, records: Records, ranks: int, claim: int) -> int:
         """Does what is missing and writes it to the record; returns 0, or the status of a training that was stopped.
 
@@ -91,10 +100,7 @@ class Run:
                 return status
             seconds = (time.process_time() - cpu) if ranks == 1 and not torch.cuda.is_available() else None
             trained = describe(config, folder, self.cost.parameters, began, seconds)
-            record = {
-                "name": self.name, "model": self.model, "variant": self.variant, "seed": config.run.seed,
-                "failed": failed, "trained": trained, "measured": {}, "config": portable(config),
-            }  # fmt: skip
+            record = self.begin(config, trained, failed)
             records.write(self.name, record)
         for measure in self.measures:
             if measure.name not in self.missing(record):
@@ -189,4 +195,9 @@ def _torchrun(config: Config, ranks: int, claim: int) -> int:
     settings = folder.path / "asked.yaml"
     settings.write_text(resolved_yaml(config))
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m", "titans_pt", "train"]
-    return subprocess.run([sys.executable, *words, str(settings)], pass_fds=[claim], env=os.environ).returncode
+    with subprocess.Popen([sys.executable, *words, str(settings)], pass_fds=[claim]) as process:
+        before = signal.signal(signal.SIGTERM, lambda number, _frame: process.send_signal(number))
+        try:
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)

@@ -1,7 +1,7 @@
 """What each table and figure consists of: rows (models and variants of them), columns (figures), and at which size."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titans_pt.config import Config
@@ -10,12 +10,14 @@ from titans_pt.errors import UserError
 from titans_pt.reproduce import measures
 from titans_pt.reproduce.measures import CHUNKS, NEEDLES, Find, Measure
 from titans_pt.reproduce.runs import PROBE_SHARE, Run
+from titans_pt.reproduce.timing import SPEED, Timing, speed_at
 
 SIZES = ("tiny", "170m", "340m", "400m", "760m", "1.3b")
 TITANS = ("lmm", "mac", "mag", "mal")
 MODELS = (
     "transformer", "swa", *TITANS, "samba", "mamba2", "gated_deltanet", "ttt_linear", "deltanet", "mamba",
-    "gated_deltanet_h2", "gated_deltanet_h1", "ttt_mlp", "retnet", "gla", "hgrn2", "linear_attention", "longhorn", "rmt",
+    "gated_deltanet_h2", "gated_deltanet_h1", "ttt_mlp", "retnet", "gla", "hgrn2", "linear_attention", "longhorn",
+    "rmt",
 )  # fmt: skip
 """configs/SIZE/NAME.yaml, those of the first table first."""
 TWICE = ("transformer", "swa", "samba", "mamba2", "gated_deltanet", "ttt_linear", *TITANS)
@@ -63,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """``find`` looks for its figure in what the measure ``measure`` found; ``published``: its name in published.yaml."""
+    """``find`` looks for its figure in what ``measure`` found; ``published``: its name in published.yaml."""
 
     title: str
     measure: str
@@ -83,6 +85,8 @@ class Study:
     measures: tuple[Measure, ...]
     compared: str
     note: str = ""
+    timed: tuple[int, ...] = ()
+    """Lengths of a study of throughput, for which nothing is trained."""
 
 
 SUITES = {
@@ -129,18 +133,16 @@ def study(target: str, size: str) -> Study:
         UserError: there is no such study at this size.
     """
     if target not in TARGETS:
-        raise UserError(f"given {target!r}; allowed: {', '.join(TARGETS)}")
+        raise UserError(f"TARGET: given {target!r}; allowed: {', '.join(TARGETS)}")
     return TARGETS[target](size)
 
 
 def _table1(size: str) -> Study:
     rows = tuple(Row(model) for model in MODELS)
     if size == "tiny":
-        return Study(
-            "table1", "Language models at equal parameters and tokens", size, rows, _text_columns(), _tiny("text", "long"),
-            "340m",
-            "The paper's figures are perplexities of WikiText, of models of 340M parameters: compare the order alone.",
-        )  # fmt: skip
+        note = "The paper's figures are perplexities of WikiText, of models of 340M parameters: compare their order."
+        return Study("table1", "Language models at equal parameters and tokens", size, rows, _text_columns(),
+                     _tiny("text", "long"), "340m", note)  # fmt: skip
     accuracies = {
         "piqa": "acc", "hellaswag": "acc_norm", "winogrande": "acc", "arc_easy": "acc", "arc_challenge": "acc_norm",
         "social_iqa": "acc", "boolq": "acc",
@@ -199,13 +201,28 @@ def _figure7(size: str) -> Study:
     )  # fmt: skip
 
 
+def _throughput(target: str, title: str, size: str, rows: tuple[Row, ...]) -> Study:
+    lengths = (512, 1024, 2048, 4096) if size == "tiny" else (2048, 4096, 8192, 16384, 32768)
+    columns = tuple(Column(f"tokens/s at {length:,}", SPEED, speed_at(length)) for length in lengths)
+    note = "Wall time of whole training steps: run nothing beside it. The paper prints a curve, no numbers."
+    return Study(target, title, size, rows, columns, (), size, note, lengths)
+
+
+def _figure8(size: str) -> Study:
+    rows = (Row("lmm", "depth-1"), Row("lmm"), Row("lmm", "depth-3"), Row("lmm", "depth-4"))
+    return _throughput("figure8", "Training throughput by the memory's depth", size, rows)
+
+
+def _figure9(size: str) -> Study:
+    names = ("transformer", "gated_deltanet", "mamba2", "deltanet", "gla", *TITANS)
+    return _throughput("figure9", "Training throughput by length", size, tuple(map(Row, names)))
+
+
 def _babilong(size: str) -> Study:
     taken = _measures(size, "babilong")
     lengths = [int(n) for n in taken[0].words[0].partition("[")[2].rstrip("]").split(",")]
-    columns = tuple(
-        Column(_short(length), "babilong", measures.mean_of(("qa1", "qa2", "qa3", "qa4", "qa5"), (length,)), _short(length))
-        for length in lengths
-    )  # fmt: skip
+    tasks = ("qa1", "qa2", "qa3", "qa4", "qa5")
+    columns = tuple(Column(_short(n), "babilong", measures.mean_of(tasks, (n,)), _short(n)) for n in lengths)
     rows = tuple(Row(model) for model in ("mac", "mag", "mal", "lmm", "transformer", "gated_deltanet", "rmt"))
     note = "Few-shot, of the pretrained models; the published figures are of fine-tuned ones (docs/evaluation.md)."
     return Study("babilong", "BABILong", size, rows, columns, taken, size, note)
@@ -232,8 +249,8 @@ def _tiny(*names: str) -> tuple[Measure, ...]:
 
 
 TARGETS = {
-    "table1": _table1, "table2": _table2, "table5": _table5, "figure7": _figure7, "babilong": _babilong,
-    "chunks": _chunks,
+    "table1": _table1, "table2": _table2, "table5": _table5, "figure7": _figure7, "figure8": _figure8,
+    "figure9": _figure9, "babilong": _babilong, "chunks": _chunks,
 }  # fmt: skip
 
 
@@ -269,7 +286,7 @@ def chosen(study: Study, order: Order) -> Study:
         if model not in known:
             raise UserError(f"--models: given {model!r}; {study.target} has {', '.join(known)}")
     rows = tuple(row for model in order.models for row in study.rows if row.model == model)
-    return Study(**{**vars(study), "rows": rows})
+    return replace(study, rows=rows)
 
 
 def seeds_of(study: Study, row: Row, order: Order) -> tuple[int, ...]:
@@ -288,6 +305,8 @@ def runs_of(study: Study, order: Order) -> list[Run]:
     Raises:
         UserError: a setting that is wrong.
     """
+    if study.timed:
+        return [_timing(study, row, order) for row in study.rows]
     planned = [(row, seed) for row in study.rows for seed in seeds_of(study, row, order)]
     runs, probes = [], {}
     for row, seed in sorted(planned, key=lambda item: item[1]):  # stable: the study's order within a seed
@@ -299,12 +318,20 @@ def runs_of(study: Study, order: Order) -> list[Run]:
     return runs
 
 
+def _timing(study: Study, row: Row, order: Order) -> Timing:
+    name = f"speed-{row.key.replace('/', '-')}"
+    config = _config(study, row, 0, order, None, name, ())
+    words = (*VARIANTS[row.variant], *order.words)
+    return Timing(name, row.model, row.variant, config, file=f"{study.size}/{row.model}", words=words,
+                  lengths=study.timed, tokens=max(study.timed))  # fmt: skip
+
+
 def _probe(study: Study, model: str, rate: float, order: Order) -> Run:
     """A tenth of the tokens of the model as it is, at seed 0; its variants use the same rate."""
     name, row = f"{model}-lr{rate:g}", Row(model)
     whole = _config(study, row, 0, order, order.tokens, name, ())
     tokens = whole.train.max_steps * whole.train.batch_tokens // PROBE_SHARE
-    return Run(name, model, "", _config(study, row, 0, order, tokens, name, (f"train.lr={rate!r}",)))
+    return Run(name, model, "", _config(study, row, 0, order, tokens, name, (f"train.lr={rate!r}",)), is_probe=True)
 
 
 def _config(

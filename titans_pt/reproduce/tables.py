@@ -48,7 +48,7 @@ def cells(study: Study, runs: Sequence[Run], records: Records) -> list[Cell]:
     beside = published(study.target, study.compared)
     found = []
     for row in study.rows:
-        own = [run for run in runs if (run.model, run.variant) == (row.model, row.variant) and run.measures]
+        own = [run for run in runs if (run.model, run.variant) == (row.model, row.variant) and not run.is_probe]
         kept = {run.config.run.seed: record for run in own if (record := run.record(records))}
         for column in study.columns:
             paper = beside and beside.value(row.key, column.published)
@@ -102,7 +102,8 @@ def details(found: Sequence[Cell]) -> Table:
             cell.row.name, cell.column.title, paper, number(ours.mean), interval, f"{ours.n:,}",
             ", ".join(f"{seed}: {number(value)}" for seed, value in ours.by_seed.items()),
             ", ".join(f"{n:,}" for n in sorted({t["tokens"] for t in trained})),
-            ", ".join(sorted({t["hardware"] for t in trained})), ", ".join(t["checkpoint"][:12] for t in trained),
+            ", ".join(sorted({t["hardware"] for t in trained})),
+            ", ".join(t["checkpoint"][:12] or "-" for t in trained),
         ])  # fmt: skip
     return table
 

@@ -22,7 +22,7 @@ def work(runs: Sequence[Run], folder: Path, records: Records, ranks: int, finish
         finished: called after each run.
     """
     while True:
-        waiting = False
+        waiting, elsewhere = False, []
         for run in runs:
             if not run.missing(run.record(records)):
                 continue
@@ -31,6 +31,7 @@ def work(runs: Sequence[Run], folder: Path, records: Records, ranks: int, finish
                 continue
             with claim(folder / "claims" / run.name) as descriptor:
                 if descriptor is None:
+                    elsewhere.append(run.name)
                     continue
                 if not run.missing(run.record(records)):  # finished while we looked elsewhere
                     break
@@ -41,5 +42,7 @@ def work(runs: Sequence[Run], folder: Path, records: Records, ranks: int, finish
             break  # from the top: the order of runs is that of their worth
         else:
             if not waiting:
+                if elsewhere:
+                    print(f"other processes are at work on {', '.join(elsewhere)}", flush=True)
                 return 0
             time.sleep(PATIENCE)
