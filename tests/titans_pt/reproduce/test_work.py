@@ -144,6 +144,7 @@ def _until(condition, process: subprocess.Popen):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_killed_three_times_the_table_is_the_same(prepared, tmp_path):
     """While a rate is tried, while the model is trained, while it is measured."""
     steps = 60
