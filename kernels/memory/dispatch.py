@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from titans_pt.kernels.common import no_autocast, warn_once
-from titans_pt.kernels.memory import mlp
+from titans_pt.kernels.memory import mlp, native
 from titans_pt.kernels.memory.chunked import chunked_memory
 from titans_pt.kernels.memory.naive import naive_memory
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
 
 FORGET_TO = ("start", "zero")
-BACKENDS = ("auto", "triton", "chunked", "naive")
+BACKENDS = ("auto", "triton", "native", "chunked", "naive")
 HAS_TRITON = find_spec("triton") is not None
 GPU = ("cuda", "meta")
 """Tensors without contents take a GPU's ways, so that anybody can ask what these would allocate."""
@@ -60,18 +60,19 @@ def neural_memory(
         reset: None or bool (B, T), True where a document starts: M_0, S_0 = 0, chunks count from there.
         max_resets: no row of ``reset`` has more; None: unknown. With it, "triton" does not wait for the GPU to count
             them. More than there are cost scratch memory, fewer give wrong results.
-        backend: "naive" (definition), "chunked" (exact dual form), "triton" (fused kernels, on a GPU), "auto": triton
-            on a GPU where it serves, else chunked (a warning, once, says why).
+        backend: "naive" (definition), "chunked" (exact dual form), "native" (the same in C, on a CPU), "triton" (fused
+            kernels, on a GPU), "auto": triton on a GPU where it serves (a warning, once, says why it does not), native
+            on a CPU where it does, else chunked.
         save_every: blocks between two states kept for the backward pass, which computes those between again.
-            None, chunked: the square root of the number of blocks, least memory: O(sqrt(T)) states. None, triton: as
-            many as kernels.memory.fused.operators.SCRATCH_BYTES holds.
+            None: at most the square root of the number of blocks, fewer where memory allows; triton: as many as
+            kernels.memory.fused.operators.SCRATCH_BYTES holds.
 
     Returns:
         (B, T, H, D) in q's dtype, and the final state or None. State and arithmetic are fp32, fp64 for fp64 inputs;
         "triton" multiplies matrices in q's dtype, accumulating in fp32.
 
     Raises:
-        ValueError: shapes, network or backend that do not fit, or backend="triton" for what it does not serve.
+        ValueError: shapes, network or backend that do not fit, or a backend that does not serve this.
     """
     network = network or NetworkShape.of(weights, norm)
     _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend)
@@ -86,6 +87,14 @@ def neural_memory(
             )  # fmt: skip
             return out, state if output_final_state else None
         inputs = [x.to(dtype) for x in (q, k, v)]
+        if backend in ("auto", "native") and _one_token(inputs[0], network, initial_state, reset):
+            affine = None if norm is None else tuple(p.to(dtype) for p in norm)
+            begin = tuple(w.to(dtype) for w in weights)
+            out, state = native.next_token(
+                *inputs, tuple(gates), begin, initial_state, network=network, norm=affine, chunk_size=chunk_size,
+                to_start=forget_to == "start",
+            )  # fmt: skip
+            return out.to(q.dtype), state if output_final_state else None
         batch = q.shape[0]
         start = tuple(w.to(dtype).expand(batch, *w.shape) for w in weights)
         options = {
@@ -99,11 +108,13 @@ def neural_memory(
         if backend == "naive":
             out, state = naive_memory(*inputs, *gates, start, **options)
         else:
+            reason = native.unserved(inputs[0], network) if backend == "native" else None
+            need(reason is None, f'backend "native" does not serve this: {reason}; use "auto" or "chunked"')
             call = chunked_memory
             if backend == "auto" and torch.compiler.is_compiling():
                 # Not at the top: it imports torch's compiler, seconds that whoever does not compile need not wait.
                 from titans_pt.kernels.memory.uncompiled import call
-            out, state = call(*inputs, *gates, start, **options, save_every=save_every)
+            out, state = call(*inputs, *gates, start, **options, save_every=save_every, in_c=backend != "chunked")
     return out.to(q.dtype), state if output_final_state else None
 
 
@@ -151,11 +162,19 @@ def memory_read(
     return out.transpose(1, 2).to(q.dtype)
 
 
-def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend):
-    def need(ok: bool, message: str):
-        if not ok:
-            raise ValueError(f"neural_memory: {message}")
+def _one_token(q: Tensor, network: NetworkShape, state: MemoryState | None, reset: Tensor | None) -> bool:
+    """Whether the call is one step of generation that the C source serves."""
+    if q.shape[1] != 1 or state is None or reset is not None or torch.is_grad_enabled():
+        return False
+    return not torch.compiler.is_compiling() and native.unserved(q, network) is None
 
+
+def need(ok: bool, message: str):
+    if not ok:
+        raise ValueError(f"neural_memory: {message}")
+
+
+def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend):
     need(q.dim() == 4 and q.shape == k.shape == v.shape and q.numel() > 0,
          f"q, k, v must share one shape (B, T, H, D) without zeros, got {[tuple(x.shape) for x in (q, k, v)]}")
     batch, length, heads, width = q.shape

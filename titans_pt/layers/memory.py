@@ -68,6 +68,8 @@ class MemoryGates(nn.Module):
     """x (B, T, d_model) -> theta, eta, alpha, each (B, T, H), or (B, T, H, L) with per_layer_gates; fp32.
 
     theta = bound (1 - eta) gate(.): whatever the outer loop learns, the inner loop stays inside its stable region.
+    With theta="free" it is softplus(.), any positive number: Titans, Eq. 10, has "theta_t" without a range or a
+    non-linearity, and softplus is the usual one for a step without a bound (Mamba's, for example).
     """
 
     sharding = {"linear": Shard.COLUMN}
@@ -90,7 +92,11 @@ class MemoryGates(nn.Module):
         """
         hard = self.config.gates == "hard"
         theta, eta, alpha = self.config.theta_init, self.config.eta_init, self.config.alpha_init
-        starts = _logit(theta, hard), _logit(eta), _logit(alpha, hard)
+        if self.config.theta == "free":
+            step = math.log(math.expm1(self.bound * (1 - eta) * theta))
+        else:
+            step = _logit(theta, hard)
+        starts = step, _logit(eta), _logit(alpha, hard)
         with torch.no_grad():
             self.linear.bias.view(self.n_heads, self.layers, 3).copy_(torch.tensor(starts))
             if hard:
@@ -108,7 +114,7 @@ class MemoryGates(nn.Module):
             eta = torch.zeros_like(eta)
         if not self.config.forgetting:
             alpha = torch.zeros_like(alpha)
-        theta = self.bound * (1 - eta) * theta
+        theta = F.softplus(raw[..., 0]) if self.config.theta == "free" else self.bound * (1 - eta) * theta
         if not self.writes:  # times 0: every parameter keeps a gradient, which data parallelism counts on
             theta, eta, alpha = 0 * theta, 0 * eta, 0 * alpha
         if self.layers == 1:
@@ -189,6 +195,11 @@ class NeuralMemory(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float):
         super().__init__()
+        if d_model % n_heads or (config.norm and n_heads == d_model):
+            raise ValueError(
+                f"n_heads: given {n_heads}; must divide d_model={d_model}, and under a LayerNorm, which makes a "
+                "constant of a head of width 1, be below it"
+            )
         self.config = config
         self.q = Projection(d_model, n_heads, conv_width, unit=True)
         self.k = Projection(d_model, n_heads, conv_width, unit=True)

@@ -45,6 +45,22 @@ def test_hard_gates_start_where_they_are_configured(start):
     assert (gates.linear.bias.grad.view(2, 1, 3)[..., 2] > 0.04).all()
 
 
+@pytest.mark.parametrize("gates", ["hard", "sigmoid"])
+def test_a_free_step_starts_as_the_bounded_one_and_knows_no_bound(gates):
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    found = {}
+    for form in ("bounded", "free"):
+        layer = MemoryGates(8, 2, MemoryConfig(theta=form, gates=gates, theta_init=0.25, eta_init=0.75))
+        layer.own_initialisation()
+        found[form] = layer(0 * x)
+    for bounded, free in zip(found["bounded"], found["free"], strict=True):
+        torch.testing.assert_close(bounded, free, rtol=1e-4, atol=1e-6)
+    torch.nn.init.constant_(layer.linear.weight, 1e3)
+    torch.nn.init.zeros_(layer.linear.bias)
+    theta = layer(x)[0]
+    assert theta.isfinite().all() and (theta >= 0).all() and (theta > 1).any()
+
+
 def test_hard_gates_reach_zero_and_one():
     """Theta and alpha; momentum does not reach 1, where a surprise would be added for ever."""
     gates = MemoryGates(1, 1, MemoryConfig(gates="hard"))
