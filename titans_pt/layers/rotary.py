@@ -23,7 +23,7 @@ def rotation(position: Tensor, width: int, base: float, dtype: torch.dtype) -> t
 
 
 def rotation_from(first: int, like: Tensor, base: float) -> tuple[Tensor, Tensor]:
-    """:func:`rotation` of tokens first, first + 1, ... for ``like`` (B, T, H, D): the same for all layers of a model."""
+    """:func:`rotation` of tokens first, first + 1, ... for ``like`` (B, T, H, D): one for all layers of a model."""
     if torch.compiler.is_compiling():
         place = torch.arange(first, first + like.shape[1], device=like.device)
         return rotation(place, like.shape[-1], base, like.dtype)
