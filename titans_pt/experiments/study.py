@@ -56,7 +56,7 @@ def fit(
     )
     curve, window, began = [], [], time.perf_counter()
     for step in range(1, settings.max_steps + 1):
-        lr = learning_rate(step, settings.lr, settings.warmup_steps, settings.max_steps, settings.min_lr_ratio)
+        lr = learning_rate(step, settings)
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss, right = answers(model, *batch(step - 1))
