@@ -10,6 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from titans_pt.config import Config
+from titans_pt.config_history import as_stored
 from titans_pt.errors import UserError
 
 
@@ -37,6 +38,17 @@ def checked(config: Config) -> Config:
         _need(suite in task.suites, "evaluation.suites", suite, f"allowed: {', '.join(task.suites) or 'none'}")
     _tensor_parallel(config, mixers)
     return config
+
+
+def completed(tree: dict) -> dict:
+    """A stored tree with newer settings added, set to what was done before they existed.
+
+    A tree that is no longer valid is returned as it is: the caller then names the differences.
+    """
+    try:
+        return checked(Config.model_validate(as_stored(tree))).model_dump(mode="json")
+    except (ValidationError, UserError):
+        return tree
 
 
 def _with_sections(section: Any, prefix: str, owners: dict[str, Any], registry: Any) -> Any:

@@ -341,7 +341,9 @@ class Trainer:
     def _summarise(self):
         baseline, name = self.data.baseline, self.task.baseline_name
         plot = self.folder.plots / "loss.png"
-        plot_loss(read_metrics(self.folder.metrics), plot, self.task.unit, name, baseline)
+        plot_loss(
+            read_metrics(self.folder.metrics), plot, self.task.unit, name, baseline, self.folder.path.resolve().name
+        )
 
         def number(value: float | None) -> str:
             return "-" if value is None else f"{value:.4f}"

@@ -15,7 +15,7 @@ from torch import nn
 
 from titans_pt import checkpoints
 from titans_pt.config import Config
-from titans_pt.config_history import completed
+from titans_pt.config_check import completed
 from titans_pt.data_pipeline import saved_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.run import differences
