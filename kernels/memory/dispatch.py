@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from titans_pt.kernels.common import no_autocast, warn_once
-from titans_pt.kernels.memory import mlp
+from titans_pt.kernels.memory import mlp, native
 from titans_pt.kernels.memory.channelwise import channelwise_memory
 from titans_pt.kernels.memory.chunked import chunked_memory
 from titans_pt.kernels.memory.naive import naive_memory
@@ -15,7 +15,9 @@ from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
 
 FORGET_TO = ("start", "zero")
-BACKENDS = ("auto", "triton", "chunked", "naive")
+CHANNELWISE = "alpha has one value per channel (model.memory.alpha=channel); alpha=head is served"
+"""Why neither the fused kernels nor those in C take a call."""
+BACKENDS = ("auto", "triton", "native", "chunked", "naive")
 HAS_TRITON = find_spec("triton") is not None
 GPU = ("cuda", "meta")
 """Tensors without contents take a GPU's ways, so that anybody can ask what these would allocate."""
@@ -63,18 +65,19 @@ def neural_memory(
         reset: None or bool (B, T), True where a document starts: M_0, S_0 = 0, chunks count from there.
         max_resets: no row of ``reset`` has more; None: unknown. With it, "triton" does not wait for the GPU to count
             them. More than there are cost scratch memory, fewer give wrong results.
-        backend: "naive" (definition), "chunked" (exact dual form), "triton" (fused kernels, on a GPU), "auto": triton
-            on a GPU where it serves, else chunked (a warning, once, says why).
+        backend: "naive" (definition), "chunked" (exact dual form), "native" (the same in C, on a CPU), "triton" (fused
+            kernels, on a GPU), "auto": triton on a GPU where it serves (a warning, once, says why it does not), native
+            on a CPU where it does, else chunked.
         save_every: blocks between two states kept for the backward pass, which computes those between again.
-            None, chunked: the square root of the number of blocks, least memory: O(sqrt(T)) states. None, triton: as
-            many as kernels.memory.fused.operators.SCRATCH_BYTES holds.
+            None: at most the square root of the number of blocks, fewer where memory allows; triton: as many as
+            kernels.memory.fused.operators.SCRATCH_BYTES holds.
 
     Returns:
         (B, T, H, D) in q's dtype, and the final state or None. State and arithmetic are fp32, fp64 for fp64 inputs;
         "triton" multiplies matrices in q's dtype, accumulating in fp32.
 
     Raises:
-        ValueError: shapes, network or backend that do not fit, or backend="triton" for what it does not serve.
+        ValueError: shapes, network or backend that do not fit, or a backend that does not serve this.
     """
     network = network or NetworkShape.of(weights, norm)
     _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend)
@@ -103,13 +106,19 @@ def neural_memory(
         if backend == "naive":
             out, state = naive_memory(*inputs, *gates, start, **options)
         else:
-            call = channelwise_memory if channelwise else chunked_memory
+            reason = None
+            if backend == "native":
+                reason = CHANNELWISE if channelwise else native.unserved(inputs[0], network)
+            need(reason is None, f'backend "native" does not serve this: {reason}; use "auto" or "chunked"')
+            call, options["save_every"] = channelwise_memory, save_every
+            if not channelwise:
+                call, options["in_c"] = chunked_memory, backend != "chunked"
             if torch.compiler.is_compiling() and (backend == "auto" or channelwise):
                 # Not at the top: it imports torch's compiler, seconds that whoever does not compile need not wait.
                 from titans_pt.kernels.memory import uncompiled
 
                 call = uncompiled.channelwise if channelwise else uncompiled.chunked
-            out, state = call(*inputs, *gates, start, **options, save_every=save_every)
+            out, state = call(*inputs, *gates, start, **options)
     return out.to(q.dtype), state if output_final_state else None
 
 
@@ -143,7 +152,7 @@ def unserved(
     channelwise: whether alpha has one value per channel.
     """
     if channelwise:
-        return "alpha has one value per channel (model.memory.alpha=channel); alpha=head is served"
+        return CHANNELWISE
     if not HAS_TRITON:
         return "triton is not installed"
     # Not at the top: it imports triton, which machines without a GPU need not have.
@@ -164,11 +173,12 @@ def memory_read(
     return out.transpose(1, 2).to(q.dtype)
 
 
-def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend):
-    def need(ok: bool, message: str):
-        if not ok:
-            raise ValueError(f"neural_memory: {message}")
+def need(ok: bool, message: str):
+    if not ok:
+        raise ValueError(f"neural_memory: {message}")
 
+
+def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend):
     need(q.dim() == 4 and q.shape == k.shape == v.shape and q.numel() > 0,
          f"q, k, v must share one shape (B, T, H, D) without zeros, got {[tuple(x.shape) for x in (q, k, v)]}")
     batch, length, heads, width = q.shape

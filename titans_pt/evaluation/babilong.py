@@ -26,6 +26,7 @@ from titans_pt.evaluation.long_context import LongContext, Sample
 from titans_pt.evaluation.sentences import sentences
 from titans_pt.run import LoadedRun
 from titans_pt.run_folder import RunFolder
+from titans_pt.tools.files import write_atomically
 from titans_pt.tools.records import digest
 
 SENTENCE_TOKENS = 10
@@ -190,13 +191,17 @@ def write_documents(run_dir: str | Path, overrides: Sequence[str], samples: int,
     folder.mkdir(parents=True, exist_ok=True)
     for length in sorted(set(section.lengths)):
         path = folder / f"{length}.jsonl"
-        with path.open("w", encoding="utf-8") as file:
-            for job in maker.jobs:
-                if job[1] == length:
-                    sample = maker.sample(*job)
-                    text = tokenizer.decode(sample.ids.tolist()) + f" {sample.expected[0]}."
-                    file.write(json.dumps({"text": text, "task": job[0]}) + "\n")
+        write_atomically(path, functools.partial(_write_samples, maker, length))
         print(path, flush=True)
+
+
+def _write_samples(maker: "Babilong", length: int, path: Path):
+    with path.open("w", encoding="utf-8") as file:
+        for job in maker.jobs:
+            if job[1] == length:
+                sample = maker.sample(*job)
+                text = maker.tokenizer.decode(sample.ids.tolist()) + f" {sample.expected[0]}."
+                file.write(json.dumps({"text": text, "task": job[0]}) + "\n")
 
 
 class Babilong(LongContext):

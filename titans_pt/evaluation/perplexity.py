@@ -208,13 +208,18 @@ class Perplexity:
             span = f"{row['first']}-{row['last']}"
             stderr = "-" if row["stderr"] is None else f"{row['stderr']:.4f}"
             lines.append(f"  {span:>15} {row['mean']:>8.4f} {stderr:>8} {row['n']:>8}")
-        for row in summary["frozen"]:
-            lines.append(f"  memory frozen after {row['after']:,} tokens: loss {row['loss']:.4f} nats/token")
+        if summary["frozen"]:
+            frozen = (f"{row['loss']:.4f} {_frozen(row['after'])}" for row in summary["frozen"])
+            lines.append(f"  memory: loss {summary['loss']:.4f} on, {', '.join(frozen)} (the same text)")
         return "\n".join(lines)
 
     def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
         path = folder / "perplexity_by_position.png"
         return [plot_positions(summary, path, f"Validation loss by position\n{title}")]
+
+
+def _frozen(after: int) -> str:
+    return f"frozen after {after:,} tokens" if after else "off"
 
 
 def _exp(loss: float) -> float:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import TrainConfig
+from titans_pt.tools.files import write_atomically
 from titans_pt.tools.records import RecordFile, read_records
 from titans_pt.training.engine import parameter_groups
 from titans_pt.training.schedule import learning_rate
@@ -43,10 +44,15 @@ def fit(
     batch: Callable[[int], tuple[Tensor, Tensor]],
     name: str,
     may_end_at: int = 0,
+    kept: Path | None = None,
 ) -> dict:
     """Trains ``model`` on the answers of batches 0, 1, ... (see :func:`answers`).
 
     It ends early once the accuracy over REPORT_EVERY steps is ENOUGH, but not before step ``may_end_at``.
+
+    Args:
+        kept: file of weights and moments every REPORT_EVERY steps: with it a killed training continues, bit for bit. It
+            must identify all other arguments. Whoever keeps the result deletes it.
 
     Returns:
         steps taken, seconds, and the curve: [step, loss, accuracy, gradient norm], means over REPORT_EVERY steps.
@@ -54,8 +60,14 @@ def fit(
     optimizer = torch.optim.AdamW(
         parameter_groups(model, settings.weight_decay), betas=tuple(settings.betas), eps=settings.eps
     )
-    curve, window, began = [], [], time.perf_counter()
-    for step in range(1, settings.max_steps + 1):
+    curve, window, began, done = [], [], time.perf_counter(), 0
+    if kept and kept.exists():
+        saved = torch.load(kept, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        curve, done, began = saved["curve"], saved["step"], began - saved["seconds"]
+        print(f"{name}: continues after step {done}", flush=True)
+    for step in range(done + 1, settings.max_steps + 1):
         lr = learning_rate(step, settings.lr, settings.warmup_steps, settings.max_steps, settings.min_lr_ratio)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -78,7 +90,14 @@ def fit(
             window = []
             if means[1] >= ENOUGH and step >= may_end_at:
                 break
+            if kept:
+                _save(kept, model, optimizer, curve=curve, step=step, seconds=seconds)
     return {"steps": step, "seconds": time.perf_counter() - began, "curve": curve}
+
+
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **said: Any):
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **said}
+    write_atomically(path, lambda temporary: torch.save(saved, temporary))
 
 
 def answers(model: nn.Module, ids: Tensor, places: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
