@@ -82,6 +82,10 @@ class SourceConfig(Section):
     """hub, streaming: only the first max_files files of the dataset; FineWeb-Edu's have about 0.7B tokens each."""
     text_column: str = "text"
     """Column (field of a .jsonl row) that holds the text."""
+    separator: str | None = None
+    """files: what stands between two documents of a .txt file, such as "<|endoftext|>"; "": nothing, a file is one
+    document. Null: the same; but a path that is one .txt file, not a folder, is cut at empty lines into paragraphs,
+    each a document."""
     id_column: str = "id"
     """Column that names a document, kept with its tokens; without one, file and row name it."""
     minimum: dict[str, float] = {}
@@ -95,8 +99,8 @@ class SourceConfig(Section):
         if (self.kind == "stdlib") != (self.path is None):
             raise ValueError(f"path: given {self.path!r} with kind={self.kind!r}; kind=stdlib has none, others need it")
         rows, hub = ("text_column", "id_column", "minimum"), ("name", "split", "revision", "streaming", "max_files")
-        used = {"files": rows, "hub": rows + hub}.get(self.kind, ())
-        for key in (*rows, *hub):
+        used = {"files": (*rows, "separator"), "hub": rows + hub}.get(self.kind, ())
+        for key in (*rows, *hub, "separator"):
             if key not in used and (given := getattr(self, key)) != type(self).model_fields[key].default:
                 raise ValueError(f"{key}: given {given!r} with kind={self.kind!r}, which does not use it; remove it")
         if self.max_files and not self.streaming:
@@ -127,8 +131,15 @@ class DataConfig(Section):
     bad_input: Literal["refuse", "skip"] = "refuse"
     """What cannot be read (a truncated file, bytes that are not UTF-8, a row without the text column). refuse: stop and
     name it. skip: leave it out, count it, and list it in rejected.jsonl of ``dir``."""
+    near_duplicates: Annotated[float, Field(ge=0.5, le=1.0)] | None = None
+    """Drop a document that has about this much or more in common with an earlier one: of all sequences of five tokens
+    in either of the two, the share that is in both (Jaccard, estimated by MinHash; 0.8 is usual). Null: equal texts
+    only."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.02
     """Share of documents (by hash of their text) held out for validation."""
+    validation_sources: list[SourceConfig] = []
+    """Where the text for validation comes from. Empty: validation_fraction of the documents of ``sources``. What
+    ``sources`` have in common with it is left out of training."""
     seq_len: Positive = 4096
     """Tokens of one training sample, T."""
     reset_at_documents: bool = False
@@ -141,7 +152,14 @@ class DataConfig(Section):
         if any(weighted) and not all(weighted):
             raise ValueError(f"sources.{weighted.index(False)}.weight: given none, but other sources have one; "
                              "give every source a weight, or none")
+        if any(source.weight is not None for source in self.validation_sources):
+            raise ValueError("validation_sources: given a weight, but validation is one stream of all; remove it")
         return self
+
+    @property
+    def every_source(self) -> list[SourceConfig]:
+        """Those for validation first: of documents that are equal, the first is kept."""
+        return [*self.validation_sources, *self.sources]
 
 
 class MemoryConfig(Section):
@@ -173,6 +191,13 @@ class MemoryConfig(Section):
     """hard: theta and alpha are a sigmoid stretched to (-0.05, 1.05) and cut to [0, 1], so that they reach both: what
     is not to be written is not, what is not to be forgotten stays. sigmoid: they only come near. eta is one in both. A
     theta that is free has neither."""
+    alpha: Literal["head", "channel"] = "head"
+    """head: one forgetting gate for all of a head's memory (or each of its layers, per_layer_gates). channel, the
+    camera-ready's alpha in [0, 1]^d_in: one for each channel that a weight matrix takes in, a row of it in x @ M. The
+    fused kernels do not serve it, and on a CPU the memory takes some three times as long."""
+    alpha_rank: Positive = 16
+    """alpha=channel: width between the two linear layers that make it, as in gated linear attention. At full rank the
+    gates of a 170M LMM would have as many parameters as all the rest of its mixers."""
     per_layer_gates: bool = False
     """One theta, eta, alpha for each of the memory's ``depth`` layers instead of one for all."""
     theta: Literal["bounded", "free"] = "bounded"
@@ -427,7 +452,8 @@ class EvaluationConfig(Section):
 
 class WandbConfig(Section):
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: online when an API key is set, else offline (files under run.dir, to be synced later)."""
+    """auto: as WANDB_MODE or ``wandb offline`` says; without them online where you are logged in to W&B, else offline
+    (files under run.dir, for ``wandb sync``). A server that cannot be reached is a warning, and the run is offline."""
     project: str = "titans-pt"
     """Project of Weights & Biases."""
     entity: str | None = None

@@ -1,4 +1,6 @@
-"""The one exception that a user can cause."""
+"""The one exception that a user can cause, and its exit code."""
+
+EXIT_USER = 2
 
 
 class UserError(Exception):

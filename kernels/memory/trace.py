@@ -49,14 +49,14 @@ def memory_trace(
     dtype = state_dtype(k)
     layers = len(weights)
     k, v = k.to(dtype), v.to(dtype)
-    # (B, T, H, L, 1, 1): one gate for each matrix, ready to scale it.
-    theta, eta, alpha = (
-        (g if g.dim() == 4 else g.unsqueeze(-1)).to(dtype).expand(*k.shape[:3], layers)[..., None, None]
-        for g in (theta, eta, alpha)
-    )
     begin = tuple(w.to(dtype).expand(batch, *w.shape) for w in weights)
     affine = () if norm is None else tuple(p.to(dtype).unsqueeze(-2) for p in norm)
     network = network or NetworkShape.of(weights, norm)
+    # Of each matrix (B, T, H, 1 or d_in, 1), ready to scale it.
+    theta, eta, alpha = (
+        [part.unsqueeze(-1) for part in network.per_layer((g if g.dim() == 4 else g.unsqueeze(-1)).to(dtype))]
+        for g in (theta, eta, alpha)
+    )
     state = initial_state or MemoryState.initial(weights, batch, dtype)
     current, momentum, start, offset = state.weights, state.momentum, state.chunk_weights, state.offset.to(k.device)
 
@@ -71,12 +71,12 @@ def memory_trace(
         key, value = k[:, t].unsqueeze(-2), v[:, t].unsqueeze(-2)
         keys = key_side(key, goal(key, value, affine, network), affine, start, network)
         momentum = tuple(
-            eta[:, t, :, n] * s - theta[:, t, :, n] * (x.mT @ g)
+            eta[n][:, t] * s - theta[n][:, t] * (x.mT @ g)
             for n, (s, x, g) in enumerate(zip(momentum, keys.X, keys.G, strict=True))
         )
         origin = begin if forget_to == "start" else (0.0,) * layers
         current = tuple(
-            w0 + (1 - alpha[:, t, :, n]) * (w - w0) + s
+            w0 + (1 - alpha[n][:, t]) * (w - w0) + s
             for n, (w, w0, s) in enumerate(zip(current, origin, momentum, strict=True))
         )
         offset = (offset + 1) % chunk_size

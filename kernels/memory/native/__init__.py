@@ -12,9 +12,12 @@ from torch import Tensor
 
 from titans_pt.kernels import native
 from titans_pt.kernels.memory.network import NetworkShape
+from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 
 SOURCE = Path(__file__).with_name("scan.c")
 MAX_LAYERS = 8
+ACTIVATIONS = ("gelu", "silu", "relu")
+"""In the order of scan.c."""
 KEEP_BYTES = 2**24
 """What the kept states of a call may occupy. Where those before all blocks are more, one of several is kept: computing
 the others again takes less time than memory that was never touched before."""
@@ -113,6 +116,63 @@ class NativeScan(torch.autograd.Function):
         return None, *grads[:6], None, *grads[6:], *d_state
 
 
+@torch.no_grad()
+def next_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: tuple[Tensor, Tensor, Tensor],
+    start: Weights,
+    state: MemoryState,
+    *,
+    network: NetworkShape,
+    norm: Weights | None,
+    chunk_size: int,
+    to_start: bool,
+) -> tuple[Tensor, MemoryState]:
+    """What a call of one token gives, for generation: nothing is cut into blocks, nothing is kept for gradients.
+
+    q, k, v (B, 1, H, D); gates (B, 1, H, 1 or L); start (H, d_in, d_out), M_0; norm two (H, D), all of one dtype.
+    """
+    batch, _, heads, width = q.shape
+    rows, layers = batch * heads, network.depth
+    layers_of_gates = gates[0].shape[-1]
+    # (B, 1, H, L) -> (L, 1, B H, 1); B H is the order of rows of all the others.
+    given = [x.contiguous() for x in (q, k, v, *(g.permute(3, 1, 0, 2) for g in gates))]
+    given += [p.expand(batch, heads, width).contiguous() for p in norm or ()]
+    begin = [w.expand(batch, *w.shape).contiguous() for w in start] if to_start else []
+    weights = [w.contiguous() for w in (*state.weights, *state.momentum, *state.chunk_weights)]
+    if to_start:
+        weights[:layers] = [w - w0 for w, w0 in zip(weights[:layers], begin, strict=True)]
+    call = _Call(
+        blocks=1, rows=rows, tokens=1, layers=layers, width=width, hidden=network.hidden, gate_layers=layers_of_gates,
+        activation=ACTIVATIONS.index(network.activation), norm=network.norm, residual=network.residual,
+        to_start=to_start,
+    )  # fmt: skip
+    offset = state.offset.tolist()
+    new_chunk = (ctypes.c_uint8 * rows)(*(tokens == 0 for tokens in offset for _ in range(heads)))
+    new_document = (ctypes.c_uint8 * rows)()
+    names = ("q", "k", "v", "theta", "eta", "alpha", "gamma", "beta")
+    inputs = _Inputs(
+        **dict(zip(names, (x.data_ptr() for x in given), strict=False)),
+        new_chunk=ctypes.addressof(new_chunk), new_document=ctypes.addressof(new_document),
+        **_by_layer(begin, ("begin",)), **_by_layer(weights, ("W", "S", "F")),
+    )  # fmt: skip
+    out, after = torch.empty_like(given[0]), [torch.empty_like(w) for w in weights]
+    outputs = _Outputs(out=out.data_ptr(), **_by_layer(after, ("W", "S", "F")))
+    compiled = native.library(SOURCE, q.dtype)
+    native.run(compiled.forward, rows, *map(ctypes.byref, (call, inputs, outputs)))
+    if to_start:
+        after[:layers] = [w.add_(w0) for w, w0 in zip(after[:layers], begin, strict=True)]
+    now, momentum, frozen = (tuple(after[i * layers : (i + 1) * layers]) for i in range(3))
+    offset = [(tokens + 1) % chunk_size for tokens in offset]
+    if not any(offset):
+        frozen = now
+    elif not all(offset):
+        frozen = choose(torch.tensor([tokens == 0 for tokens in offset]), now, frozen)
+    return out, MemoryState(now, momentum, frozen, torch.tensor(offset))
+
+
 def group(blocks: int, rows: int, network: NetworkShape, size: int, save_every: int | None) -> int:
     """Blocks between two states that are kept; size: bytes of a number."""
     states = blocks * rows * 3 * size * sum(a * b for a, b in network.layers)
@@ -124,7 +184,7 @@ def _call(plan, q: Tensor) -> _Call:
     network = plan.network
     return _Call(
         blocks=blocks, rows=rows, tokens=tokens, layers=network.depth, width=width, hidden=network.hidden,
-        gate_layers=plan.gate_layers, activation=("gelu", "silu", "relu").index(network.activation),
+        gate_layers=plan.gate_layers, activation=ACTIVATIONS.index(network.activation),
         norm=network.norm, residual=network.residual, to_start=plan.to_start,
     )  # fmt: skip
 

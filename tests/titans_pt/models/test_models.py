@@ -46,6 +46,8 @@ VARIANTS = {
     "mag-to-start": (["mag"], {"forget_to": "start", "alpha_init": 0.2, "depth": 1, "per_layer_gates": True}),
     "mal-to-start": (["mal"], {"forget_to": "start", "alpha_init": 0.2, "depth": 3}),
     "mag-no-momentum": (["mag"], {"momentum": False, "forgetting": False}),
+    "lmm-channels": (["lmm"], {"alpha": "channel", "alpha_rank": 3, "per_layer_gates": True, "alpha_init": 0.2}),
+    "mac-channels": (["mac"], {"alpha": "channel", "forget_to": "start", "gates": "hard", "alpha_init": 0.2}),
     "lmm-free-steps": (["lmm"], {"theta": "free", "per_layer_gates": True}),
 }
 
