@@ -56,7 +56,7 @@ class Job:
 
     @property
     def log(self) -> str:
-        (path,) = self.folder.glob(f"titans*-{self.number}.log")
+        (path,) = self.folder.glob(f"titans*-{self['JobId']}.log")
         return path.read_text()
 
     def wait(self, what: str, condition, seconds: float = 400):

@@ -58,6 +58,7 @@ def train(config: Config) -> int:
         task = TASKS.find(config.task)(config)
         data = task.open()
         ranks.on_first(lambda: stack.enter_context(folder.opened()) and None)
+        stack.enter_context(watch.stacks_in(folder.stacks))
         trainer = Trainer(task, data, folder, ranks, signals, watch)
         stack.callback(trainer.close)
         return trainer.run()
