@@ -31,7 +31,7 @@ class Part:
     """Consecutive documents of one source: what one process turns into tokens at a time.
 
     Attributes:
-        source: which of data.sources.
+        source: which of the sources given to :func:`parts`.
         pieces: (file, start, stop) of each, in the units of the reader for this kind of source.
         bytes: of the text on disk, about; 0 if unknown.
     """
@@ -95,7 +95,7 @@ def _pieces(source: SourceConfig) -> Iterator[tuple[str, int, int | None, int]]:
             yield "stdlib", 0, None, 0
         case "files":
             for path in source_files(source):
-                for start, stop, size in files.pieces(path, PART_BYTES):
+                for start, stop, size in files.pieces(path, source, PART_BYTES):
                     yield str(path), start, stop, size
         case "hub":
             from titans_pt.data_pipeline import hub  # seconds to import, and only this kind needs it

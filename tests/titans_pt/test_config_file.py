@@ -52,6 +52,8 @@ def test_the_resolved_tree_gives_itself_back(file):
     ("lr: 1", [], "lr: unknown key .*nearest known key: train.lr"),
     ("train: {max_steps: '10'}", [], "train.max_steps: given '10'; allowed: .*integer"),
     ("train: {max_steps: 0}", [], "train.max_steps: given 0; allowed: greater than or equal to 1"),
+    ("train: {resume: soon}", [], "train.resume: given 'soon'; allowed: 'auto' or 'never', or a valid integer$"),
+    ("train: {resume: 0, lr: -1}", [], "train.resume: given 0; .*never', or greater than or .* 1 [(]and 1 more[)]$"),
     ("", ["train.precision=fp16"], "train.precision: given 'fp16'; allowed: 'bf16' or 'fp32'"),
     ("", ["train.max_steps"], "override 'train.max_steps': write it as key.path=value"),
     ("", ["train.lr=[1"], "override 'train.lr=.*not valid YAML"),
@@ -81,11 +83,24 @@ def test_the_resolved_tree_gives_itself_back(file):
     ("", ["train.compile=true", "parallel.zero_stage=3"], "train.compile: given True; ZeRO 3 .*parallel.zero_stage=2"),
     ("- 1", [], "must hold key: value pairs, holds a list"),
     ("a: [", [], "not valid YAML"),
+    ("inherit: 3", [], "inherit: given 3; allowed: a file, or a list of files"),
+    ("inherit: [a.yaml, 3]", [], "inherit: given .*; allowed: a file, or a list of files"),
+    ("train: {lr: .inf}", [], "train.lr: given inf; allowed: a finite number"),
+    ("", ["run.seed=9223372036854775808"], "run.seed: given 9223372036854775808; allowed: less than"),
 ])  # fmt: skip
 def test_an_error_names_the_key_and_the_remedy_in_one_line(file, text, overrides, message):
     with pytest.raises(UserError, match=message) as error:
         load_config(file(text), overrides)
     assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_utf_8_is_one_line(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_bytes("run: {dir: runs/caf\u00e9}".encode("latin-1"))
+    with pytest.raises(UserError, match="config: .*config.yaml: not UTF-8 at byte 19; convert it"):
+        load_config(path)
+    path.write_bytes("run: {dir: runs/caf\u00e9}".encode("utf-8-sig"))
+    assert load_config(path).run.dir == "runs/caf\u00e9"
 
 
 @pytest.mark.parametrize("name", ["170m/mac", "170m/mac.yaml", "configs/170m/mac.yaml", "./configs/170m/mac"])
@@ -114,11 +129,11 @@ def test_a_file_inherits_from_its_neighbour_before_the_package(file, tmp_path, m
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("quickstar", "config quickstar: does not exist; name a YAML file, or .* titans-pt: quickstart$"),
+    ("quickstar", "config quickstar: does not exist; name a YAML file, or .* titans-pt: quickstart, quickstart-needles$"),
     ("mac.yaml", "config mac.yaml: does not exist; .*: 1.3b/mac, 170m/mac, 340m/mac, 400m/mac, 760m/mac$"),
     ("configs/170/mal.yaml", "does not exist; .*: 170m/mal, "),
     ("/nowhere/quickstart.yaml", "config /nowhere/quickstart.yaml: does not exist"),
-    ("zzz", "config zzz: does not exist; .*: .*760m/transformer, .*paper, quickstart, recall$"),
+    ("zzz", "config zzz: does not exist; .*: .*760m/transformer, .*paper, quickstart-needles, quickstart, recall, ruler$"),
     (".", "config .: is a folder; name a YAML file, or a config that comes with titans-pt"),
 ])  # fmt: skip
 def test_a_config_that_is_not_there(name, message, tmp_path, monkeypatch):

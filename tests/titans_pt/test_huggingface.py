@@ -1,11 +1,20 @@
 """To Hugging Face and back: the same bits, the same ids, the same text."""
 
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+
 import pytest
 import tokenizers
 import torch
+import yaml
 
 from tests.untrained import untrained_run
 from titans_pt import cli
+from titans_pt.errors import UserError
 from titans_pt.models.mixers import MIXERS
 from titans_pt.run import load_run
 from titans_pt.streaming import greedy, prefill
@@ -15,6 +24,36 @@ transformers = pytest.importorskip("transformers")
 from titans_pt import huggingface  # noqa: E402 - needs transformers
 
 TEXTS = ["abc dea  fo\n\tnk", " leading", "</s> is text \u2581 and so is \u00e9\u4e2d", "", "a</s>b <s><|endoftext|>"]
+
+
+ELSEWHERE = """
+import sys
+sys.modules["titans_pt"] = None  # as if it were not installed
+import torch, transformers
+
+found = {}
+for name in sys.argv[1:]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(f"{name}-hf", trust_remote_code=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(f"{name}-hf", trust_remote_code=True)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    with torch.no_grad():
+        logits = model(torch.arange(30)[None]).logits
+    ids = tokenizer("abc dea", return_tensors="pt")
+    text = tokenizer.decode(model.generate(**ids, max_new_tokens=5, do_sample=False)[0])
+    found[name] = [type(model).__module__.split(".")[0], logits, ids["input_ids"], text]
+torch.save(found, "found")
+"""
+
+
+def loaded_elsewhere(tmp_path, *names):
+    """What ELSEWHERE finds in the exported folders NAME-hf of ``tmp_path``."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    words = [sys.executable, "-c", ELSEWHERE, *names]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return torch.load(tmp_path / "found")
 
 
 def from_pretrained(folder):
@@ -57,7 +96,8 @@ def test_round_trip_is_bit_exact(folders):
         theirs = other.state_dict()
         for name, tensor in first.model.state_dict().items():
             assert theirs[name].dtype == tensor.dtype and torch.equal(theirs[name], tensor), name
-    assert first.config == back.config and first.step == back.step
+    assert first.config.model == back.config.model and first.step == back.step
+    assert (back.config.data.seq_len, back.config.train.precision) == (16, "fp32")
     ids = torch.arange(30)[None] * 7 % 256
     with torch.no_grad():
         assert torch.equal(hub(ids).logits, first.model(ids)[0])
@@ -114,8 +154,157 @@ def test_every_mixer(mixer, tmp_path, prepared):
         assert torch.equal(hub(ids).logits, load_run(run).model(ids)[0])
 
 
-def test_says_what_is_wrong(folders, capsys):
-    assert cli.run(["import", str(folders / "run"), "--out", str(folders / "x")]) == 2
-    assert "name a folder that titans export wrote" in capsys.readouterr().err
-    assert cli.run(["import", str(folders / "hf"), "--out", str(folders / "back")]) == 2
-    assert "holds a run already" in capsys.readouterr().err
+@pytest.fixture
+def own_mixer(tmp_path, monkeypatch):
+    """A registered mixer of a package of the user's; returns the package's folder."""
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "scale.py").write_text("SCALE = 2.0\n")
+    (package / "mixers.py").write_text(
+        "from titans_pt.models.mixers.base import MIXERS\nfrom titans_pt.models.mixers.swa import SlidingWindowMixer\n"
+        "from . import scale\n\n\n@MIXERS.register\nclass Twice(SlidingWindowMixer):\n    name = 'twice'\n\n"
+        "    def forward(self, x, state, documents):\n        y, state = super().forward(x, state, documents)\n"
+        "        return scale.SCALE * y, state\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(MIXERS, "_found", dict(MIXERS._found))
+    importlib.import_module("mine.mixers")
+    return package
+
+
+def test_the_folders_carry_their_code(tmp_path, prepared, byte_level, own_mixer):
+    """Where this package is not installed, transformers alone gives the same logits, ids and texts: for all mixers
+    (rmt wants to be the only kind), both kinds of tokenizers, and a mixer from a package of the user's."""
+    together = [mixer for mixer in MIXERS.built_in() if mixer != "rmt"]
+    models = {"all": {"mixers": together, "n_layers": len(together)}, "rmt": {"mixers": ["rmt"]},
+              "untied": {"tie_embeddings": False, "mixers": ["mal"], "vocab_size": 257},
+              "own": {"mixers": ["twice"]}}  # fmt: skip
+    for name, model in models.items():
+        run = untrained_run(tmp_path / name, byte_level if name == "untied" else prepared, **model)
+        huggingface.export_run(run, tmp_path / f"{name}-hf")
+    runs = {name: load_run(tmp_path / name) for name in models}
+    shutil.rmtree(own_mixer)  # the folders are all there is
+    for name, (kind, logits, ids, text) in loaded_elsewhere(tmp_path, *models).items():
+        run = runs[name]
+        with torch.no_grad():
+            assert torch.equal(logits, run.model(torch.arange(30)[None])[0]), name
+        assert ids.tolist() == [run.tokenizer.encode("abc dea")]
+        new = list(greedy(run.model, *prefill(run.model, ids, 25), 5, {run.tokenizer.eos_id}))
+        end = run.tokenizer.names[run.tokenizer.eos_id]
+        assert text.removesuffix(end) == run.tokenizer.decode([*ids[0].tolist(), *new])
+        assert kind == "transformers_modules"
+
+
+def test_nothing_of_this_machine_is_told(folders):
+    """Neither the run's folder nor any other path, and nothing of the user; all files are as readable as any."""
+    settings = json.loads((folders / "hf/config.json").read_text())["settings"]
+    assert set(settings) == {"task", "model", "data", "train"}
+    for path in (folders / "hf").iterdir():
+        if path.suffix in (".json", ".md", ".py"):
+            assert str(folders) not in path.read_text(), path
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask(), path
+    assert not [path for path in (folders / "hf").iterdir() if path.name.startswith(".")]
+
+
+def umask() -> int:
+    os.umask(mask := os.umask(0))
+    return mask
+
+
+def test_the_model_card_has_the_runs_figures(tmp_path, prepared):
+    run = untrained_run(tmp_path / "run", prepared)
+    rows = [{"length": 2048, "mean": 0.25}]
+    summary = {"checkpoint_hash": load_run(run).checkpoint_hash, "perplexity": {"perplexity": 123.456},
+               "needle": {"tasks": {"niah_single_1": {"by_length": rows}}}}  # fmt: skip
+    (run / "evaluation/step-00000003").mkdir(parents=True)
+    (run / "evaluation/step-00000003/summary.json").write_text(json.dumps(summary))
+    records = [{"kind": "validation", "step": step, "validation_loss": 5.0 - step} for step in (2, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    card = (huggingface.export_run(run, tmp_path / "hf") / "README.md").read_text()
+    front, body = card.removeprefix("---\n").split("\n---\n", 1)
+    measured = yaml.safe_load(front)["model-index"][0]["results"]
+    values = [metric["value"] for result in measured for metric in result["metrics"]]
+    assert values == [2.0, 123.456, 0.25]
+    for row in ("| validation text | perplexity per token | 123.5 |",
+                "| needle: niah_single_1 | accuracy at 2,048 tokens | 0.25 |",
+                "| step | 3 of 10 |", "| mixers | mac |"):  # fmt: skip
+        assert row in body
+    summary["checkpoint_hash"] = "of another checkpoint"
+    (run / "evaluation/step-00000003/summary.json").write_text(json.dumps(summary))
+    assert "123.5" not in (huggingface.export_run(run, tmp_path / "hf") / "README.md").read_text()
+
+
+def test_a_folder_of_version_0_1_0(folders, tmp_path):
+    """It has the whole tree of the settings, with today's newer ones missing and former names, and no code."""
+    old = tmp_path / "old"
+    shutil.copytree(folders / "hf", old)
+    for file in [*old.glob("*.py"), old / "README.md"]:
+        file.unlink()
+    path = old / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("auto_map")
+    whole = load_run(folders / "run").config.model_dump(mode="json")
+    if "mac" in whole["model"]:
+        own = whole["model"].pop("mac")
+        whole["model"] |= {"segment": own["segment"], "memory_tokens": own["memory_tokens"]}
+    for newer in ("forget_to", "gates"):
+        whole["model"]["memory"].pop(newer)
+    path.write_text(json.dumps(config | {"settings": whole}))
+    hub = from_pretrained(old)
+    with torch.no_grad():
+        ids = torch.arange(30)[None]
+        assert torch.equal(hub(ids).logits, load_run(folders / "run").model(ids)[0])
+    back = load_run(huggingface.import_run(old, tmp_path / "back"))
+    assert back.config.model == load_run(folders / "run").config.model
+
+
+def test_an_import_takes_settings_of_this_machine(folders, tmp_path):
+    words = ["import", str(folders / "hf"), "data.dir=elsewhere", "--out", str(tmp_path / "run")]
+    assert cli.run(words) == 0
+    assert load_run(tmp_path / "run").config.data.dir == "elsewhere"
+
+
+@pytest.fixture
+def fails(capsys):
+    """Runs a command line that must fail with one line; returns it."""
+
+    def run(*words) -> str:
+        assert cli.run([str(word) for word in words]) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("titans: error")]
+        return line
+
+    return run
+
+
+def test_says_what_is_wrong(folders, fails, tmp_path):
+    assert "name a folder that titans export wrote" in fails("import", folders / "run", "--out", folders / "x")
+    assert "holds a run already" in fails("import", folders / "hf", "--out", folders / "back")
+    (tmp_path / "file").write_text("mine")
+    assert "is a file (see" in fails("export", folders / "run", "--out", tmp_path / "file")
+    with pytest.raises(UserError, match="is a file; name a folder"):
+        huggingface.export_run(folders / "run", tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_foreign_and_damaged_folders_are_one_line(folders, fails, tmp_path):
+    def copy(name, change):
+        shutil.copytree(folders / "hf", tmp_path / name)
+        change(tmp_path / name)
+        return fails("import", tmp_path / name, "--out", tmp_path / "run")
+
+    config = json.loads((folders / "hf/config.json").read_text())
+    weights = (folders / "hf/model.safetensors").read_bytes()
+    deeper = config["settings"] | {"model": config["settings"]["model"] | {"n_layers": 2}}
+    for name, file, content, words in (
+        ("llama", "config.json", json.dumps({"model_type": "llama", "vocab_size": 3}), "a model of type 'llama'"),
+        ("list", "config.json", "[1]", "not JSON with fields"),
+        ("half", "config.json", '{"model_type": "tit', "not JSON with fields"),
+        ("later", "config.json", json.dumps(config | {"settings": {"model": {"wings": 2}}}), "of a later version"),
+        ("other", "config.json", json.dumps(config | {"settings": deeper}), "its weights are not those of the model"),
+        ("cut", "model.safetensors", weights[:-10], "damaged"),
+    ):
+        change = content.encode() if isinstance(content, str) else content
+        assert words in copy(name, lambda folder, file=file, change=change: (folder / file).write_bytes(change))
+    assert "holds no model*.safetensors" in copy("none", lambda folder: (folder / "model.safetensors").unlink())
+    assert not (tmp_path / "run").exists()

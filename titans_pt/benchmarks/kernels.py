@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from titans_pt.benchmarks.process import write_csv
+from titans_pt.benchmarks.process import check_any, write_csv
 from titans_pt.kernels.memory import dual, neural_memory
 from titans_pt.run_folder import versions
+from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import new_figure, save_figure
 
 HEADS, WIDTH, CHUNK, EXPANSIONS = 12, 64, 64, (2, 4)
@@ -57,6 +58,9 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
 
     tokens: of a call, batch times length. longest: of the lengths of LENGTHS and ``longest`` itself, those up to it.
     rounds: timings of each call after one that warms up; the median counts.
+
+    Raises:
+        UserError: no implementation could be timed.
     """
     out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,7 +72,7 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
     title = (f"D = {WIDTH}, {HEADS} heads, C = {CHUNK}, {tokens:,} tokens per call, "
              f"{str(dtype).removeprefix('torch.')}; matmul {ceilings['matmul_tflops']:.1f} TFLOP/s, "
              f"copy {ceilings['copy_gigabytes']:.0f} GB/s")
-    (out / "kernels.json").write_text(json.dumps(versions() | _fla_version() | ceilings, indent=1) + "\n")
+    write_text(out / "kernels.json", json.dumps(versions() | _fla_version() | ceilings, indent=1) + "\n")
     for name, expansion, build in implementations():
         with compiled_blocks() if name == COMPILED else nullcontext():
             reason = _reason(name, expansion, build, device, dtype)
@@ -77,10 +81,11 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
                 rows.append(_timed(row, build, expansion, device, dtype, rounds) if not reason else row)
                 print(_line(asdict(rows[-1]).values()), flush=True)
         # Each time: a benchmark that is cut short leaves what it has.
-        (out / "kernels.md").write_text(f"{title}\n\n{table(rows)}\n")
+        write_text(out / "kernels.md", f"{title}\n\n{table(rows)}\n")
         write_csv(out / "kernels.csv", rows)
         _plot(rows, out / "kernels.png", title)
     print(f"\n{title}\n\n{table(rows)}\n\n{out / 'kernels.md'}")
+    check_any([row.note if row.both_ms is None else "" for row in rows])
 
 
 def implementations():
@@ -124,15 +129,21 @@ def memory_call(backend: str, x: dict[str, Tensor]) -> Callable[[], Tensor]:
     return run
 
 
+BLOCK = ("key_side", "read", "read_backward", "write_backward")
+"""The functions of a block of the dual form."""
+
+
 @contextmanager
 def compiled_blocks():
     """The dual form's blocks, forward and backward, through torch.compile: its loop over them would be unrolled."""
-    plain = dual.forward, dual.backward
-    dual.forward, dual.backward = (torch.compile(function, dynamic=False) for function in plain)
+    plain = {name: getattr(dual, name) for name in BLOCK}
+    for name, function in plain.items():
+        setattr(dual, name, torch.compile(function, dynamic=False))
     try:
         yield
     finally:
-        dual.forward, dual.backward = plain
+        for name, function in plain.items():
+            setattr(dual, name, function)
 
 
 def _gated_delta_rule(x: dict[str, Tensor]) -> Callable[[], Tensor]:

@@ -19,6 +19,7 @@ from titans_pt.benchmarks.process import memory_mib, write_csv
 from titans_pt.config import MemoryConfig
 from titans_pt.layers.memory import NeuralMemory
 from titans_pt.run_folder import versions
+from titans_pt.tools.files import write_text
 
 WIDTH, HEADS, CHUNK = 256, 4, 16
 """B = 1, four heads of 64, C = 16, L_M = 2, expansion 4, fp32: the size that others' issues are about."""
@@ -72,7 +73,7 @@ def benchmark_memory(out: Path, rounds: int = 3, longest: int = 65_536):
 
     everything = [*best.values(), *training, *streaming]
     write_csv(out / "memory.csv", everything)
-    (out / "memory.json").write_text(json.dumps(versions() | {"threads": torch.get_num_threads()}, indent=1) + "\n")
+    write_text(out / "memory.json", json.dumps(versions() | {"threads": torch.get_num_threads()}, indent=1) + "\n")
     print(f"\n{out / 'memory.csv'}")
 
 

@@ -1,11 +1,15 @@
 """What the benchmarks ask of their process, and how they leave their rows."""
 
 import csv
+import io
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from titans_pt.errors import UserError
+from titans_pt.tools.files import write_text
 
 
 def memory_mib(field: str) -> float:
@@ -24,9 +28,22 @@ def peak_mib(device: torch.device) -> float:
     return memory_mib("VmHWM")
 
 
+def check_any(failures: list[str]):
+    """
+    Args:
+        failures: why each row of a benchmark has no figures; empty for one that has.
+
+    Raises:
+        UserError: none has.
+    """
+    if all(failures):
+        raise UserError(f"nothing was measured: all {len(failures)} rows failed; the first: {failures[0]}")
+
+
 def write_csv(path: Path, rows: list[Any]):
     """One line for each of ``rows``, dataclasses of one kind, under their fields' names."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(rows[0])])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, [field.name for field in fields(rows[0])])
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    write_text(path, text.getvalue())

@@ -17,7 +17,7 @@ from titans_pt.models import build_model
 from titans_pt.run_folder import versions
 from titans_pt.streaming import best_device, prefill
 from titans_pt.tools.files import write_text
-from titans_pt.tools.plots import new_figure, save_figure
+from titans_pt.tools.plots import from_zero, new_figure, save_figure
 
 TURNS = 15
 
@@ -51,7 +51,7 @@ def benchmark_stream(out: Path, config: Config, tokens: int, stretches: int):
     write_text(out / "stream.md", text)
     write_csv(out / "stream.csv", found)
     about = versions() | {"model": config.model.model_dump(mode="json"), "threads": torch.get_num_threads()}
-    (out / "stream.json").write_text(json.dumps(about, indent=1) + "\n")
+    write_text(out / "stream.json", json.dumps(about, indent=1) + "\n")
     plot(found, out / "stream.png")
     print(f"\n{text}\n{out / 'stream.md'}")
 
@@ -113,6 +113,6 @@ def plot(found: list[Stretch], path: Path):
     memory.set_xlabel("tokens read")
     memory.xaxis.set_major_formatter("{x:,.0f}")
     for axes in (speed, memory):
-        axes.set_ylim(bottom=0)
+        from_zero(axes)
         axes.grid(alpha=0.3)
     save_figure(figure, path)

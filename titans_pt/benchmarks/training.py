@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from titans_pt.benchmarks.process import peak_mib, write_csv
+from titans_pt.benchmarks.process import check_any, peak_mib, write_csv
 from titans_pt.config import Config
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
@@ -24,7 +24,7 @@ from titans_pt.models.mixers import MIXERS
 from titans_pt.models.mixers.common import MemoryMixer
 from titans_pt.run_folder import versions
 from titans_pt.tools.files import write_text
-from titans_pt.tools.plots import new_figure, save_figure
+from titans_pt.tools.plots import from_zero, new_figure, save_figure
 from titans_pt.training.metrics import peak_flops
 from titans_pt.training.profiling import start_profile, time_shares
 
@@ -74,7 +74,13 @@ def benchmark_training(
         overrides: key=value words for every case.
         tokens: B * T of a step, for every length.
         sweeps: also the memory's depths and chunk sizes, at the middle length.
+
+    Raises:
+        UserError: tokens that a length does not divide; no case could be measured.
     """
+    for length in lengths:
+        if tokens % length:
+            raise UserError(f"--tokens: given {tokens}; must be a multiple of {length}, which --lengths names")
     out.mkdir(parents=True, exist_ok=True)
     cases = [Case(model, length) for length in lengths for model in models]
     if sweeps:
@@ -84,13 +90,14 @@ def benchmark_training(
         cases += [Case(m, middle, chunk=chunk) for chunk in CHUNKS for m in titans]
     settings = {"config": config, "overrides": overrides, "tokens": tokens}
     about = versions() | settings | {"threads": torch.get_num_threads()}
-    (out / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+    write_text(out / "training.json", json.dumps(about, indent=1) + "\n")
     found = []
     for case in cases:
-        found.append(_in_a_process(case, config, overrides, tokens))
+        found.append(in_a_process(case, config, overrides, tokens))
         print(table(found[-1:]).splitlines()[-1], flush=True)
         _write(found, out)  # each time: a benchmark that is cut short leaves what it has
     print(f"\n{table(found)}\n{out / 'training.md'}")
+    check_any([m.failure for m in found])
 
 
 def _write(found: list[Measurement], out: Path):
@@ -123,7 +130,7 @@ def plot(found: list[Measurement], path: Path):
         axes.plot(*zip(*points, strict=True), marker="o", label=model)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_ylim(bottom=0)
+    from_zero(axes)
     axes.set_xlabel("tokens per sequence, at equal tokens per step")
     axes.set_ylabel("training tokens / s")
     axes.grid(alpha=0.3)
@@ -135,7 +142,7 @@ def plot(found: list[Measurement], path: Path):
 # ---- one case, in its own process
 
 
-def _in_a_process(case: Case, config: str, overrides: list[str], tokens: int) -> Measurement:
+def in_a_process(case: Case, config: str, overrides: list[str], tokens: int) -> Measurement:
     arguments = json.dumps([asdict(case), config, overrides, tokens, torch.get_num_threads()])
     words = [sys.executable, "-m", "titans_pt.benchmarks.training", arguments]
     done = subprocess.run(words, capture_output=True, text=True)

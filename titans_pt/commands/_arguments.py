@@ -31,12 +31,16 @@ class Checked(click.ParamType):
             self.fail(f"given {value!r}; allowed: {self.allowed}", param, ctx)
 
 
+MOST = 2**63 - 1
+"""What counts, seeds and positions may be: what 64 bits hold."""
+
+
 def whole(least: int) -> Checked:
     """An int of at least ``least``."""
 
     def read(word: str) -> int:
         number = int(word)
-        if number < least:
+        if not least <= number <= MOST:
             raise ValueError
         return number
 
@@ -63,7 +67,8 @@ COUNTS = Checked(
 NAMES = Checked(lambda words: words.split(","), "names with commas between")
 """A list of str from words such as mac,mag; the action knows which are allowed."""
 
-FILE = click.Path(path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
+FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 def _subject(context: click.Context, _parameter: click.Parameter, value: str) -> str:

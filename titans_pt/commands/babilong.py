@@ -2,7 +2,7 @@ from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import FILE, overrides, run_folder, whole
+from titans_pt.commands._arguments import FOLDER, overrides, run_folder, whole
 
 SECTION = "evaluate"
 
@@ -11,7 +11,7 @@ SECTION = "evaluate"
 @run_folder
 @overrides("evaluation.babilong.* settings")
 @click.option("--samples", type=whole(1), default=1000, metavar="N", help="documents of each length and task")
-@click.option("--out", type=FILE, required=True, metavar="DIR", help="gets a file LENGTH.jsonl for each length")
+@click.option("--out", type=FOLDER, required=True, metavar="DIR", help="gets a file LENGTH.jsonl for each length")
 def babilong(run: str, overrides: tuple[str, ...], samples: int, out: Path):
     """Write documents of BABILong's stories, to fine-tune on."""
     from titans_pt.evaluation.babilong import write_documents

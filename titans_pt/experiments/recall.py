@@ -98,7 +98,7 @@ def train(config: Config, variant: Variant, task: MQAR) -> dict:
         "model": variant.model, "change": variant.change, **fitted,
         "accuracy": accuracy(model, task), "chance": task.chance, "task": vars(task),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "by_pairs": [[n, accuracy(model, _resized(task, pairs=n), 2)] for n in PAIRS],
+        "by_pairs": [[n, accuracy(model, _resized(task, pairs=n), 2)] for n in PAIRS if n < task.vocabulary // 2],
         "by_distance": [[n, accuracy(model, _resized(task, distance=n), 2)] for n in DISTANCES],
         "settings": variant.config(config.model).model_dump(), "lr": settings.lr, "max_steps": settings.max_steps,
     }  # fmt: skip

@@ -35,6 +35,7 @@ class Language(Task):
         "commonsense": "titans_pt.evaluation.commonsense:Commonsense",
     }
     usual = ("perplexity", "needle")  # what needs no further packages or data
+    bound = {"tokenizer": "embedding.weight"}
 
     def __init__(self, config: Config):
         super().__init__(config)

@@ -1,9 +1,12 @@
 """Files that are either there as a whole or not there."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from titans_pt.errors import UserError
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any], durable: bool = False) -> None:
@@ -24,6 +27,24 @@ def write_atomically(path: Path, write: Callable[[Path], Any], durable: bool = F
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """The text of a file that a user has named, UTF-8 with or without a byte order mark; ``-`` is standard input.
+
+    Args:
+        what: the setting or option that names it, for the message.
+
+    Raises:
+        UserError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        content = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
+        return content.decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{what}: {path}: {error.strerror}; name a file that can be read") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what}: {path}: not UTF-8 at byte {error.start}; convert it") from None
 
 
 def write_text(path: Path, text: str) -> None:

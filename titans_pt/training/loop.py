@@ -19,19 +19,16 @@ from titans_pt.data_pipeline.loader import collate
 from titans_pt.errors import UserError
 from titans_pt.evaluation import runner
 from titans_pt.layers.memory import NeuralMemory
-from titans_pt.run import load_weights
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks import TASKS, Samples, Task, TaskData
-from titans_pt.tasks.base import backbone_of
-from titans_pt.training.background import BackgroundTask
-from titans_pt.training.engine import Engine
 from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
 from titans_pt.training.plan import make_plan
 from titans_pt.training.plots import plot_loss
 from titans_pt.training.probes import memory_probe
 from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch
 from titans_pt.training.ranks import Ranks, process_group
-from titans_pt.training.resume import find_start
+from titans_pt.training.resume import build_engine, find_start
+from titans_pt.training.saving import Saver
 from titans_pt.training.schedule import learning_rate
 from titans_pt.training.signals import StopSignals
 from titans_pt.training.watchdog import Watchdog
@@ -71,7 +68,7 @@ class Trainer:
         self, task: Task, data: TaskData, folder: RunFolder, ranks: Ranks, signals: StopSignals, watch: Watchdog
     ):
         start = ranks.on_first(lambda: find_start(task, folder, data.identity))
-        path, state, task.config = start or (None, None, task.config)  # settings as the run began with them
+        state, task.config = start.state, start.config
         self.task, self.data, self.folder, self.ranks = task, data, folder, ranks
         self.config = config = task.config
         self.signals, self.watch = signals, watch
@@ -83,18 +80,18 @@ class Trainer:
         self.nonfinite = state.nonfinite if state else 0
         self.nonfinite_in_a_row = state.nonfinite_in_a_row if state else 0
         self.first_loss = state.first_loss if state else None
+        self.origin = state.origin if state else start.weights and start.weights.origin
         self.loss: float | None = None
         self.validation_loss: float | None = None
-        self.saved_step = self.step if state else None
         self.validated_step: int | None = None
         self.evaluated_step: int | None = None
         self.last_step = train.stop_at or train.max_steps
         if config.evaluation.every:
             runner.check(task, config.evaluation.suites)
         self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
-        self.saving = BackgroundTask()
 
-        self.engine = self._build_engine(path, state)
+        self.engine = build_engine(task, start, ranks)
+        self.saver = Saver(folder, train, self.engine, ranks, watch, state and state.step, self._send_checkpoint)
         self.batch_samples = train.batch_tokens // seq_len
         grid = self.engine.topology
         self.loader = Loader(
@@ -118,18 +115,6 @@ class Trainer:
             folder.path, ranks.device,
             f"lower train.micro_batch={train.micro_batch}, or set train.activation_checkpointing=true", ranks.rank,
         )  # fmt: skip
-
-    def _build_engine(self, path: Path | None, state: TrainerState | None) -> Engine:
-        torch.manual_seed(self.config.run.seed)
-        model = self.task.build_model()
-        backbone_of(model).set_activation_checkpointing(self.config.train.activation_checkpointing)
-        if state is None:
-            return Engine(model, self.config, self.ranks)
-        load_weights(model, checkpoints.read_tensors(path / checkpoints.MODEL))
-        engine = Engine(model, self.config, self.ranks)
-        with checkpoints.TensorFile(path / checkpoints.OPTIMIZER) as get:
-            engine.load_moments(lambda key, name: get(f"{key}.{name}"), state.adam_step)
-        return engine
 
     def _open_logs(self, state: TrainerState | None) -> list[dict]:
         """Opens what rank 0 writes to; returns the metrics of the steps already done."""
@@ -157,7 +142,7 @@ class Trainer:
             signal = self._train_step()
             if signal:
                 self._save()
-                self._end_saving()
+                self.saver.wait(self.step)
                 self._say(f"stopped by signal {signal} at step {self.step}; {self._saved_at()}; "
                           "the same command continues")
                 return 128 + signal
@@ -167,7 +152,7 @@ class Trainer:
                 break
             if train.eval_every and self.step % train.eval_every == 0:
                 self._validate()
-            if self.step % train.checkpoint_every == 0:
+            if self.step % train.checkpoint_every == 0 or self.saver.postponed:
                 self._save()
             self._evaluate()
         self._finish()
@@ -199,9 +184,9 @@ class Trainer:
         local_loss = float(torch.stack(losses).mean()) / self.ranks.world_size
         self.watch.at(f"step {self.step}, the sum of the losses")
         # The one exchange of a step: after it all ranks know the same and do the same.
-        loss, save_failed, *flags = self.ranks.sum([local_loss, float(self.saving.failed), *self.signals.flags()])
+        loss, save_failed, *flags = self.ranks.sum([local_loss, float(self.saver.failed), *self.signals.flags()])
         if save_failed:
-            self._end_saving()
+            self.saver.wait(self.step)
         applied = self.engine.update_applied() and math.isfinite(loss)
 
         first_sample, self.samples = self.samples, self.samples + self.batch_samples
@@ -252,13 +237,26 @@ class Trainer:
                       samples=[self.data.train.describe(p) for p in positions])
 
     def _stop_nonfinite(self):
-        self._save()
-        self._end_saving()
+        """Ends the run for good, with nothing saved or deleted since the last step that was finite.
+
+        The same settings would lead here again, so no launcher should start it again by itself: the weights before
+        these steps may already be ruined, and every checkpoint written here would push out a healthy one.
+
+        Raises:
+            UserError: always.
+        """
+        self.saver.wait(self.step)
         train = self.config.train
+        steps = self.ranks.on_first(lambda: checkpoints.steps_of(self.folder.checkpoints))
+        end = self.step - self.nonfinite_in_a_row
+        early = self.nonfinite_in_a_row < train.max_nonfinite and end > 0
         raise UserError(
-            f"train.max_nonfinite: {self.nonfinite_in_a_row} steps in a row had a loss or gradient that is not finite; "
-            f"{self._saved_at()}. Lower train.lr={train.lr:g}, raise train.warmup_steps={train.warmup_steps}, or set "
-            f"train.precision=fp32, and continue from an earlier checkpoint; the samples are in {self.folder.metrics}"
+            f"train.max_nonfinite: the last {self.nonfinite_in_a_row} steps (to {self.step}) had a loss or gradient "
+            f"that is not finite; nothing was saved since, steps with a checkpoint: {steps}. "
+            + (f"train.stop_at={end} ends with a checkpoint before them. Otherwise lower " if early else "Lower ")
+            + f"train.lr={train.lr:g}, raise train.warmup_steps={train.warmup_steps}, or set train.precision=fp32, and "
+            "continue from a healthy checkpoint: train.resume=STEP; the samples of these steps are in "
+            f"{self.folder.metrics}"
         )
 
     # ---- around the steps
@@ -297,7 +295,11 @@ class Trainer:
         if not settings.every or self.step % settings.every or self.evaluated_step == self.step:
             return
         self._save()
-        self._end_saving()
+        self.saver.wait(self.step)
+        if self.saver.step != self.step:
+            if self.ranks.first:
+                log.warning("step %d is not evaluated: it has no checkpoint, since it was not finite", self.step)
+            return
         found = {}
         for suite in settings.suites:
             part = partial(runner.evaluate, self.folder.path, step=self.step, suite=suite, at=self.watch.at)
@@ -310,33 +312,15 @@ class Trainer:
         self._log("evaluation", **runner.figures(found))
 
     def _save(self):
-        """Takes a checkpoint of this step, unless it was just taken or loaded. Training continues meanwhile."""
-        if self.saved_step == self.step:
-            return
-        self._end_saving()
-        self.watch.at(f"the checkpoint of step {self.step}, gathering")
-        model, optimizer = {}, {}
-
-        def take(kind: str, name: str, tensor: Tensor):
-            if self.ranks.first:
-                tensors, key = (model, name) if kind == "weight" else (optimizer, f"{kind}.{name}")
-                tensors[key] = tensor.detach().to("cpu", copy=True)
-
-        self.engine.gather(take)
-        if self.ranks.first:
-            self.saving.start(partial(self._write_checkpoint, model, optimizer, self._state()))
-        self.saved_step = self.step
-
-    def _end_saving(self):
-        """Returns when the last checkpoint is on the disk; if it failed, fails on all ranks."""
-        self.watch.at(f"step {self.step}, the end of writing a checkpoint")
-        self.ranks.on_first(self.saving.wait)
+        """Takes a checkpoint, if the last step was finite (see :class:`Saver`)."""
+        self.saver.save(self._state())
 
     def _state(self) -> TrainerState:
         config = self.config
         return TrainerState(
             step=self.step, samples=self.samples, adam_step=self.engine.adam_step(), nonfinite=self.nonfinite,
-            nonfinite_in_a_row=self.nonfinite_in_a_row, first_loss=self.first_loss, wandb_id=self.wandb.id,
+            nonfinite_in_a_row=self.nonfinite_in_a_row, first_loss=self.first_loss,
+            wandb_id=self.wandb and self.wandb.id, origin=self.origin,
             model_hash=config_hash(config.model), config_hash=config_hash(config),
             config=config.model_dump(mode="json"), identity=self.data.identity,
             topology={"ranks": self.ranks.world_size, "tensor": config.parallel.tensor,
@@ -344,25 +328,25 @@ class Trainer:
                       "device": self.ranks.device.type},
         )  # fmt: skip
 
-    def _write_checkpoint(self, model: dict[str, Tensor], optimizer: dict[str, Tensor], state: TrainerState):
-        train = self.config.train
-        path = checkpoints.save(self.folder.checkpoints, model, optimizer, state)
-        checkpoints.prune(self.folder.checkpoints, train.keep_last, train.keep_every, keep=path)
-        log.info("step %d: checkpoint %s", state.step, path)
+    def _send_checkpoint(self, path: Path):
         if self.config.wandb.checkpoints:
             self.wandb.send("checkpoint", "model", path)
 
     def _finish(self):
         self._save()
+        if self.saver.step != self.step:
+            self._stop_nonfinite()
         self._validate()
         self._evaluate()
-        self._end_saving()
+        self.saver.wait(self.step)
         self.ranks.on_first(self._summarise)
 
     def _summarise(self):
         baseline, name = self.data.baseline, self.task.baseline_name
         plot = self.folder.plots / "loss.png"
-        plot_loss(read_metrics(self.folder.metrics), plot, self.task.unit, name, baseline)
+        plot_loss(
+            read_metrics(self.folder.metrics), plot, self.task.unit, name, baseline, self.folder.path.resolve().name
+        )
 
         def number(value: float | None) -> str:
             return "-" if value is None else f"{value:.4f}"
@@ -375,7 +359,10 @@ class Trainer:
         self._say(f"{self._saved_at()}; loss curve {plot}; metrics {self.folder.metrics}; log {self.folder.log}")
 
     def _saved_at(self) -> str:
-        return f"checkpoint {checkpoints.checkpoint_path(self.folder.checkpoints, self.step)}"
+        if (step := self.saver.step) is None:
+            return "no checkpoint, since no step was finite"
+        since = "" if step == self.step else f" (step {self.step} was not finite and is not saved)"
+        return f"checkpoint {checkpoints.checkpoint_path(self.folder.checkpoints, step)}{since}"
 
     def _log(self, kind: str, **values):
         if self.ranks.first:
@@ -391,7 +378,7 @@ class Trainer:
     def close(self):
         """Ends logs and bars; the engine goes with the process."""
         self.profiler.close()
-        self.saving.close()
+        self.saver.close()
         self.progress.close()
         if self.metrics:
             self.metrics.close()

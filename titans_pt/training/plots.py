@@ -7,9 +7,10 @@ from titans_pt.tools.plots import new_figure, save_figure
 
 
 def plot_loss(
-    records: list[dict[str, Any]], path: Path, unit: str, baseline_name: str = "", baseline: float | None = None
-):
-    """Draws training and validation loss over steps, and a baseline, as a PNG.
+    records: list[dict[str, Any]], path: Path, unit: str, baseline_name: str = "", baseline: float | None = None,
+    title: str = "",
+):  # fmt: skip
+    """Draws training and validation loss over steps, and a baseline.
 
     Args:
         records: of metrics.jsonl.
@@ -28,7 +29,7 @@ def plot_loss(
             axes.plot(*zip(*points, strict=True), label=label, **style)
     if baseline is not None:
         axes.axhline(baseline, color="grey", linestyle="--", linewidth=1, label=baseline_name)
-    axes.set(xlabel="step", ylabel=f"loss ({unit})")
+    axes.set(xlabel="step", ylabel=f"loss ({unit})", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     save_figure(figure, path, dpi=120)

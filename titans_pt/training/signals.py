@@ -1,12 +1,20 @@
 """Stop requests: after a preemption's SIGTERM or a user's Ctrl-C a run writes a checkpoint before it ends."""
 
+import os
 import signal
+
+_STOPPING = (
+    b"\ntitans: Ctrl-C: the run ends after this step, with a checkpoint. A second Ctrl-C changes nothing, a third ends "
+    b"the run at once, without the checkpoint.\n"
+)
 
 
 class StopSignals:
     """Counts SIGTERM and SIGINT while active; ``with StopSignals() as signals``. Old handlers come back at the end.
 
-    The third Ctrl-C raises KeyboardInterrupt, for users who do not want to wait for the checkpoint.
+    The first Ctrl-C says at once what happens. The third raises KeyboardInterrupt, for users who do not want to wait
+    for the checkpoint; the second does not, since torchrun passes on the Ctrl-C that its processes get from the
+    terminal, too.
     """
 
     def __init__(self):
@@ -23,6 +31,8 @@ class StopSignals:
 
     def _handle(self, number, _frame):
         self._received[number] += 1
+        if number == signal.SIGINT and self._received[number] == 1 and int(os.environ.get("RANK", 0)) == 0:
+            os.write(2, _STOPPING)  # not print: the signal may have come within one
         if self._received[signal.SIGINT] >= 3:
             raise KeyboardInterrupt
 

@@ -8,6 +8,7 @@ import torch
 
 from titans_pt.benchmarks import kernels
 from titans_pt.benchmarks.kernels import COMPILED
+from titans_pt.errors import UserError
 from titans_pt.kernels.memory import dual
 
 
@@ -33,14 +34,15 @@ def test_what_fails_its_check_is_not_timed(tmp_path, monkeypatch):
         return lambda: right() * 1.1
 
     monkeypatch.setattr(kernels, "implementations", lambda: [("chunked", 2, wrong)])
-    kernels.benchmark_kernels(tmp_path, rounds=1, longest=128, tokens=128)
+    with pytest.raises(UserError, match="nothing was measured: all 1 rows failed; the first: wrong: outputs off by"):
+        kernels.benchmark_kernels(tmp_path, rounds=1, longest=128, tokens=128)
     (row,) = csv.DictReader((tmp_path / "kernels.csv").open())
     assert row["note"].startswith("wrong: outputs off by") and not row["both_ms"]
 
 
 @pytest.mark.slow
 def test_the_compiled_dual_form_passes_its_check(monkeypatch):
-    used, plain = [], dual.forward
+    used, plain = [], dual.read
 
     def compiled(function, **options):
         used.append(function.__qualname__)
@@ -51,7 +53,7 @@ def test_the_compiled_dual_form_passes_its_check(monkeypatch):
     (build,) = [build for name, expansion, build in kernels.implementations() if (name, expansion) == (COMPILED, 2)]
     with kernels.compiled_blocks():
         assert kernels._check(COMPILED, 2, build, "cpu", torch.float32) == ""
-    assert used == ["forward", "backward"] and dual.forward is plain
+    assert used == list(kernels.BLOCK) and dual.read is plain
 
 
 def test_gated_delta_rule_is_checked_against_its_recurrence():

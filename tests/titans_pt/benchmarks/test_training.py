@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from titans_pt import cli
 from titans_pt.benchmarks import training
 from titans_pt.benchmarks.training import Case, Measurement, benchmark_training, case_config, table
 
@@ -38,6 +39,21 @@ def test_measures_and_reports(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "training.json").read_text())["tokens"] == 512
     assert "| gla | 256 |" in capsys.readouterr().out
+
+
+def test_lengths_must_divide_the_tokens(tmp_path, capsys):
+    words = ["benchmark", "training", "--models", "lmm", "--lengths", "256,384", "--out", str(tmp_path / "out")]
+    assert cli.run([*words, "--tokens", "512"]) == 2
+    assert "--tokens: given 512; must be a multiple of 384" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_benchmark_without_any_figure_does_not_end_well(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(training, "_in_a_process", lambda case, *_: Measurement("lmm", 256, None, None, failure="why"))
+    words = ["benchmark", "training", "--models", "lmm,mac", "--lengths", "256", "--tokens", "512"]
+    assert cli.run([*words, "--config", SMALL, "--out", str(tmp_path)]) == 2
+    assert "nothing was measured: all 2 rows failed; the first: why" in capsys.readouterr().err
+    assert "why" in (tmp_path / "training.md").read_text()
 
 
 @pytest.mark.parametrize(("given", "words"), [

@@ -5,10 +5,12 @@ import shutil
 import subprocess
 import sys
 
+import click
 import pytest
 
 from tests.command_line import leaves, parsed
 from titans_pt import cli, commands
+from titans_pt.commands._arguments import NAMES, Checked
 
 LEAVES = dict(leaves())
 
@@ -50,7 +52,8 @@ def test_every_command_says_what_it_and_its_arguments_are(words, capsys):
     ("needles c.yaml", "--needles", "0"), ("needles c.yaml", "--asked", "64,0"),
     ("benchmark memory", "--rounds", "0"), ("benchmark kernels", "--longest", "0"),
     ("benchmark training", "--lengths", "2048,"), ("benchmark training", "--tokens", "many"),
-    ("benchmark stream c.yaml", "--stretches", "0"),
+    ("benchmark stream c.yaml", "--stretches", "0"), ("benchmark memory", "--longest", "1023"),
+    ("generate run", "--seed", "-1"), ("generate run", "--temperature", "1e-300"),
 ])  # fmt: skip
 def test_numbers_are_checked_before_any_work(words, option, bad, capsys, monkeypatch):
     command = words.split()
@@ -63,9 +66,44 @@ def test_numbers_are_checked_before_any_work(words, option, bad, capsys, monkeyp
     assert line.endswith(f"(see titans {' '.join(command)} --help)") and end == ""
 
 
+NUMBERS = [
+    (words, option.opts[-1]) for words, command in LEAVES.items() for option in command.params
+    if isinstance(option.type, Checked) and option.type is not NAMES
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "option"), NUMBERS, ids=str)
+def test_every_number_has_bounds(words, option, capsys, monkeypatch):
+    monkeypatch.setattr(LEAVES[words], "callback", lambda **_: pytest.fail("the command began"))
+    for bad in ("-1", "x", "", "nan", str(10**30)):
+        assert cli.run([*words, f"{option}={bad}"]) == 2
+        assert f"Invalid value for '{option}': given {bad!r}; allowed: " in capsys.readouterr().err
+
+
+def test_what_takes_a_number_is_checked_above():
+    """An option of click's own number types would have no bounds."""
+    for command in LEAVES.values():
+        for option in command.params:
+            assert not isinstance(option.type, click.types.IntParamType | click.types.FloatParamType), option
+    assert len(NUMBERS) >= 30
+
+
+@pytest.mark.parametrize("words", [
+    "compare run --out {folder}", "generate run --prompt a --save-state {folder}", "export run --out {file}",
+    "import hf --out {file}", "babilong run --out {file}", "benchmark memory --out {file}",
+])  # fmt: skip
+def test_a_folder_for_a_file_and_a_file_for_a_folder(words, tmp_path, capsys):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    paths = {name: tmp_path / name for name in ("folder", "file")}
+    assert cli.run(words.format(**paths).split()) == 2
+    assert "Invalid value for '--" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_good_numbers_arrive_as_numbers():
-    params = parsed("generate", "run", "--top-p", "1", "--temperature", "0", "--seed", "-3", "--checkpoint", "20")
-    assert (params["top_p"], params["temperature"], params["seed"], params["step"]) == (1.0, 0.0, -3, 20)
+    params = parsed("generate", "run", "--top-p", "1", "--temperature", "0", "--seed", "3", "--checkpoint", "20")
+    assert (params["top_p"], params["temperature"], params["seed"], params["step"]) == (1.0, 0.0, 3, 20)
     assert (params["max_new_tokens"], params["top_k"]) == (100, None)
     assert parsed("benchmark", "training", "--lengths", "64,128")["lengths"] == [64, 128]
     assert parsed("needles", "c.yaml")["asked"][-1] == 65536

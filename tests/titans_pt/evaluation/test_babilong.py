@@ -102,3 +102,20 @@ def test_documents_to_fine_tune_on(tmp_path, prepared, essays):
             answer = re.search(r"\nQuestion: .*\?\nAnswer: (\w+)\.$", row["text"])[1]
             assert answer in babi.LABELS[row["task"]]
     assert cli.run(["babilong", str(run), "train.lr=1", "--out", str(tmp_path / "out")]) == 2
+
+
+def test_an_interrupted_file_is_not_left(tmp_path, prepared, essays, monkeypatch):
+    run = untrained_run(tmp_path / "run", prepared)
+    words = ["evaluation.babilong.lengths=[600, 900]", "evaluation.babilong.tasks=[qa1]"]
+    words += ["evaluation.babilong.haystack.kind=files", f"evaluation.babilong.haystack.path={essays}"]
+    made, sample = [], babilong.Babilong.sample
+
+    def interrupted(self, task, length, depth, index):
+        made.append(length)
+        if made.count(900) == 2:
+            raise KeyboardInterrupt
+        return sample(self, task, length, depth, index)
+
+    monkeypatch.setattr(babilong.Babilong, "sample", interrupted)
+    assert cli.run(["babilong", str(run), *words, "--samples", "3", "--out", str(tmp_path / "out")]) == 130
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["600.jsonl"]

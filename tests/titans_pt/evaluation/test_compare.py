@@ -30,6 +30,25 @@ def test_newest_results_of_each_run(tmp_path, capsys):
     assert " 25.00 %" in capsys.readouterr().out
 
 
+def test_the_format_is_the_names(tmp_path, capsys):
+    run = str(results(tmp_path / "a", 3, 0.25))
+    for name, begin in (("c.pdf", b"%PDF"), ("c.svg", b"<?xml"), ("c.PNG", b"\x89PNG")):
+        assert cli.run(["compare", run, "--out", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_bytes().startswith(begin)
+    capsys.readouterr()
+    for name in ("c.docx", "c"):
+        assert cli.run(["compare", str(tmp_path / "no-run"), "--out", str(tmp_path / name)]) == 2
+        assert "no figure can be written as" in capsys.readouterr().err
+        assert not (tmp_path / name).exists()
+
+
+def test_a_damaged_summary_is_one_line(tmp_path):
+    folder = results(tmp_path / "a", 3, 0.25)
+    (folder / "evaluation/step-00000003/summary.json").write_text('{"step": 3, "nee')
+    with pytest.raises(UserError, match="not valid JSON; make it again with: titans evaluate"):
+        compare([folder], "qa1", tmp_path / "c.png")
+
+
 def test_without_results(tmp_path):
     with pytest.raises(UserError, match="holds no results of qa1; make them with: titans evaluate"):
         compare([results(tmp_path / "a", 3, 0.25)], "qa1", tmp_path / "c.png")

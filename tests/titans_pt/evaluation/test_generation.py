@@ -1,10 +1,12 @@
 """Text from a prompt."""
 
+import io
+
 import pytest
 import torch
 
 from tests.stand_ins import Recurrent, Scripted
-from titans_pt import streaming
+from titans_pt import cli, evaluation, streaming
 from titans_pt.data_pipeline.tokenizers import StreamDecoder
 from titans_pt.errors import UserError
 from titans_pt.evaluation import generation
@@ -50,3 +52,33 @@ def test_generate_streams_what_decode_gives(run, sentencepiece, capsys):
 def test_generate_says_what_is_wrong(run, wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):
         generation.generate("anywhere", **{"prompt": "a", **wrong})
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """The prompts that the command hands on."""
+    found = []
+    monkeypatch.setattr(evaluation, "generate", lambda run, prompt, *rest, **more: found.append(prompt))
+    return found
+
+
+def test_a_prompt_from_a_file_or_standard_input(prompts, tmp_path, monkeypatch):
+    (tmp_path / "prompt.txt").write_bytes("\ufeffgr\u00fcn\n".encode())
+    assert cli.run(["generate", "run", "--prompt-file", str(tmp_path / "prompt.txt")]) == 0
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("r\u00f6d\n".encode()), encoding="ascii"))
+    assert cli.run(["generate", "run", "--prompt-file", "-"]) == 0
+    assert prompts == ["gr\u00fcn\n", "r\u00f6d\n"]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("--prompt-file {folder}/none", "none: No such file or directory; name a file that can be read"),
+    ("--prompt-file {folder}", "Is a directory"),
+    ("--prompt-file {folder}/latin", "--prompt-file: {folder}/latin: not UTF-8 at byte 2; convert it"),
+    ("--prompt-file {folder}/latin --prompt a", "--prompt and --prompt-file exclude each other"),
+    ("", "Nothing to continue: give --prompt, --prompt-file or --state"),
+])  # fmt: skip
+def test_prompts_that_cannot_be_read(prompts, words, message, tmp_path, capsys):
+    (tmp_path / "latin").write_bytes("gr\u00fcn".encode("latin-1"))
+    assert cli.run(["generate", "run", *words.format(folder=tmp_path).split()]) == 2
+    err = capsys.readouterr().err
+    assert message.format(folder=tmp_path) in err and err.count("\n") == 1 and not prompts

@@ -232,6 +232,19 @@ def test_a_length_without_room_is_refused(tokenizer, essays):
     made(tokenizer, essays, tasks=["niah_single_1"], lengths=[200 + more + 20])
 
 
+def test_the_room_of_every_task_is_checked_first(essays):
+    """Sixteen needles need more room than one; their samples come after all of the other task's."""
+    made(Characters(), essays, tasks=["niah_single_1"], lengths=[600])
+    with pytest.raises(UserError, match=r"evaluation\.needle\.lengths: given 590"):
+        made(Characters(), essays, tasks=["niah_single_1", "niah_multiquery"], lengths=[600])
+
+
+def test_essays_that_are_not_utf_8_are_one_line(essays):
+    (essays / "garden.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    with pytest.raises(UserError, match="evaluation.needle.essays: .*garden.txt: not UTF-8 at byte 3; convert it"):
+        ruler.essays(str(essays))
+
+
 def test_without_essays(tmp_path):
     with pytest.raises(UserError, match=r"evaluation\.needle\.essays: .*no \.txt files"):
         made(Characters(), tmp_path)

@@ -68,6 +68,15 @@ def test_command_resumes(tmp_path, capsys, monkeypatch):
     assert ": step 3" in capsys.readouterr().out, "other settings are another result"
 
 
+def test_a_small_vocabulary_is_asked_for_as_many_pairs_as_it_has(tmp_path, monkeypatch):
+    """Five minutes of training were lost when 16 pairs did not fit."""
+    for name, small in {"PAIRS": (2, 16), "DISTANCES": (8,), "EVALUATION_ROWS": 2, "EVALUATION_BATCHES": 1}.items():
+        monkeypatch.setattr(recall, name, small)
+    words = ["recall", CONFIG, *TINY, "model.vocab_size=16", f"run.dir={tmp_path}", "--models", "lmm", "--pairs", "4"]
+    assert cli.run([*words, "--changes", "plain"]) == 0
+    assert [n for n, _ in json.loads((tmp_path / "lmm.jsonl").read_text())["by_pairs"]] == [2]
+
+
 def test_unknown_model_is_told(tmp_path, capsys):
     assert cli.run(["recall", CONFIG, f"run.dir={tmp_path}", "--models", "gru"]) == 2
     assert "--models: given 'gru'" in capsys.readouterr().err

@@ -152,6 +152,7 @@ def test_four_ranks_documents_and_checkpointing(mixers):
 
 @pytest.mark.parametrize("memory", [
     {"depth": 1, "norm": False, "residual": False}, {"depth": 3, "per_layer_gates": True}, {"n_heads": 2},
+    {"alpha": "channel", "alpha_rank": 3},
 ], ids=str)  # fmt: skip
 def test_kinds_of_memory(memory):
     check(config(["mag", "mac"], memory=memory))

@@ -67,5 +67,7 @@ def test_plot(tmp_path, unigram):
         {"kind": "train", "step": 3, "loss": 5.5},
         {"kind": "validation", "step": 3, "validation_loss": 5.6},
     ]
-    plot_loss(records, tmp_path / "plots" / "loss.png", "nats per token", "unigram baseline", unigram)
+    plot_loss(records, tmp_path / "plots" / "loss.png", "nats per token", "unigram baseline", unigram, "quickstart")
+    plot_loss(records, tmp_path / "loss.svg", "nats per token", title="quickstart")
+    assert "quickstart" in (tmp_path / "loss.svg").read_text()
     assert (tmp_path / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -22,6 +22,17 @@ def test_ranks_decide_alike_from_the_sums():
     assert signals.decide([1.0, 2.0]) == signal.SIGTERM
 
 
+def test_the_first_ctrl_c_says_what_happens(monkeypatch, capfd):
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            said = capfd.readouterr().err
+            assert said.count("with a checkpoint. A second Ctrl-C changes nothing, a third ends the run") == lines
+            os.kill(os.getpid(), signal.SIGINT)
+            assert capfd.readouterr().err == "" and signals.flags() == [0.0, 1.0]
+
+
 def test_the_third_ctrl_c_does_not_wait():
     with StopSignals(), pytest.raises(KeyboardInterrupt):
         for _ in range(3):

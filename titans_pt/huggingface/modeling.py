@@ -1,70 +1,46 @@
-"""Runs as Hugging Face folders and back, bit for bit; importing this registers the model with AutoModelForCausalLM.
+"""The model, its config and its tokenizer with Hugging Face's calls.
 
-    import titans_pt.huggingface
-    model = AutoModelForCausalLM.from_pretrained(FOLDER)
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    model.generate(**tokenizer("text", return_tensors="pt"), max_new_tokens=20)
-
-generate() carries the memory's state: every token is read once, at any length. What it returns with
-``return_dict_in_generate=True`` has no state; call the model itself for that, and pass ``state=`` to continue.
+Exported folders carry this file as modeling_titans.py, and with it the files that it imports: it must import no more
+than a model needs, and nothing may be found by its place in this package.
 """
 
-import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
+from transformers.utils import ModelOutput
 
-from titans_pt import checkpoints
-from titans_pt.config import Config, config_hash
-from titans_pt.config_check import checked
+from titans_pt.config import ModelConfig, with_todays_names
 from titans_pt.config_history import as_stored
 from titans_pt.data_pipeline.tokenizers import FILES, load_tokenizer, saved_tokenizer
-from titans_pt.errors import UserError
 from titans_pt.models import build_model
-from titans_pt.run import load_run
-from titans_pt.run_folder import RunFolder
-from titans_pt.tasks.language import keep_tokenizer
-
-try:
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        GenerationMixin,
-        PreTrainedConfig,
-        PreTrainedModel,
-        PreTrainedTokenizer,
-    )
-    from transformers.utils import ModelOutput
-except ImportError as error:
-    raise UserError(f"transformers: cannot be imported ({error}); install it: pip install 'titans-pt[eval]'") from None
 
 
 class TitansConfig(PreTrainedConfig):
-    """The whole settings tree of the run as ``settings``; of it only the model section matters here.
+    """The model section of the run's settings and little else, as ``settings``.
 
     Args:
-        settings: as in a run's config.yaml.
+        settings: a tree as in a run's config.yaml. Folders of version 0.1.0 have all of it.
         step, checkpoint_hash: of the checkpoint that the weights are from.
     """
 
     model_type = "titans"
 
     def __init__(self, settings: dict | None = None, step: int = 0, checkpoint_hash: str = "", **others: Any):
-        self.settings = settings or Config().model_dump(mode="json")
+        self.settings = settings or {"model": ModelConfig().model_dump(mode="json")}
         self.step, self.checkpoint_hash = step, checkpoint_hash
-        model = self.tree.model
+        model = self.model
         self.vocab_size, self.hidden_size, self.num_hidden_layers = model.vocab_size, model.d_model, model.n_layers
         super().__init__(**{**others, "tie_word_embeddings": model.tie_embeddings})
 
     @property
-    def tree(self) -> Config:
-        return checked(Config.model_validate(as_stored(self.settings)))
+    def model(self) -> ModelConfig:
+        """The settings of the model, those that are newer than the folder completed."""
+        return ModelConfig.model_validate(as_stored(with_todays_names(self.settings))["model"])
 
 
 @dataclass
@@ -86,7 +62,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: TitansConfig):
         super().__init__(config)
-        self.model = build_model(config.tree.model)
+        self.model = build_model(config.model)
         self.post_init()
 
     def _init_weights(self, module):
@@ -134,14 +110,17 @@ class TitansTokenizer(PreTrainedTokenizer):
     """data_pipeline's tokenizer: the same ids, nothing added before or after them. The end of a text is eos_token.
 
     Args:
-        vocab_file: SentencePiece's model; None: whichever tokenizer lies in the folder ``name_or_path``.
+        vocab_file: SentencePiece's model.
+        tokenizer_file: a tokenizer.json. Without either: whichever lies in the folder ``name_or_path``.
     """
 
-    vocab_files_names = {"vocab_file": FILES[0]}
+    vocab_files_names = {"vocab_file": FILES[0], "tokenizer_file": FILES[1]}
     model_input_names = ["input_ids", "attention_mask"]
 
-    def __init__(self, vocab_file: str | None = None, eos_token: Any = None, **others: Any):
-        path = vocab_file or saved_tokenizer(Path(others["name_or_path"]))
+    def __init__(
+        self, vocab_file: str | None = None, tokenizer_file: str | None = None, eos_token: Any = None, **others: Any
+    ):
+        path = vocab_file or tokenizer_file or saved_tokenizer(Path(others["name_or_path"]))
         self.inner = load_tokenizer(path, None if eos_token is None else str(eos_token))
         self._ids = {name: i for i, name in enumerate(self.inner.names) if name}
         # Text is text: "</s>" in it is those four letters, as in training.
@@ -171,55 +150,3 @@ class TitansTokenizer(PreTrainedTokenizer):
         if path.resolve() != self.inner.path.resolve():
             shutil.copyfile(self.inner.path, path)
         return (str(path),)
-
-
-AutoConfig.register(TitansConfig.model_type, TitansConfig)
-AutoModelForCausalLM.register(TitansConfig, TitansForCausalLM)
-AutoTokenizer.register(TitansConfig, slow_tokenizer_class=TitansTokenizer)
-
-
-def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None) -> Path:
-    """Writes config.json, model.safetensors and the tokenizer of a run's checkpoint to ``folder``.
-
-    Raises:
-        UserError: what ``load_run`` finds wrong with the run.
-    """
-    run, folder = load_run(run_dir, step, precision="fp32"), Path(folder)
-    tokenizer = TitansTokenizer(str(run.tokenizer.path), run.config.data.tokenizer.eos_token)
-    config = TitansConfig(
-        run.config.model_dump(mode="json"), run.step, run.checkpoint_hash,
-        eos_token_id=run.tokenizer.eos_id, dtype="float32",
-    )  # fmt: skip
-    model = TitansForCausalLM(config)
-    model.model.load_state_dict(run.model.state_dict())
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def import_run(folder: str | Path, run_dir: str | Path) -> Path:
-    """The run folder of what :func:`export_run` wrote: to evaluate, generate, inspect; it has no optimiser's state.
-
-    Raises:
-        UserError: nothing that export wrote is there, or ``run_dir`` holds a run already.
-    """
-    folder, run = Path(folder), RunFolder(run_dir)
-    tokenizer = saved_tokenizer(folder)
-    for path in (folder / "config.json", tokenizer):
-        if not path.is_file():
-            raise UserError(f"{folder}: holds no {path.name}; name a folder that titans export wrote")
-    if run.config.exists():
-        raise UserError(f"{run.path}: holds a run already; name another folder")
-    model = TitansForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    settings = model.config.tree
-    weights = {name: p.detach().clone().contiguous() for name, p in model.model.named_parameters()}
-    state = checkpoints.TrainerState(
-        step=model.config.step, samples=0, adam_step=0, nonfinite=0, nonfinite_in_a_row=0,
-        model_hash=config_hash(settings.model), config_hash=config_hash(settings),
-        config=settings.model_dump(mode="json"),
-        identity={"tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest()},
-    )  # fmt: skip
-    checkpoints.save(run.checkpoints, weights, {}, state)
-    run.write_settings(settings)
-    keep_tokenizer(tokenizer, settings, run)
-    return run.path

@@ -1,0 +1,126 @@
+"""The source files that a model needs, as an exported folder carries them for ``trust_remote_code``.
+
+transformers copies a folder's modeling file and, flat, the files that it imports relatively. So every module of ours
+that the model imports becomes one file next to it: its dotted name with underscores, its text unchanged but for the
+imports of ours. Triton's kernels, which modules import inside functions, come along; a GPU uses them.
+"""
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from titans_pt import __version__
+from titans_pt.config import ModelConfig
+from titans_pt.errors import UserError
+from titans_pt.models.mixers import MIXERS
+
+MODELING = "modeling_titans"
+_START = "titans_pt.huggingface.modeling"
+
+
+def source_files(model: ModelConfig) -> dict[str, str]:
+    """File name -> text of all that a model of these settings needs; the first is MODELING.
+
+    Raises:
+        UserError: a mixer whose source is not a file, or that imports a module of ours without ``from``.
+    """
+    mixers = [MIXERS.find(kind) for kind in model.kinds]
+    ours = {name.partition(".")[0] for name in (_START, *(mixer.__module__ for mixer in mixers))}
+    modules: dict[str, _Module] = {}
+    first = [_START, *(mixer.__module__ for mixer in mixers)]
+    _collect(first, ours, modules, lambda module: module.needs)  # without what functions import
+    others = sorted({top for module in modules.values() for top in module.outside})
+    _collect(first, ours, modules, lambda module: module.needs | module.may_need)
+    lines = [
+        "", "", "# The mixers register themselves.",
+        *(f"from .{_flat(mixer.__module__)} import {mixer.__qualname__}  # noqa: E402, F401" for mixer in mixers),
+        "", f"# Here transformers looks for packages that are missing: {', '.join(others)}.",
+        *(f"import {top}  # noqa: E402, F401" for top in others),
+    ]  # fmt: skip
+    files = {f"{_flat(name)}.py": module.text for name, module in modules.items()}
+    files[f"{MODELING}.py"] += "\n".join(lines) + "\n"
+    return files
+
+
+def _collect(first: list[str], ours: set[str], modules: dict[str, "_Module"], needs: Callable[["_Module"], set[str]]):
+    """Adds ``first`` and all that they need to ``modules``."""
+    todo, seen = list(first), set()
+    while todo:
+        if (name := todo.pop()) not in seen:
+            seen.add(name)
+            if name not in modules:
+                modules[name] = _Module(name, ours)
+            todo += sorted(needs(modules[name]))
+
+
+def _flat(module: str) -> str:
+    return MODELING if module == _START else module.replace(".", "_")
+
+
+class _Module:
+    """One module, rewritten.
+
+    Attributes:
+        text: with relative imports of flat names.
+        needs, may_need: the modules of ours that it imports, and that its functions and try blocks import.
+        outside: the packages that it cannot be imported without.
+    """
+
+    def __init__(self, name: str, ours: set[str]):
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+            raise UserError(f"{name}: no source file, and an exported folder must carry it; put the mixer in a file")
+        self.name, self.package = name, name if spec.submodule_search_locations else name.rpartition(".")[0]
+        self.needs: set[str] = set()
+        self.may_need: set[str] = set()
+        self.outside: set[str] = set()
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        lines = source.splitlines()
+        tree = ast.parse(source)
+        required = set(map(id, tree.body))
+        for node in sorted(_imports(tree), key=lambda node: -node.lineno):
+            tops = {alias.name.partition(".")[0] for alias in node.names}
+            if isinstance(node, ast.ImportFrom):
+                tops = {self._absolute(node).partition(".")[0]}
+            if tops & ours:
+                needs = self.needs if id(node) in required else self.may_need
+                lines[node.lineno - 1 : node.end_lineno] = self._rewritten(node, needs)
+            elif id(node) in required:
+                self.outside |= tops - sys.stdlib_module_names
+        head = f"# {name} of titans-pt {__version__}, Apache-2.0; only the imports are changed.\n"
+        self.text = head + "\n".join(lines) + "\n"
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        return importlib.util.resolve_name("." * node.level + (node.module or ""), self.package)
+
+    def _rewritten(self, node: ast.Import | ast.ImportFrom, needs: set[str]) -> list[str]:
+        """The lines in place of an import of ours; what it imports is added to ``needs``."""
+        indent = " " * node.col_offset
+        if isinstance(node, ast.Import):
+            raise UserError(f"{self.name}: line {node.lineno}: an exported folder carries this file, and cannot with "
+                            f"'import {node.names[0].name}'; write it as 'from ... import ...'")  # fmt: skip
+        origin = self._absolute(node)
+        lines, names = [], []
+        for alias in node.names:
+            found = getattr(import_module(origin), alias.name, None)
+            module = f"{origin}.{alias.name}"
+            if isinstance(found, ModuleType) or found is None and importlib.util.find_spec(module):
+                needs.add(module)
+                flat = _flat(module)
+                # The first line is for transformers, which copies only what stands after "from .".
+                lines += [f"{indent}from .{flat} import __name__ as _",
+                          f"{indent}from . import {flat} as {alias.asname or alias.name}"]  # fmt: skip
+            else:
+                names.append(alias.name + (f" as {alias.asname}" if alias.asname else ""))
+        if names:
+            needs.add(origin)
+            lines.insert(0, f"{indent}from .{_flat(origin)} import {', '.join(names)}")
+        return lines
+
+
+def _imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
