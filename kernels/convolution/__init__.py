@@ -59,4 +59,4 @@ def _run(name: str, x: Tensor, width: int, *tensors: Tensor | None):
     call = (ctypes.c_int64 * 4)(batch, length, channels, width)
     vectors = -(-channels * x.element_size() // 16)  # as many as the narrowest machine has
     pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
-    native.run(getattr(native.library(SOURCE, x.dtype), name), vectors, call, *pointers)
+    native.run(getattr(native.library(SOURCE, x.dtype), name), vectors, x.numel() * width, call, *pointers)

@@ -34,7 +34,8 @@ def test_it_is_the_convolution(B, T, channels, width, bias):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_threads_change_nothing():
+def test_threads_change_nothing(monkeypatch):
+    monkeypatch.setattr(native, "WORTH_A_THREAD", 1)
     x, past, weight = torch.randn(2, 5, 40), torch.randn(2, 3, 40), torch.randn(40, 4)
     one, threads = short_convolution(x, past, weight), torch.get_num_threads()
     try:

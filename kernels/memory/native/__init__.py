@@ -86,7 +86,7 @@ class NativeScan(torch.autograd.Function):
         out = torch.empty_like(tensors[0])
         state = [torch.empty_like(w) for w in tensors[-3 * layers :]]
         outputs = _Outputs(out=out.data_ptr(), **_by_layer(state, ("W", "S", "F")))
-        native.run(compiled.forward, rows, *map(ctypes.byref, (call, inputs, outputs)))
+        native.run(compiled.forward, rows, _operations(call), *map(ctypes.byref, (call, inputs, outputs)))
         ctx.plan, ctx.every, ctx.flags = plan, call.every, flags
         ctx.save_for_backward(*tensors, valid, kept)
         ctx.set_materialize_grads(False)
@@ -112,7 +112,7 @@ class NativeScan(torch.autograd.Function):
             out=d_out.data_ptr(), **pointers, **_by_layer(d_state, ("W", "S", "F")), **_by_layer(begin, ("begin",))
         )
         compiled = native.library(SOURCE, tensors[0].dtype)
-        native.run(compiled.reverse, rows, *map(ctypes.byref, (call, inputs, given)))
+        native.run(compiled.reverse, rows, _operations(call), *map(ctypes.byref, (call, inputs, given)))
         return None, *grads[:6], None, *grads[6:], *d_state
 
 
@@ -161,7 +161,7 @@ def next_token(
     out, after = torch.empty_like(given[0]), [torch.empty_like(w) for w in weights]
     outputs = _Outputs(out=out.data_ptr(), **_by_layer(after, ("W", "S", "F")))
     compiled = native.library(SOURCE, q.dtype)
-    native.run(compiled.forward, rows, *map(ctypes.byref, (call, inputs, outputs)))
+    native.run(compiled.forward, rows, _operations(call), *map(ctypes.byref, (call, inputs, outputs)))
     if to_start:
         after[:layers] = [w.add_(w0) for w, w0 in zip(after[:layers], begin, strict=True)]
     now, momentum, frozen = (tuple(after[i * layers : (i + 1) * layers]) for i in range(3))
@@ -187,6 +187,11 @@ def _call(plan, q: Tensor) -> _Call:
         gate_layers=plan.gate_layers, activation=ACTIVATIONS.index(network.activation),
         norm=network.norm, residual=network.residual, to_start=plan.to_start,
     )  # fmt: skip
+
+
+def _operations(call: _Call) -> int:
+    """Of a forward pass, roughly."""
+    return 20 * call.blocks * call.rows * call.tokens * call.width * call.hidden * call.layers
 
 
 def _flags(each: list, rows: int) -> Tensor:
