@@ -60,6 +60,8 @@ class RunConfig(Section):
     """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
     seed: Seed = 0
     """Seeds the initial weights and the order of the data."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, under dir; needs titans-pt[tensorboard]."""
     imports: list[str] = []
     """Python modules that are imported before anything else: your own mixers and tasks register themselves there."""
 
