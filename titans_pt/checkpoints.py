@@ -12,6 +12,7 @@ Nothing here knows about ranks or DeepSpeed. docs/checkpoints.md describes the l
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -55,6 +56,10 @@ class TrainerState:
     first_loss: float | None = None
     """Training loss of step 1, for the summary."""
     wandb_id: str | None = None
+    origin: str | None = None
+    """What the run's first weights were taken from (train.init_from); None: they were drawn."""
+    spikes: dict[str, float] = field(default_factory=dict)
+    """Running figures of the loss, see titans_pt.training.spikes.SpikeGuard."""
     topology: dict[str, Any] = field(default_factory=dict)
     """ranks, tensor, zero_stage, precision: for the reader; loading does not depend on it."""
     format: int = FORMAT
@@ -70,6 +75,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
+
+
+def steps_of(folder: Path) -> str:
+    """The steps of the checkpoints under ``folder`` for a message: "10, 15, 20", or "none"."""
+    return ", ".join(str(step_of(path)) for path in list_checkpoints(folder)) or "none"
 
 
 def save(folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], state: TrainerState) -> Path:
@@ -162,8 +172,7 @@ def find(folder: Path, step: int | None = None) -> Path:
         return path
     path = checkpoint_path(folder, step)
     if not path.is_dir():
-        steps = ", ".join(str(step_of(p)) for p in list_checkpoints(folder)) or "none"
-        raise UserError(f"{path}: no such checkpoint; existing steps: {steps}")
+        raise UserError(f"{path}: no such checkpoint; existing steps: {steps_of(folder)}")
     if problems := verify(path):
         raise UserError(f"{path}: damaged: {'; '.join(problems)}; choose another step")
     return path
@@ -222,6 +231,24 @@ def prune(folder: Path, keep_last: int, keep_every: int | None = None, keep: Pat
         except OSError as error:
             log.warning("old checkpoint %s could not be deleted: %s", path, error.strerror)
     return gone
+
+
+def set_aside(folder: Path, after: int) -> list[Path]:
+    """Moves the checkpoints after step ``after`` to ``folder``/set-aside, where nothing finds them, and returns where
+    they are now. They stay until the user deletes them."""
+    moved = []
+    for path in list_checkpoints(folder):
+        if step_of(path) <= after:
+            continue
+        place = folder / "set-aside" / path.name
+        place.parent.mkdir(exist_ok=True)
+        for n in itertools.count(2):
+            if not place.exists():
+                break
+            place = place.with_name(f"{path.name}-{n}")
+        os.replace(path, place)
+        moved.append(place)
+    return moved
 
 
 def clean(folder: Path):

@@ -60,6 +60,8 @@ class RunConfig(Section):
     """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
     seed: Seed = 0
     """Seeds the initial weights and the order of the data."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, under dir; needs titans-pt[tensorboard]."""
     imports: list[str] = []
     """Python modules that are imported before anything else: your own mixers and tasks register themselves there."""
 
@@ -189,11 +191,24 @@ class MemoryConfig(Section):
     memory began: M = (1 - alpha) (M - M_0) + M_0 + S. Small weights under the LayerNorm make inner steps large."""
     gates: Literal["hard", "sigmoid"] = "sigmoid"
     """hard: theta and alpha are a sigmoid stretched to (-0.05, 1.05) and cut to [0, 1], so that they reach both: what
-    is not to be written is not, what is not to be forgotten stays. sigmoid: they only come near. eta is one in both."""
+    is not to be written is not, what is not to be forgotten stays. sigmoid: they only come near. eta is one in both. A
+    theta that is free has neither."""
+    alpha: Literal["head", "channel"] = "head"
+    """head: one forgetting gate for all of a head's memory (or each of its layers, per_layer_gates). channel, the
+    camera-ready's alpha in [0, 1]^d_in: one for each channel that a weight matrix takes in, a row of it in x @ M. The
+    fused kernels do not serve it, and on a CPU the memory takes some three times as long."""
+    alpha_rank: Positive = 16
+    """alpha=channel: width between the two linear layers that make it, as in gated linear attention. At full rank the
+    gates of a 170M LMM would have as many parameters as all the rest of its mixers."""
     per_layer_gates: bool = False
     """One theta, eta, alpha for each of the memory's ``depth`` layers instead of one for all."""
+    theta: Literal["bounded", "free"] = "bounded"
+    """bounded: theta = step_bound * (1 - eta) * gate(.). free, as the paper prints it, which gives theta no bound:
+    softplus(linear(x)), from the same first value on. UNSAFE: nothing keeps the inner loop from diverging, and a
+    training can end in NaN. For comparisons with the paper's form."""
     step_bound: Annotated[float, Field(gt=0.0)] | None = None
-    """theta = step_bound * (1 - eta) * gate(.). Null: the largest bound known to be stable for chunk_size."""
+    """theta = step_bound * (1 - eta) * gate(.). Null: the largest bound known to be stable for chunk_size. With
+    theta=free it decides where theta starts, and nothing else."""
     eta_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Momentum gate at initialisation."""
     alpha_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.001
@@ -283,9 +298,18 @@ class TrainConfig(Section):
     """Optimiser steps of the whole schedule."""
     stop_at: Positive | None = None
     """Stop with a checkpoint after this step; the schedule stays that of max_steps."""
-    resume: Literal["auto", "never"] = "auto"
+    resume: Literal["auto", "never"] | Positive = "auto"
     """auto: continue from the newest complete checkpoint of run.dir, or start if there is none.
-    never: start, and refuse a run.dir that already holds checkpoints."""
+    never: start, and refuse a run.dir that already holds checkpoints.
+    A step: go back to its checkpoint. Later ones are moved to checkpoints/set-aside, not deleted; the same command
+    started again continues what it has done since."""
+    init_from: str | None = None
+    """Weights that the run starts with, without optimiser state: a run's folder (its newest checkpoint), one of its
+    checkpoints, or a folder that ``titans export`` wrote. Data, schedule and data.seq_len may be others. Read once:
+    a run that has a checkpoint continues from that. Null: weights are drawn."""
+    init_fresh: list[str] = []
+    """Parameters that init_from does not fill, by name or pattern (blocks.5.*): they are drawn, and may be missing
+    there or have another shape. All others must fit."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Of weights, activations and gradients. Memories are fp32 in both; so are the optimiser's own weights."""
     batch_tokens: Positive = 524_288
@@ -293,7 +317,13 @@ class TrainConfig(Section):
     micro_batch: Positive = 8
     """Samples that a rank puts through the model at once."""
     lr: Annotated[float, Field(gt=0.0)] = 4e-4
-    """Peak learning rate of AdamW, reached after the warm-up; a cosine from there."""
+    """Peak learning rate of AdamW, reached after the warm-up."""
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    """How the learning rate falls from the peak to its end at max_steps. cosine, linear: from the warm-up on. wsd (warm
+    up, stay, decay): it stays at the peak until the last decay_steps, then falls linearly; a run that was stopped
+    before them can be given more max_steps."""
+    decay_steps: Positive | None = None
+    """schedule=wsd: the steps in which it falls. Null: a tenth of max_steps."""
     min_lr_ratio: Fraction = 0.1
     """Learning rate at max_steps over the peak."""
     warmup_steps: NonNegative = 1000
@@ -306,6 +336,13 @@ class TrainConfig(Section):
     """AdamW's weight decay. Matrices decay, embeddings included; norms, biases and the memory's M_0 do not."""
     clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Largest global gradient norm."""
+    z_loss: Annotated[float, Field(ge=0.0)] = 0.0
+    """Adds the gradient of z_loss * (log Z)^2, which keeps log Z, the log of the sum of exp(logits), near 0 (PaLM:
+    1e-4). Losses are reported without it."""
+    spike_deviations: Annotated[float, Field(gt=0.0)] | None = None
+    """Skip a step whose loss is more than so many running standard deviations above the running mean. Null: none."""
+    spike_window: Positive = 100
+    """Steps that the running mean and deviation look back on, about; no step is skipped before so many."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
     compile: bool | None = None
@@ -331,7 +368,8 @@ class TrainConfig(Section):
     """Seconds without progress on a rank (it waits for a peer, for example) after which all ranks stop; five times as
     many in a first step that is compiled."""
     max_nonfinite: Positive = 10
-    """Skipped (non-finite) steps in a row after which the run stops with a checkpoint."""
+    """Skipped (non-finite) steps in a row after which the run stops. Nothing is saved or deleted while steps are not
+    finite: the checkpoints of before stand."""
 
 
 class ParallelConfig(Section):
@@ -430,7 +468,8 @@ class EvaluationConfig(Section):
 
 class WandbConfig(Section):
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: online when an API key is set, else offline (files under run.dir, to be synced later)."""
+    """auto: as WANDB_MODE or ``wandb offline`` says; without them online where you are logged in to W&B, else offline
+    (files under run.dir, for ``wandb sync``). A server that cannot be reached is a warning, and the run is offline."""
     project: str = "titans-pt"
     """Project of Weights & Biases."""
     entity: str | None = None
@@ -483,8 +522,14 @@ class Config(Section):
 
         need(t.batch_tokens % self.data.seq_len == 0, "train.batch_tokens", t.batch_tokens,
              f"must be a multiple of data.seq_len={self.data.seq_len}")
+        need(t.init_from is not None or not t.init_fresh, "train.init_fresh", t.init_fresh,
+             "only with train.init_from; leave it out")
         need(t.warmup_steps < t.max_steps, "train.warmup_steps", t.warmup_steps,
              f"must be below train.max_steps={t.max_steps}")
+        need(t.decay_steps is None or t.schedule == "wsd", "train.decay_steps", t.decay_steps,
+             f"only with train.schedule=wsd, not with {t.schedule}")
+        need((t.decay_steps or 0) <= t.max_steps - t.warmup_steps, "train.decay_steps", t.decay_steps,
+             f"at most train.max_steps - train.warmup_steps = {t.max_steps - t.warmup_steps}")
         need(t.stop_at is None or t.stop_at <= t.max_steps, "train.stop_at", t.stop_at,
              f"at most train.max_steps={t.max_steps}")
         need(not (t.compile and self.parallel.zero_stage == 3), "train.compile", True,

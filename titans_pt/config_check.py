@@ -116,7 +116,7 @@ def known_paths(section: type[BaseModel] = Config, prefix: str = "") -> list[str
 
 def one_line(error: ValidationError, prefix: str = "", section: type[BaseModel] = Config) -> str:
     """The first error of a tree (of a ``section`` whose path is ``prefix``) and how many more there are."""
-    first, *others = error.errors()
+    first, *others = _with_alternatives_joined(error.errors())
     path = prefix + ".".join(str(part) for part in first["loc"])
     more = f" (and {len(others)} more)" if others else ""
     known = known_paths(section, prefix)
@@ -128,8 +128,25 @@ def one_line(error: ValidationError, prefix: str = "", section: type[BaseModel] 
         message = str(first["ctx"]["error"])
         path = path.rstrip(".")
         return f"{path}.{message}{more}" if path else f"{message}{more}"
-    allowed = first["msg"].removeprefix("Input should be ").replace("\n", " ")
+    allowed = first["msg"].replace("\n", " ")
     return f"{path}: given {_short(first['input'])}; allowed: {allowed}{more}"
+
+
+def _with_alternatives_joined(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Errors in which a value that fits no alternative of its setting (``"auto" | int``) is one error, not several.
+
+    pydantic names the alternative at the end of the place: ('train', 'resume', "literal['auto']").
+    """
+    joined: dict[tuple, dict[str, Any]] = {}
+    for error in errors:
+        *place, last = error["loc"] or ("",)
+        alternative = isinstance(last, str) and last.startswith(("literal[", "constrained-"))
+        loc = tuple(place) if alternative else error["loc"]
+        message = error["msg"].removeprefix("Input should be ")
+        if alternative and loc in joined:
+            message = f"{joined[loc]['msg']}, or {message}"
+        joined[loc] = error | {"loc": loc, "msg": message}
+    return list(joined.values())
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,6 @@
-"""The exceptions that a user can cause."""
+"""The exceptions that a user can cause, and their exit code."""
+
+EXIT_USER = 2
 
 
 class UserError(Exception):

@@ -13,8 +13,9 @@ So a layer applied to queries Z needs (Z X^T * P theta) G instead of M_t. A bloc
 chunk: its keys still meet ``chunk_weights``, its queries the running ones. Products of gates are cumulative products,
 never quotients or logarithms: gates of exactly 0 and 1 are ordinary.
 
-Backward: the state at every ``save_every``-th block is kept, the blocks between are computed again (scan.py); the
-block itself is in block.py.
+Queries only read: those of many blocks are answered at once (scan.py; the blocks themselves are in dual.py). Backward:
+a short run keeps what it computed; a long one keeps the state at every ``save_every``-th block and computes again what
+lies between.
 """
 
 import math
@@ -23,12 +24,18 @@ import torch
 from torch import Tensor
 
 from titans_pt.kernels.blocks import Blocks, cut
+from titans_pt.kernels.memory import native
+from titans_pt.kernels.memory.coefficients import coefficients
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.scan import MemoryScan, Plan
-from titans_pt.kernels.memory.state import MemoryState, Weights
+from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 
 MAX_BLOCK = 64
 """Tokens of a compute block at most: the (block x block) products then stay small whatever the gradient chunk."""
+GROUP_BYTES = 2**24
+"""What the blocks of a group may occupy: they are gone through more than once and should stay in a CPU's caches."""
+KEEP_BYTES = 2**27
+"""What a call may keep for its backward pass beyond inputs and outputs."""
 
 
 def chunked_memory(
@@ -47,14 +54,19 @@ def chunked_memory(
     state: MemoryState,
     reset: Tensor | None,
     save_every: int | None,
+    in_c: bool = False,
 ) -> tuple[Tensor, MemoryState]:
     """Arguments as in :func:`titans_pt.kernels.memory.naive.naive_memory`.
 
-    Memory beyond inputs and outputs: one (W, S, chunk W) per ``save_every`` blocks for the backward pass, and the
-    intermediates of ``save_every`` blocks; None is the square root of the number of blocks.
+    Memory beyond inputs and outputs, for the backward pass: one (W, S, chunk W) per ``save_every`` blocks, and the
+    intermediates of ``save_every`` blocks. None: everything where that is no more than KEEP_BYTES, else the square root
+    of the number of blocks, or as many as GROUP_BYTES hold.
+
+    in_c: by native.NativeScan where that serves, not by PyTorch operators.
     """
     batch, length, heads = q.shape[:3]
     layers = network.depth
+    in_c = in_c and native.unserved(q, network) is None
     blocks = cut(state.offset, reset, length, chunk_size, min(chunk_size, MAX_BLOCK))
 
     def fold(tensors: Weights) -> Weights:
@@ -64,26 +76,53 @@ def chunked_memory(
     begin = fold(weights) if reset is not None or to_start else ()
     affine = () if norm is None else tuple(p.reshape(batch * heads, 1, -1) for p in norm)
     running = fold(state.weights)
-    if to_start:
+    if to_start and not in_c:
         running = tuple(w - w0 for w, w0 in zip(running, begin, strict=True))
     carry = (*running, *fold(state.momentum), *fold(state.chunk_weights))
     outputs = []
     for first, last, tokens in _runs(blocks):
         layout = _Layout(blocks, first, last, tokens, heads)
-        gates = _coefficients(*(layout.fold(g).movedim(-1, 0) for g in (theta, eta, alpha)), layout.valid(q.device))
-        plan = Plan(
-            layout.rows(blocks.new_chunk, q.device), layout.rows(blocks.new_document, q.device),
-            network, to_start, theta.shape[-1], save_every or math.isqrt(layout.count),
-        )  # fmt: skip
-        out, *carry = MemoryScan.apply(plan, *(layout.fold(x) for x in (q, k, v)), *gates, *affine, *begin, *carry)
-        outputs.append(layout.unfold(out))
+        new = layout.rows(blocks.new_chunk, q.device), layout.rows(blocks.new_document, q.device)
+        whole = in_c and blocks.index is None  # C reads tokens where they are
+        inputs = [x[:, tokens] if whole else layout.fold(x) for x in (q, k, v)]
+        gates = [g[:, tokens] if whole else layout.fold(g).movedim(-1, 0) for g in (theta, eta, alpha)]
+        valid = layout.valid(q.device)
+        if in_c:
+            group, keep = native.group(layout.count, batch * heads, network, q.element_size(), save_every)
+            scan, gates = native.NativeScan, (*gates, valid)
+        else:
+            group, keep = _groups(layout.count, _block_bytes(inputs[0], network), save_every)
+            scan, gates = MemoryScan, coefficients(*gates, valid)
+        plan = Plan(*new, network, to_start, theta.shape[-1], group, keep)
+        out, *carry = scan.apply(plan, *inputs, *gates, *affine, *begin, *carry)
+        outputs.append(out if whole else layout.unfold(out))
 
-    if to_start:
+    if to_start and not in_c:
         carry[:layers] = [w0 + w for w0, w in zip(begin, carry[:layers], strict=True)]
     parts = [tuple(w.view(batch, heads, *w.shape[1:]) for w in carry[n * layers : (n + 1) * layers]) for n in range(3)]
-    ended = (blocks.offset == 0).to(q.device).view(-1, 1, 1, 1)
-    fresh = tuple(torch.where(ended, new, old) for new, old in zip(parts[0], parts[2], strict=True))
+    ended = (blocks.offset == 0).tolist()
+    fresh = parts[0] if all(ended) else parts[2]
+    if any(ended) and not all(ended):
+        fresh = choose(torch.tensor(ended, device=q.device), parts[0], parts[2])
     return _join(outputs, blocks, length), MemoryState(parts[0], parts[1], fresh, blocks.offset)
+
+
+def _block_bytes(x: Tensor, network: NetworkShape) -> int:
+    """Of what a block leaves for its backward pass; x (n, N, c, D)."""
+    _, rows, c, width = x.shape
+    states = 2 * sum(a * b for a, b in network.layers)
+    tokens = c * (7 * network.hidden * (network.depth - 1) + 9 * width + network.depth * c)
+    return rows * (states + tokens) * x.element_size()
+
+
+def _groups(count: int, block_bytes: int, save_every: int | None) -> tuple[int, bool]:
+    """Blocks of a group; whether each of them keeps what its backward pass needs (see Plan)."""
+    if save_every:
+        return min(save_every, count), False
+    fit = max(1, GROUP_BYTES // block_bytes)
+    if count * block_bytes <= KEEP_BYTES:
+        return min(fit, count), True
+    return min(max(fit, math.isqrt(count)), count), False
 
 
 def _runs(blocks: Blocks):
@@ -100,7 +139,7 @@ def _runs(blocks: Blocks):
 
 def _join(outputs: list[Tensor], blocks: Blocks, length: int) -> Tensor:
     """Per run (B, n c, H, D) -> (B, T, H, D)."""
-    out = torch.cat(outputs, 1)
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
     if blocks.index is None:
         return out
     index, valid = blocks.index.flatten(1), blocks.valid.flatten(1)
@@ -138,29 +177,3 @@ class _Layout:
     def rows(self, flags: list, device) -> list:
         """Per block of the run, flags of batch rows -> flags of (batch, head) rows."""
         return [f if isinstance(f, bool) else f.to(device).repeat_interleave(self.heads) for f in flags[self.span]]
-
-
-def _coefficients(theta: Tensor, eta: Tensor, alpha: Tensor, valid: Tensor | None) -> tuple[Tensor, ...]:
-    """Gates (G, n, N, c), valid (n, N, c) or None -> the fields of block.Coefficients for every block at once.
-
-    A token that is not valid changes nothing.
-    """
-    keep = 1 - alpha
-    if valid is not None:
-        theta, eta, keep = (torch.where(valid, g, float(fill)) for g, fill in ((theta, 0), (eta, 1), (keep, 1)))
-    decay_m, decay_s = _products(keep), _products(eta)
-    m = torch.cumprod(eta, -1).unsqueeze(-1)
-    a = torch.cumprod(keep, -1).unsqueeze(-1)
-    to_m = decay_m if valid is None else decay_m * valid.unsqueeze(-2)
-    b = to_m @ m
-    mix = (to_m @ decay_s) * theta.unsqueeze(-2)
-    ends = a[..., -1:, :], b[..., -1:, :], m[..., -1:, :]
-    return a, b, mix, *ends, mix[..., -1, :, None], (decay_s[..., -1, :] * theta)[..., None]
-
-
-def _products(gate: Tensor) -> Tensor:
-    """(.., c) -> (.., c, c): prod_{i<l<=t} gate_l at [t, i] for i <= t, else 0."""
-    c = gate.shape[-1]
-    below = torch.ones(c, c, dtype=torch.bool, device=gate.device).tril(-1)
-    factors = torch.where(below, gate.unsqueeze(-1), 1.0)
-    return torch.cumprod(factors, -2).tril()

@@ -7,14 +7,17 @@ import torch
 from torch import Tensor
 
 from titans_pt.kernels.common import no_autocast, warn_once
-from titans_pt.kernels.memory import mlp
+from titans_pt.kernels.memory import mlp, native
+from titans_pt.kernels.memory.channelwise import channelwise_memory
 from titans_pt.kernels.memory.chunked import chunked_memory
 from titans_pt.kernels.memory.naive import naive_memory
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
 
 FORGET_TO = ("start", "zero")
-BACKENDS = ("auto", "triton", "chunked", "naive")
+CHANNELWISE = "alpha has one value per channel (model.memory.alpha=channel); alpha=head is served"
+"""Why neither the fused kernels nor those in C take a call."""
+BACKENDS = ("auto", "triton", "native", "chunked", "naive")
 HAS_TRITON = find_spec("triton") is not None
 GPU = ("cuda", "meta")
 """Tensors without contents take a GPU's ways, so that anybody can ask what these would allocate."""
@@ -46,7 +49,9 @@ def neural_memory(
 
     Args:
         q, k, v: (B, T, H, D), any float dtype; queries, keys (unit length expected) and values.
-        theta, eta, alpha: step size, momentum, forgetting, (B, T, H), or (B, T, H, L) for one per memory layer.
+        theta, eta, alpha: step size, momentum, forgetting, (B, T, H), or (B, T, H, L) for one per memory layer. alpha
+            may also have one per channel, (B, T, H, network.channels): of each layer, in order, one for each of the
+            d_in rows of its matrix.
         weights: L tensors (H, d_in, d_out), M_0, where documents begin; the first d_in and the last d_out are D. x @ W.
         network: what M is. None: what weights and norm say, with the residual and GELU.
         norm: (weight, bias), each (H, D), of the network's LayerNorm; None for a network without it.
@@ -60,23 +65,25 @@ def neural_memory(
         reset: None or bool (B, T), True where a document starts: M_0, S_0 = 0, chunks count from there.
         max_resets: no row of ``reset`` has more; None: unknown. With it, "triton" does not wait for the GPU to count
             them. More than there are cost scratch memory, fewer give wrong results.
-        backend: "naive" (definition), "chunked" (exact dual form), "triton" (fused kernels, on a GPU), "auto": triton
-            on a GPU where it serves, else chunked (a warning, once, says why).
+        backend: "naive" (definition), "chunked" (exact dual form), "native" (the same in C, on a CPU), "triton" (fused
+            kernels, on a GPU), "auto": triton on a GPU where it serves (a warning, once, says why it does not), native
+            on a CPU where it does, else chunked.
         save_every: blocks between two states kept for the backward pass, which computes those between again.
-            None, chunked: the square root of the number of blocks, least memory: O(sqrt(T)) states. None, triton: as
-            many as kernels.memory.fused.operators.SCRATCH_BYTES holds.
+            None: at most the square root of the number of blocks, fewer where memory allows; triton: as many as
+            kernels.memory.fused.operators.SCRATCH_BYTES holds.
 
     Returns:
         (B, T, H, D) in q's dtype, and the final state or None. State and arithmetic are fp32, fp64 for fp64 inputs;
         "triton" multiplies matrices in q's dtype, accumulating in fp32.
 
     Raises:
-        ValueError: shapes, network or backend that do not fit, or backend="triton" for what it does not serve.
+        ValueError: shapes, network or backend that do not fit, or a backend that does not serve this.
     """
     network = network or NetworkShape.of(weights, norm)
     _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend)
     dtype = state_dtype(q)
-    fused = _fused(q, network, chunk_size, backend)
+    channelwise = alpha.dim() == 4 and alpha.shape != theta.shape
+    fused = _fused(q, network, chunk_size, channelwise, backend)
     with no_autocast(q):
         gates = [g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha)]
         if fused is not None:
@@ -86,6 +93,14 @@ def neural_memory(
             )  # fmt: skip
             return out, state if output_final_state else None
         inputs = [x.to(dtype) for x in (q, k, v)]
+        if not channelwise and backend in ("auto", "native") and _one_token(inputs[0], network, initial_state, reset):
+            affine = None if norm is None else tuple(p.to(dtype) for p in norm)
+            begin = tuple(w.to(dtype) for w in weights)
+            out, state = native.next_token(
+                *inputs, tuple(gates), begin, initial_state, network=network, norm=affine, chunk_size=chunk_size,
+                to_start=forget_to == "start",
+            )  # fmt: skip
+            return out.to(q.dtype), state if output_final_state else None
         batch = q.shape[0]
         start = tuple(w.to(dtype).expand(batch, *w.shape) for w in weights)
         options = {
@@ -99,15 +114,23 @@ def neural_memory(
         if backend == "naive":
             out, state = naive_memory(*inputs, *gates, start, **options)
         else:
-            call = chunked_memory
-            if backend == "auto" and torch.compiler.is_compiling():
+            reason = None
+            if backend == "native":
+                reason = CHANNELWISE if channelwise else native.unserved(inputs[0], network)
+            need(reason is None, f'backend "native" does not serve this: {reason}; use "auto" or "chunked"')
+            call, options["save_every"] = channelwise_memory, save_every
+            if not channelwise:
+                call, options["in_c"] = chunked_memory, backend != "chunked"
+            if torch.compiler.is_compiling() and (backend == "auto" or channelwise):
                 # Not at the top: it imports torch's compiler, seconds that whoever does not compile need not wait.
-                from titans_pt.kernels.memory.uncompiled import call
-            out, state = call(*inputs, *gates, start, **options, save_every=save_every)
+                from titans_pt.kernels.memory import uncompiled
+
+                call = uncompiled.channelwise if channelwise else uncompiled.chunked
+            out, state = call(*inputs, *gates, start, **options)
     return out.to(q.dtype), state if output_final_state else None
 
 
-def _fused(q: Tensor, network: NetworkShape, chunk_size: int, backend: str):
+def _fused(q: Tensor, network: NetworkShape, chunk_size: int, channelwise: bool, backend: str):
     """The fused implementation if it is to be used, else None.
 
     Raises:
@@ -118,7 +141,7 @@ def _fused(q: Tensor, network: NetworkShape, chunk_size: int, backend: str):
     if q.device.type not in GPU and not INTERPRETED:
         reason = f"tensors are on {q.device.type}, not on a GPU (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
     else:
-        reason = unserved(q.dtype, network, chunk_size)
+        reason = unserved(q.dtype, network, chunk_size, channelwise)
         if reason is None:
             from titans_pt.kernels.memory.fused import fused_memory
 
@@ -129,8 +152,15 @@ def _fused(q: Tensor, network: NetworkShape, chunk_size: int, backend: str):
     return None
 
 
-def unserved(dtype: torch.dtype, network: NetworkShape, chunk_size: int) -> str | None:
-    """Why the fused kernels would not serve inputs of ``dtype`` on a GPU; None if they would."""
+def unserved(
+    dtype: torch.dtype, network: NetworkShape, chunk_size: int, channelwise: bool = False
+) -> str | None:
+    """Why the fused kernels would not serve inputs of ``dtype`` on a GPU; None if they would.
+
+    channelwise: whether alpha has one value per channel.
+    """
+    if channelwise:
+        return CHANNELWISE
     if not HAS_TRITON:
         return "triton is not installed"
     # Not at the top: it imports triton, which machines without a GPU need not have.
@@ -151,17 +181,26 @@ def memory_read(
     return out.transpose(1, 2).to(q.dtype)
 
 
-def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend):
-    def need(ok: bool, message: str):
-        if not ok:
-            raise ValueError(f"neural_memory: {message}")
+def _one_token(q: Tensor, network: NetworkShape, state: MemoryState | None, reset: Tensor | None) -> bool:
+    """Whether the call is one step of generation that the C source serves."""
+    if q.shape[1] != 1 or state is None or reset is not None or torch.is_grad_enabled():
+        return False
+    return not torch.compiler.is_compiling() and native.unserved(q, network) is None
 
+
+def need(ok: bool, message: str):
+    if not ok:
+        raise ValueError(f"neural_memory: {message}")
+
+
+def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend):
     need(q.dim() == 4 and q.shape == k.shape == v.shape and q.numel() > 0,
          f"q, k, v must share one shape (B, T, H, D) without zeros, got {[tuple(x.shape) for x in (q, k, v)]}")
     batch, length, heads, width = q.shape
     shapes = ((batch, length, heads), (batch, length, heads, 1), (batch, length, heads, len(weights)))
-    need(all(g.shape in shapes for g in (theta, eta, alpha)) and theta.shape == eta.shape == alpha.shape,
-         f"theta, eta, alpha must share one of the shapes {shapes}, "
+    channels = (batch, length, heads, network.channels)
+    need(theta.shape == eta.shape and theta.shape in shapes and alpha.shape in (theta.shape, channels),
+         f"theta, eta, alpha must share one of the shapes {shapes}, or alpha have {channels}, "
          f"got {[tuple(g.shape) for g in (theta, eta, alpha)]}")
     ends = [width, *(w.shape[2] for w in weights)]
     need(ends[-1] == width

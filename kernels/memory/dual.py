@@ -1,9 +1,15 @@
-"""One compute block of the dual form, forward and backward, written out on explicit tensors.
+"""Blocks of the dual form, forward and backward, written out on explicit tensors.
 
-Shapes: N = B * H rows, c tokens of the block, D the head width. Layer n maps d_in to d_out. Names follow the
-mathematics: X the inputs of a layer on the key side, G the inner errors, Z the inputs on the query side; d* is the
-gradient of the outer loss. The backward pass is the vector-Jacobian product of the forward pass, the inner gradient
-included: the second derivatives of the activation and of the LayerNorm appear in :func:`_key_backward`.
+Keys and queries are apart. A block's keys change the memory that the next block's keys meet: :func:`key_side` and
+:func:`write` take one block after the other. Its queries only read what the keys left: :func:`read` takes any number of
+blocks at once. The backward pass is the same the other way round: :func:`read_backward` of all blocks,
+:func:`write_backward` of one after the other.
+
+Shapes: N = B * H rows of one block, M = K * N of K blocks (block after block), c tokens of a block, D the head width.
+Layer n maps d_in to d_out. Names follow the mathematics: X the inputs of a layer on the key side, G the inner errors, Z
+the inputs on the query side; d_* is the gradient of the outer loss. The backward pass is the vector-Jacobian product of
+the forward pass, the inner gradient included: the second derivatives of the activation and of the LayerNorm appear in
+:func:`write_backward`.
 """
 
 from dataclasses import dataclass
@@ -11,261 +17,317 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titans_pt.kernels.memory.mlp import ACTIVATIONS, CURVATURES, LN_EPS, SLOPES
+from titans_pt.kernels.memory.coefficients import Coefficients, Ends
+from titans_pt.kernels.memory.mlp import ACTIVATIONS, CURVATURES, LN_EPS, PULLED_BACK
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import Weights
 
+_normalise = torch.ops.aten.native_layer_norm
+_normalise_backward = torch.ops.aten.native_layer_norm_backward
+
 
 @dataclass
-class Coefficients:
-    """What the gates say about a block; one for each layer (or one shared by all).
+class Unit:
+    """A LayerNorm without its affine part: f (..., D), its mean and 1 / standard deviation (..., 1), what comes out."""
 
-    A, B: (N, c, 1), weight of the block's first M and S in M_t. mix: (N, c, c), P[t, i] theta_i.
-    a, b, m: (N, 1, 1), weights of M and S in the last M, and of S in the last S.
-    p, e: (N, c, 1), P[c, i] theta_i and E[c, i] theta_i.
+    f: Tensor
+    mean: Tensor
+    scale: Tensor
+    unit: Tensor
+
+    @staticmethod
+    def of(f: Tensor) -> "Unit":
+        unit, mean, scale = _normalise(f, f.shape[-1:], None, None, LN_EPS)
+        return Unit(f, mean, scale, unit)
+
+    def vjp(self, upstream: Tensor) -> Tensor:
+        """Vector-Jacobian product; the Jacobian is symmetric."""
+        f = self.f
+        mask = [True, False, False]
+        return _normalise_backward(upstream, f, f.shape[-1:], self.mean, self.scale, None, None, mask)[0]
+
+
+@dataclass
+class Keys:
+    """The key side of blocks: of layer n, the gradient of the inner loss is the sum of X[n]^T G[n].
+
+    hidden, slope, pulled: of layer n < L - 1, its output, the activation's slope there, the error before that slope.
+    error: of the memory's answer. norm: of the last layer, if it has one.
     """
-
-    A: Tensor
-    B: Tensor
-    mix: Tensor
-    a: Tensor
-    b: Tensor
-    m: Tensor
-    p: Tensor
-    e: Tensor
-
-
-@dataclass
-class Kept:
-    """Intermediates of a forward pass that its backward pass needs."""
 
     X: list[Tensor]
-    hidden: list[Tensor]
     G: list[Tensor]
+    hidden: list[Tensor]
+    slope: list[Tensor]
     pulled: list[Tensor]
-    key_unit: Tensor | None
-    key_scale: Tensor | None
-    upstream: Tensor | None
     error: Tensor
+    norm: Unit | None
+
+
+@dataclass
+class Queries:
+    """What the backward pass of a read needs: of layer n its input Z, its products with all keys' inputs (scores), with
+    the weights and with the momentum; hidden: its output, n < L - 1. norm: of the last layer."""
+
     Z: list[Tensor]
-    query_hidden: list[Tensor]
+    hidden: list[Tensor]
     scores: list[Tensor]
-    mixed: list[Tensor]
     ZW: list[Tensor]
     ZS: list[Tensor]
-    out_unit: Tensor | None
-    out_scale: Tensor | None
+    norm: Unit | None
 
 
-def _unit(f: Tensor) -> tuple[Tensor, Tensor]:
-    """LayerNorm without its affine part: (normalised, 1 / standard deviation)."""
-    centred = f - f.mean(-1, keepdim=True)
-    scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + LN_EPS)
-    return centred * scale, scale
+def goal(k: Tensor, v: Tensor, norm: Weights, network: NetworkShape) -> Tensor:
+    """What the last matrix should give, or the LayerNorm before its bias, for M(k) = v."""
+    target = v - k if network.residual else v
+    return target - norm[1] if network.norm else target
 
 
-def _unit_vjp(upstream: Tensor, unit: Tensor, scale: Tensor) -> Tensor:
-    """Vector-Jacobian product of _unit's first output. The Jacobian is symmetric."""
-    along = (upstream * unit).mean(-1, keepdim=True)
-    return (upstream - upstream.mean(-1, keepdim=True) - unit * along) * scale
-
-
-def key_side(k: Tensor, v: Tensor, norm: Weights, F: Weights, network: NetworkShape):
-    """Rank-one factors of the gradient of ||M(k) - v||^2 at the weights F: of layer n, X[n] (outer) G[n].
-
-    k, v (..., c, D), F L tensors (..., d_in, d_out), norm two (..., 1, D) or none. Returns X, hidden, G, pulled,
-    key_unit, key_scale, upstream, error of :class:`Kept`.
-    """
-    act, slope = ACTIVATIONS[network.activation], SLOPES[network.activation]
-    X, hidden = [k], []
+def key_side(k: Tensor, goal: Tensor, norm: Weights, F: Weights, network: NetworkShape) -> Keys:
+    """The gradient of ||M(k) - v||^2 at the weights F. k, goal (see there) (..., c, D), F L tensors
+    (..., d_in, d_out), norm two (..., 1, D) or none."""
+    act, pulled_back = ACTIVATIONS[network.activation], PULLED_BACK[network.activation]
+    X, hidden, slope = [k], [], []
     f = k @ F[0]
     for w in F[1:]:
         hidden.append(f)
         X.append(act(f))
+        slope.append(pulled_back(torch.ones_like(f), f))
         f = X[-1] @ w
-    key_unit = key_scale = upstream = None
+    unit = None
     if network.norm:
-        key_unit, key_scale = _unit(f)
-        f = torch.addcmul(norm[1], key_unit, norm[0])
-    error = 2 * ((f + k if network.residual else f) - v)
-    g = error
-    if network.norm:
-        upstream = error * norm[0]
-        g = _unit_vjp(upstream, key_unit, key_scale)
+        unit = Unit.of(f)
+        error = torch.addcmul(goal, unit.unit, norm[0], value=-1).mul_(-2)
+        g = unit.vjp(error * norm[0])
+    else:
+        error = g = 2 * (f - goal)
     G, pulled = [g], []
     for n in range(len(F) - 1, 0, -1):
         pulled.append(G[-1] @ F[n].mT)
-        G.append(pulled[-1] * slope(hidden[n - 1]))
-    G.reverse()
-    pulled.reverse()
-    return X, hidden, G, pulled, key_unit, key_scale, upstream, error
+        G.append(pulled[-1] * slope[n - 1])
+    return Keys(X, G[::-1], hidden, slope, pulled[::-1], error, unit)
 
 
-def forward(
+def write(keys: Keys, gates: list[Ends], W: Weights, S: Weights, into: Weights):
+    """Puts W and S (N, d_in, d_out) after a block into ``into``, W's layers first."""
+    for n, c in enumerate(gates):
+        new_w, new_s = into[n], into[len(W) + n]
+        torch.mul(W[n], c.a, out=new_w)
+        new_w.addcmul_(S[n], c.b).baddbmm_(keys.X[n].mT, c.p * keys.G[n], alpha=-1)
+        torch.mul(S[n], c.m, out=new_s)
+        new_s.baddbmm_(keys.X[n].mT, c.e * keys.G[n], alpha=-1)
+
+
+def read(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys: Keys,
     gates: list[Coefficients],
     norm: Weights,
     W: Weights,
     S: Weights,
-    F: Weights,
     base: Weights | None,
     network: NetworkShape,
-) -> tuple[Tensor, Weights, Weights, Kept]:
-    """q, k, v (N, c, D); W, S, F: running weights, momentum, weights at the chunk's start, (N, d_in, d_out).
+) -> tuple[Tensor, Queries]:
+    """What blocks' queries find: q (M, c, D); W, S (M, d_in, d_out) at each block's start.
 
-    base: M_0, if that is what is forgotten to. W is then the difference to it, which is forgotten to zero: the same
-    recurrence, and queries meet base + W. F is always whole.
-
-    Returns outputs (N, c, D), W and S after the block, and what the backward pass needs.
+    base: M_0 (N, d_in, d_out), if that is what is forgotten to. W is then the difference to it, which is forgotten to
+    zero: the same recurrence, and queries meet base + W.
     """
     act = ACTIVATIONS[network.activation]
-    X, hidden, G, pulled, key_unit, key_scale, upstream, error = key_side(k, v, norm, F, network)
-
-    Z, query_hidden, scores, mixed, ZW, ZS = [q], [], [], [], [], []
-    new_W, new_S = [], []
+    kept = Queries([], [], [], [], [], None)
+    z = q
     for n, c in enumerate(gates):
         if n:
-            query_hidden.append(z)  # noqa: F821 - of the layer below
-            Z.append(act(z))  # noqa: F821
-        scores.append(torch.bmm(Z[n], X[n].mT))
-        mixed.append(scores[n] * c.mix)
-        ZW.append(torch.bmm(Z[n], W[n]))
-        ZS.append(torch.bmm(Z[n], S[n]))
-        z = (c.A * ZW[n]).addcmul_(c.B, ZS[n]).baddbmm_(mixed[n], G[n], alpha=-1)
+            kept.hidden.append(z)
+            z = act(z)
+        kept.Z.append(z)
+        kept.scores.append(torch.bmm(z, keys.X[n].mT))
+        kept.ZW.append(torch.bmm(z, W[n]))
+        kept.ZS.append(torch.bmm(z, S[n]))
+        answer = (c.A * kept.ZW[n]).addcmul_(c.B, kept.ZS[n])
+        answer.baddbmm_(kept.scores[n] * c.mix, keys.G[n], alpha=-1)
         if base is not None:
-            z.baddbmm_(Z[n], base[n])
-        new_W.append((c.a * W[n]).addcmul_(c.b, S[n]).baddbmm_(X[n].mT, c.p * G[n], alpha=-1))
-        new_S.append((c.m * S[n]).baddbmm_(X[n].mT, c.e * G[n], alpha=-1))
-    out_unit = out_scale = None
+            answer += _of_blocks(torch.bmm(_of_rows(z, base[n]), base[n]), z)
+        z = answer
     if network.norm:
-        out_unit, out_scale = _unit(z)
-        z = torch.addcmul(norm[1], out_unit, norm[0])
-    kept = Kept(
-        X, hidden, G, pulled, key_unit, key_scale, upstream, error,
-        Z, query_hidden, scores, mixed, ZW, ZS, out_unit, out_scale,
-    )  # fmt: skip
-    return z + q if network.residual else z, tuple(new_W), tuple(new_S), kept
+        kept.norm = Unit.of(z)
+        z = torch.addcmul(norm[1], kept.norm.unit, norm[0])
+    return z + q if network.residual else z, kept
+
+
+def _of_rows(x: Tensor, base: Tensor) -> Tensor:
+    """(K N, c, F) -> (N, K c, F): all blocks of a row side by side, base being (N, ...)."""
+    return x.unflatten(0, (-1, len(base))).transpose(0, 1).flatten(1, 2)
+
+
+def _of_blocks(x: Tensor, like: Tensor) -> Tensor:
+    """Back: (N, K c, F) -> (K N, c, F), ``like`` being (K N, c, ...)."""
+    return x.unflatten(1, (-1, like.shape[1])).transpose(0, 1).flatten(0, 1)
 
 
 @dataclass
-class Gradients:
-    """Gradients of a block's inputs, as forward takes them; gates per layer; norm (2 of (N, 1, D)) or empty."""
+class ReadGradients:
+    """Of q (M, c, D), of the keys' inputs X and errors G, of the coefficients, of the norm (two (M, 1, D) or none).
+
+    A_dz, B_dz: the gradients of W and S are Z^T A_dz and Z^T B_dz.
+    """
 
     q: Tensor
-    k: Tensor
-    v: Tensor
-    gates: list[Coefficients]
+    X: list[Tensor]
+    G: list[Tensor]
+    A_dz: list[Tensor]
+    B_dz: list[Tensor]
+    A: list[Tensor]
+    B: list[Tensor]
+    mix: list[Tensor]
     norm: list[Tensor]
-    W: list[Tensor]
-    S: list[Tensor]
-    F: list[Tensor]
 
 
-def backward(
+def read_backward(
     out: Tensor,
-    new_W: Weights,
-    new_S: Weights,
+    keys: Keys,
+    kept: Queries,
     gates: list[Coefficients],
     norm: Weights,
     W: Weights,
     S: Weights,
-    F: Weights,
     base: Weights | None,
     d_base: list[Tensor],
-    kept: Kept,
     network: NetworkShape,
-) -> Gradients:
-    """out, new_W, new_S: gradients of forward's results, the rest as forward had it.
-
-    The gradient of base is added to d_base.
-    """
-    slope = SLOPES[network.activation]
-    d_norm = []
-    dz = out
-    if network.norm:
-        d_norm = [(out * kept.out_unit).sum(1, keepdim=True), out.sum(1, keepdim=True)]
-        dz = _unit_vjp(out * norm[0], kept.out_unit, kept.out_scale)
+) -> ReadGradients:
+    """out (M, c, D), the gradient of read's first result. That of base is added to d_base."""
+    pulled_back = PULLED_BACK[network.activation]
     layers = len(W)
-    dX, dG, dW, dS, d_gates = ([None] * layers for _ in range(5))
-    for n in range(layers - 1, -1, -1):
-        c, X, G, Z = gates[n], kept.X[n], kept.G[n], kept.Z[n]
-        A_dz, B_dz = c.A * dz, c.B * dz
-        d_mixed = -torch.bmm(dz, G.mT)
-        d_scores = d_mixed * c.mix
-        HW, HS = torch.bmm(X, new_W[n]), torch.bmm(X, new_S[n])
-        pG, eG = c.p * G, c.e * G
-        d_gates[n] = Coefficients(
-            A=(dz * kept.ZW[n]).sum(-1, keepdim=True),
-            B=(dz * kept.ZS[n]).sum(-1, keepdim=True),
-            mix=d_mixed * kept.scores[n],
-            a=_inner(new_W[n], W[n]),
-            b=_inner(new_W[n], S[n]),
-            m=_inner(new_S[n], S[n]),
-            p=-(G * HW).sum(-1, keepdim=True),
-            e=-(G * HS).sum(-1, keepdim=True),
-        )
-        dG[n] = (c.p * HW).baddbmm_(kept.mixed[n].mT, dz).addcmul_(c.e, HS).neg_()
-        dX[n] = torch.bmm(d_scores.mT, Z)
-        dX[n].baddbmm_(pG, new_W[n].mT, alpha=-1).baddbmm_(eG, new_S[n].mT, alpha=-1)
-        dW[n] = (c.a * new_W[n]).baddbmm_(Z.mT, A_dz)
-        dS[n] = (c.b * new_W[n]).addcmul_(c.m, new_S[n]).baddbmm_(Z.mT, B_dz)
-        dZ = torch.bmm(A_dz, W[n].mT).baddbmm_(B_dz, S[n].mT).baddbmm_(d_scores, X)
-        if base is not None:
-            dZ.baddbmm_(dz, base[n].mT)
-            d_base[n].baddbmm_(Z.mT, dz)
-        if n:
-            dz = dZ * slope(kept.query_hidden[n - 1])
-    d_k, d_v, dF, key_norm = _key_backward(dX, dG, norm, F, kept, network)
-    d_q = dZ + out if network.residual else dZ
-    d_norm = [x + y for x, y in zip(d_norm, key_norm, strict=True)]
-    return Gradients(d_q, d_k, d_v, d_gates, d_norm, dW, dS, dF)
-
-
-def _inner(x: Tensor, y: Tensor) -> Tensor:
-    """(N, d, h) x 2 -> (N, 1, 1), sums of products, without a tensor of that size."""
-    n = x.shape[0]
-    return torch.bmm(x.reshape(n, 1, -1), y.reshape(n, -1, 1))
-
-
-def _key_backward(dX: list[Tensor], dG: list[Tensor], norm: Weights, F: Weights, kept: Kept, network: NetworkShape):
-    """From the gradients of inputs and inner errors back to k, v, the frozen weights and the LayerNorm.
-
-    Accumulates into dX and dG, which nobody else holds.
-    """
-    slope, curvature = SLOPES[network.activation], CURVATURES[network.activation]
-    last = len(F) - 1
-    dF, d_hidden = [None] * (last + 1), []
-    for n in range(last):
-        pull = dG[n] * slope(kept.hidden[n])
-        d_hidden.append(dG[n] * kept.pulled[n] * curvature(kept.hidden[n]))
-        dG[n + 1].baddbmm_(pull, F[n + 1])
-        dF[n + 1] = torch.bmm(pull.mT, kept.G[n + 1])
-
-    d_error, d_norm = dG[last], []
+    dX, dG, A_dz, B_dz, dA, dB, d_mix = ([None] * layers for _ in range(7))
+    d_norm, dz = [], out
     if network.norm:
-        unit, scale, d_g = kept.key_unit, kept.key_scale, dG[last]
-        d_upstream = _unit_vjp(d_g, unit, scale)
-        d_error = d_upstream * norm[0]
-        d_y = 2 * d_error
-        d_norm = [torch.addcmul(d_upstream * kept.error, d_y, unit).sum(1, keepdim=True), d_y.sum(1, keepdim=True)]
-        d_unit = d_y * norm[0] - scale * (
-            d_g * (kept.upstream * unit).mean(-1, keepdim=True) + kept.upstream * (d_g * unit).mean(-1, keepdim=True)
-        )
-        along = (d_unit * unit + d_g * kept.G[last]).mean(-1, keepdim=True)
-        df = (d_unit - unit * along) * scale
-        df = df - df.mean(-1, keepdim=True)
+        d_norm = [(out * kept.norm.unit).sum(1, keepdim=True), out.sum(1, keepdim=True)]
+        dz = kept.norm.vjp(out * norm[0])
+    for n in range(layers - 1, -1, -1):
+        c, Z = gates[n], kept.Z[n]
+        A_dz[n], B_dz[n] = c.A * dz, c.B * dz
+        d_mixed = torch.bmm(dz, keys.G[n].mT).neg_()
+        d_scores = d_mixed * c.mix
+        dA[n] = (dz * kept.ZW[n]).sum(-1, keepdim=True)
+        dB[n] = (dz * kept.ZS[n]).sum(-1, keepdim=True)
+        d_mix[n] = d_mixed.mul_(kept.scores[n])
+        dG[n] = torch.bmm((kept.scores[n] * c.mix).mT, dz).neg_()
+        dX[n] = torch.bmm(d_scores.mT, Z)
+        dZ = torch.bmm(A_dz[n], W[n].mT).baddbmm_(B_dz[n], S[n].mT).baddbmm_(d_scores, keys.X[n])
+        if base is not None:
+            rows = _of_rows(dz, base[n])
+            dZ += _of_blocks(torch.bmm(rows, base[n].mT), dz)
+            d_base[n].baddbmm_(_of_rows(Z, base[n]).mT, rows)
+        if n:
+            dz = pulled_back(dZ, kept.hidden[n - 1])
+    return ReadGradients(dZ + out if network.residual else dZ, dX, dG, A_dz, B_dz, dA, dB, d_mix, d_norm)
+
+
+@dataclass
+class Bends:
+    """What the backward pass of writes needs beside :class:`Keys`, of any number of blocks at once.
+
+    curve: of layer n < L - 1, the pulled error times the activation's curvature. flat, tilt, along: of the LayerNorm.
+    pG, eG: errors as they enter the last W and S.
+    """
+
+    curve: list[Tensor]
+    flat: Tensor | None
+    tilt: Tensor | None
+    along: Tensor | None
+    pG: list[Tensor]
+    eG: list[Tensor]
+
+    @staticmethod
+    def of(keys: Keys, gates: list[Ends], norm: Weights, network: NetworkShape) -> "Bends":
+        curvature = CURVATURES[network.activation]
+        curve = [pulled * curvature(hidden) for pulled, hidden in zip(keys.pulled, keys.hidden, strict=True)]
+        flat = tilt = along = None
+        if network.norm:
+            upstream = keys.error * norm[0]
+            flat = -(upstream * keys.norm.unit).mean(-1, keepdim=True) * keys.norm.scale
+            tilt = upstream * -keys.norm.scale
+            along = keys.norm.unit * -keys.norm.scale
+        pG = [c.p * g for c, g in zip(gates, keys.G, strict=True)]
+        eG = [c.e * g for c, g in zip(gates, keys.G, strict=True)]
+        return Bends(curve, flat, tilt, along, pG, eG)
+
+
+@dataclass
+class Writes:
+    """One block's gradients: k without what the residual adds, y (N, c, D) of the memory's answer, upstream of the
+    LayerNorm's input before its affine part (None without one); HW, HS: X times the gradients of the new W and S."""
+
+    k: Tensor
+    y: Tensor
+    upstream: Tensor | None
+    HW: list[Tensor]
+    HS: list[Tensor]
+
+
+def state_backward(
+    new_W: Weights,
+    new_S: Weights,
+    gates: list[Ends],
+    Z: list[Tensor],
+    A_dz: list[Tensor],
+    B_dz: list[Tensor],
+    into: tuple[Weights, Weights],
+):
+    """Puts the gradients of a block's first W and S into ``into``, from those of its last ones and of its queries."""
+    for n, (c, d_w, d_s) in enumerate(zip(gates, *into, strict=True)):
+        torch.mul(new_W[n], c.a, out=d_w).baddbmm_(Z[n].mT, A_dz[n])
+        torch.mul(new_S[n], c.m, out=d_s).addcmul_(new_W[n], c.b).baddbmm_(Z[n].mT, B_dz[n])
+
+
+def write_backward(
+    keys: Keys,
+    bends: Bends,
+    dX: list[Tensor],
+    dG: list[Tensor],
+    new_W: Weights,
+    new_S: Weights,
+    gates: list[Ends],
+    norm: Weights,
+    F: Weights,
+    dF: list[Tensor | None],
+    network: NetworkShape,
+) -> Writes:
+    """new_W, new_S: gradients of write's results. dX, dG: what reading gave, added to in place. The gradients of the
+    frozen weights F are added to dF, in place where there is a tensor."""
+    last = len(F) - 1
+    HW = [torch.bmm(x, w) for x, w in zip(keys.X, new_W, strict=True)]
+    HS = [torch.bmm(x, s) for x, s in zip(keys.X, new_S, strict=True)]
+    for n, c in enumerate(gates):
+        dG[n].addcmul_(c.p, HW[n], value=-1).addcmul_(c.e, HS[n], value=-1)
+        dX[n].baddbmm_(bends.pG[n], new_W[n].mT, alpha=-1).baddbmm_(bends.eG[n], new_S[n].mT, alpha=-1)
+
+    d_hidden = []
+    for n in range(last):
+        pull = dG[n] * keys.slope[n]
+        d_hidden.append(dG[n] * bends.curve[n])
+        dG[n + 1].baddbmm_(pull, F[n + 1])
+        _add(dF, n + 1, pull.mT, keys.G[n + 1])
+
+    d_g, upstream = dG[last], None
+    if network.norm:
+        ln = keys.norm
+        upstream = ln.vjp(d_g)
+        d_y = upstream * norm[0]
+        d_y *= 2
+        d_unit = (d_y * norm[0]).addcmul_(d_g, bends.flat)
+        d_unit.addcmul_(bends.tilt, (d_g * ln.unit).mean(-1, keepdim=True))
+        df = ln.vjp(d_unit).addcmul_(bends.along, (d_g * keys.G[last]).mean(-1, keepdim=True))
     else:
-        d_y = df = 2 * d_error
+        d_y = df = 2 * d_g
 
     for n in range(last, -1, -1):
-        if dF[n] is None:
-            dF[n] = torch.bmm(kept.X[n].mT, df)
-        else:
-            dF[n].baddbmm_(kept.X[n].mT, df)
+        _add(dF, n, keys.X[n].mT, df)
         dX[n].baddbmm_(df, F[n].mT)
         if n:
-            df = torch.addcmul(d_hidden[n - 1], dX[n], slope(kept.hidden[n - 1]))
-    d_k = dX[0] + d_y if network.residual else dX[0]
-    return d_k, -d_y, dF, d_norm
+            df = d_hidden[n - 1].addcmul_(dX[n], keys.slope[n - 1])
+    return Writes(dX[0], d_y, upstream, HW, HS)
+
+
+def _add(total: list[Tensor | None], n: int, x: Tensor, y: Tensor):
+    total[n] = torch.bmm(x, y) if total[n] is None else total[n].baddbmm_(x, y)

@@ -15,14 +15,9 @@ LN_EPS = 1e-5
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
 
 
-def _gelu_slope(z: Tensor) -> Tensor:
-    cdf = 0.5 * (1 + torch.erf(z * math.sqrt(0.5)))
-    return cdf + z * torch.exp(-0.5 * z * z) * (1 / math.sqrt(2 * math.pi))
-
-
-def _silu_slope(z: Tensor) -> Tensor:
-    s = torch.sigmoid(z)
-    return s * (1 + z * (1 - s))
+def _silu_pulled_back(upstream: Tensor, z: Tensor) -> Tensor:
+    s = torch.sigmoid(z)  # PyTorch's own operator has no derivative
+    return upstream * s * (1 + z * (1 - s))
 
 
 def _gelu_curvature(z: Tensor) -> Tensor:
@@ -34,12 +29,18 @@ def _silu_curvature(z: Tensor) -> Tensor:
     return s * (1 - s) * (2 + z * (1 - 2 * s))
 
 
-SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": _gelu_slope,
-    "silu": _silu_slope,
-    "relu": lambda z: (z > 0).to(z.dtype),
+def _silu_pulled_back(upstream: Tensor, z: Tensor) -> Tensor:
+    """Written out: torch has no derivative of its own operator for it, and channelwise.py asks for one."""
+    s = torch.sigmoid(z)
+    return upstream * (s * (1 + z * (1 - s)))
+
+
+PULLED_BACK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu": torch.ops.aten.gelu_backward,
+    "silu": _silu_pulled_back,
+    "relu": lambda upstream, z: torch.ops.aten.threshold_backward(upstream, z, 0),
 }
-"""First derivative of each activation."""
+"""(upstream, z) -> upstream times the activation's slope at z; itself differentiable."""
 
 CURVATURES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": _gelu_curvature,

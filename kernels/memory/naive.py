@@ -7,6 +7,9 @@ Titans (arXiv 2501.00663), Eq. 11-14 with chunk-wise gradients (Section 3.2):
     M_t = (1 - alpha_t) M_{t-1} + S_t        forget_to="zero", the paper's
     M_t = (1 - alpha_t) (M_{t-1} - M_0) + M_0 + S_t        forget_to="start"
     y_t = M_t(q_t)
+
+alpha is one number for a whole matrix, or one for each of its rows (channels of d_in): (1 - alpha_t) is then a diagonal
+matrix on the left of M_{t-1}, the weights that x @ M takes in.
 """
 
 import torch
@@ -33,7 +36,8 @@ def naive_memory(
     state: MemoryState,
     reset: Tensor | None,
 ) -> tuple[Tensor, MemoryState]:
-    """q, k, v (B, T, H, D); gates (B, T, H, 1 or L); weights (B, H, d_in, d_out): M_0."""
+    """q, k, v (B, T, H, D); gates (B, T, H, 1 or L), alpha also (B, T, H, channels); weights (B, H, d_in, d_out): M_0.
+    """
     keep_graph = torch.is_grad_enabled()
     current, momentum, start = state.weights, state.momentum, state.chunk_weights
     offset = state.offset.to(q.device)
@@ -47,8 +51,11 @@ def naive_memory(
             offset = torch.where(begins, 0, offset)
         start = choose(offset == 0, current, start)
         gradient = _gradient(k[:, t], v[:, t], start, affine, network, keep_graph)
-        gates = [[gate[:, t, :, n if gate.shape[-1] > 1 else 0, None, None] for gate in (theta, eta, alpha)]
-                 for n in range(len(weights))]
+        # Of each layer theta, eta, alpha, (B, H, 1 or d_in, 1): a row of the matrix is a channel of its inputs.
+        gates = [
+            tuple(gate.unsqueeze(-1) for gate in layer)
+            for layer in zip(*(network.per_layer(gate[:, t]) for gate in (theta, eta, alpha)), strict=True)
+        ]
         momentum = tuple(e * s - th * u for (th, e, _), s, u in zip(gates, momentum, gradient, strict=True))
         keep = tuple(1 - a for _, _, a in gates)
         if forget_to == "start":

@@ -27,6 +27,19 @@ class NetworkShape:
         widths = [self.width, *[self.hidden] * (self.depth - 1), self.width]
         return tuple(zip(widths[:-1], widths[1:], strict=True))
 
+    @property
+    def channels(self) -> int:
+        """Channels that weight matrices take in, of all layers together: how many alphas a token has with one each."""
+        return sum(d_in for d_in, _ in self.layers)
+
+    def per_layer(self, gate: Tensor) -> list[Tensor]:
+        """What a gate says of each layer: (.., 1) or (.., L) -> L tensors (.., 1); (.., channels) -> L (.., d_in)."""
+        if gate.shape[-1] == 1:
+            return [gate] * self.depth
+        if gate.shape[-1] == self.depth:
+            return list(gate.split(1, -1))
+        return list(gate.split([d_in for d_in, _ in self.layers], -1))
+
     @staticmethod
     def of(
         weights: tuple[Tensor, ...],

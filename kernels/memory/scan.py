@@ -1,14 +1,16 @@
-"""The recurrence over blocks as one differentiable operator: forward keeps few states, backward plays them back."""
+"""The recurrence over blocks as one differentiable operator: what must wait for the block before, and what need not."""
 
 from dataclasses import dataclass, fields
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from titans_pt.kernels.memory import dual
-from titans_pt.kernels.memory.dual import Coefficients
+from titans_pt.kernels.memory.coefficients import Coefficients, Ends
 from titans_pt.kernels.memory.network import NetworkShape
-from titans_pt.kernels.memory.state import choose
+from titans_pt.kernels.memory.state import Weights, choose
+from titans_pt.kernels.memory.tree import each, joined, leaves, rebuilt
 
 
 @dataclass
@@ -17,7 +19,8 @@ class Plan:
 
     new_chunk, new_document: per block, a bool for all rows or a bool tensor (B H,).
     to_start: whether forgetting leads to M_0, not to zero. gate_layers: 1 or L.
-    save_every: blocks between two states that are kept.
+    group: blocks whose queries are read at once. keep: whether a forward pass keeps what its backward pass needs;
+    else it keeps the state at each group's start, from which the group is computed again.
     """
 
     new_chunk: list
@@ -25,7 +28,8 @@ class Plan:
     network: NetworkShape
     to_start: bool
     gate_layers: int
-    save_every: int
+    group: int
+    keep: bool
 
 
 COEFFICIENTS = len(fields(Coefficients))
@@ -37,59 +41,54 @@ class MemoryScan(torch.autograd.Function):
     q, k, v: (n, N, c, D). coefficients: the fields of Coefficients, (gate_layers, n, N, ...). norm: two (N, 1, D), or
     none. begin: M_0, L weights (N, d_in, d_out) at which a document starts; none if no block needs it. W, S, F: the
     state, likewise; with to_start W is its difference to M_0.
-
-    Memory of the backward pass: 3 weight sets per ``save_every`` blocks for the run, intermediates for that many.
     """
 
     @staticmethod
     def forward(ctx, plan: Plan, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor):
-        tensors = _Arguments(plan, q, k, v, rest)
-        state, saved, outputs = tensors.state, [], []
-        for n in range(len(q)):
-            if n % plan.save_every == 0:
-                saved.extend(w for group in state for w in group)
-            state, _, out, _ = tensors.step(n, state)
+        scan = _Scan(plan, q, k, v, rest)
+        state, outputs, kept = scan.state, [], []
+        for blocks in scan.groups:
+            begun = state
+            out, state, work = scan.run(blocks, state)
             outputs.append(out)
-        ctx.plan = plan
-        ctx.count = 3 + len(rest)
-        ctx.save_for_backward(q, k, v, *rest, *saved)
+            work = (work, begun[2]) if plan.keep else begun
+            kept += leaves(work)
+        ctx.plan, ctx.count, ctx.kept = plan, 3 + len(rest), rebuilt(work, repeat(q.new_empty(0)))
+        ctx.save_for_backward(q, k, v, *rest, *kept)
+        ctx.set_materialize_grads(False)
         # A state that no block replaced is an input: autograd wants outputs of its own.
-        after = [w for group in state for w in group]
         given = {id(w) for w in rest}
-        return torch.stack(outputs), *(w.clone() if id(w) in given else w for w in after)
+        after = (w.clone() if id(w) in given else w for w in leaves(state))
+        return torch.cat(outputs).view_as(q), *after
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out: Tensor, *d_state: Tensor):
-        plan, layers = ctx.plan, ctx.plan.network.depth
-        tensors = ctx.saved_tensors
-        (q, k, v, *rest), saved = tensors[: ctx.count], tensors[ctx.count :]
-        arguments = _Arguments(plan, q, k, v, rest)
-        grads = _Accumulated(arguments)
-        dW, dS, dF = (list(d_state[i * layers : (i + 1) * layers]) for i in range(3))
-        for first in reversed(range(0, len(q), plan.save_every)):
-            sets = saved[first // plan.save_every * 3 * layers :][: 3 * layers]
-            state = tuple(sets[i * layers : (i + 1) * layers] for i in range(3))
-            played = []
-            for n in range(first, min(first + plan.save_every, len(q))):
-                state, began, _, kept = arguments.step(n, state)
-                played.append((n, began, kept))
-            while played:
-                n, (W, S, F), kept = played.pop()
-                g = dual.backward(
-                    d_out[n], dW, dS, arguments.gates(n), arguments.norm, W, S, F, arguments.base, grads.begin, kept,
-                    plan.network,
-                )  # fmt: skip
-                grads.add(n, g)
-                dW, dS = g.W, g.S
-                dF = g.F if dF is None else [a + b for a, b in zip(dF, g.F, strict=True)]
-                dW, dS, dF = grads.boundary(plan, n, dW, dS, dF)
-        dF = dF or [None] * layers
-        return None, grads.q, grads.k, grads.v, *grads.coefficients, *grads.norm, *grads.begin, *dW, *dS, *dF
+    def backward(ctx, d_out: Tensor | None, *d_state: Tensor | None):
+        q, k, v, *rest = ctx.saved_tensors[: ctx.count]
+        scan = _Scan(ctx.plan, q, k, v, rest)
+        tensors = iter(ctx.saved_tensors[ctx.count :])
+        kept = [rebuilt(ctx.kept, tensors) for _ in scan.groups]
+        d_out = torch.zeros_like(q) if d_out is None else d_out
+        grads = _Gradients(scan, d_state)
+        for blocks in reversed(scan.groups):
+            begun = kept.pop()
+            work, frozen = begun if ctx.plan.keep else (scan.run(blocks, begun)[2], begun[2])
+            grads.add(blocks, d_out[blocks.start : blocks.stop].flatten(0, 1), work, frozen)
+        return None, grads.q, grads.k, grads.v, *grads.coefficients, *grads.norm, *grads.begin, *grads.now, *grads.F
 
 
-class _Arguments:
-    """The flat arguments of MemoryScan by name, and one step of its recurrence."""
+@dataclass
+class _Work:
+    """What a group of K blocks leaves for its backward pass; W, S: at each block's start, (K N, d_in, d_out)."""
+
+    keys: dual.Keys
+    queries: dual.Queries
+    W: list[Tensor]
+    S: list[Tensor]
+
+
+class _Scan:
+    """The flat arguments of MemoryScan by name, and its forward pass, a group of blocks at a time."""
 
     def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, rest):
         layers = plan.network.depth
@@ -99,72 +98,167 @@ class _Arguments:
         self.norm, self.begin, state = rest[:cut], rest[cut : -3 * layers], rest[-3 * layers :]
         self.state = tuple(tuple(state[i * layers : (i + 1) * layers]) for i in range(3))
         self.base = self.begin if plan.to_start else None
+        self.groups = [range(n, min(n + plan.group, len(q))) for n in range(0, len(q), plan.group)]
 
-    def gates(self, n: int) -> list[Coefficients]:
-        shared = [
-            Coefficients(*(c[layer, n] for c in self.coefficients)) for layer in range(self.plan.gate_layers)
+    def gates(self, blocks: range) -> list[Coefficients]:
+        """Of each layer, (K N, ...)."""
+        own = [
+            Coefficients(*(c[layer, blocks.start : blocks.stop].flatten(0, 1) for c in self.coefficients))
+            for layer in range(self.plan.gate_layers)
         ]
-        return shared if self.plan.gate_layers == self.plan.network.depth else shared * self.plan.network.depth
+        return own if len(own) == self.plan.network.depth else own * self.plan.network.depth
 
-    def step(self, n: int, state):
-        """State before block n -> state after it, state that the block began with, outputs, intermediates."""
+    def norms(self, blocks: range) -> Weights:
+        """The LayerNorm of every block's rows, (K N, 1, D)."""
+        return tuple(p.repeat(len(blocks), 1, 1) for p in self.norm)
+
+    def run(self, blocks: range, state: tuple[Weights, Weights, Weights]):
+        """State before the group -> outputs (K N, c, D), the state after it, what the backward pass needs."""
+        network, layers, count = self.plan.network, self.plan.network.depth, len(blocks)
+        gates, norm = self.gates(blocks), self.norms(blocks)
+        q, k, v = (x[blocks.start : blocks.stop].flatten(0, 1) for x in (self.q, self.k, self.v))
+        goals, ends = each(dual.goal(k, v, norm, network), count), each([Ends.of(c) for c in gates], count)
         W, S, F = state
-        document, chunk = self.plan.new_document[n], self.plan.new_chunk[n]
-        if document is not False:
-            zero = tuple(torch.zeros_like(s) for s in S)
-            W = choose(document, self.begin if self.base is None else zero, W)
-            S = choose(document, zero, S)
-        if chunk is not False:
-            whole = W if self.base is None else tuple(w0 + w for w0, w in zip(self.base, W, strict=True))
-            F = choose(chunk, whole, F)
-        out, new_W, new_S, kept = dual.forward(
-            self.q[n], self.k[n], self.v[n], self.gates(n), self.norm, W, S, F, self.base, self.plan.network
+        now = (*W, *S)
+        starts = [w.new_empty(count, *w.shape) for w in now]
+        slots = [*zip(*(w.unbind() for w in starts), strict=True), tuple(torch.empty_like(w) for w in now)]
+        keys = []
+        for i, n in enumerate(blocks):
+            if i == 0 or self.plan.new_document[n] is not False:
+                for slot, w in zip(slots[i], self._begun(n, now), strict=True):
+                    slot.copy_(w)
+            now = slots[i]
+            F = self.frozen(n, now[:layers], F)
+            keys.append(dual.key_side(self.k[n], goals[i], self.norm, F, network))
+            dual.write(keys[i], ends[i], now[:layers], now[layers:], slots[i + 1])
+            now = slots[i + 1]
+        keys = joined(keys)
+        starts = [w.flatten(0, 1) for w in starts]
+        W, S = starts[:layers], starts[layers:]
+        out, queries = dual.read(q, keys, gates, norm, W, S, self.base, network)
+        return out, (now[:layers], now[layers:], F), _Work(keys, queries, W, S)
+
+    def _begun(self, n: int, now: Weights) -> Weights:
+        """W and S before block n -> at its start: where a document begins there, at M_0 and 0."""
+        document = self.plan.new_document[n]
+        if document is False:
+            return now
+        zero = tuple(torch.zeros_like(w) for w in now[len(now) // 2 :])
+        return choose(document, (*(self.begin if self.base is None else zero), *zero), now)
+
+    def frozen(self, n: int, W: Weights, F: Weights) -> Weights:
+        """The weights at which block n's gradients are taken: its own first ones if it begins a chunk."""
+        chunk = self.plan.new_chunk[n]
+        if chunk is False:
+            return F
+        whole = W if self.base is None else tuple(w0 + w for w0, w in zip(self.base, W, strict=True))
+        return choose(chunk, whole, F)
+
+
+class _Gradients:
+    """Gradients of MemoryScan's arguments, filled group by group from the last to the first.
+
+    now: of W and S at the place that is reached; F: of the frozen weights there, None for 0.
+    """
+
+    def __init__(self, scan: _Scan, d_state: tuple[Tensor | None, ...]):
+        layers = scan.plan.network.depth
+        self.scan = scan
+        self.q, self.k, self.v = (torch.empty_like(x) for x in (scan.q, scan.k, scan.v))
+        self.coefficients = [torch.zeros_like(c) for c in scan.coefficients]
+        self.norm = [torch.zeros_like(p) for p in scan.norm]
+        self.begin = [torch.zeros_like(w) for w in scan.begin]
+        state = leaves(scan.state[:2])
+        self.now = [torch.zeros_like(w) if d is None else d for w, d in zip(state, d_state[: 2 * layers], strict=True)]
+        self.F = [None if d is None else d.clone() for d in d_state[2 * layers :]]
+
+    def add(self, blocks: range, d_out: Tensor, work: _Work, F: Weights):
+        """d_out (K N, c, D); F: the frozen weights before the group."""
+        scan, network, layers, count = self.scan, self.scan.plan.network, self.scan.plan.network.depth, len(blocks)
+        gates, norm = scan.gates(blocks), scan.norms(blocks)
+        ends = [Ends.of(c) for c in gates]
+        read = dual.read_backward(
+            d_out, work.keys, work.queries, gates, norm, work.W, work.S, scan.base, self.begin, network
         )
-        return (new_W, new_S, F), (W, S, F), out, kept
+        bends = dual.Bends.of(work.keys, ends, norm, network)
+        parts = each([work.keys, bends, ends, read.X, read.G, work.queries.Z, read.A_dz, read.B_dz, work.W], count)
+        frozen = []
+        for i, n in enumerate(blocks):
+            F = scan.frozen(n, parts[i][-1], F)
+            frozen.append(F)
 
+        after = [w.new_empty(count, *w.shape) for w in self.now]
+        slots = [tuple(torch.empty_like(w) for w in self.now), *zip(*(w.unbind() for w in after), strict=True)]
+        for slot, w in zip(slots[-1], self.now, strict=True):
+            slot.copy_(w)
+        writes = [None] * count
+        for i in reversed(range(count)):
+            keys, bend, end, dX, dG, Z, A_dz, B_dz, _ = parts[i]
+            new_W, new_S = slots[i + 1][:layers], slots[i + 1][layers:]
+            dW, dS = slots[i][:layers], slots[i][layers:]
+            dual.state_backward(new_W, new_S, end, Z, A_dz, B_dz, (dW, dS))
+            # Weights at which no other block's gradients are taken: theirs go where they belong at once.
+            alone = scan.plan.new_chunk[blocks[i]] is True and scan.base is None and self.F[0] is None
+            dF = list(dW) if alone else self.F
+            writes[i] = dual.write_backward(
+                keys, bend, dX, dG, new_W, new_S, end, scan.norm, frozen[i], dF, network
+            )
+            if not alone:
+                self._thaw(scan.plan.new_chunk[blocks[i]], dW)
+            self._forget(scan.plan.new_document[blocks[i]], slots[i])
+        self.now = slots[0]
+        self._sum(blocks, read, joined(writes), work, [w.flatten(0, 1) for w in after])
 
-class _Accumulated:
-    """Gradients of MemoryScan's arguments, filled block by block from the last to the first."""
+    def _thaw(self, chunk, dW: Weights):
+        """Where a chunk begins, the frozen weights are those that the block begins with."""
+        if chunk is False:
+            return
+        part = self.F if chunk is True else [f.where(chunk.view(-1, 1, 1), 0) for f in self.F]
+        for w, f in zip(dW, part, strict=True):
+            w += f
+        if self.scan.base is not None:
+            self._to_begin(part)
+        self.F = [None if chunk is True else f - p for f, p in zip(self.F, part, strict=True)]
 
-    def __init__(self, arguments: _Arguments):
-        self.q, self.k, self.v = (torch.empty_like(x) for x in (arguments.q, arguments.k, arguments.v))
-        self.coefficients = [torch.zeros_like(c) for c in arguments.coefficients]
-        self.norm = [torch.zeros_like(p) for p in arguments.norm]
-        self.begin = [torch.zeros_like(w) for w in arguments.begin]
-
-    def add(self, n: int, g: dual.Gradients):
-        self.q[n], self.k[n], self.v[n] = g.q, g.k, g.v
-        for layer, gates in enumerate(g.gates):
-            for total, field in zip(self.coefficients, fields(Coefficients), strict=True):
-                total[min(layer, len(total) - 1), n] += getattr(gates, field.name)
-        for total, part in zip(self.norm, g.norm, strict=True):
-            total += part
-
-    def boundary(self, plan: Plan, n: int, dW: list[Tensor], dS: list[Tensor], dF: list[Tensor]):
-        """Gradients after block n's start -> gradients before it, where chunks and documents began; dF None for 0."""
-        document, chunk = plan.new_document[n], plan.new_chunk[n]
-        if chunk is not False:
-            frozen = mask(chunk, dF)
-            dW = [w + f for w, f in zip(dW, frozen, strict=True)]
-            if plan.to_start:
-                self._to_begin(frozen)
-            dF = None if chunk is True else mask(~chunk, dF)
-        if document is not False:
-            if not plan.to_start:
-                self._to_begin(mask(document, dW))
-            others = False if document is True else ~document
-            dW, dS = mask(others, dW), mask(others, dS)
-        return dW, dS, dF
+    def _forget(self, document, now: Weights):
+        """Where a document begins, nothing before it matters."""
+        if document is False:
+            return
+        rows = torch.ones_like(now[0][:, :1, :1], dtype=torch.bool) if document is True else document.view(-1, 1, 1)
+        if self.scan.base is None:
+            self._to_begin([w.where(rows, 0) for w in now[: len(now) // 2]])
+        for w in now:
+            w.masked_fill_(rows, 0)
 
     def _to_begin(self, parts: list[Tensor]):
         for total, part in zip(self.begin, parts, strict=True):
             total += part
 
+    def _sum(self, blocks: range, read: dual.ReadGradients, write: dual.Writes, work: _Work, after: list[Tensor]):
+        """What needs no order, of all blocks at once. after: gradients of W and S after each block."""
+        network, layers, place = self.scan.plan.network, len(work.W), slice(blocks.start, blocks.stop)
 
-def mask(rows, tensors) -> list[Tensor]:
-    """The tensors (N, ...) with the rows that are not chosen set to zero."""
-    if rows is True:
-        return list(tensors)
-    if rows is False:
-        return [torch.zeros_like(t) for t in tensors]
-    return [torch.where(rows.view(-1, 1, 1), t, 0.0) for t in tensors]
+        def of_blocks(x: Tensor) -> Tensor:
+            return x.unflatten(0, (len(blocks), -1))
+
+        self.q[place], self.v[place] = of_blocks(read.q), of_blocks(-write.y)
+        self.k[place] = of_blocks(write.k + write.y if network.residual else write.k)
+        for n in range(layers):
+            G, W, S, dW, dS = work.keys.G[n], work.W[n], work.S[n], after[n], after[layers + n]
+            read.A[n][:, -1:].add_(_inner(dW, W))
+            read.B[n][:, -1:].add_(_inner(dW, S))
+            read.mix[n][:, -1].sub_((G * write.HW[n]).sum(-1))
+            d_e = (G * write.HS[n]).sum(-1, keepdim=True).neg_()
+            parts = read.A[n], read.B[n], read.mix[n], _inner(dS, S), d_e
+            for total, part in zip(self.coefficients, parts, strict=True):
+                total[min(n, len(total) - 1), place].add_(of_blocks(part))
+        if network.norm:
+            weight = torch.addcmul(write.upstream * work.keys.error, write.y, work.keys.norm.unit)
+            of_keys = [x.sum(1, keepdim=True) for x in (weight, write.y)]
+            for total, x, y in zip(self.norm, read.norm, of_keys, strict=True):
+                total += of_blocks(x + y).sum(0)
+
+
+def _inner(x: Tensor, y: Tensor) -> Tensor:
+    """(M, d, h) x 2 -> (M, 1, 1), sums of products, without a tensor of that size."""
+    return torch.bmm(x.flatten(1).unsqueeze(1), y.flatten(1).unsqueeze(2))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titans_pt.kernels.memory.dual import key_side
+from titans_pt.kernels.memory.dual import goal, key_side
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose, state_dtype
 
@@ -49,14 +49,14 @@ def memory_trace(
     dtype = state_dtype(k)
     layers = len(weights)
     k, v = k.to(dtype), v.to(dtype)
-    # (B, T, H, L, 1, 1): one gate for each matrix, ready to scale it.
-    theta, eta, alpha = (
-        (g if g.dim() == 4 else g.unsqueeze(-1)).to(dtype).expand(*k.shape[:3], layers)[..., None, None]
-        for g in (theta, eta, alpha)
-    )
     begin = tuple(w.to(dtype).expand(batch, *w.shape) for w in weights)
     affine = () if norm is None else tuple(p.to(dtype).unsqueeze(-2) for p in norm)
     network = network or NetworkShape.of(weights, norm)
+    # Of each matrix (B, T, H, 1 or d_in, 1), ready to scale it.
+    theta, eta, alpha = (
+        [part.unsqueeze(-1) for part in network.per_layer((g if g.dim() == 4 else g.unsqueeze(-1)).to(dtype))]
+        for g in (theta, eta, alpha)
+    )
     state = initial_state or MemoryState.initial(weights, batch, dtype)
     current, momentum, start, offset = state.weights, state.momentum, state.chunk_weights, state.offset.to(k.device)
 
@@ -68,19 +68,20 @@ def memory_trace(
             momentum = tuple(torch.where(begins.view(-1, 1, 1, 1), 0.0, s) for s in momentum)
             offset = torch.where(begins, 0, offset)
         start = choose(offset == 0, current, start)
-        inputs, _, errors, *_ = key_side(k[:, t].unsqueeze(-2), v[:, t].unsqueeze(-2), affine, start, network)
+        key, value = k[:, t].unsqueeze(-2), v[:, t].unsqueeze(-2)
+        keys = key_side(key, goal(key, value, affine, network), affine, start, network)
         momentum = tuple(
-            eta[:, t, :, n] * s - theta[:, t, :, n] * (x.mT @ g)
-            for n, (s, x, g) in enumerate(zip(momentum, inputs, errors, strict=True))
+            eta[n][:, t] * s - theta[n][:, t] * (x.mT @ g)
+            for n, (s, x, g) in enumerate(zip(momentum, keys.X, keys.G, strict=True))
         )
-        goal = begin if forget_to == "start" else (0.0,) * layers
+        origin = begin if forget_to == "start" else (0.0,) * layers
         current = tuple(
-            w0 + (1 - alpha[:, t, :, n]) * (w - w0) + s
-            for n, (w, w0, s) in enumerate(zip(current, goal, momentum, strict=True))
+            w0 + (1 - alpha[n][:, t]) * (w - w0) + s
+            for n, (w, w0, s) in enumerate(zip(current, origin, momentum, strict=True))
         )
         offset = (offset + 1) % chunk_size
         # ||x g^T|| = ||x|| ||g||: the gradient's norm needs no matrix.
-        squares = [x.square().sum((-2, -1)) * g.square().sum((-2, -1)) for x, g in zip(inputs, errors, strict=True)]
+        squares = [x.square().sum((-2, -1)) * g.square().sum((-2, -1)) for x, g in zip(keys.X, keys.G, strict=True)]
         figures.append(torch.stack([sum(squares).sqrt(), _norm(current), _norm(momentum)]))
     return Trace(*torch.stack(figures, dim=2).unbind(0))
 

@@ -1,10 +1,12 @@
-"""The dual form as a break in the graph of torch.compile, which would unroll its loop over blocks: minutes.
+"""The dual forms as breaks in the graph of torch.compile, which would unroll their loops over blocks: minutes.
 
-Who wants it compiled says backend="chunked". (The fused kernels are one operator of the graph.)
+Who wants ``chunked`` compiled says backend="chunked". (The fused kernels are one operator of the graph.)
 """
 
 import torch
 
+from titans_pt.kernels.memory.channelwise import channelwise_memory
 from titans_pt.kernels.memory.chunked import chunked_memory
 
-call = torch.compiler.disable(chunked_memory)
+chunked = torch.compiler.disable(chunked_memory)
+channelwise = torch.compiler.disable(channelwise_memory)

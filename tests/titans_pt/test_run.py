@@ -135,7 +135,7 @@ def test_a_run_of_before_a_setting_existed(run, tiny, monkeypatch):
     folder.config.write_text(folder.config.read_text().replace("    writes: true\n", ""))
     monkeypatch.setattr("titans_pt.config_history.FORMER_DEFAULTS", {"model.memory.writes": False})
     assert load_run(folder.path).config.model.memory.writes is False
-    *_, config = find_start(Language(load_config(tiny())), folder, state.identity)
+    config = find_start(Language(load_config(tiny())), folder, state.identity).config
     assert config.model.memory.writes is False
     with pytest.raises(UserError, match="model.memory.writes: given True, but .* was trained with False"):
         given = load_config(tiny(), ["model.memory.writes=true"])

@@ -129,15 +129,21 @@ def memory_call(backend: str, x: dict[str, Tensor]) -> Callable[[], Tensor]:
     return run
 
 
+BLOCK = ("key_side", "read", "read_backward", "write_backward")
+"""The functions of a block of the dual form."""
+
+
 @contextmanager
 def compiled_blocks():
     """The dual form's blocks, forward and backward, through torch.compile: its loop over them would be unrolled."""
-    plain = dual.forward, dual.backward
-    dual.forward, dual.backward = (torch.compile(function, dynamic=False) for function in plain)
+    plain = {name: getattr(dual, name) for name in BLOCK}
+    for name, function in plain.items():
+        setattr(dual, name, torch.compile(function, dynamic=False))
     try:
         yield
     finally:
-        dual.forward, dual.backward = plain
+        for name, function in plain.items():
+            setattr(dual, name, function)
 
 
 def _gated_delta_rule(x: dict[str, Tensor]) -> Callable[[], Tensor]:

@@ -1,6 +1,6 @@
 import click
 
-from titans_pt.commands._arguments import COUNTS, NAMES, settings, whole
+from titans_pt.commands._arguments import COUNTS, NAMES, real, settings, whole
 
 SECTION = "study"
 
@@ -8,19 +8,39 @@ SECTION = "study"
 @click.command()
 @settings
 @click.option("--models", type=NAMES, default="lmm,mac,mag,mal,swa", metavar="NAMES", help="the models to train")
-@click.option("--needles", "count", type=whole(1), default=8, metavar="N", help="needles in a sample")
+@click.option("--needles", "count", type=whole(1), default=8, metavar="N", help="needles in a training sample")
 @click.option(
     "--lengths", default="96:8,256,512,1024,2048", metavar="TOKENS[:PARTS],...",
     help="training lengths in order, each with its share of the steps",
 )  # fmt: skip
 @click.option(
-    "--asked", type=COUNTS, default="1024,2048,4096,8192,16384,32768,65536", metavar="TOKENS,...",
-    help="lengths of evaluation",
+    "--held-out", type=whole(0), default=0, metavar="N", help="noise tokens that training never draws (default: 0)"
+)
+@click.option(
+    "--write-cost", type=real(lambda x: x >= 0, "a number of at least 0"), default=0.0, metavar="X",
+    help="added to the loss, times the mean gate of writing, from the second length on (default: 0)",
 )  # fmt: skip
-def needles(config, models: list[str], count: int, lengths: str, asked: list[int]):
+@click.option(
+    "--asked", type=COUNTS, default="1024,2048,4096,8192,16384,32768,65536", metavar="TOKENS,...",
+    help="lengths to ask at; what was trained before is not trained again",
+)  # fmt: skip
+@click.option(
+    "--asked-needles", type=COUNTS, metavar="N,...", help="needles in a sample that is asked (default: as trained)"
+)
+@click.option("--answers", type=whole(1), default=256, metavar="N", help="at each length (default: 256)")
+@click.option(
+    "--noise", type=click.Choice(["seen", "unseen"]), default="seen",
+    help="unseen: ask in the held-out noise tokens alone (default: seen)",
+)  # fmt: skip
+def needles(
+    config, models: list[str], count: int, lengths: str, held_out: int, write_cost: float, asked: list[int],
+    asked_needles: list[int] | None, answers: int, noise: str,
+):  # fmt: skip
     """Train small models on needles and ask far beyond their training length."""
-    from titans_pt.experiments.needles_in_noise import Curriculum, NeedlesInNoise, train_and_ask
+    from titans_pt.experiments.needles import Questions, train_and_ask
+    from titans_pt.experiments.needles_in_noise import Curriculum, NeedlesInNoise
 
     curriculum = Curriculum(lengths)
-    task = NeedlesInNoise(config.model.vocab_size, min(curriculum.lengths), count)
-    train_and_ask(config, models, task, curriculum, asked)
+    task = NeedlesInNoise(config.model.vocab_size, min(curriculum.lengths), count, held_out)
+    questions = Questions(asked, asked_needles or [count], answers, unseen=noise == "unseen")
+    train_and_ask(config, models, task, curriculum, questions, write_cost)

@@ -6,6 +6,7 @@ import resource
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,37 +49,47 @@ def answer_nll(model: nn.Module, last_logits: Tensor, state: Any, answer_ids: li
 
 @dataclass(frozen=True)
 class Reading:
-    """The result of reading a prompt: the last logits (1, V), the state after it, and speed and memory."""
+    """The result of reading prompts: the last logits (B, V), the state after them, and speed and memory."""
 
     logits: Tensor
     state: Any
     stretches: list[dict]
-    """Of each stretch of ``save_every`` tokens: tokens read so far, tokens_per_s, peak_memory so far (bytes)."""
+    """Of each stretch of ``save_every`` tokens: tokens read so far, tokens_per_s (of one row), peak_memory so far
+    (bytes)."""
 
 
-def read(model: nn.Module, ids: Tensor, chunk_tokens: int, save_every: int, path: Path) -> Reading:
-    """:func:`prefill` of one prompt in stretches, with the state kept in ``path`` after each but the last.
+def read(
+    model: nn.Module,
+    ids: Tensor,
+    chunk_tokens: int,
+    save_every: int,
+    path: Path,
+    show: Callable[[dict], None] = lambda stretch: None,
+) -> Reading:
+    """:func:`prefill` of prompts in stretches, with the state kept in ``path`` after each but the last.
 
     A killed process continues from there when it is started again with the same arguments; ``path`` must identify model
-    and prompt. It is deleted when the prompt has been read.
+    and prompts. It is deleted when they have been read.
 
     Args:
-        ids: (T,) integers.
-        save_every: tokens of a stretch.
+        ids: (B, T) integers.
+        save_every: tokens of a stretch, per row.
+        show: called after each stretch with its entry in ``stretches``.
     """
     device = device_of(model)
     state, stretches = None, []
     if path.exists():
         state, stretches = load_state(path, device), json.loads(read_about(path)["stretches"])
     done = stretches[-1]["tokens"] if stretches else 0
-    for start in range(done, len(ids), save_every):
-        part = ids[start : start + save_every]
+    for start in range(done, ids.shape[1], save_every):
+        part = ids[:, start : start + save_every]
         began = _now(device)
-        logits, state = prefill(model, part[None], chunk_tokens, state)
-        rate = len(part) / (_now(device) - began)
-        tokens = start + len(part)
+        logits, state = prefill(model, part, chunk_tokens, state)
+        rate = part.shape[1] / (_now(device) - began)
+        tokens = start + part.shape[1]
         stretches.append({"tokens": tokens, "tokens_per_s": rate, "peak_memory": _peak_memory(device)})
-        if tokens < len(ids):
+        show(stretches[-1])
+        if tokens < ids.shape[1]:
             save_state(state, path, {"kind": "reading", "stretches": json.dumps(stretches)})
     path.unlink(missing_ok=True)
     return Reading(logits, state, stretches)
@@ -126,7 +137,7 @@ class LongContext(ABC):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         kept = run.folder.evaluation / f"reading-{self.keys[index][:16]}.safetensors"
-        reading = read(run.model, sample.ids, self.prefill_tokens, self.save_every, kept)
+        reading = read(run.model, sample.ids[None], self.prefill_tokens, self.save_every, kept)
         logits, state, stretches = reading.logits, reading.state, reading.stretches
         nll = chance = None
         if sample.answer_ids is not None:

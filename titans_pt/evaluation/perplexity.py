@@ -19,6 +19,7 @@ from titans_pt.layers.memory import MemoryGates
 from titans_pt.run import LoadedRun
 from titans_pt.streaming import device_of
 from titans_pt.tools.records import digest
+from titans_pt.tools.statistics import standard_error
 
 LOSS_ROWS = 512
 """Tokens whose logits become losses at a time: a second (T, V) array would double the memory."""
@@ -154,10 +155,11 @@ class Perplexity:
         }
 
     def summary(self, records: list[dict]) -> dict:
-        """loss (nats per token), perplexity, bits per byte, the unigram baseline's loss, and the loss by position.
+        """loss (nats per token), its stderr, perplexity, bits per byte, the unigram baseline's loss, loss by position.
 
-        ``frozen`` has the same with the memory frozen after each number of tokens. stderr takes the tokens of a bucket
-        as independent, which neighbours in a text are not: read it as a lower bound.
+        ``frozen`` has the same with the memory frozen after each number of tokens. The loss's stderr takes streams as
+        independent (null with a single one); that of a position takes the tokens of a bucket as independent, which
+        neighbours in a text are not: read it as a lower bound.
         """
         live, *frozen = ([r for r in records if r["freeze_after"] == freeze] for freeze in self.variants)
         return self._figures(live) | {
@@ -183,6 +185,7 @@ class Perplexity:
             by_length.append({"length": row["last"], "loss": total / tokens, "perplexity": _exp(total / tokens)})
         return {
             "loss": loss,
+            "stderr": standard_error([record["nats"] / record["n"] for record in records]),
             "perplexity": _exp(loss),
             "bits_per_byte": nats / math.log(2) / size if size else None,
             "unigram_loss": self.unigram_loss,
@@ -208,13 +211,18 @@ class Perplexity:
             span = f"{row['first']}-{row['last']}"
             stderr = "-" if row["stderr"] is None else f"{row['stderr']:.4f}"
             lines.append(f"  {span:>15} {row['mean']:>8.4f} {stderr:>8} {row['n']:>8}")
-        for row in summary["frozen"]:
-            lines.append(f"  memory frozen after {row['after']:,} tokens: loss {row['loss']:.4f} nats/token")
+        if summary["frozen"]:
+            frozen = (f"{row['loss']:.4f} {_frozen(row['after'])}" for row in summary["frozen"])
+            lines.append(f"  memory: loss {summary['loss']:.4f} on, {', '.join(frozen)} (the same text)")
         return "\n".join(lines)
 
     def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
         path = folder / "perplexity_by_position.png"
         return [plot_positions(summary, path, f"Validation loss by position\n{title}")]
+
+
+def _frozen(after: int) -> str:
+    return f"frozen after {after:,} tokens" if after else "off"
 
 
 def _exp(loss: float) -> float:

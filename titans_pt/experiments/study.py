@@ -2,7 +2,8 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import TrainConfig
+from titans_pt.layers.memory import MemoryGates
+from titans_pt.tools.files import write_atomically
 from titans_pt.tools.records import RecordFile, read_records
 from titans_pt.training.engine import parameter_groups
 from titans_pt.training.schedule import learning_rate
@@ -43,10 +46,18 @@ def fit(
     batch: Callable[[int], tuple[Tensor, Tensor]],
     name: str,
     may_end_at: int = 0,
+    kept: Path | None = None,
+    write_cost: Callable[[int], float] = lambda step: 0.0,
 ) -> dict:
     """Trains ``model`` on the answers of batches 0, 1, ... (see :func:`answers`).
 
     It ends early once the accuracy over REPORT_EVERY steps is ENOUGH, but not before step ``may_end_at``.
+
+    Args:
+        kept: file of weights and moments every REPORT_EVERY steps: with it a killed training continues, bit for bit. It
+            must identify all other arguments. Whoever keeps the result deletes it.
+        write_cost: step, from 1 on -> factor of the mean of :func:`written`, which is added to the loss: what a memory
+            need not write costs more than it gains, however little it harms.
 
     Returns:
         steps taken, seconds, and the curve: [step, loss, accuracy, gradient norm], means over REPORT_EVERY steps.
@@ -54,14 +65,23 @@ def fit(
     optimizer = torch.optim.AdamW(
         parameter_groups(model, settings.weight_decay), betas=tuple(settings.betas), eps=settings.eps
     )
-    curve, window, began = [], [], time.perf_counter()
-    for step in range(1, settings.max_steps + 1):
-        lr = learning_rate(step, settings.lr, settings.warmup_steps, settings.max_steps, settings.min_lr_ratio)
+    curve, window, began, done = [], [], time.perf_counter(), 0
+    if kept and kept.exists():
+        saved = torch.load(kept, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        curve, done, began = saved["curve"], saved["step"], began - saved["seconds"]
+        print(f"{name}: continues after step {done}", flush=True)
+    for step in range(done + 1, settings.max_steps + 1):
+        lr = learning_rate(step, settings)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss, right = answers(model, *batch(step - 1))
+        with written(model) as shares:
+            loss, right = answers(model, *batch(step - 1))
+            cost = write_cost(step)
+            total = loss + cost * torch.cat(shares).mean() if cost and shares else loss
         optimizer.zero_grad()
-        loss.backward()
+        total.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip, error_if_nonfinite=False)
         if norm.isfinite():
             optimizer.step()
@@ -78,7 +98,34 @@ def fit(
             window = []
             if means[1] >= ENOUGH and step >= may_end_at:
                 break
+            if kept:
+                _save(kept, model, optimizer, curve=curve, step=step, seconds=seconds)
     return {"steps": step, "seconds": time.perf_counter() - began, "curve": curve}
+
+
+@contextmanager
+def written(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside, the list gets the gate of writing, 0 to 1, of all tokens and heads of each memory that reads.
+
+    It is theta / (bound (1 - eta)): a cost of theta alone is paid by more momentum, and nothing closes.
+    """
+    shares: list[Tensor] = []
+
+    def note(gates: MemoryGates, _: Any, made: tuple[Tensor, ...]):
+        theta, eta, _ = made
+        shares.append((theta / (gates.bound * (1 - eta))).flatten())
+
+    hooks = [module.register_forward_hook(note) for module in model.modules() if isinstance(module, MemoryGates)]
+    try:
+        yield shares
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **said: Any):
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **said}
+    write_atomically(path, lambda temporary: torch.save(saved, temporary))
 
 
 def answers(model: nn.Module, ids: Tensor, places: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from titans_pt.kernels.attention import Prefix, causal_attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, attention_flops, product
-from titans_pt.layers.rotary import rotate
+from titans_pt.layers.rotary import rotate, rotation_from
 from titans_pt.layers.sharding import Shard
 
 
@@ -36,6 +36,8 @@ class Attention(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int, rope_base: float, window: int | None = None):
         super().__init__()
+        if d_model % (2 * n_heads):
+            raise ValueError(f"n_heads: given {n_heads}; d_model={d_model} over it must be an even width, for RoPE")
         self.n_heads, self.rope_base, self.window = n_heads, rope_base, window
         self.q = nn.Linear(d_model, d_model, bias=False)
         self.k = nn.Linear(d_model, d_model, bias=False)
@@ -64,11 +66,10 @@ class Attention(nn.Module):
         """prefix (1, P, d_model): tokens that every token sees, without position; needed where ``state`` is None."""
         batch, length = x.shape[:2]
         position = state.position if state else 0
-        place = torch.arange(position, position + length, device=x.device)
         plain = self.heads(self.q(x))
-        q = rotate(plain, place, self.rope_base)
         k, v = self.keys_values(x)
-        k = rotate(k, place, self.rope_base)
+        turn = rotation_from(position, plain, self.rope_base)
+        q, k = rotate(plain, *turn), rotate(k, *turn)
         if state:
             prefix_k, prefix_v = state.prefix_k, state.prefix_v
             k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))

@@ -1,9 +1,9 @@
 """Causal depthwise convolution over time."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titans_pt.kernels.convolution import short_convolution
 from titans_pt.layers.documents import Documents
 
 
@@ -32,17 +32,12 @@ class ShortConvolution(nn.Module):
             state = x.new_zeros(x.shape[0], past, x.shape[2])
         if past == 0:
             return x, state
-        padded = torch.cat([state.to(x.dtype), x], 1)
-        if documents is None and torch.compiler.is_compiling():
-            # Sums of products fuse with what follows (SiLU, unit length) into one kernel; a convolution does not.
-            taps = (padded[:, past - lag : past - lag + x.shape[1]] for lag in range(self.width))
-            y = sum(tap * self.weight[:, past - lag] for lag, tap in enumerate(taps))
-            return y if self.bias is None else y + self.bias, padded[:, -past:]
+        state = state.to(x.dtype)
         if documents is None:
-            filters = self.weight.unsqueeze(1)
-            y = F.conv1d(padded.transpose(1, 2), filters, self.bias, groups=x.shape[2]).transpose(1, 2)
-            return y, padded[:, -past:]
+            y = short_convolution(x, state, self.weight, self.bias)
+            return y, torch.cat([state, x[:, -past:]], 1)[:, -past:]
 
+        padded = torch.cat([state, x], 1)
         # Where each input's document begins in the padded row; inputs before it are not seen.
         place = torch.arange(padded.shape[1], device=x.device)
         start = torch.where(documents.begin < 0, 0, documents.begin + past)

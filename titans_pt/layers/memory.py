@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import MemoryConfig
-from titans_pt.kernels.memory import MemoryState, NetworkShape, memory_read, neural_memory, unserved
+from titans_pt.kernels.memory import MemoryState, NetworkShape, channelwise, memory_read, neural_memory, unserved
 from titans_pt.kernels.memory.chunked import MAX_BLOCK
 from titans_pt.kernels.memory.state import state_dtype
 from titans_pt.layers.convolution import ShortConvolution
@@ -65,22 +65,30 @@ def _logit(gate: float, hard: bool = False) -> float:
 
 
 class MemoryGates(nn.Module):
-    """x (B, T, d_model) -> theta, eta, alpha, each (B, T, H), or (B, T, H, L) with per_layer_gates; fp32.
+    """x (B, T, d_model) -> theta, eta, alpha, each (B, T, H), or (B, T, H, L) with per_layer_gates; fp32. alpha is
+    (B, T, H, channels) with alpha="channel", from two linear layers of a low rank between them.
 
     theta = bound (1 - eta) gate(.): whatever the outer loop learns, the inner loop stays inside its stable region.
+    With theta="free" it is softplus(.), any positive number: Titans, Eq. 10, has "theta_t" without a range or a
+    non-linearity, and softplus is the usual one for a step without a bound (Mamba's, for example).
     """
 
-    sharding = {"linear": Shard.COLUMN}
+    sharding = {"linear": Shard.COLUMN, "alpha_in": Shard.SUMMED, "alpha_out": Shard.COLUMN}
     per_rank = ("n_heads",)
 
-    def __init__(self, d_model: int, n_heads: int, config: MemoryConfig):
+    def __init__(self, d_model: int, n_heads: int, config: MemoryConfig, channels: int):
         super().__init__()
         self.n_heads, self.config = n_heads, config
         self.writes = config.writes
         """False from some token on leaves the memory as it is there."""
         self.layers = config.depth if config.per_layer_gates else 1
         self.bound = config.step_bound or default_step_bound(config.chunk_size)
-        self.linear = nn.Linear(d_model, 3 * n_heads * self.layers)
+        self.alpha_in = self.alpha_out = None
+        if config.alpha == "channel":
+            self.alpha_in = nn.Linear(d_model, config.alpha_rank, bias=False)
+            self.alpha_out = nn.Linear(config.alpha_rank, n_heads * channels)
+        self.kinds = 3 if self.alpha_out is None else 2
+        self.linear = nn.Linear(d_model, self.kinds * n_heads * self.layers)
 
     def own_initialisation(self):
         """Gates start nearly constant at their configured values.
@@ -90,17 +98,29 @@ class MemoryGates(nn.Module):
         """
         hard = self.config.gates == "hard"
         theta, eta, alpha = self.config.theta_init, self.config.eta_init, self.config.alpha_init
-        starts = _logit(theta, hard), _logit(eta), _logit(alpha, hard)
+        if self.config.theta == "free":
+            step = math.log(math.expm1(self.bound * (1 - eta) * theta))
+        else:
+            step = _logit(theta, hard)
+        starts = step, _logit(eta), _logit(alpha, hard)
         with torch.no_grad():
-            self.linear.bias.view(self.n_heads, self.layers, 3).copy_(torch.tensor(starts))
+            self.linear.bias.view(self.n_heads, self.layers, self.kinds).copy_(torch.tensor(starts[: self.kinds]))
+            if self.alpha_out is not None:
+                self.alpha_out.bias.fill_(starts[2])
             if hard:
-                self.linear.weight.view(self.n_heads, self.layers, 3, -1)[:, :, 2] = 0
+                linear = self.linear.weight.view(self.n_heads, self.layers, self.kinds, -1)[:, :, 2:]
+                (linear if self.alpha_out is None else self.alpha_out.weight).zero_()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         raw = self.linear(x)
         raw = raw.to(state_dtype(x))
-        raw = raw.unflatten(-1, (self.n_heads, self.layers, 3))  # heads outermost: they split over ranks
-        theta, eta, alpha = torch.sigmoid(raw).unbind(-1)
+        raw = raw.unflatten(-1, (self.n_heads, self.layers, self.kinds))  # heads outermost: they split over ranks
+        if self.alpha_out is None:
+            theta, eta, alpha = torch.sigmoid(raw).unbind(-1)
+        else:
+            theta, eta = torch.sigmoid(raw).unbind(-1)
+            alpha = self.alpha_out(self.alpha_in(x)).to(state_dtype(x)).unflatten(-1, (self.n_heads, -1))
+            alpha = torch.sigmoid(alpha)
         if self.config.gates == "hard":
             # Not momentum: at 1 the surprise of a token would be added again with every later one, for ever.
             theta, alpha = _hard(theta), _hard(alpha)
@@ -108,12 +128,18 @@ class MemoryGates(nn.Module):
             eta = torch.zeros_like(eta)
         if not self.config.forgetting:
             alpha = torch.zeros_like(alpha)
-        theta = self.bound * (1 - eta) * theta
+        theta = F.softplus(raw[..., 0]) if self.config.theta == "free" else self.bound * (1 - eta) * theta
         if not self.writes:  # times 0: every parameter keeps a gradient, which data parallelism counts on
             theta, eta, alpha = 0 * theta, 0 * eta, 0 * alpha
         if self.layers == 1:
-            theta, eta, alpha = (g.squeeze(-1) for g in (theta, eta, alpha))
+            theta, eta = theta.squeeze(-1), eta.squeeze(-1)
+            alpha = alpha.squeeze(-1) if self.alpha_out is None else alpha
         return theta, eta, alpha
+
+    def flops(self) -> Flops:
+        """Per token."""
+        linear = (self.linear, self.alpha_in, self.alpha_out)
+        return sum((product(x.in_features, x.out_features) for x in linear if x is not None), Flops(0, 0))
 
 
 class Projection(nn.Module):
@@ -189,12 +215,17 @@ class NeuralMemory(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float):
         super().__init__()
+        if d_model % n_heads or (config.norm and n_heads == d_model):
+            raise ValueError(
+                f"n_heads: given {n_heads}; must divide d_model={d_model}, and under a LayerNorm, which makes a "
+                "constant of a head of width 1, be below it"
+            )
         self.config = config
         self.q = Projection(d_model, n_heads, conv_width, unit=True)
         self.k = Projection(d_model, n_heads, conv_width, unit=True)
         self.v = Projection(d_model, n_heads, conv_width, unit=False)
-        self.gates = MemoryGates(d_model, n_heads, config)
         self.shape = network_shape(d_model // n_heads, config)
+        self.gates = MemoryGates(d_model, n_heads, config, self.shape.channels)
         self.network = MemoryNetwork(n_heads, self.shape, config.init_std)
         self.output_norm = nn.RMSNorm(d_model // n_heads, eps=norm_eps)
 
@@ -245,17 +276,18 @@ class NeuralMemory(nn.Module):
 
     def flops(self) -> Flops:
         """Per token: the projections, the gates, and every product of the exact dual form (kernels/memory/dual.py) at
-        the compute block in use; the short convolutions are element-wise."""
+        the compute block in use; the short convolutions are element-wise, and so is what an alpha per channel adds."""
         width, heads = self.q.linear.in_features, self.q.n_heads
-        projections = 3 * product(width, width) + product(width, self.gates.linear.out_features)
-        block = min(self.config.chunk_size, MAX_BLOCK)
+        projections = 3 * product(width, width) + self.gates.flops()
+        block = self._block
         start = self.config.forget_to == "start"  # then queries meet M_0, too
+        inner = 3 if self.config.alpha == "head" else 0  # products for the gradients of one gate for a whole matrix
         forward = backward = 0.0
         for n, weights in enumerate(self._weight_flops()):
             pull = n > 0  # the error goes down through every layer but the first
             within = 2 * block * sum(self.shape.layers[n])
             forward += (5 + pull + start) * weights + within
-            backward += (10 + 2 * pull + 2 * start) * weights + 2 * within + 3 * weights / block
+            backward += (10 + 2 * pull + 2 * start) * weights + 2 * within + inner * weights / block
         return projections + heads * Flops(forward, backward)
 
     def read_flops(self) -> Flops:
@@ -267,16 +299,21 @@ class NeuralMemory(nn.Module):
         """Of one vector's product with each of a head's weight matrices."""
         return [2 * a * b for a, b in self.shape.layers]
 
+    @property
+    def _block(self) -> int:
+        """Tokens of a compute block."""
+        return min(self.config.chunk_size, MAX_BLOCK if self.config.alpha == "head" else channelwise.BLOCK)
+
     def kept_state_bytes(self, length: int) -> int:
         """Of one row of ``length`` tokens, in fp32: weights, momentum, chunk weights at every save_every-th block."""
         one = self.q.n_heads * sum(a * b for a, b in self.shape.layers)
-        blocks = -(-length // min(self.config.chunk_size, MAX_BLOCK))
+        blocks = -(-length // self._block)
         kept = -(-blocks // (self.config.save_every or math.isqrt(blocks)))
         return 12 * one * kept
 
     def unserved(self, dtype: torch.dtype) -> str | None:
         """Why the fused kernels would not serve it on a GPU, for inputs of ``dtype``; None if they would."""
-        return unserved(dtype, self.shape, self.config.chunk_size)
+        return unserved(dtype, self.shape, self.config.chunk_size, self.config.alpha == "channel")
 
     def scratch_bytes(self) -> int:
         """Of the fused kernels, shared by all layers."""

@@ -1,22 +1,43 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864), in halves as in Llama."""
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
 
-def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
-    """x (B, T, H, D), D even, position (T,) or (B, T) int64 -> x turned by its position, in x's dtype.
+def rotation(position: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """position (T,) or (B, T) int64 -> cosine and sine, ([B,] T, 1, width / 2), for heads of an even ``width``; fp32,
+    fp64 for fp64.
 
     Turns are counted in fp64, at ten million tokens an fp32 angle is off by half a radian; cosine and sine of what is
-    left of the last turn need no more than x's precision.
+    left of the last turn need no more than the heads' precision.
     """
-    half = x.shape[-1] // 2
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half) / (2 * math.pi)
+    half = width // 2
+    frequency = base ** (-torch.arange(half, device=position.device, dtype=torch.float64) / half) / (2 * math.pi)
     turns = position.to(torch.float64).unsqueeze(-1) * frequency
-    angle = (2 * math.pi * (turns - turns.round())).to(dtype).unsqueeze(-2)  # ([B,] T, 1, D / 2)
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x[..., :half].to(dtype), x[..., half:].to(dtype)
+    angle = (2 * math.pi * (turns - turns.round())).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    angle = angle.unsqueeze(-2)
+    return angle.cos(), angle.sin()
+
+
+def rotation_from(first: int, like: Tensor, base: float) -> tuple[Tensor, Tensor]:
+    """:func:`rotation` of tokens first, first + 1, ... for ``like`` (B, T, H, D): one for all layers of a model."""
+    if torch.compiler.is_compiling():
+        place = torch.arange(first, first + like.shape[1], device=like.device)
+        return rotation(place, like.shape[-1], base, like.dtype)
+    return _rotation_from(
+        first, like.shape[1], like.shape[-1], base, like.dtype, like.device, torch.is_inference_mode_enabled()
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def _rotation_from(first: int, length: int, width: int, base: float, dtype, device, _inference: bool):
+    return rotation(torch.arange(first, first + length, device=device), width, base, dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, T, H, D) turned by its position (see :func:`rotation`), in x's dtype."""
+    a, b = x.to(cos.dtype).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

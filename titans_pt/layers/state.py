@@ -21,6 +21,27 @@ def map_tensors(state: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return state
 
 
+def rows(state: Any) -> int | None:
+    """How many rows ``state`` is of: the first dimension of its first tensor. None without a tensor."""
+    found: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(len(tensor))
+        return tensor
+
+    map_tensors(state, note)
+    return found[0] if found else None
+
+
+def check_rows(given: int | None, x: torch.Tensor):
+    """
+    Raises:
+        ValueError: a state of ``given`` rows (None: there is no state) for an x (B, ...) of another number.
+    """
+    if given not in (None, len(x)):
+        raise ValueError(f"state: given one of {given} rows; the input has {len(x)}")
+
+
 def fork(state: Any) -> Any:
     """A copy that shares no tensor with ``state``: two continuations of one past. Gradients flow through it."""
     return map_tensors(state, torch.clone)

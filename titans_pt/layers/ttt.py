@@ -12,7 +12,7 @@ from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, linear_flops, product
 from titans_pt.layers.recurrence import precise
-from titans_pt.layers.rotary import rotate
+from titans_pt.layers.rotary import rotate, rotation
 from titans_pt.layers.sharding import Shard
 
 
@@ -98,7 +98,8 @@ class TestTimeTraining(nn.Module):
         k, inputs = self.k_conv(shared, before, documents)
         q, k, v = (y.unflatten(-1, (self.n_heads, -1)) for y in (q, k, self.v(x)))
         place = self._place(x, state, documents)
-        q, k = (rotate(y, place, self.rope_base) for y in (q, k))
+        turn = rotation(place, q.shape[-1], self.rope_base, q.dtype)
+        q, k = rotate(q, *turn), rotate(k, *turn)
         rate = self.base_lr * torch.sigmoid(precise(self.rate(x))) / self.head_width
         tau = precise(self.tau)
         tau = (1 / torch.arange(1, self.mini_batch + 1, device=x.device, dtype=tau.dtype) + tau).clamp(min=0)

@@ -14,7 +14,7 @@ from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
 from titans_pt.layers.mlp import SwiGLU
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.state import compact
+from titans_pt.layers.state import check_rows, compact, rows
 from titans_pt.models.mixers import MIXERS, Mixer
 
 
@@ -89,7 +89,12 @@ class Backbone(nn.ModuleList):
         Returns:
             (B, T, d_model), not normalised, and the state of each block's mixer after the last token (or whatever the
             first mixer's ``around`` has for it).
+
+        Raises:
+            ValueError: no row or no token in ``x``, or a state of another number of rows.
         """
+        if x.numel() == 0:
+            raise ValueError(f"x: given shape {tuple(x.shape)}; must have at least one row and one token")
 
         def blocks(x: Tensor, state: list[Any] | None, documents: Documents | None):
             return self._through(x, state, documents, output_final_state)
@@ -106,10 +111,12 @@ class Backbone(nn.ModuleList):
                 compiled = documents is None or block.mixer.compiles_documents
                 x = self._run(self._whole_sequence if compiled else whole_sequence, block, x, documents)
             return x, None
+        check_rows(rows(state), x)
         after = []
         for block, before in zip(self, state or [None] * len(self), strict=True):
             x, block_state = self._run(block, x, before, documents)
-            after.append(compact(block_state))
+            # One token's tensors have no tails that could keep much alive.
+            after.append(compact(block_state) if x.shape[1] > 1 else block_state)
         return x, after
 
     def _run(self, part: Callable, *arguments):

@@ -72,6 +72,10 @@ class Task:
     usual: ClassVar[tuple[str, ...]] = ()
     """Those that run when none is named."""
 
+    bound: ClassVar[dict[str, str]] = {}
+    """Entry of :attr:`TaskData.identity` -> the parameter that means something else under another one: train.init_from
+    takes it only where the entry is the same."""
+
     def __init__(self, config: Config):
         self.config = config
         self.settings = self.Settings.model_validate(config.section(self.name))

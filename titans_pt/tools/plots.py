@@ -59,14 +59,21 @@ def length_axis(axes: Axes) -> None:
 
 
 def plot_accuracy(lines: dict[str, list[dict]], path: Path, title: str) -> Path:
-    """Accuracy against length, one line per name; rows have length, mean and the 95 % interval low, high."""
+    """Accuracy against length, one line per name.
+
+    Rows have length, mean, the 95 % interval low, high, and, if the line is the mean of several, ``each`` of them, for
+    dots.
+    """
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     for name, rows in lines.items():
         percent = {key: [100 * row[key] for row in rows] for key in ("mean", "low", "high")}
         lengths = [row["length"] for row in rows]
-        axes.plot(lengths, percent["mean"], marker="o", label=name)
-        axes.fill_between(lengths, percent["low"], percent["high"], alpha=0.15)
+        ink = axes.plot(lengths, percent["mean"], marker="o", label=name)[0].get_color()
+        axes.fill_between(lengths, percent["low"], percent["high"], alpha=0.15, color=ink)
+        for row in rows:
+            each = row.get("each", ())
+            axes.plot([row["length"]] * len(each), [100 * mean for mean in each], ".", color=ink, alpha=0.5)
     length_axis(axes)
     axes.set_ylim(-3, 103)
     axes.set_ylabel("accuracy (%; bands: Wilson 95 %)")

@@ -1,47 +1,124 @@
 """Where a run begins: at step 0, or at a checkpoint that its settings can continue."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from pydantic import ValidationError
 
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
-from titans_pt.config import Config
+from titans_pt.config import Config, TrainConfig
 from titans_pt.config_check import completed
 from titans_pt.config_history import as_begun
 from titans_pt.errors import UserError
-from titans_pt.run import differences
+from titans_pt.run import differences, load_weights
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks import Task
+from titans_pt.tasks.base import backbone_of
+from titans_pt.training.engine import Engine
+from titans_pt.training.ranks import Ranks
+from titans_pt.training.schedule import SCHEDULE, learning_rate
+from titans_pt.training.transfer import Weights, check_fit, find_weights
 
 log = logging.getLogger(__name__)
 
 
-def find_start(
-    task: Task, folder: RunFolder, identity: dict[str, str]
-) -> tuple[Path, TrainerState, Config] | None:
-    """The (checkpoint, its state, the task's settings as the run began with them) to continue from, or None to start.
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    config: the task's settings, as the run began with them.
+    checkpoint, state: what it continues from; None: it starts.
+    weights: what a run that starts takes its first weights from; None: it draws them.
+    """
+
+    config: Config
+    checkpoint: Path | None = None
+    state: TrainerState | None = None
+    weights: Weights | None = None
+
+
+def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start:
+    """The checkpoint to continue from, or what to start with.
 
     Args:
         identity: of the task's data, see TaskData.
 
     Raises:
-        UserError: train.resume=never and there are checkpoints; all are damaged; the settings do not continue them.
+        UserError: train.resume=never and there are checkpoints; it names a step that has none; all are damaged; the
+            settings do not continue them; train.init_from is not weights of this model.
     """
-    if task.config.train.resume == "never":
-        if found := checkpoints.list_checkpoints(folder.checkpoints):
+    resume, found = task.config.train.resume, checkpoints.list_checkpoints(folder.checkpoints)
+    if resume == "never":
+        if found:
             raise UserError(
                 f"train.resume: given 'never', but {folder.path} holds checkpoints up to {found[-1].name}; "
                 "set train.resume=auto to continue, or another run.dir"
             )
-        return None
+        return _fresh(task, identity)
     checkpoints.clean(folder.checkpoints)
-    path = checkpoints.newest_complete(folder.checkpoints)
+    path = checkpoints.newest_complete(folder.checkpoints) if resume == "auto" else _chosen(task.config, folder, resume)
     if path is None:
-        return None
+        return _fresh(task, identity)
     state = checkpoints.read_state(path)
     config = as_begun(task.config, state.config)
     check_resumable(path, state, task, config, identity)
-    return path, state, config
+    if resume != "auto":
+        for place in checkpoints.set_aside(folder.checkpoints, state.step):
+            log.warning("train.resume=%d: the run continues at step %d; a later checkpoint is now %s (delete it if it "
+                        "is not needed)", resume, state.step, place)  # fmt: skip
+    return Start(config, path, state)
+
+
+def build_engine(task: Task, start: Start, ranks: Ranks) -> Engine:
+    """The engine of a run with its weights and optimiser state as at ``start``; ``task.config`` is start.config."""
+    train = task.config.train
+    torch.manual_seed(task.config.run.seed)
+    model = task.build_model()
+    backbone_of(model).set_activation_checkpointing(train.activation_checkpointing)
+    if start.weights:
+        start.weights.load(model, train.init_fresh)
+    if start.state is None:
+        return Engine(model, task.config, ranks)
+    load_weights(model, checkpoints.read_tensors(start.checkpoint / checkpoints.MODEL))
+    engine = Engine(model, task.config, ranks)
+    with checkpoints.TensorFile(start.checkpoint / checkpoints.OPTIMIZER) as get:
+        engine.load_moments(lambda key, name: get(f"{key}.{name}"), start.state.adam_step)
+    return engine
+
+
+def _fresh(task: Task, identity: dict[str, str]) -> Start:
+    """A run's first step; once it has a checkpoint, train.init_from is not looked at again."""
+    given = task.config.train.init_from
+    if given is None:
+        return Start(task.config)
+    weights = find_weights(given)
+    config = as_begun(task.config, weights.config)
+    check_fit(weights, task, config, identity)
+    return Start(config, weights=weights)
+
+
+def _chosen(config: Config, folder: RunFolder, step: int) -> Path:
+    """The checkpoint for train.resume=STEP: that one, or the newest that this same command has written since.
+
+    A launcher that starts the command again, after a lost node for example, must not lose what it did. With other
+    training settings it is another command, and begins at STEP again.
+
+    Raises:
+        UserError: STEP has no complete checkpoint.
+    """
+    train = config.model_dump(mode="json")["train"]
+    for path in reversed(checkpoints.list_checkpoints(folder.checkpoints)):
+        if checkpoints.step_of(path) > step and not checkpoints.verify(path):
+            if completed(checkpoints.read_state(path).config).get("train") == train:
+                return path
+            break
+    try:
+        return checkpoints.find(folder.checkpoints, step)
+    except UserError as error:
+        raise UserError(f"train.resume: given {step}; {error}") from None
 
 
 def check_resumable(path: Path, state: TrainerState, task: Task, config: Config, identity: dict[str, str]):
@@ -69,6 +146,23 @@ def check_resumable(path: Path, state: TrainerState, task: Task, config: Config,
     for key, now in identity.items():
         if (was := state.identity.get(key, "")) != now:
             raise UserError(f"{task.differs(key, path, was, now)}; {remedy}")
+    _tell_schedule(old, config, state.step + 1)
     for key, was, now in differences(old, new):
         if key.partition(".")[0] in ("train", "parallel", "data"):
             log.info("resumed at step %d with another %s: %r, was %r", state.step, key, now, was)
+
+
+def _tell_schedule(old: dict, config: Config, step: int):
+    """Warns when settings changed that move the learning rate, which is a function of the step."""
+    try:
+        was, now = TrainConfig.model_validate(old.get("train")), config.train
+    except ValidationError:  # of a version whose settings this one cannot read
+        return
+    changed = [
+        f"train.{key} {getattr(now, key)!r}, was {getattr(was, key)!r}"
+        for key in SCHEDULE
+        if getattr(now, key) != getattr(was, key)
+    ]
+    if changed:
+        log.warning("another schedule (%s): the learning rate of step %d is %.3g, with the former settings it would be "
+                    "%.3g", "; ".join(changed), step, learning_rate(step, now), learning_rate(step, was))  # fmt: skip

@@ -1,12 +1,14 @@
-"""The dual form against the definition: outputs, final state and every gradient, in float64."""
+"""The dual form against the definition, in PyTorch operators and in C: outputs, final state and every gradient."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titans_pt.kernels.memory import MemoryState, NetworkShape, neural_memory
+from titans_pt.kernels.memory import MemoryState, NetworkShape, native, neural_memory
 
+DUAL = ["chunked", *([] if native.unserved(torch.zeros(1), NetworkShape(4, 4)) else ["native"])]
+"""Implementations of the dual form that there are on this machine."""
 TOLERANCE = 1e-9
 
 
@@ -56,11 +58,13 @@ def assert_same(a, b):
         assert (x - y).abs().max().item() <= TOLERANCE * scale
 
 
-def compare(tensors, depth, **options):
-    (out, grad, offset), (out_, grad_, offset_) = (run(b, tensors, depth, **options) for b in ("chunked", "naive"))
-    assert_same(out, out_)
-    assert_same(grad, grad_)
-    assert torch.equal(offset, offset_)
+def compare(tensors, depth, backends=DUAL, **options):
+    out, grad, offset = run("naive", tensors, depth, **options)
+    for backend in backends:
+        out_, grad_, offset_ = run(backend, tensors, depth, **options)
+        assert_same(out_, out)
+        assert_same(grad_, grad)
+        assert torch.equal(offset_, offset)
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,7 +72,7 @@ def compare(tensors, depth, **options):
     B=st.integers(1, 3), T=st.sampled_from([1, 2, 15, 17, 33]), H=st.integers(1, 2), D=st.sampled_from([4, 8]),
     hidden=st.sampled_from([5, 8]), depth=st.integers(1, 4), C=st.sampled_from([1, 5, 8, 16, 100]),
     per_layer=st.booleans(), extremes=st.booleans(), norm=st.booleans(), residual=st.booleans(),
-    activation=st.sampled_from(["gelu", "silu"]), forget_to=st.sampled_from(["start", "zero"]),
+    activation=st.sampled_from(["gelu", "silu", "relu"]), forget_to=st.sampled_from(["start", "zero"]),
     resets=st.booleans(), initial=st.booleans(), save_every=st.sampled_from([None, 1, 3]), seed=st.integers(0, 10**6),
 )  # fmt: skip
 def test_chunked_equals_naive(
@@ -99,16 +103,17 @@ def test_block_smaller_than_gradient_chunk(forget_to):
     compare(make(1, 150, 1, 4, 8, 2, seed=3), 2, chunk_size=140, forget_to=forget_to)
 
 
+@pytest.mark.parametrize("backend", DUAL)
 @pytest.mark.parametrize("forget_to", ["start", "zero"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_gradcheck(depth, forget_to):
+def test_gradcheck(depth, forget_to, backend):
     tensors = [t.requires_grad_() for t in make(1, 5, 1, 2, 3, depth, seed=depth)]
 
     def function(*leaves):
         weights, norm = leaves[6 : 6 + depth], leaves[6 + depth :]
         out, state = neural_memory(
             *leaves[:6], weights, norm=norm, chunk_size=2, forget_to=forget_to, output_final_state=True,
-            backend="chunked",
+            backend=backend,
         )  # fmt: skip
         return out, *state.weights, *state.momentum
 
@@ -118,7 +123,7 @@ def test_gradcheck(depth, forget_to):
 @settings(max_examples=25, deadline=None)
 @given(cuts=st.lists(st.integers(1, 39), max_size=4, unique=True), C=st.sampled_from([1, 4, 16, 64]),
        depth=st.integers(1, 3), resets=st.booleans(), forget_to=st.sampled_from(["start", "zero"]),
-       backend=st.sampled_from(["naive", "chunked"]))  # fmt: skip
+       backend=st.sampled_from(["naive", *DUAL]))  # fmt: skip
 def test_cuts_are_invisible(cuts, C, depth, resets, forget_to, backend):
     tensors = make(2, 40, 2, 4, 6, depth, seed=C)
     weights, norm = tuple(tensors[6 : 6 + depth]), tuple(tensors[6 + depth :])
@@ -139,7 +144,7 @@ def test_cuts_are_invisible(cuts, C, depth, resets, forget_to, backend):
     assert torch.equal(state.offset, end.offset)
 
 
-@pytest.mark.parametrize("backend", ["naive", "chunked"])
+@pytest.mark.parametrize("backend", ["naive", *DUAL])
 def test_where_forgetting_leads(backend):
     """Without writes alpha = 1 leaves M_0 at once, alpha = 1/2 halves the distance to it with each token."""
     tensors = make(1, 3, 2, 4, 6, 2)

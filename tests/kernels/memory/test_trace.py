@@ -14,11 +14,13 @@ def rand(*shape, gen):
     return torch.randn(*shape, generator=gen, dtype=torch.float64)
 
 
-def make(depth, per_layer, norm, gen):
+def make(depth, gates, norm, gen):
     k, v = torch.nn.functional.normalize(rand(B, T, H, D, gen=gen), dim=-1), rand(B, T, H, D, gen=gen)
-    shape = (B, T, H, depth) if per_layer else (B, T, H)
+    shape = (B, T, H, depth) if gates == "layer" else (B, T, H)
     theta, eta, alpha = (torch.rand(shape, generator=gen, dtype=torch.float64) for _ in range(3))
     widths = [D] + [6] * (depth - 1) + [D]
+    if gates == "channel":
+        alpha = torch.rand(B, T, H, sum(widths[:-1]), generator=gen, dtype=torch.float64)
     weights = tuple(rand(H, a, b, gen=gen) for a, b in zip(widths[:-1], widths[1:], strict=True))
     affine = (1 + 0.3 * rand(H, D, gen=gen), 0.3 * rand(H, D, gen=gen)) if norm else None
     return (k, v, 0.05 * theta, eta, alpha), weights, affine
@@ -37,12 +39,13 @@ def gradient_norm(k, v, start, norm, network):
 
 
 @settings(max_examples=25, deadline=None)
-@given(depth=st.integers(1, 4), C=st.sampled_from([1, 4, 7, 64]), per_layer=st.booleans(), norm=st.booleans(),
+@given(depth=st.integers(1, 4), C=st.sampled_from([1, 4, 7, 64]), gates=st.sampled_from(["head", "layer", "channel"]),
+       norm=st.booleans(),
        residual=st.booleans(), activation=st.sampled_from(["gelu", "silu", "relu"]), resets=st.booleans(),
        initial=st.booleans(), forget_to=st.sampled_from(["start", "zero"]), seed=st.integers(0, 10**6))  # fmt: skip
-def test_trace_equals_the_definition(depth, C, per_layer, norm, residual, activation, resets, initial, forget_to, seed):
+def test_trace_equals_the_definition(depth, C, gates, norm, residual, activation, resets, initial, forget_to, seed):
     gen = torch.Generator().manual_seed(seed)
-    (k, v, *gates), weights, affine = make(depth, per_layer, norm, gen)
+    (k, v, *gates), weights, affine = make(depth, gates, norm, gen)
     network = NetworkShape.of(weights, affine, residual, activation)
     options = dict(network=network, norm=affine, chunk_size=C, forget_to=forget_to)
     state = None
@@ -72,7 +75,7 @@ def test_trace_equals_the_definition(depth, C, per_layer, norm, residual, activa
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_figures_are_fp32(dtype):
-    (k, v, *gates), weights, affine = make(2, False, True, torch.Generator().manual_seed(0))
+    (k, v, *gates), weights, affine = make(2, "head", True, torch.Generator().manual_seed(0))
     exact = memory_trace(k, v, *gates, weights, norm=affine)
     trace = memory_trace(*(x.to(dtype) for x in (k, v, *gates)), [w.to(dtype) for w in weights], norm=affine)
     assert trace.surprise.dtype == trace.weight_norm.dtype == torch.float32

@@ -15,8 +15,8 @@ class Killed(Exception):
 
 def test_a_killed_reading_goes_on(tmp_path, prepared, monkeypatch):
     model = load_run(untrained_run(tmp_path / "run", prepared)).model
-    ids, path = torch.arange(100, dtype=torch.int32), tmp_path / "kept" / "reading.safetensors"
-    logits, state = prefill(model, ids[None], 16)
+    ids, path = torch.arange(100, dtype=torch.int32)[None], tmp_path / "kept" / "reading.safetensors"
+    logits, state = prefill(model, ids, 16)
     calls = []
 
     def dies(*arguments):
@@ -40,5 +40,5 @@ def test_a_killed_reading_goes_on(tmp_path, prepared, monkeypatch):
 
 def test_a_short_prompt_leaves_nothing(tmp_path, prepared):
     model = load_run(untrained_run(tmp_path / "run", prepared)).model
-    reading = long_context.read(model, torch.arange(20), 7, 30, tmp_path / "x")
+    reading = long_context.read(model, torch.arange(20)[None], 7, 30, tmp_path / "x")
     assert len(reading.stretches) == 1 and not (tmp_path / "x").exists()

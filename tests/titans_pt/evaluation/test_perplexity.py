@@ -111,7 +111,9 @@ def test_frozen_variants_are_scored_with_the_live_one(run):
     plain, alone = measured(run)
     assert it.keys[:4] == plain.keys and summary["loss"] == plain.summary(alone)["loss"]
     assert [row["after"] for row in summary["frozen"]] == [0, 100]
-    assert "frozen after 100 tokens" in it.table(summary)
+    off, frozen = (f"{row['loss']:.4f}" for row in summary["frozen"])
+    line = f"  memory: loss {summary['loss']:.4f} on, {off} off, {frozen} frozen after 100 tokens (the same text)"
+    assert line in it.table(summary)
     assert summary["by_length"][-1]["loss"] == pytest.approx(summary["loss"])
 
 

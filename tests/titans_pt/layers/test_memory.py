@@ -4,14 +4,18 @@ import pytest
 import torch
 
 from titans_pt.config import MemoryConfig
-from titans_pt.layers.memory import MemoryGates, NeuralMemory, Projection, _hard, default_step_bound
+from titans_pt.layers.memory import MemoryGates, NeuralMemory, Projection, _hard, default_step_bound, network_shape
+
+
+def gates_of(d_model, heads, config):
+    return MemoryGates(d_model, heads, config, network_shape(d_model // heads, config).channels)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 16, 64, 2048])
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_the_step_is_bounded_whatever_the_gates_see(chunk_size, scale):
     torch.manual_seed(0)
-    gates = MemoryGates(8, 2, MemoryConfig(chunk_size=chunk_size))
+    gates = gates_of(8, 2, MemoryConfig(chunk_size=chunk_size))
     theta, eta, alpha = gates(scale * torch.randn(3, 50, 8))
     bound = default_step_bound(chunk_size)
     assert theta.shape == eta.shape == alpha.shape == (3, 50, 2) and theta.dtype == torch.float32
@@ -22,7 +26,7 @@ def test_the_step_is_bounded_whatever_the_gates_see(chunk_size, scale):
 
 def test_gates_start_where_they_are_configured():
     config = MemoryConfig(per_layer_gates=True, depth=3, theta_init=0.25, eta_init=0.75, alpha_init=0.01)
-    gates = MemoryGates(8, 2, config)
+    gates = gates_of(8, 2, config)
     gates.own_initialisation()
     theta, eta, alpha = gates(torch.zeros(1, 1, 8))
     assert theta.shape == (1, 1, 2, 3)
@@ -35,7 +39,7 @@ def test_gates_start_where_they_are_configured():
 def test_hard_gates_start_where_they_are_configured(start):
     """Inside their range, so that none is dead from the start."""
     config = MemoryConfig(gates="hard", theta_init=start, eta_init=0.5, alpha_init=start)
-    gates = MemoryGates(8, 2, config)
+    gates = gates_of(8, 2, config)
     gates.own_initialisation()
     theta, eta, alpha = gates(torch.zeros(1, 1, 8))
     torch.testing.assert_close(eta, torch.full_like(eta, 0.5))
@@ -45,9 +49,25 @@ def test_hard_gates_start_where_they_are_configured(start):
     assert (gates.linear.bias.grad.view(2, 1, 3)[..., 2] > 0.04).all()
 
 
+@pytest.mark.parametrize("gates", ["hard", "sigmoid"])
+def test_a_free_step_starts_as_the_bounded_one_and_knows_no_bound(gates):
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    found = {}
+    for form in ("bounded", "free"):
+        layer = gates_of(8, 2, MemoryConfig(theta=form, gates=gates, theta_init=0.25, eta_init=0.75))
+        layer.own_initialisation()
+        found[form] = layer(0 * x)
+    for bounded, free in zip(found["bounded"], found["free"], strict=True):
+        torch.testing.assert_close(bounded, free, rtol=1e-4, atol=1e-6)
+    torch.nn.init.constant_(layer.linear.weight, 1e3)
+    torch.nn.init.zeros_(layer.linear.bias)
+    theta = layer(x)[0]
+    assert theta.isfinite().all() and (theta >= 0).all() and (theta > 1).any()
+
+
 def test_hard_gates_reach_zero_and_one():
     """Theta and alpha; momentum does not reach 1, where a surprise would be added for ever."""
-    gates = MemoryGates(1, 1, MemoryConfig(gates="hard"))
+    gates = gates_of(1, 1, MemoryConfig(gates="hard"))
     torch.nn.init.ones_(gates.linear.weight)
     torch.nn.init.zeros_(gates.linear.bias)
     theta, eta, alpha = (g.flatten().tolist() for g in gates(torch.tensor([[[-9.0], [-4.0], [0.0], [4.0], [9.0]]])))
@@ -57,7 +77,7 @@ def test_hard_gates_reach_zero_and_one():
 
 
 def test_alpha_starts_the_same_at_all_tokens():
-    gates = MemoryGates(8, 2, MemoryConfig(gates="hard", alpha_init=0.02))
+    gates = gates_of(8, 2, MemoryConfig(gates="hard", alpha_init=0.02))
     gates.own_initialisation()
     alpha = gates(9 * torch.randn(1, 50, 8, generator=torch.Generator().manual_seed(0)))[2]
     torch.testing.assert_close(alpha, torch.full_like(alpha, 0.02))
@@ -66,7 +86,7 @@ def test_alpha_starts_the_same_at_all_tokens():
 @pytest.mark.parametrize("dead, alive", [(-7.0, 1.0), (7.0, 0.0)])
 def test_a_dead_gate_comes_back(dead, alive):
     """Far beyond the cut, where a clamp's own gradient is 0."""
-    gates = MemoryGates(8, 2, MemoryConfig(gates="hard"))
+    gates = gates_of(8, 2, MemoryConfig(gates="hard"))
     gates.own_initialisation()
     with torch.no_grad():
         gates.linear.bias.view(2, 1, 3)[..., 2] = dead
@@ -90,7 +110,7 @@ def test_the_gradient_of_a_hard_gate_does_not_see_the_cut():
 
 
 def test_hard_gates_compile_whole():
-    gates = MemoryGates(8, 2, MemoryConfig(gates="hard"))
+    gates = gates_of(8, 2, MemoryConfig(gates="hard"))
     x = 9 * torch.randn(1, 20, 8, generator=torch.Generator().manual_seed(0))
 
     def grads(call):
@@ -100,8 +120,28 @@ def test_hard_gates_compile_whole():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("gates", ["hard", "sigmoid"])
+def test_every_channel_forgets_by_itself(gates):
+    config = MemoryConfig(alpha="channel", gates=gates, per_layer_gates=True, depth=3, expansion=2, alpha_init=0.01)
+    layer = gates_of(8, 2, config)
+    layer.own_initialisation()
+    x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
+    theta, eta, alpha = layer(0 * x)
+    assert theta.shape == eta.shape == (1, 5, 2, 3) and alpha.shape == (1, 5, 2, 4 + 8 + 8)
+    torch.testing.assert_close(alpha, torch.full_like(alpha, 0.01), rtol=1e-4, atol=1e-6)
+    if gates == "hard":  # at all tokens, and not dead: what leads to alpha's own weights is not zero
+        torch.testing.assert_close(layer(x)[2], alpha)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (layer(x)[2] * torch.arange(20)).sum().backward()
+        optimizer.step()
+    alpha = layer(x)[2]
+    assert alpha.std(dim=1).max() > 0 and alpha.std(dim=-1).min() > 0 and layer.alpha_in.weight.grad.abs().min() > 0
+
+
 def test_a_gate_that_is_off_is_zero():
-    gates = MemoryGates(8, 2, MemoryConfig(momentum=False, forgetting=False))
+    gates = gates_of(8, 2, MemoryConfig(momentum=False, forgetting=False))
     theta, eta, alpha = gates(torch.randn(1, 5, 8))
     assert (eta == 0).all() and (alpha == 0).all() and (theta > 0).all()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titans_pt.layers.rotary import rotate
+from titans_pt.layers.rotary import rotate, rotation
 
 BASE = 10_000.0
 
@@ -21,14 +21,16 @@ def turned(x, position):
 def test_definition(start, dtype, tolerance):
     x = torch.randn(2, 7, 3, 16, generator=torch.Generator().manual_seed(start)).to(dtype)
     position = torch.arange(start, start + 7)
-    y = rotate(x, position, BASE)
+    y = rotate(x, *rotation(position, 16, BASE, dtype))
     assert y.dtype == dtype
     torch.testing.assert_close(y.double(), turned(x, position), rtol=0, atol=tolerance)
 
 
 def test_scores_depend_on_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).unbind()
-    scores = [
-        (rotate(q, torch.tensor([p + 5]), BASE) * rotate(k, torch.tensor([p]), BASE)).sum() for p in (0, 1, 9_999_995)
-    ]
+
+    def at(x, place):
+        return rotate(x, *rotation(torch.tensor([place]), 8, BASE, torch.float64))
+
+    scores = [(at(q, p + 5) * at(k, p)).sum() for p in (0, 1, 9_999_995)]
     torch.testing.assert_close(torch.stack(scores), scores[0].expand(3), rtol=0, atol=1e-8)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titans_pt.config import MemoryConfig, ModelConfig
+from titans_pt.errors import UserError
 from titans_pt.models import build_model
 
 MODELS = {name: [name] for name in ("lmm", "mac", "mag", "mal", "attention", "swa")} | {"hybrid": ["lmm", "swa", "mac"]}
@@ -45,6 +46,9 @@ VARIANTS = {
     "mag-to-start": (["mag"], {"forget_to": "start", "alpha_init": 0.2, "depth": 1, "per_layer_gates": True}),
     "mal-to-start": (["mal"], {"forget_to": "start", "alpha_init": 0.2, "depth": 3}),
     "mag-no-momentum": (["mag"], {"momentum": False, "forgetting": False}),
+    "lmm-channels": (["lmm"], {"alpha": "channel", "alpha_rank": 3, "per_layer_gates": True, "alpha_init": 0.2}),
+    "mac-channels": (["mac"], {"alpha": "channel", "forget_to": "start", "gates": "hard", "alpha_init": 0.2}),
+    "lmm-free-steps": (["lmm"], {"theta": "free", "per_layer_gates": True}),
 }
 
 
@@ -157,3 +161,23 @@ def test_activation_checkpointing_changes_nothing(model):
 def test_shapes_that_cannot_be(ids, reset, message):
     with pytest.raises(ValueError, match=message):
         small(["lmm"])(ids, reset=reset)
+
+
+@pytest.mark.parametrize("mixer", ["lmm", "mac", "mag", "attention", "rmt"])
+def test_a_state_of_other_rows(mixer):
+    model = small([mixer])
+    _, state = model(tokens())
+    with pytest.raises(ValueError, match="state: given one of 2 rows; the input has 1"):
+        model(tokens(rows=1), state)
+
+
+@pytest.mark.parametrize("changes, error, message", [
+    ({"mac": {"segment": 8, "memory_tokens": 16}}, UserError,
+     "^model.mac.memory_tokens: given 16; must divide segment=8$"),
+    ({"memory": {"n_heads": 16}}, ValueError, "n_heads: given 16; .* LayerNorm"),
+    ({"memory": {"n_heads": 3}}, ValueError, "n_heads: given 3; must divide d_model=16"),
+    ({"n_heads": 16, "memory": {"n_heads": 2}}, ValueError, "n_heads: given 16; .* even width"),
+])  # fmt: skip
+def test_sizes_that_do_not_fit_without_a_file_of_settings(changes, error, message):
+    with pytest.raises(error, match=message):
+        build_model(ModelConfig(**{"mixers": ["mac"], "d_model": 16, "n_heads": 2, "vocab_size": 9} | changes))

@@ -8,6 +8,7 @@ FOLDER for the test to look at.
 
 import sys
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,7 +57,8 @@ def evaluate(config, folder):
 
 @contextmanager
 def nan_logits(step: int):
-    """On rank 0 the model's logits are NaN in that step's forward passes."""
+    """On rank 0 the model's logits are NaN in that step's forward passes. Every step is saved, that one too, to be
+    looked at: the run itself would save it only after the next."""
     build, step_of = language.build_model, loop.Trainer._train_step
     current = []
 
@@ -72,7 +74,9 @@ def nan_logits(step: int):
 
     def counted(trainer):
         current.append(None)
-        return step_of(trainer)
+        signal = step_of(trainer)
+        trainer.saver.save(replace(trainer._state(), nonfinite_in_a_row=0))
+        return signal
 
     language.build_model, loop.Trainer._train_step = build_spoilt, counted
     try:

@@ -4,9 +4,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig, Section
+from titans_pt.config_check import one_line
+from titans_pt.errors import UserError
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
 from titans_pt.layers.sharding import Sharding
@@ -66,9 +69,12 @@ class Mixer(nn.Module):
         """Its section of ``config``, validated, with defaults for what is not given.
 
         Raises:
-            pydantic.ValidationError: for ``model.<name>``.
+            UserError: one line about ``model.<name>``.
         """
-        return cls.Settings.model_validate(config.section(cls.name))
+        try:
+            return cls.Settings.model_validate(config.section(cls.name))
+        except ValidationError as error:
+            raise UserError(one_line(error, f"model.{cls.name}.", cls.Settings)) from None
 
     @classmethod
     def check(cls, config: Config, need: Need):

@@ -16,7 +16,7 @@ from titans_pt.layers.attention import Attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.memory import NeuralMemoryState, Projection
-from titans_pt.layers.rotary import rotate
+from titans_pt.layers.rotary import rotate, rotation_from
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
@@ -151,12 +151,11 @@ class MAC(MemoryMixer):
         attention = self.attention
         batch, length = x.shape[:2]
         base = state.position if state else 0
-        position = torch.arange(base, base + length, device=x.device)
         queries, read_conv = self.read(x, state and state.read_conv, documents)
         plain = attention.heads(attention.q(x))
-        q = rotate(plain, position, attention.rope_base)
+        turn = rotation_from(base, plain, attention.rope_base)
         k, v = attention.keys_values(x)
-        k = rotate(k, position, attention.rope_base)
+        q, k = rotate(plain, *turn), rotate(k, *turn)
         persistent = None
         if self.persistent is not None:
             persistent = [p.expand(batch, -1, -1, -1) for p in attention.keys_values(self.persistent[None])]
@@ -172,8 +171,11 @@ class MAC(MemoryMixer):
         first = base + length - k.shape[1]  # place of the oldest token in k, v
 
         segments, outputs = Segments(self.segment, self.stride, base, length, offset, documents), []
-        for piece in segments:
-            tokens = slice(piece.begin, piece.end)
+        pieces = list(segments)
+        cuts = [piece.end - piece.begin for piece in pieces]
+        # Cut once: the backward pass of every slice by itself would fill a tensor of the whole length.
+        tokens = (y.split(cuts, 1) for y in (x, q, plain, k[:, -length:], v[:, -length:]))
+        for piece, (*own, own_k, own_v) in zip(pieces, zip(*tokens, strict=True), strict=True):
             current = memory.memory.weights if memory else initial
             read_weights = _choose(piece.new_segment, _choose(piece.new_document, initial, current), read_weights)
             recall, write = MAC._recall, MAC._write
@@ -183,17 +185,17 @@ class MAC(MemoryMixer):
 
             if piece.groups:
                 chosen = segments.selection(piece.groups, x.device)
-                new_k, new_v = recall(self, queries[:, chosen], position[chosen], read_weights, norm)
+                new_k, new_v = recall(self, queries[:, chosen], [part[chosen] for part in turn], read_weights, norm)
                 h_k, h_v, h_place = torch.cat([h_k, new_k], 1), torch.cat([h_v, new_v], 1), h_place + piece.groups
             h_k, h_v, h_place = _from(piece.oldest, h_k, h_v, h_place)
 
-            seen = slice(piece.oldest - first, base + piece.end - first)
-            keys, values = torch.cat([h_k, k[:, seen]], 1), torch.cat([h_v, v[:, seen]], 1)
+            if piece.oldest < base + piece.begin:
+                seen = slice(piece.oldest - first, base + piece.end - first)
+                own_k, own_v = k[:, seen], v[:, seen]
+            keys, values = torch.cat([h_k, own_k], 1), torch.cat([h_v, own_v], 1)
             mask = segments.mask(piece, h_place, x.device)
             here = documents.cut(piece.begin, piece.end) if any(piece.new_document) else None
-            o, memory = write(
-                self, x[:, tokens], q[:, tokens], plain[:, tokens], keys, values, mask, persistent, memory, here
-            )
+            o, memory = write(self, *own, keys, values, mask, persistent, memory, here)
             outputs.append(o)
 
         oldest = base + length - max(segments.offset)
@@ -204,10 +206,10 @@ class MAC(MemoryMixer):
         )  # fmt: skip
         return self.out(torch.cat(outputs, 1)), state
 
-    def _recall(self, queries: Tensor, position: Tensor, weights, norm) -> tuple[Tensor, Tensor]:
+    def _recall(self, queries: Tensor, turn: list[Tensor], weights, norm) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, (B, m, H, D), of the memory tokens read with queries (B, m, H, D)."""
         k, v = self.attention.keys_values(self.join(self.memory.read(queries, weights, norm)))
-        return rotate(k, position, self.attention.rope_base), v
+        return rotate(k, *turn), v
 
     def _write(
         self, x, q, plain, keys, values, mask, persistent, memory, documents

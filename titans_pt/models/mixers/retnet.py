@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from titans_pt.config import ModelConfig, Section
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.recurrence import RecurrentState
-from titans_pt.layers.rotary import rotate
+from titans_pt.layers.rotary import rotate, rotation
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
 from titans_pt.models.mixers.recurrent import HeadWidthMixer, linear
@@ -70,7 +70,8 @@ class RetNet(HeadWidthMixer):
     ) -> tuple[Tensor, RecurrentState]:
         first = state.position if state else 0
         place = torch.arange(first, first + x.shape[1], device=x.device)
-        q, k = (rotate(self.split(y), place, self.rope_base) for y in (self.q(x), self.k(x)))
+        turn = rotation(place, self.key_width, self.rope_base, x.dtype)
+        q, k = (rotate(self.split(y), *turn) for y in (self.q(x), self.k(x)))
         q, v = q * self.key_width**-0.5, self.split(self.v(x))
         y, memory = self.remember(q, k, v, self.decays(x), None, state, documents)
         y = self.norm(y) * F.silu(self.split(self.gate(x)))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from titans_pt.config import Config, ModelConfig, Positive, Section
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
-from titans_pt.layers.state import map_tensors
+from titans_pt.layers.state import check_rows, map_tensors, rows
 from titans_pt.models.mixers.attention import AttentionMixer
 from titans_pt.models.mixers.base import MIXERS, Blocks, Mixer, Need
 
@@ -94,6 +94,7 @@ class RMT(AttentionMixer):
     def around(
         self, blocks: Blocks, x: Tensor, state: RMTState | RMTRows | None, documents: Documents | None
     ) -> tuple[Tensor, RMTState | RMTRows]:
+        check_rows(len(state.rows) if isinstance(state, RMTRows) else rows(state), x)
         if documents is None and not isinstance(state, RMTRows):
             return self._segments(blocks, x, state)
         # Rows end their segments at tokens of their own: each is read by itself.

@@ -1,0 +1,105 @@
+"""Kernels written in C, for CPUs: compiled for the machine that they run on when they are first needed (seconds).
+
+Compiled code is kept in the user's cache folder, under a name that the source, the compiler and the processor give it.
+Where there is no compiler, or with TITANS_NATIVE=0, PyTorch operators serve, slower.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch
+from platformdirs import user_cache_path
+from torch import Tensor
+
+from titans_pt.kernels.common import warn_once
+
+HEADER = Path(__file__).with_name("vector.h")
+FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
+REALS = {torch.float32: ["-DREAL=float"], torch.float64: ["-DREAL=double", "-DREAL_IS_DOUBLE"]}
+
+
+def unserved(source: Path, x: Tensor) -> str | None:
+    """Why ``source`` does not serve tensors of ``x``'s device and dtype; None if it does."""
+    if x.device.type != "cpu":
+        return f"tensors are on {x.device.type}"
+    if x.dtype not in REALS:
+        return f"{x.dtype} is neither float32 nor float64"
+    found = library(source, x.dtype)
+    return found if isinstance(found, str) else None
+
+
+@cache
+def library(source: Path, dtype: torch.dtype) -> ctypes.CDLL | str:
+    """``source`` compiled for numbers of ``dtype``, or why it cannot be. Asked once; processes may ask side by side."""
+    if os.environ.get("TITANS_NATIVE") == "0":
+        return "TITANS_NATIVE=0"
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc"))), None)
+    if compiler is None:
+        return "no C compiler (cc, gcc) is on the path"
+    flags = [*FLAGS, *REALS[dtype]]
+    key = chr(0).join([source.read_text(), HEADER.read_text(), *flags, compiler, platform.machine(), _processor()])
+    folder = user_cache_path("titans-pt") / "native"
+    path = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as there:
+                made = Path(there) / path.name
+                done = subprocess.run(
+                    [compiler, *flags, str(source), "-o", str(made), "-lm"], capture_output=True, text=True
+                )
+                if done.returncode:
+                    reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
+                    warn_once(f"{compiler} does not compile {source.name} (PyTorch serves, slower): {reason}")
+                    return f"{compiler} failed"
+                os.replace(made, path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        warn_once(f"{source.name} is not compiled or loaded (PyTorch serves, slower): {error}")
+        return str(error)
+
+
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """Of this process: a forked one has none of its parent's threads."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kernels")
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+WORTH_A_THREAD = 2_000_000
+"""Operations that take longer than handing them to another thread."""
+
+
+def run(function: Callable, count: int, operations: int, *arguments) -> None:
+    """function(*arguments, first, last) for 0 <= first < last <= ``count``, shared out over PyTorch's threads where the
+    ``operations`` in all are worth it.
+
+    Raises:
+        MemoryError: the function returned something other than 0.
+    """
+    threads = max(1, min(torch.get_num_threads(), count, operations // WORTH_A_THREAD))
+    edges = [count * i // threads for i in range(threads + 1)]
+    parts = [(ctypes.c_int64(a), ctypes.c_int64(b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    if threads == 1:
+        failed = function(*arguments, *parts[0])
+    else:
+        failed = any(list(_pool(os.getpid()).map(lambda part: function(*arguments, *part), parts)))
+    if failed:
+        raise MemoryError("no memory left for a kernel's work")

@@ -1,0 +1,166 @@
+"""When a run saves, and which checkpoint it continues from."""
+
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from titans_pt import checkpoints
+from titans_pt.config_file import load_config
+from titans_pt.errors import UserError
+from titans_pt.tasks import language
+from titans_pt.training import loop
+from titans_pt.training.metrics import read_metrics
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_group(ranks):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "process_group", lambda timeout: nullcontext(ranks))
+        yield
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory, prepared, one_group):
+    """(config file, run folder) of a run of 20 steps with checkpoints 10, 15, 20. Copy before changing it."""
+    import yaml
+
+    from tests.conftest import TINY, merged
+
+    folder = tmp_path_factory.mktemp("healthy")
+    top = {
+        "run": {"dir": str(folder / "run")},
+        "data": {"dir": str(prepared), "sources": [{"kind": "files", "path": str(prepared.parent / "text.jsonl")}]},
+        "train": {"max_steps": 60, "checkpoint_every": 5},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(merged(TINY, top)))
+    assert loop.train(load_config(folder / "config.yaml", ["train.stop_at=20"])) == 0
+    return folder / "config.yaml", folder / "run"
+
+
+@pytest.fixture
+def run(healthy, tmp_path):
+    """A copy of the healthy run: ``run(overrides)`` goes on with it; ``run.folder``, ``run.steps()``."""
+    config, folder = healthy
+    shutil.copytree(folder, tmp_path / "run")
+
+    def go_on(*overrides: str) -> int:
+        return loop.train(load_config(config, [f"run.dir={tmp_path / 'run'}", *overrides]))
+
+    go_on.folder = tmp_path / "run"
+    go_on.steps = lambda: steps(go_on.folder)
+    return go_on
+
+
+def steps(folder: Path) -> list[int]:
+    return [checkpoints.step_of(path) for path in checkpoints.list_checkpoints(folder / "checkpoints")]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_divergence_leaves_the_healthy_checkpoints(run):
+    """Under a launcher that would start it again and again, as torchrun does."""
+    before = contents(run.folder / "checkpoints")
+    assert run.steps() == [10, 15, 20]
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"the last 10 steps \(to \d+\) .* steps with a checkpoint: 10, 15, 20"):
+            run("train.lr=1e3")
+        assert contents(run.folder / "checkpoints") == before
+    assert run("train.resume=15", "train.stop_at=17") == 0
+    assert run.steps() == [10, 15, 17]
+
+
+@pytest.fixture
+def spoilt(monkeypatch):
+    """``spoilt(steps)``: in these steps of a run that starts at step 0 the logits are NaN."""
+
+    def spoil(*steps: int):
+        build, take, current = language.build_model, loop.Trainer._train_step, [0]
+
+        def hook(_module, _args, output):
+            return (output[0] * float("nan"), output[1]) if current[0] in steps else None
+
+        def build_spoilt(config):
+            model = build(config)
+            model.register_forward_hook(hook)
+            return model
+
+        def counted(trainer):
+            current[0] = trainer.step + 1
+            return take(trainer)
+
+        monkeypatch.setattr(language, "build_model", build_spoilt)
+        monkeypatch.setattr(loop.Trainer, "_train_step", counted)
+
+    return spoil
+
+
+def test_a_checkpoint_that_is_due_at_a_nonfinite_step_is_taken_after_the_next_finite_one(tiny, tmp_path, spoilt):
+    spoilt(4, 5)
+    config = load_config(tiny(train={"checkpoint_every": 4, "max_nonfinite": 3}))
+    assert loop.train(config) == 0
+    assert steps(tmp_path / "run") == [6, 8, 10]
+    assert checkpoints.read_state(checkpoints.find(tmp_path / "run" / "checkpoints", 6)).adam_step == 4
+
+
+def test_a_run_whose_last_steps_are_not_finite_says_where_to_end_it(tiny, tmp_path, spoilt):
+    spoilt(9, 10)
+    with pytest.raises(UserError, match=r"the last 2 steps \(to 10\) .* 4, 8\. train.stop_at=8 ends with a checkpoint"):
+        loop.train(load_config(tiny(train={"checkpoint_every": 4})))
+    assert steps(tmp_path / "run") == [4, 8]
+
+
+def test_a_signal_in_the_midst_of_nonfinite_steps_saves_nothing(tiny, tmp_path, spoilt, monkeypatch, capsys):
+    spoilt(6)
+    monkeypatch.setattr(loop.StopSignals, "decide", lambda self, sums: 15 * (len(metrics()) == 6))
+
+    def metrics():
+        return read_metrics(tmp_path / "run" / "metrics.jsonl")
+
+    assert loop.train(load_config(tiny(train={"checkpoint_every": 4}))) == 143
+    assert steps(tmp_path / "run") == [4]
+    out = capsys.readouterr().out
+    assert "stopped by signal 15 at step 6; checkpoint" in out
+    assert "step-00000004 (step 6 was not finite and is not saved)" in out
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [(r["step"], r["loss"]) for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"]
+
+
+def test_a_step_chooses_the_checkpoint_and_later_ones_are_set_aside(run, caplog):
+    straight = losses(run.folder)
+    before = contents(run.folder / "checkpoints" / "step-00000020")
+    weights = checkpoints.read_tensors(run.folder / "checkpoints/step-00000020/model.safetensors")
+    assert run("train.resume=10", "train.stop_at=20", "train.keep_last=9") == 0
+    assert losses(run.folder) == straight
+    aside = run.folder / "checkpoints" / "set-aside"
+    assert sorted(path.name for path in aside.iterdir()) == ["step-00000015", "step-00000020"]
+    assert contents(aside / "step-00000020") == before
+    assert f"continues at step 10; a later checkpoint is now {aside / 'step-00000015'}" in caplog.text
+    again = checkpoints.read_tensors(run.folder / "checkpoints/step-00000020/model.safetensors")
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+def test_the_same_command_continues_what_it_has_done_and_another_one_goes_back(run):
+    command = ["train.resume=10", "train.lr=2e-2"]
+    log = run.folder / "log.txt"
+    for at, overrides in ((10, [*command, "train.stop_at=16"]), (16, [*command, "train.stop_at=16"]),
+                          (10, ["train.resume=10", "train.lr=3e-2", "train.stop_at=16"]),
+                          (16, ["train.lr=3e-2", "train.stop_at=17"])):  # fmt: skip
+        assert run(*overrides) == 0
+        assert [line for line in log.read_text().splitlines() if "resuming at" in line][-1].split()[6] == f"{at}:"
+    aside = run.folder / "checkpoints" / "set-aside"
+    assert sorted(path.name for path in aside.iterdir()) == [
+        "step-00000015", "step-00000015-2", "step-00000016", "step-00000020"]
+
+
+def test_a_step_without_a_checkpoint_names_those_that_exist(run):
+    before = contents(run.folder / "checkpoints")
+    with pytest.raises(UserError, match=r"^train\.resume: given 17; .*no such checkpoint; existing steps: 10, 15, 20$"):
+        run("train.resume=17")
+    assert contents(run.folder / "checkpoints") == before

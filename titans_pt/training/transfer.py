@@ -1,0 +1,155 @@
+"""The weights that a new run takes from another one: train.init_from."""
+
+import hashlib
+import json
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from titans_pt import checkpoints
+from titans_pt.config import Config
+from titans_pt.config_check import completed
+from titans_pt.data_pipeline import saved_tokenizer
+from titans_pt.errors import UserError
+from titans_pt.run import differences
+from titans_pt.run_folder import RunFolder
+from titans_pt.tasks import Task
+
+log = logging.getLogger(__name__)
+_REMEDY = "make the settings alike, or name what is to start fresh in train.init_fresh"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights on disk that a run can start with.
+
+    origin: what they are, for the record.
+    files, prefix: safetensors files, and what their names have before ours.
+    config: the settings tree that they were trained with.
+    identity: as in :class:`~titans_pt.checkpoints.TrainerState`.
+    """
+
+    origin: str
+    files: list[Path]
+    prefix: str
+    config: dict[str, Any]
+    identity: dict[str, str]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor by plain parameter name."""
+        with ExitStack() as stack:
+            return {name: tuple(file.get_slice(key).get_shape()) for name, (file, key) in self._open(stack).items()}
+
+    @torch.no_grad()
+    def load(self, model: nn.Module, fresh: list[str]):
+        """Puts them into ``model``, whose parameters that match a pattern of ``fresh`` keep what they have."""
+        with ExitStack() as stack:
+            found = self._open(stack)
+            for name, p in model.named_parameters():
+                if not _matches(name, fresh):
+                    file, key = found[name]
+                    p.copy_(file.get_tensor(key))
+
+    def _open(self, stack: ExitStack) -> dict[str, tuple[Any, str]]:
+        """Parameter name -> (open file, its name there)."""
+        files = [stack.enter_context(safe_open(path, framework="pt", device="cpu")) for path in self.files]
+        return {key.removeprefix(self.prefix): (file, key) for file in files for key in file.keys()}  # noqa: SIM118
+
+
+def find_weights(given: str) -> Weights:
+    """What ``train.init_from`` names: a run (its newest complete checkpoint), a checkpoint, or an exported folder.
+
+    Raises:
+        UserError: it is none of them, or damaged.
+    """
+    path = Path(given)
+    try:
+        if (path / checkpoints.MANIFEST).is_file():
+            return _of_checkpoint(checkpoints.find(path.parent, checkpoints.step_of(path)))
+        if RunFolder(path).config.is_file():
+            return _of_checkpoint(checkpoints.find(RunFolder(path).checkpoints))
+        if (path / "config.json").is_file():
+            return _of_export(path)
+    except UserError as error:
+        raise UserError(f"train.init_from: given {given}; {error}") from None
+    raise UserError(f"train.init_from: given {given}, which is neither a run's folder nor one of its checkpoints "
+                    "(checkpoints/step-...) nor a folder that titans export wrote; name one of these")  # fmt: skip
+
+
+def _of_checkpoint(path: Path) -> Weights:
+    state = checkpoints.read_state(path)
+    origin = f"{path} ({checkpoints.checkpoint_hash(path)[:12]})"
+    return Weights(origin, [path / checkpoints.MODEL], "", completed(state.config), state.identity)
+
+
+def _of_export(path: Path) -> Weights:
+    """A folder that titans export wrote: Hugging Face's layout, our names after "model."."""
+    try:
+        config = json.loads((path / "config.json").read_text())
+        settings, origin = config["settings"], f"{path} ({config['checkpoint_hash'][:12]})"
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"its config.json is not of titans export ({error!r})") from None
+    index = path / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    files = [path / name for name in sorted(names)]
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"it holds no {file.name}")
+    tokenizer = saved_tokenizer(path)
+    found = tokenizer.is_file()
+    identity = {"tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest()} if found else {}
+    return Weights(origin, files, "model.", completed(settings), identity)
+
+
+def check_fit(weights: Weights, task: Task, config: Config, identity: dict[str, str]):
+    """Refuses weights that do not fill the model of ``config`` but for train.init_fresh; warns of other settings.
+
+    Args:
+        identity: of the task's data, see TaskData.
+
+    Raises:
+        UserError: another task, parameters that differ in name or shape, another tokenizer.
+    """
+    if (was := weights.config.get("task", task.name)) != task.name:
+        raise UserError(f"train.init_from: {weights.origin} was trained for the task {was!r}, not {task.name!r}; name "
+                        "a run of the same task")  # fmt: skip
+    fresh = config.train.init_fresh
+    with torch.device("meta"):
+        here = {name: tuple(p.shape) for name, p in task.build_model().named_parameters()}
+    there = weights.shapes()
+    for pattern in fresh:
+        if not any(fnmatchcase(name, pattern) for name in here | there):
+            raise UserError(f"train.init_fresh: {pattern!r} is the name of no parameter; there are {', '.join(here)}")
+    different = list(differences(weights.config.get("model", {}), config.model.model_dump(mode="json")))
+    settings = ", ".join(f"model.{key}={was!r} there and {now!r} here" for key, was, now in different[:4])
+    settings = f" ({settings})" if settings else ""
+    log.info("weights of %s; %d of %d parameters start fresh", weights.origin,
+             sum(_matches(n, fresh) for n in here), len(here))  # fmt: skip
+    here, there = ({n: s for n, s in names.items() if not _matches(n, fresh)} for names in (here, there))
+    missing, extra = here.keys() - there.keys(), there.keys() - here.keys()
+    for problem, names in (("are not in it", missing), ("are in it alone", extra)):
+        if names:
+            raise UserError(f"train.init_from: {weights.origin}: {len(names)} parameters {problem}, such as "
+                            f"{min(names)}{settings}; {_REMEDY}")  # fmt: skip
+    if wrong := [name for name in here if here[name] != there[name]]:
+        name = wrong[0]
+        raise UserError(f"train.init_from: {weights.origin}: {len(wrong)} parameters have another shape, such as "
+                        f"{name}, {there[name]} there and {here[name]} here{settings}; {_REMEDY}")  # fmt: skip
+    for key, name in task.bound.items():
+        was, now = weights.identity.get(key, ""), identity[key]
+        if was != now and not _matches(name, fresh):
+            raise UserError(f"{task.differs(key, Path(weights.origin), was, now)}; use that one (for a tokenizer: "
+                            f"data.tokenizer.path), or let {name} start fresh: train.init_fresh=[{name}]")  # fmt: skip
+    for key, was, now in different:
+        log.warning("train.init_from: model.%s is %r, %s was trained with %r", key, now, weights.origin, was)
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
