@@ -1,4 +1,4 @@
-# make quickstart: install, prepare text, train a small Titans, resume it, evaluate it, draw the plots
+# make quickstart: install, prepare text, train a small Titans, resume it, evaluate it; a memory and a window in one plot
 # make test:       install, run the tests
 # make settings:   write configs/schema.json and docs/settings.md again, after a change of titans_pt/config.py
 PYTHON ?= python3
@@ -29,6 +29,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 # that wait for each other spin, a hundred times faster (docs/notebook.md, Threads).
 export OMP_NUM_THREADS ?= 1
 TRAIN := $(BIN)/torchrun --standalone --nproc_per_node 2 -m titans_pt train configs/quickstart.yaml
+NEEDLES := $(BIN)/titans needles configs/quickstart-needles.yaml run.dir=$(RUN)/needles --lengths 64:4,128,256 \
+	--asked 64,256,1024,4096,16384 --answers 128
 
 quickstart: install
 	$(BIN)/titans prepare configs/quickstart.yaml
@@ -36,13 +38,17 @@ quickstart: install
 	$(TRAIN) run.dir=$(RUN) train.stop_at=160
 	@echo "== resuming from the checkpoint"
 	$(TRAIN) run.dir=$(RUN)
-	@echo "== perplexity and needles"
-	$(BIN)/titans evaluate $(RUN)
+	@echo "== perplexity, with the memory on, frozen and off"
+	$(BIN)/titans evaluate $(RUN) --suite perplexity
 	@echo "== a sample"
 	$(BIN)/titans generate $(RUN) --prompt "The function returns" --max-new-tokens 60 --temperature 0.7
-	@echo "== everything is in $(RUN): plots/loss.png, plots/needle.png, metrics.jsonl, checkpoints/, evaluation/"
+	@echo "== a memory and a window of equal size learn to find needles in noise, side by side"
+	$(NEEDLES) --models swa & $(NEEDLES) --models lmm; wait
+	@echo "== what both found, far beyond the 256 tokens of their training"
+	$(NEEDLES) --models lmm,swa
+	@echo "== everything is in $(RUN): plots/loss.png, needles/needles-8-seen.png, metrics.jsonl, checkpoints/, evaluation/"
 	@echo "== next: another model: titans train configs/quickstart.yaml run.dir=runs/lmm 'model.mixers=[lmm]'"
-	@echo "==       longer needles: titans evaluate $(RUN) evaluation.needle.lengths=[8192]"
+	@echo "==       longer needles: $(NEEDLES:$(BIN)/%=%) --asked 65536"
 	@echo "==       170M on a GPU node: docs/pretraining.md"
 
 # By files, not by tests: what a file's tests share is then set up once.

@@ -3,6 +3,8 @@
 import gzip
 import io
 import json
+import mmap
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,7 +39,7 @@ class Row:
 
     Attributes:
         where: its place in words, for messages.
-        file, number: its place for a program: the row's number (.parquet) or the byte where it begins (.jsonl).
+        file, number: its place for a program: the row's number (.parquet) or the byte where it begins (.jsonl, .txt).
         values: what it holds, by column.
     """
 
@@ -70,12 +72,22 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def pieces(path: Path, target: int) -> Iterator[tuple[int, int | None, int]]:
+def pieces(path: Path, source: SourceConfig, target: int) -> Iterator[tuple[int, int | None, int]]:
     """Yields (start, stop, bytes) of the pieces of a file, each of about ``target`` bytes where the format allows it.
 
-    Row groups of .parquet (bytes: of the uncompressed columns), bytes of .jsonl. Compressed .jsonl is one piece.
+    Row groups of .parquet (bytes: of the uncompressed columns), bytes of .jsonl and of .txt with several documents.
+    Compressed .jsonl is one piece.
     """
     size = path.stat().st_size
+    if path.name.endswith(".txt") and size > target and (separator := _separator(source)):
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            start = 0
+            while start < size:
+                found = separator.search(text, start + target)
+                stop = found.end() if found else size
+                yield start, stop, stop - start
+                start = stop
+        return
     if path.name.endswith(".parquet"):
         try:
             footer = parquet.read_metadata(path)
@@ -101,7 +113,7 @@ def rows(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iter
         if path.name.endswith(".parquet"):
             yield from _parquet(path, source, start, stop)
         elif path.name.endswith(".txt"):
-            yield Row(str(path), str(path), 0, {source.text_column: path.read_text(encoding="utf-8-sig")})
+            yield from _txt(path, source, start, stop)
         else:
             yield from _jsonl(path, start, stop)
     except UnicodeDecodeError as error:
@@ -109,6 +121,38 @@ def rows(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iter
     except (EOFError, OSError, zlib.error, pyarrow.ArrowException) as error:
         reason = " ".join((getattr(error, "strerror", None) or str(error)).split())
         yield Rejected(str(path), f"unreadable or truncated ({reason})", "replace or remove it")
+
+
+def _separator(source: SourceConfig) -> re.Pattern[bytes] | None:
+    """What stands between the documents of a source's .txt files, with lines of either system; None: nothing."""
+    lone = Path(source.path).suffix == ".txt" and Path(source.path).is_file()
+    separator = "\n\n" * lone if source.separator is None else source.separator
+    return re.compile(re.escape(separator.encode()).replace(b"\\\n", b"\r?\n")) if separator else None
+
+
+def _txt(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iterator[Row | Rejected]:
+    """The documents of a .txt file that begin in [start, stop), both of which are where documents begin."""
+    separator = _separator(source)
+    if separator is None:
+        yield Row(str(path), str(path), 0, {source.text_column: path.read_text(encoding="utf-8-sig")})
+        return
+    with open(path, "rb") as file:
+        file.seek(start)
+        text = file.read(-1 if stop is None else stop - start)
+    begins = [0, *(match.end() for match in separator.finditer(text))]
+    ends = [*(match.start() for match in separator.finditer(text)), len(text)]
+    for begin, end in zip(begins, ends, strict=True):
+        document = text[begin:end].strip(b"\r\n")
+        if not document or document.isspace():
+            continue  # an empty line more, or the end of the file
+        where = f"{path}, document at byte {start + begin}"
+        try:
+            value = document.decode("utf-8" if start + begin else "utf-8-sig")
+        except UnicodeDecodeError as error:
+            yield Rejected(where, f"not UTF-8 at byte {error.start} of it", "convert or remove it")
+        else:
+            value = value.replace("\r\n", "\n").replace("\r", "\n")  # as a file that is one document is read
+            yield Row(where, str(path), start + begin, {source.text_column: value})
 
 
 def _jsonl(path: Path, start: int, stop: int | None) -> Iterator[Row | Rejected]:

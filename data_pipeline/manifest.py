@@ -6,11 +6,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from titans_pt.config import Config, DataConfig
+from titans_pt.config import Config, DataConfig, SourceConfig
 
 FORMAT = 2
 READABLE = (1, 2)
 """Formats whose token files can be trained on; 1 has no list of documents."""
+_NEWER = ("data.near_duplicates", "data.validation_sources")
+"""Settings that a manifest has only if they are given: as before there were such."""
 
 
 def read_manifest(folder: Path) -> dict | None:
@@ -28,27 +30,35 @@ def changed_setting(manifest: dict, config: Config) -> str | None:
         return f"file format {manifest.get('format')}, this version writes {FORMAT}"
     made = dict(manifest["settings"])
     with contextlib.suppress(ValidationError):  # of an earlier version: settings that are new since have their defaults
-        keys = ("sources", "tokenizer", "validation_fraction")
-        old = DataConfig.model_validate({key: made[f"data.{key}"] for key in keys})
+        keys = ("sources", "tokenizer", "validation_fraction", "near_duplicates", "validation_sources")
+        old = DataConfig.model_validate({key: made[f"data.{key}"] for key in keys if f"data.{key}" in made})
         made = content_settings(old, made["model.vocab_size"]) | {"mixture": made.get("mixture", False)}
-    for name, now in content_settings(config.data, config.model.vocab_size).items():
-        if (then := made.get(name)) != now:
+    today = content_settings(config.data, config.model.vocab_size)
+    for name in dict.fromkeys([*today, *_NEWER]):
+        if (then := made.get(name)) != (now := today.get(name)):
             return f"{name}: made with {json.dumps(then)}, config has {json.dumps(now)}"
     return None
 
 
 def streams(data: DataConfig) -> list[str]:
-    """For each source the name of the training stream that it goes to: one for all, unless they have weights."""
+    """For each of data.sources the name of the training stream that it goes to: one for all, unless they have weights.
+    """
     weighted = data.sources[0].weight is not None
     return [f"train-{i}" if weighted else "train" for i in range(len(data.sources))]
 
 
 def content_settings(data: DataConfig, vocab_size: int) -> dict:
     """The settings that decide what is in the token files, by path. Weights may change without making them again."""
+    newer = [data.near_duplicates, [_source(source) for source in data.validation_sources]]
     return {
         "model.vocab_size": vocab_size,
-        "data.sources": [s.model_dump(mode="json", exclude={"weight"}, exclude_defaults=True) for s in data.sources],
+        "data.sources": [_source(source) for source in data.sources],
         "data.tokenizer": data.tokenizer.model_dump(mode="json", exclude_defaults=True),
         "data.validation_fraction": data.validation_fraction,
         "mixture": data.sources[0].weight is not None,
+        **{name: value for name, value in zip(_NEWER, newer, strict=True) if value},
     }
+
+
+def _source(source: SourceConfig) -> dict:
+    return source.model_dump(mode="json", exclude={"weight"}, exclude_defaults=True)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pyarrow
 from pyarrow import parquet
 from tqdm import tqdm
 
+from titans_pt.data_pipeline import near_duplicates
 from titans_pt.data_pipeline.indexed import IndexedWriter, token_dtype
 from titans_pt.data_pipeline.parts import ROW_GROUP, SCHEMA, part_path, read_summary
 from titans_pt.data_pipeline.sources import Part
@@ -28,17 +30,21 @@ _BUCKET_DOCUMENTS = 1 << 21
 _HASH = np.dtype([("high", ">u8"), ("low", ">u8"), ("document", "<i8")])
 
 
-def merge(parts: list[Part], folder: Path, out: Path, vocab_size: int, streams: list[str]) -> dict:
+def merge(
+    parts: list[Part], folder: Path, out: Path, vocab_size: int, streams: list[str], near: float | None = None
+) -> dict:
     """Writes the token files of all ``parts``, which lie complete in ``folder``, to the empty folder ``out``.
 
     Memory is bounded, whatever the parts hold: hashes are sorted by buckets on disk, tokens copied by row groups.
 
     Args:
-        streams: for each source the name of its training stream.
+        streams: for each source the name of its training stream; "validation" where it has none.
+        near: data.near_duplicates.
 
     Returns:
         Of the manifest: files (bytes and sha256 of each .bin), splits
-        (documents, tokens, characters), dropped (empty, duplicate, filtered, rejected), round_trip, unigram_loss.
+        (documents, tokens, characters), dropped (empty, duplicate, with ``near`` near_duplicate, filtered, rejected),
+        round_trip, unigram_loss.
 
     Raises:
         UserError: a part was changed. OSError: disk full, folder not writable.
@@ -46,7 +52,10 @@ def merge(parts: list[Part], folder: Path, out: Path, vocab_size: int, streams: 
     summaries = [read_summary(folder, index) for index in range(len(parts))]
     sizes = [summary["documents"] for summary in summaries]
     duplicate = _duplicates(folder, sizes, out)
-    names = [*dict.fromkeys(streams), "validation"]
+    dropped = Counter(empty=0, duplicate=int(np.count_nonzero(duplicate)), filtered=0)
+    if near is not None:
+        dropped["near_duplicate"] = _near_duplicates(folder, len(sizes), out, duplicate, near)
+    names = [name for name in dict.fromkeys(streams) if name != "validation"] + ["validation"]
     counts = {split: Counter(documents=0, tokens=0, characters=0) for split in SPLITS}
     seen = {split: np.zeros(vocab_size, np.int64) for split in SPLITS}  # times each token occurs
     first = np.cumsum([0, *sizes])
@@ -69,7 +78,6 @@ def merge(parts: list[Part], folder: Path, out: Path, vocab_size: int, streams: 
                                          characters=int(np.asarray(rows["characters"]).sum()))
                 document += len(lengths)
                 bar.update(len(tokens))
-    dropped = Counter(empty=0, duplicate=int(np.count_nonzero(duplicate)), filtered=0)
     round_trip = Counter(tried=0, equal=0)
     for summary in summaries:
         dropped.update({key: summary[key] for key in ("empty", "filtered")})
@@ -130,6 +138,18 @@ def _duplicates(folder: Path, sizes: list[int], out: Path) -> np.ndarray:
             mask[entries["document"][1:][same]] = 1
             os.unlink(file.name)
     return mask
+
+
+def _near_duplicates(folder: Path, parts: int, out: Path, duplicate: np.ndarray, threshold: float) -> int:
+    """Marks in ``duplicate`` what is like an earlier document; returns how many."""
+    path = out / "sketches"
+    with open(path, "wb") as whole:
+        for index in range(parts):
+            with open(part_path(folder, index, ".sketches"), "rb") as part:
+                shutil.copyfileobj(part, whole, 1 << 24)
+    found = near_duplicates.mark(path, duplicate, threshold)
+    path.unlink()
+    return found
 
 
 # --- reading parts, writing streams ---

@@ -1,7 +1,8 @@
 """Parts of the text to tokens, by many processes. A part is complete when its .json exists: that is written last.
 
 part-NNNNNN.bin holds the tokens of all its documents, duplicates and held-out ones among them; part-NNNNNN.parquet has
-one row per document (see SCHEMA), part-NNNNNN.json the counts. Their content does not depend on which process wrote it.
+one row per document (see SCHEMA), part-NNNNNN.json the counts; with data.near_duplicates part-NNNNNN.sketches has a
+sketch of each document (near_duplicates.py). Their content does not depend on which process wrote it.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from multiprocessing import connection
@@ -27,6 +29,7 @@ from tqdm import tqdm
 from titans_pt.config import DataConfig
 from titans_pt.data_pipeline import sources
 from titans_pt.data_pipeline.indexed import token_dtype
+from titans_pt.data_pipeline.near_duplicates import sketch
 from titans_pt.data_pipeline.sources import Document, Part
 from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from titans_pt.errors import UserError
@@ -124,6 +127,7 @@ def _in_processes(job: Job, todo: list[tuple[int, Part]], processes: int, progre
 
 def _work(job: Job, todo: list[tuple[int, Part]], following, counters, failures) -> None:
     """One process: takes the next part until there is none."""
+    os.environ.setdefault("RAYON_NUM_THREADS", str(job.threads))  # rensa's, which would take all cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -155,27 +159,34 @@ def _end_with_parent() -> None:
 def write_part(job: Job, index: int, part: Part, report: Report) -> None:
     """Writes part ``index``. Raises as :func:`write_parts`."""
     tokenizer = _tokenizer(job.tokenizer, job.data.tokenizer.eos_token)
-    source, counts, rejected = job.data.sources[part.source], Counter(empty=0, filtered=0), []
+    source, counts, rejected = job.data.every_source[part.source], Counter(empty=0, filtered=0), []
+    fraction = 1.0 if part.source < len(job.data.validation_sources) else validation_fraction(job.data)
     round_trip, checksum = Counter(tried=0, equal=0), hashlib.sha256()
     # One name per process: after a kill, a second process may write the same part while the first still ends.
+    sketched = job.data.near_duplicates is not None
     scratch = {suffix: part_path(job.folder, index, f".{socket.gethostname()}.{os.getpid()}{suffix}")
-               for suffix in (".bin", ".parquet", ".json")}
+               for suffix in (".bin", ".parquet", *([".sketches"] if sketched else []), ".json")}
     reject = sources.refuse if job.data.bad_input == "refuse" else rejected.append
     found = sources.documents(source, part, counts, reject)
     try:
-        with open(scratch[".bin"], "wb") as tokens, parquet.ParquetWriter(scratch[".parquet"], SCHEMA) as table:
-            writer = _TableWriter(table)
+        with ExitStack() as stack:
+            tokens = stack.enter_context(open(scratch[".bin"], "wb"))
+            sketches = stack.enter_context(open(scratch[".sketches"], "wb")) if sketched else None
+            writer = _TableWriter(stack.enter_context(parquet.ParquetWriter(scratch[".parquet"], SCHEMA)))
             for batch in _batches(found):
                 encoded = _encode(batch, tokenizer, job, round_trip)
                 data = np.concatenate(encoded).tobytes()
                 tokens.write(data)
                 checksum.update(data)
+                if sketches:
+                    sketches.write(sketch(encoded).tobytes())
                 for document, ids in zip(batch, encoded, strict=True):
-                    writer.add(_described(document, len(ids), job.data.validation_fraction))
+                    writer.add(_described(document, len(ids), fraction))
                 report(len(batch), sum(map(len, encoded)), 0, 0)
             writer.flush()
-        for suffix in (".bin", ".parquet"):
-            flush_to_disk(scratch[suffix])
+        for path in scratch.values():
+            if path != scratch[".json"]:
+                flush_to_disk(path)
         summary = {"documents": writer.documents, "tokens": writer.tokens, "sha256": checksum.hexdigest(), **counts,
                    "rejected": [asdict(item) for item in rejected], "round_trip": dict(round_trip)}
         write_json(scratch[".json"], summary)
@@ -219,16 +230,21 @@ def document_hash(document: Document) -> bytes:
     return hashlib.sha256(data).digest()
 
 
+def validation_fraction(data: DataConfig) -> float:
+    """The share of the documents of data.sources that is held out."""
+    return 0.0 if data.validation_sources else data.validation_fraction
+
+
 def held_out(digest: bytes, fraction: float) -> bool:
     """Whether a document of this hash is in the validation split: stable when the corpus grows."""
     return int.from_bytes(digest[16:24], "big") / 2**64 < fraction
 
 
-def _described(document: Document, tokens: int, validation_fraction: float) -> tuple:
+def _described(document: Document, tokens: int, fraction: float) -> tuple:
     """A row of SCHEMA."""
     digest = document_hash(document)
     return (document.file, document.row, document.id, digest[:16], tokens, len(document.text),
-            held_out(digest, validation_fraction))
+            held_out(digest, fraction))
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

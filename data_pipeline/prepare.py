@@ -19,17 +19,25 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from titans_pt.config import Config, DataConfig
 from titans_pt.data_pipeline import sources
 from titans_pt.data_pipeline.manifest import FORMAT, changed_setting, content_settings, read_manifest, streams
-from titans_pt.data_pipeline.merge import SPLITS, merge
-from titans_pt.data_pipeline.parts import Job, document_hash, held_out, write_json, write_parts
+from titans_pt.data_pipeline.merge import REJECTED, SPLITS, merge
+from titans_pt.data_pipeline.parts import (
+    Job,
+    document_hash,
+    held_out,
+    validation_fraction,
+    write_json,
+    write_parts,
+)
 from titans_pt.data_pipeline.sources import Document
 from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer, saved_tokenizer, train_tokenizer
-from titans_pt.errors import UserError
+from titans_pt.errors import Unreachable, UserError
 
 _BUILD = ".preparing"
 _OURS = re.compile(r"(train(-\d+)?|validation)\.(bin|idx|documents\.parquet)|tokenizer(_config)?\.(model|json)|"
@@ -61,8 +69,16 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
             if the last step, moving new ones into place, fails can they be left without a manifest: they count as none.
     """
     folder = Path(config.data.dir)
-    fingerprint = _fingerprint(config)
-    if (old := read_manifest(folder)) and not force:
+    old = None if force else read_manifest(folder)
+    try:
+        fingerprint = _fingerprint(config)
+    except Unreachable as error:
+        if old and changed_setting(old, config) is None:
+            print(f"{folder}: holds token files made with these settings, nothing to do; whether the text has changed "
+                  f"since cannot be told: {error}", file=sys.stderr)
+            return old
+        fingerprint = _fingerprint(config, cached=True)
+    if old:
         if old.get("fingerprint") == fingerprint:
             print(f"{folder}: token files are up to date, nothing to do", file=sys.stderr)
             shutil.rmtree(folder / _BUILD, ignore_errors=True)  # left by a process that was killed at its very end
@@ -72,7 +88,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
             f"file format {old.get('format')}, this version writes {FORMAT}")
         raise UserError(f"data.dir={config.data.dir}: holds token files made with other settings ({what}); "
                         "choose another data.dir, or replace them with: titans prepare --force")
-    created = not folder.exists()
+    created, began = not folder.exists(), time.perf_counter()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, exclusive=shard is None):
@@ -96,14 +112,27 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
         if created:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # succeeds only if nothing was put into it
+    if manifest is not None:
+        print(summary(manifest, folder, time.perf_counter() - began))
     return manifest
 
 
-def _fingerprint(config: Config) -> str:
+def summary(manifest: dict, folder: Path, seconds: float) -> str:
+    """What was prepared, for the reader: documents, tokens, what was left out, the time, and where it is."""
+    lines = [f"{folder}: prepared in {seconds:,.0f} s"]
+    lines += [f"  {split}: {count['documents']:,} documents, {count['tokens']:,} tokens"
+              for split, count in manifest["splits"].items()]
+    left_out = ", ".join(f"{number:,} {kind.replace('_', '-')}" for kind, number in manifest["dropped"].items())
+    lines += [f"  left out: {left_out}" + (f" ({folder / REJECTED})" if manifest["dropped"]["rejected"] else "")]
+    return "\n".join(lines)
+
+
+def _fingerprint(config: Config, cached: bool = False) -> str:
+    """Of settings and sources. Raises as :func:`titans_pt.data_pipeline.sources.fingerprint`."""
     given = config.data.tokenizer
     parts = [FORMAT, sources.PART_BYTES, content_settings(config.data, config.model.vocab_size)]
     parts += [given.path and load_tokenizer(given.path, given.eos_token).sha256]
-    parts += [sources.fingerprint(source) for source in config.data.sources]
+    parts += [sources.fingerprint(source, cached) for source in config.data.every_source]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -114,7 +143,7 @@ def _build(config: Config, build: Path, fingerprint: str, shard: tuple[int, int]
     """Writes parts to ``build``, and without ``shard`` the future content of data.dir to build/merged."""
     data = config.data
     tokenizer = _tokenizer(config, build)
-    parts = sources.parts(data.sources)
+    parts = sources.parts(data.every_source)
     job = Job(data, tokenizer.path, build, threads=1)
     own = range(len(parts)) if shard is None else range(shard[0], len(parts), shard[1])
     write_parts(job, {index: parts[index] for index in own}, workers)
@@ -126,10 +155,15 @@ def _build(config: Config, build: Path, fingerprint: str, shard: tuple[int, int]
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     names = streams(data)
-    merged = merge(parts, build, out, tokenizer.vocab_size, names)
+    before = ["validation"] * len(data.validation_sources)
+    merged = merge(parts, build, out, tokenizer.vocab_size, [*before, *names], data.near_duplicates)
     for split in SPLITS:
         if not merged["splits"][split]["documents"]:
             total = sum(count["documents"] for count in merged["splits"].values())
+            if data.validation_sources:
+                given = "sources" if split == "train" else "validation_sources"
+                raise UserError(f"data.{given}: none of its documents is left for the {split} split, of {total} that "
+                                "are neither empty nor duplicates; add text")
             raise UserError(f"data.validation_fraction={data.validation_fraction}: of {total} documents none "
                             f"fell to the {split} split; add text in data.sources"
                             + (", or raise the fraction (below 0.5)" if split == "validation" else ""))
@@ -152,7 +186,7 @@ def _build(config: Config, build: Path, fingerprint: str, shard: tuple[int, int]
 def _tokenizer(config: Config, build: Path) -> Tokenizer:
     """The tokenizer in ``build``: a copy of the one that is given, or trained on the training split."""
     given, size = config.data.tokenizer, config.model.vocab_size
-    if given.path is None and any(source.kind == "indexed" for source in config.data.sources):
+    if given.path is None and any(source.kind == "indexed" for source in config.data.every_source):
         raise UserError("data.sources: kind=indexed holds ids, not text; set data.tokenizer.path to the tokenizer that "
                         "made them")
     path = saved_tokenizer(build)
@@ -180,7 +214,7 @@ def _sample(data: DataConfig) -> Iterator[str]:
     known: set[bytes] = set()  # of what is read until the tokenizer has enough
     for document in _in_turn([sources.documents(source, reject=reject) for source in data.sources]):
         digest = document_hash(document)
-        if digest not in known and not held_out(digest, data.validation_fraction):
+        if digest not in known and not held_out(digest, validation_fraction(data)):
             yield document.text
         known.add(digest)
 

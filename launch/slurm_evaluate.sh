@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Evaluates a run under SLURM, its samples shared over an array of one-GPU jobs, which share only the run's folder:
-#     sbatch --array 0-15 launch/slurm_evaluate.sh RUN [titans evaluate's words ...]
+# Evaluates a run under SLURM, its samples shared over an array of one-GPU jobs, which share only the run's folder.
+# Submitted from any folder, where the logs then are:
+#     sbatch --array 0-15 PATH/launch/slurm_evaluate.sh RUN [titans evaluate's words ...]
 #     sbatch --array 0-15 launch/slurm_evaluate.sh runs/mac --suite needle \
 #         'evaluation.needle.lengths=[2048,16384,131072,1048576,10485760]' 'evaluation.needle.tasks=[niah_single_1]'
 # A task that was stopped does what is left when it is queued again, within a long sample too (evaluation.save_every);
@@ -13,7 +14,7 @@
 #SBATCH --time 12:00:00
 #SBATCH --requeue
 #SBATCH --open-mode append
-#SBATCH --output titans-evaluate-%A-%a.log
+#SBATCH --output titans-evaluate-%j.log
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 rank=$((${SLURM_ARRAY_TASK_ID:-0} - ${SLURM_ARRAY_TASK_MIN:-0}))
@@ -21,4 +22,5 @@ if [[ -n "${RANKS:-}" ]]; then
     rank=${SLURM_ARRAY_TASK_ID:-0}
 fi
 export RANK=$rank WORLD_SIZE="${RANKS:-${SLURM_ARRAY_TASK_COUNT:-1}}" LOCAL_RANK=0
+echo "== rank $RANK of $WORLD_SIZE, task ${SLURM_ARRAY_TASK_ID:-0} of job ${SLURM_ARRAY_JOB_ID:-${SLURM_JOB_ID:-none}}"
 exec "${PYTHON:-python}" -m titans_pt evaluate "$@"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Prepares token files on many nodes under SLURM: first every shard, one array task each, then the merge.
-#     id=$(sbatch --parsable --array 0-15 launch/slurm_prepare.sh CONFIG [KEY=VALUE ...])
-#     sbatch --dependency afterok:$id launch/slurm_prepare.sh CONFIG [KEY=VALUE ...]
-# data.dir must be on a file system that all nodes see. A task that was killed is submitted again as it was: what it
-# had finished stays.
+#     id=$(sbatch --parsable --array 0-15 PATH/launch/slurm_prepare.sh CONFIG [KEY=VALUE ...])
+#     sbatch --dependency afterok:$id PATH/launch/slurm_prepare.sh CONFIG [KEY=VALUE ...]
+# Both from any folder, where the logs then are; the first line of each says which shard it is of. data.dir must be on a
+# file system that all nodes see. A task that was killed is submitted again as it was: what it had finished stays.
 #SBATCH --job-name titans-prepare
 #SBATCH --ntasks 1
 #SBATCH --cpus-per-task 32
@@ -11,11 +11,14 @@
 #SBATCH --time 08:00:00
 #SBATCH --requeue
 #SBATCH --open-mode append
-#SBATCH --output titans-prepare-%A-%a.log
+#SBATCH --output titans-prepare-%j.log
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 shard=()
 if [[ -n "${SLURM_ARRAY_TASK_ID:-}" ]]; then
     shard=(--shard "$((SLURM_ARRAY_TASK_ID - ${SLURM_ARRAY_TASK_MIN:-0}))/$SLURM_ARRAY_TASK_COUNT")
+    echo "== shard ${shard[1]}, task $SLURM_ARRAY_TASK_ID of job $SLURM_ARRAY_JOB_ID"
+else
+    echo "== no shard: the merge of all, or all of the work"
 fi
 exec "${PYTHON:-python}" -m titans_pt prepare "$@" --workers "${SLURM_CPUS_PER_TASK:-1}" ${shard[@]+"${shard[@]}"}

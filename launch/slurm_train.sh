@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Trains under SLURM:  sbatch --nodes 4 launch/slurm_train.sh CONFIG [KEY=VALUE ...]
+# Trains under SLURM, submitted from any folder:  sbatch --nodes 4 PATH/launch/slurm_train.sh CONFIG [KEY=VALUE ...]
 # One task per node, which starts one process per GPU. Five minutes before the time is up, or on preemption, every process
-# gets SIGTERM and writes a checkpoint; then the job queues itself again and continues from there.
+# gets SIGTERM and writes a checkpoint; then the job queues itself again and continues from there. scancel ends it, after a
+# checkpoint if KillWait is long enough. launch/torchrun.sh says which variables it reads. With another --signal B:USR1@S,
+# set GRACE a little below S.
 #SBATCH --job-name titans
 #SBATCH --ntasks-per-node 1
 #SBATCH --gpus-per-node 8
@@ -18,10 +20,12 @@ NODES=$SLURM_JOB_NUM_NODES
 HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")  # not through head: its early end is a SIGPIPE to scontrol
 MASTER=${HOSTS%%$'\n'*}:$((20000 + SLURM_JOB_ID % 20000))
 JOB=$SLURM_JOB_ID
-export NODES MASTER JOB
+# Below the 300 s, so that there is time to queue again if the checkpoint was not done and the processes had to be killed.
+GRACE=${GRACE:-270}
+export NODES MASTER JOB GRACE
 
 asked=0
-# SIGUSR1: time is nearly up. SIGTERM: preempted. Either way: write a checkpoint, then queue again.
+# SIGUSR1: time is nearly up. SIGTERM: the job is cancelled, or preempted and at its end.
 # shellcheck disable=SC2329  # called by the trap
 end() {
     asked=1
@@ -29,7 +33,7 @@ end() {
 }
 trap end USR1 TERM
 
-srun --kill-on-bad-exit=1 launch/torchrun.sh "$@" &
+srun --kill-on-bad-exit=1 "${PYTHON:-python}" -m titans_pt.training.launcher "$@" &
 step=$!
 status=0
 wait "$step" || status=$?
@@ -37,7 +41,11 @@ while kill -0 "$step" 2>/dev/null; do  # a trap cuts wait short
     status=0
     wait "$step" || status=$?
 done
-if [[ $asked == 1 ]]; then
+
+# A preemption's SIGTERM goes to the steps alone, so ask. A job that is cancelled, or that SLURM itself is queueing again,
+# is not RUNNING any more.
+job=" $(scontrol --oneliner show job "$SLURM_JOB_ID") "
+if [[ $job == *" JobState=RUNNING "* ]] && [[ $asked == 1 || $job =~ " PreemptTime="[0-9] ]]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -10,9 +10,8 @@ import click
 
 from titans_pt import __version__
 from titans_pt.commands import COMPLETION, SECTIONS, SUBJECT, Commands
-from titans_pt.errors import UserError
+from titans_pt.errors import EXIT_USER, UserError
 
-EXIT_USER = 2
 _MEMORY = (
     "lower train.micro_batch or data.seq_len, set train.activation_checkpointing=true, "
     "or shard more with parallel.zero_stage=3"

@@ -60,6 +60,8 @@ class RunConfig(Section):
     """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
     seed: Seed = 0
     """Seeds the initial weights and the order of the data."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, under dir; needs titans-pt[tensorboard]."""
     imports: list[str] = []
     """Python modules that are imported before anything else: your own mixers and tasks register themselves there."""
 
@@ -82,6 +84,10 @@ class SourceConfig(Section):
     """hub, streaming: only the first max_files files of the dataset; FineWeb-Edu's have about 0.7B tokens each."""
     text_column: str = "text"
     """Column (field of a .jsonl row) that holds the text."""
+    separator: str | None = None
+    """files: what stands between two documents of a .txt file, such as "<|endoftext|>"; "": nothing, a file is one
+    document. Null: the same; but a path that is one .txt file, not a folder, is cut at empty lines into paragraphs,
+    each a document."""
     id_column: str = "id"
     """Column that names a document, kept with its tokens; without one, file and row name it."""
     minimum: dict[str, float] = {}
@@ -95,8 +101,8 @@ class SourceConfig(Section):
         if (self.kind == "stdlib") != (self.path is None):
             raise ValueError(f"path: given {self.path!r} with kind={self.kind!r}; kind=stdlib has none, others need it")
         rows, hub = ("text_column", "id_column", "minimum"), ("name", "split", "revision", "streaming", "max_files")
-        used = {"files": rows, "hub": rows + hub}.get(self.kind, ())
-        for key in (*rows, *hub):
+        used = {"files": (*rows, "separator"), "hub": rows + hub}.get(self.kind, ())
+        for key in (*rows, *hub, "separator"):
             if key not in used and (given := getattr(self, key)) != type(self).model_fields[key].default:
                 raise ValueError(f"{key}: given {given!r} with kind={self.kind!r}, which does not use it; remove it")
         if self.max_files and not self.streaming:
@@ -127,8 +133,15 @@ class DataConfig(Section):
     bad_input: Literal["refuse", "skip"] = "refuse"
     """What cannot be read (a truncated file, bytes that are not UTF-8, a row without the text column). refuse: stop and
     name it. skip: leave it out, count it, and list it in rejected.jsonl of ``dir``."""
+    near_duplicates: Annotated[float, Field(ge=0.5, le=1.0)] | None = None
+    """Drop a document that has about this much or more in common with an earlier one: of all sequences of five tokens
+    in either of the two, the share that is in both (Jaccard, estimated by MinHash; 0.8 is usual). Null: equal texts
+    only."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.02
     """Share of documents (by hash of their text) held out for validation."""
+    validation_sources: list[SourceConfig] = []
+    """Where the text for validation comes from. Empty: validation_fraction of the documents of ``sources``. What
+    ``sources`` have in common with it is left out of training."""
     seq_len: Positive = 4096
     """Tokens of one training sample, T."""
     reset_at_documents: bool = False
@@ -141,7 +154,14 @@ class DataConfig(Section):
         if any(weighted) and not all(weighted):
             raise ValueError(f"sources.{weighted.index(False)}.weight: given none, but other sources have one; "
                              "give every source a weight, or none")
+        if any(source.weight is not None for source in self.validation_sources):
+            raise ValueError("validation_sources: given a weight, but validation is one stream of all; remove it")
         return self
+
+    @property
+    def every_source(self) -> list[SourceConfig]:
+        """Those for validation first: of documents that are equal, the first is kept."""
+        return [*self.validation_sources, *self.sources]
 
 
 class MemoryConfig(Section):
@@ -296,7 +316,13 @@ class TrainConfig(Section):
     micro_batch: Positive = 8
     """Samples that a rank puts through the model at once."""
     lr: Annotated[float, Field(gt=0.0)] = 4e-4
-    """Peak learning rate of AdamW, reached after the warm-up; a cosine from there."""
+    """Peak learning rate of AdamW, reached after the warm-up."""
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    """How the learning rate falls from the peak to its end at max_steps. cosine, linear: from the warm-up on. wsd (warm
+    up, stay, decay): it stays at the peak until the last decay_steps, then falls linearly; a run that was stopped
+    before them can be given more max_steps."""
+    decay_steps: Positive | None = None
+    """schedule=wsd: the steps in which it falls. Null: a tenth of max_steps."""
     min_lr_ratio: Fraction = 0.1
     """Learning rate at max_steps over the peak."""
     warmup_steps: NonNegative = 1000
@@ -309,6 +335,13 @@ class TrainConfig(Section):
     """AdamW's weight decay. Matrices decay, embeddings included; norms, biases and the memory's M_0 do not."""
     clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Largest global gradient norm."""
+    z_loss: Annotated[float, Field(ge=0.0)] = 0.0
+    """Adds the gradient of z_loss * (log Z)^2, which keeps log Z, the log of the sum of exp(logits), near 0 (PaLM:
+    1e-4). Losses are reported without it."""
+    spike_deviations: Annotated[float, Field(gt=0.0)] | None = None
+    """Skip a step whose loss is more than so many running standard deviations above the running mean. Null: none."""
+    spike_window: Positive = 100
+    """Steps that the running mean and deviation look back on, about; no step is skipped before so many."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
     compile: bool | None = None
@@ -434,7 +467,8 @@ class EvaluationConfig(Section):
 
 class WandbConfig(Section):
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: online when an API key is set, else offline (files under run.dir, to be synced later)."""
+    """auto: as WANDB_MODE or ``wandb offline`` says; without them online where you are logged in to W&B, else offline
+    (files under run.dir, for ``wandb sync``). A server that cannot be reached is a warning, and the run is offline."""
     project: str = "titans-pt"
     """Project of Weights & Biases."""
     entity: str | None = None
@@ -491,6 +525,10 @@ class Config(Section):
              "only with train.init_from; leave it out")
         need(t.warmup_steps < t.max_steps, "train.warmup_steps", t.warmup_steps,
              f"must be below train.max_steps={t.max_steps}")
+        need(t.decay_steps is None or t.schedule == "wsd", "train.decay_steps", t.decay_steps,
+             f"only with train.schedule=wsd, not with {t.schedule}")
+        need((t.decay_steps or 0) <= t.max_steps - t.warmup_steps, "train.decay_steps", t.decay_steps,
+             f"at most train.max_steps - train.warmup_steps = {t.max_steps - t.warmup_steps}")
         need(t.stop_at is None or t.stop_at <= t.max_steps, "train.stop_at", t.stop_at,
              f"at most train.max_steps={t.max_steps}")
         need(not (t.compile and self.parallel.zero_stage == 3), "train.compile", True,

@@ -7,6 +7,7 @@ In FOLDER the production call then reads it: kind=hub path=HuggingFaceFW/fineweb
 
 import gzip
 import html
+import random
 import re
 import subprocess
 import sys
@@ -98,4 +99,6 @@ def _documents(text: str) -> Iterator[str]:
 if __name__ == "__main__":
     root = Path(sys.argv[1])
     (root / "debian").mkdir(parents=True)
-    write_layout(root, debian_rows(root / "debian"), rows_a_file=4000)
+    rows = list(debian_rows(root / "debian"))
+    random.Random(0).shuffle(rows)  # as FineWeb-Edu is: any stretch of it is a sample of the whole
+    write_layout(root, iter(rows), rows_a_file=4000)

@@ -5,7 +5,9 @@ import json
 import math
 import os
 import shutil
+import sys
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -64,6 +66,75 @@ def test_unigram_loss_is_that_of_the_files(config):
     nats = [-math.log(counts[token] / sum(counts)) for token in validation.read(0, validation.tokens).tolist()]
     assert loss == pytest.approx(sum(nats) / len(nats)) and loss < math.log(VOCAB)
     assert unigram_loss(np.zeros(8, np.int64), np.arange(8)) == pytest.approx(math.log(8))
+
+
+def test_one_text_file_is_enough(config, texts, tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("\n\n".join(text.replace("\n\n", "\n") for text in texts))
+    config = config(data={"sources": [{"kind": "files", "path": str(tmp_path / "book.txt")}]})
+    manifest = prepare(config)
+    counts = manifest["splits"]
+    assert counts["train"]["documents"] + counts["validation"]["documents"] == len(texts)
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{config.data.dir}: prepared in ") and first.endswith(" s")
+    assert lines == [
+        f"  train: {counts['train']['documents']:,} documents, {counts['train']['tokens']:,} tokens",
+        f"  validation: {counts['validation']['documents']:,} documents, {counts['validation']['tokens']:,} tokens",
+        "  left out: 0 empty, 0 duplicate, 0 filtered, 0 rejected",
+    ]
+
+
+def test_validation_from_a_source_of_its_own(config, texts, tmp_path):
+    """Nothing of data.sources is held out, and nothing that is in validation is trained on."""
+    own = make_texts(20, seed=9)
+    write_jsonl(tmp_path / "validation.jsonl", own + texts[:5] + own[:3])
+    source = {"kind": "files", "path": str(tmp_path / "validation.jsonl")}
+    made = config(data={"validation_sources": [source]})
+    manifest = prepare(made)
+    assert texts_of(made.data.dir, "validation") == own + texts[:5]
+    assert texts_of(made.data.dir, "train") == texts[5:]
+    assert manifest["dropped"]["duplicate"] == 8 and manifest["streams"] == ["train"]
+    assert TokenFiles.open(made).validation.tokens == manifest["splits"]["validation"]["tokens"]
+    with pytest.raises(UserError, match=r"data\.validation_sources: made with \[.*, config has null"):
+        TokenFiles.open(config())
+    weighted = {"sources": [made.data.sources[0].model_dump() | {"weight": 1.0}] * 2, "validation_sources": [source]}
+    mixture = prepare(config(data=weighted | {"dir": str(tmp_path / "mixture")}))
+    assert mixture["streams"] == ["train-0", "train-1"]
+    assert mixture["splits"]["validation"] == manifest["splits"]["validation"]
+    with pytest.raises(ValueError, match="validation_sources: given a weight"):
+        config(data={"validation_sources": [source | {"weight": 1.0}]})
+    write_jsonl(tmp_path / "validation.jsonl", [" "])
+    with pytest.raises(UserError, match=r"data\.validation_sources: none of its documents is left for the validation"):
+        prepare(config(data={"validation_sources": [source], "dir": str(tmp_path / "none")}))
+
+
+def test_near_duplicates_are_left_out(config, tmp_path, monkeypatch):
+    """Of a text and copies of it with words exchanged, the first alone stays; the same for any number of processes."""
+    monkeypatch.setattr("titans_pt.data_pipeline.sources.PART_BYTES", 9000)
+    random = Random(0)
+    originals = [" ".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=300)) for _ in range(40)]
+    near = [text[:200] + "Z" + text[201:] for text in originals]
+    far = [" ".join(word if random.random() < 0.5 else word.upper() for word in text.split()) for text in originals]
+    write_jsonl(tmp_path / "texts.jsonl", [*originals, *near, *far, *originals])
+    source = {"kind": "files", "path": str(tmp_path / "texts.jsonl")}
+    content = set()
+    for workers in (1, 3):
+        made = config(data={"sources": [source], "near_duplicates": 0.8, "dir": str(tmp_path / f"data-{workers}")})
+        manifest = prepare(made, workers=workers)
+        assert manifest["dropped"]["near_duplicate"] == manifest["dropped"]["duplicate"] == 40
+        kept = texts_of(made.data.dir, "train") + texts_of(made.data.dir, "validation")
+        assert sorted(kept) == sorted(originals + far)
+        content.add(manifest["content"])
+    assert len(content) == 1
+    all_of_them = prepare(config(data={"sources": [source]}))
+    assert "near_duplicate" not in all_of_them["dropped"] and all_of_them["dropped"]["duplicate"] == 40
+    with pytest.raises(UserError, match=r"data\.near_duplicates: made with null, config has 0.8"):
+        TokenFiles.open(config(data={"sources": [source], "near_duplicates": 0.8}))
+
+
+def test_near_duplicates_need_a_package(config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rensa", None)
+    with pytest.raises(UserError, match=r"data\.near_duplicates: needs rensa.*pip install 'titans-pt\[data\]'"):
+        prepare(config(data={"near_duplicates": 0.8}))
 
 
 def test_a_second_time_does_nothing(config, capfd):

@@ -202,16 +202,52 @@ def test_a_broken_row_group_costs_only_its_rows(tmp_path):
 def test_pieces_of_jsonl_are_the_whole(tmp_path_factory, texts, target, newline):
     path = tmp_path_factory.mktemp("pieces") / "a.jsonl"
     path.write_bytes("".join(json.dumps({"text": text}, ensure_ascii=False) + newline for text in texts).encode())
-    rows = [row for start, stop, _ in readers.pieces(path, target)
+    rows = [row for start, stop, _ in readers.pieces(path, files(path), target)
             for row in readers.rows(path, files(path), start, stop)]
     assert [row.values["text"] for row in rows if isinstance(row, readers.Row)] == texts
+
+
+@settings(max_examples=80)
+@given(st.lists(st.text("ab \n\u00e9", max_size=12), max_size=9), st.integers(1, 40), st.sampled_from(["\n", "\r\n"]),
+       st.sampled_from([None, "<|end|>", "\n---\n"]))
+def test_pieces_of_txt_are_the_whole(tmp_path_factory, texts, target, newline, separator):
+    path = tmp_path_factory.mktemp("pieces") / "a.txt"
+    joined = (separator or "\n\n").join(texts)
+    path.write_bytes(joined.replace("\n", newline).encode())
+    source = files(path, separator=separator)
+    documents = [part.strip("\n") for text in ([joined] if separator else texts)
+                 for part in text.split(separator or "\n\n")]
+    for size in (target, 10**9):
+        rows = [row for start, stop, _ in readers.pieces(path, source, size)
+                for row in readers.rows(path, source, start, stop)]
+        assert [row.values["text"] for row in rows] == [text for text in documents if text and not text.isspace()]
+        content = path.read_bytes()
+        assert all(content[row.number:].replace(b"\r\n", b"\n").lstrip(b"\n").startswith(row.values["text"].encode())
+                   for row in rows)
+
+
+def test_one_text_file_is_cut_into_paragraphs_and_a_folder_of_them_is_not(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_bytes("\ufeffOne line,\r\nanother.\r\n\r\n\r\nA second\n\nthird\n".encode())
+    assert texts(files(path)) == ["One line,\nanother.", "A second", "third"]
+    assert len(texts(files(path, separator=""))) == len(texts(files(tmp_path))) == 1
+    assert texts(files(tmp_path, separator="nd\n")) == ["One line,\nanother.\n\n\nA seco", "third"]
+
+
+def test_one_bad_document_of_a_text_file(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"good\n\nb\xffd\n\nalso good")
+    fails(path, "a.txt, document at byte 6: not UTF-8 at byte 1 of it")
+    rejected = []
+    found = list(documents(files(path), reject=rejected.append))
+    assert [(d.text, d.row) for d in found] == [("good", 0), ("also good", 11)] and len(rejected) == 1
 
 
 def test_pieces_of_parquet_are_the_whole(tmp_path):
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"text": [f"row {i}" for i in range(1000)], "id": range(1000)}), path,
                         row_group_size=64)
-    pieces = list(readers.pieces(path, 1500))
+    pieces = list(readers.pieces(path, files(path), 1500))
     rows = [row for start, stop, _ in pieces for row in readers.rows(path, files(path), start, stop)]
     assert len(pieces) > 4 and [(row.number, row.values["text"]) for row in rows] == [
         (i, f"row {i}") for i in range(1000)]

@@ -55,16 +55,10 @@ def start(tmp_path):
     return run
 
 
-def test_torchrun_on_one_node_and_on_several(stand_ins, start):
+def test_torchrun(stand_ins, start):
     stand_ins("python", 'echo "$@"')
     out, _ = start("torchrun.sh", "c.yaml", "a=1").communicate()
-    assert out == (
-        "-m torch.distributed.run --nproc_per_node gpu --max_restarts 3 --standalone -m titans_pt train c.yaml a=1\n"
-    )
-    out, _ = start("torchrun.sh", "c.yaml", NODES="2", MASTER="n1:29500", HOST="0", PROCESSES="1").communicate()
-    assert "--nnodes 2 --rdzv_backend c10d --rdzv_id titans --rdzv_endpoint n1:29500 --rdzv_conf is_host=0 -m" in out
-    out, _ = start("torchrun.sh", "c.yaml", NODES="2").communicate()
-    assert "several nodes need MASTER" in out
+    assert out == "-m titans_pt.training.launcher c.yaml a=1\n"
 
 
 def test_deepspeed(stand_ins, start):
@@ -73,28 +67,45 @@ def test_deepspeed(stand_ins, start):
     assert out == "--hostfile hosts --master_port 29500 --no_local_rank --module titans_pt train c.yaml a=1\n"
 
 
+WHEN = "2026-11-22T08:22:35"
 SLURM = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "77"}
 
 
-def slurm(stand_ins, tmp_path, srun: str):
+def slurm(stand_ins, tmp_path, srun: str, job: str = "JobState=RUNNING PreemptTime=None"):
     stand_ins("srun", srun)
-    stand_ins("scontrol", f'if [[ $1 == show ]]; then printf "n1\\nn2\\n"; else echo "$@" >> {tmp_path}/asked; fi')
+    stand_ins("scontrol", f"""
+        case "$*" in
+        "show hostnames"*) printf "n1\\nn2\\n" ;;
+        "--oneliner show job 77") echo "JobId=77 {job} NumNodes=2" ;;
+        *) echo "$@" >> {tmp_path}/asked ;;
+        esac""")
     stand_ins("scancel", f'echo "$@" >> {tmp_path}/cancelled; kill -TERM "$(cat {tmp_path}/step)"')
 
 
 def test_slurm_starts_torchrun_on_every_node(stand_ins, start, tmp_path):
-    slurm(stand_ins, tmp_path, 'echo "$NODES $MASTER $JOB $*"; exit 5')
-    process = start("slurm_train.sh", "c.yaml", "a=1", **SLURM)
+    slurm(stand_ins, tmp_path, 'echo "$NODES $MASTER $JOB $GRACE $*"; exit 5')
+    process = start("slurm_train.sh", "c.yaml", "a=1", PYTHON="python3", **SLURM)
     out, _ = process.communicate(timeout=30)
-    assert out == "2 n1:20077 77 --kill-on-bad-exit=1 launch/torchrun.sh c.yaml a=1\n"
+    assert out == "2 n1:20077 77 270 --kill-on-bad-exit=1 python3 -m titans_pt.training.launcher c.yaml a=1\n"
     assert process.returncode == 5
     assert not (tmp_path / "asked").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_slurm_stops_with_a_checkpoint_and_queues_again(stand_ins, start, tmp_path, number):
+def test_slurm_starts_from_any_folder(stand_ins, start, tmp_path):
+    slurm(stand_ins, tmp_path, "pwd")
+    out, _ = start("slurm_train.sh", "c.yaml", SLURM_SUBMIT_DIR=str(tmp_path), **SLURM).communicate(timeout=30)
+    assert out == f"{tmp_path}\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "state", "queued"),
+    [(signal.SIGUSR1, "RUNNING", True), (signal.SIGTERM, "RUNNING", True), (signal.SIGTERM, "COMPLETING", False)],
+)
+def test_slurm_stops_with_a_checkpoint_and_queues_again_unless_cancelled(
+    stand_ins, start, tmp_path, number, state, queued
+):
     stop = f'trap "echo saved; exit 143" TERM; echo $$ > {tmp_path}/step; while :; do sleep 0.1; done'
-    slurm(stand_ins, tmp_path, stop)
+    slurm(stand_ins, tmp_path, stop, f"JobState={state} PreemptTime=None")
     process = start("slurm_train.sh", "c.yaml", **SLURM)
     while not (tmp_path / "step").exists():
         assert process.poll() is None, process.stdout.read()
@@ -104,21 +115,46 @@ def test_slurm_stops_with_a_checkpoint_and_queues_again(stand_ins, start, tmp_pa
     out, _ = process.communicate(timeout=30)
     assert out == "saved\n"
     assert (tmp_path / "cancelled").read_text() == "--signal TERM 77\n"
-    assert (tmp_path / "asked").read_text() == "requeue 77\n"
+    assert (tmp_path / "asked").exists() == queued
+    if queued:
+        assert (tmp_path / "asked").read_text() == "requeue 77\n"
 
 
-ARRAYS = [
-    ({"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_MIN": "2", "SLURM_ARRAY_TASK_COUNT": "4"}, 3, 4),
-    ({"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_COUNT": "16"}, 5, 16),
-]
-AGAIN = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_MIN": "3", "SLURM_ARRAY_TASK_COUNT": "2", "RANKS": "16"}
+@pytest.mark.parametrize(
+    ("preempted", "state", "queued"),
+    [(WHEN, "RUNNING", True), (WHEN, "COMPLETING", False), ("None", "RUNNING", False)],
+)
+def test_slurm_queues_again_after_a_preemption_that_only_the_step_was_told_of(
+    stand_ins, start, tmp_path, preempted, state, queued
+):
+    slurm(stand_ins, tmp_path, "exit 143", f"JobState={state} PreemptTime={preempted}")
+    process = start("slurm_train.sh", "c.yaml", **SLURM)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert (tmp_path / "asked").exists() == queued
+
+
+@pytest.mark.parametrize("script", ["slurm_prepare.sh", "slurm_evaluate.sh"])
+def test_a_job_without_an_array_has_a_log_with_a_sane_name(script):
+    (name,) = re.findall(r"^#SBATCH --output (\S+)$", (ROOT / "launch" / script).read_text(), re.M)
+    assert not {"%A", "%a"} & set(re.findall("%.", name))  # the index of no array is 4294967294
+
+
+def task(number: str, first: str, count: str) -> dict[str, str]:
+    return {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": number, "SLURM_ARRAY_TASK_MIN": first,
+            "SLURM_ARRAY_TASK_COUNT": count}  # fmt: skip
+
+
+ARRAYS = [(task("5", "2", "4"), 3, 4), (task("5", "0", "16"), 5, 16)]
+AGAIN = task("7", "3", "2") | {"RANKS": "16"}
 
 
 @pytest.mark.parametrize(("variables", "rank", "ranks"), [*ARRAYS, (AGAIN, 7, 16), ({}, 0, 1)])
 def test_slurm_array_shares_the_samples(stand_ins, start, variables, rank, ranks):
     stand_ins("python", 'echo "$RANK $WORLD_SIZE $*"')
     out, _ = start("slurm_evaluate.sh", "runs/x", "--suite", "needle", **variables).communicate()
-    assert out == f"{rank} {ranks} -m titans_pt evaluate runs/x --suite needle\n"
+    assert out.splitlines()[0].startswith(f"== rank {rank} of {ranks}, task ")
+    assert out.partition("\n")[2] == f"{rank} {ranks} -m titans_pt evaluate runs/x --suite needle\n"
 
 
 @pytest.mark.parametrize(("variables", "rank", "ranks"), [*ARRAYS, ({}, None, None)])
@@ -126,4 +162,6 @@ def test_slurm_array_shares_the_documents(stand_ins, start, variables, rank, ran
     stand_ins("python", 'printf "%s|" "$@"')
     out, _ = start("slurm_prepare.sh", "c.yaml", "data.dir=/a b", SLURM_CPUS_PER_TASK="32", **variables).communicate()
     shard = "" if rank is None else f"--shard|{rank}/{ranks}|"
+    first, _, out = out.partition("\n")
+    assert first.startswith("== no shard" if rank is None else f"== shard {rank}/{ranks}, task ")
     assert out == f"-m|titans_pt|prepare|c.yaml|data.dir=/a b|--workers|32|{shard}"

@@ -1,7 +1,11 @@
 import builtins
+import os
+import socket
 import time
+from pathlib import Path
 
 import pytest
+import wandb
 
 from titans_pt.config import Config
 from titans_pt.run_folder import RunFolder
@@ -10,19 +14,85 @@ from titans_pt.wandb_log import WandbLog, resolve_mode
 
 @pytest.fixture(autouse=True)
 def no_login(monkeypatch, tmp_path):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    """Nobody is logged in, and what wandb knows of earlier tests is forgotten."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    forget()
+    yield
+    forget()
 
 
-def test_auto_is_online_only_with_a_login(monkeypatch, tmp_path):
+def forget():
+    wandb.sdk.lib.wbauth.unauthenticate_session(update_settings=False)
+    wandb.teardown()
+
+
+def log_in(folder: Path, server: str = "api.wandb.ai"):
+    (folder / "netrc").write_text(f"machine {server} login user password {'x' * 40}\n")
+
+
+def test_auto_is_online_only_with_a_login(tmp_path):
     assert resolve_mode("auto") == "offline"
     assert resolve_mode("online") == "online"
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    log_in(tmp_path)
     assert resolve_mode("auto") == "online"
-    (tmp_path / "netrc").unlink()
+
+
+def test_a_login_may_be_an_environment_variable(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     assert resolve_mode("auto") == "online"
+
+
+def test_a_login_may_be_a_token_file(monkeypatch, tmp_path):
+    (tmp_path / "token").write_text("secret")
+    monkeypatch.setenv("WANDB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    assert resolve_mode("auto") == "online"
+
+
+def test_a_login_is_that_of_the_server(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://wandb.here:8080")
+    log_in(tmp_path)
+    assert resolve_mode("auto") == "offline"
+    log_in(tmp_path, "wandb.here:8080")
+    assert resolve_mode("auto") == "online"
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_auto_is_what_wandb_mode_says(monkeypatch, tmp_path, mode):
+    log_in(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", mode)
+    assert resolve_mode("auto") == mode
+
+
+def test_disabled_by_wandb_mode_leaves_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    log = WandbLog(Config(), RunFolder(tmp_path), None)
+    log.write(1, {"loss": 1.0})
+    log.close()
+    assert log.id is None
+    assert not list(tmp_path.glob("wandb*"))
+
+
+def test_a_server_that_cannot_be_reached_leaves_the_metrics_in_files(monkeypatch, tmp_path, caplog):
+    with socket.socket() as closed:  # bound, but it never listens: connections are refused
+        closed.bind(("127.0.0.1", 0))
+        server = f"127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://{server}")
+        log_in(tmp_path, server)
+        monkeypatch.setattr("titans_pt.wandb_log.INIT_TIMEOUT", 2.0)
+        folder = RunFolder(tmp_path / "run")
+        folder.path.mkdir()
+        log = WandbLog(Config(), folder, None)
+        log.write(1, {"loss": 1.0})
+        log.close()
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "titans_pt.wandb_log"]
+    assert warning.startswith("W&B is not online (")
+    assert "connection refused" in warning
+    assert warning.endswith(f"metrics are kept for `wandb sync` in {folder.wandb}")
+    assert list(folder.wandb.glob(f"offline-run-*{log.id}/*.wandb"))
 
 
 def test_a_failure_is_one_warning(monkeypatch, tmp_path, caplog):
@@ -34,9 +104,9 @@ def test_a_failure_is_one_warning(monkeypatch, tmp_path, caplog):
         return real(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", broken)
-    wandb = WandbLog(Config(), RunFolder(tmp_path), None)
-    wandb.write(1, {"loss": 1.0})
-    wandb.close()
+    log = WandbLog(Config(), RunFolder(tmp_path), None)
+    log.write(1, {"loss": 1.0})
+    log.close()
     assert [r.getMessage() for r in caplog.records] == [
         "W&B is off for the rest of this run (wandb.mode=disabled avoids this): no wandb today"
     ]
@@ -47,10 +117,10 @@ def test_offline_keeps_its_files_and_its_id_in_the_run_folder(tmp_path, capfd):
     config = Config.model_validate({"wandb": {"mode": "offline"}})
     ids = []
     for _ in range(2):
-        wandb = WandbLog(config, folder, None)
-        wandb.write(1, {"loss": 1.0, "mfu": None})
-        wandb.close()
-        ids.append(wandb.id)
+        log = WandbLog(config, folder, None)
+        log.write(1, {"loss": 1.0, "mfu": None})
+        log.close()
+        ids.append(log.id)
     assert ids[0] and ids[0] == ids[1]
     assert list(folder.wandb.glob(f"offline-run-*{ids[0]}"))
     assert capfd.readouterr().out == ""
@@ -64,21 +134,21 @@ def offline(tmp_path):
 
 
 def test_an_artifact_is_kept_offline(offline, tmp_path):
-    folder, wandb = offline
+    folder, log = offline
     sent = tmp_path / "checkpoint"
     sent.mkdir()
     (sent / "model.safetensors").write_text("weights")
-    wandb.send("checkpoint", "model", sent)
-    wandb.close()
+    log.send("checkpoint", "model", sent)
+    log.close()
     (record,) = folder.wandb.glob("offline-run-*/run-*.wandb")
     deadline = time.monotonic() + 60  # W&B's own process writes it, at its leisure on a busy machine
-    while f"{wandb.id}-checkpoint".encode() not in record.read_bytes():
+    while f"{log.id}-checkpoint".encode() not in record.read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
 def test_an_artifact_that_fails_is_one_warning(offline, tmp_path, caplog):
-    _, wandb = offline
+    _, log = offline
     for _ in range(2):
-        wandb.send("checkpoint", "model", tmp_path / "missing")
+        log.send("checkpoint", "model", tmp_path / "missing")
     assert len([r for r in caplog.records if "W&B is off" in r.getMessage()]) == 1

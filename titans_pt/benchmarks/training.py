@@ -93,7 +93,7 @@ def benchmark_training(
     write_text(out / "training.json", json.dumps(about, indent=1) + "\n")
     found = []
     for case in cases:
-        found.append(_in_a_process(case, config, overrides, tokens))
+        found.append(in_a_process(case, config, overrides, tokens))
         print(table(found[-1:]).splitlines()[-1], flush=True)
         _write(found, out)  # each time: a benchmark that is cut short leaves what it has
     print(f"\n{table(found)}\n{out / 'training.md'}")
@@ -142,7 +142,7 @@ def plot(found: list[Measurement], path: Path):
 # ---- one case, in its own process
 
 
-def _in_a_process(case: Case, config: str, overrides: list[str], tokens: int) -> Measurement:
+def in_a_process(case: Case, config: str, overrides: list[str], tokens: int) -> Measurement:
     arguments = json.dumps([asdict(case), config, overrides, tokens, torch.get_num_threads()])
     words = [sys.executable, "-m", "titans_pt.benchmarks.training", arguments]
     done = subprocess.run(words, capture_output=True, text=True)

@@ -1,6 +1,6 @@
 import click
 
-from titans_pt.commands._arguments import COUNTS, NAMES, settings, whole
+from titans_pt.commands._arguments import COUNTS, NAMES, real, settings, whole
 
 SECTION = "study"
 
@@ -17,6 +17,10 @@ SECTION = "study"
     "--held-out", type=whole(0), default=0, metavar="N", help="noise tokens that training never draws (default: 0)"
 )
 @click.option(
+    "--write-cost", type=real(lambda x: x >= 0, "a number of at least 0"), default=0.0, metavar="X",
+    help="added to the loss, times the mean gate of writing, from the second length on (default: 0)",
+)  # fmt: skip
+@click.option(
     "--asked", type=COUNTS, default="1024,2048,4096,8192,16384,32768,65536", metavar="TOKENS,...",
     help="lengths to ask at; what was trained before is not trained again",
 )  # fmt: skip
@@ -29,7 +33,7 @@ SECTION = "study"
     help="unseen: ask in the held-out noise tokens alone (default: seen)",
 )  # fmt: skip
 def needles(
-    config, models: list[str], count: int, lengths: str, held_out: int, asked: list[int],
+    config, models: list[str], count: int, lengths: str, held_out: int, write_cost: float, asked: list[int],
     asked_needles: list[int] | None, answers: int, noise: str,
 ):  # fmt: skip
     """Train small models on needles and ask far beyond their training length."""
@@ -39,4 +43,4 @@ def needles(
     curriculum = Curriculum(lengths)
     task = NeedlesInNoise(config.model.vocab_size, min(curriculum.lengths), count, held_out)
     questions = Questions(asked, asked_needles or [count], answers, unseen=noise == "unseen")
-    train_and_ask(config, models, task, curriculum, questions)
+    train_and_ask(config, models, task, curriculum, questions, write_cost)

@@ -16,7 +16,7 @@ def _range(word: str) -> tuple[int, int]:
 @click.option("--out", type=FILE, required=True, metavar="FILE", help="gets a line of JSON for each document")
 @click.option(
     "--tasks", type=NAMES, default="niah_single_1,niah_single_2", metavar="NAMES",
-    help="in turns: niah_single_1 (noise), niah_single_2 (text), niah_single_3 (text, uuids)",
+    help="in turns, of niah_single_1 (noise), niah_single_2 (text), niah_single_3 (uuids), niah_multikey_1 (four keys)",
 )  # fmt: skip
 @click.option("--documents", "count", type=whole(1), default=20_000, metavar="N", help="how many (default: 20000)")
 @click.option(

@@ -135,6 +135,8 @@ def book_sentences(tokenizer, source: SourceConfig, characters: int) -> list[str
         UserError: there are none.
     """
     found: list[str] = []
+    if source.kind == "files" and source.separator is None:  # sentences go on where data.sources would cut paragraphs
+        source = source.model_copy(update={"separator": ""})
     for document in documents(source):
         text = " ".join(document.text[:characters].split())
         found += [s for s in sentences(text) if len(tokenizer.encode(s)) >= SENTENCE_TOKENS]

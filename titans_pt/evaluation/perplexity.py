@@ -19,6 +19,7 @@ from titans_pt.layers.memory import MemoryGates
 from titans_pt.run import LoadedRun
 from titans_pt.streaming import device_of
 from titans_pt.tools.records import digest
+from titans_pt.tools.statistics import standard_error
 
 LOSS_ROWS = 512
 """Tokens whose logits become losses at a time: a second (T, V) array would double the memory."""
@@ -154,10 +155,11 @@ class Perplexity:
         }
 
     def summary(self, records: list[dict]) -> dict:
-        """loss (nats per token), perplexity, bits per byte, the unigram baseline's loss, and the loss by position.
+        """loss (nats per token), its stderr, perplexity, bits per byte, the unigram baseline's loss, loss by position.
 
-        ``frozen`` has the same with the memory frozen after each number of tokens. stderr takes the tokens of a bucket
-        as independent, which neighbours in a text are not: read it as a lower bound.
+        ``frozen`` has the same with the memory frozen after each number of tokens. The loss's stderr takes streams as
+        independent (null with a single one); that of a position takes the tokens of a bucket as independent, which
+        neighbours in a text are not: read it as a lower bound.
         """
         live, *frozen = ([r for r in records if r["freeze_after"] == freeze] for freeze in self.variants)
         return self._figures(live) | {
@@ -183,6 +185,7 @@ class Perplexity:
             by_length.append({"length": row["last"], "loss": total / tokens, "perplexity": _exp(total / tokens)})
         return {
             "loss": loss,
+            "stderr": standard_error([record["nats"] / record["n"] for record in records]),
             "perplexity": _exp(loss),
             "bits_per_byte": nats / math.log(2) / size if size else None,
             "unigram_loss": self.unigram_loss,

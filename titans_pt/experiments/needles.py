@@ -55,14 +55,17 @@ class Questions:
 
 
 def train_and_ask(
-    config: Config, models: Sequence[str], task: NeedlesInNoise, curriculum: Curriculum, questions: Questions
-):
+    config: Config, models: Sequence[str], task: NeedlesInNoise, curriculum: Curriculum, questions: Questions,
+    write_cost: float = 0.0,
+):  # fmt: skip
     """Trains and asks what is not there yet, then writes needles.md and the pictures of all in ``run.dir``.
 
     Args:
         models: mixers by name.
         task: of training; its length is not used.
         curriculum: of training.
+        write_cost: of :func:`titans_pt.experiments.study.fit`, from the second length on: what recall needs is known
+            by then.
 
     Raises:
         UserError: an unknown model, a batch that does not hold one sample, a question that is longer than its sample,
@@ -83,9 +86,9 @@ def train_and_ask(
     for model in models:
         path = folder / f"{model}-seed{config.run.seed}.jsonl"
         with RecordFile(path) as file:
-            trained = find(path, config, model, task, curriculum)
+            trained = find(path, config, model, task, curriculum, write_cost)
             if trained is None:
-                trained = train(folder, file, config, model, task, curriculum)
+                trained = train(folder, file, config, model, task, curriculum, write_cost)
             else:
                 print(f"{named(trained)}: trained already ({path})", flush=True)
             ask(path, file, trained, asked, questions.answers, config)
@@ -115,36 +118,41 @@ def parameters(settings: ModelConfig) -> int:
         return sum(p.numel() for p in build_model(settings).parameters())
 
 
-def find(path: Path, config: Config, model: str, task: NeedlesInNoise, curriculum: Curriculum) -> dict | None:
+def find(
+    path: Path, config: Config, model: str, task: NeedlesInNoise, curriculum: Curriculum, write_cost: float
+) -> dict | None:
     """The record in ``path`` of a model that was trained just so; settings that came later count as what was done then.
 
     Raises:
         UserError: a line of the file is not a record.
     """
-    wanted = _training(config, model, task, curriculum)
+    wanted = _training(config, model, task, curriculum, write_cost)
     for record in read_records([path]).values():
         if record["kind"] == "trained" and _comparable(record) == _comparable(wanted):
             return record
     return None
 
 
-def _training(config: Config, model: str, task: NeedlesInNoise, curriculum: Curriculum) -> dict:
+def _training(config: Config, model: str, task: NeedlesInNoise, curriculum: Curriculum, write_cost: float) -> dict:
     """What the weights depend on."""
     tree = config.model_dump(mode="json") | {"model": sized(config.model, model).model_dump(mode="json")}
     told = {"vocabulary": task.vocabulary, "needles": task.needles, "held_out": task.held_out}
-    return {"model": model, "seed": config.run.seed, "task": told, "lengths": curriculum.text, "config": tree}
+    said = {"model": model, "seed": config.run.seed, "task": told, "lengths": curriculum.text}
+    return said | {"write_cost": write_cost, "config": tree}
 
 
 def _comparable(record: dict) -> tuple:
     tree = completed(record["config"])
-    return *(record[name] for name in ("model", "seed", "task", "lengths")), tree["model"], tree["train"]
+    said = (record[name] for name in ("model", "seed", "task", "lengths", "write_cost"))
+    return *said, tree["model"], tree["train"]
 
 
 def train(
-    folder: Path, file: RecordFile, config: Config, model: str, task: NeedlesInNoise, curriculum: Curriculum
-) -> dict:
+    folder: Path, file: RecordFile, config: Config, model: str, task: NeedlesInNoise, curriculum: Curriculum,
+    write_cost: float,
+) -> dict:  # fmt: skip
     """Trains one model, keeps its weights in ``folder``, and appends its record to ``file``; returns it."""
-    said = _training(config, model, task, curriculum)
+    said = _training(config, model, task, curriculum, write_cost)
     key = digest("trained", *_comparable(said))
     torch.manual_seed(config.run.seed)
     built, steps = build_model(sized(config.model, model)), config.train.max_steps
@@ -155,8 +163,11 @@ def train(
         return replace(task, length=length).batch(config.run.seed, i * rows, rows)
 
     name = f"{model}-seed{config.run.seed}-{key[:8]}"
+    def cost(step: int) -> float:
+        return write_cost if step > curriculum.second_begins(steps) else 0.0
+
     kept = folder / f"{name}.training"
-    fitted = fit(built, config.train, batch, named(said), curriculum.last_begins(steps) + REPORT_EVERY, kept)
+    fitted = fit(built, config.train, batch, named(said), curriculum.last_begins(steps) + REPORT_EVERY, kept, cost)
     content = save({name: p.detach() for name, p in built.named_parameters()})
     weights = folder / f"{name}.safetensors"
     write_atomically(weights, lambda temporary: temporary.write_bytes(content), durable=True)

@@ -2,7 +2,8 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import TrainConfig
+from titans_pt.layers.memory import MemoryGates
 from titans_pt.tools.files import write_atomically
 from titans_pt.tools.records import RecordFile, read_records
 from titans_pt.training.engine import parameter_groups
@@ -45,6 +47,7 @@ def fit(
     name: str,
     may_end_at: int = 0,
     kept: Path | None = None,
+    write_cost: Callable[[int], float] = lambda step: 0.0,
 ) -> dict:
     """Trains ``model`` on the answers of batches 0, 1, ... (see :func:`answers`).
 
@@ -53,6 +56,8 @@ def fit(
     Args:
         kept: file of weights and moments every REPORT_EVERY steps: with it a killed training continues, bit for bit. It
             must identify all other arguments. Whoever keeps the result deletes it.
+        write_cost: step, from 1 on -> factor of the mean of :func:`written`, which is added to the loss: what a memory
+            need not write costs more than it gains, however little it harms.
 
     Returns:
         steps taken, seconds, and the curve: [step, loss, accuracy, gradient norm], means over REPORT_EVERY steps.
@@ -68,12 +73,15 @@ def fit(
         curve, done, began = saved["curve"], saved["step"], began - saved["seconds"]
         print(f"{name}: continues after step {done}", flush=True)
     for step in range(done + 1, settings.max_steps + 1):
-        lr = learning_rate(step, settings.lr, settings.warmup_steps, settings.max_steps, settings.min_lr_ratio)
+        lr = learning_rate(step, settings)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss, right = answers(model, *batch(step - 1))
+        with written(model) as shares:
+            loss, right = answers(model, *batch(step - 1))
+            cost = write_cost(step)
+            total = loss + cost * torch.cat(shares).mean() if cost and shares else loss
         optimizer.zero_grad()
-        loss.backward()
+        total.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip, error_if_nonfinite=False)
         if norm.isfinite():
             optimizer.step()
@@ -93,6 +101,26 @@ def fit(
             if kept:
                 _save(kept, model, optimizer, curve=curve, step=step, seconds=seconds)
     return {"steps": step, "seconds": time.perf_counter() - began, "curve": curve}
+
+
+@contextmanager
+def written(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside, the list gets the gate of writing, 0 to 1, of all tokens and heads of each memory that reads.
+
+    It is theta / (bound (1 - eta)): a cost of theta alone is paid by more momentum, and nothing closes.
+    """
+    shares: list[Tensor] = []
+
+    def note(gates: MemoryGates, _: Any, made: tuple[Tensor, ...]):
+        theta, eta, _ = made
+        shares.append((theta / (gates.bound * (1 - eta))).flatten())
+
+    hooks = [module.register_forward_hook(note) for module in model.modules() if isinstance(module, MemoryGates)]
+    try:
+        yield shares
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **said: Any):

@@ -115,7 +115,8 @@ class Backbone(nn.ModuleList):
         after = []
         for block, before in zip(self, state or [None] * len(self), strict=True):
             x, block_state = self._run(block, x, before, documents)
-            after.append(compact(block_state))
+            # One token's tensors have no tails that could keep much alive.
+            after.append(compact(block_state) if x.shape[1] > 1 else block_state)
         return x, after
 
     def _run(self, part: Callable, *arguments):

@@ -17,6 +17,7 @@ from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.parallel.topology import grid_shape
 from titans_pt.tasks import TASKS, Task
 from titans_pt.training.engine import local_batch, reduce_bucket
+from titans_pt.training.metrics import PEAK_FLOPS
 
 GIB = 2**30
 PROBE_TOKENS = 1024
@@ -24,6 +25,8 @@ PROBE_TOKENS = 1024
 MODEL_KINDS = ("parameters", "gradients", "optimiser", "communication")
 BLOCK_KINDS = ("activations", "memory states", "memory scratch")
 """Kinds of memory; all others belong to the task's output end."""
+CHECKPOINT_BYTES = 12
+"""Per parameter: the weights and AdamW's two moments, in fp32."""
 HEADROOM = 0.9
 """Share of a device's memory that a plan may use; the rest is for gaps in the allocator and for libraries."""
 
@@ -53,7 +56,8 @@ class TrainingPlan:
             f"{train.precision}\n"
             f"plan: {train.batch_tokens:,} tokens per step = {self.data} data ranks x {self.accumulation} "
             f"micro-batches x {self.micro_batch} samples x {self.config.data.seq_len} tokens\n"
-            f"plan: estimated memory per rank {self.total / GIB:.2f} GiB: {kinds}"
+            f"plan: estimated memory per rank {self.total / GIB:.2f} GiB: {kinds}\n"
+            f"plan: {cost_of(self.config).text()}"
         )
 
     def check(self, gib: float | None = None):
@@ -107,6 +111,40 @@ def make_plan(config: Config, ranks: int | None = None, gpu: bool | None = None)
     gpu = torch.cuda.is_available() if gpu is None else gpu
     sizes = _model_bytes(config, own, world // tensor) | _activation_bytes(task, micro, gpu)
     return TrainingPlan(config, parameters, tensor, world // tensor, micro, accumulation, sizes)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a whole training takes. flops: as titans_pt.layers.flops counts. disk: bytes of the checkpoints kept."""
+
+    parameters: int
+    tokens: int
+    flops: float
+    disk: int
+
+    def text(self) -> str:
+        hours = ", ".join(f"{self.gpu_hours(mfu):,.3g} at {mfu:.0%} MFU" for mfu in (0.4, 0.1))
+        return (
+            f"{self.tokens:,} tokens in all, {self.flops:.3g} FLOPs: H100-hours {hours} (assumed, not measured); "
+            f"checkpoints {self.disk / GIB:.2f} GiB"
+        )
+
+    def gpu_hours(self, mfu: float) -> float:
+        """On one H100 that reaches the share ``mfu`` of its dense bf16 peak."""
+        return self.flops / (mfu * PEAK_FLOPS["H100"] * 3600)
+
+
+def cost_of(config: Config) -> Cost:
+    """The cost of training ``config`` to train.max_steps."""
+    train = config.train
+    with torch.device("meta"):
+        model = TASKS.find(config.task)(config).build_model()
+    parameters = sum(p.numel() for p in model.parameters())
+    tokens = train.max_steps * train.batch_tokens
+    kept = train.keep_last + (train.max_steps // train.keep_every if train.keep_every else 0)
+    checkpoints = min(kept, -(-train.max_steps // train.checkpoint_every))
+    flops = tokens * model.flops(config.data.seq_len).total
+    return Cost(parameters, tokens, flops, checkpoints * CHECKPOINT_BYTES * parameters)
 
 
 class _Rehearsal(RankGroup):

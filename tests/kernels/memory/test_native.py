@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import titans_pt.kernels.native
 from titans_pt.kernels.memory import NetworkShape, native, neural_memory
 
 MISSING = native.unserved(torch.zeros(1), NetworkShape(4, 4))
@@ -53,7 +54,8 @@ def test_in_fp32_it_is_as_near_to_float64_as_pytorch_is(shape, activation):
         assert ours <= max(2e-6, 4 * theirs)
 
 
-def test_threads_and_kept_states_change_nothing():
+def test_threads_and_kept_states_change_nothing(monkeypatch):
+    monkeypatch.setattr(titans_pt.kernels.native, "WORTH_A_THREAD", 1)
     given, threads = inputs(3, 100, 2, 16, 32, 2), torch.get_num_threads()
     expected = run(given, 2, "native", chunk_size=16, save_every=1)
     try:
@@ -75,6 +77,7 @@ def test_what_it_does_not_serve():
 
 CALL = """
 import torch, warnings
+import titans_pt.kernels.native
 from titans_pt.kernels.memory import NetworkShape, native, neural_memory
 x = torch.nn.functional.normalize(torch.ones(1, 3, 1, 4), dim=-1)
 gate = torch.full((1, 3, 1), 0.1)
@@ -98,3 +101,28 @@ def test_without_a_compiler_pytorch_serves(tmp_path):
     (*_, failed), warned = call(tmp_path, CC="false")
     assert "does not compile scan.c" in warned
     assert float(ours) == pytest.approx(float(off), abs=1e-6) == pytest.approx(float(failed), abs=1e-6)
+
+
+@pytest.mark.parametrize("forget_to", ["start", "zero"])
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_token_by_token_as_in_one_call(forget_to, per_layer):
+    """Generation's way, against the whole sequence at once; rows at other places of their chunks."""
+    *tensors, gain, shift = inputs(2, 11, 3, 8, 12, 2, dtype=torch.float64)
+    sequence, weights = tensors[:6], tuple(tensors[6:])
+    if per_layer:
+        sequence[3:] = [torch.stack([g, 0.5 * g], -1) for g in sequence[3:]]
+    reset = torch.zeros(2, 11, dtype=torch.bool)
+    reset[1, 2] = True
+    options = dict(norm=(gain, shift), chunk_size=4, forget_to=forget_to, output_final_state=True)
+    expected, end = neural_memory(*sequence, weights, reset=reset, **options)
+    out, state = neural_memory(*(x[:, :3] for x in sequence), weights, reset=reset[:, :3], **options)
+    outputs = [out]
+    with torch.no_grad():
+        for t in range(3, 11):
+            out, state = neural_memory(*(x[:, t : t + 1] for x in sequence), weights, initial_state=state, **options)
+            outputs.append(out)
+    torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=0, atol=1e-12)
+    for group in ("weights", "momentum", "chunk_weights"):
+        for a, b in zip(getattr(state, group), getattr(end, group), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert torch.equal(state.offset, end.offset)

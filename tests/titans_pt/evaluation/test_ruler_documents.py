@@ -44,7 +44,7 @@ def test_the_command(tmp_path, capsys):
         (["--words", "5"], "given '5'; allowed: two whole numbers of at least 1 with a comma between"),
         (["--words", "9,8"], "--words: given 9,8; write the fewest and the most words"),
         (["--words", "9,301"], "--words: given 9,301; the texts have 300 words"),
-        (["--tasks", "niah_multikey_1"], "--tasks: given 'niah_multikey_1'; allowed: niah_single_1"),
+        (["--tasks", "niah_multivalue"], "--tasks: given 'niah_multivalue'; allowed: niah_single_1"),
     ):
         assert cli.run([*words, *wrong]) == 2
         assert said in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Needles: a control of equal size, training and asking that are separate, both go on after a kill, one command."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,15 +93,16 @@ def test_a_setting_that_came_later_is_no_other_training(tmp_path):
     assert run(tmp_path) == 0
     path = tmp_path / "lmm-seed0.jsonl"
     first, *rest = map(json.loads, path.read_text().splitlines())
-    del first["config"]["model"]["memory"]["gates"], first["config"]["model"]["init_std"]
+    del first["config"]["model"]["memory"]["per_layer_gates"], first["config"]["model"]["init_std"]
     path.write_text("".join(json.dumps(line) + "\n" for line in [first, *rest]))
     config = load_config(CONFIG, [f"run.dir={tmp_path}", *SMALL])
-    said = config, "lmm", NeedlesInNoise(64, 32, 2), Curriculum("32:2,64")
+    said = config, "lmm", NeedlesInNoise(64, 32, 2), Curriculum("32:2,64"), 0.0
     assert it.find(path, *said) is None  # init_std is not the default there
     first["config"]["model"]["init_std"] = config.model.init_std
     path.write_text(json.dumps(first) + "\n")
     assert it.find(path, *said)["key"] == first["key"]
-    assert it.find(path, *said[:2], replace(said[2], held_out=4), said[3]) is None
+    assert it.find(path, *said[:2], replace(said[2], held_out=4), *said[3:]) is None
+    assert it.find(path, *said[:-1], 0.1) is None
 
 
 def test_weights_that_are_not_theirs(tmp_path, capsys):
@@ -110,6 +112,25 @@ def test_weights_that_are_not_theirs(tmp_path, capsys):
     assert run(tmp_path) == 0  # nothing is asked
     assert run(tmp_path, "--asked", "64") == 2
     assert f"{weights}: not the weights of LMM, seed 0, or not there" in capsys.readouterr().err
+
+
+def test_what_is_written_has_a_cost_from_the_second_length_on(tmp_path, monkeypatch):
+    written, shares = study.written, []
+
+    @contextmanager
+    def noted(model):
+        with written(model) as found:
+            yield found
+        shares.append(float(torch.cat(found).mean().detach()))
+
+    monkeypatch.setattr(study, "written", noted)
+    for cost in ("0", "10"):
+        assert run(tmp_path, "--write-cost", cost, "train.max_steps=12", "train.lr=0.01") == 0
+    free, dear = shares[:12], shares[12:]
+    assert free[:9] == dear[:9]  # the ninth step is the first that has a cost
+    assert dear[11] < free[11] - 0.001 and all(0 < share < 1 for share in shares)
+    losses = [record["curve"][-1][1] for record in lines(tmp_path, "trained")]
+    assert losses[0] == pytest.approx(losses[1], abs=0.2)  # that of the answers alone
 
 
 def test_a_killed_training_goes_on(tmp_path, monkeypatch):

@@ -52,6 +52,43 @@ def test_all_models_of_a_size_have_equally_many_parameters(size):
     assert all(config_of(size, model).model.mlp_hidden % 64 == 0 for model in PATTERNS)
 
 
+def without_embedding(config):
+    with torch.device("meta"):
+        model = build_model(config.model)
+    return sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
+
+
+def test_all_models_of_the_tiny_study_have_equally_many_parameters():
+    """1 to 2 million without the embedding, which all share; within one percent of the Transformer's."""
+    assert {path.stem for path in (CONFIGS / "tiny").glob("*.yaml")} == {"size", *PATTERNS}
+    configs = {model: config_of("tiny", model) for model in PATTERNS}
+    one = without_embedding(configs["transformer"])
+    assert 1e6 < one < 2e6
+    for model, config in configs.items():
+        assert abs(without_embedding(config) / one - 1) < 0.01, model
+        assert config.model.pattern == (PATTERNS[model] * 4)[:4]
+        assert (config.model.vocab_size, config.data.seq_len, config.model.window) == (4096, 512, 128)
+        assert config.train.max_steps * config.train.batch_tokens >= 4e6
+        assert (config.model.memory.gates, config.model.memory.forget_to) == ("hard", "start")
+        assert config.run.dir == f"runs/tiny-{model}"
+
+
+@pytest.mark.parametrize("study", ["recall", "needles"])
+def test_the_baselines_of_the_studies_of_recall_have_as_many_parameters_as_the_largest_titan(study):
+    base = load_config(CONFIGS / f"{study}.yaml")
+
+    def titan(mixer):
+        return without_embedding(base.model_copy(update={"model": base.model.model_copy(update={"mixers": [mixer]})}))
+
+    largest = max(map(titan, ("lmm", "mac", "mag", "mal")))
+    paths = sorted((CONFIGS / study).glob("*.yaml"))
+    assert {path.stem for path in paths} >= {"transformer", "mamba2", "deltanet", "gated_deltanet", "ttt_linear"}
+    for path in paths:
+        config = load_config(path)
+        assert abs(without_embedding(config) / largest - 1) < 0.01, path
+        assert (config.data, config.train) == (base.data, base.train)
+
+
 @pytest.mark.parametrize("size", PARAMETERS)
 def test_the_first_models_stay_as_they_were(size):
     assert tuple(parameters(size, model) for model in FIRST) == PARAMETERS[size]

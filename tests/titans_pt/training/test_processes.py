@@ -15,6 +15,7 @@ from titans_pt.training.metrics import read_metrics
 
 WORKER = Path(__file__).with_name("worker.py")
 TORCHRUN = torchrun(2)
+LAUNCHER = ["env", "PROCESSES=2", sys.executable, "-m", "titans_pt.training.launcher"]
 
 
 def losses(folder: Path) -> list[tuple]:
@@ -63,6 +64,16 @@ def check_resume(runs: Path, name: str):
     assert losses(parts) == losses(whole)
     assert tensors(parts, 10) == tensors(whole, 10)
     assert losses(whole)[-1][1] < losses(whole)[0][1]
+
+
+def test_every_record_says_what_an_operator_watches(runs):
+    records = [r for r in read_metrics(runs / "1-fp32-parts" / "metrics.jsonl") if r["kind"] == "train"]
+    for record in records:
+        assert record["loss_mean"] == record["loss"]  # log_every is 1
+        assert record["tokens_per_second_per_device"] == record["tokens_per_second"] / 2
+        assert record["slowest_rank"] in (0, 1)
+        assert record["slowest_rank_seconds"] >= record["median_rank_seconds"] > 0
+        assert record["lost_to_checkpoint_seconds"] == record["lost_to_validation_seconds"] == 0
 
 
 def test_evaluation_while_training_is_that_of_the_checkpoints(runs):
@@ -121,12 +132,14 @@ def start(command: list[str]) -> subprocess.Popen:
     return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_sigterm_under_torchrun_leaves_a_checkpoint_that_one_process_continues(tiny, tmp_path):
+def test_sigterm_under_our_torchrun_leaves_a_checkpoint_that_one_process_continues(tiny, tmp_path):
     folder, config = tmp_path / "run", str(tiny(train={"max_steps": 100_000}))
-    process = start([*TORCHRUN, "-m", "titans_pt", "train", config])
+    process = start([*LAUNCHER, config])
     wait_for_steps(folder, process)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in err
     (saved,) = checkpoints.list_checkpoints(folder / "checkpoints")
     step = checkpoints.read_state(saved).step
     assert checkpoints.verify(saved) == []
@@ -150,7 +163,7 @@ def test_a_signal_ends_a_single_process_with_its_status(tiny, tmp_path, number):
     assert len(checkpoints.list_checkpoints(folder / "checkpoints")) == 1
 
 
-def test_an_error_of_all_ranks_is_told_once(tiny):
-    result = run([*TORCHRUN, "-m", "titans_pt", "train", str(tiny()), "data.dir=/nowhere/at/all"])
-    assert result.returncode
+def test_an_error_of_all_ranks_is_told_once_and_not_repeated(tiny):
+    result = run([*LAUNCHER, str(tiny()), "data.dir=/nowhere/at/all"])
+    assert result.returncode == 2
     assert result.stderr.count("titans: error:") == 1

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# A worker of a study under SLURM; any number of them share the runs, which `titans reproduce ... --submit N` queues:
+#     sbatch --array 0-7 launch/slurm_reproduce.sh table1 --size 340m --out /shared/340m [titans reproduce's words ...]
+# Each takes a run that no other is at work on, trains it on all GPUs of its node, and measures it. Shortly before the
+# time is up the training gets SIGTERM and writes a checkpoint, and the worker queues itself again.
+#SBATCH --job-name titans-reproduce
+#SBATCH --nodes 1
+#SBATCH --ntasks 1
+#SBATCH --gpus-per-node 8
+#SBATCH --cpus-per-task 64
+#SBATCH --time 24:00:00
+#SBATCH --signal B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode append
+#SBATCH --output titans-reproduce-%A-%a.log
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-.}"
+
+asked=0
+# SIGUSR1: time is nearly up. SIGTERM: preempted.
+# shellcheck disable=SC2329  # called by the trap
+end() {
+    asked=1
+    scancel --signal TERM "$SLURM_JOB_ID"  # the job's steps, not this script
+}
+trap end USR1 TERM
+
+srun "${PYTHON:-python}" -m titans_pt reproduce "$@" &
+step=$!
+status=0
+wait "$step" || status=$?
+while kill -0 "$step" 2>/dev/null; do  # a trap cuts wait short
+    status=0
+    wait "$step" || status=$?
+done
+if [[ $asked == 1 ]]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -1,0 +1,118 @@
+"""What is planned: the runs of each study, their order, their settings, their cost; and the numbers beside them."""
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.titans_pt.reproduce.records import record
+from titans_pt.errors import UserError
+from titans_pt.reproduce.published import FILE, published
+from titans_pt.reproduce.records import Records, decisive
+from titans_pt.reproduce.reproduce import plan
+from titans_pt.reproduce.runs import best_learning_rate
+from titans_pt.reproduce.studies import MODELS, SIZES, TARGETS, TWICE, VARIANTS, Order, Row, chosen, runs_of, study
+from titans_pt.run import differences
+
+OUT = Path("out")
+
+
+def runs(target="table1", size="tiny", **asked):
+    order = Order(OUT, **asked)
+    return runs_of(chosen(study(target, size), order), order)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("size", ["tiny", "400m"])
+def test_every_study_can_be_planned(target, size):
+    found = runs(target, size, models=None if target in ("table5", "figure7", "chunks") else ["lmm"])
+    assert len({run.name for run in found}) == len(found) > 0
+    assert len({run.config.run.dir for run in found}) == len(found)
+    asked = study(target, size)
+    taken = {measure.name for measure in asked.measures} | ({"speed"} if asked.timed else set())
+    assert {column.measure for column in asked.columns} <= taken
+    if size != "tiny" and (beside := published(target, asked.compared)):
+        names = {name for values in beside.values.values() for name in values}
+        assert names <= {column.published for column in asked.columns}, "nothing published is left out"
+
+
+def test_a_run_comes_after_the_choice_of_its_rate_and_first_seeds_come_first():
+    names = [run.name for run in runs(models=["swa", "rmt"], rates=(1e-3, 2e-3))]
+    assert names == ["swa-lr0.001", "swa-lr0.002", "swa-s0", "rmt-lr0.001", "rmt-lr0.002", "rmt-s0", "swa-s1"]
+
+
+def test_seeds():
+    by_model = {model: [run.config.run.seed for run in runs(models=[model])] for model in ("lmm", "rmt")}
+    assert by_model == {"lmm": [0, 1], "rmt": [0]} and "lmm" in TWICE
+    assert [run.config.run.seed for run in runs(models=["rmt"], seeds=[3, 4])] == [3, 4]
+    assert [run.config.run.seed for run in runs(size="340m", models=["lmm"])] == [0]
+
+
+def test_a_probe_has_a_tenth_of_the_tokens_and_its_own_schedule():
+    probe, whole = runs(models=["rmt"], rates=(1e-3,))
+    assert (whole.config.train.max_steps, whole.config.train.batch_tokens) == (1024, 4096)
+    assert (probe.config.train.max_steps, probe.config.train.lr, probe.config.train.warmup_steps) == (102, 1e-3, 20)
+    [short] = runs(models=["rmt"], tokens=4096 * 7)
+    assert (short.config.train.max_steps, short.config.train.warmup_steps) == (7, 1)
+
+
+def test_variants_change_a_few_settings_of_the_model_alone():
+    def tree(variant):
+        [run] = [r for t in ("table5", "figure7", "chunks") for r in runs(t, seeds=[0]) if r.variant == variant][:1]
+        return decisive(run.config.model_dump(mode="json"))
+
+    base = decisive(runs(models=["lmm"], seeds=[0])[0].config.model_dump(mode="json"))
+    for variant, words in VARIANTS.items():
+        if variant:
+            changed = {key: now for key, _, now in differences(base, tree(variant))}
+            assert changed == {word.partition("=")[0]: yaml.safe_load(word.partition("=")[2]) for word in words}
+
+
+def test_the_rule_for_the_learning_rate():
+    def tried(loss, failed=""):
+        return {"trained": {"validation_loss": loss}, "failed": failed}
+
+    assert best_learning_rate({1e-3: tried(3.0), 4e-3: tried(2.5), 8e-3: tried(2.0, "diverged")}) == 4e-3
+    assert best_learning_rate({8e-3: tried(2.5), 4e-3: tried(2.5)}) == 4e-3
+    assert best_learning_rate({4e-3: tried(2.5), 8e-3: tried(None, "diverged")}) == 4e-3
+
+
+def test_the_plan_says_what_is_left(tmp_path):
+    planned, records = runs(models=["rmt"], rates=(1e-3, 2e-3)), Records(tmp_path)
+    first, second, whole = planned
+    assert [row[-1] for row in plan(planned, records).rows] == ["training", "training", "training, text, long", ""]
+    records.write(first.name, record(first, loss=3.0))
+    records.write(second.name, record(second, loss=2.0))
+    assert whole.settled(records).train.lr == 2e-3
+    rows = plan(planned, records).rows
+    assert [row[-1] for row in rows] == ["nothing", "nothing", "training, text, long", ""]
+    assert rows[-1][2] == f"{whole.cost.tokens:,}" == f"{1024 * 4096:,}"
+    cost = whole.cost
+    assert math.isclose(cost.gpu_hours(0.5), cost.flops / 0.5 / 989e12 / 3600)
+    assert cost.disk == 2 * 12 * cost.parameters
+
+
+@pytest.mark.parametrize(("asked", "words"), [
+    (dict(target="table3"), "TARGET: given 'table3'"),
+    (dict(models=["lm"]), "--models: given 'lm'"),
+    (dict(words=("model.window=0",)), "model.window"),
+])  # fmt: skip
+def test_what_does_not_exist_is_told(asked, words):
+    with pytest.raises(UserError, match=words):
+        runs(**asked)
+
+
+def test_published_numbers():
+    table = yaml.safe_load(FILE.read_text())
+    rows = {row for name, tables in table.items() if name != "works" for size, values in tables.items()
+            if isinstance(values, dict) for row in values}  # fmt: skip
+    for row in rows:
+        model, _, variant = row.partition("/")
+        assert model in MODELS and variant in VARIANTS, row
+    assert published("table1", "340m").value("mac", "wikitext") == 25.43
+    assert published("table1", "760m").value("gated_deltanet_h2", "boolq") == 61.11
+    assert published("table2", "170m").value("mag", "S3 16K") == 88.2
+    assert published("table5", "400m").value(Row("lmm", "no-momentum").key, "needles") == 87.12
+    assert published("table1", "1.3b") is None and "tiny" in SIZES
+    assert "NeurIPS" in published("table5", "400m").source

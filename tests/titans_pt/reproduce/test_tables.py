@@ -1,0 +1,107 @@
+"""Tables and pages from records that nobody trained."""
+
+import math
+import re
+
+import pytest
+
+from tests.titans_pt.reproduce.records import record, text
+from titans_pt.errors import UserError
+from titans_pt.reproduce import page
+from titans_pt.reproduce.figures import Figure, pool
+from titans_pt.reproduce.records import Records
+from titans_pt.reproduce.studies import Order, chosen, runs_of, study
+from titans_pt.reproduce.tables import cells, details, overview, rates
+from titans_pt.tools.statistics import wilson
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Two seeds of swa, one of gla that failed, mac that was trained and not measured, rmt that was not run."""
+    order = Order(tmp_path, models=["swa", "gla", "mac", "rmt"])
+    asked = chosen(study("table1", "tiny"), order)
+    runs, records = runs_of(asked, order), Records(tmp_path / "records")
+    by_name = {run.name: run for run in runs}
+    for name, measured, failed in (
+        ("swa-s0", {"text": text(3.0), "long": text(3.2)}, ""), ("swa-s1", {"text": text(3.2)}, ""),
+        ("gla-s0", {}, "train.max_nonfinite: 10 steps"), ("mac-s0", {}, ""),
+    ):  # fmt: skip
+        records.write(name, record(by_name[name], measured, failed))
+    return asked, runs, records
+
+
+def test_a_cell_is_a_figure_or_says_why_there_is_none(made):
+    asked, runs, records = made
+    found = cells(asked, runs, records)
+    rows = {row[0]: row[1:] for row in overview(asked, found).rows}
+    assert rows["swa"] == ["1,000", "22.20", "24.53", "-", "-"]  # the mean of 3.0 and 3.2 nats; one seed of the second
+    failed = "failed (train.max_nonfinite: 10 steps)"
+    assert rows["gla"] == ["-", f"{failed} (28.51)", failed, failed, failed]
+    assert rows["mac"][1] == "not measured (25.43)"
+    assert rows["rmt"] == ["-", *["not run"] * 4]
+
+
+def test_every_figure_comes_with_what_it_rests_on(made):
+    asked, runs, records = made
+    table = details(cells(asked, runs, records))
+    first = dict(zip(table.head, table.rows[0], strict=True))
+    low, high = math.exp(3.1 - 1.959964 * 0.01), math.exp(3.1 + 1.959964 * 0.01)
+    assert first == {
+        "model": "swa", "figure": "perplexity", "paper": "-", "ours": "22.20",
+        "95 % interval": f"{low:.2f} to {high:.2f}", "n": "262,144", "seeds": "0: 20.09, 1: 24.53", "tokens": "4,096",
+        "hardware": "a machine",
+        "checkpoints": "c0ffeec0ffee, c0ffeec0ffee",
+    }  # fmt: skip
+    rmt = [row for row in table.rows if row[0] == "rmt"]
+    assert rmt == [["rmt", column.title, "-", "not run", *["-"] * 6] for column in asked.columns]
+
+
+def test_pooled_figures():
+    both = pool({0: Figure("accuracy", 0.5, 100), 1: Figure("accuracy", 0.7, 100)})
+    assert (both.mean, both.n, both.by_seed) == (60.0, 200, {0: 50.0, 1: 70.0})
+    assert both.interval == tuple(100 * bound for bound in wilson(120, 200))
+    assert pool({0: Figure("number", 7.5, 3)}).interval is None
+    assert pool({0: Figure("perplexity", 2.0, 3)}).interval is None, "no standard error is known"
+
+
+def test_the_choice_of_learning_rates_is_shown(tmp_path):
+    order = Order(tmp_path, models=["rmt"], rates=(1e-3, 2e-3, 4e-3))
+    asked = chosen(study("table1", "tiny"), order)
+    runs, records = runs_of(asked, order), Records(tmp_path)
+    for run, loss, failed in zip(runs, (3.0, 2.5, 9.0), ("", "", "diverged"), strict=False):
+        assert rates(runs, records).rows[0][-1] == "-"
+        records.write(run.name, record(run, failed=failed, loss=loss))
+    assert rates(runs, records).rows == [["rmt", "3.0000", "2.5000", "failed", "0.002"]]
+
+
+def test_pages(made, tmp_path):
+    asked, runs, records = made
+    paths = page.write(asked, runs, records, tmp_path)
+    markdown, html = (path.read_text() for path in paths)
+    assert "| rmt | - | not run | not run | not run | not run |" in markdown
+    assert "NeurIPS 2025" in markdown and "<td>22.20</td>" in html
+    assert not re.search(r'(src|href)="(?!data:)', html), "one file, whole"
+    for picture in re.findall(r"\]\(([^)]+)\)", markdown):
+        assert (tmp_path / picture).stat().st_size > 1000
+
+
+def test_records_are_of_the_runs_that_are_asked_for(made, tmp_path):
+    _, _, records = made
+    order = Order(tmp_path, models=["swa"], words=("model.window=64",))
+    other = runs_of(chosen(study("table1", "tiny"), order), order)[0]
+    with pytest.raises(UserError, match=r"swa-s0.json: of a run with model.window=128, asked for is 64; .*--out"):
+        other.record(records)
+    records.path("swa-s0").write_text("{")
+    with pytest.raises(UserError, match="not a record; delete it"):
+        records.read("swa-s0")
+
+
+def test_a_record_names_no_folder_of_the_machine(tmp_path):
+    source = "data.sources=[{kind: files, path: /secret/place/texts}]"
+    words = ("data.dir=/secret/place/data", source, "data.tokenizer.path=/secret/place/t.model")
+    order = Order(tmp_path / "secret", models=["rmt"], words=words)
+    [run] = runs_of(chosen(study("table1", "tiny"), order), order)
+    records = Records(tmp_path)
+    records.write(run.name, record(run))
+    assert "secret" not in records.path(run.name).read_text()
+    assert run.record(records)["config"]["data"]["sources"][0]["path"] == "texts"

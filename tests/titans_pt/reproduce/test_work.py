@@ -1,0 +1,192 @@
+"""Who does what: claims, the order of the work, and a study that is killed and finished."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ENVIRONMENT
+from titans_pt.cli import run as titans
+from titans_pt.errors import UserError
+from titans_pt.reproduce import work as working
+from titans_pt.reproduce.claims import claim
+from titans_pt.reproduce.records import Records
+from titans_pt.training import loop
+
+HOLD = """
+import sys, subprocess, time
+from pathlib import Path
+from titans_pt.reproduce.claims import claim
+with claim(Path(sys.argv[1])) as descriptor:
+    child = subprocess.Popen(["sleep", "100"], pass_fds=[descriptor]) if sys.argv[2] == "child" else None
+    print(child.pid if child else 0, flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("who", ["alone", "child"])
+def test_a_claim_ends_with_the_processes_that_hold_it(tmp_path, who):
+    path = tmp_path / "claims" / "a-run"
+    with subprocess.Popen([sys.executable, "-c", HOLD, path, who], env=ENVIRONMENT, stdout=subprocess.PIPE) as process:
+        child = int(process.stdout.readline())
+        with claim(path) as mine:
+            assert mine is None
+        process.kill()
+        process.wait()
+    if child:
+        with claim(path) as mine:
+            assert mine is None, "a process that was started with it goes on"
+        os.kill(child, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while True:
+        with claim(path) as mine:
+            if mine is not None:
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@dataclass
+class StandIn:
+    """A run of which only the order of events is real."""
+
+    name: str
+    log: list
+    needs: list = field(default_factory=list)
+    done: bool = False
+
+    def record(self, records):
+        return {} if self.done else None
+
+    def missing(self, record):
+        return [] if self.done else ["training"]
+
+    def settled(self, records):
+        return "config" if all(run.done for run in self.needs) else None
+
+    def complete(self, config, records, ranks, descriptor):
+        self.log.append(self.name)
+        self.done = True
+        return 0
+
+
+def test_work_goes_by_worth_and_leaves_to_others_what_they_do(tmp_path, monkeypatch):
+    log, pages = [], []
+    probe, later = StandIn("probe", log), StandIn("later", log)
+    whole, taken = StandIn("whole", log, [probe]), StandIn("taken", log)
+
+    def pause(seconds):
+        probe.done = True  # another process has finished it
+
+    monkeypatch.setattr(working.time, "sleep", pause)
+    with claim(tmp_path / "claims" / "probe"), claim(tmp_path / "claims" / "taken"):
+        status = working.work([probe, whole, taken, later], tmp_path, Records(tmp_path), 1, lambda: pages.append(1))
+    assert (status, log, len(pages)) == (0, ["later", "whole"], 2)
+    assert not taken.done
+
+
+def test_a_training_that_is_stopped_stops_the_work(tmp_path):
+    log = []
+    first, second = StandIn("first", log), StandIn("second", log)
+    first.complete = lambda *_: 143
+    assert working.work([first, second], tmp_path, Records(tmp_path), 1, lambda: None) == 143
+    assert log == []
+
+
+# ---- real runs, as small as can be
+
+SMALL = [
+    "model.vocab_size=288", "model.d_model=16", "model.n_layers=1", "model.n_heads=2", "model.mlp_hidden=32",
+    "model.window=8", "data.seq_len=16", "train.batch_tokens=64", "train.micro_batch=4", "train.checkpoint_every=1",
+    "train.eval_samples=4",
+]  # fmt: skip
+
+
+def words(prepared: Path, out: Path, steps: int) -> list[str]:
+    source = f"data.sources=[{{kind: files, path: {prepared.parent / 'text.jsonl'}}}]"
+    return ["reproduce", "table1", "--size", "tiny", "--models", "swa", "--seeds", "0", "--tokens", str(64 * steps),
+            "--rates", "1e-3,1e-2", "--out", str(out), f"data.dir={prepared}", source,
+            "data.validation_fraction=0.2", *SMALL]  # fmt: skip
+
+
+def test_a_study_is_done_once(prepared, tmp_path, ranks, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "process_group", lambda timeout: nullcontext(ranks))
+    out = tmp_path / "out"
+    assert titans([*words(prepared, out, 10), "--dry-run"]) == 0
+    assert "| swa-s0 |" in capsys.readouterr().out and not out.exists()
+    assert titans(words(prepared, out, 10)) == 0
+    kept = {path: path.stat().st_mtime_ns for path in (out / "records").iterdir()}
+    assert {path.stem for path in kept} == {"swa-lr0.001", "swa-lr0.01", "swa-s0"}
+    record = Records(out / "records").read("swa-s0")
+    assert record["trained"]["steps"] == 10 and set(record["measured"]) == {"text", "long"}
+    assert "== swa-s0: training, text, long" in capsys.readouterr().out
+    table = (out / "table1.md").read_text()
+    assert record["trained"]["checkpoint"][:12] in table
+
+    assert titans(words(prepared, out, 10)) == 0
+    assert {path: path.stat().st_mtime_ns for path in (out / "records").iterdir()} == kept
+    assert "==" not in capsys.readouterr().out
+    assert (out / "table1.md").read_text() == table
+
+    assert titans(words(prepared, out, 20)) == 2
+    assert "of a run with train.max_steps=1, asked for is 2; choose another --out" in capsys.readouterr().err
+
+
+def test_a_run_that_diverges_has_a_record_and_any_other_error_none(prepared, tmp_path, monkeypatch, capsys):
+    said = "train.max_nonfinite: the last 10 steps (to 12) had a loss that is not finite; nothing was saved since"
+
+    def diverges(config):
+        raise UserError(said)
+
+    monkeypatch.setattr(loop, "train", diverges)
+    assert titans(words(prepared, tmp_path, 10)) == 0
+    records = Records(tmp_path / "records")
+    assert records.read("swa-s0")["failed"] == said.partition(";")[0] and not records.read("swa-s0")["measured"]
+    assert f"failed ({said.partition(';')[0]})" in (tmp_path / "table1.md").read_text()
+    said = "train.micro_batch: too large"
+    for path in records.folder.iterdir():
+        path.unlink()
+    assert titans(words(prepared, tmp_path, 10)) == 2
+    assert said in capsys.readouterr().err and not list(records.folder.iterdir())
+
+
+def _until(condition, process: subprocess.Popen):
+    while not condition():
+        assert process.poll() is None, process.stderr.read()[-3000:]
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_three_times_the_table_is_the_same(prepared, tmp_path):
+    """While a rate is tried, while the model is trained, while it is measured."""
+    steps = 60
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    subprocess.run(_titans(words(prepared, undisturbed, steps)), env=ENVIRONMENT, check=True, capture_output=True)
+    run = killed / "runs" / "swa-s0"
+    moments = [
+        lambda: any((killed / "runs" / "swa-lr0.01" / "checkpoints").glob("step-*3")),
+        lambda: any((run / "checkpoints").glob("step-*20")),
+        lambda: any(path.stat().st_size for path in run.glob("evaluation/*/perplexity.jsonl")),
+    ]
+    for moment in moments:
+        with subprocess.Popen(
+            _titans(words(prepared, killed, steps)), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            text=True,
+        ) as process:  # fmt: skip
+            _until(moment, process)
+            process.kill()
+        assert not (killed / "records" / "swa-s0.json").exists() or moment is moments[-1]
+    assert set(Records(killed / "records").read("swa-s0")["measured"]) < {"text", "long"}, "killed in the middle"
+    subprocess.run(_titans(words(prepared, killed, steps)), env=ENVIRONMENT, check=True, capture_output=True)
+    assert (killed / "table1.md").read_text() == (undisturbed / "table1.md").read_text()
+
+
+def _titans(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "titans_pt", *arguments]

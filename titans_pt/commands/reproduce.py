@@ -1,0 +1,68 @@
+import shlex
+from pathlib import Path
+
+import click
+
+from titans_pt.commands._arguments import FOLDER, NAMES, Checked, overrides, real, whole
+
+SECTION = "study"
+_rate = real(lambda rate: rate > 0, "a number above 0")
+
+
+def _list_of(number: Checked, allowed: str) -> Checked:
+    return Checked(lambda words: [number.read(word) for word in words.split(",")], f"{allowed}, with commas between")
+
+
+@click.command()
+@click.argument(
+    "target", metavar="TARGET", help="table1, table2, table5, figure7, figure8, figure9, babilong or chunks"
+)
+@overrides("settings for every run, e.g. data.dir=/fast/fineweb")
+@click.option(
+    "--size", type=click.Choice(["tiny", "170m", "340m", "400m", "760m", "1.3b"]), required=True,
+    help="the folder of configs/ whose models are trained",
+)  # fmt: skip
+@click.option("--models", type=NAMES, metavar="NAMES", help="only these models (default: all of the table)")
+@click.option(
+    "--seeds", type=_list_of(whole(0), "whole numbers"), metavar="N,...",
+    help="seeds of the weights and of the data's order (default: 0; tiny: 0,1 for the models compared most)",
+)  # fmt: skip
+@click.option("--out", type=FOLDER, metavar="DIR", help="folder of everything (default: runs/reproduce/SIZE)")
+@click.option("--tokens", type=whole(1), metavar="N", help="tokens of a training (default: as configured)")
+@click.option(
+    "--rates", type=_list_of(_rate, "numbers above 0"), metavar="LR,...",
+    help="learning rates to choose from for each model (default: tiny 2e-3,4e-3,8e-3; else the configured one)",
+)  # fmt: skip
+@click.option("--ranks", type=whole(1), metavar="N", help="processes of a training (default: one for each GPU)")
+@click.option(
+    "--submit", type=whole(1), metavar="N", help="queue N workers under SLURM, a node each, instead of working here"
+)
+@click.option("--sbatch", default="", metavar="WORDS", help="options of sbatch for --submit")
+@click.option("--dry-run", is_flag=True, help="print what would be trained, its cost, and how far it is")
+def reproduce(
+    target: str, overrides: tuple[str, ...], size: str, models: list[str] | None, seeds: list[int] | None,
+    out: Path | None, tokens: int | None, rates: list[float] | None, ranks: int | None, submit: int | None, sbatch: str,
+    dry_run: bool,
+) -> int:  # fmt: skip
+    """Train, measure and tabulate what a table or figure of the paper has."""
+    from titans_pt.reproduce import reproduce
+    from titans_pt.reproduce.studies import Order
+
+    order = Order(out or Path("runs/reproduce") / size, models, seeds, tokens, rates or (), overrides)
+    if dry_run:
+        reproduce.show_plan(target, size, order)
+        return 0
+    if submit:
+        reproduce.planned(target, size, order)  # what is wrong with the words is said here, not in the jobs' logs
+        given = {
+            "--size": size, "--out": order.out, "--ranks": ranks, "--tokens": tokens, "--models": _joined(models),
+            "--seeds": _joined(seeds), "--rates": _joined(rates),
+        }  # fmt: skip
+        own = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        reproduce.submit([target, *own, *overrides], submit, shlex.split(sbatch))
+        return 0
+    return reproduce.reproduce(target, size, order, ranks)
+
+
+def _joined(words: list | None) -> str | None:
+    return words and ",".join(map(str, words))

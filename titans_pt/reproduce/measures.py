@@ -1,0 +1,170 @@
+"""What is measured of a trained run, by ``titans evaluate`` or here, and how to find the figures in the results."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from titans_pt.config import ModelConfig
+from titans_pt.data_pipeline import TokenFiles
+from titans_pt.evaluation import runner
+from titans_pt.evaluation.perplexity import token_losses
+from titans_pt.layers.memory import NeuralMemory
+from titans_pt.models.mixers import MIXERS
+from titans_pt.models.mixers.common import MemoryMixer
+from titans_pt.reproduce.figures import Figure
+from titans_pt.run import load_run
+from titans_pt.streaming import best_device
+from titans_pt.tools.statistics import standard_error
+
+NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")
+CHUNKS = (16, 32, 64, 128, 512)
+"""At which a run is evaluated crosswise."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """``suite`` of ``titans evaluate`` with the settings ``words``; ``frozen``: only said to runs with a memory."""
+
+    name: str
+    suite: str
+    words: tuple[str, ...] = ()
+    frozen: tuple[int, ...] = ()
+
+    def settings(self, model: ModelConfig) -> list[str]:
+        """The words for a run; a record that was measured with others is measured again."""
+        freeze = [f"evaluation.perplexity.freeze_after={list(self.frozen)}"]
+        return [*self.words, *(freeze if self.frozen and has_memory(model) else [])]
+
+    def take(self, run: Path, words: list[str]) -> dict[str, Any]:
+        """Measures the newest checkpoint of a run; what a killed process has measured is not measured again."""
+        if self.suite == "chunks":
+            return {"by_chunk": across_chunks(run)}
+        return runner.evaluate(run, words, suite=self.suite)[self.suite]
+
+
+def has_memory(model: ModelConfig) -> bool:
+    return any(issubclass(MIXERS.find(kind), MemoryMixer) for kind in model.kinds)
+
+
+def across_chunks(run: Path, streams: int = 64) -> list[dict]:
+    """A run's validation loss at other chunk sizes than its own: the same weights, and the same bound of theta."""
+    loaded = load_run(run, device=best_device())
+    config, validation = loaded.config, TokenFiles.open(loaded.config).validation
+    length = config.data.seq_len
+    streams = min(streams, (validation.tokens - 1) // length)
+    found = []
+    for size in CHUNKS:
+        with chunks_of(loaded.model, size):
+            losses = []
+            for start in range(0, streams * length, length):
+                ids = torch.from_numpy(validation.read(start, start + length + 1).astype("int64"))
+                losses.append(float(token_losses(loaded.model, ids, config.evaluation.prefill_tokens).mean()))
+        mean, tokens = math.fsum(losses) / streams, streams * length
+        found.append({"chunk": size, "loss": mean, "stderr": standard_error(losses), "tokens": tokens})
+    return found
+
+
+@contextlib.contextmanager
+def chunks_of(model: nn.Module, size: int):
+    """Inside, the memories of ``model`` take their gradients at the start of chunks of ``size`` tokens."""
+    memories = [module for module in model.modules() if isinstance(module, NeuralMemory)]
+    before = [memory.config for memory in memories]
+    try:
+        for memory in memories:
+            memory.config = memory.config.model_copy(update={"chunk_size": size})
+        yield
+    finally:
+        for memory, config in zip(memories, before, strict=True):
+            memory.config = config
+
+
+# ---- figures in the results
+
+
+Find = Callable[[dict], Figure | None]
+"""What finds a figure in a measure's result; None where the result lacks it (a run without a memory, for example)."""
+
+
+def text_loss(result: dict) -> Figure:
+    return Figure("perplexity", result["loss"], result["tokens"], result.get("stderr"))
+
+
+def frozen_loss(after: int) -> Find:
+    """With the memory not written after this many tokens."""
+
+    def find(result: dict) -> Figure | None:
+        return next((text_loss(row) for row in result["frozen"] if row["after"] == after), None)
+
+    return find
+
+
+def loss_up_to(length: int) -> Find:
+    """Of the first ``length`` tokens of each stream."""
+
+    def find(result: dict) -> Figure | None:
+        row = next((row for row in result["by_length"] if row["length"] == length), None)
+        tokens = sum(row["n"] for row in result["positions"] if row["last"] <= length)
+        return row and Figure("perplexity", row["loss"], tokens)
+
+    return find
+
+
+def at_chunk(size: int) -> Find:
+    def find(result: dict) -> Figure | None:
+        rows = (row for row in result["by_chunk"] if row["chunk"] == size)
+        return next((Figure("perplexity", row["loss"], row["tokens"], row["stderr"]) for row in rows), None)
+
+    return find
+
+
+def harness(task: str, metric: str) -> Find:
+    """A figure of lm-eval's: an accuracy, or a perplexity, which is shown as it is."""
+
+    def find(result: dict) -> Figure | None:
+        row = result["tasks"].get(task)
+        if row is None or metric not in row:
+            return None
+        return Figure("accuracy" if metric.startswith("acc") else "number", row[metric], row["n"])
+
+    return find
+
+
+def average(result: dict) -> Figure | None:
+    """Of the paper's accuracies, in percent."""
+    if result["average"] is None:
+        return None
+    return Figure("number", 100 * result["average"], sum(result["tasks"][task]["n"] for task in result["averaged"]))
+
+
+def both_perplexities(result: dict) -> Figure | None:
+    """The mean of WikiText's and LAMBADA's."""
+    found = [harness("wikitext", "word_perplexity")(result), harness("lambada_openai", "perplexity")(result)]
+    return Figure("number", sum(f.value for f in found) / 2, sum(f.n for f in found)) if all(found) else None
+
+
+def question(task: str, length: int) -> Find:
+    """Accuracy on a needle or BABILong task at a length."""
+
+    def find(result: dict) -> Figure | None:
+        rows = result["tasks"].get(task, {}).get("by_length", ())
+        return next((Figure("accuracy", row["mean"], row["n"]) for row in rows if row["length"] == length), None)
+
+    return find
+
+
+def mean_of(tasks: tuple[str, ...], lengths: tuple[int, ...]) -> Find:
+    """Mean accuracy over all cells of a table, in percent."""
+
+    def find(result: dict) -> Figure | None:
+        found = [question(task, length)(result) for task in tasks for length in lengths]
+        if not all(found):
+            return None
+        return Figure("number", 100 * sum(f.value for f in found) / len(found), sum(f.n for f in found))
+
+    return find

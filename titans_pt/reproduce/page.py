@@ -1,0 +1,113 @@
+"""What a study hands to a reader: TARGET.md, summary.md, and summary.html, one file with the curves in it."""
+
+import base64
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+from titans_pt.reproduce.published import published
+from titans_pt.reproduce.records import Records
+from titans_pt.reproduce.runs import PROBE_SHARE, Run
+from titans_pt.reproduce.studies import Study
+from titans_pt.reproduce.tables import Table, cells, details, overview, rates
+from titans_pt.tools.files import write_text
+from titans_pt.tools.plots import new_figure, save_figure
+
+_STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em}
+table{border-collapse:collapse;margin:1em 0;font-size:13px;display:block;overflow-x:auto}
+td,th{border:1px solid #ccc;padding:.25em .6em;text-align:left}th{background:#f3f3f3}img{max-width:100%}"""
+READING = (
+    "Ours (the paper's in brackets). The mean over seeds; perplexities are averaged as nats. The interval of 95 % is "
+    "that of the evaluation's samples; how far seeds differ, each seed's own figure shows. What has not been run says "
+    "so."
+)
+
+
+def write(study: Study, runs: Sequence[Run], records: Records, out: Path) -> list[Path]:
+    """Writes the pages of a study into ``out`` and returns their paths."""
+    found = cells(study, runs, records)
+    source = published(study.target, study.compared)
+    lines = [text for text in (READING, study.note, source and f"Published: {source.source}") if text]
+    parts: list[tuple[str, Table]] = [("", overview(study, found)), ("Every figure", details(found))]
+    if chosen := rates(runs, records):
+        words = f"Validation loss after one {PROBE_SHARE}th of the tokens, by learning rate; the lowest is taken"
+        parts.append((words, chosen))
+    pictures = _pictures(runs, records, out, study.target)
+    title = f"{study.title} ({study.target}, {study.size})"
+    page, document = out / f"{study.target}.md", out / f"{study.target}.html"
+    write_text(page, _markdown(title, lines, parts, pictures))
+    write_text(document, _html(title, lines, parts, pictures))
+    return [page, document]
+
+
+def _markdown(title: str, lines: list[str], parts: list[tuple[str, Table]], pictures: list[Path]) -> str:
+    text = [f"# {title}", *lines]
+    for head, table in parts:
+        text += [f"## {head}"] * bool(head) + [table.markdown().rstrip()]
+    text += [f"![{picture.stem}]({picture.name})" for picture in pictures]
+    return "\n\n".join(text) + "\n"
+
+
+def _html(title: str, lines: list[str], parts: list[tuple[str, Table]], pictures: list[Path]) -> str:
+    body = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(line)}</p>" for line in lines)]
+    for head, table in parts:
+        body += [f"<h2>{html.escape(head)}</h2>"] * bool(head) + [table.html()]
+    for picture in pictures:
+        data = base64.b64encode(picture.read_bytes()).decode()
+        body.append(f'<img alt="{picture.stem}" src="data:image/png;base64,{data}">')
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{_STYLE}</style>{''.join(body)}</html>\n"
+    )
+
+
+# ---- curves
+
+
+def _pictures(runs: Sequence[Run], records: Records, out: Path, target: str) -> list[Path]:
+    """Of the first seed of each model that there is: the loss in training, and against the position in a long text."""
+    shown: dict[str, dict] = {}
+    for run in runs:
+        if not run.is_probe and (record := run.record(records)) and not record["failed"]:
+            shown.setdefault(f"{run.model} {run.variant}".strip(), record)
+    shown = {name: record for name, record in shown.items() if record["trained"]["curve"]}
+    if not shown:
+        return []
+    pictures = [_training(shown, out / f"{target}-training.png")]
+    if long := {name: record["measured"]["long"] for name, record in shown.items() if "long" in record["measured"]}:
+        pictures.append(_positions(long, out / f"{target}-positions.png"))
+    return pictures
+
+
+def _training(shown: dict[str, dict], path: Path) -> Path:
+    figure = new_figure(11.0, 4.6)
+    loss, validation = figure.subplots(1, 2)
+    for n, (name, record) in enumerate(shown.items()):
+        style = {"color": f"C{n % 10}", "linestyle": ("-", "--", ":")[n // 10 % 3], "label": name}
+        for axes, points in ((loss, record["trained"]["curve"]), (validation, record["trained"]["validation"])):
+            axes.plot([point[0] for point in points], [point[1] for point in points], **style)
+    for axes, label in ((loss, "training loss (nats per token)"), (validation, "validation loss (nats per token)")):
+        axes.set_xlabel("tokens")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    validation.legend(fontsize=7, ncols=2)
+    return save_figure(figure, path)
+
+
+def _positions(long: dict[str, dict], path: Path) -> Path:
+    """Loss by position; dotted with the memory never written."""
+    figure = new_figure(9.0, 5.0)
+    axes = figure.subplots()
+    for n, (name, result) in enumerate(long.items()):
+        off = next((row for row in result["frozen"] if row["after"] == 0), None)
+        for rows, mark, label in ((result["positions"], "-", name), (off and off["positions"], ":", None)):
+            if rows:
+                places = [(row["first"] * row["last"]) ** 0.5 for row in rows]
+                axes.plot(places, [row["mean"] for row in rows], mark, color=f"C{n % 10}", label=label)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("tokens before the scored one (dotted: the memory is never written)")
+    axes.set_ylabel("validation loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, ncols=2)
+    return save_figure(figure, path)

@@ -1,0 +1,33 @@
+"""Published numbers, from published.yaml, the one place where they stand."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+FILE = Path(__file__).with_name("published.yaml")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A table of others: values by row (MODEL or MODEL/VARIANT) and column, and where they are from."""
+
+    source: str
+    values: dict[str, dict[str, float]]
+
+    def value(self, row: str, column: str | None) -> float | None:
+        """None: not published."""
+        return self.values.get(row, {}).get(column)
+
+
+@cache
+def published(target: str, size: str) -> Published | None:
+    """What has been published of ``target`` for models of ``size``; None: nothing."""
+    tree = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    table = tree.get(target)
+    rows = table and (table.get(size) or table.get("every size"))
+    if not rows:
+        return None
+    values = {row: dict(zip(table["columns"], numbers, strict=True)) for row, numbers in rows.items()}
+    return Published(f"{tree['works'][table['work']]}, {table['place']}: {table['about']}", values)

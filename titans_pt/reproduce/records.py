@@ -1,0 +1,68 @@
+"""The record of a run: what it was, its curve and its figures. A small JSON file, to be kept where weights are not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from titans_pt.config import Config
+from titans_pt.config_check import completed
+from titans_pt.errors import UserError
+from titans_pt.run import differences
+from titans_pt.tools.files import write_text
+
+DECISIVE = ("max_steps", "batch_tokens", "lr", "min_lr_ratio", "warmup_steps", "betas", "eps", "weight_decay", "clip")
+"""Of ``train``: what changes a run's result. The rest is about speed, memory and files."""
+
+
+def decisive(tree: dict) -> dict:
+    """Of a whole tree of settings, what a run's result depends on, but for its data."""
+    return {
+        "model": tree["model"],
+        "train": {key: tree["train"][key] for key in DECISIVE},
+        "data": {key: tree["data"][key] for key in ("seq_len", "reset_at_documents")},
+        "run": {"seed": tree["run"]["seed"]},
+    }
+
+
+class Records:
+    """The records in a folder, one file for each run."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """The record of a run; None if there is none yet.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        try:
+            return json.loads(self.path(name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            raise UserError(f"{self.path(name)}: not a record; delete it, and run again") from None
+
+    def of(self, name: str, config: Config) -> dict[str, Any] | None:
+        """The record of the run ``name``, which must have had these settings.
+
+        Raises:
+            UserError: it had others; names the first difference.
+        """
+        if (record := self.read(name)) is None:
+            return None
+        was, now = decisive(completed(record["config"])), decisive(config.model_dump(mode="json"))
+        for key, old, new in differences(was, now):
+            raise UserError(
+                f"{self.path(name)}: of a run with {key}={old!r}, asked for is {new!r}; choose another --out, or "
+                "delete the record to run it again"
+            )
+        return record
+
+    def write(self, name: str, record: dict[str, Any]):
+        """As a whole or not at all; a line for each entry, so that a change shows as one."""
+        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+        write_text(self.path(name), "{\n" + ",\n".join(lines) + "\n}\n")

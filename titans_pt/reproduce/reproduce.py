@@ -1,0 +1,120 @@
+"""The command: plan, prepare what is missing, train and measure it, write the pages."""
+
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from titans_pt.config import Config
+from titans_pt.data_pipeline import TokenFiles, prepare
+from titans_pt.data_pipeline.manifest import read_manifest
+from titans_pt.errors import UserError
+from titans_pt.reproduce import page
+from titans_pt.reproduce.claims import claim
+from titans_pt.reproduce.records import Records
+from titans_pt.reproduce.runs import Run
+from titans_pt.reproduce.studies import RATES, Order, Study, chosen, runs_of, study
+from titans_pt.reproduce.tables import Table
+from titans_pt.reproduce.work import work
+
+MFU = (0.4, 0.1)
+"""Shares of a GPU's peak for which the plan gives hours: what Transformers reach, and what TNT says of small chunks."""
+
+
+def planned(target: str, size: str, order: Order) -> tuple[Study, list[Run]]:
+    """The study and its runs; without learning rates in ``order`` with those of the size.
+
+    Raises:
+        UserError: there is no such study, model or setting.
+    """
+    asked = chosen(study(target, size), order)
+    return asked, runs_of(asked, order if order.rates else replace(order, rates=RATES.get(size, ())))
+
+
+def show_plan(target: str, size: str, order: Order):
+    """``titans reproduce --dry-run``: prints what there is to do; writes nothing."""
+    _, runs = planned(target, size, order)
+    print(plan(runs, Records(order.out / "records")).markdown(), end="")
+
+
+def reproduce(target: str, size: str, order: Order, ranks: int | None) -> int:
+    """``titans reproduce``. Returns 0, or 128 + the signal that stopped it.
+
+    Args:
+        ranks: processes of a training; None: one for each GPU, one without.
+
+    Raises:
+        UserError: something is wrong with a setting, a record, or the data.
+    """
+    (asked, runs), records = planned(target, size, order), Records(order.out / "records")
+    if not asked.timed and any(run.missing(run.record(records)) for run in runs):
+        _data(runs[0].config)
+
+    def write():
+        # Every process writes the same from the same records; one at a time.
+        with claim(order.out / "claims" / f"{target}.pages") as mine:
+            if mine is not None:
+                page.write(asked, runs, records, order.out)
+
+    write()
+    status = work(runs, order.out, records, ranks or max(1, torch.cuda.device_count()), write)
+    if not status:
+        for path in page.write(asked, runs, records, order.out):
+            print(path)
+    return status
+
+
+def _data(config: Config):
+    """Prepares the token files if there are none, and sees that those there are fit."""
+    if read_manifest(Path(config.data.dir)) is None:
+        prepare(config, workers=len(os.sched_getaffinity(0)))
+    TokenFiles.open(config)
+
+
+def submit(words: Sequence[str], workers: int, options: Sequence[str]):
+    """Queues ``workers`` jobs of one node each under SLURM; each does what no other is at work on.
+
+    Args:
+        words: of the command line, without --submit.
+        options: of sbatch.
+
+    Raises:
+        UserError: there is no sbatch, or it refuses.
+    """
+    script = Path(__file__).parents[2] / "launch" / "slurm_reproduce.sh"
+    line = ["sbatch", "--array", f"0-{workers - 1}", *options, str(script), *words]
+    try:
+        subprocess.run(line, check=True)
+    except FileNotFoundError:
+        raise UserError("--submit: there is no sbatch here; run it where SLURM is, or leave --submit away") from None
+    except subprocess.CalledProcessError as error:
+        raise UserError(f"--submit: {shlex.join(line)} ended with {error.returncode}; its message is above") from None
+
+
+def plan(runs: Sequence[Run], records: Records) -> Table:
+    """What each run needs, and how far it is; hours are arithmetic, not measurements."""
+    hours = [f"H100-hours at {mfu:.0%} MFU" for mfu in MFU]
+    table = Table(["run", "parameters", "tokens", "FLOPs", *hours, "checkpoints GiB", "to do"])
+    total = {"tokens": 0, "flops": 0.0, "disk": 0}
+    for run in runs:
+        cost, undone = run.cost, run.missing(run.record(records))
+        if "training" in undone:
+            total = {key: total[key] + getattr(cost, key) for key in total}
+        table.rows.append([
+            run.name, f"{cost.parameters:,}", f"{cost.tokens:,}", f"{cost.flops:.3g}",
+            *(_hours(cost.gpu_hours(mfu)) for mfu in MFU), f"{cost.disk / 2**30:.2f}", ", ".join(undone) or "nothing",
+        ])  # fmt: skip
+    ratio = [cost.gpu_hours(mfu) / cost.flops for mfu in MFU]
+    table.rows.append([
+        "all that is to be trained", "", f"{total['tokens']:,}", f"{total['flops']:.3g}",
+        *(_hours(total["flops"] * each) for each in ratio), f"{total['disk'] / 2**30:.2f}", "",
+    ])  # fmt: skip
+    return table
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"

@@ -1,0 +1,130 @@
+"""Tables from records: what a cell holds, and tables as Markdown and HTML."""
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from titans_pt.reproduce.figures import Pooled, pool
+from titans_pt.reproduce.published import published
+from titans_pt.reproduce.records import Records
+from titans_pt.reproduce.runs import Run
+from titans_pt.reproduce.studies import Column, Row, Study
+
+NOT_RUN = "not run"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """ours: None where nothing was measured; ``why`` then says so. records: of the seeds in it."""
+
+    row: Row
+    column: Column
+    paper: float | None
+    ours: Pooled | None
+    why: str
+    records: tuple[dict, ...] = ()
+
+
+@dataclass
+class Table:
+    """Text cells under a head, with what is said before and after."""
+
+    head: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        lines = [f"| {' | '.join(self.head)} |", "|---" * len(self.head) + "|"]
+        return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in self.rows)]) + "\n"
+
+    def html(self) -> str:
+        def line(tag: str, cells: list[str]) -> str:
+            return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+        return f"<table>{line('th', self.head)}{''.join(line('td', row) for row in self.rows)}</table>"
+
+
+def cells(study: Study, runs: Sequence[Run], records: Records) -> list[Cell]:
+    """Every cell of a study's table, row by row; nothing in it is guessed."""
+    beside = published(study.target, study.compared)
+    found = []
+    for row in study.rows:
+        own = [run for run in runs if (run.model, run.variant) == (row.model, row.variant) and not run.is_probe]
+        kept = {run.config.run.seed: record for run in own if (record := run.record(records))}
+        for column in study.columns:
+            paper = beside and beside.value(row.key, column.published)
+            figures = {
+                seed: figure
+                for seed, record in kept.items()
+                if column.measure in record["measured"]
+                and (figure := column.find(record["measured"][column.measure])) is not None
+            }
+            ours = pool(figures) if figures else None
+            used = tuple(kept[seed] for seed in figures)
+            found.append(Cell(row, column, paper, ours, "" if ours else _why(kept, column), used))
+    return found
+
+
+def _why(kept: dict[int, dict], column: Column) -> str:
+    """Why there is no figure."""
+    if not kept:
+        return NOT_RUN
+    if failed := [record["failed"] for record in kept.values() if record["failed"]]:
+        return f"failed ({failed[0]})"
+    return "-" if any(column.measure in record["measured"] for record in kept.values()) else "not measured"
+
+
+def overview(study: Study, found: Sequence[Cell]) -> Table:
+    """One line a model: ours, and in brackets what was published."""
+    table = Table(["model", "parameters", *(column.title for column in study.columns)])
+    for row in study.rows:
+        of_row = [cell for cell in found if cell.row == row]
+        sizes = {record["trained"]["parameters"] for cell in of_row for record in cell.records}
+        shown = [
+            (number(cell.ours.mean) if cell.ours else cell.why) + (f" ({number(cell.paper)})" if cell.paper else "")
+            for cell in of_row
+        ]
+        table.rows.append([row.name, ", ".join(f"{n:,}" for n in sorted(sizes)) or "-", *shown])
+    return table
+
+
+def details(found: Sequence[Cell]) -> Table:
+    """One line a figure: the paper's, ours, and everything that ours rests on."""
+    head = ["model", "figure", "paper", "ours", "95 % interval", "n", "seeds", "tokens", "hardware", "checkpoints"]
+    table = Table(head)
+    for cell in found:
+        paper = "-" if cell.paper is None else number(cell.paper)
+        if cell.ours is None:
+            table.rows.append([cell.row.name, cell.column.title, paper, cell.why, *["-"] * 6])
+            continue
+        ours, trained = cell.ours, [record["trained"] for record in cell.records]
+        interval = "-" if ours.interval is None else f"{number(ours.interval[0])} to {number(ours.interval[1])}"
+        table.rows.append([
+            cell.row.name, cell.column.title, paper, number(ours.mean), interval, f"{ours.n:,}",
+            ", ".join(f"{seed}: {number(value)}" for seed, value in ours.by_seed.items()),
+            ", ".join(f"{n:,}" for n in sorted({t["tokens"] for t in trained})),
+            ", ".join(sorted({t["hardware"] for t in trained})),
+            ", ".join(t["checkpoint"][:12] or "-" for t in trained),
+        ])  # fmt: skip
+    return table
+
+
+def rates(runs: Sequence[Run], records: Records) -> Table | None:
+    """How each model's learning rate was chosen; None where none was."""
+    models = {run.model: run for run in runs if run.probes}
+    if not models:
+        return None
+    tried = sorted({probe.config.train.lr for run in models.values() for probe in run.probes})
+    table = Table(["model", *(f"{rate:g}" for rate in tried), "chosen"])
+    for model, run in models.items():
+        shown = []
+        for probe in sorted(run.probes, key=lambda probe: probe.config.train.lr):
+            record = probe.record(records)
+            loss = record and record["trained"]["validation_loss"]
+            shown.append(NOT_RUN if record is None else "failed" if record["failed"] else f"{loss:.4f}")
+        config = run.settled(records)
+        table.rows.append([model, *shown, f"{config.train.lr:g}" if config else "-"])
+    return table
+
+
+def number(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -1,0 +1,48 @@
+"""Does the runs of a study, one after the other, together with any other processes that see the folder."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from titans_pt.reproduce.claims import claim
+from titans_pt.reproduce.records import Records
+from titans_pt.reproduce.runs import Run
+
+PATIENCE = 20.0
+"""Seconds between two looks at runs that wait for another process."""
+
+
+def work(runs: Sequence[Run], folder: Path, records: Records, ranks: int, finished: Callable[[], None]) -> int:
+    """Completes what no other process is working on; returns 0, or the status of a training that was stopped.
+
+    A run that needs the learning rate which others are choosing is waited for; what others are training is not.
+
+    Args:
+        folder: holds the claims.
+        finished: called after each run.
+    """
+    while True:
+        waiting, elsewhere = False, []
+        for run in runs:
+            if not run.missing(run.record(records)):
+                continue
+            if (config := run.settled(records)) is None:
+                waiting = True
+                continue
+            with claim(folder / "claims" / run.name) as descriptor:
+                if descriptor is None:
+                    elsewhere.append(run.name)
+                    continue
+                if not run.missing(run.record(records)):  # finished while we looked elsewhere
+                    break
+                print(f"== {run.name}: {', '.join(run.missing(run.record(records)))}", flush=True)
+                if status := run.complete(config, records, ranks, descriptor):
+                    return status
+            finished()
+            break  # from the top: the order of runs is that of their worth
+        else:
+            if not waiting:
+                if elsewhere:
+                    print(f"other processes are at work on {', '.join(elsewhere)}", flush=True)
+                return 0
+            time.sleep(PATIENCE)
