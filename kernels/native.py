@@ -46,10 +46,10 @@ def library(source: Path, dtype: torch.dtype) -> ctypes.CDLL | str:
     if compiler is None:
         return "no C compiler (cc, gcc) is on the path"
     flags = [*FLAGS, *REALS[dtype]]
-    key = chr(0).join([source.read_text(), HEADER.read_text(), *flags, compiler, platform.machine(), _processor()])
-    folder = user_cache_path("titans-pt") / "native"
-    path = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     try:
+        key = chr(0).join([source.read_text(), HEADER.read_text(), *flags, compiler, platform.machine(), _processor()])
+        folder = user_cache_path("titans-pt") / "native"
+        path = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as there:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -23,6 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 from titans_pt import huggingface  # noqa: E402 - needs transformers
 
+ROOT = Path(__file__).parents[2]
 TEXTS = ["abc dea  fo\n\tnk", " leading", "</s> is text \u2581 and so is \u00e9\u4e2d", "", "a</s>b <s><|endoftext|>"]
 
 
@@ -195,6 +197,9 @@ def test_the_folders_carry_their_code(tmp_path, prepared, byte_level, own_mixer)
         end = run.tokenizer.names[run.tokenizer.eos_id]
         assert text.removesuffix(end) == run.tokenizer.decode([*ids[0].tolist(), *new])
         assert kind == "transformers_modules"
+    for source in (ROOT / "kernels").rglob("*.[ch]"):  # kernels in C travel as text
+        [*_, found] = (tmp_path / "modules").rglob(source.name)
+        assert found.read_text() == source.read_text()
 
 
 def test_nothing_of_this_machine_is_told(folders):

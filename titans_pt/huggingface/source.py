@@ -2,11 +2,13 @@
 
 transformers copies a folder's modeling file and, flat, the files that it imports relatively. So every module of ours
 that the model imports becomes one file next to it: its dotted name with underscores, its text unchanged but for the
-imports of ours. Triton's kernels, which modules import inside functions, come along; a GPU uses them.
+imports of ours. Triton's kernels, which modules import inside functions, come along; a GPU uses them. Files that are
+not Python (kernels in C), which a module finds as ``Path(__file__).with_name(NAME)``, come along as text in CARRIED.
 """
 
 import ast
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -19,7 +21,25 @@ from titans_pt.errors import UserError
 from titans_pt.models.mixers import MIXERS
 
 MODELING = "modeling_titans"
+CARRIED = "titans_pt_carried"
 _START = "titans_pt.huggingface.modeling"
+_BESIDE = re.compile(r'Path\(__file__\)\.with_name\("([^"]+)"\)')
+_PLACED = '''
+
+def placed(name: str) -> Path:
+    """Where a file of FILES is, after all of them were written next to this module, unless they are there; or should
+    be, where nothing can be written."""
+    folder = Path(__file__).with_name("carried")
+    with contextlib.suppress(OSError):
+        for other, text in FILES.items():
+            path = folder / other
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                temporary = path.with_name(f".{path.name}.{os.getpid()}")
+                temporary.write_text(text, encoding="utf-8")
+                os.replace(temporary, path)
+    return folder / name
+'''
 
 
 def source_files(model: ModelConfig) -> dict[str, str]:
@@ -43,7 +63,20 @@ def source_files(model: ModelConfig) -> dict[str, str]:
     ]  # fmt: skip
     files = {f"{_flat(name)}.py": module.text for name, module in modules.items()}
     files[f"{MODELING}.py"] += "\n".join(lines) + "\n"
+    if carried := {name: path for module in modules.values() for name, path in module.beside.items()}:
+        head = '"""Files that are not Python, as text."""\n\nimport contextlib\nimport os\nfrom pathlib import Path\n\nFILES = {\n'
+        texts = [f"    {name!r}: {_literal(path.read_text(encoding='utf-8'))},\n" for name, path in carried.items()]
+        files[f"{CARRIED}.py"] = head + "".join(texts) + "}\n" + _PLACED
     return files
+
+
+def _literal(text: str) -> str:
+    """A string literal of ``text``, as it reads where that is possible."""
+    raw = f"r'''{text}'''"
+    try:
+        return raw if ast.literal_eval(raw) == text else repr(text)
+    except SyntaxError:
+        return repr(text)
 
 
 def _collect(first: list[str], ours: set[str], modules: dict[str, "_Module"], needs: Callable[["_Module"], set[str]]):
@@ -68,6 +101,7 @@ class _Module:
         text: with relative imports of flat names.
         needs, may_need: the modules of ours that it imports, and that its functions and try blocks import.
         outside: the packages that it cannot be imported without.
+        beside: files that are not Python, which it finds next to itself; by their place in the package.
     """
 
     def __init__(self, name: str, ours: set[str]):
@@ -78,6 +112,7 @@ class _Module:
         self.needs: set[str] = set()
         self.may_need: set[str] = set()
         self.outside: set[str] = set()
+        self.beside: dict[str, Path] = {}
         source = Path(spec.origin).read_text(encoding="utf-8")
         lines = source.splitlines()
         tree = ast.parse(source)
@@ -91,8 +126,18 @@ class _Module:
                 lines[node.lineno - 1 : node.end_lineno] = self._rewritten(node, needs)
             elif id(node) in required:
                 self.outside |= tops - sys.stdlib_module_names
+        for i, line in enumerate(lines):
+            lines[i] = _BESIDE.sub(lambda match: self._placed(Path(spec.origin).with_name(match[1])), line)
+        if self.beside:
+            first = next(node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
+            lines.insert(first.lineno - 1, f"from .{CARRIED} import placed")
         head = f"# {name} of titans-pt {__version__}, Apache-2.0; only the imports are changed.\n"
         self.text = head + "\n".join(lines) + "\n"
+
+    def _placed(self, path: Path) -> str:
+        place = "/".join([*self.package.split("."), path.name])
+        self.beside[place] = path
+        return f'placed("{place}")'
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         return importlib.util.resolve_name("." * node.level + (node.module or ""), self.package)
