@@ -44,7 +44,8 @@ def test_no_file_is_missing_and_none_is_left_over():
 @pytest.mark.parametrize("name", sorted(files("paper-literal")))
 def test_the_forms_of_the_paper(name):
     size, model, *v1 = name.split("-")
-    config, ours = load_config(CONFIGS / "paper-literal" / f"{name}.yaml"), load_config(CONFIGS / size / f"{model}.yaml")
+    config = load_config(CONFIGS / "paper-literal" / f"{name}.yaml")
+    ours = load_config(CONFIGS / size / f"{model}.yaml")
     assert config.run.dir == f"runs/paper-literal-{name}" and config.model.mixers == [model]
     forms = V1 if v1 else MEMORY
     assert {key: getattr(config.model.memory, key) for key in forms} == forms
