@@ -113,7 +113,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
             with contextlib.suppress(OSError):
                 folder.rmdir()  # succeeds only if nothing was put into it
     if manifest is not None:
-        print(summary(manifest, folder, time.perf_counter() - began))
+        print(summary(manifest, folder, time.perf_counter() - began), file=sys.stderr)
     return manifest
 
 

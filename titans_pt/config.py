@@ -234,7 +234,8 @@ class ModelConfig(Section):
     __pydantic_extra__: dict[str, dict[str, Any]]
 
     mixers: Annotated[list[str], Field(min_length=1)] = ["mac"]
-    """Sequence mixers by name, repeated until n_layers are filled: [mac] is a MAC, [lmm, lmm, swa] a hybrid."""
+    """Sequence mixers by name, repeated until n_layers are filled: [mac] is a MAC (memory as context), [lmm, lmm, swa]
+    a hybrid. lmm: long-term memory alone; mag: memory as gate; mal: memory as layer."""
     vocab_size: Positive = 32000
     """Entries of the tokenizer (the size to train when data.tokenizer.path is null)."""
     d_model: Positive = 768
