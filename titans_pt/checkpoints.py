@@ -58,6 +58,8 @@ class TrainerState:
     wandb_id: str | None = None
     origin: str | None = None
     """What the run's first weights were taken from (train.init_from); None: they were drawn."""
+    spikes: dict[str, float] = field(default_factory=dict)
+    """Running figures of the loss, see titans_pt.training.spikes.SpikeGuard."""
     topology: dict[str, Any] = field(default_factory=dict)
     """ranks, tensor, zero_stage, precision: for the reader; loading does not depend on it."""
     format: int = FORMAT

@@ -60,6 +60,8 @@ class RunConfig(Section):
     """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
     seed: Seed = 0
     """Seeds the initial weights and the order of the data."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, under dir; needs titans-pt[tensorboard]."""
     imports: list[str] = []
     """Python modules that are imported before anything else: your own mixers and tasks register themselves there."""
 
@@ -314,7 +316,13 @@ class TrainConfig(Section):
     micro_batch: Positive = 8
     """Samples that a rank puts through the model at once."""
     lr: Annotated[float, Field(gt=0.0)] = 4e-4
-    """Peak learning rate of AdamW, reached after the warm-up; a cosine from there."""
+    """Peak learning rate of AdamW, reached after the warm-up."""
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    """How the learning rate falls from the peak to its end at max_steps. cosine, linear: from the warm-up on. wsd (warm
+    up, stay, decay): it stays at the peak until the last decay_steps, then falls linearly; a run that was stopped
+    before them can be given more max_steps."""
+    decay_steps: Positive | None = None
+    """schedule=wsd: the steps in which it falls. Null: a tenth of max_steps."""
     min_lr_ratio: Fraction = 0.1
     """Learning rate at max_steps over the peak."""
     warmup_steps: NonNegative = 1000
@@ -327,6 +335,13 @@ class TrainConfig(Section):
     """AdamW's weight decay. Matrices decay, embeddings included; norms, biases and the memory's M_0 do not."""
     clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Largest global gradient norm."""
+    z_loss: Annotated[float, Field(ge=0.0)] = 0.0
+    """Adds the gradient of z_loss * (log Z)^2, which keeps log Z, the log of the sum of exp(logits), near 0 (PaLM:
+    1e-4). Losses are reported without it."""
+    spike_deviations: Annotated[float, Field(gt=0.0)] | None = None
+    """Skip a step whose loss is more than so many running standard deviations above the running mean. Null: none."""
+    spike_window: Positive = 100
+    """Steps that the running mean and deviation look back on, about; no step is skipped before so many."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
     compile: bool | None = None
@@ -510,6 +525,10 @@ class Config(Section):
              "only with train.init_from; leave it out")
         need(t.warmup_steps < t.max_steps, "train.warmup_steps", t.warmup_steps,
              f"must be below train.max_steps={t.max_steps}")
+        need(t.decay_steps is None or t.schedule == "wsd", "train.decay_steps", t.decay_steps,
+             f"only with train.schedule=wsd, not with {t.schedule}")
+        need((t.decay_steps or 0) <= t.max_steps - t.warmup_steps, "train.decay_steps", t.decay_steps,
+             f"at most train.max_steps - train.warmup_steps = {t.max_steps - t.warmup_steps}")
         need(t.stop_at is None or t.stop_at <= t.max_steps, "train.stop_at", t.stop_at,
              f"at most train.max_steps={t.max_steps}")
         need(not (t.compile and self.parallel.zero_stage == 3), "train.compile", True,

@@ -174,7 +174,10 @@ def test_a_resume_may_change_how_it_trains(run_copy):
     more += ["parallel.zero_stage=3", "train.precision=bf16"]
     assert cli.run(["train", str(config), folder, *more]) == 0
     assert checkpoints.read_state(path / "checkpoints" / "step-00000003").samples == 4 + 4 + 2
-    assert "resumed at step 2 with another train.lr: 0.02, was 0.01" in (path / "log.txt").read_text()
+    log = (path / "log.txt").read_text()
+    assert "resumed at step 2 with another train.lr: 0.02, was 0.01" in log
+    assert ("WARNING another schedule (train.lr 0.02, was 0.01): the learning rate of step 3 is 0.0065, with the "
+            "former settings it would be 0.00325") in log
 
 
 @pytest.mark.parametrize("key", ["tokenizer", "data"])

@@ -74,7 +74,7 @@ def fit(
         curve, done, began = saved["curve"], saved["step"], began - saved["seconds"]
         print(f"{name}: continues after step {done}", flush=True)
     for step in range(done + 1, settings.max_steps + 1):
-        lr = learning_rate(step, settings.lr, settings.warmup_steps, settings.max_steps, settings.min_lr_ratio)
+        lr = learning_rate(step, settings)
         for group in optimizer.param_groups:
             group["lr"] = lr
         with written(model) as shares:

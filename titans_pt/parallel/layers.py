@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titans_pt.layers.loss import with_z_loss
 from titans_pt.parallel.exchange import Exchanges
 from titans_pt.parallel.topology import RankGroup
 
@@ -71,12 +72,14 @@ def split_norm(norm: nn.Module, exchanges: Exchanges) -> nn.Module:
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """(N, V / size) fp32 logits, (N,) targets -> (N,) losses, with the softmax alone kept for the backward pass."""
+    """(N, V / size) fp32 logits, (N,) targets -> (N,) losses and (N,) log Z, the log of the sum of exp(logits); the
+    softmax alone is kept for the backward pass."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, group: RankGroup):
         width = logits.shape[1]
-        logits = logits - group.all_reduce(logits.max(1, keepdim=True).values, dist.ReduceOp.MAX)
+        highest = group.all_reduce(logits.max(1, keepdim=True).values, dist.ReduceOp.MAX)
+        logits = logits - highest
         targets = targets - group.rank * width
         mine = (targets >= 0) & (targets < width)
         targets = targets.masked_fill(~mine, 0)
@@ -84,20 +87,21 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         exponentials = logits.exp_()
         chosen, total = group.all_reduce(torch.stack([chosen, exponentials.sum(1)])).unbind()
         ctx.save_for_backward(exponentials.div_(total[:, None]), targets, mine)
-        return total.log() - chosen
+        return total.log() - chosen, total.log() + highest.squeeze(1)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx, gradient: Tensor, of_log_z: Tensor):
         softmax, targets, mine = ctx.saved_tensors
-        d_logits = softmax * gradient[:, None]
+        d_logits = softmax * (gradient + of_log_z)[:, None]
         d_logits.scatter_add_(1, targets[:, None], -(gradient * mine)[:, None])
         return d_logits, None, None
 
 
 def vocabulary_cross_entropy(
-    logits: Tensor, targets: Tensor, reduction: Literal["mean", "none"] = "mean", *, group: RankGroup
-) -> Tensor:
-    """F.cross_entropy where each rank holds its part of the vocabulary's logits.
+    logits: Tensor, targets: Tensor, reduction: Literal["mean", "none"] = "mean", z_loss: float = 0.0, *,
+    group: RankGroup,
+) -> Tensor:  # fmt: skip
+    """titans_pt.layers.loss.cross_entropy where each rank holds its part of the vocabulary's logits.
 
     Args:
         logits: (N, V / size) fp32, this rank's part; rank r's first column is entry r V / size.
@@ -106,5 +110,7 @@ def vocabulary_cross_entropy(
     Returns:
         The mean, or (N,), fp32, nats, the same on every rank. The ranks exchange three numbers per token, never logits.
     """
-    losses = _VocabularyCrossEntropy.apply(logits, targets, group)
+    losses, log_z = _VocabularyCrossEntropy.apply(logits, targets, group)
+    if z_loss:
+        losses = with_z_loss(losses, log_z, z_loss)
     return losses.mean() if reduction == "mean" else losses

@@ -5,13 +5,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import Config
 from titans_pt.data_pipeline import PackedSamples, TokenFiles
 from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from titans_pt.errors import UserError
+from titans_pt.layers.loss import cross_entropy
 from titans_pt.models import LanguageModel, build_model
 from titans_pt.models.mixers.base import Need
 from titans_pt.parallel import RankGroup
@@ -54,7 +54,8 @@ class Language(Task):
 
     def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
         whole = tensor.size == 1
-        return NextTokenLoss(model, F.cross_entropy if whole else partial(vocabulary_cross_entropy, group=tensor))
+        loss = cross_entropy if whole else partial(vocabulary_cross_entropy, group=tensor)
+        return NextTokenLoss(model, loss, self.config.train.z_loss)
 
     def output_bytes(self, rows: int, length: int, width: int) -> dict[str, int]:
         """The head's output, the same in fp32, its softmax, and their two gradients; of the samples taken at once."""

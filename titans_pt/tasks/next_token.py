@@ -5,10 +5,10 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from titans_pt.layers.loss import cross_entropy
 from titans_pt.tasks.base import nan_unless_finite, with_weights
 
 LOGITS_BYTES = 256 << 20
@@ -21,13 +21,16 @@ def rows_at_once(rows: int, length: int, vocabulary: int) -> int:
 
 
 @cache
-def _liger() -> nn.Module | None:
-    """liger-kernel's head and cross-entropy in one, (weight, x, targets) -> mean; None where it is not installed."""
+def _liger(z_loss: float) -> nn.Module | None:
+    """liger-kernel's head and cross-entropy in one, (weight, x, targets) -> mean; with z_loss its output's ``loss`` and
+    ``z_loss``, of which the first holds the second. None where it is not installed."""
     if importlib.util.find_spec("liger_kernel") is None:
         return None
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    return LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
+    return LigerFusedLinearCrossEntropyLoss(
+        accum_dtype=torch.float32, lse_square_scale=z_loss, return_z_loss=z_loss > 0
+    )
 
 
 class NextTokenLoss(nn.Module):
@@ -36,13 +39,16 @@ class NextTokenLoss(nn.Module):
     The logits of a micro-batch, (B, T, V) in fp32, would be the largest tensor of all: the head is applied to a few
     samples at a time, and again in the backward pass (6 % of the work of a 170M model at V = 32,000). On a GPU with
     liger-kernel installed, its fused kernel takes their place, which has the gradients at once: for a whole head, its
-    gradient summed in fp32. ``model`` is a LanguageModel. ``cross_entropy`` takes what F.cross_entropy takes; another
-    one is needed where each rank holds a part of the logits.
+    gradient summed in fp32. ``model`` is a LanguageModel. ``cross_entropy`` takes what titans_pt.layers.loss's takes;
+    another one is needed where each rank holds a part of the logits. ``z_loss`` is train.z_loss: it moves the gradient
+    alone, never the value.
     """
 
-    def __init__(self, model: nn.Module, cross_entropy: Callable[..., Tensor] = F.cross_entropy):
+    def __init__(
+        self, model: nn.Module, cross_entropy: Callable[..., Tensor] = cross_entropy, z_loss: float = 0.0
+    ):
         super().__init__()
-        self.model, self.cross_entropy = model, cross_entropy
+        self.model, self.cross_entropy, self.z_loss = model, cross_entropy, z_loss
 
     def forward(self, ids: Tensor, reset: Tensor | None, weight: Tensor | None = None) -> Tensor | dict[str, Tensor]:
         """Mean cross-entropy, in fp32 and nats per token.
@@ -58,7 +64,8 @@ class NextTokenLoss(nn.Module):
         x, _ = self.model(ids[:, :-1], reset=reset, head=False, output_final_state=not self.training)
         targets = ids[:, 1:]
         if weight is None and self._fused(x):
-            loss = _liger()(self.model.head.weight, x.flatten(0, 1), targets.flatten())
+            loss = _liger(self.z_loss)(self.model.head.weight, x.flatten(0, 1), targets.flatten())
+            loss = loss.loss - loss.z_loss.detach() if self.z_loss else loss
         else:
             samples = self._few_at_a_time(x, targets)
             if weight is not None:
@@ -67,8 +74,8 @@ class NextTokenLoss(nn.Module):
         return nan_unless_finite(loss)
 
     def _fused(self, x: Tensor) -> bool:
-        whole = self.cross_entropy is F.cross_entropy and self.model.head.weight.numel() > 0
-        return x.is_cuda and whole and _liger() is not None
+        whole = self.cross_entropy is cross_entropy and self.model.head.weight.numel() > 0
+        return x.is_cuda and whole and _liger(self.z_loss) is not None
 
     def _few_at_a_time(self, x: Tensor, targets: Tensor) -> Tensor:
         """:meth:`_samples` of all, with no more logits at a time than rows_at_once allows."""
@@ -81,4 +88,5 @@ class NextTokenLoss(nn.Module):
     def _samples(self, x: Tensor, targets: Tensor) -> Tensor:
         """x (b, T, d_model), targets (b, T) -> mean loss of each sample, (b,) fp32."""
         logits = self.model.head(x).flatten(0, 1).float()
-        return self.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets).mean(1)
+        losses = self.cross_entropy(logits, targets.flatten(), "none", self.z_loss)
+        return losses.view_as(targets).mean(1)

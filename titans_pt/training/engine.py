@@ -4,6 +4,7 @@ This is the only file that knows DeepSpeed. Its private names are touched in thr
 (_flat_masters, _create_optimizer_state, _set_adam_step), to give torch's optimizer its state back.
 """
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -160,15 +161,20 @@ class Engine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
 
-    def micro_step(self, batch: Sequence[Tensor | None], done: Callable[[str], None] = lambda part: None) -> Tensor:
+    def micro_step(
+        self, batch: Sequence[Tensor | None], done: Callable[[str], None] = lambda part: None,
+        refuse: Callable[[Tensor], bool] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Forward and backward of one micro-batch; the ``accumulation``-th call of a step also updates the weights.
 
         ``batch`` is what the task's objective takes. Returns the micro-batch's mean loss, a detached fp32 scalar on the
-        device. ``done`` is called with "forward", "backward" and "update" as each ends.
+        device. ``done`` is called with "forward", "backward" and "update" as each ends. ``refuse`` is given that loss
+        after the forward pass: True, on one rank at least, makes gradients NaN, so that the step is skipped.
         """
         loss = self._engine(*batch)
         done("forward")
-        self._engine.backward(loss)
+        refused = refuse is not None and refuse(loss.detach())
+        self._engine.backward(loss * math.nan if refused else loss)
         done("backward")
         self._engine.step()
         done("update")

@@ -16,11 +16,12 @@ from titans_pt.checkpoints import TrainerState
 from titans_pt.config import Config, config_hash
 from titans_pt.data_pipeline import Loader
 from titans_pt.data_pipeline.loader import collate
-from titans_pt.errors import UserError
 from titans_pt.evaluation import runner
 from titans_pt.layers.memory import NeuralMemory
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks import TASKS, Samples, Task, TaskData
+from titans_pt.tensorboard_log import TensorBoardLog
+from titans_pt.training.gauges import Gauges, lost_to
 from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
 from titans_pt.training.plan import make_plan
 from titans_pt.training.plots import plot_loss
@@ -31,6 +32,7 @@ from titans_pt.training.resume import build_engine, find_start
 from titans_pt.training.saving import Saver
 from titans_pt.training.schedule import learning_rate
 from titans_pt.training.signals import StopSignals
+from titans_pt.training.spikes import SpikeGuard
 from titans_pt.training.watchdog import Watchdog
 from titans_pt.wandb_log import WandbLog
 
@@ -55,6 +57,7 @@ def train(config: Config) -> int:
         task = TASKS.find(config.task)(config)
         data = task.open()
         ranks.on_first(lambda: stack.enter_context(folder.opened()) and None)
+        stack.enter_context(watch.stacks_in(folder.stacks))
         trainer = Trainer(task, data, folder, ranks, signals, watch)
         stack.callback(trainer.close)
         return trainer.run()
@@ -79,6 +82,7 @@ class Trainer:
         self.nonfinite = state.nonfinite if state else 0
         self.nonfinite_in_a_row = state.nonfinite_in_a_row if state else 0
         self.first_loss = state.first_loss if state else None
+        self.spikes = SpikeGuard(train, state.spikes if state else {})
         self.origin = state.origin if state else start.weights and start.weights.origin
         self.loss: float | None = None
         self.validation_loss: float | None = None
@@ -88,6 +92,7 @@ class Trainer:
         if config.evaluation.every:
             runner.check(task, config.evaluation.suites)
         self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
+        self.gauges = Gauges(ranks)
 
         self.engine = build_engine(task, start, ranks)
         self.saver = Saver(folder, train, self.engine, ranks, watch, state and state.step, self._send_checkpoint)
@@ -100,7 +105,7 @@ class Trainer:
             self.flops_per_token = task.build_model().flops(seq_len).total
         peak = peak_flops(ranks.device)
         self.peak_flops = peak and peak * ranks.world_size
-        self.wandb = self.metrics = None
+        self.wandb = self.tensorboard = self.metrics = None
         for record in ranks.on_first(lambda: self._open_logs(state)):
             if record["kind"] == "train":
                 self.loss = record["loss"]
@@ -121,6 +126,7 @@ class Trainer:
         self.task.keep(self.folder)
         self.metrics = MetricsLog(self.folder.metrics, self.step)
         self.wandb = WandbLog(self.config, self.folder, state and state.wandb_id)
+        self.tensorboard = TensorBoardLog(self.config.run.tensorboard, self.folder, self.step)
         log.info(
             "%s step %d: %s parameters, %d tensor x %d data ranks on %s, ZeRO %d, %s, %d micro-batches of %d samples",
             "resuming at" if state else "starting at", self.step, f"{self.engine.parameters:,}",
@@ -146,7 +152,7 @@ class Trainer:
                           "the same command continues")
                 return 128 + signal
             if self.nonfinite_in_a_row >= train.max_nonfinite:
-                self._stop_nonfinite()
+                self.saver.give_up(self.step, self.nonfinite_in_a_row)
             if self.step == self.last_step:
                 break
             if train.eval_every and self.step % train.eval_every == 0:
@@ -161,13 +167,14 @@ class Trainer:
         """One optimiser step, or a skipped one. Returns the number of a signal to stop for, or 0."""
         train, began = self.config.train, time.perf_counter()
         self.step += 1
-        lr = learning_rate(self.step, train.lr, train.warmup_steps, train.max_steps, train.min_lr_ratio)
+        lr = learning_rate(self.step, train)
         self.engine.set_lr(lr)
         # Random numbers as a function of the step alone need no place in a checkpoint.
         torch.manual_seed((self.config.run.seed * 1_000_003 + self.step) % 2**63)
 
         logged = self.step == 1 or self.step % train.log_every == 0 or self.step == self.last_step
         losses, memory, stopwatch = [], {}, Stopwatch(self.ranks.device)
+        limit = self.spikes.limit
         compiling = self.engine.compiled and self.step == self.first_step
         self.profiler.before(self.step)
         with self.out_of_memory:
@@ -179,14 +186,18 @@ class Trainer:
                 if logged and n == 0:
                     memory = self._look(batch)
                     stopwatch.mark("probe")
-                losses.append(self.engine.micro_step(batch, stopwatch.mark))
-        local_loss = float(torch.stack(losses).mean()) / self.ranks.world_size
+                guarded = limit < math.inf and n == self.engine.accumulation - 1  # all losses are known then
+                refuse = partial(self._is_spike, losses, limit) if guarded else None
+                losses.append(self.engine.micro_step(batch, stopwatch.mark, refuse))
+        local_loss = self._local(losses)
         self.watch.at(f"step {self.step}, the sum of the losses")
         # The one exchange of a step: after it all ranks know the same and do the same.
         loss, save_failed, *flags = self.ranks.sum([local_loss, float(self.saver.failed), *self.signals.flags()])
         if save_failed:
             self.saver.wait(self.step)
         applied = self.engine.update_applied() and math.isfinite(loss)
+        if math.isfinite(loss):
+            self.spikes.note(loss)
 
         first_sample, self.samples = self.samples, self.samples + self.batch_samples
         self._unlogged_tokens += train.batch_tokens
@@ -195,20 +206,30 @@ class Trainer:
         if applied:
             self.nonfinite_in_a_row = 0
             self.loss = loss
+            self.gauges.step(loss)
             self.first_loss = loss if self.first_loss is None else self.first_loss
             if logged:
+                parts = stopwatch.seconds()
                 self._log("train", loss=loss, grad_norm=self.engine.gradient_norm(), lr=lr,
                           tokens=self.samples * self.config.data.seq_len, tokens_per_second=speed,
                           mfu=self.peak_flops and speed * self.flops_per_token / self.peak_flops,
-                          **{f"{part}_seconds": spent for part, spent in stopwatch.seconds().items()},
-                          **memory, skipped=self.nonfinite)
+                          **{f"{part}_seconds": spent for part, spent in parts.items()},
+                          **self.gauges.read(parts, speed), **memory, skipped=self.nonfinite)
         else:
-            self._note_nonfinite(loss, first_sample)
+            self._note_skipped(loss, first_sample, limit if limit < loss < math.inf else None)
         if logged:
             self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
         self.profiler.after(self.step)
         self.progress.update(loss, speed)
         return self.signals.decide(flags)
+
+    def _local(self, losses: list[Tensor]) -> float:
+        """This rank's part of the step's mean loss."""
+        return float(torch.stack(losses).mean()) / self.ranks.world_size
+
+    def _is_spike(self, losses: list[Tensor], limit: float, last: Tensor) -> bool:
+        (loss,) = self.ranks.sum([self._local([*losses, last])])
+        return loss > limit
 
     def _look(self, batch: tuple[Tensor | None, ...]) -> dict[str, float]:
         """The means of memory_probe over a micro-batch's first sample, in an extra forward pass.
@@ -223,43 +244,27 @@ class Trainer:
             self.engine.validate([(first, torch.ones(1, device=self.ranks.device))])
             return means()
 
-    def _note_nonfinite(self, loss: float, first_sample: int):
-        """Records a skipped step: weights and moments stay as they were, the data position advances."""
-        self.nonfinite += 1
-        self.nonfinite_in_a_row += 1
+    def _note_skipped(self, loss: float, first_sample: int, limit: float | None):
+        """Records a skipped step: weights and moments stay as they were, the data position advances.
+
+        limit: of a finite loss, which is above it; None: loss or gradient is not finite.
+        """
+        kind, why = "spike", f"is above {limit} (train.spike_deviations)"
+        if limit is None:
+            kind, why = "nonfinite", "or gradient is not finite"
+            self.nonfinite += 1
+            self.nonfinite_in_a_row += 1
         if self.ranks.first:
             positions = range(first_sample, first_sample + self.batch_samples)
-            log.warning("step %d was skipped: its loss (%s) or gradient is not finite; samples %d to %d",
-                        self.step, loss, positions[0], positions[-1])
-            self._log("nonfinite", loss=loss, skipped=self.nonfinite, in_a_row=self.nonfinite_in_a_row,
+            log.warning("step %d was skipped: its loss (%s) %s; samples %d to %d",
+                        self.step, loss, why, positions[0], positions[-1])  # fmt: skip
+            self._log(kind, loss=loss, skipped=self.nonfinite, in_a_row=self.nonfinite_in_a_row, limit=limit,
                       positions=[positions[0], positions[-1]],
-                      samples=[self.data.train.describe(p) for p in positions])
-
-    def _stop_nonfinite(self):
-        """Ends the run for good, with nothing saved or deleted since the last step that was finite.
-
-        The same settings would lead here again, so no launcher should start it again by itself: the weights before
-        these steps may already be ruined, and every checkpoint written here would push out a healthy one.
-
-        Raises:
-            UserError: always.
-        """
-        self.saver.wait(self.step)
-        train = self.config.train
-        steps = self.ranks.on_first(lambda: checkpoints.steps_of(self.folder.checkpoints))
-        end = self.step - self.nonfinite_in_a_row
-        early = self.nonfinite_in_a_row < train.max_nonfinite and end > 0
-        raise UserError(
-            f"train.max_nonfinite: the last {self.nonfinite_in_a_row} steps (to {self.step}) had a loss or gradient "
-            f"that is not finite; nothing was saved since, steps with a checkpoint: {steps}. "
-            + (f"train.stop_at={end} ends with a checkpoint before them. Otherwise lower " if early else "Lower ")
-            + f"train.lr={train.lr:g}, raise train.warmup_steps={train.warmup_steps}, or set train.precision=fp32, and "
-            "continue from a healthy checkpoint: train.resume=STEP; the samples of these steps are in "
-            f"{self.folder.metrics}"
-        )
+                      samples=[self.data.train.describe(p) for p in positions])  # fmt: skip
 
     # ---- around the steps
 
+    @lost_to("validation")
     def _validate(self):
         """Mean figures over a fixed set of validation samples, divided among ranks; at most once per step."""
         if self.validated_step == self.step:
@@ -285,6 +290,7 @@ class Trainer:
             weight = torch.tensor([float(p < count) for p in positions], device=self.ranks.device)
             yield self.task.to_device(batch, self.ranks.device), weight
 
+    @lost_to("evaluation")
     def _evaluate(self):
         """Every evaluation.every steps: runs the suites, once, on a new checkpoint; a restart repeats no sample.
 
@@ -294,7 +300,8 @@ class Trainer:
         if not settings.every or self.step % settings.every or self.evaluated_step == self.step:
             return
         self._save()
-        self.saver.wait(self.step)
+        with self.gauges.during("checkpoint"):
+            self.saver.wait(self.step)
         if self.saver.step != self.step:
             if self.ranks.first:
                 log.warning("step %d is not evaluated: it has no checkpoint, since it was not finite", self.step)
@@ -310,6 +317,7 @@ class Trainer:
         self.evaluated_step = self.step
         self._log("evaluation", **runner.figures(found))
 
+    @lost_to("checkpoint")
     def _save(self):
         """Takes a checkpoint, if the last step was finite (see :class:`Saver`)."""
         self.saver.save(self._state())
@@ -320,6 +328,7 @@ class Trainer:
             step=self.step, samples=self.samples, adam_step=self.engine.adam_step(), nonfinite=self.nonfinite,
             nonfinite_in_a_row=self.nonfinite_in_a_row, first_loss=self.first_loss,
             wandb_id=self.wandb and self.wandb.id, origin=self.origin,
+            spikes=self.spikes.numbers(),
             model_hash=config_hash(config.model), config_hash=config_hash(config),
             config=config.model_dump(mode="json"), identity=self.data.identity,
             topology={"ranks": self.ranks.world_size, "tensor": config.parallel.tensor,
@@ -334,7 +343,7 @@ class Trainer:
     def _finish(self):
         self._save()
         if self.saver.step != self.step:
-            self._stop_nonfinite()
+            self.saver.give_up(self.step, self.nonfinite_in_a_row)
         self._validate()
         self._evaluate()
         self.saver.wait(self.step)
@@ -368,6 +377,7 @@ class Trainer:
             self.metrics.write(kind, self.step, **values)
             numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}
             self.wandb.write(self.step, numbers)
+            self.tensorboard.write(self.step, numbers)
 
     def _say(self, text: str):
         if self.ranks.first:
@@ -383,6 +393,8 @@ class Trainer:
             self.metrics.close()
         if self.wandb:
             self.wandb.close()
+        if self.tensorboard:
+            self.tensorboard.close()
 
 
 def _announce(config: Config, ranks: Ranks):

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
-from titans_pt.config import Config
+from titans_pt.config import Config, TrainConfig
 from titans_pt.config_check import completed
 from titans_pt.config_history import as_begun
 from titans_pt.errors import UserError
@@ -18,6 +19,7 @@ from titans_pt.tasks import Task
 from titans_pt.tasks.base import backbone_of
 from titans_pt.training.engine import Engine
 from titans_pt.training.ranks import Ranks
+from titans_pt.training.schedule import SCHEDULE, learning_rate
 from titans_pt.training.transfer import Weights, check_fit, find_weights
 
 log = logging.getLogger(__name__)
@@ -144,6 +146,23 @@ def check_resumable(path: Path, state: TrainerState, task: Task, config: Config,
     for key, now in identity.items():
         if (was := state.identity.get(key, "")) != now:
             raise UserError(f"{task.differs(key, path, was, now)}; {remedy}")
+    _tell_schedule(old, config, state.step + 1)
     for key, was, now in differences(old, new):
         if key.partition(".")[0] in ("train", "parallel", "data"):
             log.info("resumed at step %d with another %s: %r, was %r", state.step, key, now, was)
+
+
+def _tell_schedule(old: dict, config: Config, step: int):
+    """Warns when settings changed that move the learning rate, which is a function of the step."""
+    try:
+        was, now = TrainConfig.model_validate(old.get("train")), config.train
+    except ValidationError:  # of a version whose settings this one cannot read
+        return
+    changed = [
+        f"train.{key} {getattr(now, key)!r}, was {getattr(was, key)!r}"
+        for key in SCHEDULE
+        if getattr(now, key) != getattr(was, key)
+    ]
+    if changed:
+        log.warning("another schedule (%s): the learning rate of step %d is %.3g, with the former settings it would be "
+                    "%.3g", "; ".join(changed), step, learning_rate(step, now), learning_rate(step, was))  # fmt: skip

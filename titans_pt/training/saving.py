@@ -10,6 +10,7 @@ from torch import Tensor
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
 from titans_pt.config import TrainConfig
+from titans_pt.errors import UserError
 from titans_pt.run_folder import RunFolder
 from titans_pt.training.background import BackgroundTask
 from titans_pt.training.engine import Engine
@@ -26,7 +27,7 @@ class Saver:
     weights may be ruined already, and what would be deleted is healthy.
 
     Args:
-        settings: keep_last and keep_every are read.
+        settings: of training.
         step: of the checkpoint that the run continues from; None: it starts.
         written: called on rank 0 with the path of every checkpoint, from another thread.
 
@@ -76,6 +77,28 @@ class Saver:
         """Returns, at ``step``, when the last checkpoint is on the disk; if it failed, fails on all ranks."""
         self.watch.at(f"step {step}, the end of writing a checkpoint")
         self.ranks.on_first(self._writing.wait)
+
+    def give_up(self, step: int, in_a_row: int):
+        """Ends the run for good at ``step``, the last of so many in a row that were not finite.
+
+        The same settings would lead here again, so no launcher should start it again by itself: the weights before
+        these steps may already be ruined, and every checkpoint written now would push out a healthy one.
+
+        Raises:
+            UserError: always.
+        """
+        self.wait(step)
+        train, end = self.settings, step - in_a_row
+        early = in_a_row < train.max_nonfinite and end > 0
+        steps = self.ranks.on_first(lambda: checkpoints.steps_of(self.folder.checkpoints))
+        raise UserError(
+            f"train.max_nonfinite: the last {in_a_row} steps (to {step}) had a loss or gradient that is not finite; "
+            f"nothing was saved since, steps with a checkpoint: {steps}. "
+            + (f"train.stop_at={end} ends with a checkpoint before them. Otherwise lower " if early else "Lower ")
+            + f"train.lr={train.lr:g}, raise train.warmup_steps={train.warmup_steps}, or set train.precision=fp32, and "
+            "continue from a healthy checkpoint: train.resume=STEP; the samples of these steps are in "
+            f"{self.folder.metrics}"
+        )
 
     def close(self):
         """Waits for the last checkpoint without raising what went wrong with it."""

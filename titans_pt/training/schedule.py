@@ -2,14 +2,24 @@
 
 import math
 
+from titans_pt.config import TrainConfig
 
-def learning_rate(step: int, lr: float, warmup_steps: int, max_steps: int, min_lr_ratio: float) -> float:
+SCHEDULE = ("schedule", "max_steps", "lr", "warmup_steps", "decay_steps", "min_lr_ratio")
+"""The settings of ``train`` that it depends on."""
+
+
+def learning_rate(step: int, train: TrainConfig) -> float:
     """Learning rate of optimiser step ``step`` (the first step is 1).
 
-    Linear from 0 to ``lr`` over ``warmup_steps``, then a half cosine that reaches ``min_lr_ratio * lr`` at
-    ``max_steps`` and stays there.
+    Linear from 0 to ``lr`` over ``warmup_steps``, then down to ``min_lr_ratio * lr`` at ``max_steps``, where it stays:
+    along half a cosine, linearly, or (wsd: warm up, stay, decay; Hu et al., arXiv 2404.06395) at ``lr`` until the last
+    ``decay_steps`` and linearly then.
     """
-    if step <= warmup_steps:
-        return lr * step / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / (max_steps - warmup_steps))
-    return lr * (min_lr_ratio + (1.0 - min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+    if step <= train.warmup_steps:
+        return train.lr * step / train.warmup_steps
+    decay = train.max_steps - train.warmup_steps
+    if train.schedule == "wsd":
+        decay = min(decay, train.decay_steps or max(1, train.max_steps // 10))
+    progress = min(1.0, max(0.0, (step - (train.max_steps - decay)) / decay))
+    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if train.schedule == "cosine" else 1.0 - progress
+    return train.lr * (train.min_lr_ratio + (1.0 - train.min_lr_ratio) * left)

@@ -101,7 +101,7 @@ class Fp64Loss(NextTokenLoss):
 
     def forward(self, ids, reset):
         logits, _ = self.model(ids[:, :-1], reset=reset)
-        return self.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        return self.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), z_loss=self.z_loss)
 
 
 def batch(vocabulary, reset):
@@ -112,10 +112,10 @@ def batch(vocabulary, reset):
     return ids, starts if reset else None
 
 
-def check(settings, size=2, sequence=False, reset=False, checkpointing=False):
+def check(settings, size=2, sequence=False, reset=False, checkpointing=False, z_loss=0.0):
     ids, starts = batch(settings.vocab_size, reset)
     whole = build(settings)  # noqa: F821 - the fixture's
-    expected = Fp64Loss(whole)(ids, starts)
+    expected = Fp64Loss(whole, z_loss=z_loss)(ids, starts)
     expected.backward()
     gradients = {name: p.grad for name, p in whole.named_parameters()}
 
@@ -123,7 +123,7 @@ def check(settings, size=2, sequence=False, reset=False, checkpointing=False):
         model = build(settings).train()  # noqa: F821
         model.blocks.set_activation_checkpointing(checkpointing)
         split = TensorParallel(model, group, sequence)
-        loss = Fp64Loss(model, partial(vocabulary_cross_entropy, group=group))(ids, starts)
+        loss = Fp64Loss(model, partial(vocabulary_cross_entropy, group=group), z_loss)(ids, starts)
         loss.backward()
         found = {name: split.whole(name, p.grad) for name, p in model.named_parameters()}
         return loss.detach(), found, {name: p.shape for name, p in model.named_parameters()}
@@ -148,6 +148,11 @@ def test_every_gradient_is_that_of_the_whole_model(mixers, sequence):
 @pytest.mark.parametrize("mixers", [["mac", "mag"], ["mal", "lmm"]], ids=str)
 def test_four_ranks_documents_and_checkpointing(mixers):
     check(config(mixers, tie_embeddings=False), size=4, sequence=True, reset=True, checkpointing=True)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_z_losss_gradient(size):
+    check(config(["attention"]), size=size, z_loss=0.1)
 
 
 @pytest.mark.parametrize("memory", [

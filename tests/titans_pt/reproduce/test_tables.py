@@ -48,7 +48,8 @@ def test_every_figure_comes_with_what_it_rests_on(made):
     low, high = math.exp(3.1 - 1.959964 * 0.01), math.exp(3.1 + 1.959964 * 0.01)
     assert first == {
         "model": "swa", "figure": "perplexity", "paper": "-", "ours": "22.20",
-        "95 % interval": f"{low:.2f} to {high:.2f}", "n": "262,144", "seeds": "0: 20.09, 1: 24.53", "tokens": "4,096", "hardware": "a machine",
+        "95 % interval": f"{low:.2f} to {high:.2f}", "n": "262,144", "seeds": "0: 20.09, 1: 24.53", "tokens": "4,096",
+        "hardware": "a machine",
         "checkpoints": "c0ffeec0ffee, c0ffeec0ffee",
     }  # fmt: skip
     rmt = [row for row in table.rows if row[0] == "rmt"]

@@ -13,6 +13,7 @@ import pytest
 
 from tests.processes import ENVIRONMENT
 from titans_pt.cli import run as titans
+from titans_pt.errors import UserError
 from titans_pt.reproduce import work as working
 from titans_pt.reproduce.claims import claim
 from titans_pt.reproduce.records import Records
@@ -135,6 +136,24 @@ def test_a_study_is_done_once(prepared, tmp_path, ranks, monkeypatch, capsys):
 
     assert titans(words(prepared, out, 20)) == 2
     assert "of a run with train.max_steps=1, asked for is 2; choose another --out" in capsys.readouterr().err
+
+
+def test_a_run_that_diverges_has_a_record_and_any_other_error_none(prepared, tmp_path, monkeypatch, capsys):
+    said = "train.max_nonfinite: the last 10 steps (to 12) had a loss that is not finite; nothing was saved since"
+
+    def diverges(config):
+        raise UserError(said)
+
+    monkeypatch.setattr(loop, "train", diverges)
+    assert titans(words(prepared, tmp_path, 10)) == 0
+    records = Records(tmp_path / "records")
+    assert records.read("swa-s0")["failed"] == said.partition(";")[0] and not records.read("swa-s0")["measured"]
+    assert f"failed ({said.partition(';')[0]})" in (tmp_path / "table1.md").read_text()
+    said = "train.micro_batch: too large"
+    for path in records.folder.iterdir():
+        path.unlink()
+    assert titans(words(prepared, tmp_path, 10)) == 2
+    assert said in capsys.readouterr().err and not list(records.folder.iterdir())
 
 
 def _until(condition, process: subprocess.Popen):

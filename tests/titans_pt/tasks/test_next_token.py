@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titans_pt.config import ModelConfig
+from titans_pt.layers.loss import cross_entropy
 from titans_pt.models import build_model
 from titans_pt.tasks import next_token as module
 from titans_pt.tasks.next_token import NextTokenLoss, rows_at_once
@@ -77,12 +78,31 @@ def test_a_few_rows_at_a_time_are_the_same(weight, monkeypatch):
     assert most == 5 * 20 * 300 and most_of_parts < 20 * 300, "no logits are kept"
 
 
+@torch.no_grad()
+def test_the_z_loss_is_no_part_of_the_value():
+    ids = torch.tensor([[0, 1, 2, 3], [4, 4, 0, 1]])
+    plain = NextTokenLoss(Table())
+    with_z = NextTokenLoss(plain.model, z_loss=0.5)
+    assert torch.equal(with_z(ids, None), plain(ids, None))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_z_losss_gradient_is_that_of_its_definition(reduction):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(7, 11, dtype=torch.float64)).requires_grad_()
+    targets = torch.randint(0, 11, (7,))
+    (found,) = torch.autograd.grad(cross_entropy(logits, targets, reduction, z_loss=0.2).mean(), logits)
+    definition = F.cross_entropy(logits, targets) + 0.2 * logits.logsumexp(1).square().mean()
+    torch.testing.assert_close(found, torch.autograd.grad(definition, logits)[0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.usefixtures("interpreter")
-def test_the_fused_head_is_the_same(monkeypatch):
+def test_the_fused_head_is_the_same(monkeypatch, z_loss):
     """liger-kernel's, in Triton's interpreter."""
     torch.manual_seed(0)
     settings = ModelConfig(mixers=["lmm"], vocab_size=300, d_model=16, n_layers=1, n_heads=2, mlp_hidden=16)
-    loss, ids = NextTokenLoss(build_model(settings)), torch.randint(0, 300, (3, 22))
+    loss, ids = NextTokenLoss(build_model(settings), z_loss=z_loss), torch.randint(0, 300, (3, 22))
     expected = loss(ids, None)
     expected_grads = torch.autograd.grad(expected, list(loss.parameters()))
     monkeypatch.setattr(NextTokenLoss, "_fused", lambda self, x: True)

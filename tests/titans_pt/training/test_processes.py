@@ -66,6 +66,16 @@ def check_resume(runs: Path, name: str):
     assert losses(whole)[-1][1] < losses(whole)[0][1]
 
 
+def test_every_record_says_what_an_operator_watches(runs):
+    records = [r for r in read_metrics(runs / "1-fp32-parts" / "metrics.jsonl") if r["kind"] == "train"]
+    for record in records:
+        assert record["loss_mean"] == record["loss"]  # log_every is 1
+        assert record["tokens_per_second_per_device"] == record["tokens_per_second"] / 2
+        assert record["slowest_rank"] in (0, 1)
+        assert record["slowest_rank_seconds"] >= record["median_rank_seconds"] > 0
+        assert record["lost_to_checkpoint_seconds"] == record["lost_to_validation_seconds"] == 0
+
+
 def test_evaluation_while_training_is_that_of_the_checkpoints(runs):
     from titans_pt.evaluation.runner import figures
 

@@ -1,0 +1,108 @@
+"""Finite spikes: which losses are, and that skipping one changes nothing, a resume in the middle included."""
+
+import math
+from contextlib import nullcontext
+
+import pytest
+
+from titans_pt import checkpoints
+from titans_pt.config import TrainConfig
+from titans_pt.config_file import load_config
+from titans_pt.tasks import language
+from titans_pt.training import loop
+from titans_pt.training.metrics import read_metrics
+from titans_pt.training.spikes import SpikeGuard
+
+
+def guard(losses=(), deviations=3.0, numbers=None):
+    made = SpikeGuard(TrainConfig(spike_deviations=deviations, spike_window=4), numbers or {})
+    for loss in losses:
+        made.note(loss)
+    return made
+
+
+def test_the_limit_is_that_of_the_running_mean_and_deviation():
+    assert guard([1.0, 2.0, 3.0]).limit == math.inf
+    assert guard([1.0, 2.0, 3.0, 4.0]).limit == pytest.approx(2.5 + 3.0 * math.sqrt(1.25))
+    assert guard([1.0, 2.0, 3.0, 4.0], deviations=None).limit == math.inf
+
+
+def test_the_numbers_continue_exactly():
+    losses = [3.0, 2.7, 2.9, 2.5, 2.61, 9.0, 2.4]
+    first = guard(losses[:5])
+    assert guard(losses[5:], numbers=first.numbers()).numbers() == guard(losses).numbers()
+
+
+def test_one_spike_hardly_moves_the_limit_and_a_level_that_stays_is_accepted():
+    calm = [2.0, 2.1, 1.9, 2.0] * 3
+    assert guard([*calm, 1000.0]).limit < 4.0
+    made = guard(calm)
+    skipped = 0
+    while made.limit < 8.0:
+        made.note(8.0)
+        skipped += 1
+    assert 1 < skipped < 20
+
+
+@pytest.fixture
+def trained(tiny, tmp_path, ranks, monkeypatch):
+    """``trained(name, spikes, overrides)`` trains a run whose logits are a hundredfold in the steps ``spikes``."""
+    build, take, current = language.build_model, loop.Trainer._train_step, [0, ()]
+
+    def hook(_module, _args, output):
+        return (output[0] * 1e3, output[1]) if current[0] in current[1] else None
+
+    def build_spoilt(config):
+        model = build(config)
+        model.register_forward_hook(hook)
+        return model
+
+    def counted(trainer):
+        current[0] = trainer.step + 1
+        return take(trainer)
+
+    monkeypatch.setattr(language, "build_model", build_spoilt)
+    monkeypatch.setattr(loop.Trainer, "_train_step", counted)
+    monkeypatch.setattr(loop, "process_group", lambda timeout: nullcontext(ranks))
+    path = tiny(train={"spike_deviations": 4.0, "spike_window": 3, "keep_last": 99})
+
+    def run(name: str, spikes: tuple[int, ...], *overrides: str):
+        current[1] = spikes
+        assert loop.train(load_config(path, [f"run.dir={tmp_path / name}", *overrides])) == 0
+        return tmp_path / name
+
+    return run
+
+
+def records(folder, *kinds):
+    return [r for r in read_metrics(folder / "metrics.jsonl") if r["kind"] in kinds]
+
+
+def tensors(folder, step):
+    path = checkpoints.checkpoint_path(folder / "checkpoints", step)
+    return [(path / name).read_bytes() for name in (checkpoints.MODEL, checkpoints.OPTIMIZER)]
+
+
+def test_a_spike_is_skipped_and_logged_and_a_resume_decides_the_same(trained, capsys):
+    whole = trained("whole", (6,), "train.checkpoint_every=1")
+    (spike,) = records(whole, "spike")
+    assert (spike["step"], spike["positions"], spike["skipped"]) == (6, [20, 23], 0)
+    assert spike["loss"] > spike["limit"] > records(whole, "train")[4]["loss"]
+    assert [sample["position"] for sample in spike["samples"]] == [20, 21, 22, 23]
+    assert tensors(whole, 6) == tensors(whole, 5)
+    assert tensors(whole, 7) != tensors(whole, 6)
+    state = checkpoints.read_state(checkpoints.find(whole / "checkpoints"))
+    assert (state.nonfinite, state.adam_step, state.spikes["steps"]) == (0, 9, 10)
+    assert "its loss" in capsys.readouterr().err
+
+    for stop in (5, 10):
+        parts = trained("parts", (6,), f"train.stop_at={stop}")
+    losses, expected = ([(r["step"], r["loss"]) for r in records(run, "train")] for run in (parts, whole))
+    assert losses == expected
+    assert tensors(parts, 10) == tensors(whole, 10)
+
+
+def test_off_by_default(trained):
+    run = trained("off", (6,), "train.spike_deviations=null")
+    assert records(run, "spike") == []
+    assert len(records(run, "train")) == 10
