@@ -8,7 +8,7 @@ import datasets
 
 from titans_pt.config import SourceConfig
 from titans_pt.data_pipeline.files import Rejected, Row, missing
-from titans_pt.errors import UserError
+from titans_pt.errors import Unreachable, UserError
 
 SLICES = 16
 """Pieces of a streamed file. FineWeb-Edu's files are 2 GB: about 45 million tokens per piece."""
@@ -20,11 +20,13 @@ def files(source: SourceConfig) -> list[str]:
     """Addresses of the dataset's files, the commit in them where it is on the hub.
 
     Raises:
-        UserError: no such dataset, configuration or split; no network.
+        UserError: no such dataset, configuration or split.
+        Unreachable: no network; there may be a copy (:func:`cached`).
     """
     with _explained(source):
-        builder = _builder(source)
-        found = builder.config.data_files or {}
+        found = _builder(source).config.data_files
+        if found is None:
+            raise ConnectionError("the hub cannot be reached")
         if source.split not in found:
             raise ValueError(f"no split {source.split!r}; there are {', '.join(map(str, found)) or 'none'}")
         return [str(file) for file in found[source.split]][:source.max_files]
@@ -37,15 +39,32 @@ def version(source: SourceConfig) -> list:
     return [names, [list(tag) for tag in tags]]
 
 
+def cached(source: SourceConfig) -> bool:
+    """Whether all that can be read is a copy in the cache of ``datasets``: the hub is down, or HF_HUB_OFFLINE is set.
+
+    Raises:
+        UserError: no such dataset. Unreachable: neither the hub nor a copy.
+    """
+    with _explained(source):
+        return _builder(source).config.data_files is None
+
+
+def cached_version(source: SourceConfig) -> list:
+    """:func:`version` of that copy: the commit that it is of."""
+    with _explained(source):
+        builder = _builder(source)
+        return [builder.cache_dir.removeprefix(str(datasets.config.HF_DATASETS_CACHE)), builder.hash]
+
+
 def pieces(source: SourceConfig) -> Iterator[tuple[str, int, int, int]]:
     """Yields (file, start, stop, 0) of each piece: slices of a streamed file, rows of a downloaded dataset."""
-    if source.streaming:
+    if _streams(source):
         for index, file in enumerate(files(source)):
             for piece in range(SLICES):
                 yield file, index, piece, 0
     else:
         with _explained(source):
-            count = len(_dataset(source))
+            count = len(_dataset(source, streaming=False))
         for start in range(0, count, ROWS):
             yield source.path, start, min(start + ROWS, count), 0
 
@@ -56,9 +75,10 @@ def rows(source: SourceConfig, file: str, start: int, stop: int) -> Iterator[Row
     Raises:
         UserError: the network failed for good, a file is broken.
     """
+    streaming = _streams(source)
     with _explained(source):
-        data = _dataset(source)
-        if not source.streaming:
+        data = _dataset(source, streaming)
+        if not streaming:
             place, first, data = file, start, data.select(range(start, stop))
         else:
             data = data.shard(num_shards=data.num_shards, index=start).reshard()  # one file, by row groups if it can
@@ -78,6 +98,21 @@ def rows(source: SourceConfig, file: str, start: int, stop: int) -> Iterator[Row
             yield Row(f"{place}, row {number}", place, number, values)
 
 
+def _streams(source: SourceConfig) -> bool:
+    """Whether a source is read over the network as it is needed.
+
+    Raises:
+        UserError: it should be, the hub cannot be reached, and its copy in the cache is not what is asked for.
+    """
+    if source.streaming and cached(source):
+        if source.max_files:
+            raise Unreachable(f"data.sources: kind=hub path={source.path!r}: the hub cannot be reached, and the copy "
+                              "in the cache of datasets has all files; leave out "
+                              f"max_files={source.max_files}, or wait")
+        return False
+    return source.streaming
+
+
 # Both are cached: otherwise each piece of a dataset would ask the hub again.
 
 
@@ -92,11 +127,15 @@ def _builder(source: SourceConfig):
 
 @lru_cache(8)
 def _load(path: str, name: str | None, split: str, revision: str | None, streaming: bool):
-    return datasets.load_dataset(path, name=name, split=split, revision=revision, streaming=streaming)
+    builder = _load_builder(path, name, revision)  # load_dataset would make another, which asks the hub again
+    if streaming:
+        return builder.as_streaming_dataset(split=split)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)
 
 
-def _dataset(source: SourceConfig):
-    return _load(source.path, source.name, source.split, source.revision, source.streaming)
+def _dataset(source: SourceConfig, streaming: bool):
+    return _load(source.path, source.name, source.split, source.revision, streaming)
 
 
 @contextlib.contextmanager
@@ -108,6 +147,7 @@ def _explained(source: SourceConfig):
         raise
     except Exception as error:
         what = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"data.sources: kind=hub path={source.path!r} name={source.name!r}: {what}; check path, name, "
-                        "split and revision, or the network, and run the same command again: what is finished "
-                        "is kept") from error
+        kind = Unreachable if isinstance(error, ConnectionError) else UserError
+        raise kind(f"data.sources: kind=hub path={source.path!r} name={source.name!r}: {what}; check path, name, "
+                   "split and revision, or the network, and run the same command again: what is finished is kept"
+                   ) from error

@@ -37,7 +37,7 @@ from titans_pt.data_pipeline.parts import (
 )
 from titans_pt.data_pipeline.sources import Document
 from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer, saved_tokenizer, train_tokenizer
-from titans_pt.errors import UserError
+from titans_pt.errors import Unreachable, UserError
 
 _BUILD = ".preparing"
 _OURS = re.compile(r"(train(-\d+)?|validation)\.(bin|idx|documents\.parquet)|tokenizer(_config)?\.(model|json)|"
@@ -69,8 +69,16 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
             if the last step, moving new ones into place, fails can they be left without a manifest: they count as none.
     """
     folder = Path(config.data.dir)
-    fingerprint = _fingerprint(config)
-    if (old := read_manifest(folder)) and not force:
+    old = None if force else read_manifest(folder)
+    try:
+        fingerprint = _fingerprint(config)
+    except Unreachable as error:
+        if old and changed_setting(old, config) is None:
+            print(f"{folder}: holds token files made with these settings, nothing to do; whether the text has changed "
+                  f"since cannot be told: {error}", file=sys.stderr)
+            return old
+        fingerprint = _fingerprint(config, cached=True)
+    if old:
         if old.get("fingerprint") == fingerprint:
             print(f"{folder}: token files are up to date, nothing to do", file=sys.stderr)
             shutil.rmtree(folder / _BUILD, ignore_errors=True)  # left by a process that was killed at its very end
@@ -105,7 +113,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
             with contextlib.suppress(OSError):
                 folder.rmdir()  # succeeds only if nothing was put into it
     if manifest is not None:
-        print(summary(manifest, folder, time.perf_counter() - began))
+        print(summary(manifest, folder, time.perf_counter() - began), file=sys.stderr)
     return manifest
 
 
@@ -119,11 +127,12 @@ def summary(manifest: dict, folder: Path, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def _fingerprint(config: Config) -> str:
+def _fingerprint(config: Config, cached: bool = False) -> str:
+    """Of settings and sources. Raises as :func:`titans_pt.data_pipeline.sources.fingerprint`."""
     given = config.data.tokenizer
     parts = [FORMAT, sources.PART_BYTES, content_settings(config.data, config.model.vocab_size)]
     parts += [given.path and load_tokenizer(given.path, given.eos_token).sha256]
-    parts += [sources.fingerprint(source) for source in config.data.every_source]
+    parts += [sources.fingerprint(source, cached) for source in config.data.every_source]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -180,8 +180,15 @@ def _document(row: Row | Rejected, source: SourceConfig, counts: Counter) -> Doc
     return Document(replace_surrogates(text), "" if name is None else str(name), row.file, row.number)
 
 
-def fingerprint(source: SourceConfig) -> str:
-    """SHA-256 (hex) of names, sizes and modification times: changes with the source, without reading it."""
+def fingerprint(source: SourceConfig, cached: bool = False) -> str:
+    """SHA-256 (hex) of names, sizes and modification times: changes with the source, without reading it.
+
+    Args:
+        cached: take a copy in the cache of ``datasets`` for a dataset on the hub if that cannot be reached.
+
+    Raises:
+        Unreachable: a dataset on the hub cannot be reached; with ``cached``, nor is there a copy of it.
+    """
     match source.kind:
         case "stdlib":  # times differ between two installations of the same Python; its version does not
             rows = [[platform.python_version()], *([name, path.stat().st_size] for name, path in stdlib.modules())]
@@ -192,7 +199,7 @@ def fingerprint(source: SourceConfig) -> str:
         case "hub":
             from titans_pt.data_pipeline import hub
 
-            rows = hub.version(source)
+            rows = hub.cached_version(source) if cached and hub.cached(source) else hub.version(source)
         case "indexed":
             IndexedDataset(source.path)  # says what is the matter, if anything is
             stats = [Path(f"{source.path}{suffix}").stat() for suffix in (".bin", ".idx")]

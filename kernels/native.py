@@ -68,6 +68,12 @@ def library(source: Path, dtype: torch.dtype) -> ctypes.CDLL | str:
         return str(error)
 
 
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """Of this process: a forked one has none of its parent's threads."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kernels")
+
+
 def _processor() -> str:
     """What -march=native depends on."""
     try:
@@ -77,19 +83,23 @@ def _processor() -> str:
     return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
-def run(function: Callable, count: int, *arguments) -> None:
-    """function(*arguments, first, last) for 0 <= first < last <= ``count``, shared out over PyTorch's threads.
+WORTH_A_THREAD = 2_000_000
+"""Operations that take longer than handing them to another thread."""
+
+
+def run(function: Callable, count: int, operations: int, *arguments) -> None:
+    """function(*arguments, first, last) for 0 <= first < last <= ``count``, shared out over PyTorch's threads where the
+    ``operations`` in all are worth it.
 
     Raises:
         MemoryError: the function returned something other than 0.
     """
-    threads = max(1, min(torch.get_num_threads(), count))
+    threads = max(1, min(torch.get_num_threads(), count, operations // WORTH_A_THREAD))
     edges = [count * i // threads for i in range(threads + 1)]
     parts = [(ctypes.c_int64(a), ctypes.c_int64(b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
     if threads == 1:
         failed = function(*arguments, *parts[0])
     else:
-        with ThreadPoolExecutor(threads) as pool:
-            failed = any(list(pool.map(lambda part: function(*arguments, *part), parts)))
+        failed = any(list(_pool(os.getpid()).map(lambda part: function(*arguments, *part), parts)))
     if failed:
         raise MemoryError("no memory left for a kernel's work")

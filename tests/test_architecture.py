@@ -76,7 +76,7 @@ def test_the_files_of_a_kernel():
         folder = ROOT / "kernels" / name
         assert {"__init__.py", "dispatch.py"} <= {path.name for path in folder.iterdir()}
     for file in files:
-        assert any((ROOT / "kernels" / name / file).is_file() for name in RECURRENT), file
+        assert any((ROOT / "kernels" / name / file).exists() for name in RECURRENT), file
     assert all((ROOT / "kernels/linear_memory" / file).is_file() for file in files[:4])
 
 

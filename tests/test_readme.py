@@ -103,3 +103,18 @@ def test_yaml_blocks_are_valid_settings(page, tmp_path):
         text = "".join(line.removeprefix(block[0]) for line in block[1].splitlines(keepends=True))
         path.write_text(re.sub(r"^inherit: ", f"inherit: {ROOT}/", text, flags=re.M))
         load_config(path)
+
+
+# ---- the names of the models
+
+MEANT = {"LMM": "long-term memory alone", "MAC": "memory as context", "MAG": "memory as gate", "MAL": "memory as layer"}
+SPELLED = [ROOT / name for name in ("README.md", "docs/models.md", "docs/recall.md", "docs/evaluation.md",
+                                    "docs/settings.md")]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", SPELLED, ids=lambda p: p.name)
+def test_names_of_models_are_spelled_out_where_they_first_stand(page):
+    text = " ".join(page.read_text().split())
+    for name, meant in MEANT.items():
+        if first := re.search(rf"\b{name}\b", text):
+            assert meant in text[first.start():first.end() + 60], (page.name, name)

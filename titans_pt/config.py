@@ -63,6 +63,8 @@ class RunConfig(Section):
     there before the run ends. Null: the newest checkpoint of before is the last."""
     seed: Seed = 0
     """Seeds the initial weights and the order of the data."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, under dir; needs titans-pt[tensorboard]."""
     imports: list[str] = []
     """Python modules that are imported before anything else: your own mixers and tasks register themselves there."""
 
@@ -197,7 +199,7 @@ class MemoryConfig(Section):
     alpha: Literal["head", "channel"] = "head"
     """head: one forgetting gate for all of a head's memory (or each of its layers, per_layer_gates). channel, the
     camera-ready's alpha in [0, 1]^d_in: one for each channel that a weight matrix takes in, a row of it in x @ M. The
-    fused kernels do not serve it, and on a CPU the memory takes some three times as long."""
+    kernels in C and Triton do not serve it: on a CPU the memory takes 13 times as long."""
     alpha_rank: Positive = 16
     """alpha=channel: width between the two linear layers that make it, as in gated linear attention. At full rank the
     gates of a 170M LMM would have as many parameters as all the rest of its mixers."""
@@ -235,7 +237,8 @@ class ModelConfig(Section):
     __pydantic_extra__: dict[str, dict[str, Any]]
 
     mixers: Annotated[list[str], Field(min_length=1)] = ["mac"]
-    """Sequence mixers by name, repeated until n_layers are filled: [mac] is a MAC, [lmm, lmm, swa] a hybrid."""
+    """Sequence mixers by name, repeated until n_layers are filled: [mac] is a MAC (memory as context), [lmm, lmm, swa]
+    a hybrid. lmm: long-term memory alone; mag: memory as gate; mal: memory as layer."""
     vocab_size: Positive = 32000
     """Entries of the tokenizer (the size to train when data.tokenizer.path is null)."""
     d_model: Positive = 768

@@ -2,14 +2,14 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from titans_pt.config import Config, with_todays_names
+from titans_pt.config import Config, config_hash, with_todays_names
 from titans_pt.config_check import checked, one_line
 from titans_pt.config_history import as_stored
 from titans_pt.errors import UserError
@@ -33,13 +33,64 @@ def load_config(name: str | Path, overrides: list[str] = (), model: bool = True)
     Raises:
         UserError: one line that names the path, what was given and what is allowed.
     """
-    return validated(_read(find_config(name), ()), overrides, model)
+    return validated(_merged(_layers(find_config(name), ())), overrides, model)
 
 
 def load_stored(path: Path, overrides: list[str] = ()) -> Config:
     """As :func:`load_config`, of a file that titans_pt.config.resolved_yaml wrote, if need be in an earlier version:
     what it lacks is what that version did."""
-    return validated(as_stored(_read(Path(path), ())), overrides, model=True)
+    return validated(as_stored(_merged(_layers(Path(path), ()))), overrides, model=True)
+
+
+def explained(name: str | Path, overrides: Sequence[str] = ()) -> str:
+    """The whole tree of settings as YAML, each value with the file that it came from in a comment, or "command line",
+    or "default". Loading the text gives the same settings.
+
+    Raises:
+        UserError: as :func:`load_config`.
+    """
+    path = find_config(name)
+    origins: dict[tuple[str, ...], str] = {}
+    for file, tree in _layers(path, ()):
+        origins |= dict.fromkeys(_leaves(tree), _shown(file))
+    config = load_config(name, overrides)
+    for item in overrides:
+        key, _, value = item.partition("=")
+        tree = with_todays_names(_nest(key.split("."), _parse(value, item)))
+        origins |= dict.fromkeys(_leaves(tree), "command line")
+    lines = [f"# the settings of {_shown(path)} and where each came from; sha256: {config_hash(config)}"]
+    _explain(config.model_dump(mode="json"), (), origins, lines)
+    return "\n".join(lines) + "\n"
+
+
+def _explain(tree: dict, above: tuple[str, ...], origins: dict[tuple[str, ...], str], lines: list[str]):
+    for key, value in tree.items():
+        path, indent = (*above, key), "  " * len(above)
+        if isinstance(value, dict) and value and not any(path[:n] in origins for n in range(1, len(path) + 1)):
+            lines.append(f"{indent}{key}:")
+            _explain(value, path, origins, lines)
+            continue
+        first, *rest = yaml.safe_dump({key: value}, sort_keys=False, width=10**6).splitlines()
+        origin = next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), "default")
+        lines += [f"{indent}{first:<{40 - len(indent)}}  # {origin}", *(indent + line for line in rest)]
+
+
+def _leaves(tree: dict, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of everything in a tree that is no section with something in it."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*above, key))
+        else:
+            yield *above, key
+
+
+def _shown(path: Path) -> str:
+    """A path as users write it: configs/NAME for one of the package, relative below the working directory."""
+    path = path.resolve()
+    for root, before in ((CONFIGS.resolve(), "configs/"), (Path.cwd(), "")):
+        if path.is_relative_to(root):
+            return before + path.relative_to(root).as_posix()
+    return str(path)
 
 
 def validated(tree: dict, overrides: Sequence[str] = (), model: bool = True) -> Config:
@@ -98,7 +149,8 @@ def _parse(text: str, where: str) -> Any:
         raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> dict:
+def _layers(path: Path, seen: tuple[Path, ...]) -> Iterator[tuple[Path, dict]]:
+    """(file, its own settings) of all that a file inherits and of itself, which win in this order."""
     path = path.resolve()
     if path in seen:
         raise UserError(f"{path}: inherits from itself through {' -> '.join(p.name for p in seen)}")
@@ -109,10 +161,16 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict:
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
         raise UserError(f"{path}: inherit: given {parents!r}; allowed: a file, or a list of files")
-    merged: dict = {}
     for parent in parents:
-        _merge(merged, _read(find_config(parent, path.parent), (*seen, path)))
-    return _merge(merged, with_todays_names(tree))
+        yield from _layers(find_config(parent, path.parent), (*seen, path))
+    yield path, with_todays_names(tree)
+
+
+def _merged(layers: Iterable[tuple[Path, dict]]) -> dict:
+    merged: dict = {}
+    for _, tree in layers:
+        _merge(merged, tree)
+    return merged
 
 
 def _nest(keys: list[str], value: Any) -> dict:

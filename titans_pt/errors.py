@@ -1,4 +1,4 @@
-"""The one exception that a user can cause, and its exit code."""
+"""The exceptions that a user can cause, and their exit code."""
 
 EXIT_USER = 2
 
@@ -9,3 +9,7 @@ class UserError(Exception):
     The message names the setting or the file, what was given, what is allowed, and the remedy.
     Everything else that is raised is a fault of ours and keeps its traceback.
     """
+
+
+class Unreachable(UserError):
+    """Something on the network cannot be reached now; what is known of it from before may do."""

@@ -36,6 +36,8 @@ class RunFolder:
         self.plots = self.path / "plots"
         self.profile = self.path / "profile"
         self.wandb = self.path / "wandb"
+        self.tensorboard = self.path / "tensorboard"
+        self.stacks = self.path / "stacks"
 
     @property
     def tokenizer(self) -> Path:

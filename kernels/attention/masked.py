@@ -23,17 +23,23 @@ class Prefix:
     v: Tensor
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, prefix: Prefix | None = None) -> Tensor:
-    """q (B, T, H, D), k, v (B, S, H, D), mask bool (B or 1, T, S), True where a key is seen -> (B, T, H, D)."""
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, prefix: Prefix | None = None
+) -> Tensor:
+    """q (B, T, H, D), k, v (B, S, H, D), mask bool (B or 1, T, S), True where a key is seen; None: everywhere.
+
+    Returns (B, T, H, D).
+    """
     scale = q.shape[-1] ** -0.5
     if prefix is not None:
         # One softmax over two kinds of scores: [q | q'] . [k | 0] and [q | q'] . [0 | p].
         q = torch.cat([q, prefix.q], -1)
         k = torch.cat([F.pad(prefix.k, (prefix.k.shape[-1], 0)), F.pad(k, (0, k.shape[-1]))], 1)
         v = torch.cat([prefix.v, v], 1)
-        mask = F.pad(mask, (prefix.k.shape[1], 0), value=True)
+        mask = None if mask is None else F.pad(mask, (prefix.k.shape[1], 0), value=True)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1), scale=scale).transpose(1, 2)
+    mask = None if mask is None else mask.unsqueeze(1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
 
 
 def causal_masked(
@@ -49,6 +55,9 @@ def causal_masked(
     if window is None and prefix is None and first is None and past == 0:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    if length == 1 and first is None:  # a token of a stream
+        seen = slice(0 if window is None else max(0, past + 1 - window), None)
+        return masked_attention(q, k[:, seen], v[:, seen], None, prefix)
 
     blocks = []
     for begin in range(0, length, QUERY_BLOCK):

@@ -160,10 +160,9 @@ class _Scan:
         """Outputs (N, c, D), and W and S after the block."""
         act = mlp.ACTIVATIONS[self.network.activation]
         keys = key_side(k, goal(k, v, self.norm, self.network), self.norm, F, self.network)
-        X, G = keys.X, keys.G
         z, new_W, new_S = q, [], []
         for layer, c in enumerate(coefficients):
-            x, g = X[layer], G[layer]
+            x, g = keys.X[layer], keys.G[layer]
             z = act(z) if layer else z
             # (N, c, c, d) times (N, c, d, 1): R, in one pass over P.
             scores = (c.P * x.unsqueeze(1) @ z.unsqueeze(-1)).squeeze(-1) * c.theta

@@ -28,7 +28,7 @@ from titans_pt.kernels.memory import native
 from titans_pt.kernels.memory.coefficients import coefficients
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.scan import MemoryScan, Plan
-from titans_pt.kernels.memory.state import MemoryState, Weights
+from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 
 MAX_BLOCK = 64
 """Tokens of a compute block at most: the (block x block) products then stay small whatever the gradient chunk."""
@@ -76,32 +76,34 @@ def chunked_memory(
     begin = fold(weights) if reset is not None or to_start else ()
     affine = () if norm is None else tuple(p.reshape(batch * heads, 1, -1) for p in norm)
     running = fold(state.weights)
-    if to_start:
+    if to_start and not in_c:
         running = tuple(w - w0 for w, w0 in zip(running, begin, strict=True))
     carry = (*running, *fold(state.momentum), *fold(state.chunk_weights))
     outputs = []
     for first, last, tokens in _runs(blocks):
         layout = _Layout(blocks, first, last, tokens, heads)
-        gates = [layout.fold(g).movedim(-1, 0) for g in (theta, eta, alpha)]
-        valid = layout.valid(q.device)
-        tokens = [layout.fold(x) for x in (q, k, v)]
         new = layout.rows(blocks.new_chunk, q.device), layout.rows(blocks.new_document, q.device)
+        whole = in_c and blocks.index is None  # C reads tokens where they are
+        inputs = [x[:, tokens] if whole else layout.fold(x) for x in (q, k, v)]
+        gates = [g[:, tokens] if whole else layout.fold(g).movedim(-1, 0) for g in (theta, eta, alpha)]
+        valid = layout.valid(q.device)
         if in_c:
-            keep = torch.is_grad_enabled()
-            group = native.group(layout.count, batch * heads, network, q.element_size(), save_every)
+            group, keep = native.group(layout.count, batch * heads, network, q.element_size(), save_every)
             scan, gates = native.NativeScan, (*gates, valid)
         else:
-            group, keep = _groups(layout.count, _block_bytes(tokens[0], network), save_every)
+            group, keep = _groups(layout.count, _block_bytes(inputs[0], network), save_every)
             scan, gates = MemoryScan, coefficients(*gates, valid)
         plan = Plan(*new, network, to_start, theta.shape[-1], group, keep)
-        out, *carry = scan.apply(plan, *tokens, *gates, *affine, *begin, *carry)
-        outputs.append(layout.unfold(out))
+        out, *carry = scan.apply(plan, *inputs, *gates, *affine, *begin, *carry)
+        outputs.append(out if whole else layout.unfold(out))
 
-    if to_start:
+    if to_start and not in_c:
         carry[:layers] = [w0 + w for w0, w in zip(begin, carry[:layers], strict=True)]
     parts = [tuple(w.view(batch, heads, *w.shape[1:]) for w in carry[n * layers : (n + 1) * layers]) for n in range(3)]
-    ended = (blocks.offset == 0).to(q.device).view(-1, 1, 1, 1)
-    fresh = tuple(torch.where(ended, new, old) for new, old in zip(parts[0], parts[2], strict=True))
+    ended = (blocks.offset == 0).tolist()
+    fresh = parts[0] if all(ended) else parts[2]
+    if any(ended) and not all(ended):
+        fresh = choose(torch.tensor(ended, device=q.device), parts[0], parts[2])
     return _join(outputs, blocks, length), MemoryState(parts[0], parts[1], fresh, blocks.offset)
 
 
@@ -137,7 +139,7 @@ def _runs(blocks: Blocks):
 
 def _join(outputs: list[Tensor], blocks: Blocks, length: int) -> Tensor:
     """Per run (B, n c, H, D) -> (B, T, H, D)."""
-    out = torch.cat(outputs, 1)
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
     if blocks.index is None:
         return out
     index, valid = blocks.index.flatten(1), blocks.valid.flatten(1)

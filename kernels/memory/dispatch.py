@@ -15,6 +15,8 @@ from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
 
 FORGET_TO = ("start", "zero")
+CHANNELWISE = "alpha has one value per channel (model.memory.alpha=channel); alpha=head is served"
+"""Why neither the fused kernels nor those in C take a call."""
 BACKENDS = ("auto", "triton", "native", "chunked", "naive")
 HAS_TRITON = find_spec("triton") is not None
 GPU = ("cuda", "meta")
@@ -112,18 +114,19 @@ def neural_memory(
         if backend == "naive":
             out, state = naive_memory(*inputs, *gates, start, **options)
         else:
-            reason = native.unserved(inputs[0], network) if backend == "native" else None
-            reason = "alpha per channel" if backend == "native" and channelwise else reason
+            reason = None
+            if backend == "native":
+                reason = CHANNELWISE if channelwise else native.unserved(inputs[0], network)
             need(reason is None, f'backend "native" does not serve this: {reason}; use "auto" or "chunked"')
-            call, own = chunked_memory, {"in_c": backend != "chunked"}
-            if channelwise:
-                call, own = channelwise_memory, {}
+            call, options["save_every"] = channelwise_memory, save_every
+            if not channelwise:
+                call, options["in_c"] = chunked_memory, backend != "chunked"
             if torch.compiler.is_compiling() and (backend == "auto" or channelwise):
                 # Not at the top: it imports torch's compiler, seconds that whoever does not compile need not wait.
                 from titans_pt.kernels.memory import uncompiled
 
                 call = uncompiled.channelwise if channelwise else uncompiled.chunked
-            out, state = call(*inputs, *gates, start, **options, save_every=save_every, **own)
+            out, state = call(*inputs, *gates, start, **options)
     return out.to(q.dtype), state if output_final_state else None
 
 
@@ -157,7 +160,7 @@ def unserved(
     channelwise: whether alpha has one value per channel.
     """
     if channelwise:
-        return "alpha has one value per channel (model.memory.alpha=channel); alpha=head is served"
+        return CHANNELWISE
     if not HAS_TRITON:
         return "triton is not installed"
     # Not at the top: it imports triton, which machines without a GPU need not have.

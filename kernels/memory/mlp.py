@@ -29,12 +29,18 @@ def _silu_curvature(z: Tensor) -> Tensor:
     return s * (1 - s) * (2 + z * (1 - 2 * s))
 
 
+def _silu_pulled_back(upstream: Tensor, z: Tensor) -> Tensor:
+    """Written out: torch has no derivative of its own operator for it, and channelwise.py asks for one."""
+    s = torch.sigmoid(z)
+    return upstream * (s * (1 + z * (1 - s)))
+
+
 PULLED_BACK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward,
     "silu": _silu_pulled_back,
     "relu": lambda upstream, z: torch.ops.aten.threshold_backward(upstream, z, 0),
 }
-"""(upstream, z) -> upstream times the activation's slope at z."""
+"""(upstream, z) -> upstream times the activation's slope at z; itself differentiable."""
 
 CURVATURES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": _gelu_curvature,

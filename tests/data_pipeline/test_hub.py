@@ -1,12 +1,23 @@
-"""The production call of FineWeb-Edu, on a folder laid out like it; no network."""
+"""The production call of FineWeb-Edu, on a folder laid out like it, and over HTTP from an imitation of the hub."""
 
+import contextlib
 import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+import yaml
+from huggingface_hub.utils import filter_repo_objects
 
+from tests.data_pipeline.hub_server import Hub
 from tests.data_pipeline.real_text import fineweb_row, write_layout
-from tests.data_pipeline.small_corpus import make_texts
+from tests.data_pipeline.small_corpus import VOCAB, make_texts
 from titans_pt.config import SourceConfig
 from titans_pt.data_pipeline import documents, hub, prepare, sources
 from titans_pt.data_pipeline.inspection import document_place
@@ -91,3 +102,111 @@ def test_another_version_is_another_fingerprint(fineweb, tmp_path):
     hub._load_builder.cache_clear()
     assert sources.fingerprint(source()) != before
     json.dumps(hub.version(source()))
+
+
+DOCS = Path(__file__).parents[2] / "docs/data.md"
+SAMPLE_100BT = [f"sample/100BT/{i:03d}_{j:05d}.parquet" for i in range(14) for j in range(10)]
+"""The 140 files of FineWeb-Edu's sample-100BT."""
+
+
+def test_the_documented_patterns_are_24_files():
+    """Those that max_files=24 would stream."""
+    command = re.search(r"hf download HuggingFaceFW/fineweb-edu.*?```", DOCS.read_text(), re.S)[0]
+    patterns = re.findall(r"--include '(.+?)'", command)
+    others = ["README.md", "data/CC-MAIN-2024-10/000_00000.parquet", "sample/10BT/000_00000.parquet"]
+    assert list(filter_repo_objects([*SAMPLE_100BT, *others], allow_patterns=patterns)) == SAMPLE_100BT[:24]
+    assert "max_files: 24" in DOCS.read_text()
+
+
+# ---- over HTTP
+
+CALL = """
+import sys
+from titans_pt import cli
+from titans_pt.data_pipeline import hub
+
+hub.SLICES = 4
+statuses = [cli.run(["prepare", config, "--workers", "1"]) for config in sys.argv[1:]]
+print("statuses", *statuses)
+"""
+
+
+@pytest.fixture
+def over_http(tmp_path):
+    """A dataset as the hub serves it, and ``call(address, *configs, **environment)``: titans prepare of these, in one
+    process of its own; a config is (name of data.dir, changes of the source)."""
+    rows = [fineweb_row(text, str(i), i) for i, text in enumerate(make_texts(200, seed=2))]
+    home = write_layout(tmp_path / "served", rows, rows_a_file=100, row_group=20)
+
+    def start(address, *configs, **environment):
+        paths = []
+        for name, changes in configs:
+            entry = changes if "kind" in changes else source(**changes).model_dump()
+            path = tmp_path / f"{name}.yaml"
+            data = {"dir": str(tmp_path / name), "sources": [entry], "validation_fraction": 0.2, "seq_len": 64}
+            tree = {"data": data, "model": {"vocab_size": VOCAB}, "train": {"batch_tokens": 512}}
+            path.write_text(yaml.safe_dump(tree))
+            paths.append(str(path))
+        environment = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home")} | environment
+        return subprocess.Popen([sys.executable, "-c", CALL, *paths], cwd=tmp_path, env=environment, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+
+    def call(address, *configs, **environment):
+        out, err = start(address, *configs, **environment).communicate(timeout=250)
+        assert "statuses" in out, err
+        return [int(status) for status in out.splitlines()[-1].split()[1:]], out, err
+
+    call.start, call.home = start, home
+    return call
+
+
+def content(folder):
+    return json.loads((folder / "manifest.json").read_text())["content"]
+
+
+@pytest.mark.timeout(900)
+def test_the_production_call_over_http(over_http, tmp_path):
+    """Killed while it streams, continued over a connection that breaks; downloaded; then offline."""
+    streamed, downloaded = ("streamed", {}), ("downloaded", {"streaming": False})
+    with Hub(tmp_path / "served") as hub_:
+        killed = over_http.start(hub_.address, streamed)
+        while not list(tmp_path.glob("streamed/.preparing/*/part-*.json")):
+            assert killed.poll() is None, killed.communicate()
+            time.sleep(0.01)
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.communicate()
+        finished = list(tmp_path.glob("streamed/.preparing/*/part-*.json"))
+        assert 0 < len(finished) < 8 and not (tmp_path / "streamed/manifest.json").exists()
+        before, hub_.breaks = [(path, path.stat().st_mtime_ns) for path in finished], 1
+        resumed = over_http.start(hub_.address, streamed, downloaded)
+        with contextlib.suppress(FileNotFoundError):
+            while resumed.poll() is None and not (tmp_path / "streamed/manifest.json").exists():
+                assert all(path.stat().st_mtime_ns == at for path, at in before)
+                time.sleep(0.05)
+        out, err = resumed.communicate(timeout=250)
+        assert out.splitlines()[-1] == "statuses 0 0", err
+        assert hub_.breaks == 0
+        address = hub_.address
+    local = {"kind": "files", "path": str(over_http.home / "sample/10BT")}
+    statuses, out, err = over_http(
+        address, ("local", local), streamed, downloaded, ("cached", {"streaming": False}), ("cached-2", {}),
+        ("some", {"max_files": 1}), HF_HUB_OFFLINE="1",
+    )  # fmt: skip
+    assert statuses == [0, 0, 0, 0, 0, 2], err
+    assert len({content(tmp_path / name) for name in ("local", "streamed", "downloaded", "cached", "cached-2")}) == 1
+    assert err.count("holds token files made with these settings, nothing to do; whether the text has changed") == 2
+    assert "the copy in the cache of datasets has all files; leave out max_files=1" in err
+
+
+@pytest.mark.slow(reason="waits half a minute for datasets to give up asking a hub that is down")
+@pytest.mark.timeout(900)
+def test_a_hub_that_is_down(over_http, tmp_path):
+    with Hub(tmp_path / "served") as hub_:
+        address = hub_.address
+        assert over_http(address, ("first", {"streaming": False}))[0] == [0]
+    statuses, _, err = over_http(address, ("first", {"streaming": False}), ("second", {}))
+    assert statuses == [0, 0], err
+    assert content(tmp_path / "first") == content(tmp_path / "second")
+    shutil.rmtree(tmp_path / "home")
+    statuses, _, err = over_http(address, ("first", {"streaming": False}), ("third", {}), HF_HUB_OFFLINE="1")
+    assert statuses == [0, 2] and "Couldn't reach" in err, err

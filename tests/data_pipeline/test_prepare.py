@@ -74,7 +74,7 @@ def test_one_text_file_is_enough(config, texts, tmp_path, capsys):
     manifest = prepare(config)
     counts = manifest["splits"]
     assert counts["train"]["documents"] + counts["validation"]["documents"] == len(texts)
-    first, *lines = capsys.readouterr().out.splitlines()
+    first, *lines = capsys.readouterr().err.splitlines()[-4:]
     assert first.startswith(f"{config.data.dir}: prepared in ") and first.endswith(" s")
     assert lines == [
         f"  train: {counts['train']['documents']:,} documents, {counts['train']['tokens']:,} tokens",

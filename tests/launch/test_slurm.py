@@ -18,7 +18,7 @@ from titans_pt import checkpoints
 from titans_pt.training.metrics import read_metrics
 
 pytestmark = [
-    pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}"),
+    pytest.mark.slow, pytest.mark.timeout(3000), pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}"),
 ]  # fmt: skip
 
 SLOW_DISK = """
@@ -56,10 +56,10 @@ class Job:
 
     @property
     def log(self) -> str:
-        (path,) = self.folder.glob(f"titans*-{self.number}.log")
+        (path,) = self.folder.glob(f"titans*-{self['JobId']}.log")
         return path.read_text()
 
-    def wait(self, what: str, condition, seconds: float = 400):
+    def wait(self, what: str, condition, seconds: float = 600):
         end = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > end:
@@ -162,7 +162,7 @@ def test_an_error_of_the_user_ends_the_job_at_once(cluster, tmp_path, prepared):
     job = Training(cluster, tmp_path, prepared, "data.dir=nowhere")
     job.wait_for("FAILED")
     assert job["Restarts"] == "0"
-    assert job.log.count("plan:") == 3  # one start
+    assert job.log.count("ZeRO 1") == 1  # of the plan: one start
     assert job.log.count("titans: error: data.dir=nowhere") in (1, 2)  # once per node, if SLURM does not stop it before
     assert "Traceback" not in job.log
 
@@ -185,8 +185,8 @@ def test_an_array_evaluates_and_a_task_that_was_queued_again_does_what_is_left(c
     config = tiny(run={"dir": str(tmp_path / "run")}, train={"stop_at": 1})
     result = run([sys.executable, "-m", "titans_pt", "train", str(config)])
     assert result.returncode == 0, result.stderr
-    settings = ["evaluation.needle.lengths=[600,3000]", "evaluation.needle.samples=6", "evaluation.prefill_tokens=64",
-                "evaluation.needle.max_new_tokens=64"]  # fmt: skip
+    settings = ["evaluation.needle.lengths=[600,1200]", "evaluation.needle.samples=3", "evaluation.prefill_tokens=64",
+                "evaluation.needle.max_new_tokens=16"]  # fmt: skip
     array = Job(cluster, tmp_path, "slurm_evaluate.sh", "run", "--suite", "needle", *settings, flags="--array 0-1")
     results = tmp_path / "run" / "evaluation" / "step-00000001"
 
@@ -194,7 +194,7 @@ def test_an_array_evaluates_and_a_task_that_was_queued_again_does_what_is_left(c
         return [len(path.read_text().splitlines()) for path in sorted(results.glob("needle*.jsonl"))]
 
     array.number, second = f"{array.number}_0", f"{array.number}_1"
-    array.wait("at work", lambda: len(done()) == 2 and min(done()) > 2)
+    array.wait("at work", lambda: len(done()) == 2)
     array.number = second
     cluster.run("scontrol", "requeue", second)
     array.wait("queued again", lambda: array["Restarts"] == "1" and array["JobState"] == "PENDING")
@@ -202,6 +202,6 @@ def test_an_array_evaluates_and_a_task_that_was_queued_again_does_what_is_left(c
     array.wait("evaluated", lambda: (results / "summary.json").exists())
     summary = json.loads((results / "summary.json").read_text())
     samples = summary["needle"]["tasks"]["niah_single_1"]["n"]
-    assert samples == 2 * 5 * 6
+    assert samples == 2 * 5 * 3
     keys = [json.loads(line) for path in results.glob("needle*.jsonl") for line in path.read_text().splitlines()]
     assert len(keys) == samples

@@ -1,8 +1,11 @@
+import json
+
 import pytest
 
+from titans_pt import cli
 from titans_pt.config import Config, config_hash, resolved_yaml
 from titans_pt.config_check import checked
-from titans_pt.config_file import load_config
+from titans_pt.config_file import CONFIGS, explained, load_config
 from titans_pt.errors import UserError
 
 
@@ -141,3 +144,35 @@ def test_a_config_that_is_not_there(name, message, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=message) as error:
         load_config(name)
     assert "\n" not in str(error.value)
+
+
+# ---- titans config
+
+
+def test_where_every_value_came_from(file, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file("model: {memory: {chunk_size: 8}, segment: 64, memory_tokens: 8}\ndata: {sources: [{kind: files, path: a}]}",
+         "parent.yaml")
+    path = file("inherit: [parent.yaml, quickstart]\ntrain: {lr: 0.5}\nmodel: {d_model: 128}\nrun: {dir: 'runs/#1'}")
+    words = ["train.max_steps=7", "train.warmup_steps=1", "model.segment=32"]
+    assert cli.run(["config", path.name, *words]) == 0
+    text = capsys.readouterr().out
+    origins = {line.partition(":")[0].strip(): line.rpartition("# ")[2] for line in text.splitlines()[1:]}
+    assert {key: origins[key] for key in ("max_steps", "lr", "chunk_size", "segment", "memory_tokens", "betas")} == {
+        "max_steps": "command line", "lr": path.name, "chunk_size": "configs/quickstart.yaml",
+        "segment": "command line", "memory_tokens": "configs/quickstart.yaml", "betas": "default"}  # fmt: skip
+    assert "  dir: runs/#1" in text and text.splitlines()[0].endswith(config_hash(load_config(path, words)))
+    assert load_config(file(text, "again.yaml")) == load_config(path, words)
+
+
+@pytest.mark.parametrize("name", ["170m/mac", "needles", "1.3b/gated_deltanet_h1"])
+def test_what_is_explained_loads_as_the_same(file, name):
+    assert load_config(file(explained(name), "again.yaml")) == load_config(name)
+
+
+def test_the_schema_needs_no_config(capsys):
+    assert cli.run(["config", "--schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((CONFIGS / "schema.json").read_text())
+    assert cli.run(["config"]) == 2
+    assert "Missing argument 'CONFIG'" in capsys.readouterr().err
+    assert cli.run(["config", "quickstart", "train.lr=x"]) == 2

@@ -173,6 +173,7 @@ def own_mixer(tmp_path, monkeypatch):
     return package
 
 
+@pytest.mark.timeout(900)
 def test_the_folders_carry_their_code(tmp_path, prepared, byte_level, own_mixer):
     """Where this package is not installed, transformers alone gives the same logits, ids and texts: for all mixers
     (rmt wants to be the only kind), both kinds of tokenizers, and a mixer from a package of the user's."""

@@ -81,16 +81,19 @@ def overrides(help: str = "settings over the file's, e.g. train.max_steps=10"):
     return click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", help=help)
 
 
+config_name = click.argument(
+    "config", metavar="CONFIG", type=click.Path(), callback=_subject,
+    help="settings: a YAML file, or the name of one in configs/, such as quickstart",
+)  # fmt: skip
+
+
 def settings(action, model: bool = True):
     """CONFIG and KEY=VALUE words, which the action gets as ``config``: what ``load_config`` makes of them.
 
     ``model=False``: for actions on data, without the checks of the model and its task, which import torch.
     """
 
-    @click.argument(
-        "config", metavar="CONFIG", type=click.Path(), callback=_subject,
-        help="settings: a YAML file, or the name of one in configs/, such as quickstart",
-    )  # fmt: skip
+    @config_name
     @overrides()
     @functools.wraps(action)
     def loaded(config: str, overrides: tuple[str, ...], **options):

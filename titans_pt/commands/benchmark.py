@@ -19,7 +19,7 @@ def _longest(least: int):
 
 @click.group(no_args_is_help=False)
 def benchmark():
-    """Time the memory, its kernels, training or a long stream on this machine."""
+    """Time the memory, its kernels, training, generation or a long stream on this machine."""
 
 
 @benchmark.command()
@@ -68,6 +68,23 @@ def training(
     from titans_pt.benchmarks.training import benchmark_training
 
     benchmark_training(out, config, list(overrides), models, lengths, tokens, sweeps)
+
+
+@benchmark.command()
+@settings
+@_out
+@_rounds
+@click.option(
+    "--models", type=NAMES, default="attention,lmm,mac,mag,mal", metavar="NAMES",
+    help="the mixers to time; the first is what the others are compared with",
+)  # fmt: skip
+@click.option("--prompt", type=whole(1), default=256, metavar="N", help="tokens read before")
+@click.option("--tokens", type=whole(1), default=100, metavar="N", help="tokens generated per round")
+def decode(config, out: Path, rounds: int, models: list[str], prompt: int, tokens: int):
+    """Time generation, token by token, with a config's sizes and each mixer in turn."""
+    from titans_pt.benchmarks.decode import benchmark_decode
+
+    benchmark_decode(out, config, models, prompt, tokens, rounds)
 
 
 @benchmark.command()

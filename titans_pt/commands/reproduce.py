@@ -3,7 +3,7 @@ from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import FILE, NAMES, Checked, overrides, real, whole
+from titans_pt.commands._arguments import FOLDER, NAMES, Checked, overrides, real, whole
 
 SECTION = "study"
 _rate = real(lambda rate: rate > 0, "a number above 0")
@@ -27,7 +27,7 @@ def _list_of(number: Checked, allowed: str) -> Checked:
     "--seeds", type=_list_of(whole(0), "whole numbers"), metavar="N,...",
     help="seeds of the weights and of the data's order (default: 0; tiny: 0,1 for the models compared most)",
 )  # fmt: skip
-@click.option("--out", type=FILE, metavar="DIR", help="folder of everything (default: runs/reproduce/SIZE)")
+@click.option("--out", type=FOLDER, metavar="DIR", help="folder of everything (default: runs/reproduce/SIZE)")
 @click.option("--tokens", type=whole(1), metavar="N", help="tokens of a training (default: as configured)")
 @click.option(
     "--rates", type=_list_of(_rate, "numbers above 0"), metavar="LR,...",

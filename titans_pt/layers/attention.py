@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from titans_pt.kernels.attention import Prefix, causal_attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, attention_flops, product
-from titans_pt.layers.rotary import rotate, rotation
+from titans_pt.layers.rotary import rotate, rotation_from
 from titans_pt.layers.sharding import Shard
 
 
@@ -66,10 +66,9 @@ class Attention(nn.Module):
         """prefix (1, P, d_model): tokens that every token sees, without position; needed where ``state`` is None."""
         batch, length = x.shape[:2]
         position = state.position if state else 0
-        place = torch.arange(position, position + length, device=x.device)
         plain = self.heads(self.q(x))
         k, v = self.keys_values(x)
-        turn = rotation(place, plain.shape[-1], self.rope_base, x.dtype)
+        turn = rotation_from(position, plain, self.rope_base)
         q, k = rotate(plain, *turn), rotate(k, *turn)
         if state:
             prefix_k, prefix_v = state.prefix_k, state.prefix_v

@@ -1,5 +1,6 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864), in halves as in Llama."""
 
+import functools
 import math
 
 import torch
@@ -19,6 +20,21 @@ def rotation(position: Tensor, width: int, base: float, dtype: torch.dtype) -> t
     angle = (2 * math.pi * (turns - turns.round())).to(torch.float64 if dtype == torch.float64 else torch.float32)
     angle = angle.unsqueeze(-2)
     return angle.cos(), angle.sin()
+
+
+def rotation_from(first: int, like: Tensor, base: float) -> tuple[Tensor, Tensor]:
+    """:func:`rotation` of tokens first, first + 1, ... for ``like`` (B, T, H, D): one for all layers of a model."""
+    if torch.compiler.is_compiling():
+        place = torch.arange(first, first + like.shape[1], device=like.device)
+        return rotation(place, like.shape[-1], base, like.dtype)
+    return _rotation_from(
+        first, like.shape[1], like.shape[-1], base, like.dtype, like.device, torch.is_inference_mode_enabled()
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def _rotation_from(first: int, length: int, width: int, base: float, dtype, device, _inference: bool):
+    return rotation(torch.arange(first, first + length, device=device), width, base, dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_pt.config import Config
-from titans_pt.config_history import completed
+from titans_pt.config_check import completed
 from titans_pt.errors import UserError
 from titans_pt.run import differences
 from titans_pt.tools.files import write_text

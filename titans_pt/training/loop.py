@@ -20,6 +20,8 @@ from titans_pt.evaluation import runner
 from titans_pt.layers.memory import NeuralMemory
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks import TASKS, Samples, Task, TaskData
+from titans_pt.tensorboard_log import TensorBoardLog
+from titans_pt.training.gauges import Gauges, lost_to
 from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
 from titans_pt.training.plan import make_plan
 from titans_pt.training.plots import plot_loss
@@ -55,6 +57,7 @@ def train(config: Config) -> int:
         task = TASKS.find(config.task)(config)
         data = task.open()
         ranks.on_first(lambda: stack.enter_context(folder.opened()) and None)
+        stack.enter_context(watch.stacks_in(folder.stacks))
         trainer = Trainer(task, data, folder, ranks, signals, watch)
         stack.callback(trainer.close)
         return trainer.run()
@@ -89,6 +92,7 @@ class Trainer:
         if config.evaluation.every:
             runner.check(task, config.evaluation.suites)
         self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
+        self.gauges = Gauges(ranks)
 
         self.engine = build_engine(task, start, ranks)
         self.saver = Saver(
@@ -103,7 +107,7 @@ class Trainer:
             self.flops_per_token = task.build_model().flops(seq_len).total
         peak = peak_flops(ranks.device)
         self.peak_flops = peak and peak * ranks.world_size
-        self.wandb = self.metrics = None
+        self.wandb = self.tensorboard = self.metrics = None
         for record in ranks.on_first(lambda: self._open_logs(state)):
             if record["kind"] == "train":
                 self.loss = record["loss"]
@@ -124,6 +128,7 @@ class Trainer:
         self.task.keep(self.folder)
         self.metrics = MetricsLog(self.folder.metrics, self.step)
         self.wandb = WandbLog(self.config, self.folder, state and state.wandb_id)
+        self.tensorboard = TensorBoardLog(self.config.run.tensorboard, self.folder, self.step)
         log.info(
             "%s step %d: %s parameters, %d tensor x %d data ranks on %s, ZeRO %d, %s, %d micro-batches of %d samples",
             "resuming at" if state else "starting at", self.step, f"{self.engine.parameters:,}",
@@ -143,7 +148,7 @@ class Trainer:
         while self.step < self.last_step:
             signal = self._train_step()
             if signal:
-                self.saver.save()
+                self._save()
                 self.saver.wait()
                 self._say(f"stopped by signal {signal} at step {self.step}; {self._saved_at()}; "
                           "the same command continues")
@@ -155,7 +160,7 @@ class Trainer:
             if train.eval_every and self.step % train.eval_every == 0:
                 self._validate()
             if self.step % train.checkpoint_every == 0 or self.saver.postponed:
-                self.saver.save()
+                self._save()
             self._evaluate()
         self._finish()
         return 0
@@ -201,13 +206,15 @@ class Trainer:
         if applied:
             self.nonfinite_in_a_row = 0
             self.loss = loss
+            self.gauges.step(loss)
             self.first_loss = loss if self.first_loss is None else self.first_loss
             if logged:
+                parts = stopwatch.seconds()
                 self._log("train", loss=loss, grad_norm=self.engine.gradient_norm(), lr=lr,
                           tokens=self.samples * self.config.data.seq_len, tokens_per_second=speed,
                           mfu=self.peak_flops and speed * self.flops_per_token / self.peak_flops,
-                          **{f"{part}_seconds": spent for part, spent in stopwatch.seconds().items()},
-                          **memory, skipped=self.nonfinite)
+                          **{f"{part}_seconds": spent for part, spent in parts.items()},
+                          **self.gauges.read(parts, speed), **memory, skipped=self.nonfinite)
         else:
             self._note_skipped(loss, first_sample, limit if limit < loss < math.inf else None)
         if failed:
@@ -259,6 +266,7 @@ class Trainer:
 
     # ---- around the steps
 
+    @lost_to("validation")
     def _validate(self):
         """Mean figures over a fixed set of validation samples, divided among ranks; at most once per step."""
         if self.validated_step == self.step:
@@ -284,6 +292,7 @@ class Trainer:
             weight = torch.tensor([float(p < count) for p in positions], device=self.ranks.device)
             yield self.task.to_device(batch, self.ranks.device), weight
 
+    @lost_to("evaluation")
     def _evaluate(self):
         """Every evaluation.every steps: runs the suites, once, on a new checkpoint; a restart repeats no sample.
 
@@ -292,8 +301,9 @@ class Trainer:
         settings = self.config.evaluation
         if not settings.every or self.step % settings.every or self.evaluated_step == self.step:
             return
-        self.saver.save()
-        self.saver.wait()
+        self._save()
+        with self.gauges.during("checkpoint"):
+            self.saver.wait()
         if self.saver.step != self.step:
             if self.ranks.first:
                 log.warning("step %d is not evaluated: it has no checkpoint, since it was not finite", self.step)
@@ -308,6 +318,11 @@ class Trainer:
             found |= self.ranks.on_first(lambda own=own, part=part: own or part())
         self.evaluated_step = self.step
         self._log("evaluation", **runner.figures(found))
+
+    @lost_to("checkpoint")
+    def _save(self):
+        """Takes a checkpoint, if the last step was finite (see :class:`Saver`)."""
+        self.saver.save()
 
     def _state(self) -> TrainerState:
         config = self.config
@@ -328,7 +343,7 @@ class Trainer:
             self.wandb.send("checkpoint", "model", path)
 
     def _finish(self):
-        self.saver.save()
+        self._save()
         if self.saver.step != self.step:
             self.saver.give_up()
         self._validate()
@@ -367,6 +382,7 @@ class Trainer:
                 self.saver.report(error)
             numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}
             self.wandb.write(self.step, numbers)
+            self.tensorboard.write(self.step, numbers)
 
     def _say(self, text: str):
         if self.ranks.first:
@@ -382,6 +398,8 @@ class Trainer:
             self.metrics.close()
         if self.wandb:
             self.wandb.close()
+        if self.tensorboard:
+            self.tensorboard.close()
 
 
 def _announce(config: Config, ranks: Ranks):

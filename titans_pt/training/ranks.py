@@ -70,6 +70,15 @@ class Ranks:
             dist.all_reduce(vector)
         return vector.tolist()
 
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """The values of every rank, by rank, in float64; as many from each."""
+        if self.world_size == 1:
+            return [values]
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        found = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(found, own)
+        return [each.tolist() for each in found]
+
 
 @contextmanager
 def process_group(timeout: float = 600.0):

@@ -1,12 +1,18 @@
 """Ends a run in which some rank makes no progress, and says where each rank was."""
 
+import contextlib
+import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from titans_pt.training.ranks import Ranks
@@ -16,8 +22,8 @@ class Watchdog:
     """``with Watchdog(ranks, timeout) as watchdog``: a thread that watches training, which calls :meth:`at`.
 
     Every rank reports its place to the store of the process group. When a rank has been at one place for ``timeout``
-    seconds (a collective that a peer never joined, a disk that does not answer), one rank prints all places, and the
-    process ends with status 1: torchrun then ends or restarts the others.
+    seconds (a collective that a peer never joined, a disk that does not answer), every rank writes its stacks, one rank
+    prints all places, and the process ends with status 1: torchrun then ends or restarts the others.
 
     Args:
         timeout: seconds; train.timeout.
@@ -28,13 +34,15 @@ class Watchdog:
         self._interval = min(5.0, timeout / 4)
         self._ended = threading.Event()
         self._main = threading.get_ident()
+        self._began = time.monotonic()
         self._store = None
         self._threads: list[threading.Thread] = []
+        self._stacks: Path | None = None
         self.at("the start")
 
     def at(self, where: str, slow: bool = False):
         """Notes what comes next; costs nothing. slow: it may take five times as long."""
-        self._place = (where, time.time())
+        self._place = (where, time.monotonic())
         self._limit = self.timeout * (5 if slow else 1)
 
     def __enter__(self):
@@ -53,18 +61,48 @@ class Watchdog:
         for thread in self._threads:
             thread.join(1.0)
 
-    def _tell(self):
-        while not self._ended.wait(self._interval):
-            where, since = self._place
+    @contextlib.contextmanager
+    def stacks_in(self, folder: Path) -> Iterator[None]:
+        """While active, ``folder``/rank-R.txt gets the stacks of all threads of rank R when the run hangs.
+
+        And whenever the process gets SIGUSR2: for a process that holds Python's lock, this is the only way.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank-{self.ranks.rank}.txt"
+        with path.open("a") as file:
+            faulthandler.register(signal.SIGUSR2, file, all_threads=True)
+            self._stacks = path
             try:
-                self._store.set(str(self.ranks.rank), json.dumps([where, since, time.time()]))
+                yield
+            finally:
+                self._stacks = None
+                faulthandler.unregister(signal.SIGUSR2)
+        if not path.stat().st_size:
+            path.unlink()
+            with contextlib.suppress(OSError):  # other ranks' files are still in it
+                folder.rmdir()
+
+    def _tell(self):
+        stalled = False
+        while not self._ended.wait(self._interval):
+            # Ages instead of times, and of a clock that nobody sets: hosts do not agree on the time of day.
+            now, (where, since) = time.monotonic(), self._place
+            place = [where, now - since, now - self._began, _process_space(), os.getpid() if self._stacks else None]
+            try:
+                self._store.set(str(self.ranks.rank), json.dumps(place))
+                if stalled:
+                    self._wake_neighbours()
+                    return
+                if self._store.check(["stalled"]):
+                    stalled = True
+                    self._write_stacks()
             except dist.DistError:  # the store went with the process that held it: the run is ending
                 return
 
     def _look(self):
         while not self._ended.wait(self._interval):
-            if time.time() - self._place[1] > self._limit:
-                threading.Timer(6 * self._interval, self._end, [self._alone()]).start()
+            if time.monotonic() - self._place[1] > self._limit:
+                threading.Timer(8 * self._interval, self._end, [self._alone()]).start()
                 try:
                     self._stop()
                 except dist.DistError:
@@ -72,10 +110,38 @@ class Watchdog:
 
     def _stop(self):
         if self._store.add("stalled", 1) == 1:
-            time.sleep(2 * self._interval)  # for the others to report their places
+            time.sleep(3 * self._interval)  # for the others to report their places, and to write their stacks
             self._end(self._report())
-        time.sleep(4 * self._interval)  # the report must be out before torchrun ends everyone
+        time.sleep(6 * self._interval)  # the report must be out before torchrun ends everyone
         os._exit(1)
+
+    def _write_stacks(self):
+        """The stacks of this process, and what its collectives were (torch's flight recorder)."""
+        if not (path := self._stacks):
+            return
+        with path.open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {self._place[0]}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        recorder = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
+        if dump := getattr(torch._C._distributed_c10d, recorder, None):
+            # Without its own stacks: to name their lines it waits for the very collective that hangs.
+            record = dump(includeStackTraces=False)
+            path.with_name(f"collectives-rank-{self.ranks.rank}").write_bytes(record)
+
+    def _wake_neighbours(self):
+        """SIGUSR2 to the silent processes of this machine, which cannot write their stacks by themselves."""
+        places = self._places()
+        latest, here = max(alive for _, _, alive, *_ in places.values()), _process_space()
+        for _, _, alive, space, process in places.values():
+            if process and here and space == here and latest - alive > 3 * self._interval:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGUSR2)
+
+    def _places(self) -> dict[int, list]:
+        """Rank -> [place, seconds at it, seconds of its life, process space, process]; as last told."""
+        ranks = [rank for rank in range(self.ranks.world_size) if self._store.check([str(rank)])]
+        return {rank: json.loads(self._store.get(str(rank))) for rank in ranks}
 
     def _end(self, message: str):
         print(f"titans: error: {message}", file=sys.stderr, flush=True)
@@ -89,18 +155,29 @@ class Watchdog:
         )
 
     def _report(self) -> str:
-        now, places = time.time(), []
+        places, lines = self._places(), []
+        latest = max((alive for _, _, alive, *_ in places.values()), default=0.0)
         for rank in range(self.ranks.world_size):
-            if not self._store.check([str(rank)]):
-                places.append(f"rank {rank} never reported its place")
+            if rank not in places:
+                lines.append(f"rank {rank} never reported its place")
                 continue
-            where, since, told = json.loads(self._store.get(str(rank)))
-            silent = f" and has been silent for {now - told:.0f} s" if now - told > 3 * self._interval else ""
-            places.append(f"rank {rank} has been at {where} for {now - since:.0f} s{silent}")
+            where, age, alive, *_ = places[rank]
+            lost = latest - alive
+            silent = f" and has been silent for {lost:.0f} s" if lost > 3 * self._interval else ""
+            lines.append(f"rank {rank} has been at {where} for {age + lost:.0f} s{silent}")
         frame = traceback.extract_stack(sys._current_frames()[self._main])[-1]
+        stacks = f"Their stacks are in {self._stacks.parent}. " if self._stacks else ""
         return (
-            f"train.timeout: no progress for {self._limit:g} s: {'; '.join(places)} (rank {self.ranks.rank} in "
-            f"{frame.name}, {frame.filename}:{frame.lineno}). Look at the machine of a rank that is elsewhere or "
-            "silent; if all are merely slow, raise train.timeout. The same command continues from the newest "
+            f"train.timeout: no progress for {self._limit:g} s: {'; '.join(lines)} (rank {self.ranks.rank} in "
+            f"{frame.name}, {frame.filename}:{frame.lineno}). {stacks}Look at the machine of a rank that is elsewhere "
+            "or silent; if all are merely slow, raise train.timeout. The same command continues from the newest "
             "checkpoint"
         )
+
+
+def _process_space() -> str | None:
+    """What the processes have in common that know one another by number: a machine's, or a container's."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None

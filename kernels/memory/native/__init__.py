@@ -5,6 +5,7 @@ PyTorch operators over all rows at once move every weight set through the shared
 
 import ctypes
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +28,9 @@ class _Call(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
         for name in ("blocks", "rows", "tokens", "layers", "width", "hidden", "gate_layers",
-                     "activation", "norm", "residual", "to_start", "every")
+                     "activation", "norm", "residual", "to_start", "every",
+                     "heads", "batch", "head", "block", "token",
+                     "gate_batch", "gate_head", "gate_block", "gate_token", "gate_layer")
     ]  # fmt: skip
 
 
@@ -64,17 +67,18 @@ def unserved(x: Tensor, network: NetworkShape) -> str | None:
 class NativeScan(torch.autograd.Function):
     """apply(plan, q, k, v, theta, eta, alpha, valid, *norm, *begin, *W, *S, *F) -> (out, *W, *S, *F).
 
-    q, k, v: (n, N, c, D). theta, eta, alpha: (gate_layers, n, N, c); valid: (n, N, c) or None. The others and the
-    results as those of :class:`titans_pt.kernels.memory.scan.MemoryScan`.
+    Blocks that are the same in every row, valid None: q, k, v (B, n c, H, D), gates (B, n c, H, gate_layers). Else
+    q, k, v (n, N, c, D), gates (gate_layers, n, N, c), valid (n, N, c). The others and the results as those of
+    :class:`titans_pt.kernels.memory.scan.MemoryScan`, but W is always the memory's weights.
     """
 
     @staticmethod
     def forward(ctx, plan, q: Tensor, k: Tensor, v: Tensor, theta: Tensor, eta: Tensor, alpha: Tensor, valid, *rest):
-        layers, blocks, rows = plan.network.depth, q.shape[0], q.shape[1]
+        layers, blocks, rows = plan.network.depth, len(plan.new_chunk), rest[-1].shape[0]
         tensors = [x.contiguous() for x in (q, k, v, theta, eta, alpha, *rest)]
         if valid is not None:
             valid = valid.to(q.dtype).contiguous()
-        call = _call(plan, tensors[0])
+        call = _call(plan, tensors[0], valid is not None, rows)
         compiled = native.library(SOURCE, q.dtype)
         compiled.set_size.restype = ctypes.c_int64
         kept = None
@@ -86,7 +90,7 @@ class NativeScan(torch.autograd.Function):
         out = torch.empty_like(tensors[0])
         state = [torch.empty_like(w) for w in tensors[-3 * layers :]]
         outputs = _Outputs(out=out.data_ptr(), **_by_layer(state, ("W", "S", "F")))
-        native.run(compiled.forward, rows, *map(ctypes.byref, (call, inputs, outputs)))
+        native.run(compiled.forward, rows, _operations(call), *map(ctypes.byref, (call, inputs, outputs)))
         ctx.plan, ctx.every, ctx.flags = plan, call.every, flags
         ctx.save_for_backward(*tensors, valid, kept)
         ctx.set_materialize_grads(False)
@@ -96,8 +100,8 @@ class NativeScan(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out, *d_state):
         *tensors, valid, kept = ctx.saved_tensors
-        plan, layers, rows = ctx.plan, ctx.plan.network.depth, tensors[0].shape[1]
-        call = _call(plan, tensors[0])
+        plan, layers, rows = ctx.plan, ctx.plan.network.depth, tensors[-1].shape[0]
+        call = _call(plan, tensors[0], valid is not None, rows)
         call.every = ctx.every
         inputs = _inputs(plan, tensors, valid, ctx.flags, kept)
         d_out = torch.zeros_like(tensors[0]) if d_out is None else d_out.contiguous()
@@ -112,8 +116,18 @@ class NativeScan(torch.autograd.Function):
             out=d_out.data_ptr(), **pointers, **_by_layer(d_state, ("W", "S", "F")), **_by_layer(begin, ("begin",))
         )
         compiled = native.library(SOURCE, tensors[0].dtype)
-        native.run(compiled.reverse, rows, *map(ctypes.byref, (call, inputs, given)))
+        native.run(compiled.reverse, rows, _operations(call), *map(ctypes.byref, (call, inputs, given)))
         return None, *grads[:6], None, *grads[6:], *d_state
+
+
+@dataclass
+class _Token:
+    """The plan of one token."""
+
+    network: NetworkShape
+    to_start: bool
+    gate_layers: int
+    new_chunk = (None,)
 
 
 @torch.no_grad()
@@ -136,22 +150,15 @@ def next_token(
     """
     batch, _, heads, width = q.shape
     rows, layers = batch * heads, network.depth
-    layers_of_gates = gates[0].shape[-1]
-    # (B, 1, H, L) -> (L, 1, B H, 1); B H is the order of rows of all the others.
-    given = [x.contiguous() for x in (q, k, v, *(g.permute(3, 1, 0, 2) for g in gates))]
+    given = [x.contiguous() for x in (q, k, v, *gates)]
     given += [p.expand(batch, heads, width).contiguous() for p in norm or ()]
-    begin = [w.expand(batch, *w.shape).contiguous() for w in start] if to_start else []
     weights = [w.contiguous() for w in (*state.weights, *state.momentum, *state.chunk_weights)]
-    if to_start:
-        weights[:layers] = [w - w0 for w, w0 in zip(weights[:layers], begin, strict=True)]
-    call = _Call(
-        blocks=1, rows=rows, tokens=1, layers=layers, width=width, hidden=network.hidden, gate_layers=layers_of_gates,
-        activation=ACTIVATIONS.index(network.activation), norm=network.norm, residual=network.residual,
-        to_start=to_start,
-    )  # fmt: skip
+    begin = [w.expand(batch, *w.shape).contiguous() for w in start] if to_start else []
+    plan = _Token(network, to_start, gates[0].shape[-1])
+    call = _call(plan, q, False, rows)
     offset = state.offset.tolist()
-    new_chunk = (ctypes.c_uint8 * rows)(*(tokens == 0 for tokens in offset for _ in range(heads)))
-    new_document = (ctypes.c_uint8 * rows)()
+    new_chunk = _flags([torch.tensor([tokens == 0 for tokens in offset for _ in range(heads)])], rows)
+    new_document = _flags([False], rows)
     names = ("q", "k", "v", "theta", "eta", "alpha", "gamma", "beta")
     inputs = _Inputs(
         **dict(zip(names, (x.data_ptr() for x in given), strict=False)),
@@ -161,9 +168,7 @@ def next_token(
     out, after = torch.empty_like(given[0]), [torch.empty_like(w) for w in weights]
     outputs = _Outputs(out=out.data_ptr(), **_by_layer(after, ("W", "S", "F")))
     compiled = native.library(SOURCE, q.dtype)
-    native.run(compiled.forward, rows, *map(ctypes.byref, (call, inputs, outputs)))
-    if to_start:
-        after[:layers] = [w.add_(w0) for w, w0 in zip(after[:layers], begin, strict=True)]
+    native.run(compiled.forward, rows, _operations(call), *map(ctypes.byref, (call, inputs, outputs)))
     now, momentum, frozen = (tuple(after[i * layers : (i + 1) * layers]) for i in range(3))
     offset = [(tokens + 1) % chunk_size for tokens in offset]
     if not any(offset):
@@ -173,31 +178,55 @@ def next_token(
     return out, MemoryState(now, momentum, frozen, torch.tensor(offset))
 
 
-def group(blocks: int, rows: int, network: NetworkShape, size: int, save_every: int | None) -> int:
-    """Blocks between two states that are kept; size: bytes of a number."""
+def group(blocks: int, rows: int, network: NetworkShape, size: int, save_every: int | None) -> tuple[int, bool]:
+    """Blocks between two states that are kept, and whether any is; size: bytes of a number."""
     states = blocks * rows * 3 * size * sum(a * b for a, b in network.layers)
-    return min(save_every or -(-states // KEEP_BYTES), math.isqrt(blocks) if save_every is None else blocks) or 1
+    fewest = max(1, min(-(-states // KEEP_BYTES), math.isqrt(blocks)))
+    return min(save_every or fewest, blocks), torch.is_grad_enabled()
 
 
-def _call(plan, q: Tensor) -> _Call:
-    blocks, rows, tokens, width = q.shape
-    network = plan.network
+def _call(plan, q: Tensor, folded: bool, rows: int) -> _Call:
+    network, blocks, width, layers = plan.network, len(plan.new_chunk), q.shape[-1], plan.gate_layers
+    if folded:
+        c = q.shape[2]
+        places = {"heads": 1, "batch": c * width, "head": 0, "block": rows * c * width, "token": width}
+        gates = {"batch": c, "head": 0, "block": rows * c, "token": 1, "layer": blocks * rows * c}
+    else:
+        length, heads = q.shape[1:3]
+        c = length // blocks
+        places = _places(length, heads, width, c)
+        gates = _places(length, heads, layers, c) | {"layer": 1}
+        del gates["heads"]
     return _Call(
-        blocks=blocks, rows=rows, tokens=tokens, layers=network.depth, width=width, hidden=network.hidden,
-        gate_layers=plan.gate_layers, activation=ACTIVATIONS.index(network.activation),
-        norm=network.norm, residual=network.residual, to_start=plan.to_start,
+        blocks=blocks, rows=rows, tokens=c, layers=network.depth, width=width, hidden=network.hidden,
+        gate_layers=layers, activation=ACTIVATIONS.index(network.activation), norm=network.norm,
+        residual=network.residual, to_start=plan.to_start, **places,
+        **{f"gate_{name}": step for name, step in gates.items()},
     )  # fmt: skip
 
 
-def _flags(each: list, rows: int) -> Tensor:
-    """Per block a bool or a tensor (N,) -> (n, N) uint8."""
-    if all(isinstance(flag, bool) for flag in each):
-        return torch.tensor(each, dtype=torch.uint8)[:, None].expand(-1, rows).contiguous()
-    full = [torch.full((rows,), flag) if isinstance(flag, bool) else flag for flag in each]
-    return torch.stack(full).to(torch.uint8)
+def _places(length: int, heads: int, width: int, c: int) -> dict[str, int]:
+    """Of (B, T, heads, width) in blocks of c tokens."""
+    return {
+        "heads": heads, "batch": length * heads * width, "head": width, "block": c * heads * width,
+        "token": heads * width,
+    }  # fmt: skip
 
 
-def _inputs(plan, tensors: list[Tensor], valid: Tensor | None, flags: tuple[Tensor, Tensor], kept: Tensor | None):
+def _operations(call: _Call) -> int:
+    """Of a forward pass, roughly."""
+    return 20 * call.blocks * call.rows * call.tokens * call.width * call.hidden * call.layers
+
+
+def _flags(each: list, rows: int) -> ctypes.Array:
+    """Per block a bool or a tensor (N,) -> (n, N) bytes."""
+    parts = (bytes([flag]) * rows if isinstance(flag, bool) else bytes(flag.tolist()) for flag in each)
+    return ctypes.create_string_buffer(b"".join(parts), len(each) * rows)
+
+
+def _inputs(
+    plan, tensors: list[Tensor], valid: Tensor | None, flags: tuple[ctypes.Array, ctypes.Array], kept: Tensor | None
+) -> _Inputs:
     layers = plan.network.depth
     q, k, v, theta, eta, alpha, *rest = tensors
     norm, begin, state = rest[: 2 * plan.network.norm], rest[2 * plan.network.norm : -3 * layers], rest[-3 * layers :]
@@ -206,7 +235,7 @@ def _inputs(plan, tensors: list[Tensor], valid: Tensor | None, flags: tuple[Tens
     return _Inputs(
         **pointers,
         valid=None if valid is None else valid.data_ptr(), kept=None if kept is None else kept.data_ptr(),
-        new_chunk=flags[0].data_ptr(), new_document=flags[1].data_ptr(),
+        new_chunk=ctypes.addressof(flags[0]), new_document=ctypes.addressof(flags[1]),
         **_by_layer(begin, ("begin",)), **_by_layer(state, ("W", "S", "F")),
     )  # fmt: skip
 

@@ -27,6 +27,9 @@ typedef struct {
     int64_t blocks, rows, tokens, layers, width, hidden, gate_layers;
     int64_t activation, norm, residual, to_start;
     int64_t every; /* blocks between two states that are kept for the backward pass; 0: none is */
+    /* Where row r's token t of block n is, in numbers: r / heads * batch + r % heads * head + n * block + t * token, and
+    the same with gate_* for gates, plus layer * gate_layer. */
+    int64_t heads, batch, head, block, token, gate_batch, gate_head, gate_block, gate_token, gate_layer;
 } Call;
 
 /* ---- products of matrices */
@@ -267,14 +270,15 @@ typedef struct {
 } Gates;
 
 typedef struct {
-    const real *theta, *eta, *alpha, *valid; /* (tokens); valid NULL where all are */
+    const real *theta, *eta, *alpha, *valid; /* of each token; valid NULL where all are */
+    int64_t step;                            /* between two tokens, but for valid */
 } Given;
 
 static void gates(int c, int lanes, Given g, Gates *o) {
     real A = 1, B = 0, m = 1;
     for (int t = 0; t < c; t++) {
         real keep = 1, eta = 1, counts = g.valid ? g.valid[t] : 1;
-        if (counts) keep = 1 - g.alpha[t], eta = g.eta[t];
+        if (counts) keep = 1 - g.alpha[t * g.step], eta = g.eta[t * g.step];
         real *E = o->E + t * lanes, *P = o->P + t * lanes;
         if (t) {
             for (int i = 0; i < lanes; i++) E[i] = eta * E[i - lanes];
@@ -291,7 +295,7 @@ static void gates(int c, int lanes, Given g, Gates *o) {
     for (int t = c; t < lanes; t++) o->A[t] = o->B[t] = o->m[t] = 0;
     const real *last_E = o->E + (c - 1) * lanes, *last_P = o->P + (c - 1) * lanes;
     real theta[lanes];
-    for (int i = 0; i < lanes; i++) theta[i] = i < c && (!g.valid || g.valid[i]) ? g.theta[i] : 0;
+    for (int i = 0; i < lanes; i++) theta[i] = i < c && (!g.valid || g.valid[i]) ? g.theta[i * g.step] : 0;
     for (int i = 0; i < lanes; i++) o->e[i] = last_E[i] * theta[i], o->p[i] = last_P[i] * theta[i];
     for (int t = 0; t < lanes; t++)
         for (int i = 0; i < lanes; i++) o->mix[t * lanes + i] = t < c ? o->P[t * lanes + i] * theta[i] : 0;
@@ -311,7 +315,7 @@ static void gates_back(int c, int lanes, Given g, const Gates *o, real *d_mix, c
     real d_E[lanes], d_P[lanes], theta[lanes];
     const real *last_E = o->E + (c - 1) * lanes;
     for (int i = 0; i < lanes; i++) {
-        theta[i] = i < c && (!g.valid || g.valid[i]) ? g.theta[i] : 0;
+        theta[i] = i < c && (!g.valid || g.valid[i]) ? g.theta[i * g.step] : 0;
         d_E[i] = d_e[i] * theta[i];
         d_P[i] = 0;
         d_theta[i] += d_e[i] * last_E[i];
@@ -319,7 +323,7 @@ static void gates_back(int c, int lanes, Given g, const Gates *o, real *d_mix, c
     real dA = 0, dB = 0, dm = d_m;
     for (int t = c - 1; t >= 0; t--) {
         real keep = 1, eta = 1, counts = g.valid ? g.valid[t] : 1;
-        if (counts) keep = 1 - g.alpha[t], eta = g.eta[t];
+        if (counts) keep = 1 - g.alpha[t * g.step], eta = g.eta[t * g.step];
         const real *E = o->E + t * lanes, *P = o->P + t * lanes;
         real *own = d_mix + t * lanes;
         memset(own + t + 1, 0, (lanes - t - 1) * sizeof(real)); /* what no token sees of later ones */
@@ -431,17 +435,17 @@ static void lay_out(Block *b, Arena *a) {
     for (int i = 0; i < 5; i++) *squares[i] = take(a, square);
 }
 
-/* (c x D) as the caller has it <-> (D x lanes). */
-static void load(const Block *b, const real *from, real *to) {
+/* Tokens as the caller has them <-> (D x lanes). */
+static void load(const Block *b, const real *from, int64_t step, real *to) {
     for (int i = 0; i < b->D; i++) {
-        for (int t = 0; t < b->c; t++) to[i * b->lanes + t] = from[t * b->D + i];
+        for (int t = 0; t < b->c; t++) to[i * b->lanes + t] = from[t * step + i];
         for (int t = b->c; t < b->lanes; t++) to[i * b->lanes + t] = 0;
     }
 }
 
-static void store(const Block *b, const real *from, real *to) {
+static void store(const Block *b, const real *from, int64_t step, real *to) {
     for (int t = 0; t < b->c; t++)
-        for (int i = 0; i < b->D; i++) to[t * b->D + i] = from[i * b->lanes + t];
+        for (int i = 0; i < b->D; i++) to[t * step + i] = from[i * b->lanes + t];
 }
 
 /* to = from scaled token by token, transposed to (tokens x features). */
@@ -757,10 +761,11 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
 
 /* ---- all blocks of some rows */
 
-/* What every call is given: pointers to contiguous tensors; of weights one for each layer, (rows, d_in, d_out). */
+/* What every call is given: pointers to contiguous tensors; of weights one for each layer, (rows, d_in, d_out). W is the
+memory's weights, whatever they are forgotten to; begin: M_0. */
 typedef struct {
-    const real *q, *k, *v;                   /* (blocks, rows, tokens, width) */
-    const real *theta, *eta, *alpha, *valid; /* (gate layers, blocks, rows, tokens); valid (blocks, rows, tokens) */
+    const real *q, *k, *v;                   /* laid out as Call says, as are results and gradients of their kind */
+    const real *theta, *eta, *alpha, *valid; /* likewise; valid (blocks, rows, tokens) */
     const real *gamma, *beta;                /* (rows, width) */
     const uint8_t *new_chunk, *new_document; /* (blocks, rows) */
     real *begin[MAX_LAYERS], *W[MAX_LAYERS], *S[MAX_LAYERS], *F[MAX_LAYERS];
@@ -802,17 +807,31 @@ static void add(int64_t size, real *to, const real *x) {
     for (int64_t i = 0; i < size; i += LANES) AT(to, i) += CONST_AT(x, i);
 }
 
+static void subtract(int64_t size, real *to, const real *x) {
+    for (int64_t i = 0; i < size; i += LANES) AT(to, i) -= CONST_AT(x, i);
+}
+
+static int64_t place(const Call *call, int64_t n, int64_t row) {
+    return row / call->heads * call->batch + row % call->heads * call->head + n * call->block;
+}
+
+static int64_t gate_place(const Call *call, int64_t n, int64_t row, int g) {
+    return row / call->heads * call->gate_batch + row % call->heads * call->gate_head + n * call->gate_block +
+           g * call->gate_layer;
+}
+
 static Given given(const Call *call, const Inputs *x, int64_t n, int64_t row, int g) {
-    int64_t at = (n * call->rows + row) * call->tokens, layer = call->blocks * call->rows * call->tokens * g;
-    return (Given){x->theta + layer + at, x->eta + layer + at, x->alpha + layer + at, x->valid ? x->valid + at : NULL};
+    int64_t at = gate_place(call, n, row, g);
+    const real *valid = x->valid ? x->valid + (n * call->rows + row) * call->tokens : NULL;
+    return (Given){x->theta + at, x->eta + at, x->alpha + at, valid, call->gate_token};
 }
 
 /* What a block reads: its tokens, its gates. */
 static void fetch(Block *b, const Call *call, const Inputs *x, int64_t n, int64_t row) {
-    int64_t at = (n * call->rows + row) * call->tokens * call->width;
-    load(b, x->q + at, b->q);
-    load(b, x->k + at, b->k);
-    load(b, x->v + at, b->v);
+    int64_t at = place(call, n, row);
+    load(b, x->q + at, call->token, b->q);
+    load(b, x->k + at, call->token, b->k);
+    load(b, x->v + at, call->token, b->v);
     for (int g = 0; g < b->gate_layers; g++) gates(b->c, b->lanes, given(call, x, n, row, g), &b->gate[g]);
     b->gamma = x->gamma + row * call->width, b->beta = x->beta + row * call->width;
 }
@@ -856,6 +875,7 @@ int forward(const Call *call, const Inputs *x, const Outputs *y, int64_t first, 
         pack(&b, x->S, row, S);
         pack(&b, x->F, row, F);
         if (x->begin[0]) pack(&b, x->begin, row, base);
+        if (b.to_start) subtract(state, W, base);
         for (int64_t n = 0; n < call->blocks; n++) {
             if (call->every && n % call->every == 0) {
                 real *to = x->kept + (n / call->every * call->rows + row) * 3 * state;
@@ -865,9 +885,10 @@ int forward(const Call *call, const Inputs *x, const Outputs *y, int64_t first, 
             fetch(&b, call, x, n, row);
             key_side(&b, F);
             read(&b, W, S, b.to_start ? base : NULL);
-            store(&b, b.out, y->out + (n * call->rows + row) * call->tokens * call->width);
+            store(&b, b.out, call->token, y->out + place(call, n, row));
             write(&b, W, S);
         }
+        if (b.to_start) add(state, W, base);
         unpack(&b, W, row, y->W);
         unpack(&b, S, row, y->S);
         unpack(&b, F, row, y->F);
@@ -894,6 +915,7 @@ int reverse(const Call *call, const Inputs *x, const Gradients *d, int64_t first
         pack(&b, d->S, row, dS);
         pack(&b, d->F, row, dF);
         if (x->begin[0]) pack(&b, x->begin, row, base), pack(&b, d->begin, row, d_base);
+        if (b.to_start) add(state, d_base, dW);
         b.d_gamma = d->gamma + row * call->width, b.d_beta = d->beta + row * call->width;
         for (int64_t group = (call->blocks - 1) / call->every; group >= 0; group--) {
             int64_t begin = group * call->every, end = begin + call->every;
@@ -910,24 +932,25 @@ int reverse(const Call *call, const Inputs *x, const Gradients *d, int64_t first
             }
             for (int64_t n = end - 1; n >= begin; n--) {
                 real *W = played + (n - begin) * 3 * state, *S = W + state, *F = S + state;
-                int64_t at = (n * call->rows + row) * call->tokens, wide = at * call->width;
+                int64_t at = place(call, n, row);
                 const real *from = b.to_start ? base : NULL;
                 fetch(&b, call, x, n, row);
-                load(&b, d->out + wide, b.d_out);
+                load(&b, d->out + at, call->token, b.d_out);
                 key_side(&b, F);
                 read(&b, W, S, from);
                 backward(&b, W, S, F, from, dW, dS, dF, d_base);
-                store(&b, b.d_q, d->q + wide);
-                store(&b, b.d_k, d->k + wide);
-                store(&b, b.d_v, d->v + wide);
+                store(&b, b.d_q, call->token, d->q + at);
+                store(&b, b.d_k, call->token, d->k + at);
+                store(&b, b.d_v, call->token, d->v + at);
                 for (int g = 0; g < b.gate_layers; g++) {
-                    int64_t here = at + call->blocks * call->rows * call->tokens * g;
+                    int64_t here = gate_place(call, n, row, g);
                     real *to[] = {d->theta + here, d->eta + here, d->alpha + here}, part[3][b.lanes];
                     memset(part, 0, sizeof part);
                     transpose(b.d_mix[g], b.lanes, b.lanes, b.lanes, b.square, b.lanes);
                     gates_back(b.c, b.lanes, given(call, x, n, row, g), &b.gate[g], b.square, b.d_A[g], b.d_B[g],
                                b.d_m[g], b.d_e[g], part[0], part[1], part[2]);
-                    for (int i = 0; i < 3; i++) memcpy(to[i], part[i], b.c * sizeof(real));
+                    for (int i = 0; i < 3; i++)
+                        for (int t = 0; t < b.c; t++) to[i][t * call->gate_token] = part[i][t];
                 }
                 if (x->new_chunk[n * call->rows + row]) {
                     add(state, dW, dF);
@@ -941,6 +964,7 @@ int reverse(const Call *call, const Inputs *x, const Gradients *d, int64_t first
                 }
             }
         }
+        if (b.to_start) subtract(state, d_base, dW);
         unpack(&b, dW, row, d->W);
         unpack(&b, dS, row, d->S);
         unpack(&b, dF, row, d->F);

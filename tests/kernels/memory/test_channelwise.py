@@ -25,7 +25,7 @@ def channelwise(tensors, depth, *, extremes=False, seed=0):
     B=st.integers(1, 3), T=st.sampled_from([1, 2, 15, 17, 33]), H=st.integers(1, 2), D=st.sampled_from([4, 8]),
     hidden=st.sampled_from([5, 8]), depth=st.integers(1, 4), C=st.sampled_from([1, 5, 8, 16, 100]),
     per_layer=st.booleans(), extremes=st.booleans(), norm=st.booleans(), residual=st.booleans(),
-    activation=st.sampled_from(["gelu", "silu"]), forget_to=st.sampled_from(["start", "zero"]),
+    activation=st.sampled_from(["gelu", "silu", "relu"]), forget_to=st.sampled_from(["start", "zero"]),
     resets=st.booleans(), initial=st.booleans(), save_every=st.sampled_from([None, 1, 3]), seed=st.integers(0, 10**6),
 )  # fmt: skip
 def test_equals_the_definition(
@@ -97,11 +97,11 @@ def test_cuts_are_invisible(cuts, C, depth, resets, forget_to):
     assert torch.equal(state.offset, end.offset)
 
 
-def test_the_triton_kernels_refuse_it_in_one_line():
-    tensors = [x.float() for x in channelwise(make(1, 3, 2, 16, 32, 2), 2)]
-    with pytest.raises(ValueError, match="alpha has one value per channel .model.memory.alpha=channel.; alpha=head is"):
-        neural_memory(*(x.to("meta") for x in tensors[:6]), tuple(x.to("meta") for x in tensors[6:8]),
-                      norm=tuple(x.to("meta") for x in tensors[8:]), backend="triton")  # fmt: skip
+@pytest.mark.parametrize("backend, device", [("triton", "meta"), ("native", "cpu")])
+def test_other_kernels_refuse_it_in_one_line(backend, device):
+    tensors = [x.float().to(device) for x in channelwise(make(1, 3, 2, 16, 32, 2), 2)]
+    with pytest.raises(ValueError, match=f"{backend}.* alpha has one value per channel .model.memory.alpha=channel."):
+        neural_memory(*tensors[:6], tuple(tensors[6:8]), norm=tuple(tensors[8:]), backend=backend)
 
 
 def test_a_wrong_number_of_channels():

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import titans_pt.kernels.native
 from titans_pt.kernels.memory import NetworkShape, native, neural_memory
 
 MISSING = native.unserved(torch.zeros(1), NetworkShape(4, 4))
@@ -53,7 +54,8 @@ def test_in_fp32_it_is_as_near_to_float64_as_pytorch_is(shape, activation):
         assert ours <= max(2e-6, 4 * theirs)
 
 
-def test_threads_and_kept_states_change_nothing():
+def test_threads_and_kept_states_change_nothing(monkeypatch):
+    monkeypatch.setattr(titans_pt.kernels.native, "WORTH_A_THREAD", 1)
     given, threads = inputs(3, 100, 2, 16, 32, 2), torch.get_num_threads()
     expected = run(given, 2, "native", chunk_size=16, save_every=1)
     try:
@@ -75,6 +77,7 @@ def test_what_it_does_not_serve():
 
 CALL = """
 import torch, warnings
+import titans_pt.kernels.native
 from titans_pt.kernels.memory import NetworkShape, native, neural_memory
 x = torch.nn.functional.normalize(torch.ones(1, 3, 1, 4), dim=-1)
 gate = torch.full((1, 3, 1), 0.1)

@@ -141,7 +141,7 @@ def test_a_completion_script_asks_titans(shell, capsys):
 
 
 @pytest.mark.parametrize(("typed", "completed"), [
-    ("titans c", ["checkpoint", "compare", "completion"]),
+    ("titans c", ["checkpoint", "compare", "completion", "config"]),
     ("titans checkpoint ", ["list", "prune", "verify"]),
     ("titans plan c.yaml a=1 --", ["--ranks", "--memory", "--help"]),
     ("titans completion z", ["zsh"]),

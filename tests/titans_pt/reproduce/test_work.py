@@ -13,6 +13,7 @@ import pytest
 
 from tests.processes import ENVIRONMENT
 from titans_pt.cli import run as titans
+from titans_pt.errors import UserError
 from titans_pt.reproduce import work as working
 from titans_pt.reproduce.claims import claim
 from titans_pt.reproduce.records import Records
@@ -137,6 +138,24 @@ def test_a_study_is_done_once(prepared, tmp_path, ranks, monkeypatch, capsys):
     assert "of a run with train.max_steps=1, asked for is 2; choose another --out" in capsys.readouterr().err
 
 
+def test_a_run_that_diverges_has_a_record_and_any_other_error_none(prepared, tmp_path, monkeypatch, capsys):
+    said = "train.max_nonfinite: the last 10 steps (to 12) had a loss that is not finite; nothing was saved since"
+
+    def diverges(config):
+        raise UserError(said)
+
+    monkeypatch.setattr(loop, "train", diverges)
+    assert titans(words(prepared, tmp_path, 10)) == 0
+    records = Records(tmp_path / "records")
+    assert records.read("swa-s0")["failed"] == said.partition(";")[0] and not records.read("swa-s0")["measured"]
+    assert f"failed ({said.partition(';')[0]})" in (tmp_path / "table1.md").read_text()
+    said = "train.micro_batch: too large"
+    for path in records.folder.iterdir():
+        path.unlink()
+    assert titans(words(prepared, tmp_path, 10)) == 2
+    assert said in capsys.readouterr().err and not list(records.folder.iterdir())
+
+
 def _until(condition, process: subprocess.Popen):
     while not condition():
         assert process.poll() is None, process.stderr.read()[-3000:]
@@ -167,6 +186,15 @@ def test_killed_three_times_the_table_is_the_same(prepared, tmp_path):
     assert set(Records(killed / "records").read("swa-s0")["measured"]) < {"text", "long"}, "killed in the middle"
     subprocess.run(_titans(words(prepared, killed, steps)), env=ENVIRONMENT, check=True, capture_output=True)
     assert (killed / "table1.md").read_text() == (undisturbed / "table1.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_trains_in_several_processes(prepared, tmp_path):
+    more = [*words(prepared, tmp_path, 10), "--ranks", "2", "train.micro_batch=2"]
+    subprocess.run(_titans(more), env=ENVIRONMENT, check=True, capture_output=True)
+    assert Records(tmp_path / "records").read("swa-s0")["trained"]["steps"] == 10
+    assert "2 data ranks" in (tmp_path / "runs" / "swa-s0" / "log.txt").read_text()
 
 
 def _titans(arguments: list[str]) -> list[str]:

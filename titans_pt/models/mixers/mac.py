@@ -16,7 +16,7 @@ from titans_pt.layers.attention import Attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.memory import NeuralMemoryState, Projection
-from titans_pt.layers.rotary import rotate, rotation
+from titans_pt.layers.rotary import rotate, rotation_from
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
@@ -151,10 +151,9 @@ class MAC(MemoryMixer):
         attention = self.attention
         batch, length = x.shape[:2]
         base = state.position if state else 0
-        position = torch.arange(base, base + length, device=x.device)
         queries, read_conv = self.read(x, state and state.read_conv, documents)
         plain = attention.heads(attention.q(x))
-        turn = rotation(position, plain.shape[-1], attention.rope_base, x.dtype)
+        turn = rotation_from(base, plain, attention.rope_base)
         k, v = attention.keys_values(x)
         q, k = rotate(plain, *turn), rotate(k, *turn)
         persistent = None

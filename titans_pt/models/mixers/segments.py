@@ -90,6 +90,9 @@ class Segments:
         """
         if all(piece.new_segment):
             return None
+        if piece.end - piece.begin == 1 and len(set(piece.segment_start)) == 1:  # it sees all that is kept
+            kept = len(memory_places) + self.base + piece.end - piece.oldest
+            return torch.ones(1, 1, kept, dtype=torch.bool, device=device)
         # Made from numbers if all rows have the same place, as usual: copying from the host would wait for the GPU.
         start: int | Tensor = piece.segment_start[0]
         if len(set(piece.segment_start)) > 1:

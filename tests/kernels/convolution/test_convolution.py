@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titans_pt.kernels import convolution, native
-from titans_pt.kernels.convolution import short_convolution
+from titans_pt.kernels import native
+from titans_pt.kernels.convolution import dispatch, short_convolution
 
 
 def plain(x, past, weight, bias):
@@ -16,7 +16,7 @@ def plain(x, past, weight, bias):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("B", "T", "channels", "width"), [(2, 9, 33, 4), (1, 1, 16, 4), (3, 2, 7, 5), (2, 20, 64, 2)])
 def test_it_is_the_convolution(B, T, channels, width, bias):
-    if reason := native.unserved(convolution.SOURCE, torch.zeros(1)):
+    if reason := native.unserved(dispatch.SOURCE, torch.zeros(1)):
         pytest.skip(f"no C: {reason}")
     gen = torch.Generator().manual_seed(T)
     shapes = [(B, T, channels), (B, width - 1, channels), (channels, width), (channels,)]
@@ -34,7 +34,8 @@ def test_it_is_the_convolution(B, T, channels, width, bias):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_threads_change_nothing():
+def test_threads_change_nothing(monkeypatch):
+    monkeypatch.setattr(native, "WORTH_A_THREAD", 1)
     x, past, weight = torch.randn(2, 5, 40), torch.randn(2, 3, 40), torch.randn(40, 4)
     one, threads = short_convolution(x, past, weight), torch.get_num_threads()
     try:

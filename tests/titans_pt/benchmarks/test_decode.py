@@ -1,0 +1,23 @@
+"""titans benchmark decode at the smallest sizes."""
+
+import csv
+import json
+
+from titans_pt import cli
+
+SMALL = ["model.d_model=16", "model.n_layers=1", "model.n_heads=2", "model.vocab_size=32",
+         "model.window=8", "model.mac.segment=8", "model.mac.memory_tokens=4",
+         "model.memory.chunk_size=4", "data.seq_len=16"]  # fmt: skip
+
+
+def test_every_named_mixer_has_a_row(tmp_path, capsys):
+    words = ["benchmark", "decode", "quickstart", *SMALL, "--prompt", "9", "--tokens", "3", "--rounds", "2",
+             "--models", "attention,mac,gla", "--out", str(tmp_path)]  # fmt: skip
+    assert cli.run(words) == 0
+    rows = list(csv.DictReader((tmp_path / "decode.csv").open()))
+    assert [row["model"] for row in rows] == ["attention", "mac", "gla"]
+    assert float(rows[0]["of_first"]) == 1 and all(float(row["tokens_per_second"]) > 0 for row in rows)
+    assert json.loads((tmp_path / "decode.json").read_text())["prompt"] == 9
+    assert "| mac |" in capsys.readouterr().out
+    assert cli.run([*words[:-4], "--models", "gru", "--out", str(tmp_path)]) == 2
+    assert "--models: given 'gru'" in capsys.readouterr().err

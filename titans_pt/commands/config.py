@@ -1,0 +1,29 @@
+import json
+
+import click
+
+from titans_pt.commands._arguments import config_name, overrides
+
+SECTION = "tools"
+
+
+def _print_schema(context: click.Context, _parameter: click.Parameter, value: bool):
+    if value and not context.resilient_parsing:
+        from titans_pt.config_docs import json_schema
+
+        click.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+        context.exit()
+
+
+@click.command()
+@config_name
+@overrides()
+@click.option(
+    "--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
+    help="print the JSON schema of all settings instead, for editors; no CONFIG is needed",
+)  # fmt: skip
+def config(config: str, overrides: tuple[str, ...]):
+    """Print the resolved settings as YAML, with where each value came from."""
+    from titans_pt.config_file import explained
+
+    click.echo(explained(config, overrides), nl=False)
