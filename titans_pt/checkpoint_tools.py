@@ -13,13 +13,14 @@ def list_run(run: str):
     for path in _found(run):
         try:
             state = checkpoints.read_state(path)
-            files = json.loads((path / checkpoints.MANIFEST).read_text())["files"]
+            manifest = json.loads((path / checkpoints.MANIFEST).read_text())
+            files, form = manifest["files"], manifest["format"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             print(f"{path}: incomplete or damaged ({error})")
             continue
         size = sum(file["bytes"] for file in files.values()) / 2**20
         grid = ", ".join(f"{key} {value}" for key, value in state.topology.items())
-        print(f"{path}: step {state.step}, {state.samples} samples, {size:.1f} MiB, format {state.format}, {grid}")
+        print(f"{path}: step {state.step}, {state.samples} samples, {size:.1f} MiB, format {form}, {grid}")
 
 
 def verify_run(run: str):
@@ -48,6 +49,26 @@ def prune_run(run: str, keep_last: int, keep_every: int | None):
     with folder.lock():
         for path in checkpoints.prune(folder.checkpoints, keep_last, keep_every):
             print(f"{path}: deleted")
+
+
+def merge_run(run: str, step: int | None):
+    """Turns a checkpoint of shards (the newest complete one, or that of ``step``) into one of whole tensors.
+
+    Raises:
+        UserError: there is none, it is damaged, or the run is training.
+    """
+    _found(run)
+    folder = RunFolder(run)
+    with folder.lock():
+        path = checkpoints.find(folder.checkpoints, step)
+        if (path / checkpoints.MODEL).is_file():
+            print(f"{path}: holds whole tensors already")
+            return
+        with checkpoints.Tensors(path) as tensors:
+            weights = {name: tensors.get(checkpoints.WEIGHT, name) for name in tensors.shapes()}
+            moments = {f"{kind}.{name}": tensors.get(kind, name) for kind in checkpoints.MOMENTS for name in weights}
+        checkpoints.save(folder.checkpoints, weights, moments, checkpoints.read_state(path))
+        print(f"{path}: whole tensors now")
 
 
 def _found(run: str) -> list[Path]:

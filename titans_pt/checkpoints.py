@@ -6,18 +6,21 @@
         trainer.json            step, position in the data, counters, hashes, the settings
         manifest.json           size and SHA-256 of each file above; written last
 
+With train.checkpoint_shards the first two are shards, one file per rank (titans_pt/shards.py), and the format is 2.
+
 A checkpoint is built in a hidden sibling folder and renamed, so a crash or a full disk leaves the earlier ones alone.
 Nothing here knows about ranks or DeepSpeed. docs/checkpoints.md describes the layout.
 """
 
 import contextlib
-import hashlib
 import itertools
 import json
 import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from titans_pt.errors import UserError
+from titans_pt.shards import INDEX, ShardReader, Whole, join_shards
 from titans_pt.tools.files import flush_to_disk
+from titans_pt.tools.tensor_files import describe, save_tensors, sha256
 
-FORMAT = 1
+FORMAT, SHARDED = 1, 2
+"""In manifest.json: whole tensors, or shards."""
+WEIGHT = "weight"
+"""The kind of a tensor that is a parameter."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The kinds of Adam's state of a parameter, by torch's names."""
 MODEL, OPTIMIZER, TRAINER, MANIFEST = "model.safetensors", "optimizer.safetensors", "trainer.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 log = logging.getLogger(__name__)
@@ -96,21 +106,55 @@ def save(folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], s
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
-        _save_tensors(model, temporary / MODEL)
-        _save_tensors(optimizer, temporary / OPTIMIZER)
-        _write_json(temporary / TRAINER, asdict(state))
-        files = {name: _describe(temporary / name) for name in (MODEL, OPTIMIZER, TRAINER)}
-        _write_json(temporary / MANIFEST, {"format": FORMAT, "step": state.step, "files": files})
-        for path in temporary.iterdir():
-            flush_to_disk(path)
-        flush_to_disk(temporary)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(temporary, final)
-        flush_to_disk(folder)
+        save_tensors(model, temporary / MODEL)
+        save_tensors(optimizer, temporary / OPTIMIZER)
+        return _complete(temporary, final, {name: describe(temporary / name) for name in (MODEL, OPTIMIZER)}, state)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def shard_folder(folder: Path, step: int) -> Path:
+    """Where all ranks write their shards of checkpoint ``step`` (titans_pt.shards.write_shard)."""
+    return folder / f".{checkpoint_path(folder, step).name}.tmp"
+
+
+def join(
+    folder: Path, count: int, tensors: dict[str, Whole], state: TrainerState, stop: Callable[[], bool]
+) -> Path | None:
+    """Makes a checkpoint of the shards of ``count`` ranks once they are there, and returns its path; one rank calls it.
+
+    Args:
+        tensors: by plain parameter name, how they are cut.
+        stop: becomes true when a rank has failed; then there is no checkpoint, and None is returned.
+
+    Raises:
+        OSError: as :func:`save`.
+    """
+    temporary = shard_folder(folder, state.step)
+    try:
+        if files := join_shards(temporary, count, tensors, stop):
+            return _complete(temporary, checkpoint_path(folder, state.step), files, state)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    shutil.rmtree(temporary, ignore_errors=True)
+    return None
+
+
+def _complete(temporary: Path, final: Path, files: dict[str, Any], state: TrainerState) -> Path:
+    """Writes the rest of a checkpoint and renames it."""
+    _write_json(temporary / TRAINER, asdict(state))
+    files = files | {TRAINER: describe(temporary / TRAINER)}
+    form = FORMAT if MODEL in files else SHARDED
+    _write_json(temporary / MANIFEST, {"format": form, "step": state.step, "files": files})
+    for path in temporary.iterdir():
+        flush_to_disk(path)
+    flush_to_disk(temporary)
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(temporary, final)
+    flush_to_disk(final.parent)
     return final
 
 
@@ -118,19 +162,22 @@ def verify(path: Path) -> list[str]:
     """Problems of a checkpoint, each one line; empty when it is complete and no byte has changed."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["format"] != FORMAT:
-            return [f"{MANIFEST}: format {manifest['format']}, this version reads {FORMAT}"]
-        files = manifest["files"].items()
+        if manifest["format"] not in (FORMAT, SHARDED):
+            return [f"{MANIFEST}: format {manifest['format']}, this version reads {FORMAT} and {SHARDED}"]
+        files = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
+        needed = (MODEL, OPTIMIZER, TRAINER) if manifest["format"] == FORMAT else (INDEX, TRAINER)
+        if absent := [name for name in needed if name not in files]:
+            return [f"{MANIFEST}: does not list {', '.join(absent)}"]
     except FileNotFoundError:
         return [f"{MANIFEST}: missing, so it was never completed"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST}: cannot be read ({error})"]
     problems = []
-    for name, expected in files:
+    for name, (written, digest) in files.items():
         try:
-            if (size := (path / name).stat().st_size) != expected["bytes"]:
-                problems.append(f"{name}: {size} bytes, written with {expected['bytes']}")
-            elif _sha256(path / name) != expected["sha256"]:
+            if (size := (path / name).stat().st_size) != written:
+                problems.append(f"{name}: {size} bytes, written with {written}")
+            elif sha256(path / name) != digest:
                 problems.append(f"{name}: content differs from what was written (SHA-256)")
         except OSError as error:
             problems.append(f"{name}: {error.strerror}")
@@ -187,25 +234,61 @@ def read_state(path: Path) -> TrainerState:
 
 def checkpoint_hash(path: Path) -> str:
     """SHA-256 (hex) of the manifest, hence of everything in the checkpoint."""
-    return _sha256(path / MANIFEST)
+    return sha256(path / MANIFEST)
 
 
-class TensorFile:
-    """Tensors of one file, read one at a time: ``with TensorFile(path) as get: get(name)``."""
+class Tensors:
+    """The tensors of a checkpoint of either kind: ``with Tensors(path) as tensors: tensors.get("weight", name)``.
+
+    A tensor is read when it is asked for. kind: "weight", "exp_avg", "exp_avg_sq".
+    """
 
     def __init__(self, path: Path):
-        self._file = safe_open(path, framework="pt", device="cpu")
+        self._stack = ExitStack()
+        self._shards = ShardReader(path) if (path / INDEX).is_file() else None
+        self._path = path
 
     def __enter__(self):
-        return self._file.__enter__().get_tensor
+        if self._shards:
+            self._stack.enter_context(self._shards)
+        else:
+            self._model, self._optimizer = (
+                self._stack.enter_context(safe_open(self._path / name, framework="pt", device="cpu"))
+                for name in (MODEL, OPTIMIZER)
+            )
+        return self
 
     def __exit__(self, *error):
-        return self._file.__exit__(*error)
+        self._stack.close()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter by plain name."""
+        if self._shards:
+            return {name: cut.shape for name, cut in self._shards.tensors.items()}
+        return {name: tuple(self._model.get_slice(name).get_shape()) for name in self._model.keys()}  # noqa: SIM118
+
+    def get(self, kind: str, name: str) -> Tensor:
+        """The whole tensor, fp32."""
+        if self._shards:
+            return self._shards.whole(kind, name)
+        return self._model.get_tensor(name) if kind == WEIGHT else self._optimizer.get_tensor(f"{kind}.{name}")
+
+    def span(self, kind: str, name: str, cut: Whole, part: int, start: int, stop: int) -> Tensor:
+        """[start, stop) of the flat ``part`` of a tensor that is cut as ``cut`` says; fp32.
+
+        Where the checkpoint was written under that cut, too, nothing else is read.
+        """
+        if self._shards and self._shards.tensors[name] == cut:
+            return self._shards.span(kind, name, part, start, stop)
+        whole = self.get(kind, name)
+        mine = whole if cut.dim is None else whole.chunk(cut.parts, cut.dim)[part]
+        return mine.flatten()[start:stop]
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    with safe_open(path, framework="pt", device="cpu") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """All weights of a checkpoint, whole, by plain parameter name."""
+    with Tensors(path) as tensors:
+        return {name: tensors.get(WEIGHT, name) for name in tensors.shapes()}
 
 
 def step_of(path: Path) -> int:
@@ -256,36 +339,6 @@ def clean(folder: Path):
     for path in folder.glob(".step-*"):
         with contextlib.suppress(OSError):
             shutil.rmtree(path)
-
-
-def _save_tensors(tensors: dict[str, Tensor], path: Path):
-    """Writes fp32 tensors as safetensors (its format: length of the header, header as JSON, the numbers).
-
-    The library's save_file holds Python's lock until the disk is done, so training would pause; these writes do not.
-    """
-    header, offset = {}, 0
-    for name, tensor in sorted(tensors.items()):
-        size = tensor.numel() * 4
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    try:
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in header:
-                file.write(tensors[name].numpy().data)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # a failed write does not say where
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_json(path: Path, value: Any):

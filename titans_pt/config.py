@@ -58,6 +58,9 @@ class Section(BaseModel):
 class RunConfig(Section):
     dir: str = "runs/default"
     """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
+    spare_dir: str | None = None
+    """A folder on another disk. When run.dir can no longer be written to (its disk is full), a last checkpoint goes
+    there before the run ends. Null: the newest checkpoint of before is the last."""
     seed: Seed = 0
     """Seeds the initial weights and the order of the data."""
     tensorboard: bool = False
@@ -196,7 +199,7 @@ class MemoryConfig(Section):
     alpha: Literal["head", "channel"] = "head"
     """head: one forgetting gate for all of a head's memory (or each of its layers, per_layer_gates). channel, the
     camera-ready's alpha in [0, 1]^d_in: one for each channel that a weight matrix takes in, a row of it in x @ M. The
-    fused kernels do not serve it, and on a CPU the memory takes some three times as long."""
+    kernels in C and Triton do not serve it: on a CPU the memory takes 13 times as long."""
     alpha_rank: Positive = 16
     """alpha=channel: width between the two linear layers that make it, as in gated linear attention. At full rank the
     gates of a 170M LMM would have as many parameters as all the rest of its mixers."""
@@ -364,6 +367,10 @@ class TrainConfig(Section):
     """Newest checkpoints that are kept."""
     keep_every: Positive | None = None
     """Checkpoints whose step is a multiple of it are kept for good. Null: only the newest."""
+    checkpoint_shards: bool = False
+    """Every rank writes what it holds, all at the same time, and nothing passes through one process. False: rank 0
+    gathers and writes whole tensors. Both kinds are read by any number of ranks; ``titans checkpoint merge`` makes the
+    second of the first."""
     timeout: Annotated[float, Field(gt=0.0)] = 600.0
     """Seconds without progress on a rank (it waits for a peer, for example) after which all ranks stop; five times as
     many in a first step that is compiled."""
@@ -380,6 +387,20 @@ class ParallelConfig(Section):
     """Megatron's sequence parallelism: what lies between mixers and MLPs is split along time over the tensor ranks."""
     zero_stage: Literal[1, 2, 3] = 1
     """DeepSpeed ZeRO: 1 shards the optimiser over data-parallel ranks, 2 gradients too, 3 parameters too."""
+    reduce_fp32: bool = False
+    """With train.precision=bf16, sum gradients over data-parallel ranks in fp32 and round the sum once: twice the
+    bytes, less error with many ranks."""
+    overlap: bool | None = None
+    """Exchange gradients while the backward pass goes on, with a second buffer (DeepSpeed's overlap_comm). Null:
+    DeepSpeed's choice, which is to do so under ZeRO 3."""
+    reduce_bucket: Positive | None = None
+    """Numbers in one exchange of gradients. Null: 500 million, or all of a smaller model's."""
+    node_ranks: Positive | None = None
+    """ZeRO 3: groups of so many neighbouring ranks, such as those of a node, hold a second copy of the parameters
+    between them, so that the backward pass gathers inside the node (DeepSpeed's hpZ). Divides the number of ranks; with
+    parallel.tensor=1. Null: parameters are gathered from all ranks."""
+    gather_bucket: Positive | None = None
+    """ZeRO 1 and 2: numbers in one exchange of updated parameters. Null: DeepSpeed's 500 million."""
 
 
 class PerplexityConfig(Section):
@@ -532,6 +553,10 @@ class Config(Section):
              f"at most train.max_steps - train.warmup_steps = {t.max_steps - t.warmup_steps}")
         need(t.stop_at is None or t.stop_at <= t.max_steps, "train.stop_at", t.stop_at,
              f"at most train.max_steps={t.max_steps}")
+        need(self.parallel.node_ranks is None or (self.parallel.zero_stage == 3 and self.parallel.tensor == 1),
+             "parallel.node_ranks", self.parallel.node_ranks, "only with parallel.zero_stage=3 and parallel.tensor=1")
+        need(self.parallel.gather_bucket is None or self.parallel.zero_stage < 3, "parallel.gather_bucket",
+             self.parallel.gather_bucket, "ZeRO 3 has no such exchange; leave it out")
         need(not (t.compile and self.parallel.zero_stage == 3), "train.compile", True,
              "ZeRO 3 gathers parameters in the middle of a block, which cannot be compiled; set "
              "parallel.zero_stage=2, or leave train.compile at null")

@@ -80,7 +80,7 @@ def load_run(
     task.restore(folder, state.identity)
     model = task.build_model()
     check_packages(backbone_of(model), torch.device(device))
-    load_weights(model, checkpoints.read_tensors(checkpoint / checkpoints.MODEL))
+    load_weights(model, checkpoints.read_weights(checkpoint))
     usual = config.train.precision if torch.device(device).type == "cuda" else "fp32"
     precision = precision or config.evaluation.precision or usual
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]

@@ -16,6 +16,7 @@ import torch
 from titans_pt import __version__
 from titans_pt.config import Config, config_hash, resolved_yaml
 from titans_pt.errors import UserError
+from titans_pt.tools.files import write_text
 
 log = logging.getLogger(__name__)
 _PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "sentencepiece", "triton", "wandb")
@@ -107,8 +108,8 @@ class RunFolder:
 
     def write_settings(self, config: Config):
         """config.yaml (resolved; its hash in a comment) and versions.json."""
-        self.config.write_text(f"# sha256 of the settings: {config_hash(config)}\n{resolved_yaml(config)}")
-        self.versions.write_text(json.dumps(versions(), indent=1) + "\n")
+        write_text(self.config, f"# sha256 of the settings: {config_hash(config)}\n{resolved_yaml(config)}")
+        write_text(self.versions, json.dumps(versions(), indent=1) + "\n")
 
 
 def versions() -> dict[str, str]:

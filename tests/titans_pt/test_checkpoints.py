@@ -36,12 +36,12 @@ def test_round_trip_is_exact_to_the_bit(tmp_path):
     assert names(path) == ["manifest.json", "model.safetensors", "optimizer.safetensors", "trainer.json"]
     assert checkpoints.verify(path) == []
     assert checkpoints.read_state(path) == STATE
-    for file, tensors in ((checkpoints.MODEL, WEIGHTS), (checkpoints.OPTIMIZER, MOMENTS)):
-        found = checkpoints.read_tensors(path / file)
-        assert found.keys() == tensors.keys()
-        assert all(torch.equal(bits(found[name]), bits(tensors[name])) for name in tensors)
-    with checkpoints.TensorFile(path / checkpoints.OPTIMIZER) as get:
-        assert torch.equal(get("exp_avg.b"), MOMENTS["exp_avg.b"])
+    found = checkpoints.read_weights(path)
+    assert found.keys() == WEIGHTS.keys()
+    assert all(torch.equal(bits(found[name]), bits(WEIGHTS[name])) for name in WEIGHTS)
+    with checkpoints.Tensors(path) as tensors:
+        for key, moment in MOMENTS.items():
+            assert torch.equal(tensors.get(*key.split(".", 1)), moment)
 
 
 def test_steps_are_listed_in_order_and_found(tmp_path):
@@ -90,6 +90,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path, caplog
         checkpoints.find(tmp_path, 6)
 
 
+@pytest.mark.parametrize(("files", "problem"), [
+    ({}, "manifest.json: does not list model.safetensors, optimizer.safetensors, trainer.json"),
+    ({"model.safetensors": {}}, "manifest.json: cannot be read ('bytes')"),
+])  # fmt: skip
+def test_a_manifest_that_lists_no_files_is_one_problem(tmp_path, files, problem):
+    path = save(tmp_path)
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "step": 5, "files": files}))
+    assert checkpoints.verify(path) == [problem]
+    with pytest.raises(UserError, match="step-00000005: damaged: manifest.json"):
+        checkpoints.find(tmp_path, 5)
+
+
 def test_all_damaged_is_the_users_decision(tmp_path):
     truncate(save(tmp_path, 5) / "model.safetensors")
     os.remove(save(tmp_path, 6) / "manifest.json")
@@ -97,7 +109,7 @@ def test_all_damaged_is_the_users_decision(tmp_path):
         checkpoints.newest_complete(tmp_path)
 
 
-@pytest.mark.parametrize("where", ["_save_tensors", "_write_json", "flush_to_disk"])
+@pytest.mark.parametrize("where", ["save_tensors", "_write_json", "flush_to_disk"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_leaves_the_earlier_ones_and_no_rubbish(tmp_path, monkeypatch, where, code):
     good = save(tmp_path, 5)
@@ -115,7 +127,7 @@ def test_a_full_disk_leaves_the_earlier_ones_and_no_rubbish(tmp_path, monkeypatc
 
 def test_an_error_is_what_the_disk_said(tmp_path):
     with pytest.raises(OSError) as error:
-        checkpoints._save_tensors(WEIGHTS, tmp_path / "missing" / "model.safetensors")
+        checkpoints.save_tensors(WEIGHTS, tmp_path / "missing" / "model.safetensors")
     assert error.value.errno == errno.ENOENT
 
 

@@ -227,7 +227,7 @@ def test_a_full_disk(run_copy, failing, monkeypatch):
     def full(_tensors, path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(checkpoints, "_save_tensors", full)
+    monkeypatch.setattr(checkpoints, "save_tensors", full)
     line = failing("train", config, folder, "train.stop_at=3")
     assert "No space left on device; free some space" in line
     assert str(path) in line

@@ -47,6 +47,19 @@ def test_what_is_written_can_be_read_back(run):
     assert {"titans_pt", "python", "torch", "deepspeed"} <= json.loads(folder.versions.read_text()).keys()
 
 
+def test_the_settings_are_written_whole_or_not_at_all(run, tiny, monkeypatch):
+    folder, _ = run
+    before = folder.config.read_text()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("titans_pt.tools.files.os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        folder.write_settings(load_config(tiny(), ["train.lr=0.5"]))
+    assert folder.config.read_text() == before
+
+
 def test_load_run(run):
     folder, weights = run
     loaded = load_run(folder.path)

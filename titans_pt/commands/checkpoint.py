@@ -1,13 +1,13 @@
 import click
 
-from titans_pt.commands._arguments import run_folder, whole
+from titans_pt.commands._arguments import checkpoint_step, run_folder, whole
 
 SECTION = "train"
 
 
 @click.group(no_args_is_help=False)
 def checkpoint():
-    """List, verify or delete a run's checkpoints."""
+    """List, verify, merge or delete a run's checkpoints."""
 
 
 @checkpoint.command("list")
@@ -26,6 +26,16 @@ def verify(run: str):
     from titans_pt import checkpoint_tools
 
     checkpoint_tools.verify_run(run)
+
+
+@checkpoint.command()
+@run_folder
+@checkpoint_step
+def merge(run: str, step: int | None):
+    """Make whole tensors of a checkpoint that was written in shards."""
+    from titans_pt import checkpoint_tools
+
+    checkpoint_tools.merge_run(run, step)
 
 
 @checkpoint.command()

@@ -64,8 +64,7 @@ def train_and_ask(
         models: mixers by name.
         task: of training; its length is not used.
         curriculum: of training.
-        write_cost: of :func:`titans_pt.experiments.study.fit`, from the second length on: what recall needs is known
-            by then.
+        write_cost: of :func:`titans_pt.experiments.study.fit`.
 
     Raises:
         UserError: an unknown model, a batch that does not hold one sample, a question that is longer than its sample,
@@ -163,11 +162,8 @@ def train(
         return replace(task, length=length).batch(config.run.seed, i * rows, rows)
 
     name = f"{model}-seed{config.run.seed}-{key[:8]}"
-    def cost(step: int) -> float:
-        return write_cost if step > curriculum.second_begins(steps) else 0.0
-
-    kept = folder / f"{name}.training"
-    fitted = fit(built, config.train, batch, named(said), curriculum.last_begins(steps) + REPORT_EVERY, kept, cost)
+    kept, least = folder / f"{name}.training", curriculum.last_begins(steps) + REPORT_EVERY
+    fitted = fit(built, config.train, batch, named(said), least, kept, write_cost)
     content = save({name: p.detach() for name, p in built.named_parameters()})
     weights = folder / f"{name}.safetensors"
     write_atomically(weights, lambda temporary: temporary.write_bytes(content), durable=True)

@@ -109,12 +109,5 @@ class Curriculum:
 
     def last_begins(self, steps: int) -> int:
         """The first step of the last length."""
-        return self._begins(steps, len(self.stages) - 1)
-
-    def second_begins(self, steps: int) -> int:
-        """The first step of the second length; ``steps`` if there is one length."""
-        return self._begins(steps, 1)
-
-    def _begins(self, steps: int, stage: int) -> int:
-        parts = [parts for _, parts in self.stages]
-        return -(-steps * sum(parts[:stage]) // sum(parts))
+        total = sum(parts for _, parts in self.stages)
+        return -(-steps * (total - self.stages[-1][1]) // total)

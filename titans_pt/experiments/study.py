@@ -47,7 +47,7 @@ def fit(
     name: str,
     may_end_at: int = 0,
     kept: Path | None = None,
-    write_cost: Callable[[int], float] = lambda step: 0.0,
+    write_cost: float = 0.0,
 ) -> dict:
     """Trains ``model`` on the answers of batches 0, 1, ... (see :func:`answers`).
 
@@ -56,8 +56,9 @@ def fit(
     Args:
         kept: file of weights and moments every REPORT_EVERY steps: with it a killed training continues, bit for bit. It
             must identify all other arguments. Whoever keeps the result deletes it.
-        write_cost: step, from 1 on -> factor of the mean of :func:`written`, which is added to the loss: what a memory
-            need not write costs more than it gains, however little it harms.
+        write_cost: factor of the mean of :func:`written`, which is added to the loss: what a memory need not write
+            costs more than it gains, however little it harms. It grows with the share of right answers: before recall
+            is learned, nothing that is written gains anything, and all gates would close.
 
     Returns:
         steps taken, seconds, and the curve: [step, loss, accuracy, gradient norm], means over REPORT_EVERY steps.
@@ -78,8 +79,9 @@ def fit(
             group["lr"] = lr
         with written(model) as shares:
             loss, right = answers(model, *batch(step - 1))
-            cost = write_cost(step)
-            total = loss + cost * torch.cat(shares).mean() if cost and shares else loss
+        total = loss
+        if write_cost and shares:
+            total = loss + write_cost * right.float().mean() * torch.cat(shares).mean()
         optimizer.zero_grad()
         total.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip, error_if_nonfinite=False)

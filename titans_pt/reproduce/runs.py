@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import signal
 import statistics
 import subprocess
@@ -189,13 +190,14 @@ def _steps(folder: RunFolder) -> int:
 
 
 def _torchrun(config: Config, ranks: int, claim: int) -> int:
-    """Trains in several processes of this machine; they keep the claim if this one is killed."""
+    """Trains in several processes of this machine, which hold the claim as long as they live; returns their status."""
     folder = RunFolder(config.run.dir)
     folder.path.mkdir(parents=True, exist_ok=True)
     settings = folder.path / "asked.yaml"
     settings.write_text(resolved_yaml(config))
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m", "titans_pt", "train"]
-    with subprocess.Popen([sys.executable, *words, str(settings)], pass_fds=[claim]) as process:
+    words = [sys.executable, "-m", "titans_pt.training.launcher", str(settings)]
+    environment = os.environ | {"PROCESSES": str(ranks), "NODES": "1"}
+    with subprocess.Popen(words, env=environment, pass_fds=[claim]) as process:
         before = signal.signal(signal.SIGTERM, lambda number, _frame: process.send_signal(number))
         try:
             return process.wait()

@@ -26,6 +26,12 @@ class BackgroundTask:
         if work is not None:
             work.result()
 
+    def settle(self):
+        """Waits for the work, whatever becomes of it."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.exception()
+
     def close(self):
         """Waits for the work without raising what it raised."""
         self._pool.shutdown()

@@ -1,7 +1,8 @@
 """DeepSpeed, seen through the few calls that training needs.
 
-This is the only file that knows DeepSpeed. Its private names are touched in three short methods alone
-(_flat_masters, _create_optimizer_state, _set_adam_step), to give torch's optimizer its state back.
+This is the only file that knows DeepSpeed. Its private names are touched in a few short methods alone: _flat_masters,
+_create_optimizer_state and _set_adam_step, to give torch's optimizer its state back; _own, _fragment and _put, to read
+and write what a rank holds of it.
 """
 
 import math
@@ -13,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titans_pt.checkpoints import MOMENTS, WEIGHT, Tensors
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.models.backbone import check_packages, exempt_from_decay
 from titans_pt.parallel import TensorParallel, Topology
+from titans_pt.shards import Whole
 from titans_pt.tasks import TASKS
 from titans_pt.tasks.base import backbone_of
 from titans_pt.training.ranks import Ranks
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's state of a parameter, by torch's names."""
 
 
 def local_batch(config: Config, data_size: int) -> tuple[int, int]:
@@ -49,12 +49,22 @@ def local_batch(config: Config, data_size: int) -> tuple[int, int]:
     return micro, samples // micro
 
 
-def reduce_bucket(own: int) -> int:
+def check_node_ranks(config: Config, ranks: int):
+    """
+    Raises:
+        UserError: parallel.node_ranks does not divide the number of ranks.
+    """
+    size = config.parallel.node_ranks or 1
+    if ranks % size:
+        raise UserError(f"parallel.node_ranks: given {size}; must divide the number of ranks, {ranks}")
+
+
+def reduce_bucket(config: Config, own: int) -> int:
     """Elements of DeepSpeed's buffer for gradient exchange, on a rank with ``own`` parameters.
 
     DeepSpeed allocates all of it, however small the model is; half a billion is DeepSpeed's default.
     """
-    return min(own, 500_000_000)
+    return min(own, config.parallel.reduce_bucket or 500_000_000)
 
 
 def deepspeed_config(config: Config, micro_batch: int, accumulation: int, own: int) -> dict[str, Any]:
@@ -63,12 +73,19 @@ def deepspeed_config(config: Config, micro_batch: int, accumulation: int, own: i
     Under ZeRO 2 and 3 the gradients of a step's micro-batches are summed in fp32. ZeRO 1 sums them in the training
     precision: asked for fp32 there, DeepSpeed takes another optimizer, which does not skip non-finite steps.
     """
+    parallel = config.parallel
+    zero = {
+        "stage": parallel.zero_stage, "reduce_bucket_size": reduce_bucket(config, own),
+        "overlap_comm": parallel.overlap, "allgather_bucket_size": parallel.gather_bucket,
+        "zero_hpz_partition_size": parallel.node_ranks,
+    }  # fmt: skip
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.train.clip,
         "bf16": {"enabled": config.train.precision == "bf16"},
-        "zero_optimization": {"stage": config.parallel.zero_stage, "reduce_bucket_size": reduce_bucket(own)},
+        "zero_optimization": {key: value for key, value in zero.items() if value is not None},
+        "communication_data_type": "fp32" if parallel.reduce_fp32 else None,
         "zero_allow_untested_optimizer": True,  # torch's own AdamW: nothing is compiled
         "data_types": {"grad_accum_dtype": "fp32" if config.parallel.zero_stage > 1 else None},
         "steps_per_print": None,
@@ -125,6 +142,7 @@ class Engine:
         self.stage = config.parallel.zero_stage
         self.topology = Topology({"tensor": config.parallel.tensor}, ranks.rank, ranks.world_size, ranks.patience)
         self.micro_batch, self.accumulation = local_batch(config, self.topology.data.size)
+        check_node_ranks(config, ranks.world_size)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.split = TensorParallel(model, self.topology.tensor, config.parallel.sequence)
         self.compiled = compiles(config, ranks.device)
@@ -151,7 +169,8 @@ class Engine:
         self._trainable = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._create_optimizer_state()
         for name, p in self._trainable:
-            self._set(p, weights[name], None)
+            start, count = self._own(p)
+            self._put(p, weights[name].flatten()[start : start + count], None)
 
     @property
     def model(self) -> nn.Module:
@@ -229,44 +248,82 @@ class Engine:
             raise RuntimeError(f"optimizer partitions disagree on their step count: {sorted(steps)}")
         return steps.pop()
 
-    def load_moments(self, moment: Callable[[str, str], Tensor], adam_step: int):
-        """Puts Adam's state in place, bit for bit; the weights came with the model.
+    def cuts(self) -> dict[str, Whole]:
+        """The shape of every whole parameter, and how tensor ranks cut it."""
+        found, tensor = {}, self.topology.tensor
+        for name, p in self._trainable:
+            shape, dim = list(p.ds_shape if self.stage == 3 else p.shape), self.split.dims.get(name)
+            if dim is not None:
+                shape[dim] *= tensor.size
+            found[name] = Whole(tuple(shape), dim, 1 if dim is None else tensor.size)
+        return found
+
+    def pieces(self) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
+        """What this rank holds of weights and moments, as titans_pt.shards.write_shard takes it; copies on the CPU.
+
+        Not collective. Over all ranks every number is there once.
+        """
+        pieces, places = {}, {}
+        for name, p in self._trainable:
+            start, count = self._own(p)
+            whole = name not in self.split.dims  # then every tensor rank has it
+            if count == 0 or (whole and self.topology.tensor.rank):
+                continue
+            places[name] = (0 if whole else self.topology.tensor.rank, start)
+            for kind in (WEIGHT, *MOMENTS):
+                fragment = self._fragment(p, None if kind == WEIGHT else kind)
+                pieces[f"{kind}.{name}"] = fragment[:count].detach().to("cpu", torch.float32, copy=True).contiguous()
+        return pieces, places
+
+    def load_moments(self, tensors: Tensors, adam_step: int):
+        """Puts Adam's state in place, bit for bit; the weights came with the model. A rank reads what it holds.
 
         Args:
-            moment: (key of MOMENTS, name) -> fp32 tensor, whole.
+            tensors: of the checkpoint.
             adam_step: Adam's bias-correction count.
         """
+        cuts = self.cuts()
         for name, p in self._trainable:
+            start, count = self._own(p)
+            part = self.topology.tensor.rank if name in self.split.dims else 0
             for key in MOMENTS:
-                self._set(p, self.split.part(name, moment(key, name)), key)
+                self._put(p, tensors.span(key, name, cuts[name], part, start, start + count), key)
         self._set_adam_step(adam_step)
+
+    def _own(self, p: nn.Parameter) -> tuple[int, int]:
+        """(start, count) of what this rank's optimiser holds of a parameter (of its tensor rank's part, flat)."""
+        if self.stage == 3:
+            size = p.ds_tensor.ds_numel
+            start = min(size * self.topology.data.rank, p.ds_numel)
+            return start, min(size, p.ds_numel - start)
+        mapping = p._hp_mapping
+        return (0, 0) if mapping is None else (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
+
+    def _fragment(self, p: nn.Parameter, key: str | None) -> Tensor:
+        """That, flat: the fp32 weights, or the state ``key``; under ZeRO 3 with padding after it."""
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        if self.stage == 3:
+            return safe_get_local_fp32_param(p) if key is None else safe_get_local_optimizer_state(p, key)
+        return p._hp_mapping.get_hp_fragment(key)
+
+    def _put(self, p: nn.Parameter, fragment: Tensor, key: str | None):
+        """Sets it; ``fragment`` is flat, without padding."""
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        if self.stage == 3:
+            padded = torch.zeros(p.ds_tensor.ds_numel, dtype=torch.float32)
+            padded[: fragment.numel()] = fragment
+            if key is None:
+                safe_set_local_fp32_param(p, padded)
+            else:
+                safe_set_local_optimizer_state(p, padded, key)
+        elif p._hp_mapping is not None:
+            p._hp_mapping.get_hp_fragment(key).data.copy_(fragment)
 
     def _set_adam_step(self, count: int):
         for flat in self._flat_masters():
             self._engine.optimizer.optimizer.state[flat]["step"].fill_(count)
-
-    def _set(self, p: nn.Parameter, value: Tensor, key: str | None):
-        from deepspeed.utils import (
-            safe_set_full_fp32_param,
-            safe_set_full_optimizer_state,
-            safe_set_local_fp32_param,
-            safe_set_local_optimizer_state,
-        )
-
-        if self.stage == 3:
-            # The whole-tensor setters of stage 3 fail where a parameter does not divide by the ranks; a rank's own
-            # part, padded with zeros as DeepSpeed pads it, always fits.
-            size = p.ds_tensor.ds_numel
-            padded = torch.zeros(size * self.topology.data.size, dtype=torch.float32)
-            padded[: value.numel()] = value.flatten()
-            value = padded.narrow(0, size * self.topology.data.rank, size)
-            set_weight, set_state = safe_set_local_fp32_param, safe_set_local_optimizer_state
-        else:
-            set_weight, set_state = safe_set_full_fp32_param, safe_set_full_optimizer_state
-        if key is None:
-            set_weight(p, value)
-        else:
-            set_state(p, value, key)
 
     def _flat_masters(self) -> list[Tensor]:
         """The flat fp32 tensors that torch's AdamW really updates on this rank (private names of DeepSpeed)."""

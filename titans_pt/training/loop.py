@@ -95,7 +95,9 @@ class Trainer:
         self.gauges = Gauges(ranks)
 
         self.engine = build_engine(task, start, ranks)
-        self.saver = Saver(folder, train, self.engine, ranks, watch, state and state.step, self._send_checkpoint)
+        self.saver = Saver(
+            folder, config, self.engine, ranks, watch, state and state.step, self._state, self._send_checkpoint
+        )
         self.batch_samples = train.batch_tokens // seq_len
         grid = self.engine.topology
         self.loader = Loader(
@@ -147,12 +149,12 @@ class Trainer:
             signal = self._train_step()
             if signal:
                 self._save()
-                self.saver.wait(self.step)
+                self.saver.wait()
                 self._say(f"stopped by signal {signal} at step {self.step}; {self._saved_at()}; "
                           "the same command continues")
                 return 128 + signal
             if self.nonfinite_in_a_row >= train.max_nonfinite:
-                self.saver.give_up(self.step, self.nonfinite_in_a_row)
+                self.saver.give_up()
             if self.step == self.last_step:
                 break
             if train.eval_every and self.step % train.eval_every == 0:
@@ -192,9 +194,7 @@ class Trainer:
         local_loss = self._local(losses)
         self.watch.at(f"step {self.step}, the sum of the losses")
         # The one exchange of a step: after it all ranks know the same and do the same.
-        loss, save_failed, *flags = self.ranks.sum([local_loss, float(self.saver.failed), *self.signals.flags()])
-        if save_failed:
-            self.saver.wait(self.step)
+        loss, failed, *flags = self.ranks.sum([local_loss, float(self.saver.failed), *self.signals.flags()])
         applied = self.engine.update_applied() and math.isfinite(loss)
         if math.isfinite(loss):
             self.spikes.note(loss)
@@ -217,6 +217,8 @@ class Trainer:
                           **self.gauges.read(parts, speed), **memory, skipped=self.nonfinite)
         else:
             self._note_skipped(loss, first_sample, limit if limit < loss < math.inf else None)
+        if failed:
+            self.saver.wait()
         if logged:
             self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
         self.profiler.after(self.step)
@@ -301,7 +303,7 @@ class Trainer:
             return
         self._save()
         with self.gauges.during("checkpoint"):
-            self.saver.wait(self.step)
+            self.saver.wait()
         if self.saver.step != self.step:
             if self.ranks.first:
                 log.warning("step %d is not evaluated: it has no checkpoint, since it was not finite", self.step)
@@ -320,7 +322,7 @@ class Trainer:
     @lost_to("checkpoint")
     def _save(self):
         """Takes a checkpoint, if the last step was finite (see :class:`Saver`)."""
-        self.saver.save(self._state())
+        self.saver.save()
 
     def _state(self) -> TrainerState:
         config = self.config
@@ -343,10 +345,10 @@ class Trainer:
     def _finish(self):
         self._save()
         if self.saver.step != self.step:
-            self.saver.give_up(self.step, self.nonfinite_in_a_row)
+            self.saver.give_up()
         self._validate()
         self._evaluate()
-        self.saver.wait(self.step)
+        self.saver.wait()
         self.ranks.on_first(self._summarise)
 
     def _summarise(self):
@@ -374,7 +376,10 @@ class Trainer:
 
     def _log(self, kind: str, **values):
         if self.ranks.first:
-            self.metrics.write(kind, self.step, **values)
+            try:
+                self.metrics.write(kind, self.step, **values)
+            except OSError as error:
+                self.saver.report(error)
             numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}
             self.wandb.write(self.step, numbers)
             self.tensorboard.write(self.step, numbers)

@@ -1,5 +1,6 @@
 """What a run reports while it trains: metrics, one JSON object per line, and a progress bar."""
 
+import contextlib
 import json
 import math
 import sys
@@ -26,14 +27,22 @@ class MetricsLog:
         """Opens the file to append; records after ``resumed_step`` are removed, since those steps are repeated."""
         keep = [record for record in read_metrics(path) if record["step"] <= resumed_step]
         write_text(path, "".join(_line(record) for record in keep))
-        self._file = path.open("a")
+        self.path, self._file = path, path.open("a")
 
     def write(self, kind: str, step: int, **values: Any):
-        self._file.write(_line({"kind": kind, "step": step, **values}))
-        self._file.flush()
+        """
+        Raises:
+            OSError: the disk is full, for example; it names the file.
+        """
+        try:
+            self._file.write(_line({"kind": kind, "step": step, **values}))
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None  # a failed write does not say where
 
     def close(self):
-        self._file.close()
+        with contextlib.suppress(OSError):  # a line that could not be written is tried again here
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -163,13 +163,14 @@ class _Rehearsal(RankGroup):
 def _model_bytes(config: Config, own: int, data: int) -> dict[str, int]:
     """Of ``own`` parameters after the tensor split, under ZeRO over ``data`` ranks."""
     width = _width(config)
-    stage = config.parallel.zero_stage
+    parallel, bucket = config.parallel, reduce_bucket(config, own)
+    stage = parallel.zero_stage
     shard = -(-own // data)
     return {
         "parameters": width * (shard if stage == 3 else own),
         "gradients": width * own if stage == 1 else 4 * shard,
         "optimiser": 12 * shard,  # fp32 weights and Adam's two moments
-        "communication": width * reduce_bucket(own),
+        "communication": (4 if parallel.reduce_fp32 else width) * (1 + bool(parallel.overlap)) * bucket,
     }
 
 

@@ -82,10 +82,10 @@ def build_engine(task: Task, start: Start, ranks: Ranks) -> Engine:
         start.weights.load(model, train.init_fresh)
     if start.state is None:
         return Engine(model, task.config, ranks)
-    load_weights(model, checkpoints.read_tensors(start.checkpoint / checkpoints.MODEL))
+    load_weights(model, checkpoints.read_weights(start.checkpoint))
     engine = Engine(model, task.config, ranks)
-    with checkpoints.TensorFile(start.checkpoint / checkpoints.OPTIMIZER) as get:
-        engine.load_moments(lambda key, name: get(f"{key}.{name}"), start.state.adam_step)
+    with checkpoints.Tensors(start.checkpoint) as tensors:
+        engine.load_moments(tensors, start.state.adam_step)
     return engine
 
 

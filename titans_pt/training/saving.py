@@ -1,6 +1,7 @@
 """When a run writes checkpoints and deletes old ones."""
 
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
-from titans_pt.config import TrainConfig
+from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.run_folder import RunFolder
+from titans_pt.shards import Whole, write_shard
 from titans_pt.training.background import BackgroundTask
 from titans_pt.training.engine import Engine
 from titans_pt.training.ranks import Ranks
@@ -23,12 +25,12 @@ log = logging.getLogger(__name__)
 class Saver:
     """Writes a run's checkpoints while training goes on, and deletes old ones.
 
-    All ranks make the same calls; rank 0 alone writes. Nothing is saved or deleted while steps are not finite: the
-    weights may be ruined already, and what would be deleted is healthy.
+    All ranks make the same calls. Rank 0 writes, or with train.checkpoint_shards all do. Nothing is saved or deleted
+    while steps are not finite: the weights may be ruined already, and what would be deleted is healthy.
 
     Args:
-        settings: of training.
         step: of the checkpoint that the run continues from; None: it starts.
+        state: what belongs into a checkpoint taken now, apart from tensors.
         written: called on rank 0 with the path of every checkpoint, from another thread.
 
     Attributes:
@@ -37,30 +39,100 @@ class Saver:
     """
 
     def __init__(
-        self, folder: RunFolder, settings: TrainConfig, engine: Engine, ranks: Ranks, watch: Watchdog,
-        step: int | None, written: Callable[[Path], None],
+        self, folder: RunFolder, config: Config, engine: Engine, ranks: Ranks, watch: Watchdog,
+        step: int | None, state: Callable[[], TrainerState], written: Callable[[Path], None],
     ):  # fmt: skip
-        self.folder, self.settings, self.engine, self.ranks, self.watch = folder, settings, engine, ranks, watch
-        self.step, self.written, self.postponed = step, written, False
-        self._writing = BackgroundTask()
+        self.folder, self.config, self.engine, self.ranks, self.watch = folder, config, engine, ranks, watch
+        self.step, self.state, self.written, self.postponed = step, state, written, False
+        self._writing, self._joining, self._stopped = BackgroundTask(), BackgroundTask(), threading.Event()
+        self._error: OSError | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether writing has failed on this rank; :meth:`wait` raises the reason on all."""
-        return self._writing.failed
+        """Whether this rank could not write to the run's folder; :meth:`wait` raises the reason on all."""
+        return self._writing.failed or self._joining.failed or self._error is not None
 
-    def save(self, state: TrainerState):
+    def report(self, error: OSError):
+        """Notes that something else could not be written to the run's folder, so that all ranks end together."""
+        self._error = self._error or error
+
+    def save(self):
         """Takes a checkpoint of the engine as it is, unless it was just taken or loaded. Training may go on at once.
 
         After a step that was not finite it is postponed: the next call after a finite one takes it.
+
+        Raises:
+            OSError: as :meth:`wait`, of the one before.
         """
+        state = self.state()
         if self.step == state.step:
             return
         self.postponed = state.nonfinite_in_a_row > 0
         if self.postponed:
             return
-        self.wait(state.step)
-        self.watch.at(f"the checkpoint of step {state.step}, gathering")
+        self.wait()
+        if self.config.train.checkpoint_shards:
+            self._start_shards(state)
+        else:
+            tensors = self._gather(state.step)
+            if self.ranks.first:
+                self._writing.start(partial(self._write, *tensors, state))
+        self.step = state.step
+
+    def wait(self):
+        """Returns when the last checkpoint is on the disk.
+
+        Raises:
+            OSError: on all ranks: the run's folder cannot be written to. run.spare_dir, if set, has a checkpoint then.
+        """
+        self.watch.at("the end of writing a checkpoint")
+        try:
+            self.ranks.together(self._writing.wait)
+            self.ranks.on_first(self._end_writing)
+        except OSError:
+            self._stopped.set()
+            self._joining.settle()
+            if self.config.run.spare_dir:
+                self._rescue(Path(self.config.run.spare_dir) / "checkpoints")
+            raise
+
+    def _end_writing(self):
+        self._joining.wait()
+        if self._error:
+            raise self._error
+
+    def _start_shards(self, state: TrainerState):
+        """Every rank writes what it holds; rank 0, on another thread, makes a checkpoint of it when all have."""
+        self.watch.at(f"the checkpoint of step {state.step}, copying")
+        shard = partial(write_shard, checkpoints.shard_folder(self.folder.checkpoints, state.step), self.ranks.rank)
+        self._writing.start(partial(shard, *self.engine.pieces()))
+        if self.ranks.first:
+            self._joining.start(partial(self._join, self.engine.cuts(), state))
+
+    def _join(self, cuts: dict[str, Whole], state: TrainerState):
+        stopped, count = self._stopped.is_set, self.ranks.world_size
+        if path := checkpoints.join(self.folder.checkpoints, count, cuts, state, stopped):
+            self._written(path, state)
+
+    def _rescue(self, folder: Path):
+        """A last checkpoint, in ``folder``; none after a step that was not finite. What goes wrong is logged."""
+        state = self.state()
+        if state.nonfinite_in_a_row:
+            return
+        tensors = self._gather(state.step)
+        try:
+            path = self.ranks.on_first(lambda: checkpoints.save(folder, *tensors, state))
+        except OSError as error:
+            if self.ranks.first:
+                log.warning("run.spare_dir: it cannot be written to, either: %s", error)
+            return
+        if self.ranks.first:
+            log.warning("run.spare_dir: %s is the last checkpoint; once there is space, move it to %s and run the "
+                        "same command to continue from step %d", path, self.folder.checkpoints, state.step)  # fmt: skip
+
+    def _gather(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """On rank 0 model and optimiser as checkpoints.save takes them, empty on the others."""
+        self.watch.at(f"the checkpoint of step {step}, gathering")
         model, optimizer = {}, {}
 
         def take(kind: str, name: str, tensor: Tensor):
@@ -69,17 +141,10 @@ class Saver:
                 tensors[key] = tensor.detach().to("cpu", copy=True)
 
         self.engine.gather(take)
-        if self.ranks.first:
-            self._writing.start(partial(self._write, model, optimizer, state))
-        self.step = state.step
+        return model, optimizer
 
-    def wait(self, step: int):
-        """Returns, at ``step``, when the last checkpoint is on the disk; if it failed, fails on all ranks."""
-        self.watch.at(f"step {step}, the end of writing a checkpoint")
-        self.ranks.on_first(self._writing.wait)
-
-    def give_up(self, step: int, in_a_row: int):
-        """Ends the run for good at ``step``, the last of so many in a row that were not finite.
+    def give_up(self):
+        """Ends the run for good after steps that were not finite.
 
         The same settings would lead here again, so no launcher should start it again by itself: the weights before
         these steps may already be ruined, and every checkpoint written now would push out a healthy one.
@@ -87,8 +152,9 @@ class Saver:
         Raises:
             UserError: always.
         """
-        self.wait(step)
-        train, end = self.settings, step - in_a_row
+        self.wait()
+        step, in_a_row = self.state().step, self.state().nonfinite_in_a_row
+        train, end = self.config.train, step - in_a_row
         early = in_a_row < train.max_nonfinite and end > 0
         steps = self.ranks.on_first(lambda: checkpoints.steps_of(self.folder.checkpoints))
         raise UserError(
@@ -102,10 +168,15 @@ class Saver:
 
     def close(self):
         """Waits for the last checkpoint without raising what went wrong with it."""
+        self._stopped.set()
         self._writing.close()
+        self._joining.close()
 
     def _write(self, model: dict[str, Tensor], optimizer: dict[str, Tensor], state: TrainerState):
-        path = checkpoints.save(self.folder.checkpoints, model, optimizer, state)
-        checkpoints.prune(self.folder.checkpoints, self.settings.keep_last, self.settings.keep_every, keep=path)
+        self._written(checkpoints.save(self.folder.checkpoints, model, optimizer, state), state)
+
+    def _written(self, path: Path, state: TrainerState):
+        train = self.config.train
+        checkpoints.prune(self.folder.checkpoints, train.keep_last, train.keep_every, keep=path)
         log.info("step %d: checkpoint %s", state.step, path)
         self.written(path)

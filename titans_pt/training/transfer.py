@@ -3,15 +3,17 @@
 import hashlib
 import json
 import logging
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from titans_pt import checkpoints
 from titans_pt.config import Config
@@ -23,6 +25,8 @@ from titans_pt.run_folder import RunFolder
 from titans_pt.tasks import Task
 
 log = logging.getLogger(__name__)
+EXPORTED = "model."
+"""What names have before ours in an exported folder."""
 _REMEDY = "make the settings alike, or name what is to start fresh in train.init_fresh"
 
 
@@ -31,36 +35,41 @@ class Weights:
     """Weights on disk that a run can start with.
 
     origin: what they are, for the record.
-    files, prefix: safetensors files, and what their names have before ours.
+    path: a checkpoint, or an exported folder, whose names begin with EXPORTED.
     config: the settings tree that they were trained with.
     identity: as in :class:`~titans_pt.checkpoints.TrainerState`.
     """
 
     origin: str
-    files: list[Path]
-    prefix: str
+    path: Path
     config: dict[str, Any]
     identity: dict[str, str]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by plain parameter name."""
-        with ExitStack() as stack:
-            return {name: tuple(file.get_slice(key).get_shape()) for name, (file, key) in self._open(stack).items()}
+        with self._open() as (shapes, _):
+            return shapes
 
     @torch.no_grad()
     def load(self, model: nn.Module, fresh: list[str]):
         """Puts them into ``model``, whose parameters that match a pattern of ``fresh`` keep what they have."""
-        with ExitStack() as stack:
-            found = self._open(stack)
+        with self._open() as (_, get):
             for name, p in model.named_parameters():
                 if not _matches(name, fresh):
-                    file, key = found[name]
-                    p.copy_(file.get_tensor(key))
+                    p.copy_(get(name))
 
-    def _open(self, stack: ExitStack) -> dict[str, tuple[Any, str]]:
-        """Parameter name -> (open file, its name there)."""
-        files = [stack.enter_context(safe_open(path, framework="pt", device="cpu")) for path in self.files]
-        return {key.removeprefix(self.prefix): (file, key) for file in files for key in file.keys()}  # noqa: SIM118
+    @contextmanager
+    def _open(self) -> Iterator[tuple[dict[str, tuple[int, ...]], Callable[[str], Tensor]]]:
+        """(shapes by name, name -> tensor)."""
+        with ExitStack() as stack:
+            if (self.path / checkpoints.MANIFEST).is_file():
+                tensors = stack.enter_context(checkpoints.Tensors(self.path))
+                yield tensors.shapes(), partial(tensors.get, checkpoints.WEIGHT)
+                return
+            files = [stack.enter_context(safe_open(f, framework="pt", device="cpu")) for f in _exported(self.path)]
+            places = {key.removeprefix(EXPORTED): (file, key) for file in files for key in file.keys()}  # noqa: SIM118
+            shapes = {name: tuple(file.get_slice(key).get_shape()) for name, (file, key) in places.items()}
+            yield shapes, lambda name: places[name][0].get_tensor(places[name][1])
 
 
 def find_weights(given: str) -> Weights:
@@ -86,26 +95,30 @@ def find_weights(given: str) -> Weights:
 def _of_checkpoint(path: Path) -> Weights:
     state = checkpoints.read_state(path)
     origin = f"{path} ({checkpoints.checkpoint_hash(path)[:12]})"
-    return Weights(origin, [path / checkpoints.MODEL], "", completed(state.config), state.identity)
+    return Weights(origin, path, completed(state.config), state.identity)
 
 
 def _of_export(path: Path) -> Weights:
-    """A folder that titans export wrote: Hugging Face's layout, our names after "model."."""
+    """A folder that titans export wrote, in Hugging Face's layout."""
     try:
         config = json.loads((path / "config.json").read_text())
         settings, origin = config["settings"], f"{path} ({config['checkpoint_hash'][:12]})"
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"its config.json is not of titans export ({error!r})") from None
-    index = path / "model.safetensors.index.json"
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    files = [path / name for name in sorted(names)]
-    for file in files:
+    for file in _exported(path):
         if not file.is_file():
             raise UserError(f"it holds no {file.name}")
     tokenizer = saved_tokenizer(path)
     found = tokenizer.is_file()
     identity = {"tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest()} if found else {}
-    return Weights(origin, files, "model.", completed(settings), identity)
+    return Weights(origin, path, completed(settings), identity)
+
+
+def _exported(path: Path) -> list[Path]:
+    """The files of an exported folder that hold weights: one, or those that its index names."""
+    index = path / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    return [path / name for name in sorted(names)]
 
 
 def check_fit(weights: Weights, task: Task, config: Config, identity: dict[str, str]):

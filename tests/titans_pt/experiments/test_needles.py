@@ -114,8 +114,8 @@ def test_weights_that_are_not_theirs(tmp_path, capsys):
     assert f"{weights}: not the weights of LMM, seed 0, or not there" in capsys.readouterr().err
 
 
-def test_what_is_written_has_a_cost_from_the_second_length_on(tmp_path, monkeypatch):
-    written, shares = study.written, []
+def test_what_is_written_costs_as_much_as_is_right(tmp_path, monkeypatch):
+    written, answers, shares = study.written, study.answers, []
 
     @contextmanager
     def noted(model):
@@ -124,13 +124,18 @@ def test_what_is_written_has_a_cost_from_the_second_length_on(tmp_path, monkeypa
         shares.append(float(torch.cat(found).mean().detach()))
 
     monkeypatch.setattr(study, "written", noted)
-    for cost in ("0", "10"):
-        assert run(tmp_path, "--write-cost", cost, "train.max_steps=12", "train.lr=0.01") == 0
-    free, dear = shares[:12], shares[12:]
-    assert free[:9] == dear[:9]  # the ninth step is the first that has a cost
-    assert dear[11] < free[11] - 0.001 and all(0 < share < 1 for share in shares)
-    losses = [record["curve"][-1][1] for record in lines(tmp_path, "trained")]
-    assert losses[0] == pytest.approx(losses[1], abs=0.2)  # that of the answers alone
+    losses = {}
+    for cost, right in (("0", 1.0), ("10", 0.0), ("10", 1.0)):
+        monkeypatch.setattr(study, "answers", lambda *told, right=right: (answers(*told)[0], torch.tensor([right])))
+        more = ["train.max_steps=8", "train.lr=0.01", "--answers", "1", "--lengths", "64"]
+        monkeypatch.setattr(it, "ask", lambda *told: None)
+        monkeypatch.setattr(it, "summarise", lambda *told: None)
+        assert run(tmp_path / f"{cost} {right}", "--write-cost", cost, *more) == 0
+        losses[cost, right] = lines(tmp_path / f"{cost} {right}", "trained")[0]["curve"][-1][1]
+    free, wrong, dear = shares[:8], shares[8:16], shares[16:]
+    assert free == wrong and free[0] == dear[0] and dear[7] < free[7] - 0.01
+    assert all(0 < share < 1 for share in shares)
+    assert losses["10", 1.0] == pytest.approx(losses["0", 1.0], abs=0.2)  # that of the answers alone
 
 
 def test_a_killed_training_goes_on(tmp_path, monkeypatch):

@@ -54,7 +54,6 @@ def test_curriculum():
     curriculum = it.Curriculum("96:3,256")
     assert [curriculum.length(step, 8) for step in range(8)] == [96] * 6 + [256] * 2
     assert curriculum.last_begins(8) == 6 and curriculum.lengths == [96, 256]
-    assert it.Curriculum("96:2,256,512").second_begins(6) == 3 and it.Curriculum("96").second_begins(6) == 6
     for steps in range(4, 30):
         lengths = [curriculum.length(step, steps) for step in range(steps)]
         assert lengths[curriculum.last_begins(steps)] == 256 and lengths[curriculum.last_begins(steps) - 1] == 96

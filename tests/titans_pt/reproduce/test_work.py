@@ -188,5 +188,14 @@ def test_killed_three_times_the_table_is_the_same(prepared, tmp_path):
     assert (killed / "table1.md").read_text() == (undisturbed / "table1.md").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_trains_in_several_processes(prepared, tmp_path):
+    more = [*words(prepared, tmp_path, 10), "--ranks", "2", "train.micro_batch=2"]
+    subprocess.run(_titans(more), env=ENVIRONMENT, check=True, capture_output=True)
+    assert Records(tmp_path / "records").read("swa-s0")["trained"]["steps"] == 10
+    assert "2 data ranks" in (tmp_path / "runs" / "swa-s0" / "log.txt").read_text()
+
+
 def _titans(arguments: list[str]) -> list[str]:
     return [sys.executable, "-m", "titans_pt", *arguments]

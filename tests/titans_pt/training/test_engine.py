@@ -7,7 +7,7 @@ from titans_pt.config import ModelConfig
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
-from titans_pt.training.engine import deepspeed_config, local_batch, parameter_groups
+from titans_pt.training.engine import check_node_ranks, deepspeed_config, local_batch, parameter_groups
 
 
 @pytest.mark.parametrize(("samples", "micro", "world", "expected"), [
@@ -47,6 +47,24 @@ def test_deepspeed_settings_follow_the_tree(tiny):
     assert settings["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000}
     assert deepspeed_config(config, 3, 4, 10**9)["zero_optimization"]["reduce_bucket_size"] == 500_000_000
     assert (settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (3, 4)
+
+
+def test_how_gradients_are_exchanged_is_passed_on(tiny):
+    given = {"overlap": True, "reduce_bucket": 300, "gather_bucket": 400, "reduce_fp32": True}
+    settings = deepspeed_config(load_config(tiny(parallel=given)), 3, 4, 1000)
+    assert settings["zero_optimization"] == {
+        "stage": 1, "overlap_comm": True, "reduce_bucket_size": 300, "allgather_bucket_size": 400}
+    assert settings["communication_data_type"] == "fp32"
+    assert deepspeed_config(load_config(tiny()), 3, 4, 1000)["communication_data_type"] is None
+    config = load_config(tiny(parallel={"zero_stage": 3, "node_ranks": 2}))
+    assert deepspeed_config(config, 3, 4, 1000)["zero_optimization"]["zero_hpz_partition_size"] == 2
+    check_node_ranks(config, 4)
+    with pytest.raises(UserError, match="parallel.node_ranks: given 2; must divide the number of ranks, 3"):
+        check_node_ranks(config, 3)
+    with pytest.raises(UserError, match="parallel.node_ranks: given 2; only with parallel.zero_stage=3"):
+        load_config(tiny(parallel={"node_ranks": 2}))
+    with pytest.raises(UserError, match="parallel.gather_bucket: given 5; ZeRO 3 has no such exchange"):
+        load_config(tiny(parallel={"zero_stage": 3, "gather_bucket": 5}))
 
 
 def test_the_memorys_start_does_not_decay():

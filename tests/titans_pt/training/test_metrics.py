@@ -1,5 +1,7 @@
+import errno
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,3 +73,13 @@ def test_plot(tmp_path, unigram):
     plot_loss(records, tmp_path / "loss.svg", "nats per token", title="quickstart")
     assert "quickstart" in (tmp_path / "loss.svg").read_text()
     assert (tmp_path / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_full_disk_is_named(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0)
+    log._file.close()
+    with Path("/dev/full").open("a") as log._file:
+        with pytest.raises(OSError) as error:
+            log.write("train", 1, loss=1.0)
+        log.close()
+    assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(tmp_path / "metrics.jsonl"))

@@ -1,5 +1,7 @@
 """When a run saves, and which checkpoint it continues from."""
 
+import errno
+import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titans_pt import checkpoints
+from titans_pt import checkpoints, shards
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.tasks import language
@@ -135,14 +137,14 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 def test_a_step_chooses_the_checkpoint_and_later_ones_are_set_aside(run, caplog):
     straight = losses(run.folder)
     before = contents(run.folder / "checkpoints" / "step-00000020")
-    weights = checkpoints.read_tensors(run.folder / "checkpoints/step-00000020/model.safetensors")
+    weights = checkpoints.read_weights(run.folder / "checkpoints/step-00000020")
     assert run("train.resume=10", "train.stop_at=20", "train.keep_last=9") == 0
     assert losses(run.folder) == straight
     aside = run.folder / "checkpoints" / "set-aside"
     assert sorted(path.name for path in aside.iterdir()) == ["step-00000015", "step-00000020"]
     assert contents(aside / "step-00000020") == before
     assert f"continues at step 10; a later checkpoint is now {aside / 'step-00000015'}" in caplog.text
-    again = checkpoints.read_tensors(run.folder / "checkpoints/step-00000020/model.safetensors")
+    again = checkpoints.read_weights(run.folder / "checkpoints/step-00000020")
     assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
@@ -164,3 +166,81 @@ def test_a_step_without_a_checkpoint_names_those_that_exist(run):
     with pytest.raises(UserError, match=r"^train\.resume: given 17; .*no such checkpoint; existing steps: 10, 15, 20$"):
         run("train.resume=17")
     assert contents(run.folder / "checkpoints") == before
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """``full(name, at)``: writing a file of that name fails from its at-th time on, but not under a folder "spare"."""
+
+    def no_space(path):
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def fill(name: str, at: int):
+        write, save, count = loop.MetricsLog.write, checkpoints.save_tensors, [0]
+
+        def write_or_fail(self, kind, step, **values):
+            if name == "metrics" and step >= at:
+                raise no_space(self.path)
+            write(self, kind, step, **values)
+
+        def save_or_fail(tensors, path):
+            count[0] += path.name == checkpoints.MODEL
+            if name == "checkpoint" and count[0] >= at and "spare" not in path.parts:
+                raise no_space(path)
+            save(tensors, path)
+
+        monkeypatch.setattr(loop.MetricsLog, "write", write_or_fail)
+        monkeypatch.setattr(checkpoints, "save_tensors", save_or_fail)
+
+    return fill
+
+
+@pytest.mark.parametrize(("what", "at", "file"), [
+    ("metrics", 5, "metrics.jsonl"), ("checkpoint", 2, "checkpoints/.step-00000004.tmp/model.safetensors"),
+])  # fmt: skip
+def test_a_full_disk_is_named_and_a_last_checkpoint_goes_elsewhere(tiny, tmp_path, full, what, at, file, caplog):
+    full(what, at)
+    path = tiny(train={"checkpoint_every": 2})
+    with pytest.raises(OSError) as error:
+        loop.train(load_config(path, [f"run.spare_dir={tmp_path / 'spare'}"]))
+    assert error.value.filename == f"{tmp_path}/run/{file}"
+    (last,) = checkpoints.list_checkpoints(tmp_path / "spare" / "checkpoints")
+    assert checkpoints.step_of(last) >= 4
+    assert checkpoints.verify(last) == []
+    assert f"run.spare_dir: {last} is the last checkpoint; once there is space, move it to" in caplog.text
+    assert checkpoints.step_of(last) > min(steps(tmp_path / "run"))
+
+
+def test_a_shard_that_cannot_be_written_ends_the_run_and_leaves_nothing(tiny, tmp_path, monkeypatch):
+    save, count = shards.save_tensors, []
+
+    def full(pieces, path):
+        count.append(path)
+        if len(count) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        save(pieces, path)
+
+    monkeypatch.setattr(shards, "save_tensors", full)
+    path = tiny(train={"checkpoint_every": 2, "checkpoint_shards": True})
+    with pytest.raises(OSError) as error:
+        loop.train(load_config(path, [f"run.spare_dir={tmp_path / 'spare'}"]))
+    assert error.value.filename == f"{tmp_path}/run/checkpoints/.step-00000004.tmp/shard-00000.safetensors"
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000002"]
+    (last,) = checkpoints.list_checkpoints(tmp_path / "spare/checkpoints")
+    assert checkpoints.verify(last) == []
+
+
+def test_a_spare_disk_that_is_full_too(tiny, tmp_path, full, caplog):
+    full("checkpoint", 1)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError) as error:
+        loop.train(load_config(tiny(train={"checkpoint_every": 2}), [f"run.spare_dir={tmp_path / 'file'}"]))
+    assert error.value.filename.startswith(str(tmp_path / "run"))
+    assert "run.spare_dir: it cannot be written to, either" in caplog.text
+
+
+def test_a_full_disk_without_a_spare_one_ends_the_run(tiny, tmp_path, full):
+    full("metrics", 5)
+    with pytest.raises(OSError, match="No space left"):
+        loop.train(load_config(tiny(train={"checkpoint_every": 2})))
+    assert steps(tmp_path / "run") == [2, 4]

@@ -45,7 +45,7 @@ def start(tiny, tmp_path, source):
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return checkpoints.read_tensors(checkpoints.checkpoint_path(run / "checkpoints", step) / checkpoints.MODEL)
+    return checkpoints.read_weights(checkpoints.checkpoint_path(run / "checkpoints", step))
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -75,7 +75,10 @@ def nan_logits(step: int):
     def counted(trainer):
         current.append(None)
         signal = step_of(trainer)
-        trainer.saver.save(replace(trainer._state(), nonfinite_in_a_row=0))
+        state = trainer._state()
+        trainer.saver.state = lambda: replace(state, nonfinite_in_a_row=0)
+        trainer.saver.save()
+        trainer.saver.state = trainer._state
         return signal
 
     language.build_model, loop.Trainer._train_step = build_spoilt, counted

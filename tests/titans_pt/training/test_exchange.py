@@ -1,0 +1,111 @@
+"""Two ranks: neither how gradients are exchanged nor how checkpoints are written changes a result, and given weights
+reach every topology."""
+
+import pytest
+import torch
+
+from tests.processes import curve, run_jobs
+from tests.untrained import untrained_run
+from titans_pt import checkpoints
+from titans_pt.config_file import load_config
+from titans_pt.run import load_run
+from titans_pt.tasks.language import Language
+from titans_pt.training.engine import Engine
+
+pytestmark = pytest.mark.timeout(3600)  # starting processes takes its time on a busy machine
+
+SHARDS = ["train.checkpoint_shards=true", "train.keep_last=9"]
+BUCKETS = ["parallel.overlap=true", "parallel.reduce_bucket=3000"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, prepared):
+    from tests.matrix import write_config
+
+    folder = tmp_path_factory.mktemp("runs")
+    source = untrained_run(folder / "source", prepared)
+    config = write_config(folder, prepared)
+    given = [f"train.init_from={source}", "model.d_model=16", "model.n_layers=1", "model.n_heads=2",
+             "model.mlp_hidden=32", "model.memory.depth=1", "model.memory.expansion=4"]  # fmt: skip
+    jobs = {
+        "1": [], "1-buckets": [*BUCKETS, "parallel.gather_bucket=2000"],
+        "2": ["parallel.zero_stage=2"], "2-buckets": ["parallel.zero_stage=2", *BUCKETS],
+        "3": ["parallel.zero_stage=3"],
+        "3-buckets": ["parallel.zero_stage=3", "parallel.overlap=false", "parallel.reduce_bucket=3000"],
+        "bf16": ["train.precision=bf16"], "bf16-fp32": ["train.precision=bf16", "parallel.reduce_fp32=true"],
+        "2-shards@1": ["parallel.zero_stage=2", *SHARDS, "train.stop_at=2"],
+        "2-shards@2": ["parallel.zero_stage=2", *SHARDS],
+        "3-shards@1": ["parallel.zero_stage=3", *SHARDS, "train.stop_at=2"],
+        "3-shards@2": ["parallel.zero_stage=3", *SHARDS],
+        "moved@1": ["parallel.tensor=2", *SHARDS, "train.stop_at=2"], "moved@2": ["parallel.zero_stage=3", *SHARDS],
+        "half@1": ["train.precision=bf16", *SHARDS, "train.stop_at=2"], "half@2": ["train.precision=bf16", *SHARDS],
+        "given": given, "given-tensor": [*given, "parallel.tensor=2", "parallel.zero_stage=3"],
+    }  # fmt: skip
+    jobs = {name: ["train.stop_at=4", *overrides] for name, overrides in jobs.items()}
+    run_jobs(2, config, folder, jobs, timeout=3600)
+    return folder
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_buckets_and_overlap_change_nothing(runs, stage):
+    found = curve(runs / f"{stage}-buckets", "loss", "grad_norm")
+    assert len(found) == 4
+    assert found == curve(runs / str(stage), "loss", "grad_norm")
+
+
+@pytest.mark.parametrize(("shards", "whole"), [("2-shards", "2"), ("3-shards", "3"), ("half", "bf16")])
+def test_a_resume_from_shards_is_bit_for_bit_a_whole_run(runs, shards, whole):
+    assert curve(runs / shards, "loss", "grad_norm") == curve(runs / whole, "loss", "grad_norm")
+    written, one = (checkpoints.find(runs / name / "checkpoints", 4) for name in (shards, whole))
+    assert {path.name for path in written.iterdir()} == {
+        "shard-00000.safetensors", "shard-00000.json", "shard-00001.safetensors", "shard-00001.json", "tensors.json",
+        "trainer.json", "manifest.json"}
+    with checkpoints.Tensors(written) as found, checkpoints.Tensors(one) as expected:
+        assert found.shapes() == expected.shapes()
+        for name in expected.shapes():
+            for kind in (checkpoints.WEIGHT, *checkpoints.MOMENTS):
+                assert torch.equal(found.get(kind, name), expected.get(kind, name)), (kind, name)
+
+
+def test_shards_of_one_topology_are_read_by_another(runs):
+    found, expected = (curve(runs / name, "loss", "grad_norm") for name in ("moved", "1"))
+    assert [x[0] for x in found] == [1, 2, 3, 4]
+    assert [x[1] for x in found] == pytest.approx([x[1] for x in expected], abs=1e-5)
+    assert load_run(runs / "moved").step == 4
+
+
+def test_sums_of_two_in_fp32_are_those_in_bf16(runs):
+    """A sum of two is rounded once in either; only more ranks make a difference."""
+    rough, better = (curve(runs / name, "loss", "grad_norm") for name in ("bf16", "bf16-fp32"))
+    assert len(rough) == 4 and better == rough
+
+
+def test_given_weights_under_tensor_parallelism_and_zero_3(runs):
+    one, two = (curve(runs / name, "loss", "grad_norm") for name in ("given", "given-tensor"))
+    assert [x[1] for x in two] == pytest.approx([x[1] for x in one], abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_settings_reach_deepspeed(tiny, ranks, stage):
+    given = {"overlap": stage == 1, "reduce_bucket": 300, "reduce_fp32": True, "zero_stage": stage}
+    given |= {"gather_bucket": 400} if stage == 1 else {}
+    config = load_config(tiny(parallel=given, train={"precision": "bf16"}))
+    engine = Engine(Language(config).build_model(), config, ranks)._engine
+    zero = engine.optimizer
+    assert zero.communication_data_type == torch.float32
+    assert engine.zero_overlap_comm() == (stage == 1)
+    assert zero.reduce_bucket_size == 300
+    assert stage == 3 or zero.allgather_bucket_size == 400
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_ranks_under_zero_3(tmp_path, prepared):
+    """Losses and a resume are those of ZeRO 3 over all four."""
+    from tests.matrix import write_config
+
+    hybrid = ["parallel.zero_stage=3", "parallel.node_ranks=2", *SHARDS]
+    jobs = {"flat": ["parallel.zero_stage=3"], "hybrid@1": [*hybrid, "train.stop_at=2"], "hybrid@2": hybrid}
+    jobs = {name: ["train.stop_at=4", *overrides] for name, overrides in jobs.items()}
+    run_jobs(4, write_config(tmp_path, prepared), tmp_path, jobs, timeout=3600)
+    found, expected = (curve(tmp_path / name, "loss", "grad_norm") for name in ("hybrid", "flat"))
+    assert len(found) == 4 and found == expected

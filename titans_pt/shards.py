@@ -1,0 +1,132 @@
+"""Tensors as pieces in the files of many ranks, each of which writes what it holds, put together for any other ranks.
+
+    shard-00003.safetensors   what rank 3 holds: KIND.NAME, flat, fp32
+    shard-00003.json          where its pieces lie, size and SHA-256 of that file; written when it is complete
+    tensors.json              NAME -> {shape of the whole, dim it is cut along over tensor ranks or null, parts}
+
+A tensor is cut into ``parts`` equal ones along ``dim`` (tensor parallelism), and each part, flat, into pieces (ZeRO): a
+piece is [start, start + its length) of a part. What stands for a KIND, checkpoints.py says.
+"""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from titans_pt.tools.files import flush_to_disk, write_text
+from titans_pt.tools.tensor_files import describe, save_tensors
+
+INDEX = "tensors.json"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor's shape, and how it is cut into ``parts``; dim None: every tensor rank holds all of it, parts is 1."""
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    parts: int = 1
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], self.shape[self.dim] // self.parts, *self.shape[self.dim + 1 :])
+
+
+def shard_file(number: int, suffix: str = "safetensors") -> str:
+    return f"shard-{number:05d}.{suffix}"
+
+
+def write_shard(folder: Path, number: int, pieces: dict[str, Tensor], places: dict[str, tuple[int, int]]):
+    """Writes one rank's file.
+
+    Args:
+        pieces: KIND.NAME -> flat fp32 tensor on the CPU, contiguous.
+        places: NAME -> (part, start) of its pieces, which lie alike for every kind.
+
+    Raises:
+        OSError: disk full, folder not writable.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / shard_file(number)
+    save_tensors(pieces, path)
+    flush_to_disk(path)
+    write_text(folder / shard_file(number, "json"), json.dumps({"file": describe(path), "places": places}))
+
+
+def join_shards(
+    folder: Path, count: int, tensors: dict[str, Whole], stop: Callable[[], bool]
+) -> dict[str, dict[str, Any]]:
+    """Waits until the files of ``count`` ranks are complete, then writes the index.
+
+    Returns:
+        Size and SHA-256 of every file by name, as those who wrote them computed them; {} when ``stop()`` became true.
+    """
+    files = {}
+    for number in range(count):
+        told = folder / shard_file(number, "json")
+        while not told.is_file():
+            if stop():
+                return {}
+            time.sleep(0.02)
+        files |= {shard_file(number): json.loads(told.read_text())["file"], told.name: describe(told)}
+    write_text(folder / INDEX, json.dumps({name: asdict(whole) for name, whole in tensors.items()}))
+    return files | {INDEX: describe(folder / INDEX)}
+
+
+class ShardReader:
+    """Reads tensors of a folder of shards; ``with`` closes its files, which are opened when they are needed."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        index = json.loads((folder / INDEX).read_text())
+        self.tensors = {name: Whole(tuple(w["shape"]), w["dim"], w["parts"]) for name, w in index.items()}
+        self._places: dict[tuple[str, int], list[tuple[int, Path]]] = defaultdict(list)
+        for told in sorted(folder.glob("shard-*.json")):
+            for name, (part, start) in json.loads(told.read_text())["places"].items():
+                self._places[name, part].append((start, told.with_suffix(".safetensors")))
+        self._stack, self._files = ExitStack(), {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._stack.close()
+
+    def whole(self, kind: str, name: str) -> Tensor:
+        """The tensor, put together; fp32."""
+        cut = self.tensors[name]
+        size = torch.Size(cut.part_shape).numel()
+        parts = [self.span(kind, name, part, 0, size).view(cut.part_shape) for part in range(cut.parts)]
+        return parts[0] if cut.dim is None else torch.cat(parts, cut.dim)
+
+    def span(self, kind: str, name: str, part: int, start: int, stop: int) -> Tensor:
+        """[start, stop) of a part, flat; nothing else is read.
+
+        Raises:
+            ValueError: the pieces leave a gap, which no complete checkpoint has.
+        """
+        found, filled = torch.empty(stop - start, dtype=torch.float32), 0
+        for begin, path in self._places[name, part]:
+            piece = self._open(path).get_slice(f"{kind}.{name}")
+            first, last = max(start, begin), min(stop, begin + piece.get_shape()[0])
+            if first < last:
+                found[first - start : last - start] = piece[first - begin : last - begin]
+                filled += last - first
+        if filled != stop - start:
+            raise ValueError(f"{self.folder}: {kind}.{name} has {filled} of {stop - start} numbers")
+        return found
+
+    def _open(self, path: Path):
+        if path not in self._files:
+            self._files[path] = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        return self._files[path]
