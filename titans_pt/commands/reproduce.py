@@ -6,7 +6,7 @@ import click
 from titans_pt.commands._arguments import FOLDER, NAMES, Checked, overrides, real, whole
 
 SECTION = "study"
-_rate = real(lambda rate: rate > 0, "a number above 0")
+_rate = real(lambda rate: 0 < rate <= 1e6, "a number above 0")
 
 
 def _list_of(number: Checked, allowed: str) -> Checked:
