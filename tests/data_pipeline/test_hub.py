@@ -147,7 +147,8 @@ def over_http(tmp_path):
             tree = {"data": data, "model": {"vocab_size": VOCAB}, "train": {"batch_tokens": 512}}
             path.write_text(yaml.safe_dump(tree))
             paths.append(str(path))
-        environment = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home")} | environment
+        ours = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "USE_TORCH": "NO"}  # else imported
+        environment = os.environ | ours | environment
         return subprocess.Popen([sys.executable, "-c", CALL, *paths], cwd=tmp_path, env=environment, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
 
