@@ -17,7 +17,7 @@ SECTION = "study"
     "--held-out", type=whole(0), default=0, metavar="N", help="noise tokens that training never draws (default: 0)"
 )
 @click.option(
-    "--write-cost", type=real(lambda x: x >= 0, "a number of at least 0"), default=0.0, metavar="X",
+    "--write-cost", type=real(lambda x: 0 <= x <= 1000, "a number from 0 to 1000"), default=0.0, metavar="X",
     help="added to the loss, times the mean gate of writing and the share of right answers (default: 0)",
 )  # fmt: skip
 @click.option(

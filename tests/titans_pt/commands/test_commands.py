@@ -142,7 +142,7 @@ def test_a_completion_script_asks_titans(shell, capsys):
 
 @pytest.mark.parametrize(("typed", "completed"), [
     ("titans c", ["checkpoint", "compare", "completion", "config"]),
-    ("titans checkpoint ", ["list", "prune", "verify"]),
+    ("titans checkpoint ", ["list", "merge", "prune", "verify"]),
     ("titans plan c.yaml a=1 --", ["--ranks", "--memory", "--help"]),
     ("titans completion z", ["zsh"]),
 ])  # fmt: skip
