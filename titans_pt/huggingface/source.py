@@ -24,6 +24,14 @@ MODELING = "modeling_titans"
 CARRIED = "titans_pt_carried"
 _START = "titans_pt.huggingface.modeling"
 _BESIDE = re.compile(r'Path\(__file__\)\.with_name\("([^"]+)"\)')
+_FILES = '''"""Files that are not Python, as text."""
+
+import contextlib
+import os
+from pathlib import Path
+
+FILES = {
+'''
 _PLACED = '''
 
 def placed(name: str) -> Path:
@@ -67,7 +75,7 @@ def source_files(model: ModelConfig) -> dict[str, str]:
         head = '"""Files that are not Python, as text."""\n\nimport contextlib\nimport os\nfrom pathlib import Path\n\n'
         head += "FILES = {\n"
         texts = [f"    {name!r}: {_literal(path.read_text(encoding='utf-8'))},\n" for name, path in carried.items()]
-        files[f"{CARRIED}.py"] = head + "".join(texts) + "}\n" + _PLACED
+        files[f"{CARRIED}.py"] = _FILES + "".join(texts) + "}\n" + _PLACED
     return files
 
 
