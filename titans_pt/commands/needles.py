@@ -18,7 +18,7 @@ SECTION = "study"
 )
 @click.option(
     "--write-cost", type=real(lambda x: 0 <= x <= 1000, "a number from 0 to 1000"), default=0.0, metavar="X",
-    help="added to the loss, times the mean gate of writing and the share of right answers (default: 0)",
+    help="times the mean gate of writing: added to the loss of a step whose answers are right (default: 0)",
 )  # fmt: skip
 @click.option(
     "--asked", type=COUNTS, default="1024,2048,4096,8192,16384,32768,65536", metavar="TOKENS,...",
