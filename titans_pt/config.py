@@ -202,7 +202,7 @@ class MemoryConfig(Section):
     kernels in C and Triton do not serve it: on a CPU the memory takes 13 times as long."""
     alpha_rank: Positive = 16
     """alpha=channel: width between the two linear layers that make it, as in gated linear attention. At full rank the
-    gates of a 170M model of lmm would have as many parameters as all the rest of its mixers."""
+    gates of a 170M LMM (long-term memory alone) would have as many parameters as all the rest of its mixers."""
     per_layer_gates: bool = False
     """One theta, eta, alpha for each of the memory's ``depth`` layers instead of one for all."""
     theta: Literal["bounded", "free"] = "bounded"

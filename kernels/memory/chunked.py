@@ -34,7 +34,7 @@ MAX_BLOCK = 64
 """Tokens of a compute block at most: the (block x block) products then stay small whatever the gradient chunk."""
 GROUP_BYTES = 2**24
 """What the blocks of a group may occupy: they are gone through more than once and should stay in a CPU's caches."""
-KEEP_BYTES = 2**27
+KEEP_BYTES = 2**24
 """What a call may keep for its backward pass beyond inputs and outputs."""
 
 

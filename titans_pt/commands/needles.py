@@ -17,8 +17,8 @@ SECTION = "study"
     "--held-out", type=whole(0), default=0, metavar="N", help="noise tokens that training never draws (default: 0)"
 )
 @click.option(
-    "--write-cost", type=real(lambda x: 0 <= x <= 1e6, "a number from 0 to a million"), default=0.0, metavar="X",
-    help="added to the loss, times the mean gate of writing and the share of right answers (default: 0)",
+    "--write-cost", type=real(lambda x: 0 <= x <= 1000, "a number from 0 to 1000"), default=0.0, metavar="X",
+    help="times the mean gate of writing: added to the loss of a step whose answers are right (default: 0)",
 )  # fmt: skip
 @click.option(
     "--asked", type=COUNTS, default="1024,2048,4096,8192,16384,32768,65536", metavar="TOKENS,...",

@@ -6,7 +6,7 @@ import click
 from titans_pt.commands._arguments import FOLDER, NAMES, Checked, overrides, real, whole
 
 SECTION = "study"
-_rate = real(lambda rate: 0 < rate <= 1e6, "a number above 0")
+_rate = real(lambda rate: 0 < rate <= 1, "a number above 0, at most 1")
 
 
 def _list_of(number: Checked, allowed: str) -> Checked:
@@ -30,7 +30,7 @@ def _list_of(number: Checked, allowed: str) -> Checked:
 @click.option("--out", type=FOLDER, metavar="DIR", help="folder of everything (default: runs/reproduce/SIZE)")
 @click.option("--tokens", type=whole(1), metavar="N", help="tokens of a training (default: as configured)")
 @click.option(
-    "--rates", type=_list_of(_rate, "numbers above 0"), metavar="LR,...",
+    "--rates", type=_list_of(_rate, "numbers above 0, at most 1"), metavar="LR,...",
     help="learning rates to choose from for each model (default: tiny 2e-3,4e-3,8e-3; else the configured one)",
 )  # fmt: skip
 @click.option("--ranks", type=whole(1), metavar="N", help="processes of a training (default: one for each GPU)")

@@ -23,7 +23,7 @@ EVALUATION_SEED = 2**31
 """Far from any run.seed: evaluation never meets a sample of training."""
 REPORT_EVERY = 50
 ENOUGH = 0.99
-"""Mean accuracy over REPORT_EVERY steps (new samples each) at which training ends early."""
+"""Share of right answers: over REPORT_EVERY steps (new samples each) training ends early; at a step writing costs."""
 
 
 class Samples(ABC):
@@ -51,14 +51,15 @@ def fit(
 ) -> dict:
     """Trains ``model`` on the answers of batches 0, 1, ... (see :func:`answers`).
 
-    It ends early once the accuracy over REPORT_EVERY steps is ENOUGH, but not before step ``may_end_at``.
+    It ends early once the accuracy over REPORT_EVERY steps is ENOUGH, but not before step ``may_end_at``, and not if
+    writing costs: then gates close long after all answers are right.
 
     Args:
         kept: file of weights and moments every REPORT_EVERY steps: with it a killed training continues, bit for bit. It
             must identify all other arguments. Whoever keeps the result deletes it.
-        write_cost: factor of the mean of :func:`written`, which is added to the loss: what a memory need not write
-            costs more than it gains, however little it harms. It grows with the share of right answers: before recall
-            is learned, nothing that is written gains anything, and all gates would close.
+        write_cost: factor of the mean of :func:`written`, which is added to the loss of a step whose answers are right
+            (to ENOUGH): what a memory need not write costs more than it gains, however little it harms. At other steps
+            it would close gates before it is known what they are good for.
 
     Returns:
         steps taken, seconds, and the curve: [step, loss, accuracy, gradient norm], means over REPORT_EVERY steps.
@@ -80,8 +81,8 @@ def fit(
         with written(model) as shares:
             loss, right = answers(model, *batch(step - 1))
         total = loss
-        if write_cost and shares:
-            total = loss + write_cost * right.float().mean() * torch.cat(shares).mean()
+        if write_cost and shares and right.float().mean() >= ENOUGH:
+            total = loss + write_cost * torch.cat(shares).mean()
         optimizer.zero_grad()
         total.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip, error_if_nonfinite=False)
@@ -98,7 +99,7 @@ def fit(
                 flush=True,
             )
             window = []
-            if means[1] >= ENOUGH and step >= may_end_at:
+            if means[1] >= ENOUGH and step >= may_end_at and not write_cost:
                 break
             if kept:
                 _save(kept, model, optimizer, curve=curve, step=step, seconds=seconds)

@@ -72,6 +72,8 @@ def source_files(model: ModelConfig) -> dict[str, str]:
     files = {f"{_flat(name)}.py": module.text for name, module in modules.items()}
     files[f"{MODELING}.py"] += "\n".join(lines) + "\n"
     if carried := {name: path for module in modules.values() for name, path in module.beside.items()}:
+        head = '"""Files that are not Python, as text."""\n\nimport contextlib\nimport os\nfrom pathlib import Path\n\n'
+        head += "FILES = {\n"
         texts = [f"    {name!r}: {_literal(path.read_text(encoding='utf-8'))},\n" for name, path in carried.items()]
         files[f"{CARRIED}.py"] = _FILES + "".join(texts) + "}\n" + _PLACED
     return files

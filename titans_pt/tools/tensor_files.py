@@ -1,11 +1,14 @@
 """Files of tensors, and what identifies a file."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path):

@@ -50,6 +50,7 @@ def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start
         UserError: train.resume=never and there are checkpoints; it names a step that has none; all are damaged; the
             settings do not continue them; train.init_from is not weights of this model.
     """
+    checkpoints.clean(folder.checkpoints)  # a rank's shard of before must not be taken for a new one
     resume, found = task.config.train.resume, checkpoints.list_checkpoints(folder.checkpoints)
     if resume == "never":
         if found:
@@ -58,7 +59,6 @@ def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start
                 "set train.resume=auto to continue, or another run.dir"
             )
         return _fresh(task, identity)
-    checkpoints.clean(folder.checkpoints)
     path = checkpoints.newest_complete(folder.checkpoints) if resume == "auto" else _chosen(task.config, folder, resume)
     if path is None:
         return _fresh(task, identity)

@@ -49,7 +49,7 @@ def test_lengths_must_divide_the_tokens(tmp_path, capsys):
 
 
 def test_a_benchmark_without_any_figure_does_not_end_well(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(training, "_in_a_process", lambda case, *_: Measurement("lmm", 256, None, None, failure="why"))
+    monkeypatch.setattr(training, "in_a_process", lambda case, *_: Measurement("lmm", 256, None, None, failure="why"))
     words = ["benchmark", "training", "--models", "lmm,mac", "--lengths", "256", "--tokens", "512"]
     assert cli.run([*words, "--config", SMALL, "--out", str(tmp_path)]) == 2
     assert "nothing was measured: all 2 rows failed; the first: why" in capsys.readouterr().err

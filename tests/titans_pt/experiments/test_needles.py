@@ -114,7 +114,7 @@ def test_weights_that_are_not_theirs(tmp_path, capsys):
     assert f"{weights}: not the weights of LMM, seed 0, or not there" in capsys.readouterr().err
 
 
-def test_what_is_written_costs_as_much_as_is_right(tmp_path, monkeypatch):
+def test_what_is_written_costs_where_answers_are_right(tmp_path, monkeypatch):
     written, answers, shares = study.written, study.answers, []
 
     @contextmanager

@@ -5,6 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from titans_pt.config import ModelConfig
+from titans_pt.kernels import native
+from titans_pt.kernels.memory import chunked
 from titans_pt.layers.flops import attention_flops, product
 from titans_pt.models import build_model
 
@@ -20,6 +22,14 @@ UNKNOWN = {
 for count in UNKNOWN.values():
     count._get_raw = True  # they take tensors and find the shapes themselves
 """What the counter leaves out on a CPU."""
+
+
+@pytest.fixture(autouse=True)
+def in_operators(monkeypatch):
+    """PyTorch's counter sees its own operators, not what is written in C. Nothing is kept: the backward pass plays the
+    memory's forward pass again."""
+    monkeypatch.setattr(native, "library", lambda *_: "switched off by a test")
+    monkeypatch.setattr(chunked, "KEEP_BYTES", 0)
 
 
 def config(mixers, **changes):
@@ -58,11 +68,15 @@ def test_lmm_is_counted_to_the_product(memory):
         gates = 0  # element by element
         near = 0.03  # autograd leaves out what nobody asks of the first and of the last block
     assert forward == pytest.approx(flops.forward + gates, rel=1e-12)
+    # The gates' running products: two gates, (c x c + 1) by (c + 1 x c + 1).
+    products = settings.n_layers * settings.memory_heads * layers * 2 * 2 * (block + 1) ** 2
+    if settings.memory.alpha == "channel":
+        products = 0
     # The backward pass plays the memory's forward pass again, which is work, but not the model's.
     memory = build_model(settings).blocks[0].mixer.memory
     projections = 3 * product(32, 32) + memory.gates.flops()
     again = settings.n_layers * (memory.flops().forward - projections.forward)
-    assert both == pytest.approx(flops.total + 3 * gates + again, rel=near)
+    assert both == pytest.approx(flops.total + 3 * gates + products + again, rel=near)
 
 
 def test_attention_counts_the_keys_that_are_seen():

@@ -57,7 +57,7 @@ def test_rows_at_once():
 @pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0])])
 def test_a_few_rows_at_a_time_are_the_same(weight, monkeypatch):
     torch.manual_seed(0)
-    settings = ModelConfig(mixers=["lmm"], vocab_size=300, d_model=16, n_layers=1, n_heads=2, mlp_hidden=16)
+    settings = ModelConfig(mixers=["swa"], window=16, vocab_size=300, d_model=16, n_layers=1, n_heads=2, mlp_hidden=16)
     loss = NextTokenLoss(build_model(settings))
     ids = torch.randint(0, 300, (5, 21))
     found = []

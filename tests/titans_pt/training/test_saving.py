@@ -211,6 +211,17 @@ def test_a_full_disk_is_named_and_a_last_checkpoint_goes_elsewhere(tiny, tmp_pat
     assert checkpoints.step_of(last) > min(steps(tmp_path / "run"))
 
 
+def test_what_a_crash_left_is_gone_before_shards_are_written(tiny, tmp_path):
+    left = tmp_path / "run/checkpoints/.step-00000002.tmp"
+    left.mkdir(parents=True)
+    (left / shards.shard_file(1)).write_bytes(b"old")
+    overrides = ["train.resume=never", "train.checkpoint_shards=true", "train.stop_at=2"]
+    assert loop.train(load_config(tiny(), overrides)) == 0
+    (path,) = checkpoints.list_checkpoints(tmp_path / "run/checkpoints")
+    assert checkpoints.verify(path) == []
+    assert not (path / shards.shard_file(1)).exists()
+
+
 def test_a_shard_that_cannot_be_written_ends_the_run_and_leaves_nothing(tiny, tmp_path, monkeypatch):
     save, count = shards.save_tensors, []
 

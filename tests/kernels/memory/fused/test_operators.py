@@ -84,11 +84,11 @@ def test_what_falls_back_says_why_once():
 
     dispatch.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="head width 48 is none of"):
-        assert dispatch._fused(OnGPU, NetworkShape(48, 48, 1), 16, "auto") is None
+        assert dispatch._fused(OnGPU, NetworkShape(48, 48, 1), 16, False, "auto") is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert dispatch._fused(OnGPU, NetworkShape(48, 48, 1), 16, "auto") is None
-    assert dispatch._fused(OnGPU, NetworkShape(32, 32, 1), 16, "auto") is fused_memory
+        assert dispatch._fused(OnGPU, NetworkShape(48, 48, 1), 16, False, "auto") is None
+    assert dispatch._fused(OnGPU, NetworkShape(32, 32, 1), 16, False, "auto") is fused_memory
 
 
 @pytest.mark.parametrize("case", [
