@@ -34,6 +34,7 @@ while kill -0 "$step" 2>/dev/null; do  # a trap cuts wait short
     wait "$step" || status=$?
 done
 if [[ $asked == 1 ]]; then
+    trap '' USR1 TERM  # what queueing again sends to this script must not end what is queued
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

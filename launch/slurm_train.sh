@@ -46,6 +46,7 @@ done
 # is not RUNNING any more.
 job=" $(scontrol --oneliner show job "$SLURM_JOB_ID") "
 if [[ $job == *" JobState=RUNNING "* ]] && [[ $asked == 1 || $job =~ " PreemptTime="[0-9] ]]; then
+    trap '' USR1 TERM  # what queueing again sends to this script must not end what is queued
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -70,7 +70,8 @@ class Job:
         self.wait(state, lambda: self["JobState"] == state)
 
     def hurry(self):
-        """Starts a requeued job now; SLURM lets it wait for two minutes."""
+        """Starts a requeued job as soon as nothing is left of what ran before; SLURM lets it wait for two minutes."""
+        self.wait_for("PENDING")
         self.cluster.run("scontrol", "update", f"job={self.number}", "StartTime=now")
 
     def cancel(self):
