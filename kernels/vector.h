@@ -1,5 +1,6 @@
 /* Vectors of REAL = float or double, as wide as the machine's. */
 
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,3 +19,38 @@ typedef real vec __attribute__((vector_size(BYTES), aligned(sizeof(real)), may_a
 #define INLINE static inline __attribute__((always_inline))
 #define AT(p, i) (*(vec *)((p) + (i)))
 #define CONST_AT(p, i) (*(const vec *)((p) + (i)))
+
+#ifdef REAL_IS_DOUBLE
+typedef int64_t ints __attribute__((vector_size(BYTES)));
+#else
+typedef int32_t ints __attribute__((vector_size(BYTES)));
+#endif
+
+INLINE vec choose(ints where, vec yes, vec no) { return (vec)((where & (ints)yes) | (~where & (ints)no)); }
+
+#ifdef REAL_IS_DOUBLE
+static vec exponential(vec x) {
+    for (int i = 0; i < LANES; i++) x[i] = exp(x[i]);
+    return x;
+}
+#else
+/* Within 2 units in the last place for -87 <= x <= 87, which it is held in. */
+INLINE vec exponential(vec x) {
+    x = choose(x < -87.0f, x * 0 - 87.0f, x);
+    x = choose(x > 87.0f, x * 0 + 87.0f, x);
+    vec shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: what is added rounds to whole numbers */
+    vec n = shifted - 12582912.0f;
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    ints power = (__builtin_convertvector(n, ints) + 127) << 23;
+    return p * (vec)power;
+}
+#endif
+
+/* The sigmoid. */
+INLINE vec share(vec z) { return 1 / (1 + exponential(-z)); }

@@ -1,13 +1,15 @@
-/* The causal depthwise convolution of a few taps, forward and backward, a vector of channels at a time: each number is
-read and written once. Called through ctypes (__init__.py). */
+/* The causal depthwise convolution of a few taps, with what often follows it (SiLU, heads of unit length), forward and
+backward: each number is read and written once or twice. Called through ctypes (dispatch.py). */
 
 #include "../vector.h"
 
-#define MAX_WIDTH 16
-
 typedef struct {
     int64_t batch, tokens, channels, width;
+    int64_t silu;
+    int64_t unit; /* channels of a head that is divided by its length; 0: none is */
 } Call;
+
+#define SMALLEST ((real)1e-6) /* the length below which a head is not made longer */
 
 /* Of ``count`` <= LANES channels. */
 INLINE vec load(const real *p, int count) {
@@ -24,62 +26,130 @@ INLINE void store(real *p, vec x, int count) {
         memcpy(p, &x, count * sizeof(real));
 }
 
-/* x, y (batch, tokens, channels); past (batch, width - 1, channels), the inputs before them; taps (width, channels), the
-newest token's last; bias (channels) or NULL. Blocks first .. last - 1 of LANES channels. */
-int forward(const Call *call, const real *x, const real *past, const real *taps, const real *bias, real *y,
-            int64_t first, int64_t last) {
-    int64_t D = call->channels, T = call->tokens, before = call->width - 1;
-    for (int64_t at = first * LANES; at < last * LANES && at < D; at += LANES) {
-        int count = D - at < LANES ? D - at : LANES;
-        vec tap[MAX_WIDTH], seen[MAX_WIDTH], start = {0};
-        for (int i = 0; i <= before; i++) tap[i] = load(taps + i * D + at, count);
-        if (bias) start = load(bias + at, count);
-        for (int64_t b = 0; b < call->batch; b++) {
-            for (int i = 0; i < before; i++) seen[i] = load(past + (b * before + i) * D + at, count);
-            for (int64_t t = 0; t < T; t++) {
-                seen[before] = load(x + (b * T + t) * D + at, count);
-                vec sum = start;
-                for (int i = 0; i <= before; i++) sum += tap[i] * seen[i];
-                store(y + (b * T + t) * D + at, sum, count);
-                for (int i = 0; i < before; i++) seen[i] = seen[i + 1];
+INLINE real sum(vec x) {
+    real total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+/* The channels that are computed together: a head of unit length, or a vector. */
+INLINE int64_t group(const Call *call) { return call->unit ? call->unit : LANES; }
+
+/* x (batch, tokens, channels); past (batch, width - 1, channels), the inputs before it; taps (width, channels), the newest
+token's last; bias (channels) or NULL; reach (batch, tokens): how many of the inputs before each token it sees, or NULL:
+all. */
+typedef struct {
+    const real *x, *past, *taps, *bias;
+    const int64_t *reach;
+} Inputs;
+
+/* The input ``lag`` tokens before token t of row b, from channel ``at`` on. */
+INLINE const real *input(const Call *call, const Inputs *in, int64_t b, int64_t t, int64_t lag, int64_t at) {
+    int64_t before = call->width - 1, row = t - lag;
+    if (row >= 0) return in->x + (b * call->tokens + row) * call->channels + at;
+    return in->past + (b * before + before + row) * call->channels + at;
+}
+
+INLINE int64_t lags(const Call *call, const Inputs *in, int64_t b, int64_t t) {
+    return in->reach ? in->reach[b * call->tokens + t] : call->width - 1;
+}
+
+/* The convolution at token t. */
+INLINE vec convolved(const Call *call, const Inputs *in, int64_t b, int64_t t, int64_t at, int count) {
+    vec y = {0};
+    if (in->bias) y = load(in->bias + at, count);
+    for (int64_t lag = lags(call, in, b, t); lag >= 0; lag--)
+        y += load(in->taps + (call->width - 1 - lag) * call->channels + at, count) *
+             load(input(call, in, b, t, lag, at), count);
+    return y;
+}
+
+INLINE int width_at(int64_t at, int64_t end) { return end - at < LANES ? end - at : LANES; }
+
+/* -> y (batch, tokens, channels). Groups first .. last - 1. */
+int forward(const Call *call, const Inputs *in, real *y, int64_t first, int64_t last) {
+    int64_t D = call->channels, G = group(call);
+    for (int64_t g = first; g < last; g++) {
+        int64_t end = (g + 1) * G < D ? (g + 1) * G : D;
+        for (int64_t b = 0; b < call->batch; b++)
+            for (int64_t t = 0; t < call->tokens; t++) {
+                real *out = y + (b * call->tokens + t) * D;
+                vec squares = {0};
+                for (int64_t at = g * G; at < end; at += LANES) {
+                    int count = width_at(at, end);
+                    vec c = convolved(call, in, b, t, at, count);
+                    if (call->silu) c *= share(c);
+                    squares += c * c;
+                    store(out + at, c, count);
+                }
+                if (!call->unit) continue;
+                real length = sqrt(sum(squares)), scale = 1 / (length > SMALLEST ? length : SMALLEST);
+                for (int64_t at = g * G; at < end; at += LANES) {
+                    int count = width_at(at, end);
+                    store(out + at, load(out + at, count) * scale, count);
+                }
             }
-        }
     }
     return 0;
 }
 
-/* d_y -> d_x, d_past, d_taps, d_bias (NULL without a bias). */
-int backward(const Call *call, const real *x, const real *past, const real *taps, const real *d_y, real *d_x,
-             real *d_past, real *d_taps, real *d_bias, int64_t first, int64_t last) {
-    int64_t D = call->channels, T = call->tokens, before = call->width - 1;
-    for (int64_t at = first * LANES; at < last * LANES && at < D; at += LANES) {
-        int count = D - at < LANES ? D - at : LANES;
-        vec tap[MAX_WIDTH], of_tap[MAX_WIDTH] = {{0}}, of_bias = {0}, seen[MAX_WIDTH], pending[MAX_WIDTH];
-        for (int i = 0; i <= before; i++) tap[i] = load(taps + i * D + at, count);
+/* d_y -> d_x, d_past, d_taps, d_bias (NULL without a bias); the last three hold zeros before. */
+int backward(const Call *call, const Inputs *in, const real *d_y, real *d_x, real *d_past, real *d_taps, real *d_bias,
+             int64_t first, int64_t last) {
+    int64_t D = call->channels, T = call->tokens, G = group(call), before = call->width - 1;
+    for (int64_t g = first; g < last; g++) {
+        int64_t begin = g * G, end = begin + G < D ? begin + G : D;
         for (int64_t b = 0; b < call->batch; b++) {
-            /* pending[i]: what outputs so far say about the input i places after the oldest one in sight. */
-            for (int i = 0; i <= before; i++) pending[i] = (vec){0};
-            for (int i = 0; i < before; i++) seen[i] = load(past + (b * before + i) * D + at, count);
-            for (int64_t t = 0; t < T + before; t++) {
-                vec d = {0};
-                if (t < T) {
-                    d = load(d_y + (b * T + t) * D + at, count);
-                    seen[before] = load(x + (b * T + t) * D + at, count);
-                    for (int i = 0; i <= before; i++) {
-                        of_tap[i] += d * seen[i];
-                        pending[i] += d * tap[i];
+            /* The gradient of what the convolution gave goes where that of x will be. */
+            for (int64_t t = 0; t < T; t++) {
+                const real *given = d_y + (b * T + t) * D;
+                real *d = d_x + (b * T + t) * D, scale = 1, along = 0;
+                if (call->unit) {
+                    vec squares = {0}, product = {0};
+                    for (int64_t at = begin; at < end; at += LANES) {
+                        int count = width_at(at, end);
+                        vec c = convolved(call, in, b, t, at, count);
+                        if (call->silu) c *= share(c);
+                        squares += c * c;
+                        product += c * load(given + at, count);
                     }
-                    of_bias += d;
-                    for (int i = 0; i < before; i++) seen[i] = seen[i + 1];
+                    real length = sqrt(sum(squares));
+                    scale = 1 / (length > SMALLEST ? length : SMALLEST);
+                    if (length > SMALLEST) along = sum(product) * scale * scale * scale;
                 }
-                real *to = t < before ? d_past + (b * before + t) * D : d_x + (b * T + t - before) * D;
-                store(to + at, pending[0], count);
-                for (int i = 0; i < before; i++) pending[i] = pending[i + 1];
-                pending[before] = (vec){0};
+                for (int64_t at = begin; at < end; at += LANES) {
+                    int count = width_at(at, end);
+                    vec d_c = load(given + at, count);
+                    if (call->silu || call->unit) {
+                        vec c = convolved(call, in, b, t, at, count), part = {0}, slope = part + 1, y = c;
+                        if (call->silu) {
+                            part = share(c);
+                            y = c * part;
+                            slope = part * (1 + c * (1 - part));
+                        }
+                        d_c = (d_c * scale - y * along) * slope;
+                    }
+                    for (int64_t lag = lags(call, in, b, t); lag >= 0; lag--) {
+                        real *to = d_taps + (before - lag) * D + at;
+                        store(to, load(to, count) + d_c * load(input(call, in, b, t, lag, at), count), count);
+                    }
+                    if (d_bias) store(d_bias + at, load(d_bias + at, count) + d_c, count);
+                    store(d + at, d_c, count);
+                }
             }
+            /* Inputs in order: each reads gradients from its own place on, which no earlier one needs any more. */
+            for (int64_t t = -before; t < T; t++)
+                for (int64_t at = begin; at < end; at += LANES) {
+                    int count = width_at(at, end);
+                    vec d = {0};
+                    for (int64_t lag = t < 0 ? -t : 0; lag <= before && t + lag < T; lag++) {
+                        if (lags(call, in, b, t + lag) < lag) continue;
+                        d += load(in->taps + (before - lag) * D + at, count) *
+                             load(d_x + (b * T + t + lag) * D + at, count);
+                    }
+                    store((t < 0 ? d_past + (b * before + before + t) * D : d_x + (b * T + t) * D) + at, d, count);
+                }
         }
-        for (int i = 0; i <= before; i++) store(d_taps + i * D + at, of_tap[i], count);
-        if (d_bias) store(d_bias + at, of_bias, count);
     }
     return 0;
 }

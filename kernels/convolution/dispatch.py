@@ -11,52 +11,101 @@ from titans_pt.kernels import native
 
 SOURCE = Path(__file__).with_name("convolution.c")
 MAX_WIDTH = 16
-"""Taps that the C source serves."""
+"""Taps that the C source serves; it adds the taps' gradients up in a core's cache."""
+SMALLEST = 1e-6
+"""The length below which a head is not made longer; convolution.c has the same."""
 
 
-def short_convolution(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def short_convolution(
+    x: Tensor,
+    past: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reach: Tensor | None = None,
+    silu: bool = False,
+    unit: int = 0,
+) -> Tensor:
     """y_t = sum_i weight[:, width - 1 - i] x_{t-i} (+ bias), a filter for each channel.
 
     Args:
         x: (B, T, channels). past: (B, width - 1, channels), the inputs before it. weight: (channels, width), the newest
             input's last. bias: (channels,) or None.
+        reach: (B, T) int64, how many of the inputs before each token it sees, up to width - 1; None: all.
+        silu: apply SiLU.
+        unit: then divide every head of so many channels by its length; 0: none.
 
     Returns:
         (B, T, channels).
     """
-    width = weight.shape[1]
-    if torch.compiler.is_compiling():
-        # Sums of products fuse with what follows (SiLU, unit length) into one kernel; a convolution does not.
-        padded = torch.cat([past, x], 1)
-        y = sum(padded[:, i : i + x.shape[1]] * weight[:, i] for i in range(width))
-        return y if bias is None else y + bias
-    if width <= MAX_WIDTH and x.dtype == weight.dtype and native.unserved(SOURCE, x) is None:
-        return _Convolution.apply(x, past, weight, bias)
-    padded = torch.cat([past, x], 1).transpose(1, 2)
-    return F.conv1d(padded, weight.unsqueeze(1), bias, groups=x.shape[2]).transpose(1, 2)
+    compiling = torch.compiler.is_compiling()
+    fits = not compiling and weight.shape[1] <= MAX_WIDTH and x.dtype == weight.dtype
+    if fits and native.unserved(SOURCE, x) is None:
+        return _Convolution.apply(x, past, weight, bias, reach, silu, unit)
+    return finished(_convolved(x, past, weight, bias, reach, compiling), silu, unit)
+
+
+def finished(y: Tensor, silu: bool, unit: int) -> Tensor:
+    """y (B, T, channels) through SiLU, then every head of ``unit`` channels divided by its length; each if asked."""
+    y = F.silu(y) if silu else y
+    return F.normalize(y.unflatten(-1, (-1, unit)), dim=-1, eps=SMALLEST).flatten(-2) if unit else y
+
+
+def _convolved(
+    x: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None, reach: Tensor | None, compiling: bool
+) -> Tensor:
+    width, padded = weight.shape[1], torch.cat([past, x], 1)
+    if reach is None and not compiling:
+        return F.conv1d(padded.transpose(1, 2), weight.unsqueeze(1), bias, groups=x.shape[2]).transpose(1, 2)
+    # Sums of products fuse with what follows (SiLU, unit length) into one kernel; a convolution does not.
+    taps = (padded[:, i : i + x.shape[1]] for i in range(width))
+    if reach is not None:
+        taps = (torch.where((reach >= width - 1 - i)[..., None], tap, 0.0) for i, tap in enumerate(taps))
+    y = sum(tap * weight[:, i] for i, tap in enumerate(taps))
+    return y if bias is None else y + bias
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "tokens", "channels", "width", "silu", "unit")]
+
+
+class _Inputs(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("x", "past", "taps", "bias", "reach")]
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None):
-        tensors = x.contiguous(), past.contiguous(), weight.t().contiguous(), bias
+    def forward(ctx, x, past, weight, bias, reach, silu: bool, unit: int):
+        tensors = x.contiguous(), past.contiguous(), weight.t().contiguous(), bias, reach
         y = torch.empty_like(tensors[0])
         ctx.save_for_backward(*tensors)
-        _run("forward", tensors[0], weight.shape[1], *tensors, y)
+        ctx.silu, ctx.unit = silu, unit
+        _run("forward", tensors, silu, unit, y)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_y: Tensor):
-        x, past, taps, bias = ctx.saved_tensors
-        grads = [torch.empty_like(t) for t in (x, past, taps)] + [None if bias is None else torch.empty_like(bias)]
-        _run("backward", x, len(taps), x, past, taps, d_y.contiguous(), *grads)
-        return grads[0], grads[1], grads[2].t(), grads[3]
+        tensors = ctx.saved_tensors
+        x, past, taps, bias, _ = tensors
+        d_x, d_past = torch.empty_like(x), torch.empty_like(past)
+        d_taps, d_bias = torch.zeros_like(taps), None if bias is None else torch.zeros_like(bias)
+        _run("backward", tensors, ctx.silu, ctx.unit, d_y.contiguous(), d_x, d_past, d_taps, d_bias)
+        return d_x, d_past, d_taps.t(), d_bias, None, None, None
 
 
-def _run(name: str, x: Tensor, width: int, *tensors: Tensor | None):
-    batch, length, channels = x.shape
-    call = (ctypes.c_int64 * 4)(batch, length, channels, width)
-    vectors = -(-channels * x.element_size() // 16)  # as many as the narrowest machine has
-    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
-    native.run(getattr(native.library(SOURCE, x.dtype), name), vectors, x.numel() * width, call, *pointers)
+def _run(name: str, tensors: tuple[Tensor | None, ...], silu: bool, unit: int, *others: Tensor | None):
+    x, width = tensors[0], len(tensors[2])
+    call = _Call(*x.shape, width, silu, unit)
+    # Without heads a group is a vector: as many as the narrowest machine has.
+    groups = x.shape[2] // unit if unit else -(-x.shape[2] * x.element_size() // 16)
+    inputs = _Inputs(*map(_pointer, tensors))
+    function = getattr(native.library(SOURCE, x.dtype), name)
+    native.run(
+        function, groups, x.numel() * (width + 8 * silu), ctypes.byref(call), ctypes.byref(inputs),
+        *(ctypes.c_void_p(_pointer(t)) for t in others),
+    )  # fmt: skip
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from titans_pt.kernels.convolution import short_convolution
+from titans_pt.kernels.convolution import finished, short_convolution
 from titans_pt.layers.documents import Documents
 
 
@@ -24,27 +24,30 @@ class ShortConvolution(nn.Module):
                 self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound))
 
     def forward(
-        self, x: Tensor, state: Tensor | None = None, documents: Documents | None = None
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        documents: Documents | None = None,
+        silu: bool = False,
+        unit: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """x (B, T, channels) -> the same shape, and the new state."""
+        """x (B, T, channels) -> the same shape, and the new state.
+
+        silu: apply SiLU to the result. unit: then divide every head of so many channels by its length; 0: none.
+        """
         past = self.width - 1
         if state is None:
             state = x.new_zeros(x.shape[0], past, x.shape[2])
         if past == 0:
-            return x, state
+            return finished(x, silu, unit), state
         state = state.to(x.dtype)
-        if documents is None:
-            y = short_convolution(x, state, self.weight, self.bias)
-            return y, torch.cat([state, x[:, -past:]], 1)[:, -past:]
-
-        padded = torch.cat([state, x], 1)
-        # Where each input's document begins in the padded row; inputs before it are not seen.
-        place = torch.arange(padded.shape[1], device=x.device)
-        start = torch.where(documents.begin < 0, 0, documents.begin + past)
-        y = torch.zeros_like(x) if self.bias is None else self.bias.expand_as(x)
-        for lag in range(self.width):
-            seen = place[past:] - lag >= start
-            tap = padded[:, past - lag : past - lag + x.shape[1]]
-            y = y + torch.where(seen[..., None], tap, 0.0) * self.weight[:, past - lag]
-        seen = place[-past:] >= start[:, -1:]
-        return y, torch.where(seen[..., None], padded[:, -past:], 0.0)
+        reach = None
+        if documents is not None:
+            place = torch.arange(x.shape[1], device=x.device)
+            reach = torch.where(documents.begin < 0, past, (place - documents.begin).clamp(max=past))
+        y = short_convolution(x, state, self.weight, self.bias, reach=reach, silu=silu, unit=unit)
+        newest = x[:, -past:] if x.shape[1] >= past else torch.cat([state, x], 1)[:, -past:]
+        if documents is not None:  # of the newest token's document alone
+            age = torch.arange(past - 1, -1, -1, device=x.device)
+            newest = torch.where((age <= reach[:, -1:])[..., None], newest, 0.0)
+        return y, newest

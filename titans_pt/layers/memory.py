@@ -14,6 +14,7 @@ from titans_pt.kernels.memory.state import state_dtype
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
+from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 
 
@@ -157,9 +158,10 @@ class Projection(nn.Module):
     def forward(
         self, x: Tensor, state: Tensor | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor]:
-        y, state = self.conv(self.linear(x), state, documents)
-        y = F.silu(y).unflatten(-1, (self.n_heads, -1))
-        return F.normalize(y, dim=-1, eps=1e-6) if self.unit else y, state
+        y = self.linear(x)
+        width = y.shape[-1] // self.n_heads
+        y, state = self.conv(y, state, documents, silu=True, unit=width if self.unit else 0)
+        return y.unflatten(-1, (self.n_heads, width)), state
 
 
 class MemoryNetwork(nn.Module):
@@ -227,7 +229,7 @@ class NeuralMemory(nn.Module):
         self.shape = network_shape(d_model // n_heads, config)
         self.gates = MemoryGates(d_model, n_heads, config, self.shape.channels)
         self.network = MemoryNetwork(n_heads, self.shape, config.init_std)
-        self.output_norm = nn.RMSNorm(d_model // n_heads, eps=norm_eps)
+        self.output_norm = RMSNorm(d_model // n_heads, eps=norm_eps)
 
     def forward(
         self,

@@ -13,6 +13,7 @@ from titans_pt.errors import UserError
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
 from titans_pt.layers.mlp import SwiGLU
+from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.state import check_rows, compact, rows
 from titans_pt.models.mixers import MIXERS, Mixer
@@ -26,9 +27,9 @@ class Block(nn.Module):
     def __init__(self, mixer: str, config: ModelConfig):
         super().__init__()
         kind = MIXERS.find(mixer)
-        self.mixer_norm = nn.Identity() if kind.normalises else nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mixer_norm = nn.Identity() if kind.normalises else RMSNorm(config.d_model, eps=config.norm_eps)
         self.mixer: Mixer = kind(config)
-        self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp = SwiGLU(config.d_model, config.hidden)
 
     def forward(self, x: Tensor, state: Any = None, documents: Documents | None = None) -> tuple[Tensor, Any]:

@@ -2,36 +2,64 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from titans_pt.kernels import native
 from titans_pt.kernels.convolution import dispatch, short_convolution
 
 
-def plain(x, past, weight, bias):
-    padded = torch.cat([past, x], 1).transpose(1, 2)
-    return F.conv1d(padded, weight.unsqueeze(1), bias, groups=x.shape[2]).transpose(1, 2)
+def plain(x, past, weight, bias, reach, silu, unit):
+    """Token by token."""
+    padded, width, outputs = torch.cat([past, x], 1), weight.shape[1], []
+    for t in range(x.shape[1]):
+        taps = [padded[:, t + i] * weight[:, i] for i in range(width)]
+        if reach is not None:
+            taps = [torch.where((reach[:, t] >= width - 1 - i)[:, None], tap, 0.0) for i, tap in enumerate(taps)]
+        outputs.append(sum(taps) if bias is None else sum(taps) + bias)
+    y = torch.stack(outputs, 1)
+    y = y * torch.sigmoid(y) if silu else y
+    if not unit:
+        return y
+    heads = y.unflatten(-1, (-1, unit))
+    return (heads / heads.norm(dim=-1, keepdim=True).clamp_min(dispatch.SMALLEST)).flatten(-2)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("B", "T", "channels", "width"), [(2, 9, 33, 4), (1, 1, 16, 4), (3, 2, 7, 5), (2, 20, 64, 2)])
-def test_it_is_the_convolution(B, T, channels, width, bias):
-    if reason := native.unserved(dispatch.SOURCE, torch.zeros(1)):
+@pytest.mark.parametrize("in_c", [True, False])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    ("B", "T", "channels", "width", "bias", "silu", "unit"),
+    [
+        (2, 9, 33, 4, True, False, 0), (1, 1, 16, 4, False, False, 0), (3, 2, 7, 5, True, True, 0),
+        (2, 20, 64, 2, False, True, 0), (2, 9, 36, 4, False, True, 12), (1, 1, 32, 4, False, True, 16),
+        (2, 6, 10, 4, False, False, 5),
+    ],
+)  # fmt: skip
+def test_it_is_the_convolution(monkeypatch, B, T, channels, width, bias, silu, unit, documents, in_c):
+    if in_c and (reason := native.unserved(dispatch.SOURCE, torch.zeros(1))):
         pytest.skip(f"no C: {reason}")
+    if not in_c:
+        monkeypatch.setattr(native, "unserved", lambda *_: "not here")
     gen = torch.Generator().manual_seed(T)
     shapes = [(B, T, channels), (B, width - 1, channels), (channels, width), (channels,)]
     leaves = [torch.randn(s, generator=gen, dtype=torch.float64).requires_grad_() for s in shapes]
     if not bias:
         leaves[3] = None
     weight = torch.randn(B, T, channels, generator=gen, dtype=torch.float64)
+    reach = torch.randint(0, width, (B, T), generator=gen) if documents else None
     asked = [leaf for leaf in leaves if leaf is not None]
     results = []
     for function in (short_convolution, plain):
-        y = function(*leaves)
+        y = function(*leaves, reach=reach, silu=silu, unit=unit)
         results.append([y, *torch.autograd.grad((y * weight).sum(), asked)])
-    assert results[0][0].grad_fn.name().startswith("_Convolution")
+    assert results[0][0].grad_fn.name().startswith("_Convolution") == in_c
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def test_heads_of_no_length_stay_none():
+    x = torch.zeros(1, 4, 8, requires_grad=True)
+    y = short_convolution(x, torch.zeros(1, 3, 8), torch.randn(8, 4), silu=True, unit=4)
+    assert torch.equal(y, torch.zeros(1, 4, 8))
+    assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
 
 def test_threads_change_nothing(monkeypatch):

@@ -11,6 +11,7 @@ from titans_pt.config import Config, ModelConfig, Section
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState
+from titans_pt.layers.norm import RMSNorm
 from titans_pt.models.mixers.base import Mixer, Need
 
 
@@ -131,8 +132,8 @@ class BranchGate(nn.Module):
         self.n_heads = config.memory_heads
         self.d_model = config.d_model
         self.activation = ACTIVATIONS[settings.gate_activation]
-        self.norm_a = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.norm_b = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.norm_a = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.norm_b = RMSNorm(config.d_model, eps=config.norm_eps)
         self.linear = nn.Linear(config.d_model, self.n_heads, bias=False) if settings.gate == "mix" else None
 
     def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:

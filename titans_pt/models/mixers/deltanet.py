@@ -1,11 +1,12 @@
 """DeltaNet: linear attention that corrects what a key recalls (Yang et al., arXiv 2406.06484)."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titans_pt.config import ModelConfig, Positive, Section
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, precise, unit_length
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
@@ -43,7 +44,7 @@ class DeltaNet(HeadWidthMixer):
         self.q, self.k, self.v = (linear(d, d) for _ in "qkv")
         self.q_conv, self.k_conv, self.v_conv = (ShortConvolution(d, config.conv_width) for _ in "qkv")
         self.beta = linear(d, self.n_heads)
-        self.norm = nn.RMSNorm(width, eps=config.norm_eps)
+        self.norm = RMSNorm(width, eps=config.norm_eps)
         self.out = linear(d, d)
 
     def forward(

@@ -5,11 +5,12 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from titans_pt.config import Config, ModelConfig, Positive, Section
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, SelectiveDecay, precise, unit_length
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
@@ -55,7 +56,7 @@ class GatedDeltaNet(LinearMemoryMixer):
         self.beta, self.step = (linear(d, self.n_heads) for _ in range(2))
         self.decays = SelectiveDecay(self.n_heads, lowest=0)
         self.gate = linear(d, values)
-        self.norm = nn.RMSNorm(self.value_width, eps=config.norm_eps)
+        self.norm = RMSNorm(self.value_width, eps=config.norm_eps)
         self.out = linear(values, d)
 
     @classmethod

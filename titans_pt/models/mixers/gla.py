@@ -4,10 +4,11 @@ from typing import Annotated
 
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from titans_pt.config import Config, ModelConfig, Positive, Section
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, precise
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
@@ -53,7 +54,7 @@ class GLA(LinearMemoryMixer):
         self.q, self.k, self.v = linear(d, keys), linear(d, keys), linear(d, values)
         self.decay_in, self.decay_out = linear(d, settings.gate_rank), linear(settings.gate_rank, keys, bias=True)
         self.gate = linear(d, values)
-        self.norm = nn.RMSNorm(self.value_width, eps=config.norm_eps)
+        self.norm = RMSNorm(self.value_width, eps=config.norm_eps)
         self.out = linear(values, d)
 
     @classmethod

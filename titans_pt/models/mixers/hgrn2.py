@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig, Positive, Section
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, precise
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Mixer
@@ -59,7 +60,7 @@ class HGRN2(HeadWidthMixer):
         d, width = config.d_model, self.settings(config).head_width
         super().__init__(config, width, width)
         self.q, self.f, self.v = (linear(d, d) for _ in "qfv")
-        self.norm = nn.RMSNorm(d, eps=config.norm_eps)
+        self.norm = RMSNorm(d, eps=config.norm_eps)
         self.out = linear(d, d)
 
     def bind(self, mixers: list[Mixer]):

@@ -1,10 +1,11 @@
 """Linear attention: a matrix per head that adds up k v^T (Katharopoulos et al., arXiv 2006.16236)."""
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from titans_pt.config import ModelConfig, Positive, Section
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
@@ -35,7 +36,7 @@ class LinearAttention(HeadWidthMixer):
         d, width = config.d_model, self.settings(config).head_width
         super().__init__(config, width, width)
         self.q, self.k, self.v = (linear(d, d) for _ in "qkv")
-        self.norm = nn.RMSNorm(width, eps=config.norm_eps)
+        self.norm = RMSNorm(width, eps=config.norm_eps)
         self.out = linear(d, d)
 
     def forward(

@@ -9,6 +9,7 @@ from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.memory import NeuralMemoryState
+from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
@@ -63,7 +64,7 @@ class MAL(MemoryMixer):
         self.memory = build_memory(config)
         self.gate = nn.Linear(config.d_model, config.d_model, bias=False)
         self.memory_out = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.attention = Attention(config.d_model, config.n_heads, config.rope_base, config.window)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from titans_pt.config import Config, ModelConfig, Positive, Section
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, SelectiveDecay
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
@@ -59,7 +60,7 @@ class Mamba2(LinearMemoryMixer):
         self.step = linear(d, self.n_heads)
         self.decays = SelectiveDecay(self.n_heads, lowest=1)
         self.D = nn.Parameter(torch.ones(self.n_heads))
-        self.norm = nn.RMSNorm(channels, eps=config.norm_eps)
+        self.norm = RMSNorm(channels, eps=config.norm_eps)
         self.out = linear(channels, d)
 
     @classmethod

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig
@@ -110,5 +109,5 @@ def convolve(
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """silu(convolution(x)) of each x, and the convolutions' inputs for the next state."""
     before = state.inputs if state else [None] * len(xs)
-    found = [conv(x, past, documents) for x, conv, past in zip(xs, convolutions, before, strict=True)]
-    return [F.silu(y) for y, _ in found], tuple(past for _, past in found)
+    found = [conv(x, past, documents, silu=True) for x, conv, past in zip(xs, convolutions, before, strict=True)]
+    return [y for y, _ in found], tuple(past for _, past in found)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig, Section
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState
 from titans_pt.layers.rotary import rotate, rotation
 from titans_pt.layers.sharding import Shard
@@ -62,7 +63,7 @@ class RetNet(HeadWidthMixer):
         self.q, self.k = linear(d, d), linear(d, d)
         self.v, self.gate = linear(d, EXPANSION * d), linear(d, EXPANSION * d)
         self.decays = HeadDecays(self.n_heads)
-        self.norm = nn.RMSNorm(self.value_width, eps=config.norm_eps)
+        self.norm = RMSNorm(self.value_width, eps=config.norm_eps)
         self.out = linear(EXPANSION * d, d)
 
     def forward(

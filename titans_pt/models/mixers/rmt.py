@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from titans_pt.config import Config, ModelConfig, Positive, Section
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
+from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.state import check_rows, map_tensors, rows
 from titans_pt.models.mixers.attention import AttentionMixer
 from titans_pt.models.mixers.base import MIXERS, Blocks, Mixer, Need
@@ -81,7 +82,7 @@ class RMT(AttentionMixer):
         if mixers[0] is self:
             width = self.out.in_features
             self.first = FirstMemory(self.memory_tokens, width, self.std)
-            self.norm = nn.RMSNorm(width, eps=self.eps)
+            self.norm = RMSNorm(width, eps=self.eps)
 
     @classmethod
     def check(cls, config: Config, need: Need):

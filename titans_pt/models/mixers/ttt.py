@@ -5,12 +5,13 @@ from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from titans_pt.config import Config, ModelConfig, Positive, Section
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
+from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.ttt import TestTimeTraining, TestTimeTrainingState
 from titans_pt.models.mixers.base import Mixer, Need
@@ -52,9 +53,9 @@ class TTTMixer(Mixer):
     def __init__(self, config: ModelConfig):
         super().__init__()
         d, settings = config.d_model, self.settings(config)
-        self.branch_norm = nn.RMSNorm(d, eps=config.norm_eps)
+        self.branch_norm = RMSNorm(d, eps=config.norm_eps)
         self.branch = ShortConvolution(d, config.conv_width, bias=True)
-        self.norm = nn.RMSNorm(d, eps=config.norm_eps)
+        self.norm = RMSNorm(d, eps=config.norm_eps)
         self.ttt = TestTimeTraining(
             d, settings.head_width, settings.mini_batch, settings.base_lr, self.expansion, config.conv_width,
             config.rope_base,
