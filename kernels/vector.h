@@ -54,3 +54,18 @@ INLINE vec exponential(vec x) {
 
 /* The sigmoid. */
 INLINE vec share(vec z) { return 1 / (1 + exponential(-z)); }
+
+INLINE real sum(vec x) {
+    real total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+INLINE real dot(const real *a, const real *b, int64_t n) {
+    vec sums = {0};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) sums += CONST_AT(a, i) * CONST_AT(b, i);
+    real total = sum(sums);
+    for (; i < n; i++) total += a[i] * b[i];
+    return total;
+}

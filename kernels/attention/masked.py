@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titans_pt.kernels.attention import token
+
 QUERY_BLOCK = 512
 """Queries of one call where a mask is needed: a window then costs T x (window + block), not T x T."""
 
@@ -30,6 +32,8 @@ def masked_attention(
 
     Returns (B, T, H, D).
     """
+    if mask is None and token.serves(q):
+        return token.attend([(q, k, v)] if prefix is None else [(prefix.q, prefix.k, prefix.v), (q, k, v)])
     scale = q.shape[-1] ** -0.5
     if prefix is not None:
         # One softmax over two kinds of scores: [q | q'] . [k | 0] and [q | q'] . [0 | p].
@@ -81,7 +85,7 @@ def segment_masked(
     q: Tensor, k: Tensor, v: Tensor, memory_k: Tensor, memory_v: Tensor, stride: int, prefix: Prefix | None = None
 ) -> Tensor:
     """:func:`titans_pt.kernels.attention.segment_attention`, which says what the arguments are."""
-    token = torch.arange(q.shape[1], device=q.device)
+    place = torch.arange(q.shape[1], device=q.device)
     memory = torch.arange(memory_k.shape[1], device=q.device) * stride
-    mask = torch.cat([memory, token]) <= token[:, None]
+    mask = torch.cat([memory, place]) <= place[:, None]
     return masked_attention(q, torch.cat([memory_k, k], 1), torch.cat([memory_v, v], 1), mask[None], prefix)

@@ -26,12 +26,6 @@ INLINE void store(real *p, vec x, int count) {
         memcpy(p, &x, count * sizeof(real));
 }
 
-INLINE real sum(vec x) {
-    real total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
-}
-
 /* The channels that are computed together: a head of unit length, or a vector. */
 INLINE int64_t group(const Call *call) { return call->unit ? call->unit : LANES; }
 

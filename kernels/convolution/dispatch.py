@@ -41,6 +41,8 @@ def short_convolution(
     compiling = torch.compiler.is_compiling()
     fits = not compiling and weight.shape[1] <= MAX_WIDTH and x.dtype == weight.dtype
     if fits and native.unserved(SOURCE, x) is None:
+        if not torch.is_grad_enabled():
+            return _forward(_ready(x, past, weight, bias, reach), silu, unit)
         return _Convolution.apply(x, past, weight, bias, reach, silu, unit)
     return finished(_convolved(x, past, weight, bias, reach, compiling), silu, unit)
 
@@ -76,12 +78,10 @@ class _Inputs(ctypes.Structure):
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, past, weight, bias, reach, silu: bool, unit: int):
-        tensors = x.contiguous(), past.contiguous(), weight.t().contiguous(), bias, reach
-        y = torch.empty_like(tensors[0])
+        tensors = _ready(x, past, weight, bias, reach)
         ctx.save_for_backward(*tensors)
         ctx.silu, ctx.unit = silu, unit
-        _run("forward", tensors, silu, unit, y)
-        return y
+        return _forward(tensors, silu, unit)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -92,6 +92,17 @@ class _Convolution(torch.autograd.Function):
         d_taps, d_bias = torch.zeros_like(taps), None if bias is None else torch.zeros_like(bias)
         _run("backward", tensors, ctx.silu, ctx.unit, d_y.contiguous(), d_x, d_past, d_taps, d_bias)
         return d_x, d_past, d_taps.t(), d_bias, None, None, None
+
+
+def _ready(x, past, weight, bias, reach) -> tuple[Tensor | None, ...]:
+    """As the C source takes them."""
+    return x.contiguous(), past.contiguous(), weight.t().contiguous(), bias, reach
+
+
+def _forward(tensors: tuple[Tensor | None, ...], silu: bool, unit: int) -> Tensor:
+    y = torch.empty_like(tensors[0])
+    _run("forward", tensors, silu, unit, y)
+    return y
 
 
 def _run(name: str, tensors: tuple[Tensor | None, ...], silu: bool, unit: int, *others: Tensor | None):

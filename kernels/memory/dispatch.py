@@ -117,7 +117,8 @@ def neural_memory(
             reason = None
             if backend == "native":
                 reason = CHANNELWISE if channelwise else native.unserved(inputs[0], network)
-            need(reason is None, f'backend "native" does not serve this: {reason}; use "auto" or "chunked"')
+            if reason is not None:
+                _wrong(f'backend "native" does not serve this: {reason}; use "auto" or "chunked"')
             call, options["save_every"] = channelwise_memory, save_every
             if not channelwise:
                 call, options["in_c"] = chunked_memory, backend != "chunked"
@@ -147,7 +148,7 @@ def _fused(q: Tensor, network: NetworkShape, chunk_size: int, channelwise: bool,
 
             return fused_memory
     if backend == "triton":
-        raise ValueError(f'neural_memory: backend "triton" does not serve this: {reason}; use "auto" or "chunked"')
+        _wrong(f'backend "triton" does not serve this: {reason}; use "auto" or "chunked"')
     warn_once(f"neural_memory: the fused kernels do not serve this, PyTorch operators do (slower): {reason}")
     return None
 
@@ -188,35 +189,38 @@ def _one_token(q: Tensor, network: NetworkShape, state: MemoryState | None, rese
     return not torch.compiler.is_compiling() and native.unserved(q, network) is None
 
 
-def need(ok: bool, message: str):
-    if not ok:
-        raise ValueError(f"neural_memory: {message}")
+def _wrong(message: str):
+    raise ValueError(f"neural_memory: {message}")
 
 
 def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend):
-    need(q.dim() == 4 and q.shape == k.shape == v.shape and q.numel() > 0,
-         f"q, k, v must share one shape (B, T, H, D) without zeros, got {[tuple(x.shape) for x in (q, k, v)]}")
+    """A message is put together only where something is wrong: generation asks for every token."""
+    if q.dim() != 4 or q.shape != k.shape or q.shape != v.shape or not q.numel():
+        _wrong(f"q, k, v must share one shape (B, T, H, D) without zeros, got {[tuple(x.shape) for x in (q, k, v)]}")
     batch, length, heads, width = q.shape
     shapes = ((batch, length, heads), (batch, length, heads, 1), (batch, length, heads, len(weights)))
     channels = (batch, length, heads, network.channels)
-    need(theta.shape == eta.shape and theta.shape in shapes and alpha.shape in (theta.shape, channels),
-         f"theta, eta, alpha must share one of the shapes {shapes}, or alpha have {channels}, "
-         f"got {[tuple(g.shape) for g in (theta, eta, alpha)]}")
+    if theta.shape != eta.shape or theta.shape not in shapes or alpha.shape not in (theta.shape, channels):
+        _wrong(f"theta, eta, alpha must share one of the shapes {shapes}, or alpha have {channels}, "
+               f"got {[tuple(g.shape) for g in (theta, eta, alpha)]}")
     ends = [width, *(w.shape[2] for w in weights)]
-    need(ends[-1] == width
-         and all(tuple(w.shape[:2]) == (heads, d) for w, d in zip(weights, ends[:-1], strict=True)),
-         f"weights must chain (H, d_in, d_out) from D to D with H={heads}, D={width}, "
-         f"got {[tuple(w.shape) for w in weights]}")
-    need(norm is None or all(tuple(p.shape) == (heads, width) for p in norm), f"norm must be two ({heads}, {width})")
+    if ends[-1] != width or any(w.shape[:2] != (heads, d) for w, d in zip(weights, ends[:-1], strict=True)):
+        _wrong(f"weights must chain (H, d_in, d_out) from D to D with H={heads}, D={width}, "
+               f"got {[tuple(w.shape) for w in weights]}")
+    if norm is not None and any(p.shape != (heads, width) for p in norm):
+        _wrong(f"norm must be two ({heads}, {width})")
     own = NetworkShape.of(weights, norm, network.residual, network.activation)
-    need(own.layers == network.layers and own.norm == network.norm,
-         f"weights and norm are those of {own}, not of {network}")
-    need(network.activation in mlp.ACTIVATIONS,
-         f"activation {network.activation!r} is none of {', '.join(mlp.ACTIVATIONS)}")
-    need(chunk_size >= 1, f"chunk_size {chunk_size} must be at least 1")
-    need(forget_to in FORGET_TO, f"forget_to {forget_to!r} is none of {', '.join(FORGET_TO)}")
-    rows = None if initial_state is None else len(initial_state.offset)
-    need(rows in (None, batch), f"initial_state has {rows} rows, q has {batch}")
-    need(reset is None or (reset.dtype == torch.bool and reset.shape == q.shape[:2]),
-         f"reset must be bool ({batch}, {length})")
-    need(backend in BACKENDS, f"backend {backend!r} is none of {', '.join(BACKENDS)}")
+    if own.layers != network.layers or own.norm != network.norm:
+        _wrong(f"weights and norm are those of {own}, not of {network}")
+    if network.activation not in mlp.ACTIVATIONS:
+        _wrong(f"activation {network.activation!r} is none of {', '.join(mlp.ACTIVATIONS)}")
+    if chunk_size < 1:
+        _wrong(f"chunk_size {chunk_size} must be at least 1")
+    if forget_to not in FORGET_TO:
+        _wrong(f"forget_to {forget_to!r} is none of {', '.join(FORGET_TO)}")
+    if initial_state is not None and len(initial_state.offset) != batch:
+        _wrong(f"initial_state has {len(initial_state.offset)} rows, q has {batch}")
+    if reset is not None and (reset.dtype != torch.bool or reset.shape != q.shape[:2]):
+        _wrong(f"reset must be bool ({batch}, {length})")
+    if backend not in BACKENDS:
+        _wrong(f"backend {backend!r} is none of {', '.join(BACKENDS)}")

@@ -21,6 +21,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     compiling = torch.compiler.is_compiling()
     if not compiling and x.dtype == weight.dtype and native.unserved(SOURCE, x) is None:
+        if not torch.is_grad_enabled():
+            return _forward(x.contiguous(), weight.contiguous(), eps)
         return _Norm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -35,9 +37,7 @@ class _Norm(torch.autograd.Function):
         x, weight = x.contiguous(), weight.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        y = torch.empty_like(x)
-        _run("forward", x, eps, x, weight, y)
-        return y
+        return _forward(x, weight, eps)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -47,6 +47,12 @@ class _Norm(torch.autograd.Function):
         parts, work = x.new_empty(2, -(-x.numel() // len(weight) // BLOCK), len(weight))
         _run("backward", x, ctx.eps, x, weight, d_y.contiguous(), d_x, parts, work)
         return d_x, parts.sum(0), None
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    y = torch.empty_like(x)
+    _run("forward", x, eps, x, weight, y)
+    return y
 
 
 def _run(name: str, x: Tensor, eps: float, *tensors: Tensor):

@@ -9,16 +9,6 @@ typedef struct {
     double eps;
 } Call;
 
-INLINE real dot(const real *a, const real *b, int64_t n) {
-    vec sums = {0};
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) sums += CONST_AT(a, i) * CONST_AT(b, i);
-    real total = 0;
-    for (int lane = 0; lane < LANES; lane++) total += sums[lane];
-    for (; i < n; i++) total += a[i] * b[i];
-    return total;
-}
-
 INLINE int64_t end_of(const Call *call, int64_t block) {
     int64_t end = (block + 1) * call->block;
     return end < call->rows ? end : call->rows;

@@ -1,6 +1,6 @@
 """What layers carry from one call to the next, as nested dataclasses of tensors: any mixer's state, a whole model's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -21,16 +21,22 @@ def map_tensors(state: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return state
 
 
+def tensors(state: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of ``state``, in order."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif is_dataclass(state):
+        for f in fields(state):
+            yield from tensors(getattr(state, f.name))
+    elif isinstance(state, (tuple, list)):
+        for item in state:
+            yield from tensors(item)
+
+
 def rows(state: Any) -> int | None:
     """How many rows ``state`` is of: the first dimension of its first tensor. None without a tensor."""
-    found: list[int] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(len(tensor))
-        return tensor
-
-    map_tensors(state, note)
-    return found[0] if found else None
+    first = next(tensors(state), None)
+    return None if first is None else len(first)
 
 
 def check_rows(given: int | None, x: torch.Tensor):
@@ -51,28 +57,17 @@ def compact(state: Any) -> Any:
     """``state`` with copies of what would keep much else alive: tensors that lie in a storage which they, with all
     others of ``state``, use less than half of. A tail of a long call's tensors is a view of all of them."""
     used: dict[int, int] = {}
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
+    for tensor in tensors(state):
         place = tensor.untyped_storage()._cdata
         used[place] = used.get(place, 0) + tensor.numel() * tensor.element_size()
-        return tensor
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         return tensor.clone() if 2 * used[storage._cdata] < storage.nbytes() else tensor
 
-    map_tensors(state, count)
     return map_tensors(state, own)
 
 
 def state_bytes(state: Any) -> int:
     """Bytes that the tensors of ``state`` hold."""
-    total = 0
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal total
-        total += tensor.numel() * tensor.element_size()
-        return tensor
-
-    map_tensors(state, count)
-    return total
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(state))

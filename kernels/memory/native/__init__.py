@@ -165,17 +165,22 @@ def next_token(
         new_chunk=ctypes.addressof(new_chunk), new_document=ctypes.addressof(new_document),
         **_by_layer(begin, ("begin",)), **_by_layer(weights, ("W", "S", "F")),
     )  # fmt: skip
-    out, after = torch.empty_like(given[0]), [torch.empty_like(w) for w in weights]
-    outputs = _Outputs(out=out.data_ptr(), **_by_layer(after, ("W", "S", "F")))
+    out, after = torch.empty_like(given[0]), [torch.empty_like(w) for w in weights[: 2 * layers]]
+    outputs = _Outputs(out=out.data_ptr(), **_by_layer(after, ("W", "S")))
     compiled = native.library(SOURCE, q.dtype)
     native.run(compiled.forward, rows, _operations(call), *map(ctypes.byref, (call, inputs, outputs)))
-    now, momentum, frozen = (tuple(after[i * layers : (i + 1) * layers]) for i in range(3))
+    now, momentum = tuple(after[:layers]), tuple(after[layers:])
+    frozen = _where([tokens == 0 for tokens in offset], state.weights, state.chunk_weights)
     offset = [(tokens + 1) % chunk_size for tokens in offset]
-    if not any(offset):
-        frozen = now
-    elif not all(offset):
-        frozen = choose(torch.tensor([tokens == 0 for tokens in offset]), now, frozen)
+    frozen = _where([tokens == 0 for tokens in offset], now, frozen)
     return out, MemoryState(now, momentum, frozen, torch.tensor(offset))
+
+
+def _where(rows: list[bool], yes: Weights, no: Weights) -> Weights:
+    """Row by row ``yes`` or ``no``; no copy where all rows agree."""
+    if all(rows):
+        return yes
+    return choose(torch.tensor(rows), yes, no) if any(rows) else no
 
 
 def group(blocks: int, rows: int, network: NetworkShape, size: int, save_every: int | None) -> tuple[int, bool]:

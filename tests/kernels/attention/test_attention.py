@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titans_pt.kernels.attention import Prefix, causal_attention, segment_attention
+from titans_pt.kernels import native
+from titans_pt.kernels.attention import Prefix, causal_attention, masked_attention, segment_attention, token
 
 B, H, D = 2, 3, 8
 
@@ -148,3 +149,25 @@ def test_segment_on_a_gpu(T, stride, prefix):
         always = Prefix(*leaves[5:]) if prefix else None
         outputs.append(segment_attention(*leaves[:5], stride, prefix=always, backend=backend))
     close(outputs[0], half, outputs[1], exact)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_token_of_a_stream_in_c(monkeypatch, dtype, prefix):
+    if reason := native.unserved(token.SOURCE, torch.zeros(1)):
+        pytest.skip(f"no C: {reason}")
+    gen = torch.Generator().manual_seed(0)
+
+    def draw(n):
+        return 3 * torch.randn(2, n, 3, 10, generator=gen, dtype=dtype)
+
+    q, k, v = draw(1), draw(41)[:, 4:], draw(37)
+    before = Prefix(draw(1), draw(5)[:1].expand(2, -1, -1, -1), draw(5)) if prefix else None
+    expected = masked_attention(q.requires_grad_(), k, v, None, before)  # with gradients PyTorch computes it
+    with torch.no_grad():
+        assert token.serves(q)
+        found = masked_attention(q, k, v, None, before)
+        monkeypatch.setattr(native, "WORTH_A_THREAD", 1)
+        assert torch.equal(masked_attention(q, k, v, None, before), found)
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-5  # of scores up to 100
+    torch.testing.assert_close(found, expected.detach(), rtol=tolerance, atol=tolerance)

@@ -39,6 +39,8 @@ class MACState:
     h_k, h_v: (B, m, H, D), the same for memory tokens; h_place: (m,) int64, the tokens that they belong to.
     offset: (B,) int64, tokens read of each row's segment. h_place and offset stay on the host.
     position: tokens read in all.
+    persistent: keys and values of the persistent tokens, (B, P, H, D) each, of the weights that read so far; None where
+        there are none, or in a state of before they were kept.
     """
 
     memory: NeuralMemoryState
@@ -51,6 +53,7 @@ class MACState:
     h_place: Tensor
     offset: Tensor
     position: int
+    persistent: tuple[Tensor, Tensor] | None = None
 
 
 class MACSettings(GateSettings):
@@ -156,9 +159,10 @@ class MAC(MemoryMixer):
         turn = rotation_from(base, plain, attention.rope_base)
         k, v = attention.keys_values(x)
         q, k = rotate(plain, *turn), rotate(k, *turn)
-        persistent = None
-        if self.persistent is not None:
-            persistent = [p.expand(batch, -1, -1, -1) for p in attention.keys_values(self.persistent[None])]
+        persistent = state and state.persistent
+        if persistent is None and self.persistent is not None:
+            kept = attention.keys_values(self.persistent[None])
+            persistent = tuple(p.expand(batch, -1, -1, -1) for p in kept)
         initial, norm = self.memory.network()
         initial = tuple(w.to(state_dtype(x)).expand(batch, *w.shape) for w in initial)
         if state:
@@ -203,6 +207,7 @@ class MAC(MemoryMixer):
         state = MACState(
             memory, read_weights, read_conv, k[:, oldest - first :], v[:, oldest - first :], h_k, h_v,
             torch.tensor(h_place, dtype=torch.int64), torch.tensor(segments.offset), base + length,
+            persistent,
         )  # fmt: skip
         return self.out(torch.cat(outputs, 1)), state
 
@@ -217,10 +222,10 @@ class MAC(MemoryMixer):
         """A piece's attention, written to the memory and read by each token: outputs (B, t, d_model), the memory.
 
         keys, values: of memory tokens, then of tokens. mask: which of them each token sees; None for a piece that
-        starts its segment.
+        starts its segment, and for one token that sees all.
         """
         prefix = persistent and Prefix(plain, *persistent)
-        if mask is None:
+        if mask is None and q.shape[1] > 1:
             cut = [keys.shape[1] - q.shape[1], q.shape[1]]
             (h_k, k), (h_v, v) = keys.split(cut, 1), values.split(cut, 1)
             attended = segment_attention(q, k, v, h_k, h_v, self.stride, prefix=prefix)

@@ -86,13 +86,12 @@ class Segments:
         """Which memory tokens (at ``memory_places``), then which tokens from ``piece.oldest`` on, its tokens see.
 
         Returns:
-            bool (B or 1, t, m + n); None for a piece that starts its segment in all rows: segment_attention needs none.
+            bool (B or 1, t, m + n); None for one token that sees all that is kept, and for a piece that starts its
+            segment in all rows, for which segment_attention needs none.
         """
-        if all(piece.new_segment):
+        one = piece.end - piece.begin == 1 and len(set(piece.segment_start)) == 1
+        if one or all(piece.new_segment):
             return None
-        if piece.end - piece.begin == 1 and len(set(piece.segment_start)) == 1:  # it sees all that is kept
-            kept = len(memory_places) + self.base + piece.end - piece.oldest
-            return torch.ones(1, 1, kept, dtype=torch.bool, device=device)
         # Made from numbers if all rows have the same place, as usual: copying from the host would wait for the GPU.
         start: int | Tensor = piece.segment_start[0]
         if len(set(piece.segment_start)) > 1:
