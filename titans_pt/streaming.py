@@ -4,9 +4,9 @@ Every function here takes a model called as ``model(ids, state, last_only=...) -
 ids (B, T) int64 and logits (B, T, V), or (B, 1, V) with ``last_only=True``.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -27,8 +27,30 @@ def best_device(local_rank: int = 0) -> str:
     return f"cuda:{local_rank % count}" if count else "cpu"
 
 
+def padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Prompts of different lengths as one batch, filled up on the left.
+
+    What is filled in is read as a document of its own before the prompt, of which a model sees nothing once the prompt
+    begins: its memory starts there, and so do its windows and convolutions.
+
+    Returns:
+        ids (B, T) int64, and reset (B, T) bool, True where a prompt begins; :func:`prefill` takes both.
+
+    Raises:
+        ValueError: a prompt without tokens, or none.
+    """
+    if not prompts or not all(prompts):
+        raise ValueError("prompts: each must have a token at least, and there must be one")
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    begin = torch.tensor([longest - len(prompt) for prompt in prompts])
+    return ids, torch.arange(longest) == begin[:, None]
+
+
 @torch.no_grad()
-def prefill(model: nn.Module, ids: Tensor, chunk_tokens: int, state: Any = None) -> tuple[Tensor, Any]:
+def prefill(
+    model: nn.Module, ids: Tensor, chunk_tokens: int, state: Any = None, reset: Tensor | None = None
+) -> tuple[Tensor, Any]:
     """Streams ``ids`` through the model in pieces, with its state carried along.
 
     Memory does not grow with T: only a piece is on the model's device, and only the last token's logits are
@@ -38,6 +60,7 @@ def prefill(model: nn.Module, ids: Tensor, chunk_tokens: int, state: Any = None)
         ids: (B, T) integers on any device, T >= 1.
         chunk_tokens: tokens of a piece; it changes speed and memory, not the result.
         state: what an earlier call returned, to continue from; None: start at the beginning.
+        reset: bool (B, T), True where a document starts: nothing before it is seen from there on. None: nowhere.
 
     Returns:
         logits of the last token (B, V), and the state after it.
@@ -45,8 +68,11 @@ def prefill(model: nn.Module, ids: Tensor, chunk_tokens: int, state: Any = None)
     if ids.ndim != 2 or ids.shape[1] == 0:
         raise ValueError(f"ids: shape {tuple(ids.shape)}; needs (B, T) with T >= 1")
     device = device_of(model)
-    for piece in ids.split(chunk_tokens, dim=1):
-        logits, state = model(piece.to(device, torch.int64), state, last_only=True)
+    starts = repeat(None) if reset is None else reset.split(chunk_tokens, dim=1)
+    for piece, start in zip(ids.split(chunk_tokens, dim=1), starts, strict=False):
+        # Where nothing starts the faster ways are open.
+        more = {} if start is None or not bool(start.any()) else {"reset": start}
+        logits, state = model(piece.to(device, torch.int64), state, last_only=True, **more)
     return logits[:, -1], state
 
 
@@ -95,6 +121,38 @@ def continuation(
     return last_logits, state
 
 
+@torch.no_grad()
+def continuations(
+    model: nn.Module,
+    last_logits: Tensor,
+    state: Any,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    choose: Sequence[Callable[[Tensor], int]],
+) -> list[list[int]]:
+    """:func:`continuation` of each row of a batch: up to ``max_new_tokens`` ids, ending before one of ``stop_ids``.
+
+    Args:
+        last_logits: (B, V), and the state after them, as :func:`prefill` returns.
+        choose: for each row, logits (V,) -> id.
+    """
+    found: list[list[int]] = [[] for _ in choose]
+    going = list(range(len(choose)))
+    last = [0] * len(choose)  # what a row that has ended reads matters to nobody
+    for left in range(max_new_tokens, 0, -1):
+        for row in list(going):
+            last[row] = choose[row](last_logits[row])
+            if last[row] in stop_ids:
+                going.remove(row)
+            else:
+                found[row].append(last[row])
+        if not going or left == 1:
+            break
+        logits, state = model(torch.tensor(last, device=device_of(model))[:, None], state, last_only=True)
+        last_logits = logits[:, -1]
+    return found
+
+
 def most_likely(logits: Tensor) -> int:
     return int(logits.argmax())
 
@@ -130,8 +188,13 @@ def sample(
     read_last: bool = False,
 ) -> Generator[int, None, tuple[Tensor, Any]]:
     """:func:`continuation` with ids drawn by :func:`draw`; temperature 0 is :func:`greedy`."""
-    choose = most_likely
-    if temperature > 0.0:
-        generator = torch.Generator().manual_seed(seed)
-        choose = partial(draw, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    choose = chooser(temperature, top_k, top_p, seed)
     return continuation(model, last_logits, state, max_new_tokens, stop_ids, choose, read_last)
+
+
+def chooser(temperature: float, top_k: int | None, top_p: float, seed: int) -> Callable[[Tensor], int]:
+    """logits (V,) -> id, by :func:`draw`; the most likely one at temperature 0."""
+    if temperature == 0.0:
+        return most_likely
+    generator = torch.Generator().manual_seed(seed)
+    return partial(draw, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)

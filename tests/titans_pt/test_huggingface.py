@@ -142,8 +142,34 @@ def test_loss_and_masks(folders):
     out = hub(ids, labels=ids)
     expected = torch.nn.functional.cross_entropy(out.logits[0, :-1], ids[0, 1:])
     assert out.loss.item() == pytest.approx(expected.item())
-    with pytest.raises(ValueError, match="attention_mask"):
-        hub(ids, attention_mask=torch.zeros_like(ids))
+    for hidden in (slice(0, 20), slice(15, 20), slice(5, 9)):
+        mask = torch.ones_like(ids)
+        mask[:, hidden] = 0
+        with pytest.raises(ValueError, match="attention_mask"):
+            hub(ids, attention_mask=mask)
+    with pytest.raises(ValueError, match="after a state"):
+        hub(ids, state=hub(ids).state, attention_mask=torch.tensor([[0] + [1] * 19]))
+
+
+def test_a_padded_batch_is_its_texts_each_alone(folders):
+    hub = from_pretrained(folders / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders / "hf")
+    texts = ["abc dea fonk abc dea", "k", "abc dea"]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    assert not batch["attention_mask"].bool().all() and batch["attention_mask"][:, -1].all()
+    together = hub.generate(**batch, max_new_tokens=10, do_sample=False)
+    losses = [hub(**batch, labels=batch["input_ids"]).loss.item()]
+    total = count = 0
+    for row, text in enumerate(texts):
+        one = tokenizer(text, return_tensors="pt")
+        alone = hub.generate(**one, max_new_tokens=10, do_sample=False)
+        new = alone[0, one["input_ids"].shape[1] :].tolist()
+        assert together[row, batch["input_ids"].shape[1] :].tolist()[: len(new)] == new
+        pairs = one["input_ids"].shape[1] - 1
+        if pairs:
+            total += hub(**one, labels=one["input_ids"]).loss.item() * pairs
+            count += pairs
+    assert losses[0] == pytest.approx(total / count, rel=1e-5)
 
 
 @pytest.mark.parametrize("mixer", MIXERS.built_in())

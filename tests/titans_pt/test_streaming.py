@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.mixers import NAMES, small_model
 from tests.stand_ins import Recurrent, Scripted
 from titans_pt import streaming
 from titans_pt.config import ModelConfig
@@ -108,3 +109,30 @@ def test_devices(monkeypatch, recurrent):
     assert [streaming.best_device(rank) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
     monkeypatch.setattr(streaming.torch, "cuda", SimpleNamespace(is_available=lambda: False))
     assert streaming.best_device(1) == "cpu"
+
+
+@pytest.mark.parametrize("mixer", NAMES)
+def test_prompts_of_different_lengths_are_continued_as_if_alone(mixer):
+    torch.manual_seed(0)
+    model = small_model([mixer], init_std=0.5)
+    prompts = [torch.randint(50, (length,)).tolist() for length in (5, 33, 1, 20)]
+    ids, reset = streaming.padded(prompts)
+    logits, state = streaming.prefill(model, ids, 13, None, reset)
+    found = streaming.continuations(model, logits, state, 25, {7}, [streaming.most_likely] * 4)
+    for row, prompt in enumerate(prompts):
+        alone, state = streaming.prefill(model, torch.tensor([prompt]), 64)
+        torch.testing.assert_close(logits[row], alone[0], rtol=1e-9, atol=1e-9)
+        assert found[row] == list(streaming.greedy(model, alone, state, 25, {7}))
+
+
+def test_a_row_that_has_ended_leaves_the_others_alone(recurrent):
+    start = streaming.prefill(recurrent, torch.ones(2, 3, dtype=torch.int64), 8)
+    scripts = [iter([1, 2, 0, 9]), iter([5, 6, 7, 8, 0])]
+    choose = [lambda logits, script=script: next(script) for script in scripts]
+    assert streaming.continuations(recurrent, *start, 4, {0}, choose) == [[1, 2], [5, 6, 7, 8]]
+    assert next(scripts[0]) == 9  # not asked again
+
+
+def test_padded_refuses_an_empty_prompt():
+    with pytest.raises(ValueError, match="prompts"):
+        streaming.padded([[1], []])

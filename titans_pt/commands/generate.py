@@ -13,6 +13,11 @@ SECTION = "evaluate"
 @click.option(
     "--prompt-file", type=click.Path(), metavar="FILE", help="a text file to continue (UTF-8); - is standard input"
 )
+@click.option(
+    "--prompts", type=click.Path(), metavar="FILE",
+    help="a prompt on each line (UTF-8; - is standard input): each is continued by itself, a line of JSON for each",
+)  # fmt: skip
+@click.option("--batch", type=whole(1), default=8, metavar="N", help="prompts of --prompts at a time")
 @click.option("--max-new-tokens", type=whole(1), default=100, metavar="N", help="tokens to write at most")
 @click.option(
     "--temperature", type=real(lambda t: t == 0 or 1e-6 <= t <= 1e6, "0, or a number from 0.000001 to a million"),
@@ -28,20 +33,31 @@ SECTION = "evaluate"
 @click.option("--save-state", type=FILE, metavar="FILE", help="keep the state after prompt and new text")
 @click.option("--state", type=click.Path(), metavar="FILE", help="continue from a state that --save-state wrote")
 def generate(
-    run: str, prompt: str | None, prompt_file: str | None, max_new_tokens: int, temperature: float, top_k: int | None,
-    top_p: float, seed: int, step: int | None, save_state: Path | None, state: str | None,
+    run: str, prompt: str | None, prompt_file: str | None, prompts: str | None, batch: int, max_new_tokens: int,
+    temperature: float, top_k: int | None, top_p: float, seed: int, step: int | None, save_state: Path | None,
+    state: str | None,
 ):  # fmt: skip
-    """Continue a prompt, with the memory carried along."""
-    if prompt is not None and prompt_file is not None:
-        raise click.UsageError("--prompt and --prompt-file exclude each other; leave one out.")
-    if not prompt and prompt_file is None and state is None:
-        raise click.UsageError("Nothing to continue: give --prompt, --prompt-file or --state.")
+    """Continue a prompt, with the memory carried along, or many prompts."""
+    names = {"--prompt": prompt, "--prompt-file": prompt_file, "--prompts": prompts}
+    given = [name for name, value in names.items() if value is not None]
+    if len(given) > 1:
+        raise click.UsageError(f"{given[0]} and {given[1]} exclude each other; leave one out.")
+    if prompts is not None and (state or save_state):
+        raise click.UsageError("A state is of one text: --prompts excludes --state and --save-state.")
+    if not prompt and prompt_file is None and prompts is None and state is None:
+        raise click.UsageError("Nothing to continue: give --prompt, --prompt-file, --prompts or --state.")
     from titans_pt.tools.files import read_text
 
     if prompt_file is not None:
         prompt = read_text(prompt_file, "--prompt-file")
     from titans_pt import evaluation
 
+    if prompts is not None:
+        lines = [line for line in read_text(prompts, "--prompts").splitlines() if line]
+        if not lines:
+            raise click.UsageError(f"--prompts: {prompts} holds no text; give a prompt on each line.")
+        evaluation.generate_batch(run, lines, max_new_tokens, temperature, top_k, top_p, seed, step, batch)
+        return
     evaluation.generate(
         run, prompt, max_new_tokens, temperature, top_k, top_p, seed, step, state_file=state, save_to=save_state
     )

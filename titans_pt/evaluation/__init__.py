@@ -1,6 +1,6 @@
 """What a trained model can do: perplexity, needles in long contexts, and text from a prompt."""
 
-from titans_pt.evaluation.generation import generate
+from titans_pt.evaluation.generation import generate, generate_batch
 from titans_pt.evaluation.runner import evaluate
 
-__all__ = ["evaluate", "generate"]
+__all__ = ["evaluate", "generate", "generate_batch"]

@@ -1,8 +1,9 @@
 """``titans generate``: a run's model continues a prompt, or a state that was saved."""
 
+import json
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from titans_pt.data_pipeline import StreamDecoder, Tokenizer
 from titans_pt.errors import UserError
 from titans_pt.run import LoadedRun, load_run
 from titans_pt.state_file import load_state, read_about, save_state
-from titans_pt.streaming import best_device, device_of, prefill, sample
+from titans_pt.streaming import best_device, chooser, continuations, device_of, padded, prefill, sample
 
 
 def generate(
@@ -48,10 +49,7 @@ def generate(
         UserError: an argument out of range, a state of another model or checkpoint, or what ``load_run`` finds
             wrong with the run.
     """
-    _check(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "at least 1")
-    _check(temperature >= 0.0, "temperature", temperature, "at least 0 (0 is greedy)")
-    _check(top_k is None or top_k >= 1, "top_k", top_k, "at least 1")
-    _check(0.0 < top_p <= 1.0, "top_p", top_p, "above 0, at most 1")
+    _check_draws(max_new_tokens, temperature, top_k, top_p)
     run = load_run(run_dir, step=step, device=best_device())
     ids = run.tokenizer.encode(prompt or "")
     _check(bool(ids) or state_file is not None, "prompt", prompt, "some text, or none with a saved state")
@@ -78,6 +76,64 @@ def generate(
         save_state(tokens.value, save_to, _about(run))
         print(f"state: {save_to}", file=sys.stderr)
     return text
+
+
+def generate_batch(
+    run_dir: str | Path,
+    prompts: Sequence[str],
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    step: int | None = None,
+    batch: int = 8,
+) -> list[str]:
+    """Continues each of ``prompts``, ``batch`` of them side by side: a line of JSON each to stdout, in their order,
+    with the prompt, its tokens, the new text and its tokens; tokens/s to stderr.
+
+    Each is continued as if it were alone, with draws of its own: those of prompt i, counted from 0, have the seed
+    ``seed`` + i.
+
+    Returns:
+        the new texts.
+
+    Raises:
+        UserError: as :func:`generate`; a prompt without text.
+    """
+    _check_draws(max_new_tokens, temperature, top_k, top_p)
+    _check(batch >= 1, "batch", batch, "at least 1")
+    run = load_run(run_dir, step=step, device=best_device())
+    asked = [run.tokenizer.encode(prompt) for prompt in prompts]
+    for n, ids in enumerate(asked, 1):
+        _check(bool(ids), f"prompt {n}", prompts[n - 1], "some text")
+    texts, written, began = [], 0, time.perf_counter()
+    for first in range(0, len(asked), batch):
+        rows = range(first, min(first + batch, len(asked)))
+        ids, reset = padded([asked[row] for row in rows])
+        logits, state = prefill(run.model, ids, run.config.evaluation.prefill_tokens, None, reset)
+        choose = [chooser(temperature, top_k, top_p, seed + row) for row in rows]
+        found = continuations(run.model, logits, state, max_new_tokens, {run.tokenizer.eos_id}, choose)
+        for row, new in zip(rows, found, strict=True):
+            decoder = StreamDecoder(run.tokenizer, continues=True)
+            texts.append("".join(map(decoder.push, new)) + decoder.finish())
+            written += len(new)
+            line = {"prompt": prompts[row], "prompt_tokens": len(asked[row]), "text": texts[-1], "tokens": len(new)}
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+    read, seconds = sum(map(len, asked)), time.perf_counter() - began
+    print(
+        f"step {run.step}: {len(asked)} prompts of {read} tokens, {written} new tokens: "
+        f"{(read + written) / seconds:.1f} tokens/s",
+        file=sys.stderr,
+    )
+    return texts
+
+
+def _check_draws(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float):
+    _check(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "at least 1")
+    _check(temperature >= 0.0, "temperature", temperature, "at least 0 (0 is greedy)")
+    _check(top_k is None or top_k >= 1, "top_k", top_k, "at least 1")
+    _check(0.0 < top_p <= 1.0, "top_p", top_p, "above 0, at most 1")
 
 
 def _print_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> tuple[str, int]:

@@ -24,8 +24,8 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 ```
 
 FOLDER is this folder, or its name on the hub. The code is in it. Where titans-pt is installed, `import
-titans_pt.huggingface` takes its place, and `titans import FOLDER --out RUN` makes a run of the folder. All rows of a
-batch must have the same length: a memory reads every token, so there is no padding."""
+titans_pt.huggingface` takes its place, and `titans import FOLDER --out RUN` makes a run of the folder. A batch of
+different lengths is padded on the left, as the tokenizer does it with `padding=True`."""
 
 
 def model_card(run: LoadedRun) -> str:

@@ -39,7 +39,8 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
     run = load_run(run_dir, step, precision="fp32")
     tokenizer = TitansTokenizer(str(run.tokenizer.path), eos_token=run.config.data.tokenizer.eos_token)
     config = TitansConfig(
-        published(run.config), run.step, run.checkpoint_hash, eos_token_id=run.tokenizer.eos_id, dtype="float32",
+        published(run.config), run.step, run.checkpoint_hash, eos_token_id=run.tokenizer.eos_id,
+        pad_token_id=run.tokenizer.eos_id, dtype="float32",
         auto_map={"AutoConfig": f"{MODELING}.TitansConfig", "AutoModelForCausalLM": f"{MODELING}.TitansForCausalLM"},
     )  # fmt: skip
     model = TitansForCausalLM(config)

@@ -53,7 +53,8 @@ class TitansOutput(ModelOutput):
 
 
 class TitansForCausalLM(PreTrainedModel, GenerationMixin):
-    """titans_pt's language model with Hugging Face's call. Batches must be of one length: there is no padding."""
+    """titans_pt's language model with Hugging Face's call. Prompts of different lengths are filled up on the left, as
+    the tokenizer does it, with an attention mask that says so; the memory begins where the prompt does."""
 
     config_class = TitansConfig
     base_model_prefix = "model"
@@ -88,13 +89,25 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         **unused: Any,
     ) -> TitansOutput:
         """input_ids (B, T) int64; ``state`` as an earlier call returned it; labels (B, T), shifted here.
+        attention_mask (B, T), 0 for tokens to the left of where a row begins: their logits mean nothing, their labels
+        do not count.
 
         Raises:
-            ValueError: the attention mask hides something.
+            ValueError: the mask hides other tokens, or some after a state.
         """
+        starts = {}
         if attention_mask is not None and not bool(attention_mask.all()):
-            raise ValueError("attention_mask: hides tokens; a memory reads all of them: make batches of one length")
-        logits, state = self.model(input_ids, state, last_only=logits_to_keep == 1)
+            shown = attention_mask.bool()
+            if state is not None or not bool(shown[:, -1].all()) or bool((shown[:, :-1] & ~shown[:, 1:]).any()):
+                raise ValueError(
+                    "attention_mask: hides tokens after the start of a row, or after a state; a memory reads all of "
+                    "them: pad on the left (tokenizer.padding_side='left')"
+                )
+            begins = shown.clone()
+            begins[:, 1:] &= ~shown[:, :-1]
+            starts = {"reset": begins.cpu()}
+            labels = None if labels is None else labels.masked_fill(~shown | begins, -100)
+        logits, state = self.model(input_ids, state, last_only=logits_to_keep == 1, **starts)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
@@ -116,6 +129,7 @@ class TitansTokenizer(PreTrainedTokenizer):
 
     vocab_files_names = {"vocab_file": FILES[0], "tokenizer_file": FILES[1]}
     model_input_names = ["input_ids", "attention_mask"]
+    padding_side = "left"
 
     def __init__(
         self, vocab_file: str | None = None, tokenizer_file: str | None = None, eos_token: Any = None, **others: Any
@@ -123,6 +137,7 @@ class TitansTokenizer(PreTrainedTokenizer):
         path = vocab_file or tokenizer_file or saved_tokenizer(Path(others["name_or_path"]))
         self.inner = load_tokenizer(path, None if eos_token is None else str(eos_token))
         self._ids = {name: i for i, name in enumerate(self.inner.names) if name}
+        others.setdefault("pad_token", self.inner.names[self.inner.eos_id])  # hidden by the mask
         # Text is text: "</s>" in it is those four letters, as in training.
         super().__init__(**{**others, "eos_token": self.inner.names[self.inner.eos_id], "split_special_tokens": True})
 

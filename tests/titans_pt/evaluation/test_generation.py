@@ -1,10 +1,12 @@
 """Text from a prompt."""
 
 import io
+import json
 
 import pytest
 import torch
 
+from tests.mixers import small_model
 from tests.stand_ins import Recurrent, Scripted
 from titans_pt import cli, evaluation, streaming
 from titans_pt.data_pipeline.tokenizers import StreamDecoder
@@ -54,6 +56,20 @@ def test_generate_says_what_is_wrong(run, wrong):
         generation.generate("anywhere", **{"prompt": "a", **wrong})
 
 
+def test_many_prompts_are_each_continued_as_if_alone(sentencepiece, run, capsys):
+    run.tokenizer, run.model = sentencepiece, small_model(["lmm"], vocab_size=sentencepiece.vocab_size, init_std=0.5)
+    asked = ["The grass is", "A", "The grass is green and so am I", "Grass"]
+    texts = generation.generate_batch("anywhere", asked, max_new_tokens=12, batch=3)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == asked and [line["text"] for line in lines] == texts
+    assert [line["prompt_tokens"] for line in lines] == [len(sentencepiece.encode(prompt)) for prompt in asked]
+    assert texts == [generation.generate("anywhere", prompt, max_new_tokens=12) for prompt in asked]
+    drawn = generation.generate_batch("anywhere", asked, 12, temperature=1.0, seed=5, batch=4)
+    assert drawn == [generation.generate("anywhere", prompt, 12, 1.0, seed=5 + i) for i, prompt in enumerate(asked)]
+    with pytest.raises(UserError, match="prompt 2"):
+        generation.generate_batch("anywhere", ["a", ""])
+
+
 @pytest.fixture
 def prompts(monkeypatch):
     """The prompts that the command hands on."""
@@ -70,15 +86,27 @@ def test_a_prompt_from_a_file_or_standard_input(prompts, tmp_path, monkeypatch):
     assert prompts == ["gr\u00fcn\n", "r\u00f6d\n"]
 
 
+def test_a_prompt_on_each_line_of_a_file(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(evaluation, "generate_batch", lambda *given: found.append(given))
+    (tmp_path / "prompts.txt").write_text("gr\u00fcn\n\nred\n", encoding="utf-8")
+    assert cli.run(["generate", "run", "--prompts", str(tmp_path / "prompts.txt"), "--batch", "2"]) == 0
+    assert found == [("run", ["gr\u00fcn", "red"], 100, 0.8, None, 0.95, 0, None, 2)]
+
+
 @pytest.mark.parametrize(("words", "message"), [
     ("--prompt-file {folder}/none", "none: No such file or directory; name a file that can be read"),
     ("--prompt-file {folder}", "Is a directory"),
     ("--prompt-file {folder}/latin", "--prompt-file: {folder}/latin: not UTF-8 at byte 2; convert it"),
     ("--prompt-file {folder}/latin --prompt a", "--prompt and --prompt-file exclude each other"),
-    ("", "Nothing to continue: give --prompt, --prompt-file or --state"),
+    ("", "Nothing to continue: give --prompt, --prompt-file, --prompts or --state"),
+    ("--prompts {folder}/blank", "blank holds no text; give a prompt on each line"),
+    ("--prompts {folder}/latin --prompt a", "--prompt and --prompts exclude each other"),
+    ("--prompts {folder}/blank --save-state s", "A state is of one text: --prompts excludes --state and --save-state"),
 ])  # fmt: skip
 def test_prompts_that_cannot_be_read(prompts, words, message, tmp_path, capsys):
     (tmp_path / "latin").write_bytes("gr\u00fcn".encode("latin-1"))
+    (tmp_path / "blank").write_text("\n\n")
     assert cli.run(["generate", "run", *words.format(folder=tmp_path).split()]) == 2
     err = capsys.readouterr().err
     assert message.format(folder=tmp_path) in err and err.count("\n") == 1 and not prompts
