@@ -15,20 +15,15 @@ tensor, divide products of decays by one another; and momentum makes P a sum of 
 Backward: autograd. Runs of ``save_every`` blocks are computed again; between them the state is kept.
 """
 
-import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from titans_pt.kernels.blocks import cut
 from titans_pt.kernels.memory import mlp
-from titans_pt.kernels.memory.chunked import _join, _Layout, _runs
+from titans_pt.kernels.memory.blockwise import Scan, blockwise_memory
 from titans_pt.kernels.memory.dual import goal, key_side
-from titans_pt.kernels.memory.network import NetworkShape
-from titans_pt.kernels.memory.state import MemoryState, Weights, choose
+from titans_pt.kernels.memory.state import MemoryState, Weights
 
 BLOCK = 16
 """Tokens of a compute block at most: P has BLOCK times as many numbers as the keys, for each layer."""
@@ -52,112 +47,19 @@ class Coefficients(NamedTuple):
     theta: Tensor
 
 
-def channelwise_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    theta: Tensor,
-    eta: Tensor,
-    alpha: Tensor,
-    weights: Weights,
-    *,
-    network: NetworkShape,
-    norm: Weights | None,
-    chunk_size: int,
-    forget_to: str,
-    state: MemoryState,
-    reset: Tensor | None,
-    save_every: int | None,
-) -> tuple[Tensor, MemoryState]:
-    """Arguments as in :func:`titans_pt.kernels.memory.naive.naive_memory`, alpha (B, T, H, channels).
+def channelwise_memory(*inputs, **options) -> tuple[Tensor, MemoryState]:
+    """Arguments as in :func:`titans_pt.kernels.memory.naive.naive_memory`, alpha (B, T, H, channels), and save_every.
 
-    Memory beyond inputs and outputs: the state (three weight sets) per ``save_every`` blocks, and what autograd keeps
-    of that many, mostly P; None is the square root of the number of blocks.
+    Memory: that of :func:`titans_pt.kernels.memory.blockwise.blockwise_memory`, mostly P.
     """
-    batch, length, heads = q.shape[:3]
-    blocks = cut(state.offset, reset, length, chunk_size, min(chunk_size, BLOCK))
-
-    def fold(tensors: Weights) -> Weights:
-        return tuple(w.reshape(batch * heads, *w.shape[2:]) for w in tensors)
-
-    def unfold(tensors: Weights) -> Weights:
-        return tuple(w.view(batch, heads, *w.shape[1:]) for w in tensors)
-
-    begin = fold(weights)
-    affine = None if norm is None else tuple(p.reshape(batch * heads, 1, -1) for p in norm)
-    scan = _Scan(network, affine, begin, forget_to == "start")
-    W, S, F = fold(state.weights), fold(state.momentum), fold(state.chunk_weights)
-    if scan.to_start:
-        W = _minus(W, begin)
-    outputs = []
-    for first, last, tokens in _runs(blocks):
-        layout = _Layout(blocks, first, last, tokens, heads)
-        tensors = [layout.fold(x) for x in (q, k, v, theta, eta, alpha)]
-        valid = layout.valid(q.device)
-        new_chunk, new_document = (layout.rows(f, q.device) for f in (blocks.new_chunk, blocks.new_document))
-        every, parts = save_every or math.isqrt(layout.count), []
-        for begins in range(0, layout.count, every):
-            part = slice(begins, begins + every)
-            out, W, S, F = checkpoint(
-                scan.blocks, *(x[part] for x in tensors), None if valid is None else valid[part], new_chunk[part],
-                new_document[part], W, S, F, use_reentrant=False, preserve_rng_state=False,
-            )  # fmt: skip
-            parts.append(out)
-        outputs.append(layout.unfold(torch.cat(parts)))
-
-    if scan.to_start:
-        W = _plus(W, begin)
-    # A chunk that is complete ends here: the next one starts at the current weights.
-    frozen = choose((blocks.offset == 0).to(q.device).repeat_interleave(heads), W, F)
-    return _join(outputs, blocks, length), MemoryState(unfold(W), unfold(S), unfold(frozen), blocks.offset)
+    return blockwise_memory(_Scan, BLOCK, *inputs, **options)
 
 
-def _plus(a: Weights, b: Weights) -> Weights:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
-
-
-def _minus(a: Weights, b: Weights) -> Weights:
-    return tuple(x - y for x, y in zip(a, b, strict=True))
-
-
-@dataclass
-class _Scan:
-    """The recurrence over blocks.
-
-    norm: two (N, 1, D), or None. begin: M_0, L tensors (N, d_in, d_out). to_start: whether forgetting leads to M_0, not
-    to zero; weights W are then differences to it, forgotten to zero, and queries meet M_0 + W.
-    """
-
-    network: NetworkShape
-    norm: Weights | None
-    begin: Weights
-    to_start: bool
-
-    def blocks(
-        self, q, k, v, theta, eta, alpha, valid, new_chunk: list, new_document: list, W: Weights, S: Weights, F: Weights
-    ) -> tuple[Tensor, Weights, Weights, Weights]:
-        """Outputs (n, N, c, D) of n blocks, and the state after them.
-
-        q, k, v: (n, N, c, D). theta, eta, alpha: (n, N, c, .). valid: (n, N, c) or None. new_chunk, new_document: of
-        each block True, False or the rows (N,) where one begins.
-        """
-        layers = zip(*(self.network.per_layer(gate) for gate in (theta, eta, alpha)), strict=True)
-        # Of each block its layers'. Unbound, not indexed: the gradient of an index is as large as all blocks.
-        coefficients = list(zip(*(_coefficients(*gates, valid) for gates in layers), strict=True))
-        outputs = []
-        for n, given in enumerate(zip(q.unbind(), k.unbind(), v.unbind(), coefficients, strict=True)):
-            if new_document[n] is not False:
-                zero = tuple(torch.zeros_like(s) for s in S)
-                W = choose(new_document[n], zero if self.to_start else self.begin, W)
-                S = choose(new_document[n], zero, S)
-            if new_chunk[n] is not False:
-                F = choose(new_chunk[n], _plus(W, self.begin) if self.to_start else W, F)
-            out, W, S = self.block(*given, W, S, F)
-            outputs.append(out)
-        return torch.stack(outputs), W, S, F
+class _Scan(Scan):
+    def coefficients(self, theta, eta, alpha, valid):
+        return _coefficients(theta, eta, alpha, valid)
 
     def block(self, q, k, v, coefficients: tuple[Coefficients, ...], W: Weights, S: Weights, F: Weights):
-        """Outputs (N, c, D), and W and S after the block."""
         act = mlp.ACTIVATIONS[self.network.activation]
         keys = key_side(k, goal(k, v, self.norm, self.network), self.norm, F, self.network)
         z, new_W, new_S = q, [], []

@@ -12,6 +12,7 @@ from titans_pt.kernels.memory.channelwise import channelwise_memory
 from titans_pt.kernels.memory.chunked import chunked_memory
 from titans_pt.kernels.memory.naive import naive_memory
 from titans_pt.kernels.memory.network import NetworkShape
+from titans_pt.kernels.memory.stale import stale_memory
 from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
 
 FORGET_TO = ("start", "zero")
@@ -44,6 +45,7 @@ def neural_memory(
     max_resets: int | None = None,
     backend: str = "auto",
     save_every: int | None = None,
+    stale: bool = False,
 ) -> tuple[Tensor, MemoryState | None]:
     """Reads and writes the long-term memory along a sequence; every token reads its own write (y_t = M_t(q_t)).
 
@@ -71,6 +73,8 @@ def neural_memory(
         save_every: blocks between two states kept for the backward pass, which computes those between again.
             None: at most the square root of the number of blocks, fewer where memory allows; triton: as many as
             kernels.memory.fused.operators.SCRATCH_BYTES holds.
+        stale: tokens read the memory as it was at the start of their chunk, and nothing of the chunk itself. For large
+            chunks: a few matrix products each (stale.py), by PyTorch's operators on any device.
 
     Returns:
         (B, T, H, D) in q's dtype, and the final state or None. State and arithmetic are fp32, fp64 for fp64 inputs;
@@ -83,7 +87,11 @@ def neural_memory(
     _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend)
     dtype = state_dtype(q)
     channelwise = alpha.dim() == 4 and alpha.shape != theta.shape
-    fused = _fused(q, network, chunk_size, channelwise, backend)
+    if stale and (channelwise or backend in ("triton", "native")):
+        _wrong(f"stale: given with {'an alpha for each channel' if channelwise else f'backend {backend!r}'}; PyTorch's "
+               "operators alone serve it, with alpha=head")
+    plain = channelwise or stale
+    fused = None if stale else _fused(q, network, chunk_size, channelwise, backend)
     with no_autocast(q):
         gates = [g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha)]
         if fused is not None:
@@ -93,7 +101,7 @@ def neural_memory(
             )  # fmt: skip
             return out, state if output_final_state else None
         inputs = [x.to(dtype) for x in (q, k, v)]
-        if not channelwise and backend in ("auto", "native") and _one_token(inputs[0], network, initial_state, reset):
+        if not plain and backend in ("auto", "native") and _one_token(inputs[0], network, initial_state, reset):
             affine = None if norm is None else tuple(p.to(dtype) for p in norm)
             begin = tuple(w.to(dtype) for w in weights)
             out, state = native.next_token(
@@ -112,21 +120,21 @@ def neural_memory(
             "reset": reset,
         }
         if backend == "naive":
-            out, state = naive_memory(*inputs, *gates, start, **options)
+            out, state = naive_memory(*inputs, *gates, start, stale=stale, **options)
         else:
             reason = None
             if backend == "native":
                 reason = CHANNELWISE if channelwise else native.unserved(inputs[0], network)
             if reason is not None:
                 _wrong(f'backend "native" does not serve this: {reason}; use "auto" or "chunked"')
-            call, options["save_every"] = channelwise_memory, save_every
-            if not channelwise:
+            call, options["save_every"] = stale_memory if stale else channelwise_memory, save_every
+            if not plain:
                 call, options["in_c"] = chunked_memory, backend != "chunked"
-            if torch.compiler.is_compiling() and (backend == "auto" or channelwise):
+            if torch.compiler.is_compiling() and (backend == "auto" or plain):
                 # Not at the top: it imports torch's compiler, seconds that whoever does not compile need not wait.
                 from titans_pt.kernels.memory import uncompiled
 
-                call = uncompiled.channelwise if channelwise else uncompiled.chunked
+                call = uncompiled.stale if stale else uncompiled.channelwise if channelwise else uncompiled.chunked
             out, state = call(*inputs, *gates, start, **options)
     return out.to(q.dtype), state if output_final_state else None
 

@@ -15,11 +15,6 @@ LN_EPS = 1e-5
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
 
 
-def _silu_pulled_back(upstream: Tensor, z: Tensor) -> Tensor:
-    s = torch.sigmoid(z)  # PyTorch's own operator has no derivative
-    return upstream * s * (1 + z * (1 - s))
-
-
 def _gelu_curvature(z: Tensor) -> Tensor:
     return (2 - z * z) * torch.exp(-0.5 * z * z) * (1 / math.sqrt(2 * math.pi))
 

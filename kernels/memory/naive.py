@@ -6,7 +6,7 @@ Titans (arXiv 2501.00663), Eq. 11-14 with chunk-wise gradients (Section 3.2):
     S_t = eta_t S_{t-1} - theta_t u_t
     M_t = (1 - alpha_t) M_{t-1} + S_t        forget_to="zero", the paper's
     M_t = (1 - alpha_t) (M_{t-1} - M_0) + M_0 + S_t        forget_to="start"
-    y_t = M_t(q_t)
+    y_t = M_t(q_t)                           stale: M_{t'}(q_t), the weights of the start of t's chunk
 
 alpha is one number for a whole matrix, or one for each of its rows (channels of d_in): (1 - alpha_t) is then a diagonal
 matrix on the left of M_{t-1}, the weights that x @ M takes in.
@@ -35,6 +35,7 @@ def naive_memory(
     forget_to: str,
     state: MemoryState,
     reset: Tensor | None,
+    stale: bool = False,
 ) -> tuple[Tensor, MemoryState]:
     """q, k, v (B, T, H, D); gates (B, T, H, 1 or L), alpha also (B, T, H, channels); weights (B, H, d_in, d_out): M_0.
     """
@@ -63,7 +64,7 @@ def naive_memory(
         else:
             current = tuple(a * w for a, w in zip(keep, current, strict=True))
         current = tuple(w + s for w, s in zip(current, momentum, strict=True))
-        outputs.append(mlp.forward(q[:, t].unsqueeze(-2), current, affine, network).squeeze(-2))
+        outputs.append(mlp.forward(q[:, t].unsqueeze(-2), start if stale else current, affine, network).squeeze(-2))
         offset = (offset + 1) % chunk_size
     # A chunk that is complete ends here: the next one starts at the current weights.
     start = choose(offset == 0, current, start)
