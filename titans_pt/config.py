@@ -167,6 +167,18 @@ class DataConfig(Section):
         return [*self.validation_sources, *self.sources]
 
 
+class HierarchyConfig(Section):
+    chunk: Positive = 2048
+    """Tokens of a chunk of the global memory, which is read as it was at the chunk's start."""
+    shard: Positive = 2048
+    """Tokens after which the local memories begin again at their M_0, counted from the document's start: a multiple of
+    ``chunk``, so that the global memory has then taken in all that they forget."""
+    locals: list[Positive] = [16]
+    """The chunk sizes of the local memories, one each, in place of memory.chunk_size. []: the global memory alone."""
+    projection: bool = True
+    """Local memories are read with the query's projection on the keys of its shard so far."""
+
+
 class MemoryConfig(Section):
     n_heads: Positive | None = None
     """Memory heads, each with its own memory MLP of width d_model / n_heads. Null: model.n_heads."""
@@ -224,6 +236,9 @@ class MemoryConfig(Section):
     """Standard deviation of M_0's weights. Null: 0.5 with norm, 1 / sqrt(d_in) without. Under the LayerNorm an inner
     step moves the output by 1 / init_std^2: at 1 / sqrt(d_in) it overshoots, and outer gradients explode; at 1 a model
     learns language as well as at 0.5, and recall later (docs/notebook.md)."""
+    hierarchy: HierarchyConfig | None = None
+    """A global memory with large chunks and local ones that begin again at every shard, all of them summed, instead of
+    one memory (TNT, arXiv 2511.07343): lmm, mag, mal."""
     save_every: Positive | None = None
     """The backward pass keeps the memory's weights at every save_every-th block and computes those between again:
     less memory, the same result. Null: the square root of the number of blocks."""

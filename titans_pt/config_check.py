@@ -5,6 +5,7 @@ import importlib
 import math
 import os
 import sys
+from types import UnionType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -108,7 +109,8 @@ def known_paths(section: type[BaseModel] = Config, prefix: str = "") -> list[str
     paths = []
     for name, field in section.model_fields.items():
         paths.append(prefix + name)
-        for kind, dot in ((field.annotation, "."), *((item, ".0.") for item in get_args(field.annotation))):
+        inside = "." if isinstance(field.annotation, UnionType) else ".0."  # a section or null, or a list of sections
+        for kind, dot in ((field.annotation, "."), *((item, inside) for item in get_args(field.annotation))):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 paths += known_paths(kind, prefix + name + dot)
     return paths

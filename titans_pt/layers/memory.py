@@ -34,6 +34,45 @@ def network_shape(width: int, config: MemoryConfig) -> NetworkShape:
     )
 
 
+def _products(shape: NetworkShape) -> list[int]:
+    """FLOPs of one vector's product with each of a head's weight matrices."""
+    return [2 * a * b for a, b in shape.layers]
+
+
+def _block(config: MemoryConfig) -> int:
+    """Tokens of a compute block."""
+    return min(config.chunk_size, MAX_BLOCK if config.alpha == "head" else channelwise.BLOCK)
+
+
+def inner_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
+    """Per token and head: every product of the exact dual form (kernels/memory/dual.py) at the compute block in use.
+    What an alpha per channel adds is element-wise."""
+    block = _block(config)
+    start = config.forget_to == "start"  # then queries meet M_0, too
+    inner = 3 if config.alpha == "head" else 0  # products for the gradients of one gate for a whole matrix
+    forward = backward = 0.0
+    for n, weights in enumerate(_products(shape)):
+        pull = n > 0  # the error goes down through every layer but the first
+        within = 2 * block * sum(shape.layers[n])
+        forward += (5 + pull + start) * weights + within
+        backward += (10 + 2 * pull + 2 * start) * weights + 2 * within + inner * weights / block
+    return Flops(forward, backward)
+
+
+def stale_flops(shape: NetworkShape) -> Flops:
+    """Per token and head of a memory that is read as it was at its chunk's start (kernels/memory/stale.py): keys
+    forward and back, two sums over the chunk, queries forward; in the backward pass all of it again, and twice."""
+    once = sum(4 * x for x in _products(shape)) + sum(_products(shape)[1:])
+    return Flops(once, 3 * once)
+
+
+def kept_bytes(shape: NetworkShape, config: MemoryConfig, heads: int, length: int) -> int:
+    """See :meth:`NeuralMemory.kept_state_bytes`."""
+    one = heads * sum(a * b for a, b in shape.layers)
+    blocks = -(-length // _block(config))
+    return 12 * one * -(-blocks // (config.save_every or math.isqrt(blocks)))
+
+
 STRETCH = 0.05
 """How far a hard gate's sigmoid reaches beyond 0 and 1 before it is cut."""
 
@@ -277,41 +316,18 @@ class NeuralMemory(nn.Module):
     # ---- what the plan and the FLOP count ask
 
     def flops(self) -> Flops:
-        """Per token: the projections, the gates, and every product of the exact dual form (kernels/memory/dual.py) at
-        the compute block in use; the short convolutions are element-wise, and so is what an alpha per channel adds."""
+        """Per token: the projections, the gates and the memory; the short convolutions are element-wise."""
         width, heads = self.q.linear.in_features, self.q.n_heads
-        projections = 3 * product(width, width) + self.gates.flops()
-        block = self._block
-        start = self.config.forget_to == "start"  # then queries meet M_0, too
-        inner = 3 if self.config.alpha == "head" else 0  # products for the gradients of one gate for a whole matrix
-        forward = backward = 0.0
-        for n, weights in enumerate(self._weight_flops()):
-            pull = n > 0  # the error goes down through every layer but the first
-            within = 2 * block * sum(self.shape.layers[n])
-            forward += (5 + pull + start) * weights + within
-            backward += (10 + 2 * pull + 2 * start) * weights + 2 * within + inner * weights / block
-        return projections + heads * Flops(forward, backward)
+        return 3 * product(width, width) + self.gates.flops() + heads * inner_flops(self.shape, self.config)
 
     def read_flops(self) -> Flops:
         """Per token that is read without being written, its query given."""
-        once = self.q.n_heads * sum(self._weight_flops())
+        once = self.q.n_heads * sum(_products(self.shape))
         return Flops(once, 2 * once)
-
-    def _weight_flops(self) -> list[int]:
-        """Of one vector's product with each of a head's weight matrices."""
-        return [2 * a * b for a, b in self.shape.layers]
-
-    @property
-    def _block(self) -> int:
-        """Tokens of a compute block."""
-        return min(self.config.chunk_size, MAX_BLOCK if self.config.alpha == "head" else channelwise.BLOCK)
 
     def kept_state_bytes(self, length: int) -> int:
         """Of one row of ``length`` tokens, in fp32: weights, momentum, chunk weights at every save_every-th block."""
-        one = self.q.n_heads * sum(a * b for a, b in self.shape.layers)
-        blocks = -(-length // self._block)
-        kept = -(-blocks // (self.config.save_every or math.isqrt(blocks)))
-        return 12 * one * kept
+        return kept_bytes(self.shape, self.config, self.q.n_heads, length)
 
     def unserved(self, dtype: torch.dtype) -> str | None:
         """Why the fused kernels would not serve it on a GPU, for inputs of ``dtype``; None if they would."""

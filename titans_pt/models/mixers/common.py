@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from titans_pt.config import Config, ModelConfig, Section
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
+from titans_pt.layers.hierarchy import HierarchicalMemory, HierarchyState
 from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.models.mixers.base import Mixer, Need
@@ -32,9 +33,9 @@ def check_window(config: Config, need: Need):
 
 
 class MemoryMixer(Mixer):
-    """A mixer around one :class:`NeuralMemory`, its attribute ``memory``."""
+    """A mixer around one :class:`NeuralMemory`, or a hierarchy of them, its attribute ``memory``."""
 
-    memory: NeuralMemory
+    memory: NeuralMemory | HierarchicalMemory
 
     @classmethod
     def check(cls, config: Config, need: Need):
@@ -45,8 +46,19 @@ class MemoryMixer(Mixer):
         need(model.memory_heads < model.d_model or not model.memory.norm, heads, model.memory_heads,
              f"at most model.d_model / 2 = {model.d_model // 2}: the LayerNorm of a head of width 1 is constant")
         chunk, length = model.memory.chunk_size, config.data.seq_len
-        need(chunk <= length, "model.memory.chunk_size", chunk,
-             f"at most data.seq_len={length}; in a longer chunk every gradient is taken at the memory's start")
+        levels = model.memory.hierarchy
+        if levels is None:
+            need(chunk <= length, "model.memory.chunk_size", chunk,
+                 f"at most data.seq_len={length}; in a longer chunk every gradient is taken at the memory's start")
+            return
+        need(levels.chunk < length, "model.memory.hierarchy.chunk", levels.chunk,
+             f"below data.seq_len={length}; nothing of the first chunk is read from the global memory")
+        need(levels.shard % levels.chunk == 0, "model.memory.hierarchy.shard", levels.shard,
+             f"must be a multiple of model.memory.hierarchy.chunk={levels.chunk}")
+        need(all(size <= levels.shard for size in levels.locals), "model.memory.hierarchy.locals", levels.locals,
+             f"each at most model.memory.hierarchy.shard={levels.shard}")
+        need(model.memory.alpha == "head", "model.memory.alpha", model.memory.alpha,
+             "must be head with model.memory.hierarchy")
 
     @classmethod
     def split_sizes(cls, config: ModelConfig) -> dict[str, int]:
@@ -62,8 +74,9 @@ class MemoryMixer(Mixer):
         return self.memory.kept_state_bytes(length)
 
 
-def build_memory(config: ModelConfig) -> NeuralMemory:
-    return NeuralMemory(config.d_model, config.memory_heads, config.conv_width, config.memory, config.norm_eps)
+def build_memory(config: ModelConfig) -> NeuralMemory | HierarchicalMemory:
+    kind = NeuralMemory if config.memory.hierarchy is None else HierarchicalMemory
+    return kind(config.d_model, config.memory_heads, config.conv_width, config.memory, config.norm_eps)
 
 
 def persistent(config: ModelConfig) -> nn.Parameter | None:
@@ -77,9 +90,9 @@ def remember(
     memory: NeuralMemory,
     x: Tensor,
     tokens: Tensor | None,
-    state: NeuralMemoryState | None,
+    state: NeuralMemoryState | HierarchyState | None,
     documents: Documents | None,
-) -> tuple[Tensor, NeuralMemoryState]:
+) -> tuple[Tensor, NeuralMemoryState | HierarchyState]:
     """The memory along [persistent | x]; the persistent tokens are written only where a document can begin."""
     start = None
     if tokens is not None and (state is None or documents is not None):

@@ -1,0 +1,68 @@
+"""Models whose memories are a hierarchy: tensor ranks, streaming, the plan, what is refused."""
+
+import pytest
+import torch
+
+from tests.mixers import small_config
+from tests.titans_pt.parallel.test_split import built_one_by_one, check  # noqa: F401 - a fixture
+from titans_pt.config import HierarchyConfig
+from titans_pt.config_file import load_config
+from titans_pt.errors import UserError
+from titans_pt.models import build_model
+from titans_pt.training.plan import make_plan
+
+MIXERS = ["lmm", "mag", "mal"]
+
+
+def config(mixer, **changes):
+    base = small_config([mixer], **changes)
+    levels = HierarchyConfig(chunk=4, shard=8, locals=[2, 4])
+    return base.model_copy(update={"memory": base.memory.model_copy(update={"hierarchy": levels})})
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_tensor_ranks_have_every_gradient_of_the_whole_model(mixer):
+    check(config(mixer), reset=True)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_streams_equal_one_call(mixer):
+    torch.manual_seed(0)
+    model = build_model(config(mixer)).double().eval()
+    ids = torch.randint(52, (2, 40))
+    reset = torch.rand(2, 40) < 0.1
+    with torch.no_grad():
+        whole, _ = model(ids, reset=reset)
+        state, pieces = None, []
+        for a, b in ((0, 1), (1, 8), (8, 21), (21, 40)):
+            logits, state = model(ids[:, a:b], state, reset=reset[:, a:b])
+            pieces.append(logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_it_is_planned(gpu, tiny):
+    model = {"d_model": 64, "mixers": ["lmm"], "memory": {"hierarchy": {"chunk": 64, "shard": 128, "locals": [16]}}}
+
+    def plan(length):
+        train = {"precision": "bf16" if gpu else "fp32", "batch_tokens": length}
+        return make_plan(load_config(tiny(model=model, train=train, data={"seq_len": length})), 1, gpu).bytes
+
+    short, long = plan(256), plan(512)
+    assert 1.8 < long["activations"] / short["activations"] < 2.2
+    if not gpu:  # there the local memories' kernels compute states again
+        assert 1.9 < long["memory states"] / short["memory states"] < 2.1
+
+
+@pytest.mark.parametrize(("word", "message"), [
+    ("model.mixers=[mac]", "model.memory.hierarchy: given 'set'; must be null for mac"),
+    ("model.memory.hierarchy.shard=12", "model.memory.hierarchy.shard: given 12; must be a multiple of"),
+    ("model.memory.hierarchy.chunk=16", "model.memory.hierarchy.chunk: given 16; below data.seq_len=16"),
+    ("model.memory.hierarchy.locals=[4,32]", "each at most model.memory.hierarchy.shard=8"),
+    ("model.memory.alpha=channel", "model.memory.alpha: given 'channel'; must be head with model.memory.hierarchy"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(word, message, tiny):
+    path = tiny(model={"mixers": ["lmm"], "memory": {"hierarchy": {"chunk": 8, "shard": 8, "locals": [4]}}})
+    load_config(path)
+    with pytest.raises(UserError, match=message.replace("[", r"\[")):
+        load_config(path, [word])

@@ -1,0 +1,213 @@
+"""TNT's memories: a global one with large chunks, and local ones that begin again at every shard."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titans_pt.config import MemoryConfig
+from titans_pt.kernels.linear_memory import linear_memory
+from titans_pt.kernels.memory import MemoryState, neural_memory, unserved
+from titans_pt.kernels.memory.state import Weights
+from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops, product
+from titans_pt.layers.memory import (
+    MemoryGates,
+    MemoryNetwork,
+    Projection,
+    inner_flops,
+    kept_bytes,
+    network_shape,
+    stale_flops,
+)
+from titans_pt.layers.norm import RMSNorm
+from titans_pt.layers.sharding import Shard
+
+Starts = tuple[Weights, ...]
+"""Of each memory, the global one first, M_0: L tensors (H, d_in, d_out)."""
+
+
+@dataclass
+class HierarchyState:
+    """memories: the global one, then the local ones. q, k, v: (B, conv_width - 1, d_model), the convolutions' last
+    inputs. place: (B,) int64, tokens read of each row's shard; on the host. keys: (B, H, D, D) fp32, the sum of k k^T
+    over the shard, or None without a projection. start: M_0 of each memory, each tensor (B, H, d_in, d_out), after a
+    prefix; else None.
+    """
+
+    memories: tuple[MemoryState, ...]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    place: Tensor
+    keys: Tensor | None
+    start: Starts | None = None
+
+
+class InnerMemory(nn.Module):
+    """One of the memories: gates and network of its own, chunks of ``chunk`` tokens."""
+
+    sharding = {}
+
+    def __init__(self, d_model: int, n_heads: int, config: MemoryConfig, chunk: int):
+        super().__init__()
+        self.config = config.model_copy(update={"chunk_size": chunk})
+        self.shape = network_shape(d_model // n_heads, config)
+        self.gates = MemoryGates(d_model, n_heads, self.config, self.shape.channels)
+        self.network = MemoryNetwork(n_heads, self.shape, config.init_std)
+
+
+class HierarchicalMemory(nn.Module):
+    """(B, T, d_model) -> V(q_t) + sum_i W^i_t(P_t q_t) of every token, (B, T, d_model), heads side by side, normalised.
+
+    TNT (arXiv 2511.07343). V, the global memory, is read as it was at the start of its chunk, so nothing of a chunk
+    waits for its other tokens. The local memories W^i see what is near; they begin again at a learned M_0 every
+    ``shard`` tokens, so shards can be computed side by side. P_t is the sum of k k^T over the shard up to t; P_t q_t
+    gets unit length, as keys have (the paper does not say): what a local memory is asked for lies among what it was
+    taught. All share queries, keys and values. The paper trains without momentum and forgetting.
+
+    A prefix is written to each memory once; what it leaves is where documents, and the local ones' shards, begin.
+    """
+
+    sharding = {"": Shard.ENTER, "output_norm": Shard.SUMMED}
+
+    def __init__(self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float):
+        super().__init__()
+        self.config, self.hierarchy = config, config.hierarchy
+        self.q = Projection(d_model, n_heads, conv_width, unit=True)
+        self.k = Projection(d_model, n_heads, conv_width, unit=True)
+        self.v = Projection(d_model, n_heads, conv_width, unit=False)
+        chunks = (self.hierarchy.chunk, *self.hierarchy.locals)
+        self.memories = nn.ModuleList(InnerMemory(d_model, n_heads, config, chunk) for chunk in chunks)
+        self.output_norm = RMSNorm(d_model // n_heads, eps=norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: HierarchyState | None = None,
+        documents: Documents | None = None,
+        start: Starts | None = None,
+    ) -> tuple[Tensor, HierarchyState]:
+        """start: M_0 of the memories in place of the learned ones (:meth:`start_after`); a state remembers it."""
+        q, q_state = self.q(x, state and state.q, documents)
+        k, k_state = self.k(x, state and state.k, documents)
+        v, v_state = self.v(x, state and state.v, documents)
+        if start is None and state and state.start:
+            start = tuple(tuple(w[0] for w in weights) for weights in state.start)
+        before = state.memories if state else [None] * len(self.memories)
+        resets = (None, None) if documents is None else (documents.starts, documents.most)
+        y, after = self._read(0, q, k, v, x, start, before[0], *resets)
+        memories, place, keys = [after], torch.zeros(len(x), dtype=torch.int64), None
+        if self.hierarchy.locals:
+            y, memories, place, keys = self._locals(y, after, q, k, v, x, start, state, before, documents)
+        kept = None
+        if start is not None:
+            kept = tuple(tuple(w.expand(len(x), *w.shape) for w in weights) for weights in start)
+        state = HierarchyState(tuple(memories), q_state, k_state, v_state, place, keys, kept)
+        return self.output_norm(y.to(self.output_norm.weight.dtype)).flatten(-2), state
+
+    def _locals(self, y, after, q, k, v, x, start, state, before, documents):
+        """What the local memories add to y, all memories' states, the place in the shard, and the keys' sum."""
+        shard, length = self.hierarchy.shard, x.shape[1]
+        place, reset = _places(state.place if state else None, len(x), length, shard, documents)
+        most = 1 + length // shard + (documents.most if documents else 0)
+        memories, keys, rows = [after], None, len(x) * length // shard
+        if state is None and documents is None and length > shard and length % shard == 0:
+            # Whole shards know nothing of each other: side by side as rows.
+            q, k, v, x = (t.reshape(rows, shard, *t.shape[2:]) for t in (q, k, v, x))
+            reset = None
+        if self.hierarchy.projection:
+            q, keys = linear_memory(
+                q, k, k, initial_state=state and state.keys, output_final_state=True, reset=reset
+            )
+            q = F.normalize(q, dim=-1, eps=1e-6)
+        total = 0
+        for n in range(1, len(self.memories)):
+            out, memory = self._read(n, q, k, v, x, start, before[n], reset, most)
+            total, memories = total + out, [*memories, memory]
+        if len(x) != len(y):
+            total, each = total.reshape(y.shape), len(x) // len(y)
+            memories[1:] = [_last(memory, each) for memory in memories[1:]]
+            keys = None if keys is None else keys[each - 1 :: each]
+        return y + total, memories, place, keys
+
+    def _read(self, n: int, q, k, v, x, start, before, reset, most) -> tuple[Tensor, MemoryState]:
+        """Memory n along q, k, v (B, T, H, D); no row of ``reset`` has more than ``most`` starts."""
+        memory = self.memories[n]
+        weights, norm = memory.network()
+        return neural_memory(
+            q, k, v, *memory.gates(x), start[n] if start else weights,
+            network=memory.shape,
+            norm=norm,
+            chunk_size=memory.config.chunk_size,
+            forget_to=self.config.forget_to,
+            initial_state=before,
+            output_final_state=True,
+            reset=reset,
+            max_resets=most,
+            save_every=self.config.save_every,
+            stale=n == 0,
+        )  # fmt: skip
+
+    def start_after(self, prefix: Tensor) -> tuple[Tensor, Starts]:
+        """prefix (1, P, d_model) -> its outputs (1, P, d_model) and each memory's weights after writing it."""
+        y, state = self(prefix)
+        return y, tuple(tuple(w[0] for w in memory.weights) for memory in state.memories)
+
+    # ---- what the plan and the FLOP count ask
+
+    def flops(self) -> Flops:
+        """Per token: the projections, and of each memory its gates and products."""
+        width, heads = self.q.linear.in_features, self.q.n_heads
+        head = width // heads
+        total = 3 * product(width, width) + sum((memory.gates.flops() for memory in self.memories), Flops(0, 0))
+        total += heads * stale_flops(self.memories[0].shape)
+        for memory in self.memories[1:]:
+            total += heads * inner_flops(memory.shape, memory.config)
+        if self.hierarchy.locals and self.hierarchy.projection:
+            total += heads * 2 * product(head, head)
+        return total
+
+    def kept_state_bytes(self, length: int) -> int:
+        """Of one row of ``length`` tokens, in fp32: the state before every chunk, and what the local memories keep."""
+        heads, shard, one = self.q.n_heads, self.hierarchy.shard, self.memories[0]
+        states = 12 * heads * sum(a * b for a, b in one.shape.layers) * -(-length // one.config.chunk_size)
+        each = (kept_bytes(memory.shape, memory.config, heads, min(length, shard)) for memory in self.memories[1:])
+        return states + sum(each) * -(-length // shard)
+
+    def unserved(self, dtype: torch.dtype) -> str | None:
+        """Why the fused kernels would not serve the local memories on a GPU; None if they would."""
+        each = (unserved(dtype, memory.shape, memory.config.chunk_size) for memory in self.memories[1:])
+        return next((reason for reason in each if reason), None)
+
+    def scratch_bytes(self) -> int:
+        from titans_pt.kernels.memory.fused.operators import SCRATCH_BYTES
+
+        return SCRATCH_BYTES if self.hierarchy.locals else 0
+
+
+def _places(
+    old: Tensor | None, batch: int, length: int, shard: int, documents: Documents | None
+) -> tuple[Tensor, Tensor | None]:
+    """The place in the shard (B,) after ``length`` tokens, and where shards start, bool (B, T); None: nowhere.
+
+    old: (B,), the tokens read of each row's shard, on the host; None at the start of a stream, where all is new anyway.
+    """
+    t = torch.arange(length)
+    place = (torch.zeros(batch, dtype=torch.int64) if old is None else old)[:, None] + t
+    if documents is not None:
+        begin = documents.begin.cpu()
+        place = torch.where(begin < 0, place, t - begin)
+    starts = place % shard == 0
+    if old is None:
+        starts[:, 0] = False
+    device = "cpu" if documents is None else documents.starts.device
+    return (place[:, -1] + 1) % shard, starts.to(device) if bool(starts.any()) else None
+
+
+def _last(memory: MemoryState, each: int) -> MemoryState:
+    """Of rows that are ``each`` shards of a sequence, the last shard's."""
+    pick = slice(each - 1, None, each)
+    weights = (tuple(w[pick] for w in group) for group in (memory.weights, memory.momentum, memory.chunk_weights))
+    return MemoryState(*weights, memory.offset[pick])
