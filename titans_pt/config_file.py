@@ -10,8 +10,9 @@ import yaml
 from pydantic import ValidationError
 
 from titans_pt.config import Config, config_hash, with_todays_names
-from titans_pt.config_check import checked, one_line
+from titans_pt.config_check import checked
 from titans_pt.config_history import as_stored
+from titans_pt.config_words import one_line
 from titans_pt.errors import UserError
 from titans_pt.tools.files import read_text
 

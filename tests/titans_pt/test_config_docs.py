@@ -9,9 +9,9 @@ import pytest
 from pydantic import Field
 
 from titans_pt.config import Config, Section
-from titans_pt.config_check import known_paths
 from titans_pt.config_docs import PAGE, SCHEMA, json_schema, settings_page, whole_tree
 from titans_pt.config_file import _parse
+from titans_pt.config_words import known_paths
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig, Section
-from titans_pt.config_check import one_line
+from titans_pt.config_words import one_line
 from titans_pt.errors import UserError
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
