@@ -175,6 +175,11 @@ class HierarchyConfig(Section):
     ``chunk``, so that the global memory has then taken in all that they forget."""
     locals: list[Positive] = [16]
     """The chunk sizes of the local memories, one each, in place of memory.chunk_size. []: the global memory alone."""
+    final_locals: list[Positive] | None = None
+    """Their chunk sizes for the last part of a training, none larger than before: the paper's second stage, cheaper
+    than small chunks from the start. The bound of the inner step stays that of ``locals``. Null: no second stage."""
+    final_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+    """The share of train.max_steps that is trained so."""
     projection: bool = True
     """Local memories are read with the query's projection on the keys of its shard so far."""
 

@@ -64,6 +64,9 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: TitansConfig):
         super().__init__(config)
         self.model = build_model(config.model)
+        # Folders from before models could change in the course of a training do not say how long it was.
+        steps = config.settings.get("train", {}).get("max_steps") or max(config.step, 1)
+        self.model.blocks.set_progress(config.step / steps)
         self.post_init()
 
     def _init_weights(self, module):

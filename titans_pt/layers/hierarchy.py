@@ -46,13 +46,14 @@ class HierarchyState:
 
 
 class InnerMemory(nn.Module):
-    """One of the memories: gates and network of its own, chunks of ``chunk`` tokens."""
+    """One of the memories, with gates and network of its own. ``chunk`` may change; the gates keep its first bound."""
 
     sharding = {}
 
     def __init__(self, d_model: int, n_heads: int, config: MemoryConfig, chunk: int):
         super().__init__()
         self.config = config.model_copy(update={"chunk_size": chunk})
+        self.chunk = chunk
         self.shape = network_shape(d_model // n_heads, config)
         self.gates = MemoryGates(d_model, n_heads, self.config, self.shape.channels)
         self.network = MemoryNetwork(n_heads, self.shape, config.init_std)
@@ -140,7 +141,7 @@ class HierarchicalMemory(nn.Module):
             q, k, v, *memory.gates(x), start[n] if start else weights,
             network=memory.shape,
             norm=norm,
-            chunk_size=memory.config.chunk_size,
+            chunk_size=memory.chunk,
             forget_to=self.config.forget_to,
             initial_state=before,
             output_final_state=True,
@@ -149,6 +150,13 @@ class HierarchicalMemory(nn.Module):
             save_every=self.config.save_every,
             stale=n == 0,
         )  # fmt: skip
+
+    def set_progress(self, done: float):
+        """done: share of the training that is behind, which decides the local memories' chunk sizes."""
+        levels = self.hierarchy
+        final = levels.final_locals is not None and done > 1 - levels.final_share
+        for memory, chunk in zip(self.memories[1:], levels.final_locals if final else levels.locals, strict=True):
+            memory.chunk = chunk
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, Starts]:
         """prefix (1, P, d_model) -> its outputs (1, P, d_model) and each memory's weights after writing it."""

@@ -146,9 +146,9 @@ class Engine:
         self.parameters = sum(p.numel() for p in model.parameters())
         self.split = TensorParallel(model, self.topology.tensor, config.parallel.sequence)
         self.compiled = compiles(config, ranks.device)
-        backbone = backbone_of(model)
-        check_packages(backbone, ranks.device)
-        backbone.set_compiled(self.compiled)
+        self.backbone = backbone_of(model)
+        check_packages(self.backbone, ranks.device)
+        self.backbone.set_compiled(self.compiled)
         objective = TASKS.find(config.task)(config).objective(model, self.topology.tensor)
         for name, p in model.named_parameters():
             p.tensor_model_parallel = name in self.split.dims  # else DeepSpeed's norm counts only one rank's

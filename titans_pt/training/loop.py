@@ -171,6 +171,7 @@ class Trainer:
         self.step += 1
         lr = learning_rate(self.step, train)
         self.engine.set_lr(lr)
+        self.engine.backbone.set_progress(self.step / train.max_steps)
         # Random numbers as a function of the step alone need no place in a checkpoint.
         torch.manual_seed((self.config.run.seed * 1_000_003 + self.step) % 2**63)
 

@@ -121,3 +121,17 @@ def test_no_token_sees_a_later_one_or_another_row():
     with torch.no_grad():
         a, b = layer(x)[0], layer(other)[0]
     assert torch.equal(a[0, :19], b[0, :19]) and torch.equal(a[1], b[1]) and not torch.equal(a[0, 19], b[0, 19])
+
+
+def test_the_last_part_of_a_training_has_smaller_chunks():
+    torch.manual_seed(0)
+    levels = HierarchyConfig(chunk=6, shard=12, locals=[6, 4], final_locals=[2, 4], final_share=0.25)
+    layer = HierarchicalMemory(WIDTH, HEADS, 4, MemoryConfig(expansion=2, hierarchy=levels), 1e-5).double()
+    bounds = [memory.gates.bound for memory in layer.memories]
+    x, found = torch.randn(2, 30, WIDTH, dtype=torch.float64), {}
+    for done in (0.0, 0.75, 0.76, 1.0):
+        layer.set_progress(done)
+        found[done] = layer(x)[0]
+    assert torch.equal(found[0.0], found[0.75]) and torch.equal(found[0.76], found[1.0])
+    assert not torch.equal(found[0.0], found[1.0])
+    assert [memory.gates.bound for memory in layer.memories] == bounds

@@ -5,10 +5,12 @@ import torch
 
 from tests.mixers import small_config
 from tests.titans_pt.parallel.test_split import built_one_by_one, check  # noqa: F401 - a fixture
+from titans_pt import cli
 from titans_pt.config import HierarchyConfig
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
+from titans_pt.run import load_run
 from titans_pt.training.plan import make_plan
 
 MIXERS = ["lmm", "mag", "mal"]
@@ -59,6 +61,8 @@ def test_it_is_planned(gpu, tiny):
     ("model.memory.hierarchy.shard=12", "model.memory.hierarchy.shard: given 12; must be a multiple of"),
     ("model.memory.hierarchy.chunk=16", "model.memory.hierarchy.chunk: given 16; below data.seq_len=16"),
     ("model.memory.hierarchy.locals=[4,32]", "each at most model.memory.hierarchy.shard=8"),
+    ("model.memory.hierarchy.final_locals=[8]", r"final_locals: given [8]; one for each of .*locals=[4], none larger"),
+    ("model.memory.hierarchy.final_locals=[2,2]", "final_locals: given [2, 2]; one for each of"),
     ("model.memory.alpha=channel", "model.memory.alpha: given 'channel'; must be head with model.memory.hierarchy"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(word, message, tiny):
@@ -66,3 +70,22 @@ def test_what_does_not_fit_is_refused(word, message, tiny):
     load_config(path)
     with pytest.raises(UserError, match=message.replace("[", r"\[")):
         load_config(path, [word])
+
+
+def test_a_run_changes_its_chunks_once_and_is_read_with_the_last_ones(tiny, tmp_path):
+    levels = {"chunk": 4, "shard": 8, "locals": [4], "final_locals": [1], "final_share": 0.3}
+    words = ["wandb.mode=disabled", "train.max_steps=10", "train.checkpoint_every=5", f"run.dir={tmp_path / 'run'}"]
+    path = tiny(model={"mixers": ["lmm"], "memory": {"hierarchy": levels, "expansion": 2}})
+    assert cli.run(["train", str(path), *words, "train.stop_at=5"]) == 0
+    assert chunks(load_run(tmp_path / "run").model) == [4]
+    assert cli.run(["train", str(path), *words]) == 0
+    run = load_run(tmp_path / "run")
+    assert run.step == 10 and chunks(run.model) == [1]
+    whole = [*words[:-1], f"run.dir={tmp_path / 'whole'}"]
+    assert cli.run(["train", str(path), *whole]) == 0
+    other = load_run(tmp_path / "whole").model.state_dict()
+    assert all(torch.equal(p, other[name]) for name, p in run.model.state_dict().items())
+
+
+def chunks(model):
+    return [memory.chunk for memory in model.blocks[0].mixer.memory.memories[1:]]

@@ -57,6 +57,10 @@ class MemoryMixer(Mixer):
              f"must be a multiple of model.memory.hierarchy.chunk={levels.chunk}")
         need(all(size <= levels.shard for size in levels.locals), "model.memory.hierarchy.locals", levels.locals,
              f"each at most model.memory.hierarchy.shard={levels.shard}")
+        final = levels.locals if levels.final_locals is None else levels.final_locals
+        need(len(final) == len(levels.locals) and all(a <= b for a, b in zip(final, levels.locals, strict=False)),
+             "model.memory.hierarchy.final_locals", final,
+             f"one for each of model.memory.hierarchy.locals={levels.locals}, none larger than it")
         need(model.memory.alpha == "head", "model.memory.alpha", model.memory.alpha,
              "must be head with model.memory.hierarchy")
 
