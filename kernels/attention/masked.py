@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titans_pt.kernels.attention import token
+from titans_pt.kernels.attention import cpu, token
 
 QUERY_BLOCK = 512
 """Queries of one call where a mask is needed: a window then costs T x (window + block), not T x T."""
@@ -26,14 +26,24 @@ class Prefix:
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, prefix: Prefix | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    prefix: Prefix | None = None,
+    causal: bool = False,
 ) -> Tensor:
-    """q (B, T, H, D), k, v (B, S, H, D), mask bool (B or 1, T, S), True where a key is seen; None: everywhere.
+    """q (B, T, H, D), k, v (B, S, H, D), mask bool (B or 1, T, S), True where a key is seen; None: everywhere, or with
+    ``causal`` (T = S) up to the query's own place.
 
     Returns (B, T, H, D).
     """
     if mask is None and token.serves(q):
         return token.attend([(q, k, v)] if prefix is None else [(prefix.q, prefix.k, prefix.v), (q, k, v)])
+    if prefix is not None and cpu.serves(q):
+        return cpu.attend(q, k, v, mask, causal, prefix.q, prefix.k, prefix.v)
+    if causal and prefix is not None:
+        mask = torch.ones(1, q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
     scale = q.shape[-1] ** -0.5
     if prefix is not None:
         # One softmax over two kinds of scores: [q | q'] . [k | 0] and [q | q'] . [0 | p].
@@ -43,7 +53,8 @@ def masked_attention(
         mask = None if mask is None else F.pad(mask, (prefix.k.shape[1], 0), value=True)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mask = None if mask is None else mask.unsqueeze(1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+    causal = causal and mask is None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale).transpose(1, 2)
 
 
 def causal_masked(
@@ -56,9 +67,8 @@ def causal_masked(
 ) -> Tensor:
     """:func:`titans_pt.kernels.attention.causal_attention`, which says what the arguments are."""
     length, past = q.shape[1], k.shape[1] - q.shape[1]
-    if window is None and prefix is None and first is None and past == 0:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    if (window is None or window >= length) and first is None and past == 0:
+        return masked_attention(q, k, v, None, prefix, causal=True)
     if length == 1 and first is None:  # a token of a stream
         seen = slice(0 if window is None else max(0, past + 1 - window), None)
         return masked_attention(q, k[:, seen], v[:, seen], None, prefix)
