@@ -206,9 +206,10 @@ class MemoryConfig(Section):
     """False: eta = 0."""
     forgetting: bool = True
     """False: alpha = 0."""
-    forget_to: Literal["start", "zero"] = "zero"
-    """Where alpha pulls the weights. zero, as the paper prints it: M = (1 - alpha) M + S. start, where the document's
-    memory began: M = (1 - alpha) (M - M_0) + M_0 + S. Small weights under the LayerNorm make inner steps large."""
+    forget_to: Literal["start", "zero"] = "start"
+    """Where alpha pulls the weights. start, where the document's memory began: M = (1 - alpha) (M - M_0) + M_0 + S.
+    zero, as the paper prints it: M = (1 - alpha) M + S. Small weights under the LayerNorm make inner steps large: a
+    memory that forgot to zero may not learn again, and outer gradients explode."""
     gates: Literal["hard", "sigmoid"] = "sigmoid"
     """hard: theta and alpha are a sigmoid stretched to (-0.05, 1.05) and cut to [0, 1], so that they reach both: what
     is not to be written is not, what is not to be forgotten stays. sigmoid: they only come near. eta is one in both. A
