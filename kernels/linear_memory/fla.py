@@ -156,15 +156,6 @@ def _(q, k, v, decay, beta, state, reset):
     return torch.empty_like(v), torch.empty_like(state)
 
 
-# Not a custom_op: PyTorch calls the body of one with autograd switched off for good, and this one differentiates.
-torch.library.define(
-    "titans::linear_memory_backward",
-    "(Tensor d_out, Tensor d_state, Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor state, "
-    "Tensor? reset) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-@torch.library.impl("titans::linear_memory_backward", "default")
 def _backward_operator(d_out, d_state, q, k, v, decay, beta, state, reset):
     """Gradients of q, k, v, decay, beta and state; one place where there is none."""
     constant = decay is None or decay.dim() == 1
@@ -177,11 +168,22 @@ def _backward_operator(d_out, d_state, q, k, v, decay, beta, state, reset):
     return tuple(state.new_zeros(1) if x is None else next(found).contiguous() for x in leaves)
 
 
-@torch.library.register_fake("titans::linear_memory_backward")
-def _(d_out, d_state, q, k, v, decay, beta, state, reset):
+def _backward_shapes(d_out, d_state, q, k, v, decay, beta, state, reset):
     constant = decay is None or decay.dim() == 1
     leaves = q, k, v, None if constant else decay, beta, state
     return tuple(state.new_empty(1) if x is None else torch.empty_like(x) for x in leaves)
+
+
+# Not a custom_op: PyTorch calls the body of one with autograd switched off for good, and this one differentiates. Nor
+# is it replaced, as those are, when this source is loaded twice (from exported folders): the first one serves.
+if not hasattr(torch.ops.titans, "linear_memory_backward"):
+    torch.library.define(
+        "titans::linear_memory_backward",
+        "(Tensor d_out, Tensor d_state, Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor state, "
+        "Tensor? reset) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    )
+    torch.library.impl("titans::linear_memory_backward", "default", _backward_operator)
+    torch.library.register_fake("titans::linear_memory_backward", _backward_shapes)
 
 
 def _setup(ctx, inputs, output):

@@ -13,6 +13,7 @@ import tokenizers
 import torch
 import yaml
 
+from tests.conftest import TINY
 from tests.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.errors import UserError
@@ -84,6 +85,8 @@ def byte_level(tmp_path_factory):
 def folders(request, tmp_path_factory, prepared, byte_level):
     folder = tmp_path_factory.mktemp("hf")
     model = {"tie_embeddings": False, "mixers": ["mal"]} if request.param == "untied" else {}
+    # Forgetting as the models of version 0.1.0 did it, which do not say so.
+    model["memory"] = {**TINY["model"]["memory"], "forget_to": "zero"}
     run = untrained_run(folder / "run", byte_level if request.param == "tokenizer.json" else prepared, **model)
     assert cli.run(["export", str(run), "--out", str(folder / "hf")]) == 0
     assert cli.run(["import", str(folder / "hf"), "--out", str(folder / "back")]) == 0

@@ -65,7 +65,7 @@ def published(config: Config) -> dict:
     tree = config.model_dump(mode="json")
     tokenizer = {key: tree["data"]["tokenizer"][key] for key in ("eos_token", "add_bos")}
     data = {key: tree["data"][key] for key in ("seq_len", "reset_at_documents")}
-    train = {key: tree["train"][key] for key in ("precision", "batch_tokens", "max_steps")}
+    train = {key: tree["train"][key] for key in ("precision", "batch_tokens", "max_steps", "warmup_steps")}
     return {"task": tree["task"], "model": tree["model"], "data": data | {"tokenizer": tokenizer}, "train": train}
 
 

@@ -126,7 +126,7 @@ def test_says_what_is_wrong(copying):
         evaluate("anywhere", ["evaluation.needle.sample=8"])
     with pytest.raises(UserError, match=r"evaluation\.needle\.lengths: given 90 tokens and room"):
         evaluate("anywhere", ["evaluation.needle.lengths=[100]"])
-    assert titans_pt.evaluation.__all__ == ["evaluate", "generate"]
+    assert titans_pt.evaluation.__all__ == ["evaluate", "generate", "generate_batch"]
 
 
 def test_the_command_names_the_suites(capsys):
