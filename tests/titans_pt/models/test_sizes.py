@@ -69,7 +69,7 @@ def test_all_models_of_the_tiny_study_have_equally_many_parameters():
         assert config.model.pattern == (PATTERNS[model] * 4)[:4]
         assert (config.model.vocab_size, config.data.seq_len, config.model.window) == (4096, 512, 128)
         assert config.train.max_steps * config.train.batch_tokens >= 4e6
-        assert (config.model.memory.gates, config.model.memory.forget_to) == ("hard", "start")
+        assert (config.model.memory.gates, config.model.memory.forget_to) == ("sigmoid", "start")
         assert config.run.dir == f"runs/tiny-{model}"
 
 
