@@ -63,11 +63,9 @@ class Backbone(nn.ModuleList):
         self.activation_checkpointing = on
 
     def set_progress(self, done: float):
-        """Tells parts that change in the course of a training which share of it is behind: before each step, and with
-        the weights of any step."""
-        for module in self.modules():
-            if module is not self and hasattr(module, "set_progress"):
-                module.set_progress(done)
+        """Tells mixers which share of the training is behind: before each step, and with the weights of any step."""
+        for block in self:
+            block.mixer.set_progress(done)
 
     def set_compiled(self, on: bool):
         """Whole sequences (no state in, none out) then pass each block through torch.compile.

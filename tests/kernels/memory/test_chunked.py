@@ -58,6 +58,26 @@ def assert_same(a, b):
         assert (x - y).abs().max().item() <= TOLERANCE * scale
 
 
+def assert_cuts_are_invisible(tensors, depth, cuts, resets, **options):
+    """40 tokens cut at ``cuts`` give what one call gives: outputs and final state."""
+    weights, norm = tuple(tensors[6 : 6 + depth]), tuple(tensors[6 + depth :])
+    reset = torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) < 0.1 if resets else None
+    options |= {"norm": norm, "output_final_state": True}
+    whole, end = neural_memory(*tensors[:6], weights, reset=reset, **options)
+    pieces, state = [], None
+    for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), 40], strict=True):
+        part = None if reset is None else reset[:, a:b]
+        out, state = neural_memory(
+            *(x[:, a:b] for x in tensors[:6]), weights, reset=part, initial_state=state, **options
+        )
+        pieces.append(out)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=TOLERANCE)
+    for group in ("weights", "momentum", "chunk_weights"):
+        for a, b in zip(getattr(state, group), getattr(end, group), strict=True):
+            torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+    assert torch.equal(state.offset, end.offset)
+
+
 def compare(tensors, depth, backends=DUAL, **options):
     out, grad, offset = run("naive", tensors, depth, **options)
     for backend in backends:
@@ -125,23 +145,9 @@ def test_gradcheck(depth, forget_to, backend):
        depth=st.integers(1, 3), resets=st.booleans(), forget_to=st.sampled_from(["start", "zero"]),
        backend=st.sampled_from(["naive", *DUAL]))  # fmt: skip
 def test_cuts_are_invisible(cuts, C, depth, resets, forget_to, backend):
-    tensors = make(2, 40, 2, 4, 6, depth, seed=C)
-    weights, norm = tuple(tensors[6 : 6 + depth]), tuple(tensors[6 + depth :])
-    reset = torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) < 0.1 if resets else None
-    options = dict(norm=norm, chunk_size=C, forget_to=forget_to, output_final_state=True, backend=backend)
-    whole, end = neural_memory(*tensors[:6], weights, reset=reset, **options)
-    pieces, state = [], None
-    for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), 40], strict=True):
-        part = None if reset is None else reset[:, a:b]
-        out, state = neural_memory(
-            *(x[:, a:b] for x in tensors[:6]), weights, reset=part, initial_state=state, **options
-        )
-        pieces.append(out)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=TOLERANCE)
-    for group in ("weights", "momentum", "chunk_weights"):
-        for a, b in zip(getattr(state, group), getattr(end, group), strict=True):
-            torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
-    assert torch.equal(state.offset, end.offset)
+    assert_cuts_are_invisible(
+        make(2, 40, 2, 4, 6, depth, seed=C), depth, cuts, resets, chunk_size=C, forget_to=forget_to, backend=backend
+    )
 
 
 @pytest.mark.parametrize("backend", ["naive", *DUAL])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.memory.test_chunked import TOLERANCE, compare, make
+from tests.kernels.memory.test_chunked import TOLERANCE, assert_cuts_are_invisible, compare, make
 from titans_pt.kernels.memory import NetworkShape, memory_read, neural_memory
 
 
@@ -57,22 +57,7 @@ def test_a_chunk_reads_what_was_there_before_it(backend):
        depth=st.integers(1, 3), resets=st.booleans(), forget_to=st.sampled_from(["start", "zero"]))  # fmt: skip
 def test_cuts_are_invisible(cuts, C, depth, resets, forget_to):
     tensors = make(2, 40, 2, 4, 6, depth, seed=C)
-    weights, norm = tuple(tensors[6 : 6 + depth]), tuple(tensors[6 + depth :])
-    reset = torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) < 0.1 if resets else None
-    options = dict(norm=norm, chunk_size=C, forget_to=forget_to, output_final_state=True, stale=True)
-    whole, end = neural_memory(*tensors[:6], weights, reset=reset, **options)
-    pieces, state = [], None
-    for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), 40], strict=True):
-        part = None if reset is None else reset[:, a:b]
-        out, state = neural_memory(
-            *(x[:, a:b] for x in tensors[:6]), weights, reset=part, initial_state=state, **options
-        )
-        pieces.append(out)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=TOLERANCE)
-    for group in ("weights", "momentum", "chunk_weights"):
-        for a, b in zip(getattr(state, group), getattr(end, group), strict=True):
-            torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
-    assert torch.equal(state.offset, end.offset)
+    assert_cuts_are_invisible(tensors, depth, cuts, resets, chunk_size=C, forget_to=forget_to, stale=True)
 
 
 @pytest.mark.parametrize("backend, device", [("triton", "meta"), ("native", "cpu")])

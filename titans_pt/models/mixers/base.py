@@ -122,6 +122,9 @@ class Mixer(nn.Module):
         of other kinds (a decay, a learned start) are best drawn where they are made.
         """
 
+    def set_progress(self, done: float):
+        """Called with the share of the training that is behind: for a mixer that changes in its course."""
+
     def set_compiled(self, on: bool):
         """Called with whether torch.compile compiles the block for whole sequences: for parts that the mixer compiles
         itself."""

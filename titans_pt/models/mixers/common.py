@@ -68,6 +68,10 @@ class MemoryMixer(Mixer):
     def split_sizes(cls, config: ModelConfig) -> dict[str, int]:
         return super().split_sizes(config) | {"model.memory.n_heads": config.memory_heads}
 
+    def set_progress(self, done: float):
+        if isinstance(self.memory, HierarchicalMemory):
+            self.memory.set_progress(done)
+
     def unserved(self, dtype: torch.dtype) -> str | None:
         return self.memory.unserved(dtype)
 
