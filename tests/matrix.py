@@ -1,4 +1,4 @@
-"""Tensor x data x ZeRO stage: training must not depend on it, nor on a change of it in the middle of a run.
+"""Tensor x context x data x ZeRO stage: training must not depend on it, nor on a change of it in the middle of a run.
 
     python -m tests.matrix [equality | resume] [MODEL ...]    prints both tables or one, of all models or those named
 
@@ -19,10 +19,10 @@ MODELS = {
     "lmm": "[lmm]", "mac": "[mac]", "mag": "[mag]", "mal": "[mal]", "transformer": "[attention]",
     "hybrid": "[lmm,swa,mac]",
 }  # fmt: skip
-TOPOLOGIES = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
+TOPOLOGIES = ((1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 1, 2), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2))
 STAGES = (1, 2, 3)
-ALL = [(tensor, data, stage) for tensor, data in TOPOLOGIES for stage in STAGES]
-REFERENCE = (1, 1, 1)
+ALL = [(*shape, stage) for shape in TOPOLOGIES for stage in STAGES if shape[1] == 1 or stage < 3]
+REFERENCE = (1, 1, 1, 1)
 TOLERANCE = 1e-5
 """Largest relative difference of a loss or a gradient norm."""
 IN_A_START = 15
@@ -33,8 +33,8 @@ SIZE = {
     "train": {"max_steps": 20, "lr": 1e-3},
 }
 
-Combination = tuple[int, int, int]
-"""tensor, data, ZeRO stage."""
+Combination = tuple[int, int, int, int]
+"""tensor, context, data, ZeRO stage."""
 
 
 def write_config(folder: Path, corpus: Path) -> Path:
@@ -49,9 +49,10 @@ def write_config(folder: Path, corpus: Path) -> Path:
 def train(config: Path, folder: Path, jobs: dict[str, tuple[str, Combination, list[str]]]):
     """Runs {name: (model, combination, more overrides)}, those of as many processes in few starts."""
     by_size: dict[int, dict[str, list[str]]] = {}
-    for name, (model, (tensor, data, stage), more) in jobs.items():
-        overrides = [f"model.mixers={MODELS[model]}", f"parallel.tensor={tensor}", f"parallel.zero_stage={stage}"]
-        by_size.setdefault(tensor * data, {})[name] = overrides + more
+    for name, (model, (tensor, context, data, stage), more) in jobs.items():
+        overrides = [f"model.mixers={MODELS[model]}", f"parallel.tensor={tensor}", f"parallel.context={context}",
+                     f"parallel.zero_stage={stage}"]  # fmt: skip
+        by_size.setdefault(tensor * context * data, {})[name] = overrides + more
     for processes, found in by_size.items():
         names = list(found)
         for first in range(0, len(names), IN_A_START):
@@ -89,19 +90,19 @@ def resume(config: Path, folder: Path, model: str, sources: list[Combination], t
 
 
 def name_of(combination: Combination) -> str:
-    """tensor x data, z stage."""
-    return "{}x{}z{}".format(*combination)
+    """tensor x context x data, z stage."""
+    return "{}x{}x{}z{}".format(*combination)
 
 
 def main(words: list[str]):
     tables = [word for word in words if word in ("equality", "resume")] or ["equality", "resume"]
     models = [word for word in words if word not in tables] or list(MODELS)
-    print("Largest relative difference of losses and gradient norms; tensor x data z ZeRO stage.")
+    print("Largest relative difference of losses and gradient norms; tensor x context x data z ZeRO stage.")
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(Path(folder))
         config = write_config(Path(folder), corpus)
         if "equality" in tables:
-            _head("20 steps against 1x1z1")
+            _head("20 steps against 1x1x1z1")
             for model in models:
                 found = equality(config, Path(folder), model, ALL)
                 print(f"| {model} |", *(f"{found[c]:.0e} |" for c in ALL), flush=True)

@@ -7,6 +7,7 @@ imports the rest of the project: config is plain data.
 
 import copy
 import json
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -371,7 +372,8 @@ class TrainConfig(Section):
     """Recompute each block in the backward pass instead of keeping its activations."""
     compile: bool | None = None
     """torch.compile of each block: what lies between matrix products, memory and attention becomes few kernels. Null:
-    on a GPU, unless parallel.zero_stage=3 (its gathering of parameters cannot be compiled) or parallel.tensor > 1."""
+    on a GPU, unless parallel.zero_stage=3 (its gathering of parameters cannot be compiled), parallel.tensor > 1 or
+    parallel.context > 1."""
     log_every: Positive = 10
     """Steps between two lines of the log and of metrics.jsonl."""
     profile_at: Positive | None = None
@@ -402,8 +404,11 @@ class TrainConfig(Section):
 
 class ParallelConfig(Section):
     tensor: Positive = 1
-    """Ranks that share one copy of the model: heads, MLPs and vocabulary are split over them. The other factor of the
-    number of ranks is data parallelism. Best kept inside one node."""
+    """Ranks that share one copy of the model: heads, MLPs and vocabulary are split over them. What this and
+    parallel.context leave of the number of ranks is data parallelism. Best kept inside one node."""
+    context: Positive = 1
+    """Ranks that share each sequence: every one has a piece of its tokens, and mixers hand their states on from rank to
+    rank. For sequences that are too long for one rank; divides data.seq_len. With ZeRO 1 or 2."""
     sequence: bool = False
     """Megatron's sequence parallelism: what lies between mixers and MLPs is split along time over the tensor ranks."""
     zero_stage: Literal[1, 2, 3] = 1
@@ -578,6 +583,18 @@ class Config(Section):
              "parallel.node_ranks", self.parallel.node_ranks, "only with parallel.zero_stage=3 and parallel.tensor=1")
         need(self.parallel.gather_bucket is None or self.parallel.zero_stage < 3, "parallel.gather_bucket",
              self.parallel.gather_bucket, "ZeRO 3 has no such exchange; leave it out")
+        context = self.parallel.context
+        need(self.data.seq_len % context == 0, "parallel.context", context,
+             f"must divide data.seq_len={self.data.seq_len}, of which each rank has a piece; set it to "
+             f"{math.gcd(self.data.seq_len, context)}")
+        need(context == 1 or self.parallel.zero_stage < 3, "parallel.zero_stage", self.parallel.zero_stage,
+             f"at most 2 with parallel.context={context}: its ranks are at different layers, and ZeRO 3 gathers a "
+             "layer's parameters from all of them")
+        need(context == 1 or self.parallel.reduce_bucket is None, "parallel.reduce_bucket", self.parallel.reduce_bucket,
+             f"must be null with parallel.context={context}: its ranks are at different layers, and can exchange "
+             "gradients at the end alone")
+        need(context == 1 or not t.compile, "train.compile", True,
+             f"not with parallel.context={context}, where states go from rank to rank between blocks; leave it at null")
         need(not (t.compile and self.parallel.zero_stage == 3), "train.compile", True,
              "ZeRO 3 gathers parameters in the middle of a block, which cannot be compiled; set "
              "parallel.zero_stage=2, or leave train.compile at null")

@@ -25,8 +25,8 @@ def checked(config: Config) -> Config:
     for module in config.run.imports:
         _import(module)
     # Not at the top: they import torch, which takes seconds that preparing data, or a mistyped key, should not cost.
-    from titans_pt.models.mixers import MIXERS
-    from titans_pt.tasks import TASKS
+    from titans_pt.models.mixers import MIXERS, Mixer
+    from titans_pt.tasks import TASKS, Task
 
     task = TASKS.find(config.task)
     mixers = {name: MIXERS.find(name) for name in config.model.kinds}
@@ -37,6 +37,12 @@ def checked(config: Config) -> Config:
     for suite in config.evaluation.suites if config.evaluation.every else ():
         _need(suite in task.suites, "evaluation.suites", suite, f"allowed: {', '.join(task.suites) or 'none'}")
     _tensor_parallel(config, mixers)
+    if config.parallel.context > 1:
+        for name, mixer in mixers.items():
+            _need(mixer.around is Mixer.around, "parallel.context", config.parallel.context,
+                  f"must be 1 with the mixer {name!r}, whose last block's outputs go to the first")
+        _need(task.cut is not Task.cut, "parallel.context", config.parallel.context,
+              f"must be 1 with task={config.task}, whose samples cannot be cut")
     return config
 
 
@@ -84,7 +90,7 @@ def _tensor_parallel(config: Config, mixers: dict[str, Any]):
     split = {path: size for mixer in mixers.values() for path, size in mixer.split_sizes(model).items()}
     split |= {"model.mlp_hidden": model.hidden, "model.vocab_size": model.vocab_size}
     if config.parallel.sequence:
-        split["data.seq_len"] = config.data.seq_len
+        split["data.seq_len"] = config.data.seq_len // config.parallel.context
     for path, size in split.items():
         _need(size % tensor == 0, "parallel.tensor", tensor,
               f"must divide {path}={size}, which is split over the tensor ranks; set it to "

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +33,35 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.d_model, config.hidden)
 
     def forward(self, x: Tensor, state: Any = None, documents: Documents | None = None) -> tuple[Tensor, Any]:
+        x, state = self.mix(x, state, documents)
+        return self.feed(x), state
+
+    def mix(self, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
+        """The first half."""
         y, state = self.mixer(self.mixer_norm(x), state, documents)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x)), state
+        return x + y, state
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The second half, in which tokens are apart."""
+        return x + self.mlp(self.mlp_norm(x))
 
 
 def whole_sequence(block: Block, x: Tensor, documents: Documents | None) -> Tensor:
     """A block over whole sequences, which no later call continues: (B, T, d_model) -> (B, T, d_model)."""
     return block(x, None, documents)[0]
+
+
+class Neighbours(Protocol):
+    """Those who have the pieces of a sequence before and behind this one (titans_pt.parallel.context)."""
+
+    def begin(self):
+        """Called before the first block."""
+
+    def receive(self, x: Tensor, block: "Block") -> tuple[Tensor, Any]:
+        """A block's input, and the state of its mixer that the neighbour before ends with; None at the start."""
+
+    def send(self, x: Tensor, state: Any) -> Tensor:
+        """x with what a block's mixer added; ``state``, which that ends with, is for the neighbour behind."""
 
 
 class Backbone(nn.ModuleList):
@@ -56,11 +77,16 @@ class Backbone(nn.ModuleList):
         for mixer in mixers:
             mixer.bind(mixers)
         self.activation_checkpointing = False
+        self.neighbours: Neighbours | None = None
         self._whole_sequence = whole_sequence
 
     def set_activation_checkpointing(self, on: bool):
         """Training then keeps only the blocks' inputs and computes each block again in the backward pass."""
         self.activation_checkpointing = on
+
+    def set_neighbours(self, neighbours: Neighbours | None):
+        """Calls without a state then take one piece of sequences whose other pieces the neighbours take."""
+        self.neighbours = neighbours
 
     def set_progress(self, done: float):
         """Tells mixers which share of the training is behind: before each step, and with the weights of any step."""
@@ -112,6 +138,8 @@ class Backbone(nn.ModuleList):
         self, x: Tensor, state: list[Any] | None, documents: Documents | None, output_final_state: bool
     ) -> tuple[Tensor, list[Any] | None]:
         """x through the blocks, one after the other."""
+        if state is None and self.neighbours is not None:
+            return self._piece(x, documents), None
         if state is None and not output_final_state:
             for block in self:
                 compiled = documents is None or block.mixer.compiles_documents
@@ -124,6 +152,15 @@ class Backbone(nn.ModuleList):
             # One token's tensors have no tails that could keep much alive.
             after.append(compact(block_state) if x.shape[1] > 1 else block_state)
         return x, after
+
+    def _piece(self, x: Tensor, documents: Documents | None) -> Tensor:
+        """x through the blocks, each mixer's state from the neighbour before and to the one behind."""
+        self.neighbours.begin()
+        for block in self:
+            x, before = self.neighbours.receive(x, block)
+            x, after = self._run(block.mix, x, before, documents)
+            x = self._run(block.feed, self.neighbours.send(x, after))
+        return x
 
     def _run(self, part: Callable, *arguments):
         """part(*arguments), computed again in the backward pass under activation checkpointing."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titans_pt.errors import UserError
 
-AXES = ("data", "tensor")
+AXES = ("data", "context", "tensor")
 """The grid's axes, outermost first: ranks that differ in the last alone are neighbours, best kept inside one node."""
 
 
@@ -65,6 +65,8 @@ class Topology:
 
     Attributes:
         groups: axis -> the ranks that differ from this one along it alone.
+        replicas: the ranks with the same part of the model, along data and context: gradients are summed over them.
+        host_context: the ranks of the context group on gloo, whatever the backend; None where there is one alone.
 
     Raises:
         UserError: the ranks do not divide into models.
@@ -76,11 +78,17 @@ class Topology:
         place = torch.unravel_index(torch.tensor(rank), shape)
         self.groups: dict[str, RankGroup] = {}
         for n, axis in enumerate(AXES):
-            # Every rank takes part in making every group.
-            lines = grid.movedim(n, -1).reshape(-1, shape[n]).tolist()
-            made = [(line, dist.new_group(line, timeout=patience)) for line in lines]
-            mine = next(group for line, group in made if rank in line)
-            self.groups[axis] = RankGroup(int(place[n]), shape[n], mine)
+            lines = grid.movedim(n, -1).reshape(-1, shape[n])
+            self.groups[axis] = RankGroup(int(place[n]), shape[n], _own_group(lines, rank, patience))
+        data, context, tensor = shape
+        replicas = _own_group(grid.view(-1, tensor).T, rank, patience)
+        self.replicas = RankGroup(int(place[0]) * context + int(place[1]), data * context, replicas)
+        self.host_context = None
+        if context > 1:
+            self.host_context = _own_group(grid.movedim(1, -1).reshape(-1, context), rank, patience, "gloo")
+
+    def __str__(self) -> str:
+        return grid_text(*(self.groups[axis].size for axis in AXES))
 
     @property
     def data(self) -> RankGroup:
@@ -88,9 +96,22 @@ class Topology:
         return self.groups["data"]
 
     @property
+    def context(self) -> RankGroup:
+        """Ranks with the same part of the model and other pieces of the same samples, in the order of time."""
+        return self.groups["context"]
+
+    @property
     def tensor(self) -> RankGroup:
-        """Ranks that share one copy of the model and its samples."""
+        """Ranks that share one copy of the model and its samples' pieces."""
         return self.groups["tensor"]
+
+
+def _own_group(
+    lines: Tensor, rank: int, patience: timedelta | None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """The group of the one of ``lines``, ranks each, that ``rank`` is in. All ranks take part in making all of them."""
+    made = [(line, dist.new_group(line, timeout=patience, backend=backend)) for line in lines.tolist()]
+    return next(group for line, group in made if rank in line)
 
 
 def grid_shape(sizes: Mapping[str, int], world_size: int) -> tuple[int, ...]:
@@ -99,11 +120,18 @@ def grid_shape(sizes: Mapping[str, int], world_size: int) -> tuple[int, ...]:
     Raises:
         UserError: the ranks do not divide into models.
     """
-    tensor = sizes["tensor"]
-    if world_size % tensor:
-        fits = max(n for n in range(1, tensor + 1) if world_size % n == 0)
-        raise UserError(
-            f"parallel.tensor: given {tensor}; must divide the number of ranks, {world_size}; set it to {fits}, or "
-            f"start {-(-world_size // tensor) * tensor} processes"
-        )
-    return tuple(world_size // tensor if axis == "data" else sizes.get(axis, 1) for axis in AXES)
+    tensor, context = sizes["tensor"], sizes.get("context", 1)
+    for name, size, others in (("tensor", tensor, 1), ("context", context, tensor)):
+        if world_size % (others * size):
+            fits = max(n for n in range(1, size + 1) if world_size % (others * n) == 0)
+            beside = "" if others == 1 else f" / parallel.tensor={others}"
+            raise UserError(
+                f"parallel.{name}: given {size}; must divide the number of ranks, {world_size}{beside}; set it to "
+                f"{fits}, or start {-(-world_size // (others * size)) * others * size} processes"
+            )
+    return world_size // (tensor * context), context, tensor
+
+
+def grid_text(data: int, context: int, tensor: int) -> str:
+    """Such as "2 tensor x 4 data"; context only where sequences are cut."""
+    return f"{tensor} tensor x {f'{context} context x ' if context > 1 else ''}{data} data"

@@ -122,6 +122,13 @@ class Task:
         """
         raise NotImplementedError
 
+    def cut(self, batch: tuple[Tensor, ...], part: int, parts: int) -> tuple[Tensor, ...]:
+        """Of a batch as the loader made it the ``part``-th of ``parts`` pieces, as long as each other along time: all
+        that the loss of the piece's steps needs. Samples of tasks that do not define it are not cut:
+        parallel.context > 1 is refused."""
+        assert parts == 1
+        return batch
+
     def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
         """A batch as the loader made it -> what :meth:`objective` is called with."""
         return tuple(part.to(device, non_blocking=True) for part in batch)

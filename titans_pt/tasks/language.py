@@ -71,6 +71,12 @@ class Language(Task):
             {"tokenizer": files.tokenizer.sha256, "data": files.fingerprint}, files.manifest.get("unigram_loss"),
         )  # fmt: skip
 
+    def cut(self, batch: tuple[Tensor, ...], part: int, parts: int) -> tuple[Tensor, ...]:
+        ids, reset = batch
+        length = reset.shape[1] // parts
+        begin, end = part * length, (part + 1) * length
+        return ids[:, begin : end + 1], reset[:, begin:end]
+
     def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
         """The model counts documents on the host: their starts stay there."""
         ids, reset = batch

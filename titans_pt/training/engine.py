@@ -18,7 +18,7 @@ from titans_pt.checkpoints import MOMENTS, WEIGHT, Tensors
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.models.backbone import check_packages, exempt_from_decay
-from titans_pt.parallel import TensorParallel, Topology
+from titans_pt.parallel import Context, TensorParallel, Topology
 from titans_pt.shards import Whole
 from titans_pt.tasks import TASKS
 from titans_pt.tasks.base import backbone_of
@@ -62,8 +62,12 @@ def check_node_ranks(config: Config, ranks: int):
 def reduce_bucket(config: Config, own: int) -> int:
     """Elements of DeepSpeed's buffer for gradient exchange, on a rank with ``own`` parameters.
 
-    DeepSpeed allocates all of it, however small the model is; half a billion is DeepSpeed's default.
+    DeepSpeed allocates all of it, however small the model is; half a billion is DeepSpeed's default. Context ranks are
+    at different layers of the backward pass: an exchange in its middle would wait for ranks that wait for a state's
+    gradient, so they have one bucket for all.
     """
+    if config.parallel.context > 1:
+        return own
     return min(own, config.parallel.reduce_bucket or 500_000_000)
 
 
@@ -97,7 +101,8 @@ def deepspeed_config(config: Config, micro_batch: int, accumulation: int, own: i
 def compiles(config: Config, device: torch.device) -> bool:
     """train.compile, resolved."""
     if config.train.compile is None:
-        return device.type == "cuda" and config.parallel.zero_stage < 3 and config.parallel.tensor == 1
+        parallel = config.parallel
+        return device.type == "cuda" and parallel.zero_stage < 3 and parallel.tensor == parallel.context == 1
     return config.train.compile
 
 
@@ -113,19 +118,19 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 class ModelParallelUnit:
-    """The grid of ranks as DeepSpeed asks for it ("mpu"): ZeRO works inside the data group, norms sum over tensor.
+    """The grid of ranks as DeepSpeed asks for it ("mpu"): ZeRO works among replicas, norms sum over tensor.
 
     DeepSpeed takes a unit that also knows a sequence group for one without tensor parallelism: it must not have one.
     """
 
     def __init__(self, topology: Topology):
-        tensor = topology.tensor
+        tensor, replicas = topology.tensor, topology.replicas
         self.get_model_parallel_rank = self.get_tensor_model_parallel_rank = lambda: tensor.rank
         self.get_model_parallel_world_size = self.get_tensor_model_parallel_world_size = lambda: tensor.size
         self.get_model_parallel_group = self.get_tensor_model_parallel_group = lambda: tensor.group
-        self.get_data_parallel_rank = lambda: topology.data.rank
-        self.get_data_parallel_world_size = lambda: topology.data.size
-        self.get_data_parallel_group = lambda: topology.data.group
+        self.get_data_parallel_rank = lambda: replicas.rank
+        self.get_data_parallel_world_size = lambda: replicas.size
+        self.get_data_parallel_group = lambda: replicas.group
 
 
 class Engine:
@@ -140,7 +145,8 @@ class Engine:
     def __init__(self, model: nn.Module, config: Config, ranks: Ranks):
         deepspeed = _import_deepspeed()
         self.stage = config.parallel.zero_stage
-        self.topology = Topology({"tensor": config.parallel.tensor}, ranks.rank, ranks.world_size, ranks.patience)
+        sizes = {"tensor": config.parallel.tensor, "context": config.parallel.context}
+        self.topology = Topology(sizes, ranks.rank, ranks.world_size, ranks.patience)
         self.micro_batch, self.accumulation = local_batch(config, self.topology.data.size)
         check_node_ranks(config, ranks.world_size)
         self.parameters = sum(p.numel() for p in model.parameters())
@@ -149,6 +155,8 @@ class Engine:
         self.backbone = backbone_of(model)
         check_packages(self.backbone, ranks.device)
         self.backbone.set_compiled(self.compiled)
+        if self.topology.context.size > 1:
+            self.backbone.set_neighbours(Context(self.topology.context, self.topology.host_context))
         objective = TASKS.find(config.task)(config).objective(model, self.topology.tensor)
         for name, p in model.named_parameters():
             p.tensor_model_parallel = name in self.split.dims  # else DeepSpeed's norm counts only one rank's
@@ -294,7 +302,7 @@ class Engine:
         """(start, count) of what this rank's optimiser holds of a parameter (of its tensor rank's part, flat)."""
         if self.stage == 3:
             size = p.ds_tensor.ds_numel
-            start = min(size * self.topology.data.rank, p.ds_numel)
+            start = min(size * self.topology.replicas.rank, p.ds_numel)
             return start, min(size, p.ds_numel - start)
         mapping = p._hp_mapping
         return (0, 0) if mapping is None else (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)

@@ -130,9 +130,9 @@ class Trainer:
         self.wandb = WandbLog(self.config, self.folder, state and state.wandb_id)
         self.tensorboard = TensorBoardLog(self.config.run.tensorboard, self.folder, self.step)
         log.info(
-            "%s step %d: %s parameters, %d tensor x %d data ranks on %s, ZeRO %d, %s, %d micro-batches of %d samples",
+            "%s step %d: %s parameters, %s ranks on %s, ZeRO %d, %s, %d micro-batches of %d samples",
             "resuming at" if state else "starting at", self.step, f"{self.engine.parameters:,}",
-            self.engine.topology.tensor.size, self.engine.topology.data.size, self.ranks.device.type,
+            self.engine.topology, self.ranks.device.type,
             self.config.parallel.zero_stage,
             self.config.train.precision, self.engine.accumulation, self.engine.micro_batch,
         )  # fmt: skip
@@ -184,7 +184,7 @@ class Trainer:
             self.watch.at(f"step {self.step}, reading its samples")
             for n, batch in enumerate(self.loader.batches(self.samples)):
                 self.watch.at(f"step {self.step}, micro-batch {n}", slow=compiling)
-                batch = self.task.to_device(batch, self.ranks.device)
+                batch = self._own(batch)
                 stopwatch.mark("data")
                 if logged and n == 0:
                     memory = self._look(batch)
@@ -291,7 +291,14 @@ class Trainer:
             batch = collate([samples.sample(min(p, count - 1)) for p in positions])
             self.watch.at(f"validation after step {self.step}, sample {positions[0]}")
             weight = torch.tensor([float(p < count) for p in positions], device=self.ranks.device)
-            yield self.task.to_device(batch, self.ranks.device), weight
+            yield self._own(batch), weight
+
+    def _own(self, batch: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        """A batch as the loader made it -> this rank's piece of it, on the device."""
+        context = self.engine.topology.context
+        if context.size > 1:
+            batch = self.task.cut(batch, context.rank, context.size)
+        return self.task.to_device(batch, self.ranks.device)
 
     @lost_to("evaluation")
     def _evaluate(self):
@@ -335,6 +342,7 @@ class Trainer:
             model_hash=config_hash(config.model), config_hash=config_hash(config),
             config=config.model_dump(mode="json"), identity=self.data.identity,
             topology={"ranks": self.ranks.world_size, "tensor": config.parallel.tensor,
+                      "context": config.parallel.context,
                       "zero_stage": config.parallel.zero_stage, "precision": config.train.precision,
                       "device": self.ranks.device.type},
         )  # fmt: skip

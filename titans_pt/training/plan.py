@@ -14,7 +14,7 @@ from titans_pt.errors import UserError
 from titans_pt.models import Backbone
 from titans_pt.models.mixers import Mixer
 from titans_pt.parallel import RankGroup, TensorParallel
-from titans_pt.parallel.topology import grid_shape
+from titans_pt.parallel.topology import grid_shape, grid_text
 from titans_pt.tasks import TASKS, Task
 from titans_pt.training.engine import local_batch, reduce_bucket
 from titans_pt.training.metrics import PEAK_FLOPS
@@ -38,6 +38,7 @@ class TrainingPlan:
     config: Config
     parameters: int
     tensor: int
+    context: int
     data: int
     micro_batch: int
     accumulation: int
@@ -51,9 +52,9 @@ class TrainingPlan:
         train, parallel = self.config.train, self.config.parallel
         kinds = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in self.bytes.items())
         return (
-            f"plan: {self.parameters:,} parameters on {self.tensor * self.data} ranks = {self.tensor} tensor x "
-            f"{self.data} data{', sequence split' if parallel.sequence else ''}, ZeRO {parallel.zero_stage}, "
-            f"{train.precision}\n"
+            f"plan: {self.parameters:,} parameters on {self.tensor * self.context * self.data} ranks = "
+            f"{grid_text(self.data, self.context, self.tensor)}{', sequence split' if parallel.sequence else ''}, "
+            f"ZeRO {parallel.zero_stage}, {train.precision}\n"
             f"plan: {train.batch_tokens:,} tokens per step = {self.data} data ranks x {self.accumulation} "
             f"micro-batches x {self.micro_batch} samples x {self.config.data.seq_len} tokens\n"
             f"plan: estimated memory per rank {self.total / GIB:.2f} GiB: {kinds}\n"
@@ -96,12 +97,13 @@ def make_plan(config: Config, ranks: int | None = None, gpu: bool | None = None)
     Raises:
         UserError: the ranks or the batch do not divide.
     """
-    tensor = config.parallel.tensor
-    world = int(os.environ.get("WORLD_SIZE", 0)) or torch.cuda.device_count() or tensor if ranks is None else ranks
+    tensor, context = config.parallel.tensor, config.parallel.context
+    world = int(os.environ.get("WORLD_SIZE", 0)) or torch.cuda.device_count() or tensor * context
+    world = world if ranks is None else ranks
     if world < 1:
         raise UserError(f"--ranks: given {world}; at least 1")
-    grid_shape({"tensor": tensor}, world)
-    micro, accumulation = local_batch(config, world // tensor)
+    data, *_ = grid_shape({"tensor": tensor, "context": context}, world)
+    micro, accumulation = local_batch(config, data)
     task = TASKS.find(config.task)(config)
     with torch.device("meta"):
         model = task.build_model()
@@ -109,8 +111,8 @@ def make_plan(config: Config, ranks: int | None = None, gpu: bool | None = None)
     TensorParallel(model, _Rehearsal(0, tensor), config.parallel.sequence)
     own = sum(p.numel() for p in model.parameters())
     gpu = torch.cuda.is_available() if gpu is None else gpu
-    sizes = _model_bytes(config, own, world // tensor) | _activation_bytes(task, micro, gpu)
-    return TrainingPlan(config, parameters, tensor, world // tensor, micro, accumulation, sizes)
+    sizes = _model_bytes(config, own, context * data) | _activation_bytes(task, micro, gpu)
+    return TrainingPlan(config, parameters, tensor, context, data, micro, accumulation, sizes)
 
 
 @dataclass(frozen=True)
@@ -160,12 +162,12 @@ class _Rehearsal(RankGroup):
         return self.part(x, dim).clone()
 
 
-def _model_bytes(config: Config, own: int, data: int) -> dict[str, int]:
-    """Of ``own`` parameters after the tensor split, under ZeRO over ``data`` ranks."""
+def _model_bytes(config: Config, own: int, replicas: int) -> dict[str, int]:
+    """Of ``own`` parameters after the tensor split, under ZeRO over ``replicas`` ranks."""
     width = _width(config)
     parallel, bucket = config.parallel, reduce_bucket(config, own)
     stage = parallel.zero_stage
-    shard = -(-own // data)
+    shard = -(-own // replicas)
     return {
         "parameters": width * (shard if stage == 3 else own),
         "gradients": width * own if stage == 1 else 4 * shard,
@@ -177,7 +179,7 @@ def _model_bytes(config: Config, own: int, data: int) -> dict[str, int]:
 def _activation_bytes(task: Task, micro: int, gpu: bool) -> dict[str, int]:
     """What a micro-batch keeps for the backward pass, by what the real blocks keep."""
     config = task.config
-    m, length, tensor = config.model, config.data.seq_len, config.parallel.tensor
+    m, length, tensor = config.model, config.data.seq_len // config.parallel.context, config.parallel.tensor
     mixers = _mixers(config)
     found: dict[str, int] = {}
     if gpu and config.train.precision == "bf16" and not any(m.unserved(torch.bfloat16) for m in mixers.values()):

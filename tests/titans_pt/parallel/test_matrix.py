@@ -1,4 +1,5 @@
-"""Real processes, gloo: the same losses and gradient norms under every tensor x data x ZeRO stage, resumes included."""
+"""Real processes, gloo: the same losses and gradient norms under every tensor x context x data x ZeRO stage, and after
+resumes."""
 
 import pytest
 
@@ -14,13 +15,14 @@ def check(differences):
     assert {c: d for c, d in differences.items() if d > matrix.TOLERANCE} == {}
 
 
-def test_two_tensor_ranks_and_two_resumes_train_as_one_process(config, tmp_path):
-    """All of it in little: 20 steps under tensor parallelism, and 20 under three combinations in turn."""
-    on_the_way = [((2, 1, 2), 7), ((1, 2, 3), 14), ((2, 1, 1), 20)]
+def test_two_tensor_ranks_two_context_ranks_and_two_resumes_train_as_one_process(config, tmp_path):
+    """All of it in little: 20 steps under tensor or context parallelism, and 20 under three combinations in turn."""
+    on_the_way = [((2, 1, 1, 2), 7), ((1, 1, 2, 3), 14), ((1, 2, 1, 1), 20)]
     jobs = {f"changed@{stop}": ("hybrid", c, [f"train.stop_at={stop}"]) for c, stop in on_the_way}
-    jobs["split"] = ("hybrid", (2, 1, 3), ["parallel.sequence=true"])
+    jobs["split"] = ("hybrid", (2, 1, 1, 3), ["parallel.sequence=true"])
+    jobs["pieces"] = ("hybrid", (1, 2, 1, 2), ["train.activation_checkpointing=true"])
     matrix.train(config, tmp_path, {"whole": ("hybrid", matrix.REFERENCE, [])} | jobs)
-    check({name: matrix.difference(tmp_path / name, tmp_path / "whole") for name in ("split", "changed")})
+    check({name: matrix.difference(tmp_path / name, tmp_path / "whole") for name in ("split", "pieces", "changed")})
 
 
 @pytest.mark.slow

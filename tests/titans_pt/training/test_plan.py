@@ -34,6 +34,10 @@ def test_the_grid_and_the_batch(config):
     assert plan.bytes["parameters"] < 0.6 * whole.bytes["parameters"]
     assert plan.bytes["optimiser"] < 0.3 * whole.bytes["optimiser"]
     assert plan.bytes["activations"] < 0.8 * whole.bytes["activations"]
+    pieces = make_plan(config(parallel={"tensor": 2, "context": 2}), ranks=8)
+    assert "8 ranks = 2 tensor x 2 context x 2 data, ZeRO 1, fp32" in pieces.text()
+    assert pieces.bytes["activations"] < 0.6 * plan.bytes["activations"]
+    assert pieces.bytes["optimiser"] < 0.6 * plan.bytes["optimiser"]
     three = make_plan(config(parallel={"tensor": 2, "zero_stage": 3}), ranks=4)
     assert three.bytes["parameters"] < 0.6 * plan.bytes["parameters"]
 

@@ -1,0 +1,62 @@
+"""Three ranks that share each sequence compute what one computes; what cannot be shared is refused."""
+
+import json
+
+import pytest
+import torch
+
+from tests.mixers import NAMES
+from tests.processes import run, torchrun
+from titans_pt.config_file import load_config
+from titans_pt.errors import UserError
+from titans_pt.kernels.memory.state import MemoryState
+from titans_pt.layers.state import tensors
+from titans_pt.parallel.context import _message, _parts, _places, _rebuilt
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+def test_every_mixer_hands_its_state_on():
+    names = [name for name in NAMES if name != "rmt"]
+    result = run([*torchrun(3), "-m", "tests.titans_pt.parallel.pieces", *names], 1200)
+    assert result.returncode == 0, result.stderr[-4000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert list(found) == names
+    assert {name: d for name, d in found.items() if not d < 1e-9} == {}
+
+
+def test_a_state_travels_as_one_message():
+    numbers = torch.arange(6, dtype=torch.bfloat16).view(2, 3), torch.randn(2, 2, 1, dtype=torch.float64)[:, ::2]
+    state = [MemoryState(numbers, (), (torch.empty(2, 0),), torch.tensor([3, 1])), None, 7]
+    skeleton, found = _parts(state, torch.device("cpu"))
+    shapes = [(t.shape, t.dtype) for t in found]
+    message = _message(found)
+    places, size = _places(shapes)
+    assert len(message) == size
+    again = [
+        message[at : at + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+        for at, t in zip(places, found, strict=True)
+    ]
+    memory, nothing, number = _rebuilt(skeleton, again)
+    assert (nothing, number) == (None, 7)
+    assert isinstance(memory, MemoryState)
+    for a, b in zip(tensors(memory), tensors(state[0]), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["parallel.context=3"], "parallel.context: given 3; must divide data.seq_len="),
+        (["parallel.context=2", "parallel.zero_stage=3"], "parallel.zero_stage: given 3; at most 2 with parallel.cont"),
+        (["parallel.context=2", "parallel.reduce_bucket=100"], "parallel.reduce_bucket: given 100; must be null with"),
+        (["parallel.context=2", "train.compile=true"], "train.compile: given True; not with parallel.context=2"),
+        (["parallel.context=2", "model.mixers=[rmt]", "model.rmt={segment: 8, memory_tokens: 2}"],
+         "parallel.context: given 2; must be 1 with the mixer 'rmt'"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(tiny, settings, message):
+    with pytest.raises(UserError) as error:
+        load_config(tiny(), settings)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

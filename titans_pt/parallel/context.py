@@ -1,0 +1,173 @@
+"""Context parallelism: each rank has a piece of every sequence, and mixers' states go from rank to rank.
+
+A mixer's state makes a cut of the sequence invisible (titans_pt.models.mixers.base), so what a rank's mixer needs of
+the tokens before its piece is the state that the rank before ends with; the way back, the gradient of that state comes
+from the rank behind. Any mixer with a state serves, whatever the state holds. A rank begins a layer's mixer when the
+rank before has ended it: with the share s of a layer's time in mixers, P ranks reach 1 / (1 + (P - 1) s / L) of the
+ideal speed with L layers.
+"""
+
+import io
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titans_pt.parallel.topology import RankGroup
+
+ALIGNED = 16
+"""Bytes that each tensor's place in a message is a multiple of."""
+
+
+class Context:
+    """The exchanges of one context group, which a backbone calls between its blocks.
+
+    Args:
+        group: the ranks that share a sequence, in its order.
+        host: the same ranks on gloo, for what only the host knows of a state: its structure, sizes, plain numbers.
+    """
+
+    def __init__(self, group: RankGroup, host: dist.ProcessGroup):
+        self.group, self.host = group, host
+        ranks = dist.get_process_group_ranks(group.group)
+        self._before = ranks[group.rank - 1] if group.rank else None
+        self._behind = ranks[group.rank + 1] if group.rank + 1 < group.size else None
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    def begin(self):
+        """Before the first block: what the last pass sent has arrived, or this waits for it."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def receive(self, x: Tensor, block: nn.Module) -> tuple[Tensor, Any]:
+        """A block's input, x (B, T / P, d_model), and the state of its mixer before this rank's piece; None on the
+        first rank.
+
+        DeepSpeed takes gradients in the order in which they come, which must be that of all ranks, and what only a
+        sequence's start uses, such as M_0, has none on the others. So all of a block's come here, 0 where there is
+        none.
+        """
+        if self._before is None:
+            (x,) = _Received.apply(x, self._anchor(x), self, 0, *block.parameters())
+            return x, None
+        size = torch.empty((), dtype=torch.int64)
+        dist.recv(size, self._before, self.host)
+        header = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(header, self._before, self.host)
+        shapes, skeleton = pickle.loads(header.numpy().tobytes())
+        found = self._take(shapes, self._before, x.device)
+        numbers = [t for t in found if t.is_floating_point()]
+        x, *numbers = _Received.apply(x, self._anchor(x), self, len(numbers), *numbers, *block.parameters())
+        numbers = iter(numbers)
+        return x, _rebuilt(skeleton, [next(numbers) if t.is_floating_point() else t for t in found])
+
+    def send(self, x: Tensor, state: Any) -> Tensor:
+        """x; the state of its block's mixer behind this rank's piece goes to the next rank, if there is one."""
+        if self._behind is None:
+            return x
+        skeleton, found = _parts(state, x.device)
+        header = pickle.dumps(([(t.shape, t.dtype) for t in found], skeleton))
+        header = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self._post(torch.tensor(len(header)), self._behind, self.host)
+        self._post(header, self._behind, self.host)
+        self._give(found, self._behind)
+        return _Sent.apply(x, self._anchor(x), self, *(t for t in found if t.is_floating_point()))
+
+    def _anchor(self, x: Tensor) -> Tensor:
+        """Needs a gradient in every pass that has a backward pass: so both ranks of an exchange take part in its."""
+        return torch.zeros((), device=x.device, requires_grad=torch.is_grad_enabled())
+
+    def _give(self, tensors: list[Tensor], rank: int):
+        """One message of all bytes."""
+        if tensors:
+            self._post(_message(tensors), rank, self.group.group)
+
+    def _take(self, shapes: list[tuple[torch.Size, torch.dtype]], rank: int, device: torch.device) -> list[Tensor]:
+        if not shapes:
+            return []
+        places, size = _places(shapes)
+        message = torch.empty(size, dtype=torch.uint8, device=device)
+        dist.recv(message, rank, self.group.group)
+        return [
+            message[place : place + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for place, (shape, dtype) in zip(places, shapes, strict=True)
+        ]
+
+    def _post(self, message: Tensor, rank: int, group: dist.ProcessGroup):
+        """Sends without waiting: the rank that receives may be a layer behind."""
+        self._sent.append((dist.isend(message, rank, group), message))
+
+
+class _Received(torch.autograd.Function):
+    """(x, anchor, context, count, *numbers, *parameters) -> (x, *numbers), of which there are ``count``. The numbers'
+    gradients go to the rank before, if there is one; the parameters get 0."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, anchor: Tensor, context: Context, count: int, *given: Tensor):
+        ctx.context, ctx.parameters = context, given[count:]
+        return x.view_as(x), *(t.view_as(t) for t in given[:count])
+
+    @staticmethod
+    def backward(ctx, d_x: Tensor, *d_numbers: Tensor):
+        ctx.context._give(list(d_numbers), ctx.context._before)  # none on the first rank
+        zeros = (p.new_zeros(()).expand_as(p) for p in ctx.parameters)
+        return d_x, None, None, None, *(None for _ in d_numbers), *zeros
+
+
+class _Sent(torch.autograd.Function):
+    """(x, anchor, context, *numbers) -> x; the gradients of the numbers, sent before, come from the rank behind."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, anchor: Tensor, context: Context, *numbers: Tensor):
+        ctx.context, ctx.shapes = context, [(t.shape, t.dtype) for t in numbers]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, d_x: Tensor):
+        return d_x, None, None, *ctx.context._take(ctx.shapes, ctx.context._behind, d_x.device)
+
+
+def _places(shapes: list[tuple[torch.Size, torch.dtype]]) -> tuple[list[int], int]:
+    """Where each tensor begins in a message, and the message's bytes."""
+    places, end = [], 0
+    for shape, dtype in shapes:
+        places.append(end)
+        end += -(-shape.numel() * dtype.itemsize // ALIGNED) * ALIGNED
+    return places, end
+
+
+def _message(tensors: list[Tensor]) -> Tensor:
+    places, size = _places([(t.shape, t.dtype) for t in tensors])
+    message = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+    for place, t in zip(places, tensors, strict=True):
+        message[place : place + t.numel() * t.element_size()] = t.detach().contiguous().flatten().view(torch.uint8)
+    return message
+
+
+def _parts(state: Any, device: torch.device) -> tuple[bytes, list[Tensor]]:
+    """``state`` without its tensors on ``device``, and those in order. Tensors elsewhere stay in it."""
+    found: list[Tensor] = []
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, item: Any) -> int | None:
+            if not isinstance(item, Tensor) or (item.device != device and not item.is_floating_point()):
+                return None
+            found.append(item)
+            return len(found) - 1
+
+    text = io.BytesIO()
+    Pickler(text).dump(state)
+    return text.getvalue(), found
+
+
+def _rebuilt(skeleton: bytes, found: list[Tensor]) -> Any:
+    """The inverse of :func:`_parts`."""
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, number: int) -> Tensor:
+            return found[number]
+
+    return Unpickler(io.BytesIO(skeleton)).load()
