@@ -50,15 +50,15 @@ def merged(base: dict, top: dict) -> dict:
     return out
 
 
-def prepare_corpus(folder: Path) -> Path:
-    """Token files of a small made-up text under ``folder``; returns their data.dir."""
+def prepare_corpus(folder: Path, documents: int = 60) -> Path:
+    """Token files of a small made-up text under ``folder``, some 160 tokens a document; returns their data.dir."""
     from titans_pt.config import Config
     from titans_pt.data_pipeline import prepare
 
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 6))) for _ in range(100)]
     with (folder / "text.jsonl").open("w") as file:
-        for _ in range(60):
+        for _ in range(documents):
             file.write(json.dumps({"text": " ".join(draw.choices(words, k=40))}) + "\n")
     data = {"dir": str(folder / "data"), "sources": [{"kind": "files", "path": str(folder / "text.jsonl")}]}
     prepare(Config.model_validate(merged(TINY, {"data": data})))

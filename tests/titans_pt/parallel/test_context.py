@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 
+from tests import matrix
+from tests.conftest import prepare_corpus
 from tests.mixers import NAMES
-from tests.processes import run, torchrun
+from tests.processes import curve, run, torchrun
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.kernels.memory.state import MemoryState
@@ -23,6 +25,21 @@ def test_every_mixer_hands_its_state_on():
     found = json.loads(result.stdout.splitlines()[-1])
     assert list(found) == names
     assert {name: d for name, d in found.items() if not d < 1e-9} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["lmm", "mac"])
+def test_a_sequence_of_64k_tokens_over_four_ranks(tmp_path, model):
+    config = matrix.write_config(tmp_path, prepare_corpus(tmp_path, 2400))
+    long = ["data.seq_len=65536", "train.batch_tokens=65536", "train.stop_at=3", "train.eval_samples=1",
+            "model.window=1024", "model.mac.segment=1024", "model.memory.chunk_size=16"]  # fmt: skip
+    matrix.train(config, tmp_path, {
+        "one": (model, (1, 1, 1, 1), long), "four": (model, (1, 4, 1, 1), long)
+    })  # fmt: skip
+    one, four = (curve(tmp_path / name, "loss", "grad_norm") for name in ("one", "four"))
+    assert len(one) == 3
+    for (_, *expected), (_, *found) in zip(one, four, strict=True):
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_state_travels_as_one_message():
