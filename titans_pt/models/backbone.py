@@ -38,7 +38,7 @@ class Block(nn.Module):
 
     def mix(self, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
         """The first half."""
-        y, state = self.mixer(self.mixer_norm(x), state, documents)
+        y, state = self.mixer(self.mixer_norm(x), state=state, documents=documents)
         return x + y, state
 
     def feed(self, x: Tensor) -> Tensor:

@@ -156,7 +156,8 @@ def _check_named(name: str, mixer: Mixer, named: set[int]):
 
 
 def _before(exchange: Callable[[Tensor], Tensor]):
-    """A forward pre-hook: every positional argument that is a tensor of numbers passes ``exchange``."""
+    """A forward pre-hook: every positional argument that is a tensor of numbers passes ``exchange``. A state that is
+    one is given by name, since it is a rank's own."""
 
     def hook(_module, arguments):
         return tuple(exchange(x) if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments)

@@ -1,8 +1,9 @@
-"""Models over sequences that the ranks of a context group share, against the same models in one process, in float64.
+"""Models whose sequences context ranks share, and whose heads tensor ranks share, against the same models in one
+process, in float64.
 
-    torchrun --nproc_per_node 3 -m tests.titans_pt.parallel.pieces MIXER ...
+    torchrun --nproc_per_node 6 -m tests.titans_pt.parallel.pieces TENSOR CONTEXT MIXER ...
 
-The first rank prints {mixer: the largest difference of its logits and gradients} as JSON.
+The first rank prints {mixer: the largest difference of logits and gradients} as JSON.
 """
 
 import json
@@ -12,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from tests.mixers import small_model
-from titans_pt.parallel import Context, RankGroup
+from titans_pt.parallel import Context, TensorParallel, Topology
 
 T = 42  # three pieces of 14: cuts inside chunks of 4, segments of 8 and windows of 6
 STARTS = ((0, 9, 10, 30), (13, 14))
 
 
-def difference(mixer: str, group: RankGroup, documents: bool, recomputed: bool) -> float:
-    """Of this rank's logits, and of the gradients summed over ranks."""
+def difference(mixer: str, grid: Topology, documents: bool, recomputed: bool) -> float:
+    """Of this rank's logits, and of the gradients summed over context ranks."""
     model = small_model([mixer]).train()
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 50, (2, T), generator=draw)
@@ -28,39 +29,40 @@ def difference(mixer: str, group: RankGroup, documents: bool, recomputed: bool) 
     for row, starts in enumerate(STARTS):
         reset[row, list(starts)] = True
 
-    def run(piece: slice):
+    def run(piece: slice, upstream: torch.Tensor):
         model.zero_grad()
-        logits, _ = model(
-            ids[:, piece], reset=reset[:, piece] if documents else None, output_final_state=False
-        )
+        starts = reset[:, piece] if documents else None
+        logits, _ = model(ids[:, piece], reset=starts, output_final_state=False)
         (logits * upstream[:, piece]).sum().backward()
         return logits.detach(), {name: p.grad for name, p in model.named_parameters()}
 
-    whole, expected = run(slice(0, T))
-    model.blocks.set_neighbours(Context(group, group.group))
+    whole, expected = run(slice(0, T), upstream)
+    split = TensorParallel(model, grid.tensor)
+    model.blocks.set_neighbours(Context(grid.context, grid.host_context))
     model.blocks.set_activation_checkpointing(recomputed)
-    length = T // group.size
-    piece = slice(group.rank * length, (group.rank + 1) * length)
-    found, grads = run(piece)
-    worst = [(found - whole[:, piece]).abs().max()]
-    for name, p in expected.items():
-        p = torch.zeros_like(found) if p is None else p
-        total = group.all_reduce(torch.zeros_like(p) if grads[name] is None else grads[name])
-        worst.append((total - p).abs().max() / p.abs().max().clamp(min=1))
-    return float(group.all_reduce(torch.stack(worst).max(), dist.ReduceOp.MAX))
+    length = T // grid.context.size
+    piece = slice(grid.context.rank * length, (grid.context.rank + 1) * length)
+    found, grads = run(piece, grid.tensor.part(upstream, -1))
+    worst = [(found - grid.tensor.part(whole, -1)[:, piece]).abs().max()]
+    for name, gradient in grads.items():
+        own = split.part(name, expected[name])
+        worst.append((grid.context.all_reduce(gradient) - own).abs().max() / own.abs().max().clamp(min=1))
+    worst = torch.stack(worst).max()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)
 
 
-def main(names: list[str]):
+def main(tensor: str, context: str, *names: str):
     dist.init_process_group("gloo")
-    group = RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    grid = Topology({"tensor": int(tensor), "context": int(context)}, dist.get_rank(), dist.get_world_size())
     found = {
-        name: max(difference(name, group, False, True), difference(name, group, True, False)) for name in names
+        name: max(difference(name, grid, False, True), difference(name, grid, True, False)) for name in names
     }
-    if group.rank == 0:
+    if dist.get_rank() == 0:
         print(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

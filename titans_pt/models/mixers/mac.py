@@ -156,7 +156,7 @@ class MAC(MemoryMixer):
         attention = self.attention
         batch, length = x.shape[:2]
         base = state.position if state else 0
-        queries, read_conv = self.read(x, state and state.read_conv, documents)
+        queries, read_conv = self.read(x, state=state and state.read_conv, documents=documents)
         plain = attention.heads(attention.q(x))
         turn = rotation_from(base, plain, attention.rope_base)
         k, v = attention.keys_values(x)
