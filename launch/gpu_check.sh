@@ -5,7 +5,7 @@
 #       training  the whole training step at 4K: Titans, Transformer++ and baselines
 #       lengths   the same from 2K to 32K for some of them (Titans, Figure 9)
 #       sweeps    memory depth 1 to 4 and chunk sizes (Figure 8), with and without torch.compile
-#       long      training at 32K and 128K tokens per sequence; a stream of 10 million
+#       long      training at 32K and 128K tokens per sequence; a stream of 10 million; layers side by side in both
 # Without a PART: kernels. A step that fails does not stop the others, but the exit status reports it.
 # OUT     folder of all results, one log per step (runs/gpu)
 # PYTHON  another interpreter
@@ -51,7 +51,10 @@ for part in "${@:-kernels}"; do
     long)
         benchmark train-32k 200 training --models mag --lengths 32768 --tokens 32768
         benchmark train-128k 200 training --models mag --lengths 131072 --tokens 131072
+        benchmark train-32k-wavefront 200 training --models mag --lengths 32768 --tokens 32768 train.wavefront=2048
         benchmark stream 180 stream configs/170m/mag.yaml evaluation.prefill_tokens=32768
+        benchmark stream-wavefront 180 stream configs/170m/mag.yaml evaluation.prefill_tokens=32768 \
+            evaluation.wavefront=2048
         ;;
     *)
         echo "no such part: $part (kernels, training, lengths, sweeps, long)" >&2

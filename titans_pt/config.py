@@ -372,8 +372,12 @@ class TrainConfig(Section):
     """Recompute each block in the backward pass instead of keeping its activations."""
     compile: bool | None = None
     """torch.compile of each block: what lies between matrix products, memory and attention becomes few kernels. Null:
-    on a GPU, unless parallel.zero_stage=3 (its gathering of parameters cannot be compiled), parallel.tensor > 1 or
-    parallel.context > 1."""
+    on a GPU, unless parallel.zero_stage=3 (its gathering of parameters cannot be compiled), parallel.tensor > 1,
+    parallel.context > 1 or train.wavefront."""
+    wavefront: Positive | None = None
+    """Cut sequences into pieces of so many tokens and let layer l work on a piece while layer l + 1 works on the one
+    before, on a GPU each in its own stream: for long sequences in small batches, whose memories would leave most of a
+    GPU idle. The numbers stay the same. Null: layer after layer."""
     log_every: Positive = 10
     """Steps between two lines of the log and of metrics.jsonl."""
     profile_at: Positive | None = None
@@ -501,6 +505,8 @@ class EvaluationConfig(Section):
     """Of weights and activations; memories are fp32 in both. Null: train.precision on a GPU, fp32 on a CPU."""
     prefill_tokens: Positive = 4096
     """Tokens per piece in which a context is streamed through the model, with its state carried along."""
+    wavefront: Positive | None = None
+    """Tokens of pieces inside prefill_tokens on which layers work side by side: see train.wavefront."""
     save_every: Positive = 1_000_000
     """In a longer context, tokens between two saves of the state: a killed evaluation continues from there."""
     perplexity: PerplexityConfig = PerplexityConfig()
@@ -595,6 +601,12 @@ class Config(Section):
              "gradients at the end alone")
         need(context == 1 or not t.compile, "train.compile", True,
              f"not with parallel.context={context}, where states go from rank to rank between blocks; leave it at null")
+        need(t.wavefront is None or context == 1, "train.wavefront", t.wavefront,
+             f"must be null with parallel.context={context}, whose ranks are at different layers anyway")
+        need(t.wavefront is None or self.parallel.zero_stage < 3, "train.wavefront", t.wavefront,
+             "must be null with parallel.zero_stage=3, which gathers parameters layer after layer")
+        need(t.wavefront is None or not t.compile, "train.compile", True,
+             "not with train.wavefront, whose pieces have states; leave it at null")
         need(not (t.compile and self.parallel.zero_stage == 3), "train.compile", True,
              "ZeRO 3 gathers parameters in the middle of a block, which cannot be compiled; set "
              "parallel.zero_stage=2, or leave train.compile at null")

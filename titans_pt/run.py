@@ -82,6 +82,7 @@ def load_run(
     check_packages(backbone_of(model), torch.device(device))
     load_weights(model, checkpoints.read_weights(checkpoint))
     backbone_of(model).set_progress(state.step / config.train.max_steps)
+    backbone_of(model).set_wavefront(config.evaluation.wavefront)
     usual = config.train.precision if torch.device(device).type == "cuda" else "fp32"
     precision = precision or config.evaluation.precision or usual
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]

@@ -64,6 +64,7 @@ def read(config: Config, stretch: int, count: int) -> tuple[list[Stretch], float
     device = torch.device(best_device())
     torch.manual_seed(0)
     model = build_model(config.model).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
+    model.blocks.set_wavefront(config.evaluation.wavefront)
     piece = config.evaluation.prefill_tokens
 
     def timed(tokens: int, state: Any) -> tuple[float, Any]:

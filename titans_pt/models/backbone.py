@@ -17,6 +17,7 @@ from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.state import check_rows, compact, rows
 from titans_pt.models.mixers import MIXERS, Mixer
+from titans_pt.models.wavefront import wavefront
 
 
 class Block(nn.Module):
@@ -78,6 +79,7 @@ class Backbone(nn.ModuleList):
             mixer.bind(mixers)
         self.activation_checkpointing = False
         self.neighbours: Neighbours | None = None
+        self.wavefront: int | None = None
         self._whole_sequence = whole_sequence
 
     def set_activation_checkpointing(self, on: bool):
@@ -87,6 +89,10 @@ class Backbone(nn.ModuleList):
     def set_neighbours(self, neighbours: Neighbours | None):
         """Calls without a state then take one piece of sequences whose other pieces the neighbours take."""
         self.neighbours = neighbours
+
+    def set_wavefront(self, tokens: int | None):
+        """Longer calls then go through the layers in pieces of so many tokens, layers side by side; None: whole."""
+        self.wavefront = tokens
 
     def set_progress(self, done: float):
         """Tells mixers which share of the training is behind: before each step, and with the weights of any step."""
@@ -140,6 +146,10 @@ class Backbone(nn.ModuleList):
         """x through the blocks, one after the other."""
         if state is None and self.neighbours is not None:
             return self._piece(x, documents), None
+        if self.wavefront and x.shape[1] > self.wavefront:
+            check_rows(rows(state), x)
+            x, after = wavefront(self._run, self, x, state, documents, self.wavefront)
+            return x, [compact(block_state) for block_state in after]
         if state is None and not output_final_state:
             for block in self:
                 compiled = documents is None or block.mixer.compiles_documents

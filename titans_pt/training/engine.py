@@ -101,8 +101,8 @@ def deepspeed_config(config: Config, micro_batch: int, accumulation: int, own: i
 def compiles(config: Config, device: torch.device) -> bool:
     """train.compile, resolved."""
     if config.train.compile is None:
-        parallel = config.parallel
-        return device.type == "cuda" and parallel.zero_stage < 3 and parallel.tensor == parallel.context == 1
+        parallel, whole = config.parallel, config.train.wavefront is None
+        return device.type == "cuda" and parallel.zero_stage < 3 and parallel.tensor == parallel.context == 1 and whole
     return config.train.compile
 
 
@@ -154,6 +154,8 @@ class Engine:
         self.compiled = compiles(config, ranks.device)
         self.backbone = backbone_of(model)
         check_packages(self.backbone, ranks.device)
+        self.backbone.set_activation_checkpointing(config.train.activation_checkpointing)
+        self.backbone.set_wavefront(config.train.wavefront)
         self.backbone.set_compiled(self.compiled)
         if self.topology.context.size > 1:
             self.backbone.set_neighbours(Context(self.topology.context, self.topology.host_context))

@@ -16,7 +16,6 @@ from titans_pt.errors import UserError
 from titans_pt.run import differences, load_weights
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks import Task
-from titans_pt.tasks.base import backbone_of
 from titans_pt.training.engine import Engine
 from titans_pt.training.ranks import Ranks
 from titans_pt.training.schedule import SCHEDULE, learning_rate
@@ -77,7 +76,6 @@ def build_engine(task: Task, start: Start, ranks: Ranks) -> Engine:
     train = task.config.train
     torch.manual_seed(task.config.run.seed)
     model = task.build_model()
-    backbone_of(model).set_activation_checkpointing(train.activation_checkpointing)
     if start.weights:
         start.weights.load(model, train.init_fresh)
     if start.state is None:

@@ -20,9 +20,11 @@ def test_two_tensor_ranks_two_context_ranks_and_two_resumes_train_as_one_process
     on_the_way = [((2, 1, 1, 2), 7), ((1, 1, 2, 3), 14), ((1, 2, 1, 1), 20)]
     jobs = {f"changed@{stop}": ("hybrid", c, [f"train.stop_at={stop}"]) for c, stop in on_the_way}
     jobs["split"] = ("hybrid", (2, 1, 1, 3), ["parallel.sequence=true"])
+    jobs["wavefront"] = ("hybrid", (2, 1, 1, 1), ["train.wavefront=6"])
     jobs["pieces"] = ("hybrid", (1, 2, 1, 2), ["train.activation_checkpointing=true"])
     matrix.train(config, tmp_path, {"whole": ("hybrid", matrix.REFERENCE, [])} | jobs)
-    check({name: matrix.difference(tmp_path / name, tmp_path / "whole") for name in ("split", "pieces", "changed")})
+    names = ("split", "wavefront", "pieces", "changed")
+    check({name: matrix.difference(tmp_path / name, tmp_path / "whole") for name in names})
 
 
 @pytest.mark.slow

@@ -68,6 +68,28 @@ def test_streaming_in_any_cuts(model):
             same(a, b)
 
 
+@pytest.mark.parametrize("documents", [False, True])
+def test_layers_side_by_side(model, documents):
+    """In pieces of 9 tokens, layer l beside layer l + 1: outputs, state and gradients are those of one whole call."""
+    reset = torch.zeros(2, T, dtype=torch.bool)
+    reset[0, [9, 10, 30]] = documents
+    upstream = torch.randn(2, T, 52, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = []
+    for pieces in (None, 9):
+        model.blocks.set_wavefront(pieces)
+        model.zero_grad()
+        _, before = model(tokens(length=5, seed=1))
+        logits, state = model(tokens(), before, reset=reset if documents else None)
+        (logits * upstream).sum().backward()
+        grads = [p.grad for p in model.parameters()]
+        found.append((logits.detach(), grads, _tensors(map_tensors(state, torch.detach))))
+    model.blocks.set_wavefront(None)
+    model.zero_grad()
+    for a, b in zip(*found, strict=True):
+        for x, y in zip(a, b, strict=True) if isinstance(a, list) else [(a, b)]:
+            same(x, y, atol=1e-9)
+
+
 def _tensors(state):
     found = []
     map_tensors(state, found.append)

@@ -1,0 +1,93 @@
+"""Layers beside each other: layer l on piece p of a sequence while layer l + 1 works on piece p - 1.
+
+A mixer that is serial in time keeps a GPU busy with as many programs as it has rows and heads: at one row, with 12 of
+132 processors. Its state makes a cut of the sequence invisible, so the layers of a diagonal of (piece, layer) need
+nothing of each other and may run at the same time, on a GPU each in a stream of its own. The numbers are those of the
+pieces one after the other. Autograd runs each part of the backward pass in the stream of its forward pass.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titans_pt.layers.documents import Documents
+from titans_pt.layers.state import tensors
+
+
+def wavefront(
+    run: Callable[..., tuple[Tensor, Any]],
+    blocks: Sequence[nn.Module],
+    x: Tensor,
+    state: list[Any] | None,
+    documents: Documents | None,
+    tokens: int,
+) -> tuple[Tensor, list[Any]]:
+    """x (B, T, d_model) through the blocks, in pieces of ``tokens``.
+
+    Args:
+        run: (block, x, the state of its mixer or None, documents) -> (x, state).
+        state: of each block's mixer; None at the start.
+
+    Returns:
+        (B, T, d_model) and the states after the last token.
+    """
+    pieces, states = list(x.split(tokens, 1)), list(state or [None] * len(blocks))
+    cuts: list[Documents | None] = [None] * len(pieces)
+    if documents is not None:
+        cuts = [documents.cut(begin, min(begin + tokens, x.shape[1])) for begin in range(0, x.shape[1], tokens)]
+    lanes = _Streams(x, len(blocks), states) if x.is_cuda else _NoStreams()
+    for diagonal in range(len(pieces) + len(blocks) - 1):
+        # The last layer first: what it waits for, all that the layer before was given, then ends with its own piece.
+        for layer in reversed(range(max(0, diagonal - len(pieces) + 1), min(len(blocks), diagonal + 1))):
+            piece = diagonal - layer
+            with lanes.lane(layer, pieces[piece]):
+                pieces[piece], states[layer] = run(blocks[layer], pieces[piece], states[layer], cuts[piece])
+    lanes.join(pieces, states)
+    return torch.cat(pieces, 1), states
+
+
+class _NoStreams:
+    """On a CPU: one part after the other."""
+
+    def lane(self, layer: int, x: Tensor):
+        return nullcontext()
+
+    def join(self, pieces: list[Tensor], states: list[Any]):
+        pass
+
+
+class _Streams:
+    """A stream for each layer, in which its pieces follow each other; a piece waits for the layer before.
+
+    They begin when all is done that the current stream was given before; it waits for them in :meth:`join`. So a CUDA
+    graph can hold them. Memory of one stream that another reads is marked, else the allocator would give it away early.
+    """
+
+    def __init__(self, x: Tensor, layers: int, states: list[Any]):
+        self.main = torch.cuda.current_stream(x.device)
+        self.streams = [torch.cuda.Stream(x.device) for _ in range(layers)]
+        for stream, state in zip(self.streams, states, strict=True):
+            stream.wait_stream(self.main)
+            _mark([state], stream)
+
+    def lane(self, layer: int, x: Tensor):
+        """The context in which ``layer`` works on x, the last that the layer before made."""
+        stream = self.streams[layer]
+        if layer:
+            stream.wait_stream(self.streams[layer - 1])
+        _mark([x], stream)
+        return torch.cuda.stream(stream)
+
+    def join(self, pieces: list[Tensor], states: list[Any]):
+        for stream in self.streams:
+            self.main.wait_stream(stream)
+        _mark([pieces, states], self.main)
+
+
+def _mark(state: Any, stream: torch.cuda.Stream):
+    for tensor in tensors(state):
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
