@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Blocks:
-    """Compute blocks of every row. A block lies inside one gradient chunk and one document.
+    """Compute blocks of every row. A block lies inside one document, and inside one gradient chunk or on whole ones.
 
     lengths: tokens of each block, when the cuts are the same in every row (index and valid are None then).
     index, valid: (B, N, c), the token of each place and whether there is one, when rows differ.
@@ -25,6 +25,8 @@ class Blocks:
 
 def cut(offset: Tensor, reset: Tensor | None, length: int, chunk: int, block: int) -> Blocks:
     """offset (B,), reset None or (B, T) bool -> the blocks, and the offset (B,) after ``length`` tokens.
+
+    A block of more tokens than ``chunk`` takes as many whole chunks as it can hold.
 
     Reads ``offset`` and ``reset`` on the host: the layout is data, known before the computation starts.
     """
@@ -65,6 +67,8 @@ def _cut_row(offset: int, resets: list[int], length: int, chunk: int, block: int
             pending.pop(0)
             offset = 0
         size = min(block, chunk - offset, pending[0] - t)
+        if offset == 0:
+            size = max(size, min(block, pending[0] - t) // chunk * chunk)
         pieces.append((t, size, offset == 0, document))
         t += size
         offset = (offset + size) % chunk

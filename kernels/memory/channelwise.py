@@ -22,7 +22,7 @@ from torch import Tensor
 
 from titans_pt.kernels.memory import mlp
 from titans_pt.kernels.memory.blockwise import Scan, blockwise_memory
-from titans_pt.kernels.memory.dual import goal, key_side
+from titans_pt.kernels.memory.dual import Held, goal, key_side
 from titans_pt.kernels.memory.state import MemoryState, Weights
 
 BLOCK = 16
@@ -61,7 +61,7 @@ class _Scan(Scan):
 
     def block(self, q, k, v, coefficients: tuple[Coefficients, ...], W: Weights, S: Weights, F: Weights):
         act = mlp.ACTIVATIONS[self.network.activation]
-        keys = key_side(k, goal(k, v, self.norm, self.network), self.norm, F, self.network)
+        keys = key_side(k, goal(k, v, self.norm, self.network), self.norm, Held(F), self.network)
         z, new_W, new_S = q, [], []
         for layer, c in enumerate(coefficients):
             x, g = keys.X[layer], keys.G[layer]

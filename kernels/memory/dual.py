@@ -42,9 +42,9 @@ class Unit:
 
     def vjp(self, upstream: Tensor) -> Tensor:
         """Vector-Jacobian product; the Jacobian is symmetric."""
-        f = self.f
-        mask = [True, False, False]
-        return _normalise_backward(upstream, f, f.shape[-1:], self.mean, self.scale, None, None, mask)[0]
+        # The operator reads what it is given as if it were contiguous.
+        upstream, f, mean, scale = (x.contiguous() for x in (upstream, self.f, self.mean, self.scale))
+        return _normalise_backward(upstream, f, f.shape[-1:], mean, scale, None, None, [True, False, False])[0]
 
 
 @dataclass
@@ -83,17 +83,99 @@ def goal(k: Tensor, v: Tensor, norm: Weights, network: NetworkShape) -> Tensor:
     return target - norm[1] if network.norm else target
 
 
-def key_side(k: Tensor, goal: Tensor, norm: Weights, F: Weights, network: NetworkShape) -> Keys:
-    """The gradient of ||M(k) - v||^2 at the weights F. k, goal (see there) (..., c, D), F L tensors
-    (..., d_in, d_out), norm two (..., 1, D) or none."""
+class Held:
+    """Frozen weights as tensors: F, L of (..., d_in, d_out). dF: where their gradients are summed, None where nothing
+    is yet."""
+
+    def __init__(self, F: Weights, dF: list[Tensor | None] | None = None):
+        self.F, self.dF = F, dF
+
+    def through(self, n: int, x: Tensor) -> Tensor:
+        """x F_n."""
+        return x @ self.F[n]
+
+    def back(self, n: int, g: Tensor) -> Tensor:
+        """g F_n^T."""
+        return g @ self.F[n].mT
+
+    def add(self, n: int, x: Tensor, g: Tensor):
+        """x^T g is part of F_n's gradient."""
+        d = self.dF[n]
+        self.dF[n] = torch.bmm(x.mT, g) if d is None else d.baddbmm_(x.mT, g)
+
+
+class Deferred:
+    """Frozen weights that no tensor holds: those that the tokens before a chunk, of the same block, leave.
+
+    F_n = A W_n + B S_n - X^T (m G), with W and S at the block's start, and X, G, m (the row of the token before the
+    chunk in mix) of the block's tokens up to there. So a block's W and S are read and written once for all its chunks.
+
+    at: tokens of the block before the chunk. W, S: (N, d_in, d_out), base: M_0, if W is the difference to it. keys: of
+    the block; those before the chunk are read. gradients: of all of these, for :meth:`add`.
+    """
+
+    def __init__(self, at: int, keys: Keys, gates: list[Coefficients], W: Weights, S: Weights, base: Weights | None,
+                 gradients: "Deferrals | None" = None):  # fmt: skip
+        row = slice(at - 1, at)
+        self.at, self.W, self.S, self.base, self.gradients = at, W, S, base, gradients
+        self.X, self.G = ([x[:, :at] for x in xs] for xs in (keys.X, keys.G))
+        self.a, self.b = ([x[:, row] for x in xs] for xs in ([c.A for c in gates], [c.B for c in gates]))
+        self.m = [c.mix[:, row, :at] for c in gates]
+
+    def through(self, n: int, x: Tensor) -> Tensor:
+        y = (self.a[n] * torch.bmm(x, self.W[n])).addcmul_(self.b[n], torch.bmm(x, self.S[n]))
+        if self.base is not None:
+            y.baddbmm_(x, self.base[n])
+        return y.baddbmm_(torch.bmm(x, self.X[n].mT) * self.m[n], self.G[n], alpha=-1)
+
+    def back(self, n: int, g: Tensor) -> Tensor:
+        y = (self.a[n] * torch.bmm(g, self.W[n].mT)).addcmul_(self.b[n], torch.bmm(g, self.S[n].mT))
+        if self.base is not None:
+            y.baddbmm_(g, self.base[n].mT)
+        return y.baddbmm_(torch.bmm(g, self.G[n].mT) * self.m[n], self.X[n], alpha=-1)
+
+    def add(self, n: int, x: Tensor, g: Tensor):
+        d, at, row = self.gradients, self.at, slice(self.at - 1, self.at)
+        d.W[n].baddbmm_((self.a[n] * x).mT, g)
+        d.S[n].baddbmm_((self.b[n] * x).mT, g)
+        if self.base is not None:
+            d.base[n].baddbmm_(x.mT, g)
+        d.A[n][:, row] += (torch.bmm(x, self.W[n]) * g).sum((1, 2), keepdim=True)
+        d.B[n][:, row] += (torch.bmm(x, self.S[n]) * g).sum((1, 2), keepdim=True)
+        of_x, of_g = torch.bmm(self.X[n], x.mT), torch.bmm(self.G[n], g.mT)
+        d.mix[n][:, row, :at] -= (of_x * of_g).sum(-1).unsqueeze(1)
+        d.X[n][:, :at].baddbmm_(self.m[n].mT * of_g, x, alpha=-1)
+        d.G[n][:, :at].baddbmm_(self.m[n].mT * of_x, g, alpha=-1)
+
+
+@dataclass
+class Deferrals:
+    """Gradients that :class:`Deferred` adds to, in place, of a block: W, S at its start, M_0, the coefficients A, B and
+    mix of each layer, and its keys' X and G."""
+
+    W: list[Tensor]
+    S: list[Tensor]
+    base: list[Tensor]
+    A: list[Tensor]
+    B: list[Tensor]
+    mix: list[Tensor]
+    X: list[Tensor]
+    G: list[Tensor]
+
+
+def key_side(
+    k: Tensor, goal: Tensor, norm: Weights, F: Held | Deferred, network: NetworkShape
+) -> Keys:
+    """The gradient of ||M(k) - v||^2 at the weights F. k, goal (see there) (..., c, D), norm two (..., 1, D) or
+    none."""
     act, pulled_back = ACTIVATIONS[network.activation], PULLED_BACK[network.activation]
     X, hidden, slope = [k], [], []
-    f = k @ F[0]
-    for w in F[1:]:
+    f = F.through(0, k)
+    for n in range(1, network.depth):
         hidden.append(f)
         X.append(act(f))
         slope.append(pulled_back(torch.ones_like(f), f))
-        f = X[-1] @ w
+        f = F.through(n, X[-1])
     unit = None
     if network.norm:
         unit = Unit.of(f)
@@ -102,8 +184,8 @@ def key_side(k: Tensor, goal: Tensor, norm: Weights, F: Weights, network: Networ
     else:
         error = g = 2 * (f - goal)
     G, pulled = [g], []
-    for n in range(len(F) - 1, 0, -1):
-        pulled.append(G[-1] @ F[n].mT)
+    for n in range(network.depth - 1, 0, -1):
+        pulled.append(F.back(n, G[-1]))
         G.append(pulled[-1] * slope[n - 1])
     return Keys(X, G[::-1], hidden, slope, pulled[::-1], error, unit)
 
@@ -256,13 +338,11 @@ class Bends:
 @dataclass
 class Writes:
     """One block's gradients: k without what the residual adds, y (N, c, D) of the memory's answer, upstream of the
-    LayerNorm's input before its affine part (None without one); HW, HS: X times the gradients of the new W and S."""
+    LayerNorm's input before its affine part (None without one)."""
 
     k: Tensor
     y: Tensor
     upstream: Tensor | None
-    HW: list[Tensor]
-    HS: list[Tensor]
 
 
 def state_backward(
@@ -288,26 +368,29 @@ def write_backward(
     new_W: Weights,
     new_S: Weights,
     gates: list[Ends],
-    norm: Weights,
-    F: Weights,
-    dF: list[Tensor | None],
-    network: NetworkShape,
-) -> Writes:
-    """new_W, new_S: gradients of write's results. dX, dG: what reading gave, added to in place. The gradients of the
-    frozen weights F are added to dF, in place where there is a tensor."""
-    last = len(F) - 1
+) -> tuple[list[Tensor], list[Tensor]]:
+    """new_W, new_S: gradients of write's results. dX, dG: what reading gave, added to in place. Returns X times new_W
+    and times new_S."""
     HW = [torch.bmm(x, w) for x, w in zip(keys.X, new_W, strict=True)]
     HS = [torch.bmm(x, s) for x, s in zip(keys.X, new_S, strict=True)]
     for n, c in enumerate(gates):
         dG[n].addcmul_(c.p, HW[n], value=-1).addcmul_(c.e, HS[n], value=-1)
         dX[n].baddbmm_(bends.pG[n], new_W[n].mT, alpha=-1).baddbmm_(bends.eG[n], new_S[n].mT, alpha=-1)
+    return HW, HS
 
+
+def key_side_backward(
+    keys: Keys, bends: Bends, dX: list[Tensor], dG: list[Tensor], norm: Weights, F: Held | Deferred,
+    network: NetworkShape,
+) -> Writes:  # fmt: skip
+    """dX, dG: complete but for what comes from here; used up. The gradients of the frozen weights go to F.add."""
+    last = network.depth - 1
     d_hidden = []
     for n in range(last):
         pull = dG[n] * keys.slope[n]
         d_hidden.append(dG[n] * bends.curve[n])
-        dG[n + 1].baddbmm_(pull, F[n + 1])
-        _add(dF, n + 1, pull.mT, keys.G[n + 1])
+        dG[n + 1] += F.through(n + 1, pull)
+        F.add(n + 1, pull, keys.G[n + 1])
 
     d_g, upstream = dG[last], None
     if network.norm:
@@ -322,12 +405,8 @@ def write_backward(
         d_y = df = 2 * d_g
 
     for n in range(last, -1, -1):
-        _add(dF, n, keys.X[n].mT, df)
-        dX[n].baddbmm_(df, F[n].mT)
+        F.add(n, keys.X[n], df)
+        dX[n] += F.back(n, df)
         if n:
             df = d_hidden[n - 1].addcmul_(dX[n], keys.slope[n - 1])
-    return Writes(dX[0], d_y, upstream, HW, HS)
-
-
-def _add(total: list[Tensor | None], n: int, x: Tensor, y: Tensor):
-    total[n] = torch.bmm(x, y) if total[n] is None else total[n].baddbmm_(x, y)
+    return Writes(dX[0], d_y, upstream)

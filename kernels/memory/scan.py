@@ -10,13 +10,14 @@ from titans_pt.kernels.memory import dual
 from titans_pt.kernels.memory.coefficients import Coefficients, Ends
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import Weights, choose
-from titans_pt.kernels.memory.tree import each, joined, leaves, rebuilt
+from titans_pt.kernels.memory.tree import each, joined, leaves, rebuilt, tokens
 
 
 @dataclass
 class Plan:
     """What is known on the host about a run of n equally long blocks.
 
+    chunk: tokens of a gradient chunk; a block of more has its chunks at their multiples.
     new_chunk, new_document: per block, a bool for all rows or a bool tensor (B H,).
     to_start: whether forgetting leads to M_0, not to zero. gate_layers: 1 or L.
     group: blocks whose queries are read at once. keep: whether a forward pass keeps what its backward pass needs;
@@ -28,6 +29,7 @@ class Plan:
     network: NetworkShape
     to_start: bool
     gate_layers: int
+    chunk: int
     group: int
     keep: bool
 
@@ -117,7 +119,7 @@ class _Scan:
         network, layers, count = self.plan.network, self.plan.network.depth, len(blocks)
         gates, norm = self.gates(blocks), self.norms(blocks)
         q, k, v = (x[blocks.start : blocks.stop].flatten(0, 1) for x in (self.q, self.k, self.v))
-        goals, ends = each(dual.goal(k, v, norm, network), count), each([Ends.of(c) for c in gates], count)
+        goals, of_blocks = each(dual.goal(k, v, norm, network), count), each(gates, count)
         W, S, F = state
         now = (*W, *S)
         starts = [w.new_empty(count, *w.shape) for w in now]
@@ -129,14 +131,31 @@ class _Scan:
                     slot.copy_(w)
             now = slots[i]
             F = self.frozen(n, now[:layers], F)
-            keys.append(dual.key_side(self.k[n], goals[i], self.norm, F, network))
-            dual.write(keys[i], ends[i], now[:layers], now[layers:], slots[i + 1])
+            keys.append(self.key_side(n, goals[i], of_blocks[i], now[:layers], now[layers:], F))
+            ends = [Ends.of(c) for c in of_blocks[i]]
+            dual.write(keys[i], ends, now[:layers], now[layers:], slots[i + 1])
             now = slots[i + 1]
         keys = joined(keys)
         starts = [w.flatten(0, 1) for w in starts]
         W, S = starts[:layers], starts[layers:]
         out, queries = dual.read(q, keys, gates, norm, W, S, self.base, network)
         return out, (now[:layers], now[layers:], F), _Work(keys, queries, W, S)
+
+    def key_side(
+        self, n: int, goal: Tensor, gates: list[Coefficients], W: Weights, S: Weights, F: Weights
+    ) -> dual.Keys:
+        """Of block n, chunk by chunk; W, S: at its start, F: the weights at which its first gradients are taken."""
+        keys, network = None, self.plan.network
+        for part in self.chunks():
+            frozen = dual.Deferred(part.start, keys, gates, W, S, self.base) if part.start else dual.Held(F)
+            own = dual.key_side(self.k[n][:, part], goal[:, part], self.norm, frozen, network)
+            keys = own if keys is None else joined([keys, own], 1)
+        return keys
+
+    def chunks(self) -> list[slice]:
+        """The tokens of each chunk of a block."""
+        length, chunk = self.k.shape[2], self.plan.chunk
+        return [slice(at, min(at + chunk, length)) for at in range(0, length, chunk)]
 
     def _begun(self, n: int, now: Weights) -> Weights:
         """W and S before block n -> at its start: where a document begins there, at M_0 and 0."""
@@ -181,10 +200,11 @@ class _Gradients:
             d_out, work.keys, work.queries, gates, norm, work.W, work.S, scan.base, self.begin, network
         )
         bends = dual.Bends.of(work.keys, ends, norm, network)
-        parts = each([work.keys, bends, ends, read.X, read.G, work.queries.Z, read.A_dz, read.B_dz, work.W], count)
+        parts = each([work.keys, bends, ends, read.X, read.G, work.queries.Z, read.A_dz, read.B_dz], count)
+        starts = each([work.W, work.S, gates, read.A, read.B, read.mix], count)
         frozen = []
         for i, n in enumerate(blocks):
-            F = scan.frozen(n, parts[i][-1], F)
+            F = scan.frozen(n, starts[i][0], F)
             frozen.append(F)
 
         after = [w.new_empty(count, *w.shape) for w in self.now]
@@ -193,16 +213,24 @@ class _Gradients:
             slot.copy_(w)
         writes = [None] * count
         for i in reversed(range(count)):
-            keys, bend, end, dX, dG, Z, A_dz, B_dz, _ = parts[i]
+            keys, bend, end, dX, dG, Z, A_dz, B_dz = parts[i]
+            W, S, own, dA, dB, d_mix = starts[i]
             new_W, new_S = slots[i + 1][:layers], slots[i + 1][layers:]
             dW, dS = slots[i][:layers], slots[i][layers:]
             dual.state_backward(new_W, new_S, end, Z, A_dz, B_dz, (dW, dS))
             # Weights at which no other block's gradients are taken: theirs go where they belong at once.
             alone = scan.plan.new_chunk[blocks[i]] is True and scan.base is None and self.F[0] is None
             dF = list(dW) if alone else self.F
-            writes[i] = dual.write_backward(
-                keys, bend, dX, dG, new_W, new_S, end, scan.norm, frozen[i], dF, network
-            )
+            HW, HS = dual.write_backward(keys, bend, dX, dG, new_W, new_S, end)
+            gradients = dual.Deferrals(dW, dS, self.begin, dA, dB, d_mix, dX, dG)
+            written = []
+            for part in reversed(scan.chunks()):
+                at = dual.Held(frozen[i], dF)
+                if part.start:
+                    at = dual.Deferred(part.start, keys, own, W, S, scan.base, gradients)
+                of_part = tokens([keys, bend, dX, dG], part)
+                written.insert(0, dual.key_side_backward(*of_part, scan.norm, at, network))
+            writes[i] = [joined(written, 1), HW, HS]
             if not alone:
                 self._thaw(scan.plan.new_chunk[blocks[i]], dW)
             self._forget(scan.plan.new_document[blocks[i]], slots[i])
@@ -234,8 +262,10 @@ class _Gradients:
         for total, part in zip(self.begin, parts, strict=True):
             total += part
 
-    def _sum(self, blocks: range, read: dual.ReadGradients, write: dual.Writes, work: _Work, after: list[Tensor]):
-        """What needs no order, of all blocks at once. after: gradients of W and S after each block."""
+    def _sum(self, blocks: range, read: dual.ReadGradients, writes: list, work: _Work, after: list[Tensor]):
+        """What needs no order, of all blocks at once. writes: dual.Writes, and what dual.write_backward returns; after:
+        gradients of W and S after each block."""
+        write, HW, HS = writes
         network, layers, place = self.scan.plan.network, len(work.W), slice(blocks.start, blocks.stop)
 
         def of_blocks(x: Tensor) -> Tensor:
@@ -247,8 +277,8 @@ class _Gradients:
             G, W, S, dW, dS = work.keys.G[n], work.W[n], work.S[n], after[n], after[layers + n]
             read.A[n][:, -1:].add_(_inner(dW, W))
             read.B[n][:, -1:].add_(_inner(dW, S))
-            read.mix[n][:, -1].sub_((G * write.HW[n]).sum(-1))
-            d_e = (G * write.HS[n]).sum(-1, keepdim=True).neg_()
+            read.mix[n][:, -1].sub_((G * HW[n]).sum(-1))
+            d_e = (G * HS[n]).sum(-1, keepdim=True).neg_()
             parts = read.A[n], read.B[n], read.mix[n], _inner(dS, S), d_e
             for total, part in zip(self.coefficients, parts, strict=True):
                 total[min(n, len(total) - 1), place].add_(of_blocks(part))

@@ -16,7 +16,7 @@ from titans_pt.kernels.memory import mlp
 from titans_pt.kernels.memory.blockwise import Scan, blockwise_memory
 from titans_pt.kernels.memory.chunked import MAX_BLOCK
 from titans_pt.kernels.memory.coefficients import Ends, coefficients
-from titans_pt.kernels.memory.dual import goal, key_side
+from titans_pt.kernels.memory.dual import Held, goal, key_side
 from titans_pt.kernels.memory.state import MemoryState, Weights
 
 
@@ -30,7 +30,7 @@ class _Scan(Scan):
         return ends(theta, eta, alpha, valid)
 
     def block(self, q, k, v, coefficients: tuple[Ends, ...], W: Weights, S: Weights, F: Weights):
-        keys = key_side(k, goal(k, v, self.norm, self.network), self.norm, F, self.network)
+        keys = key_side(k, goal(k, v, self.norm, self.network), self.norm, Held(F), self.network)
         new_W, new_S = [], []
         for layer, c in enumerate(coefficients):
             x, g = keys.X[layer].mT, keys.G[layer]

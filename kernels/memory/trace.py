@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titans_pt.kernels.memory.dual import goal, key_side
+from titans_pt.kernels.memory.dual import Held, goal, key_side
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose, state_dtype
 
@@ -69,7 +69,7 @@ def memory_trace(
             offset = torch.where(begins, 0, offset)
         start = choose(offset == 0, current, start)
         key, value = k[:, t].unsqueeze(-2), v[:, t].unsqueeze(-2)
-        keys = key_side(key, goal(key, value, affine, network), affine, start, network)
+        keys = key_side(key, goal(key, value, affine, network), affine, Held(start), network)
         momentum = tuple(
             eta[n][:, t] * s - theta[n][:, t] * (x.mT @ g)
             for n, (s, x, g) in enumerate(zip(momentum, keys.X, keys.G, strict=True))

@@ -35,8 +35,13 @@ def each(x: Any, count: int) -> list:
     return [rebuilt(x, iter([part[i] for part in parts])) for i in range(count)]
 
 
-def joined(each: list) -> Any:
-    """The reverse."""
+def joined(each: list, dim: int = 0) -> Any:
+    """The reverse; or along another dimension."""
     if len(each) == 1:
         return each[0]
-    return rebuilt(each[0], (torch.cat(parts) for parts in zip(*map(leaves, each), strict=True)))
+    return rebuilt(each[0], (torch.cat(parts, dim) for parts in zip(*map(leaves, each), strict=True)))
+
+
+def tokens(x: Any, part: slice) -> Any:
+    """Tensors (N, c, ...) -> views of some of the c tokens."""
+    return rebuilt(x, (leaf[:, part] for leaf in leaves(x)))
