@@ -7,8 +7,8 @@ import torch
 from titans_pt.kernels.memory.network import NetworkShape
 
 WIDTHS, EXPANSIONS, DTYPES = (32, 64, 128), (1, 2, 4), (torch.float32, torch.float16, torch.bfloat16)
-MAX_BLOCK, MIN_BLOCK = 64, 16
-"""Tokens of a compute block: as many as the chunk has, up to MAX_BLOCK. Matrix products want 16 at least."""
+MAX_BLOCK, TILE = 64, 16
+"""Tokens of a compute block, whether its chunks are longer or shorter; rows that matrix products want at least."""
 
 STEP_TOKENS = 8
 """Calls without a gradient and at most this long go token by token (step.py): then no block is worth its set-up."""
@@ -39,8 +39,16 @@ KERNELS = {
 """By kernel and D, for every architecture: Hopper's registers and shared memory are what they were chosen for."""
 
 
-def block_tokens(chunk: int) -> int:
-    return min(chunk, MAX_BLOCK)
+def block_tokens(chunk: int, length: int = MAX_BLOCK) -> int:
+    """Of a call of ``length`` tokens: a short one needs no more than its own."""
+    if chunk >= MAX_BLOCK:
+        return MAX_BLOCK
+    return min(MAX_BLOCK, max(TILE, chunk, 1 << (length - 1).bit_length()))
+
+
+def chunk_tokens(chunk: int, block: int) -> dict[str, int]:
+    """STEP, tokens of a chunk inside a block; SUB, rows of the tile that it is worked on in."""
+    return {"STEP": min(chunk, block), "SUB": max(TILE, min(chunk, block))}
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -55,7 +63,7 @@ def scale(dtype: torch.dtype, chunk: int) -> float:
 
 def unsupported(dtype: torch.dtype, network: NetworkShape, chunk: int) -> str | None:
     """Why the kernels cannot serve queries of ``dtype`` with such a memory, or None."""
-    width, block = network.width, block_tokens(chunk)
+    width = network.width
     if dtype not in DTYPES:
         return f"dtype {dtype} is none of {', '.join(map(str, DTYPES))}"
     if network.depth > 2:
@@ -64,6 +72,6 @@ def unsupported(dtype: torch.dtype, network: NetworkShape, chunk: int) -> str | 
         return f"head width {width} is none of {WIDTHS}"
     if network.depth == 2 and network.hidden not in [e * width for e in EXPANSIONS]:
         return f"hidden width {network.hidden} is not 1, 2 or 4 times the head width {width}"
-    if block < MIN_BLOCK or block & (block - 1) or chunk % block:
-        return f"chunk_size {chunk} is neither 16, 32 nor a multiple of {MAX_BLOCK}"
+    if chunk & (chunk - 1) if chunk < MAX_BLOCK else chunk % MAX_BLOCK:
+        return f"chunk_size {chunk} is neither a power of two nor a multiple of {MAX_BLOCK}"
     return None

@@ -136,3 +136,90 @@ def unit(f, D: tl.constexpr):
 def unit_vjp(upstream, normalised, scale, D: tl.constexpr):
     """Vector-Jacobian product of unit's first output. The Jacobian is symmetric."""
     return (upstream - mean(upstream, D) - normalised * mean(upstream * normalised, D)) * scale
+
+
+@triton.jit
+def inner_places(j, D: tl.constexpr, HIDDEN: tl.constexpr, SLICE: tl.constexpr):
+    """Places of columns j .. j + SLICE of the inner matrix in a packed set, (D, SLICE)."""
+    return tl.arange(0, D)[:, None] * HIDDEN + (j + tl.arange(0, SLICE))[None, :]
+
+
+@triton.jit
+def outer_places(j, D: tl.constexpr, HIDDEN: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr):
+    """Places of rows j .. j + SLICE of the outer matrix in a packed set, (SLICE, D)."""
+    return (LAYERS - 1) * D * HIDDEN + (j + tl.arange(0, SLICE))[:, None] * D + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def hidden_places(j, BLOCK: tl.constexpr, HIDDEN: tl.constexpr, SLICE: tl.constexpr):
+    """Places of columns j .. j + SLICE of a block's hidden tensor, (BLOCK, SLICE)."""
+    return tl.arange(0, BLOCK)[:, None] * HIDDEN + (j + tl.arange(0, SLICE))[None, :]
+
+
+@triton.jit
+def width_places(BLOCK: tl.constexpr, D: tl.constexpr):
+    return tl.arange(0, BLOCK)[:, None] * D + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def inner_error(f, key, value, norm, head, H, D: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr):
+    """Gradient of ||M(k) - v||^2 at the outer matrix' output f; fp32, (BLOCK, D)."""
+    y = f
+    if NORM:
+        d = tl.arange(0, D)
+        gain = tl.load(norm + head * D + d)[None, :]
+        normalised, scale = unit(f, D)
+        y = normalised * gain + tl.load(norm + (H + head) * D + d)[None, :]
+    if RESIDUAL:
+        y += key
+    error = 2 * (y - value)
+    if NORM:
+        error = unit_vjp(error * gain, normalised, scale, D)
+    return error
+
+
+@triton.jit
+def through(z, weights, momenta, base, places, a, b, total, TO_START: tl.constexpr, PRECISION: tl.constexpr):
+    """total + A (z W) + B (z S), the weights of a block's start on a tile; with TO_START + z M_0."""
+    if TO_START:
+        total = tl.dot(z, tl.load(base + places), total, input_precision=PRECISION)
+    total = tl.dot((a * z).to(z.dtype), tl.load(weights + places), total, input_precision=PRECISION)
+    return tl.dot((b * z).to(z.dtype), tl.load(momenta + places), total, input_precision=PRECISION)
+
+
+@triton.jit
+def through_back(g, weights, momenta, base, places, a, b, total, TO_START: tl.constexpr, PRECISION: tl.constexpr):
+    """total + A (g W^T) + B (g S^T) on a tile; with TO_START + g M_0^T."""
+    if TO_START:
+        total = tl.dot(g, tl.trans(tl.load(base + places)), total, input_precision=PRECISION)
+    total = tl.dot((a * g).to(g.dtype), tl.trans(tl.load(weights + places)), total, input_precision=PRECISION)
+    return tl.dot((b * g).to(g.dtype), tl.trans(tl.load(momenta + places)), total, input_precision=PRECISION)
+
+
+@triton.jit
+def bend_error(dg, f, key, value, norm, head, H, D: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr):
+    """The way back through :func:`inner_error`, LayerNorm's second derivative included: the gradient dg of the inner
+    error -> those of f and of M(k) (the value's is its negative), and of the norm's gain and shift (D,)."""
+    if NORM:
+        d = tl.arange(0, D)
+        gain = tl.load(norm + head * D + d)[None, :]
+        normalised, scale = unit(f, D)
+        y = normalised * gain + tl.load(norm + (H + head) * D + d)[None, :]
+        if RESIDUAL:
+            y += key
+        e = 2 * (y - value)
+        # Few tiles at a time: what the formulas have in means over a row is worked out as numbers of that row.
+        dg_mean, dg_along, dg_e = mean(dg, D), mean(dg * normalised, D), mean(dg * (e * gain), D)
+        e_mean, e_along = mean(e * gain, D), mean(e * gain * normalised, D)
+        d_upstream = scale * (dg - dg_mean - normalised * dg_along)
+        dy = 2 * d_upstream * gain
+        d_gain, d_shift = tl.sum(d_upstream * e + dy * normalised, 0), tl.sum(dy, 0)
+        df = dy * gain - scale * (dg * e_along + e * gain * dg_along)
+        along = mean(df * normalised, D) + scale * (dg_e - e_mean * dg_mean - e_along * dg_along)
+        df = (df - normalised * along) * scale
+        df = df - mean(df, D)
+    else:
+        dy = 2 * dg
+        df = dy
+        d_gain, d_shift = tl.sum(dy, 0), tl.sum(dy, 0)
+    return df, dy, d_gain, d_shift

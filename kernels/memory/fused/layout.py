@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 
-def count(length: int, block: int, offset: bool, resets: int) -> int:
-    """The most blocks that a row of ``length`` tokens can have; offset: whether rows may begin inside a block."""
+def count(length: int, chunk: int, block: int, offset: bool, resets: int) -> int:
+    """The most blocks that a row of ``length`` tokens can have; offset: whether rows may begin inside a chunk."""
+    if block > chunk:  # what an end or a beginning leaves of a chunk is a block of its own
+        return resets + -(-length // block) + offset + (offset or resets > 0 or length % chunk > 0)
     return resets + ((length + block - 2) // block + 1 if offset else -(-length // block))
 
 
@@ -14,14 +16,25 @@ def table(length: int, chunk: int, block: int, blocks: int, offset: Tensor, rese
     blocks of the row that have tokens, from this one on.
 
     offset: (B,), tokens already read of the current chunk. reset: bool (B, T) or None. Blocks lie on a grid of
-    ``block`` tokens that starts with the chunk, ``block`` dividing ``chunk``; rows with fewer end in empty blocks.
+    ``block`` tokens that starts with the chunk, one of the two dividing the other. A block of several chunks has them
+    whole, but for a document's last: what is left of a chunk at the row's beginning is a block of its own, and so is
+    what its end cuts off, since the next call must know the weights there. Rows with fewer end in empty blocks.
     """
     t = torch.arange(length, device=offset.device)
     position = t + offset[:, None]
     if reset is not None:
         since = torch.where(reset, t, -1).cummax(1).values
         position = torch.where(since < 0, position, t - since)
-    begins = position % block == 0
+    if block > chunk:
+        grid = position + (offset // -chunk * chunk)[:, None]  # from the first whole chunk on
+        if reset is not None:
+            grid = torch.where(since < 0, grid, position)
+        begins = (grid >= 0) & (grid % block == 0)
+        begins |= t == length - (position[:, -1:] + 1) % chunk
+        if reset is not None:
+            begins |= reset
+    else:
+        begins = position % block == 0
     begins[:, 0] = True
     index = torch.where(begins, begins.cumsum(1) - 1, blocks)
     # In one dimension: along one of two, a deterministic scatter copies from the host, which no CUDA graph can hold.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titans_pt.kernels.memory.fused import coefficients, layout, read, scan
 from titans_pt.kernels.memory.fused import step as decoding
-from titans_pt.kernels.memory.fused.configurations import KERNELS, block_tokens, precision, scale
+from titans_pt.kernels.memory.fused.configurations import KERNELS, block_tokens, chunk_tokens, precision, scale
 from titans_pt.kernels.memory.fused.functions import VECTORS
 from titans_pt.kernels.memory.network import NetworkShape
 
@@ -43,8 +43,9 @@ class Call:
         self.rows, self.device, self.operand = self.batch * self.heads, q.device, q.dtype
         self.layers, gates = network.depth, gate.shape[-1]
         self.size = sum(a * b for a, b in network.layers)
-        self.chunk, self.block = chunk, block_tokens(chunk)
-        self.blocks = layout.count(self.length, self.block, offset is not None, resets)
+        self.chunk, self.block = chunk, block_tokens(chunk, self.length)
+        self.chunks = chunk_tokens(chunk, self.block)
+        self.blocks = layout.count(self.length, chunk, self.block, offset is not None, resets)
         self.constants = {
             "D": width, "HIDDEN": network.layers[0][1], "BLOCK": self.block, "LAYERS": self.layers, "GATES": gates,
             "NORM": network.norm, "RESIDUAL": network.residual, "TO_START": to_start, "ACTIVATION": network.activation,
@@ -117,8 +118,8 @@ class Call:
         s = scratch
         self.launch_gates(coefficients.coefficients, number, *gates, info, s.P, s.vectors)
         self.launch(
-            scan.scan, number, k, v, info, begin, base, norm, s.vectors, *state, s.weights, s.momenta, s.hidden,
-            s.pulled, s.output, s.error, parallel=False, RESET=reset,
+            scan.scan, number, k, v, info, begin, base, norm, s.P, s.vectors, *state, s.weights, s.momenta, s.hidden,
+            s.pulled, s.output, s.error, parallel=False, RESET=reset, **self.chunks,
         )  # fmt: skip
 
 
@@ -236,9 +237,9 @@ def memory_backward(
                 s.pulled, s.error, *between, s.d_mix, s.d_vectors, d_q, parallel=True,
             )  # fmt: skip
             call.launch(
-                scan.scan_backward, n, q, k, v, info, base, affine, s.vectors, s.weights, s.momenta, s.hidden,
-                s.pulled, s.output, s.error, *between, *d_state, d_begin, d_norm, s.d_vectors, s.d_ends, d_k, d_v,
-                parallel=False, RESET=has_reset,
+                scan.scan_backward, n, q, k, v, info, base, affine, s.P, s.vectors, s.weights, s.momenta, s.hidden,
+                s.pulled, s.output, s.error, *between, *d_state, d_begin, d_norm, s.d_mix, s.d_vectors, s.d_ends, d_k,
+                d_v, parallel=False, RESET=has_reset, **call.chunks,
             )  # fmt: skip
             call.launch_gates(
                 coefficients.coefficients_backward, n, eta, alpha, info, s.P, s.vectors, s.d_mix, s.d_vectors,

@@ -15,15 +15,19 @@ from titans_pt.kernels.memory.fused.functions import (
     A,
     B,
     activate,
+    hidden_places,
+    inner_places,
+    outer_places,
     product,
     slope,
     store_tokens,
+    through,
     tokens,
     unit,
     unit_vjp,
     vector,
+    width_places,
 )  # fmt: skip
-from titans_pt.kernels.memory.fused.scan import _hidden_places, _inner_places, _outer_places, _width_places
 
 
 @triton.jit
@@ -32,15 +36,6 @@ def _mix(P, vectors, at, BLOCK: tl.constexpr, SCALE: tl.constexpr):
     c = tl.arange(0, BLOCK)
     theta = tl.load(vectors + (at * VECTORS + THETA) * BLOCK + c)
     return tl.load(P + at * BLOCK * BLOCK + c[:, None] * BLOCK + c[None, :]) * (theta * SCALE)[None, :]
-
-
-@triton.jit
-def _through(z, weights, momenta, base, places, a, b, total, TO_START: tl.constexpr, PRECISION: tl.constexpr):
-    """total + A (z W) + B (z S), the weights of a block's start on a tile; with TO_START + z M_0."""
-    if TO_START:
-        total = tl.dot(z, tl.load(base + places), total, input_precision=PRECISION)
-    total = tl.dot((a * z).to(z.dtype), tl.load(weights + places), total, input_precision=PRECISION)
-    return tl.dot((b * z).to(z.dtype), tl.load(momenta + places), total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -57,21 +52,21 @@ def _read(
     for j in range(0, HIDDEN, SLICE):
         x, zx = key, query
         if LAYERS == 2:
-            here = _hidden_places(j, BLOCK, HIDDEN, SLICE)
+            here = hidden_places(j, BLOCK, HIDDEN, SLICE)
             z = tl.load(hidden + wide + here).to(tl.float32)
             x = activate(z, ACTIVATION).to(OPERAND)
             g1 = (tl.load(pulled + wide + here) * slope(z, ACTIVATION)).to(OPERAND)
             z = -product(mixed1, g1, SCALE, PRECISION)
-            places = _inner_places(j, D, HIDDEN, SLICE)
-            z = _through(query, weights, momenta, base, places, a1, b1, z, TO_START, PRECISION).to(OPERAND)
+            places = inner_places(j, D, HIDDEN, SLICE)
+            z = through(query, weights, momenta, base, places, a1, b1, z, TO_START, PRECISION).to(OPERAND)
             if KEEP:
                 tl.store(query_hidden + wide + here, z)
             zx = activate(z.to(tl.float32), ACTIVATION).to(OPERAND)
         scores = tl.dot(zx, tl.trans(x), scores, input_precision=PRECISION)
-        places = _outer_places(j, D, HIDDEN, SLICE, LAYERS)
-        out = _through(zx, weights, momenta, base, places, a2, b2, out, TO_START, PRECISION)
+        places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
+        out = through(zx, weights, momenta, base, places, a2, b2, out, TO_START, PRECISION)
     mixed = (scores * _mix(P, vectors, upper, BLOCK, SCALE)).to(OPERAND)
-    out -= product(mixed, tl.load(error + narrow + _width_places(BLOCK, D)), SCALE, PRECISION)
+    out -= product(mixed, tl.load(error + narrow + width_places(BLOCK, D)), SCALE, PRECISION)
     return out, scores
 
 
@@ -138,7 +133,7 @@ def read_backward(
     at = row * K + i
     lower, upper = at * GATES, at * GATES + GATES - 1
     wide, narrow = at * BLOCK * HIDDEN, at * BLOCK * D
-    width = _width_places(BLOCK, D)
+    width = width_places(BLOCK, D)
     weights, momenta, base = weights + (at + row + 1) * SIZE, momenta + at * SIZE, base + head * SIZE
     token = (batch * T + start) * H + head
     c, d = tl.arange(0, BLOCK), tl.arange(0, D)
@@ -180,8 +175,8 @@ def read_backward(
     d_mixed1 = tl.zeros([BLOCK, BLOCK], tl.float32)
     through_s = tl.zeros([BLOCK, D], tl.float32)
     for j in range(0, HIDDEN, SLICE):
-        places = _outer_places(j, D, HIDDEN, SLICE, LAYERS)
-        here = _hidden_places(j, BLOCK, HIDDEN, SLICE)
+        places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
+        here = hidden_places(j, BLOCK, HIDDEN, SLICE)
         x, zx = key, query
         if LAYERS == 2:
             z = tl.load(query_hidden + wide + here).to(tl.float32)
@@ -204,7 +199,7 @@ def read_backward(
             g1 = (tl.load(pulled + wide + here) * slope(z_key, ACTIVATION)).to(OPERAND)
             d_mixed1 -= tl.dot(dz1, tl.trans(g1), input_precision=PRECISION)
             tl.store(d_hidden + wide + here, -product(tl.trans(mixed1), dz1, SCALE, PRECISION))
-            places = _inner_places(j, D, HIDDEN, SLICE)
+            places = inner_places(j, D, HIDDEN, SLICE)
             dq = tl.dot(dz1, tl.trans(tl.load(weights + places)), dq, input_precision=PRECISION)
             through_s = tl.dot(dz1, tl.trans(tl.load(momenta + places)), through_s, input_precision=PRECISION)
         else:
@@ -224,8 +219,8 @@ def read_backward(
         if TO_START:  # in a loop of its own: one more sum beside those two would not fit into the registers
             tl.debug_barrier()
             for j in range(0, HIDDEN, SLICE):
-                dz1 = tl.load(d_query_hidden + wide + _hidden_places(j, BLOCK, HIDDEN, SLICE))
-                inner = tl.load(base + _inner_places(j, D, HIDDEN, SLICE))
+                dz1 = tl.load(d_query_hidden + wide + hidden_places(j, BLOCK, HIDDEN, SLICE))
+                inner = tl.load(base + inner_places(j, D, HIDDEN, SLICE))
                 dq = tl.dot(dz1, tl.trans(inner), dq, input_precision=PRECISION)
         dq = tl.dot(d_scores1, key, dq, input_precision=PRECISION)
         tl.store(d_key + narrow + width, tl.dot(tl.trans(d_scores1), query, input_precision=PRECISION))

@@ -13,6 +13,7 @@ copies for other kernels, are such differences, and ``base`` (H, packed, dtype o
 import triton
 import triton.language as tl
 
+from titans_pt.kernels.memory.fused.deferred import chunks, chunks_backward, start_weights
 from titans_pt.kernels.memory.fused.functions import (
     CHUNK,
     DOCUMENT,
@@ -27,43 +28,23 @@ from titans_pt.kernels.memory.fused.functions import (
     B,
     M,
     activate,
+    bend_error,
     curvature,
-    mean,
+    hidden_places,
+    inner_error,
+    inner_places,
+    outer_places,
     product,
     slope,
     store_tokens,
     tokens,
-    unit,
-    unit_vjp,
     vector,
     where_all,
     whole,
+    width_places,
 )  # fmt: skip
 
 TILE = tl.constexpr(1024)
-
-
-@triton.jit
-def _inner_places(j, D: tl.constexpr, HIDDEN: tl.constexpr, SLICE: tl.constexpr):
-    """Places of columns j .. j + SLICE of the inner matrix in a packed set, (D, SLICE)."""
-    return tl.arange(0, D)[:, None] * HIDDEN + (j + tl.arange(0, SLICE))[None, :]
-
-
-@triton.jit
-def _outer_places(j, D: tl.constexpr, HIDDEN: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr):
-    """Places of rows j .. j + SLICE of the outer matrix in a packed set, (SLICE, D)."""
-    return (LAYERS - 1) * D * HIDDEN + (j + tl.arange(0, SLICE))[:, None] * D + tl.arange(0, D)[None, :]
-
-
-@triton.jit
-def _hidden_places(j, BLOCK: tl.constexpr, HIDDEN: tl.constexpr, SLICE: tl.constexpr):
-    """Places of columns j .. j + SLICE of a block's hidden tensor, (BLOCK, SLICE)."""
-    return tl.arange(0, BLOCK)[:, None] * HIDDEN + (j + tl.arange(0, SLICE))[None, :]
-
-
-@triton.jit
-def _width_places(BLOCK: tl.constexpr, D: tl.constexpr):
-    return tl.arange(0, BLOCK)[:, None] * D + tl.arange(0, D)[None, :]
 
 
 @triton.jit
@@ -71,23 +52,6 @@ def _end(vectors, at, BLOCK: tl.constexpr):
     """A, B and m at the end of a block: the weights of the state before it in the state behind it."""
     last = vectors + at * VECTORS * BLOCK + BLOCK - 1
     return tl.load(last + A * BLOCK), tl.load(last + B * BLOCK), tl.load(last + M * BLOCK)
-
-
-@triton.jit
-def _inner_error(f, key, value, norm, head, H, D: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr):
-    """Gradient of ||M(k) - v||^2 at the outer matrix' output f; fp32, (BLOCK, D)."""
-    y = f
-    if NORM:
-        d = tl.arange(0, D)
-        gain = tl.load(norm + head * D + d)[None, :]
-        normalised, scale = unit(f, D)
-        y = normalised * gain + tl.load(norm + (H + head) * D + d)[None, :]
-    if RESIDUAL:
-        y += key
-    error = 2 * (y - value)
-    if NORM:
-        error = unit_vjp(error * gain, normalised, scale, D)
-    return error
 
 
 @triton.jit
@@ -115,11 +79,11 @@ def _write(W, S, F, weights, momenta, begin, places, vectors, at, left, right_p,
 
 @triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
 def scan(
-    k, v, info, begin, base, norm, vectors, W, S, F, weights, momenta, hidden, pulled, output, error,
+    k, v, info, begin, base, norm, P, vectors, W, S, F, weights, momenta, hidden, pulled, output, error,
     T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, RESET: tl.constexpr, TO_START: tl.constexpr,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr, STEP: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     """Blocks first .. first + K of every row. W, S, F (B H, packed), fp32: weights, momentum, weights at the chunk's
     start; in: before these blocks, out: after them.
@@ -166,40 +130,52 @@ def scan(
         token = (batch * T + start) * H + head
         key = tokens(k, token, H, length, D, BLOCK)
 
-        f = tl.zeros([BLOCK, D], tl.float32)
-        for j in range(0, HIDDEN, SLICE):
-            x = key
-            if LAYERS == 2:
-                inner = whole(frozen, base, _inner_places(j, D, HIDDEN, SLICE), TO_START)
-                z = tl.dot(key, inner, input_precision=PRECISION).to(OPERAND)
-                tl.store(block_hidden + _hidden_places(j, BLOCK, HIDDEN, SLICE), z)
-                x = activate(z.to(tl.float32), ACTIVATION).to(OPERAND)
-            outer = whole(frozen, base, _outer_places(j, D, HIDDEN, SLICE, LAYERS), TO_START)
-            f = tl.dot(x, outer, f, input_precision=PRECISION)
-        value = tokens(v, token, H, length, D, BLOCK).to(tl.float32)
-        g = _inner_error(f, key.to(tl.float32), value, norm, head, H, D, NORM, RESIDUAL).to(OPERAND)
-        tl.store(output + at * BLOCK * D + _width_places(BLOCK, D), f)
-        tl.store(error + at * BLOCK * D + _width_places(BLOCK, D), g)
-        tl.debug_barrier()
+        if STEP < BLOCK:
+            chunks(
+                k, v, base, norm, P, vectors, frozen, weights + (row * (K + 1) + i + 1) * SIZE, momenta + at * SIZE,
+                hidden, pulled, output, error, token, length, at, head, H,
+                D, HIDDEN, BLOCK, SLICE, LAYERS, GATES, NORM, RESIDUAL, TO_START, ACTIVATION, PRECISION, SCALE,
+                STEP, SUB,
+            )  # fmt: skip
+            g = tl.load(error + at * BLOCK * D + width_places(BLOCK, D))
+        else:
+            f = tl.zeros([BLOCK, D], tl.float32)
+            for j in range(0, HIDDEN, SLICE):
+                x = key
+                if LAYERS == 2:
+                    inner = whole(frozen, base, inner_places(j, D, HIDDEN, SLICE), TO_START)
+                    z = tl.dot(key, inner, input_precision=PRECISION).to(OPERAND)
+                    tl.store(block_hidden + hidden_places(j, BLOCK, HIDDEN, SLICE), z)
+                    x = activate(z.to(tl.float32), ACTIVATION).to(OPERAND)
+                outer = whole(frozen, base, outer_places(j, D, HIDDEN, SLICE, LAYERS), TO_START)
+                f = tl.dot(x, outer, f, input_precision=PRECISION)
+            value = tokens(v, token, H, length, D, BLOCK).to(tl.float32)
+            g = inner_error(f, key.to(tl.float32), value, norm, head, H, D, NORM, RESIDUAL).to(OPERAND)
+            tl.store(output + at * BLOCK * D + width_places(BLOCK, D), f)
+            tl.store(error + at * BLOCK * D + width_places(BLOCK, D), g)
+            tl.debug_barrier()
 
         upper = at * GATES + GATES - 1
         g_p = (g * (SCALE * vector(vectors, upper, P_END, BLOCK))).to(OPERAND)
         g_e = (g * (SCALE * vector(vectors, upper, E_END, BLOCK))).to(OPERAND)
         next_w, next_s = weights + (row * (K + 1) + i + 2) * SIZE, momenta + (at + 1) * SIZE
         for j in range(0, HIDDEN, SLICE):
-            places = _outer_places(j, D, HIDDEN, SLICE, LAYERS)
+            places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
             x = key
             if LAYERS == 2:
-                here = _hidden_places(j, BLOCK, HIDDEN, SLICE)
-                outer = whole(frozen, base, places, TO_START)
-                pull = tl.dot(g, tl.trans(outer), input_precision=PRECISION).to(OPERAND)
-                tl.store(block_pulled + here, pull)
+                here = hidden_places(j, BLOCK, HIDDEN, SLICE)
+                if STEP < BLOCK:
+                    pull = tl.load(block_pulled + here)
+                else:
+                    outer = whole(frozen, base, places, TO_START)
+                    pull = tl.dot(g, tl.trans(outer), input_precision=PRECISION).to(OPERAND)
+                    tl.store(block_pulled + here, pull)
                 z = tl.load(block_hidden + here).to(tl.float32)
                 x = activate(z, ACTIVATION).to(OPERAND)
                 g1 = pull * slope(z, ACTIVATION)
                 g1_p = (g1 * (SCALE * vector(vectors, at * GATES, P_END, BLOCK))).to(OPERAND)
                 g1_e = (g1 * (SCALE * vector(vectors, at * GATES, E_END, BLOCK))).to(OPERAND)
-                _write(W, S, F, next_w, next_s, begin, _inner_places(j, D, HIDDEN, SLICE), vectors, at * GATES,
+                _write(W, S, F, next_w, next_s, begin, inner_places(j, D, HIDDEN, SLICE), vectors, at * GATES,
                        tl.trans(key), g1_p, g1_e, new, more, freeze, BLOCK, RESET, TO_START, PRECISION,
                        SCALE)  # fmt: skip
             _write(W, S, F, next_w, next_s, begin, places, vectors, upper,
@@ -208,18 +184,24 @@ def scan(
 
 
 @triton.jit
-def _turn(dW, dS, dF, d_begin, places, vectors, at, left, right, right_a, right_b, d_frozen, carry, begins, initial,
-          new, BLOCK: tl.constexpr, RESET: tl.constexpr, TO_START: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Gradients of a tile of the state behind a block -> before it; d_frozen: what the block adds to dF. left: the
-    queries' input of the layer; right: the gradient of its output, right_a and right_b times A and B."""
+def _turn(dW, dS, dF, d_begin, places, vectors, at, left, right, right_a, right_b, d_frozen, of_w, of_s, carry, begins,
+          initial, new, BLOCK: tl.constexpr, RESET: tl.constexpr, TO_START: tl.constexpr, PRECISION: tl.constexpr,
+          DEFERRED: tl.constexpr):  # fmt: skip
+    """Gradients of a tile of the state behind a block -> before it. left: the queries' input of the layer; right: the
+    gradient of its output, right_a and right_b times A and B. d_frozen: of the weights that the block's keys meet, of_w
+    and of_s: the shares of W and S in it where those of later chunks are made of them (DEFERRED)."""
     if TO_START:
         total = tl.dot(left, right, tl.load(d_begin + places) + d_frozen, input_precision=PRECISION)
         tl.store(d_begin + places, total)
     a, b, m = _end(vectors, at, BLOCK)
     dw, ds = tl.load(dW + places), tl.load(dS + places)
+    if DEFERRED:
+        d_frozen = tl.where(begins, 0.0, d_frozen)
     d_frozen += tl.load(dF + places, mask=where_all(carry, places), other=0.0)
     ds = b * dw + m * ds + tl.dot(left, right_b, input_precision=PRECISION)
     dw = a * dw + tl.dot(left, right_a, input_precision=PRECISION) + tl.where(begins, d_frozen, 0.0)
+    if DEFERRED:
+        dw, ds = dw + of_w, ds + of_s
     if RESET:
         if not TO_START:
             once = where_all(new, places)
@@ -240,13 +222,13 @@ def _inner_products(dw, ds, weights, momenta, places):
 
 @triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
 def scan_backward(
-    q, k, v, info, base, norm, vectors, weights, momenta, hidden, pulled, output, error,
+    q, k, v, info, base, norm, P, vectors, weights, momenta, hidden, pulled, output, error,
     query_hidden, d_query_hidden, d_out, d_input, d_hidden, d_error, d_key, d_norm_read,
-    dW, dS, dF, d_begin, d_norm, d_vectors, d_ends, d_k, d_v,
+    dW, dS, dF, d_begin, d_norm, d_mix, d_vectors, d_ends, d_k, d_v,
     T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, RESET: tl.constexpr, TO_START: tl.constexpr,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr, STEP: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     """The way back through :func:`scan`. dW, dS, dF, d_begin (B H, packed), d_norm (B H, 2, D), fp32: in, of the state
     behind these blocks; out, before them. d_input and d_hidden hold what the reads add and are used up.
@@ -254,7 +236,8 @@ def scan_backward(
     From read.read_backward, of block i: query_hidden, d_query_hidden (input of the queries' activation and its
     gradient), d_input (gradient of the keys' activations X), d_hidden (of their inner error G), (c, hidden);
     d_out (of the outer matrix' output on the query side), d_error, d_key (c, D); d_norm_read (2, D).
-    To coefficients_backward: d_vectors rows P_END and E_END, d_ends. d_k, d_v (B, T, H, D): complete.
+    To coefficients_backward: d_vectors rows P_END and E_END, d_ends; with several chunks in a block, what their keys
+    add to d_mix and to the rows A and B of d_vectors. d_k, d_v (B, T, H, D): complete.
     """
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
@@ -281,7 +264,7 @@ def scan_backward(
         at = row * K + i
         block_w, block_s = weights + (row * (K + 1) + i + 1) * SIZE, momenta + at * SIZE
         wide, narrow = at * BLOCK * HIDDEN, at * BLOCK * D
-        width = _width_places(BLOCK, D)
+        width = width_places(BLOCK, D)
         lower, upper = at * GATES, at * GATES + GATES - 1
         token = (batch * T + start) * H + head
         key = tokens(k, token, H, length, D, BLOCK)
@@ -299,8 +282,8 @@ def scan_backward(
         da2, db2, dm2 = 0.0, 0.0, 0.0
         da1, db1, dm1 = 0.0, 0.0, 0.0
         for j in range(0, HIDDEN, SLICE):
-            places = _outer_places(j, D, HIDDEN, SLICE, LAYERS)
-            here = _hidden_places(j, BLOCK, HIDDEN, SLICE)
+            places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
+            here = hidden_places(j, BLOCK, HIDDEN, SLICE)
             x = key
             if LAYERS == 2:
                 z = tl.load(hidden + wide + here).to(tl.float32)
@@ -319,7 +302,7 @@ def scan_backward(
             dg += product((-SCALE * e2 * x).to(OPERAND), ds, SCALE, PRECISION)
             if LAYERS == 2:
                 tl.store(d_input + wide + here, tl.load(d_input + wide + here) + dx)
-                places = _inner_places(j, D, HIDDEN, SLICE)
+                places = inner_places(j, D, HIDDEN, SLICE)
                 dw, ds = tl.load(dW + places), tl.load(dS + places)
                 da, db, dm = _inner_products(dw, ds, block_w, block_s, places)
                 da1, db1, dm1 = da1 + da, db1 + db, dm1 + dm
@@ -335,8 +318,9 @@ def scan_backward(
                 tl.store(d_hidden + wide + here, dg1)
                 dk += product((-SCALE * p1 * g1).to(OPERAND), tl.trans(dw), SCALE, PRECISION)
                 dk += product((-SCALE * e1 * g1).to(OPERAND), tl.trans(ds), SCALE, PRECISION)
-                outer = whole(frozen, base, _outer_places(j, D, HIDDEN, SLICE, LAYERS), TO_START)
-                dg = tl.dot((dg1 * bend).to(OPERAND), outer, dg, input_precision=PRECISION)
+                if STEP == BLOCK:
+                    outer = whole(frozen, base, outer_places(j, D, HIDDEN, SLICE, LAYERS), TO_START)
+                    dg = tl.dot((dg1 * bend).to(OPERAND), outer, dg, input_precision=PRECISION)
             else:
                 dk = dx
         own = d_vectors + (at * LAYERS + LAYERS - 1) * VECTORS * BLOCK
@@ -355,34 +339,37 @@ def scan_backward(
             tl.store(own + 1, db1)
             tl.store(own + 2, dm1)
 
-        # The gradient of the inner gradient: LayerNorm's second derivative included.
         if NORM:
-            gain = tl.load(norm + head * D + d)[None, :]
-            normalised, scale = unit(tl.load(output + narrow + width), D)
-            y = normalised * gain + tl.load(norm + (H + head) * D + d)[None, :]
-            if RESIDUAL:
-                y += key.to(tl.float32)
-            e = 2 * (y - tokens(v, token, H, length, D, BLOCK).to(tl.float32))
-            # Few tiles at a time: what the formulas have in means over a row is worked out as numbers of that row.
-            dg_mean, dg_along, dg_e = mean(dg, D), mean(dg * normalised, D), mean(dg * (e * gain), D)
-            e_mean, e_along = mean(e * gain, D), mean(e * gain * normalised, D)
-            d_upstream = scale * (dg - dg_mean - normalised * dg_along)
-            dy = 2 * d_upstream * gain
             # Sums over the row's blocks, in memory: in registers they would cost a tile's worth.
-            total = tl.sum(d_upstream * e + dy * normalised, 0) + tl.load(d_norm_read + at * 2 * D + d)
-            tl.store(d_norm, tl.load(d_norm) + total)
-            total = tl.sum(dy, 0) + tl.load(d_norm_read + at * 2 * D + D + d)
-            tl.store(d_norm + D, tl.load(d_norm + D) + total)
-            df = dy * gain - scale * (dg * e_along + e * gain * dg_along)
-            along = mean(df * normalised, D) + scale * (dg_e - e_mean * dg_mean - e_along * dg_along)
-            df = (df - normalised * along) * scale
-            df = df - mean(df, D)
+            tl.store(d_norm, tl.load(d_norm) + tl.load(d_norm_read + at * 2 * D + d))
+            tl.store(d_norm + D, tl.load(d_norm + D) + tl.load(d_norm_read + at * 2 * D + D + d))
+        if STEP < BLOCK:
+            tl.store(d_error + narrow + width, dg)
+            tl.store(d_key + narrow + width, tl.load(d_key + narrow + width) + dk)
+            tl.debug_barrier()
+            chunks_backward(
+                k, v, base, norm, P, vectors, frozen, block_w, block_s, hidden, pulled, output, error, d_input,
+                d_hidden, d_error, d_key, d_norm - d, d_mix, d_vectors, d_v, token, length, at, head, H,
+                D, HIDDEN, BLOCK, SLICE, LAYERS, GATES, NORM, RESIDUAL, TO_START, ACTIVATION, PRECISION, SCALE,
+                STEP, SUB,
+            )  # fmt: skip
+            tl.debug_barrier()
+            df = tl.load(d_error + narrow + width)
+            of_w1 = start_weights(vectors, lower, begins, A, BLOCK, STEP)
+            of_s1 = start_weights(vectors, lower, begins, B, BLOCK, STEP)
+            of_w2 = start_weights(vectors, upper, begins, A, BLOCK, STEP)
+            of_s2 = start_weights(vectors, upper, begins, B, BLOCK, STEP)
         else:
-            dy = 2 * dg
-            df = dy
-        store_tokens(d_v, token, H, length, -dy, D, BLOCK)
-        if RESIDUAL:
-            dk += dy
+            df, dy, d_gain, d_shift = bend_error(
+                dg, tl.load(output + narrow + width), key.to(tl.float32),
+                tokens(v, token, H, length, D, BLOCK).to(tl.float32), norm, head, H, D, NORM, RESIDUAL,
+            )  # fmt: skip
+            if NORM:
+                tl.store(d_norm, tl.load(d_norm) + d_gain)
+                tl.store(d_norm + D, tl.load(d_norm + D) + d_shift)
+            store_tokens(d_v, token, H, length, -dy, D, BLOCK)
+            if RESIDUAL:
+                dk += dy
         df = df.to(OPERAND)
         query = tokens(q, token, H, length, D, BLOCK)
         dz = tl.load(d_out + narrow + width)
@@ -392,9 +379,8 @@ def scan_backward(
 
         # Through the frozen weights, and the state's own gradient.
         for j in range(0, HIDDEN, SLICE):
-            places = _outer_places(j, D, HIDDEN, SLICE, LAYERS)
-            here = _hidden_places(j, BLOCK, HIDDEN, SLICE)
-            outer = whole(frozen, base, places, TO_START)
+            places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
+            here = hidden_places(j, BLOCK, HIDDEN, SLICE)
             x, z_x = key, query
             if LAYERS == 2:
                 z = tl.load(hidden + wide + here).to(tl.float32)
@@ -402,23 +388,47 @@ def scan_backward(
                 z_x = activate(tl.load(query_hidden + wide + here).to(tl.float32), ACTIVATION).to(OPERAND)
                 bend = slope(z, ACTIVATION)
                 dg1 = tl.load(d_hidden + wide + here)
-                d_outer = tl.dot(tl.trans((dg1 * bend).to(OPERAND)), g, input_precision=PRECISION)
+                d_pull = (dg1 * bend).to(OPERAND)
+                d_outer = tl.dot(tl.trans(d_pull), g, input_precision=PRECISION)
                 d_outer = tl.dot(tl.trans(x), df, d_outer, input_precision=PRECISION)
-                dx = tl.dot(df, tl.trans(outer), input_precision=PRECISION) + tl.load(d_input + wide + here)
-                dh = dx * bend + dg1 * tl.load(pulled + wide + here) * curvature(z, ACTIVATION)
-                dh = dh.to(OPERAND)
-                inner_places = _inner_places(j, D, HIDDEN, SLICE)
-                inner = whole(frozen, base, inner_places, TO_START)
-                dk = tl.dot(dh, tl.trans(inner), dk, input_precision=PRECISION)
+                of_w, of_s = d_outer, d_outer
+                inner_tile = inner_places(j, D, HIDDEN, SLICE)
+                if STEP < BLOCK:
+                    of_w = tl.dot(tl.trans(d_pull), (of_w2 * g).to(OPERAND), input_precision=PRECISION)
+                    of_w = tl.dot(tl.trans(x), (of_w2 * df).to(OPERAND), of_w, input_precision=PRECISION)
+                    of_s = tl.dot(tl.trans(d_pull), (of_s2 * g).to(OPERAND), input_precision=PRECISION)
+                    of_s = tl.dot(tl.trans(x), (of_s2 * df).to(OPERAND), of_s, input_precision=PRECISION)
+                    dh = tl.load(d_input + wide + here).to(OPERAND)
+                else:
+                    outer = whole(frozen, base, places, TO_START)
+                    dx = tl.dot(df, tl.trans(outer), input_precision=PRECISION) + tl.load(d_input + wide + here)
+                    dh = dx * bend + dg1 * tl.load(pulled + wide + here) * curvature(z, ACTIVATION)
+                    dh = dh.to(OPERAND)
+                    inner = whole(frozen, base, inner_tile, TO_START)
+                    dk = tl.dot(dh, tl.trans(inner), dk, input_precision=PRECISION)
                 dz1 = tl.load(d_query_hidden + wide + here)
                 dz1_a = (dz1 * vector(vectors, lower, A, BLOCK)).to(OPERAND)
                 dz1_b = (dz1 * vector(vectors, lower, B, BLOCK)).to(OPERAND)
                 d_inner = tl.dot(tl.trans(key), dh, input_precision=PRECISION)
-                _turn(dW, dS, dF, d_begin, inner_places, vectors, lower, tl.trans(query), dz1, dz1_a, dz1_b, d_inner,
-                      carry, begins, n == 0, new, BLOCK, RESET, TO_START, PRECISION)  # fmt: skip
+                inner_w, inner_s = d_inner, d_inner
+                if STEP < BLOCK:
+                    inner_w = tl.dot(tl.trans(key), (of_w1 * dh).to(OPERAND), input_precision=PRECISION)
+                    inner_s = tl.dot(tl.trans(key), (of_s1 * dh).to(OPERAND), input_precision=PRECISION)
+                _turn(dW, dS, dF, d_begin, inner_tile, vectors, lower, tl.trans(query), dz1, dz1_a, dz1_b, d_inner,
+                      inner_w, inner_s, carry, begins, n == 0, new, BLOCK, RESET, TO_START, PRECISION,
+                      STEP < BLOCK)  # fmt: skip
             else:
                 d_outer = tl.dot(tl.trans(x), df, input_precision=PRECISION)
-                dk = tl.dot(df, tl.trans(outer), dk, input_precision=PRECISION)
-            _turn(dW, dS, dF, d_begin, places, vectors, upper, tl.trans(z_x), dz, dz_a, dz_b, d_outer,
-                  carry, begins, n == 0, new, BLOCK, RESET, TO_START, PRECISION)  # fmt: skip
-        store_tokens(d_k, token, H, length, dk + tl.load(d_key + narrow + width), D, BLOCK)
+                of_w, of_s = d_outer, d_outer
+                if STEP < BLOCK:
+                    of_w = tl.dot(tl.trans(x), (of_w2 * df).to(OPERAND), input_precision=PRECISION)
+                    of_s = tl.dot(tl.trans(x), (of_s2 * df).to(OPERAND), input_precision=PRECISION)
+                else:
+                    outer = whole(frozen, base, places, TO_START)
+                    dk = tl.dot(df, tl.trans(outer), dk, input_precision=PRECISION)
+            _turn(dW, dS, dF, d_begin, places, vectors, upper, tl.trans(z_x), dz, dz_a, dz_b, d_outer, of_w, of_s,
+                  carry, begins, n == 0, new, BLOCK, RESET, TO_START, PRECISION, STEP < BLOCK)  # fmt: skip
+        total = tl.load(d_key + narrow + width)
+        if STEP == BLOCK:
+            total += dk
+        store_tokens(d_k, token, H, length, total, D, BLOCK)

@@ -55,8 +55,8 @@ def script(tmp_path):
     return [str(path), str(tmp_path / "stacks")]
 
 
-@pytest.mark.parametrize("how", [["stopped"], ["asleep", "blocked"]])
-def test_a_rank_that_hangs_ends_the_run_and_every_place_and_stack_is_told(script, how, tmp_path):
+def test_ranks_that_hang_end_the_run_and_every_place_and_stack_is_told(script, tmp_path):
+    how = ["stopped", "asleep", "blocked"]
     result = run([*torchrun(1 + len(how)), *script, "well", *how])
     assert result.returncode == 1
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("titans: error: train.timeout")]

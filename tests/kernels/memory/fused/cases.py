@@ -68,6 +68,13 @@ def inputs(case: Case) -> tuple[list[Tensor], dict]:
     return leaves, options
 
 
+def arguments(case: Case) -> tuple[tuple, dict]:
+    """Of neural_memory: positional and named."""
+    leaves, options = inputs(case)
+    weights, norm = tuple(leaves[6 : 6 + case.depth]), tuple(leaves[6 + case.depth : 8 + case.depth])
+    return (*leaves[:6], weights), {"norm": norm, **options}
+
+
 def run(case: Case, backend: str, dtype: torch.dtype | None = None) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Outputs and final state, gradients of a random weighting of all of them, final offset.
 

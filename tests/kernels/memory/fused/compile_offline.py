@@ -21,7 +21,7 @@ from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from titans_pt.kernels.memory.fused import coefficients, read, scan, step  # noqa: E402
-from titans_pt.kernels.memory.fused.configurations import KERNELS, block_tokens, precision, scale  # noqa: E402
+from titans_pt.kernels.memory.fused.configurations import KERNELS, block_tokens, chunk_tokens, precision, scale  # noqa: E402
 
 OPERANDS = {"base", "q", "k", "v", "d_y", "out", "weights", "momenta", "hidden", "pulled", "error", "query_hidden",
             "d_query_hidden", "d_out", "d_q", "d_k", "d_v"}  # fmt: skip
@@ -45,6 +45,7 @@ def resources(
         "RESIDUAL": True, "RESET": False, "TO_START": forget_to == "start", "ACTIVATION": "gelu",
         "PRECISION": precision(DTYPES[dtype]),
         "SCALE": scale(DTYPES[dtype], C),
+        **chunk_tokens(C, block_tokens(C)),
         "SLICE": min(changed.get("slice", chosen.slice), width) if depth == 2 else D,
     }  # fmt: skip
     names = function.arg_names

@@ -32,6 +32,10 @@ def test_read_and_step():
     check([{"kernel": "read"}, {"kernel": "read", "forget_to": "start"}, {"kernel": "step"}])
 
 
+def test_many_chunks_in_a_block():
+    check([{"kernel": "scan", "C": 16, "forget_to": "start"}, {"kernel": "scan_backward", "C": 16}])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("forget_to", ["start", "zero"])
@@ -39,6 +43,15 @@ def test_read_and_step():
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_pinned_configuration(kernel, D, forget_to):
     check([{"kernel": kernel, "D": D, "forget_to": forget_to}])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("C", [1, 16, 32])
+@pytest.mark.parametrize("D", WIDTHS)
+@pytest.mark.parametrize("kernel", ["scan", "scan_backward"])
+def test_every_small_chunk(kernel, D, C):
+    check([{"kernel": kernel, "D": D, "C": C, "forget_to": "start"}])
 
 
 @pytest.mark.slow

@@ -22,6 +22,17 @@ def test_equals_the_definition(case):
 
 
 @pytest.mark.parametrize("case", [
+    Case(T=20, C=1, H=1, forget_to="start"),
+    Case(T=45, C=4, H=1, B=2, initial=True, resets=True, save_every=1, per_layer=True, forget_to="start"),
+    Case(T=70, C=8, H=1, depth=1, initial=True, resets=True, residual=False),
+    Case(T=130, C=32, H=1, norm=False, activation="silu", extremes=True, initial=True),
+    Case(T=70, C=16, D=64, H=1, dtype=torch.float16, initial=True, forget_to="start"),
+], ids=str)  # fmt: skip
+def test_many_chunks_in_a_block(case):
+    assert_equal(case, FP32 if case.dtype == torch.float32 else FP16, oracle="naive")
+
+
+@pytest.mark.parametrize("case", [
     Case(T=130, C=64, expansion=1, norm=False, activation="silu", extremes=True),
     Case(T=130, C=256, H=1, initial=True),
     Case(T=100, C=16, H=1, B=2, initial=True, resets=True, save_every=2, activation="relu"),

@@ -7,17 +7,11 @@ import pytest
 import torch
 
 from tests.kernels.memory.fused import cases
-from tests.kernels.memory.fused.cases import DEVICE, Case, error, inputs, run
+from tests.kernels.memory.fused.cases import DEVICE, Case, arguments, error, inputs, run
 from titans_pt.kernels.memory import NetworkShape, neural_memory
 from titans_pt.kernels.memory.fused import fused_memory, layout, operators
 
 SMALL = Case(T=20, H=1, depth=1)
-
-
-def arguments(case: Case) -> tuple[tuple, dict]:
-    leaves, options = inputs(case)
-    weights, norm = tuple(leaves[6 : 6 + case.depth]), tuple(leaves[6 + case.depth : 8 + case.depth])
-    return (*leaves[:6], weights), {"norm": norm, **options}
 
 
 @pytest.fixture
@@ -131,11 +125,24 @@ def test_table_of_blocks():
     """Two rows: offsets 0 and 5 in chunks of 32, blocks of 16, a reset at token 20 of the second."""
     reset = torch.zeros(2, 40, dtype=torch.bool)
     reset[1, 20] = True
-    blocks = layout.count(40, 16, offset=True, resets=1)
+    blocks = layout.count(40, 32, 16, offset=True, resets=1)
     made = layout.table(40, 32, 16, blocks, torch.tensor([0, 5]), reset)
     assert made[0, :3].tolist() == [[0, 16, 0, 0, 3], [16, 16, 0, 0, 2], [32, 8, 2, 0, 1]]
     assert made[1, :4].tolist() == [[0, 11, -1, 0, 4], [11, 9, -1, 0, 3], [20, 16, 2, 1, 2], [36, 4, 2, 0, 1]]
     assert made[:, :, 1].sum(1).tolist() == [40, 40] and (made[0, 3:, [1, 4]] == 0).all()
+
+
+def test_table_of_blocks_of_many_chunks():
+    """Chunks of 4, blocks of 16: what is left of a chunk comes alone, and so does what the row's end cuts off."""
+    reset = torch.zeros(2, 40, dtype=torch.bool)
+    reset[1, 21] = True
+    blocks = layout.count(40, 4, 16, offset=True, resets=1)
+    made = layout.table(40, 4, 16, blocks, torch.tensor([0, 3]), reset)
+    assert made[0, :3].tolist() == [[0, 16, 0, 0, 3], [16, 16, 1, 0, 2], [32, 8, 2, 0, 1]]
+    assert made[1, :6].tolist() == [
+        [0, 1, -1, 0, 5], [1, 16, 1, 0, 4], [17, 4, 2, 0, 3], [21, 16, 3, 1, 2], [37, 3, 4, 0, 1], [40, 0, 4, 0, 0]
+    ]  # fmt: skip
+    assert made[:, :, 1].sum(1).tolist() == [40, 40]
 
 
 @pytest.mark.parametrize("save_every", [None, 3])
