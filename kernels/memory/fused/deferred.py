@@ -86,10 +86,10 @@ def chunks(
         a2, b2, m2 = _frozen(P, vectors, upper, r, STEP, BLOCK, SCALE)
         keys = _tokens(k, token, H, c, earlier & (c < length), D)
         mixed1 = (tl.dot(key, tl.trans(keys), input_precision=PRECISION) * m1).to(OPERAND)
-        x, x_earlier = key, keys
         scores = tl.zeros([SUB, BLOCK], tl.float32)
         f = tl.zeros([SUB, D], tl.float32)
         for j in range(0, HIDDEN, SLICE):
+            x, x_earlier = key, keys
             if LAYERS == 2:
                 x_earlier, g_earlier = _earlier(hidden, pulled, earlier, j, BLOCK, HIDDEN, SLICE, ACTIVATION)
                 z = -product(mixed1, g_earlier, SCALE, PRECISION)
@@ -101,14 +101,13 @@ def chunks(
             scores = tl.dot(x, tl.trans(x_earlier), scores, input_precision=PRECISION)
             places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
             f = through(x, first, momenta, base, places, a2, b2, f, TO_START, PRECISION)
-        places = width_places(BLOCK, D)
-        errors = tl.load(error + places, mask=earlier[:, None], other=0.0)
+        errors = tl.load(error + width_places(BLOCK, D), mask=earlier[:, None], other=0.0)
         f -= product((scores * m2).to(OPERAND), errors, SCALE, PRECISION)
         value = _tokens(v, token, H, own, inside & (own < length), D).to(tl.float32)
         g = inner_error(f, key.to(tl.float32), value, norm, head, H, D, NORM, RESIDUAL).to(OPERAND)
-        places = own[:, None] * D + d[None, :]
-        tl.store(output + places, f, mask=inside[:, None])
-        tl.store(error + places, g, mask=inside[:, None])
+        own_width = own[:, None] * D + d[None, :]
+        tl.store(output + own_width, f, mask=inside[:, None])
+        tl.store(error + own_width, g, mask=inside[:, None])
         if LAYERS == 2:
             mixed = (tl.dot(g, tl.trans(errors), input_precision=PRECISION) * m2).to(OPERAND)
             for j in range(0, HIDDEN, SLICE):
