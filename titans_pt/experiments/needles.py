@@ -102,9 +102,10 @@ def named(record: dict) -> str:
 
 
 def sized(base: ModelConfig, model: str) -> ModelConfig:
-    """``base`` with one mixer; one without a memory gets MLPs so wide that none with a memory has more parameters."""
+    """``base`` with one mixer. One without a memory, unless ``base`` sets model.mlp_hidden, gets MLPs so wide that none
+    with a memory has more parameters."""
     settings = ModelConfig(**(base.model_dump() | {"mixers": [model]}))
-    if issubclass(MIXERS.find(model), MemoryMixer):
+    if base.mlp_hidden or issubclass(MIXERS.find(model), MemoryMixer):
         return settings
     others = (name for name in MIXERS.names() if issubclass(MIXERS.find(name), MemoryMixer))
     missing = max(parameters(sized(base, other)) for other in others) - parameters(settings)
