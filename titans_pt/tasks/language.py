@@ -18,7 +18,7 @@ from titans_pt.parallel import RankGroup
 from titans_pt.parallel.layers import vocabulary_cross_entropy
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks.base import TASKS, Task, TaskData
-from titans_pt.tasks.next_token import NextTokenLoss, rows_at_once
+from titans_pt.tasks.next_token import NextTokenLoss, at_once
 
 
 @TASKS.register
@@ -60,8 +60,9 @@ class Language(Task):
     def output_bytes(self, rows: int, length: int, width: int) -> dict[str, int]:
         """The head's output, the same in fp32, its softmax, and their two gradients; of the samples taken at once."""
         vocabulary = self.config.model.vocab_size
-        logits = length * vocabulary // self.config.parallel.tensor * (2 * width + 12)
-        return {"logits": rows_at_once(rows, length, vocabulary) * logits}
+        tensor = self.config.parallel.tensor
+        rows, length = at_once(rows, length, vocabulary, whole=tensor == 1)
+        return {"logits": rows * length * vocabulary // tensor * (2 * width + 12)}
 
     def open(self) -> TaskData:
         files = TokenFiles.open(self.config)

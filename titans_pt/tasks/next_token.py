@@ -12,12 +12,20 @@ from titans_pt.layers.loss import cross_entropy
 from titans_pt.tasks.base import nan_unless_finite, with_weights
 
 LOGITS_BYTES = 256 << 20
-"""Logits in fp32 that exist at a time at most, unless those of one sample are more."""
+"""Logits in fp32 that exist at a time at most; under tensor parallelism, unless those of one sample are more."""
 
 
-def rows_at_once(rows: int, length: int, vocabulary: int) -> int:
-    """Samples of ``length`` tokens whose logits, ``vocabulary`` each, are computed together."""
-    return min(rows, max(1, LOGITS_BYTES // (4 * length * vocabulary)))
+def at_once(rows: int, length: int, vocabulary: int, whole: bool = True) -> tuple[int, int]:
+    """(samples, tokens of each) whose logits, ``vocabulary`` each, are computed together: whole samples where at least
+    one fits, else a part of one.
+
+    whole: whether a rank has the whole head. A split one may gather its samples' tokens from ranks (parallel.sequence),
+    which parts of a sample would come from in another order: they stay whole.
+    """
+    fit = max(1, LOGITS_BYTES // (4 * vocabulary))
+    if whole and fit < length:
+        return 1, -(-length // -(-length // fit))  # parts of nearly the same length
+    return min(rows, max(1, fit // length)), length
 
 
 @cache
@@ -37,11 +45,11 @@ class NextTokenLoss(nn.Module):
     """The model and its loss as one module, so that an engine sees one forward call.
 
     The logits of a micro-batch, (B, T, V) in fp32, would be the largest tensor of all: the head is applied to a few
-    samples at a time, and again in the backward pass (6 % of the work of a 170M model at V = 32,000). On a GPU with
-    liger-kernel installed, its fused kernel takes their place, which has the gradients at once: for a whole head, its
-    gradient summed in fp32. ``model`` is a LanguageModel. ``cross_entropy`` takes what titans_pt.layers.loss's takes;
-    another one is needed where each rank holds a part of the logits. ``z_loss`` is train.z_loss: it moves the gradient
-    alone, never the value.
+    samples, or tokens of one, at a time, and again in the backward pass (6 % of the work of a 170M model at
+    V = 32,000). On a GPU with liger-kernel installed, its fused kernel takes their place, which has the gradients at
+    once: for a whole head, its gradient summed in fp32. ``model`` is a LanguageModel. ``cross_entropy`` takes what
+    titans_pt.layers.loss's takes; another one is needed where each rank holds a part of the logits. ``z_loss`` is
+    train.z_loss: it moves the gradient alone, never the value.
     """
 
     def __init__(
@@ -67,7 +75,7 @@ class NextTokenLoss(nn.Module):
             loss = _liger(self.z_loss)(self.model.head.weight, x.flatten(0, 1), targets.flatten())
             loss = loss.loss - loss.z_loss.detach() if self.z_loss else loss
         else:
-            samples = self._few_at_a_time(x, targets)
+            samples = self._few_at_a_time(x, targets).mean(1)
             if weight is not None:
                 return {"loss": with_weights(samples, weight)}
             loss = samples.mean()
@@ -78,15 +86,20 @@ class NextTokenLoss(nn.Module):
         return x.is_cuda and whole and _liger(self.z_loss) is not None
 
     def _few_at_a_time(self, x: Tensor, targets: Tensor) -> Tensor:
-        """:meth:`_samples` of all, with no more logits at a time than rows_at_once allows."""
-        count = rows_at_once(*targets.shape, self.model.config.vocab_size)
-        if count == len(x):
-            return self._samples(x, targets)
-        pairs = zip(x.split(count), targets.split(count), strict=True)
-        return torch.cat([checkpoint(self._samples, *pair, use_reentrant=False) for pair in pairs])
+        """:meth:`_losses` of all, with no more logits at a time than at_once allows."""
+        whole = self.cross_entropy is cross_entropy
+        rows, length = at_once(*targets.shape, self.model.config.vocab_size, whole)
+        if (rows, length) == targets.shape:
+            return self._losses(x, targets)
+        found = []
+        for pair in zip(x.split(rows), targets.split(rows), strict=True):
+            parts = [pair]
+            if length < targets.shape[1]:  # x has fewer tokens here where sequence-parallel ranks hold parts of them
+                parts = zip(*(y.split(length, 1) for y in pair), strict=True)
+            found.append(torch.cat([checkpoint(self._losses, *part, use_reentrant=False) for part in parts], 1))
+        return torch.cat(found)
 
-    def _samples(self, x: Tensor, targets: Tensor) -> Tensor:
-        """x (b, T, d_model), targets (b, T) -> mean loss of each sample, (b,) fp32."""
+    def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """x (b, t, d_model), targets (b, t) -> loss of each token, (b, t) fp32."""
         logits = self.model.head(x).flatten(0, 1).float()
-        losses = self.cross_entropy(logits, targets.flatten(), "none", self.z_loss)
-        return losses.view_as(targets).mean(1)
+        return self.cross_entropy(logits, targets.flatten(), "none", self.z_loss).view_as(targets)

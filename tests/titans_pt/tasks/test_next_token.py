@@ -12,7 +12,7 @@ from titans_pt.config import ModelConfig
 from titans_pt.layers.loss import cross_entropy
 from titans_pt.models import build_model
 from titans_pt.tasks import next_token as module
-from titans_pt.tasks.next_token import NextTokenLoss, rows_at_once
+from titans_pt.tasks.next_token import NextTokenLoss, at_once
 
 
 class Table(nn.Module):
@@ -48,20 +48,22 @@ def test_an_infinite_loss_spoils_every_gradient():
     assert loss.model.head.weight.grad[:, 0].isnan().all()
 
 
-def test_rows_at_once():
-    assert rows_at_once(8, 4096, 32_000) == 1
-    assert rows_at_once(8, 256, 2048) == 8
-    assert rows_at_once(8, 4096, 4096) == 4
+def test_at_once():
+    assert at_once(8, 256, 2048) == (8, 256)
+    assert at_once(8, 4096, 4096) == (4, 4096)
+    assert at_once(8, 4096, 32_000) == (1, 2048)
+    assert at_once(8, 4096, 32_000, whole=False) == (1, 4096)
 
 
 @pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0])])
-def test_a_few_rows_at_a_time_are_the_same(weight, monkeypatch):
+@pytest.mark.parametrize("part", [40, 7])
+def test_a_few_rows_or_tokens_at_a_time_are_the_same(weight, part, monkeypatch):
     torch.manual_seed(0)
     settings = ModelConfig(mixers=["swa"], window=16, vocab_size=300, d_model=16, n_layers=1, n_heads=2, mlp_hidden=16)
     loss = NextTokenLoss(build_model(settings))
     ids = torch.randint(0, 300, (5, 21))
     found = []
-    for limit in (1 << 30, 2 * 4 * 20 * 300):
+    for limit in (1 << 30, part * 4 * 300):
         monkeypatch.setattr(module, "LOGITS_BYTES", limit)
         loss.zero_grad()
         sizes = []
@@ -106,7 +108,7 @@ def test_the_fused_head_is_the_same(monkeypatch, z_loss):
     expected = loss(ids, None)
     expected_grads = torch.autograd.grad(expected, list(loss.parameters()))
     monkeypatch.setattr(NextTokenLoss, "_fused", lambda self, x: True)
-    monkeypatch.setattr(loss, "_samples", None)  # nobody asks for it
+    monkeypatch.setattr(loss, "_losses", None)  # nobody asks for it
     found = loss(ids, None)
     torch.testing.assert_close(found, expected)
     for a, b in zip(torch.autograd.grad(found, list(loss.parameters())), expected_grads, strict=True):
