@@ -25,6 +25,8 @@ from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import new_figure, save_figure
 
 HEADS, WIDTH, CHUNK, EXPANSIONS = 12, 64, 64, (2, 4)
+SMALL_CHUNKS = (16, 4)
+"""Further chunk sizes of the fused kernels; all other figures are for CHUNK."""
 LENGTHS = (2048, 4096, 8192, 16_384, 32_768)
 COMPILED = "chunked, compiled"
 CHECKED = 200
@@ -73,9 +75,9 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
              f"{str(dtype).removeprefix('torch.')}; matmul {ceilings['matmul_tflops']:.1f} TFLOP/s, "
              f"copy {ceilings['copy_gigabytes']:.0f} GB/s")
     write_text(out / "kernels.json", json.dumps(versions() | _fla_version() | ceilings, indent=1) + "\n")
-    for name, expansion, build in implementations():
+    for name, expansion, build, chunk in implementations():
         with compiled_blocks() if name == COMPILED else nullcontext():
-            reason = _reason(name, expansion, build, device, dtype)
+            reason = _reason(name, expansion, build, chunk, device, dtype)
             for length in lengths:
                 row = Row(name, WIDTH * expansion, length, tokens // length, note=reason)
                 rows.append(_timed(row, build, expansion, device, dtype, rounds) if not reason else row)
@@ -89,14 +91,16 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
 
 
 def implementations():
-    """(name, expansion, build); build(inputs) returns a function without arguments that returns outputs."""
+    """(name, expansion, build, chunk); build(inputs) returns a function without arguments that returns outputs."""
     for expansion in EXPANSIONS:
-        yield "triton", expansion, partial(memory_call, "triton")
-        yield "chunked", expansion, partial(memory_call, "chunked")
-        yield COMPILED, expansion, partial(memory_call, "chunked")
+        for chunk in (CHUNK, *SMALL_CHUNKS):  # several small ones share a block: what they write is deferred
+            name = "triton" if chunk == CHUNK else f"triton, C = {chunk}"
+            yield name, expansion, partial(memory_call, "triton", chunk=chunk), chunk
+        yield "chunked", expansion, partial(memory_call, "chunked"), CHUNK
+        yield COMPILED, expansion, partial(memory_call, "chunked"), CHUNK
     # Linear memories: hidden = D says that they have no hidden layer.
-    yield "fla gated_delta_rule", 1, _gated_delta_rule
-    yield "fla ttt_linear", 1, _ttt_linear
+    yield "fla gated_delta_rule", 1, _gated_delta_rule, CHUNK
+    yield "fla ttt_linear", 1, _ttt_linear, CHUNK
 
 
 def inputs(batch: int, length: int, expansion: int, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -117,19 +121,19 @@ def inputs(batch: int, length: int, expansion: int, device: str, dtype: torch.dt
     return {name: x.detach().requires_grad_() for name, x in found.items()}
 
 
-def memory_call(backend: str, x: dict[str, Tensor]) -> Callable[[], Tensor]:
+def memory_call(backend: str, x: dict[str, Tensor], chunk: int = CHUNK) -> Callable[[], Tensor]:
     gates = x["theta"], x["eta"], x["alpha"]
 
     def run():
         return neural_memory(
-            x["q"], x["k"], x["v"], *gates, (x["w1"], x["w2"]), norm=(x["gain"], x["shift"]), chunk_size=CHUNK,
+            x["q"], x["k"], x["v"], *gates, (x["w1"], x["w2"]), norm=(x["gain"], x["shift"]), chunk_size=chunk,
             backend=backend,
         )[0]  # fmt: skip
 
     return run
 
 
-BLOCK = ("key_side", "read", "read_backward", "write_backward")
+BLOCK = ("key_side", "read", "read_backward", "write_backward", "key_side_backward")
 """The functions of a block of the dual form."""
 
 
@@ -166,8 +170,8 @@ def work(length: int, batch: int, expansion: int, itemsize: int) -> tuple[float,
     """Operations and bytes of forward + backward that the two-layer memory cannot do without, states not counted.
 
     Forward, a token and head: 11 products of 2 D h (3 on the keys' side, 4 for the queries through W and S, 4 for the
-    update of W and S) and 4 C (D + h) inside the chunk; backward: twice that. Bytes: q, k, v, outputs and gates, and
-    in the backward pass those again and their gradients.
+    update of W and S) and 4 c (D + h) inside a block of c = 64; backward: twice that. Bytes: q, k, v, outputs and
+    gates, and in the backward pass those again and their gradients.
     """
     hidden = WIDTH * expansion
     operations = 3 * (22 * WIDTH * hidden + 4 * CHUNK * (WIDTH + hidden))
@@ -175,7 +179,7 @@ def work(length: int, batch: int, expansion: int, itemsize: int) -> tuple[float,
     return operations * length * batch * HEADS, traffic * length * batch * HEADS
 
 
-def _reason(name: str, expansion: int, build, device: str, dtype: torch.dtype) -> str:
+def _reason(name: str, expansion: int, build, chunk: int, device: str, dtype: torch.dtype) -> str:
     """Why an implementation is not timed; empty if it may be."""
     if name.startswith("fla") and find_spec("fla") is None:
         return "flash-linear-attention is not installed"
@@ -184,12 +188,12 @@ def _reason(name: str, expansion: int, build, device: str, dtype: torch.dtype) -
     if name == COMPILED and device != "cuda":
         return "compiled only on a GPU"
     try:
-        return _check(name, expansion, build, device, dtype)
+        return _check(name, expansion, build, chunk, device, dtype)
     except Exception as error:  # noqa: BLE001 - whatever it is, the others are still to be measured
         return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
-def _check(name: str, expansion: int, build, device: str, dtype: torch.dtype) -> str:
+def _check(name: str, expansion: int, build, chunk: int, device: str, dtype: torch.dtype) -> str:
     """What is wrong with an implementation's outputs and gradients on a short call; empty if nothing is.
 
     The memory: against the dual form in float64. Gated delta rule: outputs against its recurrence. TTT: finite.
@@ -209,7 +213,7 @@ def _check(name: str, expansion: int, build, device: str, dtype: torch.dtype) ->
         return "" if error < limit else f"wrong: outputs off by {error:.1e}"
     exact = {n: t.detach().double().requires_grad_() for n, t in x.items()}
     with torch.compiler.set_stance("force_eager"):
-        expected = memory_call("chunked", exact)()
+        expected = memory_call("chunked", exact, chunk)()
         expected_grads = torch.autograd.grad((expected * seed.double()).sum(), _used(name, exact))
     error = _error(out.double() - exact["q"], expected - exact["q"])
     grad_error = max(_error(a, b) for a, b in zip(grads, expected_grads, strict=True))

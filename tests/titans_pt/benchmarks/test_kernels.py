@@ -33,7 +33,7 @@ def test_what_fails_its_check_is_not_timed(tmp_path, monkeypatch):
         right = kernels.memory_call("chunked", x)
         return lambda: right() * 1.1
 
-    monkeypatch.setattr(kernels, "implementations", lambda: [("chunked", 2, wrong)])
+    monkeypatch.setattr(kernels, "implementations", lambda: [("chunked", 2, wrong, 64)])
     with pytest.raises(UserError, match="nothing was measured: all 1 rows failed; the first: wrong: outputs off by"):
         kernels.benchmark_kernels(tmp_path, rounds=1, longest=128, tokens=128)
     (row,) = csv.DictReader((tmp_path / "kernels.csv").open())
@@ -50,9 +50,9 @@ def test_the_compiled_dual_form_passes_its_check(monkeypatch):
 
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", compiled)
-    (build,) = [build for name, expansion, build in kernels.implementations() if (name, expansion) == (COMPILED, 2)]
+    (build,) = [build for name, expansion, build, _ in kernels.implementations() if (name, expansion) == (COMPILED, 2)]
     with kernels.compiled_blocks():
-        assert kernels._check(COMPILED, 2, build, "cpu", torch.float32) == ""
+        assert kernels._check(COMPILED, 2, build, 64, "cpu", torch.float32) == ""
     assert used == list(kernels.BLOCK) and dual.read is plain
 
 
