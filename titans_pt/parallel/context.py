@@ -88,13 +88,9 @@ class Context:
     def _take(self, shapes: list[tuple[torch.Size, torch.dtype]], rank: int, device: torch.device) -> list[Tensor]:
         if not shapes:
             return []
-        places, size = _places(shapes)
-        message = torch.empty(size, dtype=torch.uint8, device=device)
+        message = torch.empty(_places(shapes)[1], dtype=torch.uint8, device=device)
         dist.recv(message, rank, self.group.group)
-        return [
-            message[place : place + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-            for place, (shape, dtype) in zip(places, shapes, strict=True)
-        ]
+        return _contents(message, shapes)
 
     def _post(self, message: Tensor, rank: int, group: dist.ProcessGroup):
         """Sends without waiting: the rank that receives may be a layer behind."""
@@ -145,6 +141,14 @@ def _message(tensors: list[Tensor]) -> Tensor:
     for place, t in zip(places, tensors, strict=True):
         message[place : place + t.numel() * t.element_size()] = t.detach().contiguous().flatten().view(torch.uint8)
     return message
+
+
+def _contents(message: Tensor, shapes: list[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+    """The inverse of :func:`_message`: views."""
+    return [
+        message[place : place + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        for place, (shape, dtype) in zip(_places(shapes)[0], shapes, strict=True)
+    ]
 
 
 def _parts(state: Any, device: torch.device) -> tuple[bytes, list[Tensor]]:

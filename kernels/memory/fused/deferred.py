@@ -26,7 +26,6 @@ from titans_pt.kernels.memory.fused.functions import (
     product,
     slope,
     through,
-    through_back,
     width_places,
 )  # fmt: skip
 
@@ -114,7 +113,7 @@ def chunks(
                 x_earlier, _ = _earlier(hidden, pulled, earlier, j, BLOCK, HIDDEN, SLICE, ACTIVATION)
                 pull = -product(mixed, x_earlier, SCALE, PRECISION)
                 places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
-                pull = through_back(g, first, momenta, base, places, a2, b2, pull, TO_START, PRECISION)
+                pull = through(g, first, momenta, base, places, a2, b2, pull, TO_START, PRECISION, True)
                 places = own[:, None] * HIDDEN + (j + s)[None, :]
                 tl.store(pulled + places, pull.to(OPERAND), mask=inside[:, None])
         # What one iteration stores, others of the program's threads load in the next.

@@ -179,21 +179,23 @@ def inner_error(f, key, value, norm, head, H, D: tl.constexpr, NORM: tl.constexp
 
 
 @triton.jit
-def through(z, weights, momenta, base, places, a, b, total, TO_START: tl.constexpr, PRECISION: tl.constexpr):
-    """total + A (z W) + B (z S), the weights of a block's start on a tile; with TO_START + z M_0."""
-    if TO_START:
-        total = tl.dot(z, tl.load(base + places), total, input_precision=PRECISION)
-    total = tl.dot((a * z).to(z.dtype), tl.load(weights + places), total, input_precision=PRECISION)
-    return tl.dot((b * z).to(z.dtype), tl.load(momenta + places), total, input_precision=PRECISION)
+def _operand(pointer, places, BACK: tl.constexpr):
+    """A tile of a matrix; BACK: transposed."""
+    tile = tl.load(pointer + places)
+    if BACK:
+        tile = tl.trans(tile)
+    return tile
 
 
 @triton.jit
-def through_back(g, weights, momenta, base, places, a, b, total, TO_START: tl.constexpr, PRECISION: tl.constexpr):
-    """total + A (g W^T) + B (g S^T) on a tile; with TO_START + g M_0^T."""
+def through(z, weights, momenta, base, places, a, b, total, TO_START: tl.constexpr, PRECISION: tl.constexpr,
+            BACK: tl.constexpr = False):  # fmt: skip
+    """total + A (z W) + B (z S), the weights of a block's start on a tile; with TO_START + z M_0. BACK: W^T, S^T and
+    M_0^T in their place."""
     if TO_START:
-        total = tl.dot(g, tl.trans(tl.load(base + places)), total, input_precision=PRECISION)
-    total = tl.dot((a * g).to(g.dtype), tl.trans(tl.load(weights + places)), total, input_precision=PRECISION)
-    return tl.dot((b * g).to(g.dtype), tl.trans(tl.load(momenta + places)), total, input_precision=PRECISION)
+        total = tl.dot(z, _operand(base, places, BACK), total, input_precision=PRECISION)
+    total = tl.dot((a * z).to(z.dtype), _operand(weights, places, BACK), total, input_precision=PRECISION)
+    return tl.dot((b * z).to(z.dtype), _operand(momenta, places, BACK), total, input_precision=PRECISION)
 
 
 @triton.jit

@@ -31,8 +31,6 @@ def table(length: int, chunk: int, block: int, blocks: int, offset: Tensor, rese
             grid = torch.where(since < 0, grid, position)
         begins = (grid >= 0) & (grid % block == 0)
         begins |= t == length - (position[:, -1:] + 1) % chunk
-        if reset is not None:
-            begins |= reset
     else:
         begins = position % block == 0
     begins[:, 0] = True

@@ -13,7 +13,7 @@ from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.kernels.memory.state import MemoryState
 from titans_pt.layers.state import tensors
-from titans_pt.parallel.context import _message, _parts, _places, _rebuilt
+from titans_pt.parallel.context import _contents, _message, _parts, _places, _rebuilt
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -49,13 +49,8 @@ def test_a_state_travels_as_one_message():
     skeleton, found = _parts(state, torch.device("cpu"))
     shapes = [(t.shape, t.dtype) for t in found]
     message = _message(found)
-    places, size = _places(shapes)
-    assert len(message) == size
-    again = [
-        message[at : at + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
-        for at, t in zip(places, found, strict=True)
-    ]
-    memory, nothing, number = _rebuilt(skeleton, again)
+    assert len(message) == _places(shapes)[1]
+    memory, nothing, number = _rebuilt(skeleton, _contents(message, shapes))
     assert (nothing, number) == (None, 7)
     assert isinstance(memory, MemoryState)
     for a, b in zip(tensors(memory), tensors(state[0]), strict=True):
