@@ -1,11 +1,14 @@
 """Which models recall what lies outside their attention window: training on MQAR, a table, a picture.
 
-One process trains one variant after the other. A finished variant is one file of one record in ``run.dir``: it is
-skipped when the command runs again, and several processes may share a folder as long as they train different variants.
+One process trains one variant after the other. A finished variant is, for each seed, one file of one record in
+``run.dir``: it is skipped when the command runs again, and several processes may share a folder as long as they train
+different variants or seeds.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -50,9 +53,8 @@ class Variant:
     def name(self) -> str:
         return f"{self.model.upper()}, {self.change}" if self.change else self.model.upper()
 
-    @property
-    def file(self) -> str:
-        return f"{self.name.replace(', ', '-').replace(' ', '-').lower()}.jsonl"
+    def file(self, seed: int) -> str:
+        return f"{self.name.replace(', ', '-').replace(' ', '-').lower()}-seed{seed}.jsonl"
 
     def config(self, base: ModelConfig) -> ModelConfig:
         tree = base.model_dump()
@@ -79,7 +81,8 @@ def recall(config: Config, variants: list[Variant], task: MQAR):
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     for variant in variants:
-        once(folder / variant.file, _key(config, variant, task), variant.name, partial(train, config, variant, task))
+        path, made = folder / variant.file(config.run.seed), partial(train, config, variant, task)
+        once(path, _key(config, variant, task), said(variant, config.run.seed), made)
     summarise(folder)
 
 
@@ -88,14 +91,19 @@ def _key(config: Config, variant: Variant, task: MQAR) -> str:
     return digest(model, train, config.data.seq_len, config.run.seed, task.pairs, task.distance)
 
 
+def said(variant: Variant, seed: int) -> str:
+    return f"{variant.name}, seed {seed}"
+
+
 def train(config: Config, variant: Variant, task: MQAR) -> dict:
     """One variant's record: its settings, its curve, its accuracies. In fp32, on the CPU, in this process."""
     settings, rows = config.train, config.train.batch_tokens // config.data.seq_len
     torch.manual_seed(config.run.seed)
     model = build_model(variant.config(config.model))
-    fitted = fit(model, settings, lambda i: task.batch(config.run.seed, i * rows, rows), variant.name)
+    fitted = fit(model, settings, lambda i: task.batch(config.run.seed, i * rows, rows),
+                 said(variant, config.run.seed))  # fmt: skip
     return {
-        "model": variant.model, "change": variant.change, **fitted,
+        "model": variant.model, "change": variant.change, "seed": config.run.seed, **fitted,
         "accuracy": accuracy(model, task), "chance": task.chance, "task": vars(task),
         "parameters": sum(p.numel() for p in model.parameters()),
         "by_pairs": [[n, accuracy(model, _resized(task, pairs=n), 2)] for n in PAIRS if n < task.vocabulary // 2],
@@ -123,42 +131,65 @@ def accuracy(model: nn.Module, task: MQAR, batches: int = EVALUATION_BATCHES) ->
 
 
 def summarise(folder: Path):
-    """recall.md and recall.png in ``folder``, of all variants that have finished there; the newest record counts."""
+    """recall.md and recall.png in ``folder``, of all that has finished there; the newest record of a file counts."""
     records = newest(folder)
-    records.sort(key=lambda r: (list(CHANGES).index(r["change"]), r["model"]))
-    write_text(folder / "recall.md", table(records))
-    plot(records, folder / "recall.png")
-    print(table(records), end="")
+    records.sort(key=lambda r: (*_place(r), r["seed"]))
+    variants = [list(seeds) for _, seeds in groupby(records, _place)]
+    write_text(folder / "recall.md", table(variants))
+    plot(variants, folder / "recall.png")
+    print(table(variants), end="")
     print(f"{folder / 'recall.md'}, {folder / 'recall.png'}")
 
 
-def table(records: list[dict]) -> str:
-    """Markdown, one line a variant."""
-    lines = ["| model | accuracy | first at 95 % (step) | steps | seconds | parameters |", "|---|---|---|---|---|---|"]
-    for r in records:
-        first = next((str(step) for step, _, right, _ in r["curve"] if right >= 0.95), "-")
-        steps = f"{r['steps']:,} of {r['max_steps']:,}"
-        name = Variant(r["model"], r["change"]).name
-        lines.append(
-            f"| {name} | {100 * r['accuracy']:.1f} % | {first} | {steps} | {r['seconds']:.0f} | {r['parameters']:,} |"
-        )
+def _place(record: dict) -> tuple:
+    """By which variants are ordered: the change, then the model."""
+    return list(CHANGES).index(record["change"]), record["model"]
+
+
+def table(variants: Sequence[Sequence[dict]]) -> str:
+    """Markdown, one line a variant, whose records are those of its seeds. Accuracy is the mean over the seeds and, of
+    several, the lowest and the highest; steps are those of each seed."""
+    lines = ["| model | seeds | accuracy (%) | first at 95 % (step) | steps | parameters |", "|---" * 6 + "|"]
+    for seeds in variants:
+        each = [100 * r["accuracy"] for r in seeds]
+        span = f" ({min(each):.1f} to {max(each):.1f})" if len(each) > 1 else ""
+        cells = [
+            Variant(seeds[0]["model"], seeds[0]["change"]).name,
+            ", ".join(str(r["seed"]) for r in seeds),
+            f"{sum(each) / len(each):.1f}{span}",
+            ", ".join(_first(r) for r in seeds),
+            ", ".join(f"{r['steps']:,}" for r in seeds) + f" of {seeds[0]['max_steps']:,}",
+            f"{seeds[0]['parameters']:,}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def plot(records: list[dict], path: Path):
-    """Accuracy against steps, against pairs and against distance, one line a variant; ablations in the first alone."""
+def _first(record: dict) -> str:
+    return next((f"{step:,}" for step, _, right, _ in record["curve"] if right >= 0.95), "-")
+
+
+def plot(variants: Sequence[Sequence[dict]], path: Path):
+    """Accuracy against steps, a line for each seed; against pairs and against distance, the mean over the seeds and a
+    dot for each; ablations in the first alone."""
     figure = new_figure(13.0, 4.2)
     learning, pairs, distance = figure.subplots(1, 3, sharey=True)
-    inks = {model: f"C{n}" for n, model in enumerate(sorted({r["model"] for r in records}))}
+    inks = {model: f"C{n}" for n, model in enumerate(sorted({seeds[0]["model"] for seeds in variants}))}
     dashes = dict(zip(CHANGES, ("-", ":", "--", "-.", (0, (5, 1)), (0, (1, 3)), (0, (3, 1, 1, 1))), strict=True))
-    for r in records:
-        style = {"color": inks[r["model"]], "linestyle": dashes[r["change"]]}
-        label = Variant(r["model"], r["change"]).name
-        learning.plot([c[0] for c in r["curve"]], [100 * c[2] for c in r["curve"]], label=label, **style)
-        if r["change"] in CONTROLS:
-            for axes, rows in ((pairs, r["by_pairs"]), (distance, r["by_distance"])):
-                axes.plot([n for n, _ in rows], [100 * a for _, a in rows], marker="o", **style)
-    task = records[0]["task"]
+    for seeds in variants:
+        model, change = seeds[0]["model"], seeds[0]["change"]
+        style = {"color": inks[model], "linestyle": dashes[change]}
+        for n, r in enumerate(seeds):
+            label = Variant(model, change).name if n == 0 else None
+            learning.plot([c[0] for c in r["curve"]], [100 * c[2] for c in r["curve"]], label=label, **style)
+        if change in CONTROLS:
+            for axes, name in ((pairs, "by_pairs"), (distance, "by_distance")):
+                places = [n for n, _ in seeds[0][name]]
+                each = [[100 * a for _, a in r[name]] for r in seeds]
+                axes.plot(places, [sum(column) / len(seeds) for column in zip(*each, strict=True)], marker="o", **style)
+                if len(seeds) > 1:
+                    axes.plot(places, list(zip(*each, strict=True)), ".", color=inks[model], alpha=0.5)
+    task = variants[0][0]["task"]
     learning.set_xlabel("training steps")
     learning.set_ylabel("accuracy (%)")
     learning.legend(fontsize=7)

@@ -48,12 +48,12 @@ def test_command_resumes(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(recall, name, small)
     words = ["recall", CONFIG, *TINY, f"run.dir={tmp_path}", "--models", "lmm,mag", "--pairs", "4"]
     assert cli.run(words) == 0
-    assert "LMM, memory off: step 3" in capsys.readouterr().out
+    assert "LMM, memory off, seed 0: step 3" in capsys.readouterr().out
     files = sorted(path.name for path in tmp_path.iterdir())
-    variants = ["lmm-memory-off.jsonl", "lmm.jsonl", "mag-memory-off.jsonl", "mag.jsonl"]
+    variants = [f"{name}-seed0.jsonl" for name in ("lmm-memory-off", "lmm", "mag-memory-off", "mag")]
     assert files == sorted([*variants, "recall.md", "recall.png"])
     before = [(tmp_path / name).read_bytes() for name in variants]
-    record = json.loads(before[1])
+    record = json.loads((tmp_path / "lmm-seed0.jsonl").read_bytes())
     assert record["steps"] == 3
     assert record["curve"][0][0] == 3
     assert len((tmp_path / "recall.md").read_text().splitlines()) == 2 + len(variants)
@@ -67,6 +67,23 @@ def test_command_resumes(tmp_path, capsys, monkeypatch):
     assert cli.run([*words, "train.lr=1e-3", "--models", "lmm"]) == 0
     assert ": step 3" in capsys.readouterr().out, "other settings are another result"
 
+    assert cli.run([*words, "run.seed=1", "--models", "mag", "--changes", "plain"]) == 0
+    assert "MAG, seed 1: step 3" in capsys.readouterr().out, "another seed is another training, of the same line"
+    assert len((tmp_path / "recall.md").read_text().splitlines()) == 2 + len(variants)
+
+
+def test_seeds_share_a_line(tmp_path):
+    def record(seed: int, accuracy: float, *rights: float) -> dict:
+        curve = [[50 * (n + 1), 0.0, right, 0.0] for n, right in enumerate(rights)]
+        return {"model": "lmm", "change": "", "seed": seed, "accuracy": accuracy, "curve": curve, "parameters": 1234,
+                "steps": 50 * len(rights), "max_steps": 1000}  # fmt: skip
+
+    lines = recall.table([[record(0, 0.96, 0.5, 0.95), record(2, 0.42, 0.1, 0.2, 0.4)], [record(0, 0.5, 0.5)]])
+    assert lines.splitlines()[2:] == [
+        "| LMM | 0, 2 | 69.0 (42.0 to 96.0) | 100, - | 100, 150 of 1,000 | 1,234 |",
+        "| LMM | 0 | 50.0 | - | 50 of 1,000 | 1,234 |",
+    ]
+
 
 def test_a_small_vocabulary_is_asked_for_as_many_pairs_as_it_has(tmp_path, monkeypatch):
     """Five minutes of training were lost when 16 pairs did not fit."""
@@ -74,7 +91,7 @@ def test_a_small_vocabulary_is_asked_for_as_many_pairs_as_it_has(tmp_path, monke
         monkeypatch.setattr(recall, name, small)
     words = ["recall", CONFIG, *TINY, "model.vocab_size=16", f"run.dir={tmp_path}", "--models", "lmm", "--pairs", "4"]
     assert cli.run([*words, "--changes", "plain"]) == 0
-    assert [n for n, _ in json.loads((tmp_path / "lmm.jsonl").read_text())["by_pairs"]] == [2]
+    assert [n for n, _ in json.loads((tmp_path / "lmm-seed0.jsonl").read_text())["by_pairs"]] == [2]
 
 
 def test_unknown_model_is_told(tmp_path, capsys):
