@@ -33,6 +33,7 @@ from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
 from titans_pt.models.mixers.common import MemoryMixer
 from titans_pt.run import load_weights
+from titans_pt.tasks.base import backbone_of
 from titans_pt.tools.files import write_atomically, write_text
 from titans_pt.tools.plots import plot_accuracy
 from titans_pt.tools.records import RecordFile, digest, read_records
@@ -192,6 +193,7 @@ def restored(folder: Path, record: dict) -> nn.Module:
         )
     model = build_model(ModelConfig(**completed(record["config"])["model"]))
     load_weights(model, load(content))
+    backbone_of(model).set_progress(record["steps"] / record["config"]["train"]["max_steps"])
     return model.eval()
 
 

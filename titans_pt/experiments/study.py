@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from titans_pt.config import TrainConfig
 from titans_pt.layers.memory import MemoryGates
+from titans_pt.tasks.base import backbone_of
 from titans_pt.tools.files import write_atomically
 from titans_pt.tools.records import RecordFile, read_records
 from titans_pt.training.engine import parameter_groups
@@ -76,6 +77,7 @@ def fit(
         print(f"{name}: continues after step {done}", flush=True)
     for step in range(done + 1, settings.max_steps + 1):
         lr = learning_rate(step, settings)
+        backbone_of(model).set_progress(step / settings.max_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
         with written(model) as shares:

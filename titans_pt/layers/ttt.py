@@ -55,7 +55,11 @@ class TestTimeTraining(nn.Module):
     """(B, T, d_model) -> (B, T, d_model): out(LayerNorm(memory(q, k, v)) * gelu(gate(x))).
 
     q and k are two convolutions of one projection, turned by their place in the mini-batch; a token's learning rate
-    is base_lr sigmoid(rate(x)) / head width.
+    is risen base_lr sigmoid(rate(x)) / head width.
+
+    Attributes:
+        risen: factor of base_lr, which may change in the course of a training. A number, not a buffer: torch.compile
+            takes a second value as a variable, and what is built without memory (on "meta") keeps it.
     """
 
     __test__ = False  # pytest: the name is the method's
@@ -81,6 +85,7 @@ class TestTimeTraining(nn.Module):
         """expansion: of the inner network's hidden layer; None: it has none."""
         super().__init__()
         self.n_heads, self.head_width = d_model // head_width, head_width
+        self.risen = 1.0
         self.mini_batch, self.base_lr, self.rope_base = mini_batch, base_lr, rope_base
         self.qk, self.v, self.gate, self.out = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
         self.q_conv, self.k_conv = (ShortConvolution(d_model, conv_width, bias=True) for _ in "qk")
@@ -100,7 +105,7 @@ class TestTimeTraining(nn.Module):
         place = self._place(x, state, documents)
         turn = rotation(place, q.shape[-1], self.rope_base, q.dtype)
         q, k = rotate(q, *turn), rotate(k, *turn)
-        rate = self.base_lr * torch.sigmoid(precise(self.rate(x))) / self.head_width
+        rate = self.risen * self.base_lr * torch.sigmoid(precise(self.rate(x))) / self.head_width
         tau = precise(self.tau)
         tau = (1 / torch.arange(1, self.mini_batch + 1, device=x.device, dtype=tau.dtype) + tau).clamp(min=0)
         weights, biases, norm = self.network()

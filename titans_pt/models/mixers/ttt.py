@@ -24,6 +24,8 @@ class TTTSettings(Section):
     """Tokens whose gradients are taken at the same weights."""
     base_lr: Annotated[float, Field(gt=0.0)] = 1.0
     """Largest learning rate of the inner loop, before it is divided by head_width."""
+    base_lr_warmup: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of train.max_steps over which base_lr rises to its value, linearly, from a tenth of it."""
 
 
 @dataclass
@@ -53,6 +55,7 @@ class TTTMixer(Mixer):
     def __init__(self, config: ModelConfig):
         super().__init__()
         d, settings = config.d_model, self.settings(config)
+        self.warmup = settings.base_lr_warmup
         self.branch_norm = RMSNorm(d, eps=config.norm_eps)
         self.branch = ShortConvolution(d, config.conv_width, bias=True)
         self.norm = RMSNorm(d, eps=config.norm_eps)
@@ -70,6 +73,9 @@ class TTTMixer(Mixer):
     def split_sizes(cls, config: ModelConfig) -> dict[str, int]:
         width = cls.settings(config).head_width
         return {f"model.d_model / model.{cls.name}.head_width": config.d_model // width}
+
+    def set_progress(self, done: float):
+        self.ttt.risen = 0.1 + 0.9 * min(1.0, done / self.warmup) if self.warmup else 1.0
 
     def forward(
         self, x: Tensor, state: TTTMixerState | None = None, documents: Documents | None = None

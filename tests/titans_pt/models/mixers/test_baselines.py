@@ -314,6 +314,22 @@ def test_starts_are_those_of_the_references():
     assert ttt.weight_0.std().item() == pytest.approx(0.02, rel=0.1) and (ttt.bias_1 == 0).all()
 
 
+def test_the_inner_learning_rate_of_ttt_mlp_rises_over_a_tenth_of_the_training():
+    """From .01 to .1, as in the authors' code, and TTT-Linear's does not. What one token writes is linear in it."""
+    x = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def written(name: str, done: float | None):
+        torch.manual_seed(0)
+        model = small_model([name])
+        if done is not None:
+            model.blocks.set_progress(done)
+        return model.blocks[0].mixer(x)[1].ttt.memory.sums[0].detach()
+
+    for done, factor in ((0.0, 0.1), (0.05, 0.55), (0.1, 1.0), (0.5, 1.0), (None, 1.0)):
+        same(written("ttt_mlp", done), factor * written("ttt_mlp", 1.0))
+        same(written("ttt_linear", done), written("ttt_linear", 1.0))
+
+
 def test_hgrn2_layers_share_one_parameter():
     model = small_model(["swa", "hgrn2", "swa"], n_layers=6)
     mine = [block.mixer for block in model.blocks if block.mixer.name == "hgrn2"]
