@@ -7,7 +7,10 @@ SECTION = "study"
 
 @click.command()
 @settings
-@click.option("--models", type=NAMES, default="lmm,mac,mag,mal,swa", metavar="NAMES", help="the models to train")
+@click.option(
+    "--models", type=NAMES, metavar="NAMES",
+    help="the models to train (default: model.mixers if the settings give it, else lmm,mac,mag,mal,swa)",
+)  # fmt: skip
 @click.option("--needles", "count", type=whole(1), default=8, metavar="N", help="needles in a training sample")
 @click.option(
     "--lengths", default="96:8,256,512,1024,2048", metavar="TOKENS[:PARTS],...",
@@ -33,13 +36,15 @@ SECTION = "study"
     help="unseen: ask in the held-out noise tokens alone (default: seen)",
 )  # fmt: skip
 def needles(
-    config, models: list[str], count: int, lengths: str, held_out: int, write_cost: float, asked: list[int],
+    config, models: list[str] | None, count: int, lengths: str, held_out: int, write_cost: float, asked: list[int],
     asked_needles: list[int] | None, answers: int, noise: str,
 ):  # fmt: skip
     """Train small models on needles and ask far beyond their training length."""
     from titans_pt.experiments.needles import Questions, train_and_ask
     from titans_pt.experiments.needles_in_noise import Curriculum, NeedlesInNoise
+    from titans_pt.experiments.study import models_of
 
+    models = models or models_of(config) or ["lmm", "mac", "mag", "mal", "swa"]
     curriculum = Curriculum(lengths)
     task = NeedlesInNoise(config.model.vocab_size, min(curriculum.lengths), count, held_out)
     questions = Questions(asked, asked_needles or [count], answers, unseen=noise == "unseen")

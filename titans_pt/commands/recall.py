@@ -7,17 +7,23 @@ SECTION = "study"
 
 @click.command()
 @settings
-@click.option("--models", type=NAMES, default="lmm,mac,mag,mal", metavar="NAMES", help="the models to train")
 @click.option(
-    "--changes", type=NAMES, default="plain,memory-off", metavar="NAMES",
-    help="what to remove from them: plain, memory-off, no-momentum, no-forgetting, linear-memory, no-conv, no-ln",
+    "--models", type=NAMES, metavar="NAMES",
+    help="the models to train (default: model.mixers if the settings give it, else lmm,mac,mag,mal)",
+)  # fmt: skip
+@click.option(
+    "--changes", type=NAMES, metavar="NAMES",
+    help="what to remove from them: plain, memory-off, no-momentum, no-forgetting, linear-memory, no-conv, no-ln "
+    "(default: plain and, of Titans, memory-off)",
 )  # fmt: skip
 @click.option("--pairs", type=whole(1), default=8, metavar="N", help="key-value pairs in a sample")
 @click.option("--distance", type=whole(0), default=40, metavar="N", help="least tokens between pairs and queries")
-def recall(config, models: list[str], changes: list[str], pairs: int, distance: int):
+def recall(config, models: list[str] | None, changes: list[str] | None, pairs: int, distance: int):
     """Train small models to recall, with memory and without."""
     from titans_pt.experiments import recall
     from titans_pt.experiments.mqar import MQAR
+    from titans_pt.experiments.study import models_of
 
+    models = models or models_of(config) or ["lmm", "mac", "mag", "mal"]
     task = MQAR(config.model.vocab_size, config.data.seq_len, pairs, distance)
     recall.recall(config, recall.chosen(models, changes), task)

@@ -20,6 +20,7 @@ from titans_pt.experiments.mqar import MQAR
 from titans_pt.experiments.study import EVALUATION_SEED, answers, fit, newest, once
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
+from titans_pt.models.mixers.common import MemoryMixer
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import new_figure, save_figure
 from titans_pt.tools.records import digest
@@ -63,17 +64,28 @@ class Variant:
         return ModelConfig(**(tree | change | {"mixers": [self.model], "memory": memory}))
 
 
-def chosen(models: list[str], changes: list[str]) -> list[Variant]:
-    """Every model with every one of the changes (names of CHANGES; "plain" is ""), one change after the other.
+def chosen(models: list[str], changes: list[str] | None = None) -> list[Variant]:
+    """Every model with every one of the changes (names of NAMES), one change after the other.
+
+    Without ``changes``: as it is and, if it has a Titan's memory, with that off.
 
     Raises:
-        UserError: an unknown model or change.
+        UserError: an unknown model or change, or a change of the memory of a model that has none.
     """
-    for given, allowed, option in ((models, MIXERS.names(), "--models"), (changes, NAMES, "--changes")):
+    for given, allowed, option in ((models, MIXERS.names(), "--models"), (changes or [], NAMES, "--changes")):
         for name in given:
             if name not in allowed:
                 raise UserError(f"{option}: given {name!r}; allowed: {', '.join(allowed)}")
-    return [Variant(model, NAMES[change]) for change in changes for model in models]
+    without = [model for model in models if not issubclass(MIXERS.find(model), MemoryMixer)]
+    for name in changes or []:
+        if without and "memory" in CHANGES[NAMES[name]]:
+            raise UserError(f"--changes: given {name!r}, but {without[0]} has none of a Titan's memory; give it plain")
+    return [
+        Variant(model, change)
+        for change in ([NAMES[name] for name in changes] if changes else CONTROLS)
+        for model in models
+        if changes or not (change and model in without)
+    ]
 
 
 def recall(config: Config, variants: list[Variant], task: MQAR):

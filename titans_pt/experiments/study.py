@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titans_pt.config import TrainConfig
+from titans_pt.config import Config, TrainConfig
 from titans_pt.layers.memory import MemoryGates
 from titans_pt.tasks.base import backbone_of
 from titans_pt.tools.files import write_atomically
@@ -39,6 +39,11 @@ class Samples(ABC):
         samples = [self.sample(seed, first + row) for row in range(rows)]
         ids, places = (np.stack(part) for part in zip(*samples, strict=True))
         return torch.from_numpy(ids), torch.from_numpy(places)
+
+
+def models_of(config: Config) -> list[str]:
+    """The mixers that its file or the command line names, one model of each; none if model.mixers was not given."""
+    return list(dict.fromkeys(config.model.mixers)) if "mixers" in config.model.model_fields_set else []
 
 
 def fit(

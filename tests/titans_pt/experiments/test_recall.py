@@ -94,6 +94,20 @@ def test_a_small_vocabulary_is_asked_for_as_many_pairs_as_it_has(tmp_path, monke
     assert [n for n, _ in json.loads((tmp_path / "lmm-seed0.jsonl").read_text())["by_pairs"]] == [2]
 
 
+def test_what_is_trained_unless_it_is_said():
+    """A config of one mixer is about it; what has no memory is not trained a second time without it."""
+    assert [v.name for v in recall.chosen(["lmm", "gla"])] == ["LMM", "GLA", "LMM, memory off"]
+    assert study.models_of(load_config(CONFIG)) == []
+    assert study.models_of(load_config("configs/recall/transformer.yaml")) == ["attention"]
+    assert study.models_of(load_config(CONFIG, ["model.mixers=[gla,swa,gla]"])) == ["gla", "swa"]
+
+
+def test_what_has_no_memory_cannot_lose_it(tmp_path, capsys):
+    words = ["recall", "configs/recall/deltanet.yaml", f"run.dir={tmp_path}", "--changes", "plain,no-ln"]
+    assert cli.run(words) == 2
+    assert "--changes: given 'no-ln', but deltanet has none of a Titan's memory" in capsys.readouterr().err
+
+
 def test_unknown_model_is_told(tmp_path, capsys):
     assert cli.run(["recall", CONFIG, f"run.dir={tmp_path}", "--models", "gru"]) == 2
     assert "--models: given 'gru'" in capsys.readouterr().err
