@@ -204,11 +204,11 @@ def plot(variants: Sequence[Sequence[dict]], path: Path):
     task = variants[0][0]["task"]
     learning.set_xlabel("training steps")
     learning.set_ylabel("accuracy (%)")
-    learning.legend(fontsize=7)
+    learning.legend(fontsize=7, loc="center right")
     pairs.set_xlabel(f"pairs (trained with {task['pairs']})")
     pairs.set_xscale("log", base=2)
     pairs.xaxis.set_major_formatter("{x:,.0f}")
-    distance.set_xlabel(f"tokens between pairs and queries, at least (trained with {task['distance']})")
+    distance.set_xlabel(f"least tokens from pairs to queries (trained with {task['distance']})")
     for axes in (learning, pairs, distance):
         axes.grid(alpha=0.3)
         axes.set_ylim(-3, 103)
