@@ -28,7 +28,7 @@ from titans_pt.config_check import completed
 from titans_pt.errors import UserError
 from titans_pt.evaluation.long_context import read
 from titans_pt.experiments.needles_in_noise import Curriculum, NeedlesInNoise
-from titans_pt.experiments.study import EVALUATION_SEED, REPORT_EVERY, answers, fit
+from titans_pt.experiments.study import EVALUATION_SEED, REPORT_EVERY, answers, fit, spanned
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
 from titans_pt.models.mixers.common import MemoryMixer
@@ -333,5 +333,4 @@ def table(lines: list[dict]) -> str:
 
 
 def _cell(row: dict) -> str:
-    mean, each = 100 * row["mean"], row["each"]
-    return f"{mean:.1f}" if len(each) == 1 else f"{mean:.1f} ({100 * min(each):.1f} to {100 * max(each):.1f})"
+    return spanned(100 * row["mean"], [100 * mean for mean in row["each"]])

@@ -17,7 +17,7 @@ from torch import nn
 from titans_pt.config import Config, ModelConfig, config_hash
 from titans_pt.errors import UserError
 from titans_pt.experiments.mqar import MQAR
-from titans_pt.experiments.study import EVALUATION_SEED, answers, fit, newest, once
+from titans_pt.experiments.study import EVALUATION_SEED, answers, fit, newest, once, spanned
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
 from titans_pt.models.mixers.common import MemoryMixer
@@ -77,15 +77,12 @@ def chosen(models: list[str], changes: list[str] | None = None) -> list[Variant]
             if name not in allowed:
                 raise UserError(f"{option}: given {name!r}; allowed: {', '.join(allowed)}")
     without = [model for model in models if not issubclass(MIXERS.find(model), MemoryMixer)]
-    for name in changes or []:
+    if not changes:
+        return [Variant(model, change) for change in CONTROLS for model in models if not (change and model in without)]
+    for name in changes:
         if without and "memory" in CHANGES[NAMES[name]]:
             raise UserError(f"--changes: given {name!r}, but {without[0]} has none of a Titan's memory; give it plain")
-    return [
-        Variant(model, change)
-        for change in ([NAMES[name] for name in changes] if changes else CONTROLS)
-        for model in models
-        if changes or not (change and model in without)
-    ]
+    return [Variant(model, NAMES[name]) for name in changes for model in models]
 
 
 def recall(config: Config, variants: list[Variant], task: MQAR):
@@ -147,9 +144,10 @@ def summarise(folder: Path):
     records = newest(folder)
     records.sort(key=lambda r: (*_place(r), r["seed"]))
     variants = [list(seeds) for _, seeds in groupby(records, _place)]
-    write_text(folder / "recall.md", table(variants))
+    text = table(variants)
+    write_text(folder / "recall.md", text)
     plot(variants, folder / "recall.png")
-    print(table(variants), end="")
+    print(text, end="")
     print(f"{folder / 'recall.md'}, {folder / 'recall.png'}")
 
 
@@ -164,11 +162,10 @@ def table(variants: Sequence[Sequence[dict]]) -> str:
     lines = ["| model | seeds | accuracy (%) | first at 95 % (step) | steps | parameters |", "|---" * 6 + "|"]
     for seeds in variants:
         each = [100 * r["accuracy"] for r in seeds]
-        span = f" ({min(each):.1f} to {max(each):.1f})" if len(each) > 1 else ""
         cells = [
             Variant(seeds[0]["model"], seeds[0]["change"]).name,
             ", ".join(str(r["seed"]) for r in seeds),
-            f"{sum(each) / len(each):.1f}{span}",
+            spanned(sum(each) / len(each), each),
             ", ".join(_first(r) for r in seeds),
             ", ".join(f"{r['steps']:,}" for r in seeds) + f" of {seeds[0]['max_steps']:,}",
             f"{seeds[0]['parameters']:,}",

@@ -162,3 +162,8 @@ def once(path: Path, key: str, name: str, make: Callable[[], dict]):
 def newest(folder: Path) -> list[dict]:
     """The last record of each file in ``folder``."""
     return [list(read_records([path]).values())[-1] for path in folder.glob("*.jsonl")]
+
+
+def spanned(mean: float, each: list[float]) -> str:
+    """A table's cell: the mean over seeds and, of several, the lowest and the highest."""
+    return f"{mean:.1f}" if len(each) == 1 else f"{mean:.1f} ({min(each):.1f} to {max(each):.1f})"

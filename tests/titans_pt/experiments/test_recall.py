@@ -72,7 +72,7 @@ def test_command_resumes(tmp_path, capsys, monkeypatch):
     assert len((tmp_path / "recall.md").read_text().splitlines()) == 2 + len(variants)
 
 
-def test_seeds_share_a_line(tmp_path):
+def test_seeds_share_a_line():
     def record(seed: int, accuracy: float, *rights: float) -> dict:
         curve = [[50 * (n + 1), 0.0, right, 0.0] for n, right in enumerate(rights)]
         return {"model": "lmm", "change": "", "seed": seed, "accuracy": accuracy, "curve": curve, "parameters": 1234,
