@@ -89,6 +89,7 @@ def recall(config: Config, variants: list[Variant], task: MQAR):
     """Trains and measures what is not there yet, then writes recall.md and recall.png of all in ``run.dir``."""
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
+    finished(folder)  # what cannot be read is said before hours of training
     for variant in variants:
         path, made = folder / variant.file(config.run.seed), partial(train, config, variant, task)
         once(path, _key(config, variant, task), said(variant, config.run.seed), made)
@@ -139,9 +140,22 @@ def accuracy(model: nn.Module, task: MQAR, batches: int = EVALUATION_BATCHES) ->
 # ---- for the reader
 
 
-def summarise(folder: Path):
-    """recall.md and recall.png in ``folder``, of all that has finished there; the newest record of a file counts."""
+def finished(folder: Path) -> list[dict]:
+    """The newest record of each variant and seed in ``folder``.
+
+    Raises:
+        UserError: a record of before seeds were kept apart.
+    """
     records = newest(folder)
+    for path, record in records.items():
+        if "seed" not in record:
+            raise UserError(f"{path}: written before records had seeds; move it away, or give another run.dir")
+    return list(records.values())
+
+
+def summarise(folder: Path):
+    """recall.md and recall.png in ``folder``, of all that has finished there."""
+    records = finished(folder)
     records.sort(key=lambda r: (*_place(r), r["seed"]))
     variants = [list(seeds) for _, seeds in groupby(records, _place)]
     text = table(variants)

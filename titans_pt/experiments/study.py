@@ -159,9 +159,10 @@ def once(path: Path, key: str, name: str, make: Callable[[], dict]):
         file.append({"key": key} | record)
 
 
-def newest(folder: Path) -> list[dict]:
-    """The last record of each file in ``folder``."""
-    return [list(read_records([path]).values())[-1] for path in folder.glob("*.jsonl")]
+def newest(folder: Path) -> dict[Path, dict]:
+    """The last record of each file in ``folder`` that has one."""
+    records = {path: list(read_records([path]).values()) for path in folder.glob("*.jsonl")}
+    return {path: of_file[-1] for path, of_file in records.items() if of_file}
 
 
 def spanned(mean: float, each: list[float]) -> str:

@@ -85,6 +85,14 @@ def test_seeds_share_a_line():
     ]
 
 
+def test_a_record_without_a_seed_is_told_before_training(tmp_path, capsys):
+    (tmp_path / "lmm.jsonl").write_text('{"key": "0", "model": "lmm", "change": "", "steps": 3}\n')
+    assert cli.run(["recall", CONFIG, *TINY, f"run.dir={tmp_path}", "--models", "lmm"]) == 2
+    told = capsys.readouterr()
+    assert f"{tmp_path / 'lmm.jsonl'}: written before records had seeds; move it away" in told.err
+    assert "step 3" not in told.out
+
+
 def test_a_small_vocabulary_is_asked_for_as_many_pairs_as_it_has(tmp_path, monkeypatch):
     """Five minutes of training were lost when 16 pairs did not fit."""
     for name, small in {"PAIRS": (2, 16), "DISTANCES": (8,), "EVALUATION_ROWS": 2, "EVALUATION_BATCHES": 1}.items():
