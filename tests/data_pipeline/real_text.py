@@ -1,6 +1,6 @@
 """A corpus of real text from Debian's packages, laid out as FineWeb-Edu: 79 million tokens, nothing of it kept here.
 
-    python tests/data_pipeline/real_text.py FOLDER      (downloads 86 MB through apt-get; needs apt-get and dpkg)
+    python tests/data_pipeline/real_text.py FOLDER      (downloads 86 MB through apt-get; needs Debian 12)
 
 In FOLDER the production call then reads it: kind=hub path=HuggingFaceFW/fineweb-edu name=sample-10BT.
 """
@@ -17,7 +17,11 @@ from pathlib import Path
 import pyarrow as pa
 from pyarrow import parquet
 
-PACKAGES = ("linux-doc-6.1", "dict-gcide", "python3.11-doc", "anarchism", "perl-doc", "wordnet-base")
+PACKAGES = {
+    "linux-doc-6.1": "6.1.176-1", "dict-gcide": "0.48.5+nmu2", "python3.11-doc": "3.11.2-6+deb12u8",
+    "anarchism": "15.3-3", "perl-doc": "5.36.0-7+deb12u3", "wordnet-base": "1:3.0-37",
+}  # fmt: skip
+"""With their versions in Debian 12.15: figures of different days are comparable only if the text is the same."""
 SUFFIXES = (".txt", ".rst", ".html", ".pod", ".md", ".dict", ".adj", ".adv", ".noun", ".verb")
 PARAGRAPHS = 4000
 """Characters of a document that is cut out of a file of many entries."""
@@ -62,8 +66,8 @@ def _write(home: Path, rows: list[dict], number: int, row_group: int) -> None:
 
 def debian_rows(folder: Path) -> Iterator[dict]:
     """Downloads and unpacks the packages under ``folder`` and yields their text."""
-    for package in PACKAGES:
-        subprocess.run(["apt-get", "download", "-q", package], cwd=folder, check=True, capture_output=True)
+    for package, version in PACKAGES.items():
+        subprocess.run(["apt-get", "download", "-q", f"{package}={version}"], cwd=folder, check=True)
         [archive] = folder.glob(f"{package}_*.deb")
         subprocess.run(["dpkg", "-x", archive, folder / package], check=True)
     number = 0

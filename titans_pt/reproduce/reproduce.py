@@ -51,8 +51,8 @@ def reproduce(target: str, size: str, order: Order, ranks: int | None) -> int:
         UserError: something is wrong with a setting, a record, or the data.
     """
     (asked, runs), records = planned(target, size, order), Records(order.out / "records")
-    if not asked.timed and any(run.missing(run.record(records)) for run in runs):
-        _data(runs[0].config)
+    to_do = not asked.timed and any(run.missing(run.record(records)) for run in runs)
+    one_text(runs, records, _data(runs[0].config) if to_do else None)
 
     def write():
         # Every process writes the same from the same records; one at a time.
@@ -68,11 +68,35 @@ def reproduce(target: str, size: str, order: Order, ranks: int | None) -> int:
     return status
 
 
-def _data(config: Config):
-    """Prepares the token files if there are none, and sees that those there are fit."""
+def _data(config: Config) -> str:
+    """Prepares the token files if there are none, and sees that those there are fit; their fingerprint."""
     if read_manifest(Path(config.data.dir)) is None:
         prepare(config, workers=len(os.sched_getaffinity(0)))
-    TokenFiles.open(config)
+    return TokenFiles.open(config).fingerprint
+
+
+def one_text(runs: Sequence[Run], records: Records, fingerprint: str | None):
+    """Sees that what stands in one table was trained on the same text.
+
+    Args:
+        fingerprint: of the token files on which the rest will be trained; None: nothing will.
+
+    Raises:
+        UserError: two runs, or a run and the token files, are of different texts.
+    """
+    known = "the files in data.dir"
+    for run in runs:
+        record = records.read(run.name)
+        was = record and record["trained"].get("data", {}).get("data")
+        if not was:
+            continue
+        fingerprint = fingerprint or was
+        if was != fingerprint:
+            raise UserError(
+                f"{records.path(run.name)}: trained on other text than {known}, so its figures do not compare; choose "
+                "another --out, or delete the records of the one text to train those runs again"
+            )
+        known = str(records.path(run.name))
 
 
 def submit(words: Sequence[str], workers: int, options: Sequence[str]):

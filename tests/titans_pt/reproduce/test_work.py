@@ -137,6 +137,15 @@ def test_a_study_is_done_once(prepared, tmp_path, ranks, monkeypatch, capsys):
     assert titans(words(prepared, out, 20)) == 2
     assert "of a run with train.max_steps=1, asked for is 2; choose another --out" in capsys.readouterr().err
 
+    record["trained"]["data"]["data"] = "of another edition"
+    Records(out / "records").write("swa-s0", record)
+    assert titans(words(prepared, out, 10)) == 2
+    assert f"swa-s0.json: trained on other text than {out}/records/swa-lr0.01.json" in capsys.readouterr().err
+    for probe in (out / "records").glob("swa-lr*"):
+        probe.unlink()
+    assert titans(words(prepared, out, 10)) == 2
+    assert "swa-s0.json: trained on other text than the files in data.dir" in capsys.readouterr().err
+
 
 def test_a_run_that_diverges_has_a_record_and_any_other_error_none(prepared, tmp_path, monkeypatch, capsys):
     said = "train.max_nonfinite: the last 10 steps (to 12) had a loss that is not finite; nothing was saved since"
