@@ -5,6 +5,7 @@
 #       training  the whole training step at 4K: Titans, Transformer++ and baselines
 #       lengths   the same from 2K to 32K for some of them (Titans, Figure 9)
 #       sweeps    memory depth 1 to 4 and chunk sizes (Figure 8), with and without torch.compile
+#       hierarchy the same with several memories instead of one (TNT), and with a large, stale one alone
 #       long      training at 32K and 128K tokens per sequence; a stream of 10 million; layers side by side in both
 # Without a PART: kernels. A step that fails does not stop the others, but the exit status reports it.
 # OUT     folder of all results, one log per step (runs/gpu)
@@ -48,6 +49,11 @@ for part in "${@:-kernels}"; do
         benchmark sweeps 300 training --models lmm,mag --lengths 4096 --sweeps
         benchmark uncompiled 200 training --models lmm,mac,mag,transformer --lengths 4096 train.compile=false
         ;;
+    hierarchy)
+        benchmark hierarchy 290 training --models lmm,mag --lengths 4096,32768 --tokens 32768 model.memory.hierarchy={}
+        benchmark stale 290 training --models lmm,mag --lengths 4096,32768 --tokens 32768 \
+            model.memory.hierarchy.locals=[]
+        ;;
     long)
         benchmark train-32k 200 training --models mag --lengths 32768 --tokens 32768
         benchmark train-128k 200 training --models mag --lengths 131072 --tokens 131072
@@ -57,7 +63,7 @@ for part in "${@:-kernels}"; do
             evaluation.wavefront=2048
         ;;
     *)
-        echo "no such part: $part (kernels, training, lengths, sweeps, long)" >&2
+        echo "no such part: $part (kernels, training, lengths, sweeps, hierarchy, long)" >&2
         exit 2
         ;;
     esac

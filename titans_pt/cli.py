@@ -3,6 +3,8 @@
 import errno
 import os
 import re
+import select
+import signal
 import sys
 import time
 
@@ -52,7 +54,7 @@ def run(arguments: list[str]) -> int:
     """Runs a command line (without the program's name) and returns its exit status; errors go to stderr.
 
     0: done. 1: a bug of ours (with a traceback). 2: an error that the user can fix, in one line.
-    128 + n: stopped by signal n, after a checkpoint.
+    128 + n: stopped by signal n, after a checkpoint; SIGPIPE: whoever read the output has gone.
     """
     if instruction := os.environ.get(COMPLETION):
         from click.shell_completion import shell_complete
@@ -62,7 +64,9 @@ def run(arguments: list[str]) -> int:
     try:
         with program.make_context("titans", list(arguments)) as context:
             meta = context.meta
-            return program.invoke(context) or 0
+            status = program.invoke(context) or 0
+            sys.stdout.flush()
+            return status
     except click.exceptions.Exit as done:  # --help, --version
         return done.exit_code
     except click.UsageError as error:
@@ -71,6 +75,8 @@ def run(arguments: list[str]) -> int:
     except UserError as error:
         return _fail(str(error))
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _unread():
+            return 128 + signal.SIGPIPE
         if error.errno not in _OS_REMEDIES:
             raise
         where = error.filename or meta.get(SUBJECT, "titans")
@@ -81,6 +87,17 @@ def run(arguments: list[str]) -> int:
         return _fail("interrupted", 130)
     except RuntimeError as error:
         return _runtime_error(error)
+
+
+def _unread() -> bool:
+    """Whether who read our output has gone, as in ``titans plan CONFIG | head -1``; what is left of it is dropped."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False  # another pipe broke
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())  # else Python complains once more when it ends
+    return True
 
 
 def _runtime_error(error: RuntimeError) -> int:

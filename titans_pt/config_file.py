@@ -126,7 +126,7 @@ def find_config(name: str | Path, folder: Path = Path()) -> Path:
     near = (
         [known for known in packaged if Path(known).name == asked]  # the right name without its folder
         or difflib.get_close_matches(asked, packaged, n=3, cutoff=0.5)
-        or packaged
+        or dict.fromkeys(f"{known.partition('/')[0]}/*" if "/" in known else known for known in packaged)
     )
     problem = "is a folder" if path.is_dir() else "does not exist"
     raise UserError(

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -283,6 +284,26 @@ def test_a_user_error_of_a_process_is_one_line(tiny, tmp_path):
     assert result.stdout == ""
     assert result.stderr.startswith("titans: error: train.max_step: unknown key")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_is_no_error(unbuffered, tmp_path):
+    """``titans config 170m/mac | head -1``."""
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    words = [sys.executable, "-m", "titans_pt", "config", "170m/mac"]
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as one:
+        one.stdout.close()
+        assert one.stderr.read() == b""
+    assert one.returncode == 128 + signal.SIGPIPE
+
+
+def test_another_pipe_that_breaks_is_our_fault(monkeypatch, capfd):
+    def broken(*_):
+        raise BrokenPipeError(errno.EPIPE, "a socket's")
+
+    monkeypatch.setattr("titans_pt.config_file.explained", broken)
+    with pytest.raises(BrokenPipeError):
+        cli.run(["config", "170m/mac"])
 
 
 def test_a_foreign_package_called_kernels_is_passed_over(tiny, tmp_path):

@@ -28,7 +28,7 @@ from titans_pt.tools.plots import from_zero, new_figure, save_figure
 from titans_pt.training.metrics import peak_flops
 from titans_pt.training.profiling import start_profile, time_shares
 
-DEPTHS, CHUNKS = (1, 2, 3, 4), (16, 64, 256)
+DEPTHS, CHUNKS = (1, 2, 3, 4), (4, 16, 64, 256)
 STEPS = 5
 """Timed steps a case, after two that warm up; the median counts."""
 
