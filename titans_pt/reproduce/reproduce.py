@@ -17,7 +17,7 @@ from titans_pt.reproduce import page
 from titans_pt.reproduce.claims import claim
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.runs import Run
-from titans_pt.reproduce.studies import RATES, Order, Study, chosen, runs_of, study
+from titans_pt.reproduce.studies import RATES, Order, Study, chosen, run_name, runs_of, seeds_of, study
 from titans_pt.reproduce.tables import Table
 from titans_pt.reproduce.work import work
 
@@ -52,20 +52,35 @@ def reproduce(target: str, size: str, order: Order, ranks: int | None) -> int:
     """
     (asked, runs), records = planned(target, size, order), Records(order.out / "records")
     to_do = not asked.timed and any(run.missing(run.record(records)) for run in runs)
-    one_text(runs, records, _data(runs[0].config) if to_do else None)
+    one_text(on_the_page(target, size, order, records)[1], records, _data(runs[0].config) if to_do else None)
+
+    def write_pages() -> list[Path]:
+        return page.write(*on_the_page(target, size, order, records), records, order.out)
 
     def write():
         # Every process writes the same from the same records; one at a time.
         with claim(order.out / "claims" / f"{target}.pages") as mine:
             if mine is not None:
-                page.write(asked, runs, records, order.out)
+                write_pages()
 
     write()
     status = work(runs, order.out, records, ranks or max(1, torch.cuda.device_count()), write)
     if not status:
-        for path in page.write(asked, runs, records, order.out):
+        for path in write_pages():
             print(path)
     return status
+
+
+def on_the_page(target: str, size: str, order: Order, records: Records) -> tuple[Study, list[Run]]:
+    """The study and the runs of its pages, in the study's order: the models asked for, and all others of which there
+    are records. Whoever asks for one model more adds to the page, and takes nothing from it."""
+    whole = study(target, size)
+    if order.models is None or whole.timed:
+        return planned(target, size, order)
+    there = {row.model for row in whole.rows for seed in seeds_of(whole, row, order)
+             if records.path(run_name(row, seed)).exists()}  # fmt: skip
+    models = dict.fromkeys(row.model for row in whole.rows if row.model in there.union(order.models))
+    return planned(target, size, replace(order, models=list(models)))
 
 
 def _data(config: Config) -> str:

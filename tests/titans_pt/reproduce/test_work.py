@@ -1,6 +1,7 @@
 """Who does what: claims, the order of the work, and a study that is killed and finished."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -145,6 +146,19 @@ def test_a_study_is_done_once(prepared, tmp_path, ranks, monkeypatch, capsys):
         probe.unlink()
     assert titans(words(prepared, out, 10)) == 2
     assert "swa-s0.json: trained on other text than the files in data.dir" in capsys.readouterr().err
+
+
+def test_a_model_more_is_a_row_more(prepared, tmp_path, ranks, monkeypatch):
+    monkeypatch.setattr(loop, "process_group", lambda timeout: nullcontext(ranks))
+    out = tmp_path / "out"
+    asked = words(prepared, out, 10)
+    assert titans(asked) == 0
+    alone = (out / "table1.md").read_text()
+    asked[asked.index("swa")] = "transformer"
+    assert titans(asked) == 0
+    both = (out / "table1.md").read_text()
+    row = re.search(r"^\| swa \| \d.*$", alone, re.M)[0]
+    assert row in both and re.search(r"^\| transformer \| \d.*\n\| swa \| \d", both, re.M)
 
 
 def test_a_run_that_diverges_has_a_record_and_any_other_error_none(prepared, tmp_path, monkeypatch, capsys):
