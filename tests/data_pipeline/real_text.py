@@ -1,4 +1,4 @@
-"""A corpus of real text from Debian's packages, laid out as FineWeb-Edu: 79 million tokens, nothing of it kept here.
+"""A corpus of real text from Debian's packages, laid out as FineWeb-Edu: 82 million tokens, nothing of it kept here.
 
     python tests/data_pipeline/real_text.py FOLDER      (downloads 86 MB through apt-get; needs Debian 12)
 
