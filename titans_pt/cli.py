@@ -74,9 +74,11 @@ def run(arguments: list[str]) -> int:
         return _fail(error.format_message().rstrip(".") + help)
     except UserError as error:
         return _fail(str(error))
+    except BrokenPipeError:
+        if not _unread():
+            raise
+        return 128 + signal.SIGPIPE
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _unread():
-            return 128 + signal.SIGPIPE
         if error.errno not in _OS_REMEDIES:
             raise
         where = error.filename or meta.get(SUBJECT, "titans")

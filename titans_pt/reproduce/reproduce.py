@@ -52,10 +52,13 @@ def reproduce(target: str, size: str, order: Order, ranks: int | None) -> int:
     """
     (asked, runs), records = planned(target, size, order), Records(order.out / "records")
     to_do = not asked.timed and any(run.missing(run.record(records)) for run in runs)
-    one_text(on_the_page(target, size, order, records)[1], records, _data(runs[0].config) if to_do else None)
+
+    def on_the_page() -> tuple[Study, list[Run]]:
+        shown = with_others(order, study(target, size), records)
+        return (asked, runs) if shown == order else planned(target, size, shown)
 
     def write_pages() -> list[Path]:
-        return page.write(*on_the_page(target, size, order, records), records, order.out)
+        return page.write(*on_the_page(), records, order.out)
 
     def write():
         # Every process writes the same from the same records; one at a time.
@@ -63,6 +66,7 @@ def reproduce(target: str, size: str, order: Order, ranks: int | None) -> int:
             if mine is not None:
                 write_pages()
 
+    one_text(on_the_page()[1], records, _data(runs[0].config) if to_do else None)
     write()
     status = work(runs, order.out, records, ranks or max(1, torch.cuda.device_count()), write)
     if not status:
@@ -71,16 +75,15 @@ def reproduce(target: str, size: str, order: Order, ranks: int | None) -> int:
     return status
 
 
-def on_the_page(target: str, size: str, order: Order, records: Records) -> tuple[Study, list[Run]]:
-    """The study and the runs of its pages, in the study's order: the models asked for, and all others of which there
-    are records. Whoever asks for one model more adds to the page, and takes nothing from it."""
-    whole = study(target, size)
+def with_others(order: Order, whole: Study, records: Records) -> Order:
+    """The order of the pages, in the study's order: the models asked for, and all others of which there are records.
+    Whoever asks for one model more adds to the page, and takes nothing from it."""
     if order.models is None or whole.timed:
-        return planned(target, size, order)
+        return order
     there = {row.model for row in whole.rows for seed in seeds_of(whole, row, order)
              if records.path(run_name(row, seed)).exists()}  # fmt: skip
     models = dict.fromkeys(row.model for row in whole.rows if row.model in there.union(order.models))
-    return planned(target, size, replace(order, models=list(models)))
+    return replace(order, models=list(models))
 
 
 def _data(config: Config) -> str:
