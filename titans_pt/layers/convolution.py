@@ -23,6 +23,15 @@ class ShortConvolution(nn.Module):
             if bias:
                 self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound))
 
+    @torch.no_grad()
+    def begin_as_identity(self):
+        """Sets the filters to those that leave x as it is, and the bias to 0."""
+        if self.width > 1:
+            self.weight.zero_()
+            self.weight[:, -1] = 1.0
+        if self.bias is not None:
+            self.bias.zero_()
+
     def forward(
         self,
         x: Tensor,

@@ -7,6 +7,8 @@ from typing import Any
 from titans_pt.config import Config
 from titans_pt.config_check import completed
 from titans_pt.errors import UserError
+from titans_pt.models.mixers import MIXERS
+from titans_pt.models.mixers.common import MemoryMixer
 from titans_pt.run import differences
 from titans_pt.tools.files import write_text
 
@@ -16,8 +18,11 @@ DECISIVE = ("max_steps", "batch_tokens", "lr", "min_lr_ratio", "warmup_steps", "
 
 def decisive(tree: dict) -> dict:
     """Of a whole tree of settings, what a run's result depends on, but for its data."""
+    model = dict(tree["model"])
+    if not any(issubclass(MIXERS.find(name), MemoryMixer) for name in model["mixers"]):
+        del model["memory"]  # its defaults may change, the results of a model without one do not
     return {
-        "model": tree["model"],
+        "model": model,
         "train": {key: tree["train"][key] for key in DECISIVE},
         "data": {key: tree["data"][key] for key in ("seq_len", "reset_at_documents")},
         "run": {"seed": tree["run"]["seed"]},

@@ -78,6 +78,21 @@ def test_the_rule_for_the_learning_rate():
     assert best_learning_rate({4e-3: tried(2.5), 8e-3: tried(None, "diverged")}) == 4e-3
 
 
+def test_a_record_counts_as_long_as_the_settings_of_its_own_model_stay(tmp_path):
+    """A run of before a setting of the memory existed: that of a model without one still is what would be run now."""
+    records = Records(tmp_path)
+    for model, counts in (("transformer", True), ("lmm", False)):
+        run = runs(models=[model], rates=(1e-3,))[0]
+        old = record(run, loss=3.0)
+        old["config"]["model"]["memory"].pop("value_activation")
+        records.write(run.name, old)
+        if counts:
+            assert records.of(run.name, run.config)["trained"] == old["trained"]
+        else:
+            with pytest.raises(UserError, match="model.memory.value_activation='silu', asked for is 'identity'"):
+                records.of(run.name, run.config)
+
+
 def test_the_plan_says_what_is_left(tmp_path):
     planned, records = runs(models=["rmt"], rates=(1e-3, 2e-3)), Records(tmp_path)
     first, second, whole = planned
