@@ -200,9 +200,6 @@ class MemoryConfig(Section):
     """LayerNorm inside the memory, M(x) = x + LN(f(x)); it is what bounds the inner loop."""
     residual: bool = True
     """The ``x +`` in M(x)."""
-    value_activation: Literal["identity", "silu"] = "identity"
-    """What values pass through after their convolution; queries and keys pass SiLU. silu: the paper's. It makes the
-    values of a chunk alike, and recall comes late, or with some seeds only."""
     writes: bool = True
     """False: nothing is written (theta = alpha = 0), M stays the learned M_0 and learns nothing at test time. The
     control of every claim about memory: the same parameters, the same cost."""

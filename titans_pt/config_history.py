@@ -5,11 +5,7 @@ from typing import Any
 
 from titans_pt.config import Config, Section
 
-FORMER_DEFAULTS = {
-    "model.memory.forget_to": "zero",
-    "model.memory.gates": "sigmoid",
-    "model.memory.value_activation": "silu",
-}
+FORMER_DEFAULTS = {"model.memory.forget_to": "zero", "model.memory.gates": "sigmoid"}
 """Settings that older stored trees lack -> what the code did before; today's default may be another."""
 
 

@@ -86,7 +86,7 @@ def folders(request, tmp_path_factory, prepared, byte_level):
     folder = tmp_path_factory.mktemp("hf")
     model = {"tie_embeddings": False, "mixers": ["mal"]} if request.param == "untied" else {}
     # Forgetting as the models of version 0.1.0 did it, which do not say so.
-    model["memory"] = {**TINY["model"]["memory"], "forget_to": "zero", "value_activation": "silu"}
+    model["memory"] = {**TINY["model"]["memory"], "forget_to": "zero"}
     run = untrained_run(folder / "run", byte_level if request.param == "tokenizer.json" else prepared, **model)
     assert cli.run(["export", str(run), "--out", str(folder / "hf")]) == 0
     assert cli.run(["import", str(folder / "hf"), "--out", str(folder / "back")]) == 0
@@ -283,7 +283,7 @@ def test_a_folder_of_version_0_1_0(folders, tmp_path):
     if "mac" in whole["model"]:
         own = whole["model"].pop("mac")
         whole["model"] |= {"segment": own["segment"], "memory_tokens": own["memory_tokens"]}
-    for newer in ("forget_to", "gates", "value_activation"):
+    for newer in ("forget_to", "gates"):
         whole["model"]["memory"].pop(newer)
     path.write_text(json.dumps(config | {"settings": whole}))
     hub = from_pretrained(old)

@@ -15,11 +15,10 @@ from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.memory import (
     MemoryGates,
     MemoryNetwork,
-    begin_associations,
+    Projection,
     inner_flops,
     kept_bytes,
     network_shape,
-    projections,
     stale_flops,
 )
 from titans_pt.layers.norm import RMSNorm
@@ -77,13 +76,12 @@ class HierarchicalMemory(nn.Module):
     def __init__(self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float):
         super().__init__()
         self.config, self.hierarchy = config, config.hierarchy
-        self.q, self.k, self.v = projections(d_model, n_heads, conv_width, config)
+        self.q = Projection(d_model, n_heads, conv_width, unit=True)
+        self.k = Projection(d_model, n_heads, conv_width, unit=True)
+        self.v = Projection(d_model, n_heads, conv_width, unit=False)
         chunks = (self.hierarchy.chunk, *self.hierarchy.locals)
         self.memories = nn.ModuleList(InnerMemory(d_model, n_heads, config, chunk) for chunk in chunks)
         self.output_norm = RMSNorm(d_model // n_heads, eps=norm_eps)
-
-    def own_initialisation(self):
-        begin_associations(self.q, self.k, self.v)
 
     def forward(
         self,

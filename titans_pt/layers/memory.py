@@ -183,47 +183,32 @@ class MemoryGates(nn.Module):
 
 
 class Projection(nn.Module):
-    """Linear, causal convolution, SiLU if asked, and for queries and keys unit length: (B, T, d_model) ->
-    (B, T, H, D)."""
+    """Linear, causal convolution, SiLU, and for queries and keys unit length: (B, T, d_model) -> (B, T, H, D).
+
+    The filters of values, which have no unit length, begin as the identity: a value is its own token's, and may become
+    more. Mixed with the tokens before by random filters, the pairs of a chunk, all written with the gradient at its
+    start, add up to one sum in which no value can be told from its neighbours', and recall is learned late or never
+    (docs/notebook.md, "The bag of values").
+    """
 
     sharding = {"linear": Shard.COLUMN, "conv": Shard.COLUMN}
     per_rank = ("n_heads",)
 
-    def __init__(self, d_model: int, n_heads: int, conv_width: int, unit: bool, silu: bool = True):
+    def __init__(self, d_model: int, n_heads: int, conv_width: int, unit: bool):
         super().__init__()
-        self.n_heads, self.unit, self.silu = n_heads, unit, silu
+        self.n_heads, self.unit = n_heads, unit
         self.linear = nn.Linear(d_model, d_model, bias=False)
         self.conv = ShortConvolution(d_model, conv_width)
+        if not unit:
+            self.conv.begin_as_identity()
 
     def forward(
         self, x: Tensor, state: Tensor | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor]:
         y = self.linear(x)
         width = y.shape[-1] // self.n_heads
-        y, state = self.conv(y, state, documents, silu=self.silu, unit=width if self.unit else 0)
+        y, state = self.conv(y, state, documents, silu=True, unit=width if self.unit else 0)
         return y.unflatten(-1, (self.n_heads, width)), state
-
-
-def projections(
-    d_model: int, n_heads: int, conv_width: int, config: MemoryConfig
-) -> tuple[Projection, Projection, Projection]:
-    """Of a memory's queries, keys and values."""
-    silu = config.value_activation == "silu"
-    q, k = (Projection(d_model, n_heads, conv_width, unit=True) for _ in "qk")
-    return q, k, Projection(d_model, n_heads, conv_width, unit=False, silu=silu)
-
-
-@torch.no_grad()
-def begin_associations(q: Projection, k: Projection, v: Projection):
-    """First values with which a memory learns at once to give back what it was given (docs/notebook.md, "The bag of
-    values").
-
-    Keys begin with the projection of queries: from the first step on a token asks for what was written under it. Values
-    begin as those of their own token: mixed with those of the tokens before by a random filter, the pairs of a chunk
-    add up to one sum, in which no value can be told from its neighbours'.
-    """
-    k.linear.weight.copy_(q.linear.weight)
-    v.conv.begin_as_identity()
 
 
 class MemoryNetwork(nn.Module):
@@ -285,14 +270,13 @@ class NeuralMemory(nn.Module):
                 "constant of a head of width 1, be below it"
             )
         self.config = config
-        self.q, self.k, self.v = projections(d_model, n_heads, conv_width, config)
+        self.q = Projection(d_model, n_heads, conv_width, unit=True)
+        self.k = Projection(d_model, n_heads, conv_width, unit=True)
+        self.v = Projection(d_model, n_heads, conv_width, unit=False)
         self.shape = network_shape(d_model // n_heads, config)
         self.gates = MemoryGates(d_model, n_heads, config, self.shape.channels)
         self.network = MemoryNetwork(n_heads, self.shape, config.init_std)
         self.output_norm = RMSNorm(d_model // n_heads, eps=norm_eps)
-
-    def own_initialisation(self):
-        begin_associations(self.q, self.k, self.v)
 
     def forward(
         self,

@@ -158,11 +158,6 @@ def test_keys_have_unit_length_and_values_do_not():
     assert values.norm(dim=-1).std() > 0
 
 
-def memories(model):
-    """Of every block of an untrained language model."""
-    return [block.mixer.memory for block in build_model(ModelConfig(**TINY | model)).blocks]
-
-
 TINY = {
     "vocab_size": 16, "d_model": 8, "n_heads": 2, "n_layers": 2, "window": 4,
     "mac": {"segment": 16, "memory_tokens": 8},
@@ -171,37 +166,20 @@ HIERARCHY = {"memory": {"hierarchy": {"chunk": 16, "locals": [4], "shard": 16}}}
 
 
 @pytest.mark.parametrize(
-    "model", [{"mixers": [name]} for name in ("lmm", "mac", "mag", "mal")] + [{"mixers": ["lmm"]} | HIERARCHY], ids=str
+    "model",
+    [{"mixers": [name]} for name in ("lmm", "mac", "mag", "mal")]
+    + [{"mixers": ["lmm"]} | more for more in (HIERARCHY, {"conv_width": 1})],
+    ids=str,
 )
-def test_associations_begin_as_they_are_asked_for(model):
-    """Queries and keys with one projection, values as those of their own token alone."""
-    torch.manual_seed(0)
-    x = torch.randn(2, 9, 8)
-    made = memories(model)
-    for memory in made:
-        assert torch.equal(memory.q.linear.weight, memory.k.linear.weight)
-        assert memory.q.linear.weight.data_ptr() != memory.k.linear.weight.data_ptr()
-        assert not torch.equal(memory.q.conv.weight, memory.k.conv.weight)
-        values, _ = memory.v(x)
-        torch.testing.assert_close(values.flatten(-2), memory.v.linear(x))
-    assert not torch.equal(made[0].q.linear.weight, made[1].q.linear.weight)
-
-
-def test_mac_asks_for_memory_tokens_as_for_tokens():
-    mac = build_model(ModelConfig(**TINY | {"mixers": ["mac"]})).blocks[0].mixer
-    assert torch.equal(mac.read.linear.weight, mac.memory.q.linear.weight)
-
-
-def test_values_pass_silu_where_they_should():
-    x = torch.randn(2, 9, 8)
-    for memory in memories({"mixers": ["lmm"], "memory": {"value_activation": "silu"}}):
+def test_values_begin_as_those_of_their_own_token_alone(model):
+    x = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))
+    for block in build_model(ModelConfig(**TINY | model)).blocks:
+        memory = block.mixer.memory
         values, _ = memory.v(x)
         torch.testing.assert_close(values.flatten(-2), F.silu(memory.v.linear(x)))
-
-
-def test_without_convolutions_there_is_no_filter_to_begin_with():
-    for memory in memories({"mixers": ["lmm"], "conv_width": 1}):
-        assert torch.equal(memory.q.linear.weight, memory.k.linear.weight)
+        keys, _ = memory.k(x)
+        mixed = not torch.allclose(keys[:, 1:], memory.k(x[:, 1:])[0])
+        assert mixed == (model.get("conv_width") != 1)
 
 
 def test_a_prefix_is_written_to_the_memory_that_others_begin_with():

@@ -18,7 +18,6 @@ OWN = {
 }
 MEMORY = {
     "theta": "free", "gates": "sigmoid", "forget_to": "zero", "alpha": "channel", "per_layer_gates": True,
-    "value_activation": "silu",
     "norm": True, "residual": True,
 }  # fmt: skip
 V1 = MEMORY | {"norm": False, "residual": False, "alpha": "head", "per_layer_gates": False}

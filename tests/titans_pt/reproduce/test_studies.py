@@ -78,18 +78,19 @@ def test_the_rule_for_the_learning_rate():
     assert best_learning_rate({4e-3: tried(2.5), 8e-3: tried(None, "diverged")}) == 4e-3
 
 
-def test_a_record_counts_as_long_as_the_settings_of_its_own_model_stay(tmp_path):
+def test_a_record_counts_as_long_as_the_settings_of_its_own_model_stay(tmp_path, monkeypatch):
     """A run of before a setting of the memory existed: that of a model without one still is what would be run now."""
+    monkeypatch.setattr("titans_pt.config_history.FORMER_DEFAULTS", {"model.memory.writes": False})
     records = Records(tmp_path)
     for model, counts in (("transformer", True), ("lmm", False)):
         run = runs(models=[model], rates=(1e-3,))[0]
         old = record(run, loss=3.0)
-        old["config"]["model"]["memory"].pop("value_activation")
+        old["config"]["model"]["memory"].pop("writes")
         records.write(run.name, old)
         if counts:
             assert records.of(run.name, run.config)["trained"] == old["trained"]
         else:
-            with pytest.raises(UserError, match="model.memory.value_activation='silu', asked for is 'identity'"):
+            with pytest.raises(UserError, match="model.memory.writes=False, asked for is True"):
                 records.of(run.name, run.config)
 
 

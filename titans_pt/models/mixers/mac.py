@@ -120,11 +120,6 @@ class MAC(MemoryMixer):
         self.gate = BranchGate(config, settings)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
-    @torch.no_grad()
-    def own_initialisation(self):
-        """Memory tokens are asked for as tokens are: with the projection that queries and keys begin with."""
-        self.read.linear.weight.copy_(self.memory.q.linear.weight)
-
     @classmethod
     def check(cls, config: Config, need: Need):
         super().check(config, need)
