@@ -55,3 +55,11 @@ def test_width_one_is_nothing(case):
     _, x, _ = case
     y, state = ShortConvolution(CHANNELS, 1)(x)
     assert y is x and state.shape == (2, 0, CHANNELS)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("width", [1, 4])
+def test_it_can_begin_as_the_identity(width, bias):
+    conv, x = ShortConvolution(CHANNELS, width, bias), torch.randn(2, T, CHANNELS)
+    conv.begin_as_identity()
+    torch.testing.assert_close(conv(x)[0], x)
