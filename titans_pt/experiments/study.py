@@ -1,5 +1,6 @@
 """What the experiments share: samples that can be drawn again, training on the answers, one record for each model."""
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -58,7 +59,8 @@ def fit(
     """Trains ``model`` on the answers of batches 0, 1, ... (see :func:`answers`).
 
     It ends early once the accuracy over REPORT_EVERY steps is ENOUGH, but not before step ``may_end_at``, and not if
-    writing costs: then gates close long after all answers are right.
+    writing costs: then gates close long after all answers are right. A step whose gradient is not finite changes
+    nothing; after REPORT_EVERY of them in a row training ends.
 
     Args:
         kept: file of weights and moments every REPORT_EVERY steps: with it a killed training continues, bit for bit. It
@@ -105,9 +107,12 @@ def fit(
                 f"gradient norm {means[2]:.2f} {seconds:.0f} s",
                 flush=True,
             )
-            window = []
+            if not any(math.isfinite(norm) for *_, norm in window):
+                print(f"{name}: ends here, since no gradient of the last {len(window)} steps was finite", flush=True)
+                break
             if means[1] >= ENOUGH and step >= may_end_at and not write_cost:
                 break
+            window = []
             if kept:
                 _save(kept, model, optimizer, curve=curve, step=step, seconds=seconds)
     return {"steps": step, "seconds": time.perf_counter() - began, "curve": curve}

@@ -140,6 +140,22 @@ def test_what_is_written_costs_where_answers_are_right(tmp_path, monkeypatch):
     assert losses["10", 1.0] == pytest.approx(losses["0", 1.0], abs=0.2)  # that of the answers alone
 
 
+def test_a_training_without_finite_gradients_ends(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "REPORT_EVERY", 2)
+    calls, answers = [], study.answers
+
+    def overflows(*arguments):
+        calls.append(arguments)
+        loss, right = answers(*arguments)
+        return (loss * float("nan") if len(calls) in {1, 5, 6} else loss), right
+
+    monkeypatch.setattr(study, "answers", overflows)
+    monkeypatch.setattr(it, "ask", lambda *told: None)
+    assert run(tmp_path, "train.max_steps=10") == 0
+    assert len(calls) == 6 and lines(tmp_path, "trained")[0]["steps"] == 6
+    assert "no gradient of the last 2 steps was finite" in capsys.readouterr().out
+
+
 def test_a_killed_training_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "REPORT_EVERY", 2)
     more = ["train.max_steps=6", "--answers", "1"]
