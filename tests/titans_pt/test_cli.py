@@ -100,6 +100,23 @@ def test_wrong_words_are_one_line(failing, words, message):
     assert message in failing(*words.split())
 
 
+def test_help_says_a_default_once():
+    """Click shows an option's default; words of ours are for what has none of its own."""
+
+    def options(command, words):
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from options(inner, f"{words} {name}")
+        yield from ((f"{words} {option.opts[0]}", option) for option in command.params)
+
+    said = {
+        name: option
+        for name, option in options(cli.program, "titans")
+        if "default:" in (getattr(option, "help", "") or "")
+    }
+    assert "titans needles --asked-needles" in said
+    assert {name: option.default for name, option in said.items() if option.to_info_dict()["default"] is not None} == {}
+
+
 def test_overrides_may_stand_before_and_after_options():
     params = parsed("prepare", "c.yaml", "a=1", "--force", "b=2", "--shard", "0/2", "c=-3")
     assert params["overrides"] == ("a=1", "b=2", "c=-3")
@@ -177,8 +194,10 @@ def test_a_resume_may_change_how_it_trains(run_copy):
     assert checkpoints.read_state(path / "checkpoints" / "step-00000003").samples == 4 + 4 + 2
     log = (path / "log.txt").read_text()
     assert "resumed at step 2 with another train.lr: 0.02, was 0.01" in log
-    assert ("WARNING another schedule (train.lr 0.02, was 0.01): the learning rate of step 3 is 0.0065, with the "
-            "former settings it would be 0.00325") in log
+    assert (
+        "WARNING another schedule (train.lr 0.02, was 0.01): the learning rate of step 3 is 0.0065, with the "
+        "former settings it would be 0.00325"
+    ) in log
 
 
 @pytest.mark.parametrize("key", ["tokenizer", "data"])
@@ -346,5 +365,3 @@ def test_a_lost_peer_is_not_a_traceback(monkeypatch):
     assert [cli._runtime_error(error) for error in (gloo, nccl)] == [1, 1]
     with pytest.raises(RuntimeError, match="no socket interface found"):
         cli._runtime_error(torch.distributed.DistBackendError("NCCL error: Bootstrap : no socket interface found"))
-
-

@@ -16,12 +16,10 @@ SECTION = "study"
     "--lengths", default="96:8,256,512,1024,2048", metavar="TOKENS[:PARTS],...",
     help="training lengths in order, each with its share of the steps",
 )  # fmt: skip
-@click.option(
-    "--held-out", type=whole(0), default=0, metavar="N", help="noise tokens that training never draws (default: 0)"
-)
+@click.option("--held-out", type=whole(0), default=0, metavar="N", help="noise tokens that training never draws")
 @click.option(
     "--write-cost", type=real(lambda x: 0 <= x <= 1000, "a number from 0 to 1000"), default=0.0, metavar="X",
-    help="times the mean gate of writing: added to the loss of a step whose answers are right (default: 0)",
+    help="times the mean gate of writing: added to the loss of a step whose answers are right",
 )  # fmt: skip
 @click.option(
     "--asked", type=COUNTS, default="1024,2048,4096,8192,16384,32768,65536", metavar="TOKENS,...",
@@ -30,10 +28,10 @@ SECTION = "study"
 @click.option(
     "--asked-needles", type=COUNTS, metavar="N,...", help="needles in a sample that is asked (default: as trained)"
 )
-@click.option("--answers", type=whole(1), default=256, metavar="N", help="at each length (default: 256)")
+@click.option("--answers", type=whole(1), default=256, metavar="N", help="at each length")
 @click.option(
     "--noise", type=click.Choice(["seen", "unseen"]), default="seen",
-    help="unseen: ask in the held-out noise tokens alone (default: seen)",
+    help="unseen: ask in the held-out noise tokens alone",
 )  # fmt: skip
 def needles(
     config, models: list[str] | None, count: int, lengths: str, held_out: int, write_cost: float, asked: list[int],

@@ -22,7 +22,7 @@ SHARE = Checked(_share, "I/N, with I from 0 to N - 1")
 @click.option("--force", is_flag=True, help="replace token files that other settings made")
 @click.option(
     "--workers", type=whole(1), default=len(os.sched_getaffinity(0)), metavar="N",
-    help="cores to use (default: all of this machine)",
+    show_default="all of this machine", help="cores to use",
 )  # fmt: skip
 @click.option(
     "--shard", type=SHARE, metavar="I/N",

@@ -18,13 +18,13 @@ def _range(word: str) -> tuple[int, int]:
     "--tasks", type=NAMES, default="niah_single_1,niah_single_2", metavar="NAMES",
     help="in turns, of niah_single_1 (noise), niah_single_2 (text), niah_single_3 (uuids), niah_multikey_1 (four keys)",
 )  # fmt: skip
-@click.option("--documents", "count", type=whole(1), default=20_000, metavar="N", help="how many (default: 20000)")
+@click.option("--documents", "count", type=whole(1), default=20_000, metavar="N", help="how many")
 @click.option(
     "--words", type=Checked(_range, "two whole numbers of at least 1 with a comma between"), default="20,1000",
-    metavar="LEAST,MOST", help="words of a haystack, most of them short (default: 20,1000)",
+    metavar="LEAST,MOST", help="words of a haystack, most of them short",
 )  # fmt: skip
 @click.option("--texts", metavar="DIR", help=".txt files to hide needles in (default: the documentation of Python)")
-@click.option("--seed", type=whole(0), default=0, metavar="N", help="other documents (default: 0)")
+@click.option("--seed", type=whole(0), default=0, metavar="N", help="other documents")
 def ruler(out: Path, tasks: list[str], count: int, words: tuple[int, int], texts: str | None, seed: int):
     """Write documents of RULER's needles, to train on."""
     from titans_pt.evaluation.ruler_documents import write_documents
