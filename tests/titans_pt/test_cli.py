@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import titans_pt
-from tests.command_line import parsed
+from tests.command_line import leaves, parsed
 from titans_pt import checkpoints, cli
 from titans_pt.config_file import load_config
 from titans_pt.tasks import language
@@ -102,19 +102,14 @@ def test_wrong_words_are_one_line(failing, words, message):
 
 def test_help_says_a_default_once():
     """Click shows an option's default; words of ours are for what has none of its own."""
-
-    def options(command, words):
-        for name, inner in getattr(command, "commands", {}).items():
-            yield from options(inner, f"{words} {name}")
-        yield from ((f"{words} {option.opts[0]}", option) for option in command.params)
-
     said = {
-        name: option
-        for name, option in options(cli.program, "titans")
-        if "default:" in (getattr(option, "help", "") or "")
+        (*words, option.opts[0]): option.to_info_dict()["default"]
+        for words, command in leaves()
+        for option in command.params
+        if "default:" in (getattr(option, "help", None) or "")
     }
-    assert "titans needles --asked-needles" in said
-    assert {name: option.default for name, option in said.items() if option.to_info_dict()["default"] is not None} == {}
+    assert ("needles", "--asked-needles") in said
+    assert {name: default for name, default in said.items() if default is not None} == {}
 
 
 def test_overrides_may_stand_before_and_after_options():

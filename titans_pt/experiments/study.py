@@ -60,7 +60,7 @@ def fit(
 
     It ends early once the accuracy over REPORT_EVERY steps is ENOUGH, but not before step ``may_end_at``, and not if
     writing costs: then gates close long after all answers are right. A step whose gradient is not finite changes
-    nothing; after REPORT_EVERY of them in a row training ends.
+    nothing; training ends at a report all of whose steps were such.
 
     Args:
         kept: file of weights and moments every REPORT_EVERY steps: with it a killed training continues, bit for bit. It
