@@ -23,6 +23,7 @@ from torch import Tensor
 from titans_pt.kernels.common import warn_once
 
 HEADER = Path(__file__).with_name("vector.h")
+"""What every source includes; those beside a source belong to it, too."""
 FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
 REALS = {torch.float32: ["-DREAL=float"], torch.float64: ["-DREAL=double", "-DREAL_IS_DOUBLE"]}
 
@@ -47,7 +48,8 @@ def library(source: Path, dtype: torch.dtype) -> ctypes.CDLL | str:
         return "no C compiler (cc, gcc) is on the path"
     flags = [*FLAGS, *REALS[dtype]]
     try:
-        key = chr(0).join([source.read_text(), HEADER.read_text(), *flags, compiler, platform.machine(), _processor()])
+        texts = [path.read_text() for path in (source, HEADER, *sorted(source.parent.glob("*.h")))]
+        key = chr(0).join([*texts, *flags, compiler, platform.machine(), _processor()])
         folder = user_cache_path("titans-pt") / "native"
         path = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
         if not path.exists():
@@ -94,12 +96,13 @@ def run(function: Callable, count: int, operations: int, *arguments) -> None:
     Raises:
         MemoryError: the function returned something other than 0.
     """
-    threads = max(1, min(torch.get_num_threads(), count, operations // WORTH_A_THREAD))
-    edges = [count * i // threads for i in range(threads + 1)]
-    parts = [(ctypes.c_int64(a), ctypes.c_int64(b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    worth = operations // WORTH_A_THREAD
+    threads = min(torch.get_num_threads(), count, worth) if worth > 1 else 1
     if threads == 1:
-        failed = function(*arguments, *parts[0])
+        failed = function(*arguments, ctypes.c_int64(0), ctypes.c_int64(count))
     else:
+        edges = [count * i // threads for i in range(threads + 1)]
+        parts = [(ctypes.c_int64(a), ctypes.c_int64(b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
         failed = any(list(_pool(os.getpid()).map(lambda part: function(*arguments, *part), parts)))
     if failed:
         raise MemoryError("no memory left for a kernel's work")

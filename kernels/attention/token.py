@@ -33,24 +33,41 @@ def serves(q: Tensor) -> bool:
     return native.unserved(SOURCE, q) is None
 
 
+class AttentionToken:
+    """One softmax over the keys of up to MAX_PARTS parts, of queries that stay where they are.
+
+    queries: of each part (B, H D) or (B, 1, H, D), contiguous. out: as they are, filled by each call.
+    """
+
+    def __init__(self, heads: int, *queries: Tensor):
+        like = queries[0]
+        batch, width = len(like), like.numel() // (len(like) * heads)
+        self.out, self._queries, self._size = torch.empty_like(like), queries, 4 * batch * heads * width
+        self._call = _Call(heads, width, len(queries), width**-0.5)
+        for place, q in zip(self._call.part, queries, strict=False):
+            place.q, place.q_row = q.data_ptr(), heads * width
+        self._function, self._rows = native.library(SOURCE, like.dtype).attend, batch * heads
+        self._arguments = ctypes.byref(self._call), ctypes.c_void_p(self.out.data_ptr())
+
+    def __call__(self, *parts: tuple[Tensor, Tensor]) -> Tensor:
+        """parts: keys and values (B, n, H, D) for each of the queries, in any layout of theirs."""
+        kept, keys, dtype = [], 0, self.out.dtype
+        for place, (k, v) in zip(self._call.part, parts, strict=False):
+            k, v = _heads_together(k.to(dtype)), _heads_together(v.to(dtype))
+            kept.append((k, v))
+            place.k, place.v, place.keys = k.data_ptr(), v.data_ptr(), k.shape[1]
+            place.k_row, place.k_key, *_ = k.stride()
+            place.v_row, place.v_key, *_ = v.stride()
+            keys += k.shape[1]
+        native.run(self._function, self._rows, self._size * keys, *self._arguments)
+        return self.out
+
+
 def attend(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     """One softmax over the keys of up to MAX_PARTS parts: q (B, 1, H, D), k, v (B, n, H, D) each -> (B, 1, H, D)."""
     like = parts[0][0]
-    batch, _, heads, width = like.shape
-    call = _Call(heads, width, len(parts), width**-0.5)
-    kept, keys = [], 0
-    for place, part in zip(call.part, parts, strict=False):
-        q, k, v = (_heads_together(x.to(like.dtype)) for x in part)
-        kept.append((q, k, v))
-        keys += k.shape[1]
-        place.q, place.k, place.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        place.keys, place.q_row = k.shape[1], q.stride(0)
-        place.k_row, place.k_key, place.v_row, place.v_key = *k.stride()[:2], *v.stride()[:2]
-    out = torch.empty_like(kept[0][0], memory_format=torch.contiguous_format)
-    function = native.library(SOURCE, like.dtype).attend
-    native.run(function, batch * heads, 4 * batch * keys * heads * width, ctypes.byref(call),
-               ctypes.c_void_p(out.data_ptr()))  # fmt: skip
-    return out
+    token = AttentionToken(like.shape[2], *(q.to(like.dtype).contiguous() for q, _, _ in parts))
+    return token(*((k, v) for _, k, v in parts))
 
 
 def _heads_together(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from titans_pt.kernels.memory import mlp, native
 from titans_pt.kernels.memory.channelwise import channelwise_memory
 from titans_pt.kernels.memory.chunked import chunked_memory
 from titans_pt.kernels.memory.naive import naive_memory
+from titans_pt.kernels.memory.native import token
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.stale import stale_memory
 from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
@@ -101,10 +102,10 @@ def neural_memory(
             )  # fmt: skip
             return out, state if output_final_state else None
         inputs = [x.to(dtype) for x in (q, k, v)]
-        if not plain and backend in ("auto", "native") and _one_token(inputs[0], network, initial_state, reset):
+        if not plain and backend in ("auto", "native") and token.serves(inputs[0], network, initial_state, reset):
             affine = None if norm is None else tuple(p.to(dtype) for p in norm)
             begin = tuple(w.to(dtype) for w in weights)
-            out, state = native.next_token(
+            out, state = token.next_token(
                 *inputs, tuple(gates), begin, initial_state, network=network, norm=affine, chunk_size=chunk_size,
                 to_start=forget_to == "start",
             )  # fmt: skip
@@ -188,13 +189,6 @@ def memory_read(
         affine = None if norm is None else tuple(p.to(dtype).unsqueeze(-2) for p in norm)
         out = mlp.forward(q.to(dtype).transpose(1, 2), weights, affine, network)
     return out.transpose(1, 2).to(q.dtype)
-
-
-def _one_token(q: Tensor, network: NetworkShape, state: MemoryState | None, reset: Tensor | None) -> bool:
-    """Whether the call is one step of generation that the C source serves."""
-    if q.shape[1] != 1 or state is None or reset is not None or torch.is_grad_enabled():
-        return False
-    return not torch.compiler.is_compiling() and native.unserved(q, network) is None
 
 
 def _wrong(message: str):

@@ -1,5 +1,5 @@
 """Root-mean-square normalisation."""
 
-from titans_pt.kernels.norm.dispatch import rms_norm
+from titans_pt.kernels.norm.dispatch import prepared, rms_norm, unserved
 
-__all__ = ["rms_norm"]
+__all__ = ["prepared", "rms_norm", "unserved"]

@@ -1,6 +1,7 @@
 """The one entry: the choice of an implementation."""
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,11 +21,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x: (..., D), any float dtype. weight: (D,).
     """
     compiling = torch.compiler.is_compiling()
-    if not compiling and x.dtype == weight.dtype and native.unserved(SOURCE, x) is None:
+    if not compiling and x.dtype == weight.dtype and unserved(x) is None:
         if not torch.is_grad_enabled():
             return _forward(x.contiguous(), weight.contiguous(), eps)
         return _Norm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def unserved(x: Tensor) -> str | None:
+    """Why :func:`prepared` does not serve tensors of ``x``'s device and dtype; None if it does."""
+    return native.unserved(SOURCE, x)
+
+
+def prepared(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Callable[[], object]]:
+    """:func:`rms_norm` of tensors that stay where they are, contiguous, and the step that fills it anew; in C."""
+    y = torch.empty_like(x)
+    rows = x.numel() // x.shape[-1]
+    function = native.library(SOURCE, x.dtype).forward
+    call = _Call(rows, x.shape[-1], BLOCK, eps)
+    given = [*(ctypes.c_void_p(t.data_ptr()) for t in (x, weight, y)), *map(ctypes.c_int64, (0, -(-rows // BLOCK)))]
+    return y, lambda _kept=(x, weight): function(ctypes.byref(call), *given)
 
 
 class _Call(ctypes.Structure):

@@ -1,6 +1,7 @@
 """The neural long-term memory as a layer: projections, gates and the learned M_0 around kernels.memory."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +11,15 @@ from torch import Tensor, nn
 from titans_pt.config import MemoryConfig
 from titans_pt.kernels.memory import MemoryState, NetworkShape, channelwise, memory_read, neural_memory, unserved
 from titans_pt.kernels.memory.chunked import MAX_BLOCK
+from titans_pt.kernels.memory.native import token as memory_token
 from titans_pt.kernels.memory.state import state_dtype
+from titans_pt.kernels.one_token import Map, Maps, memory_gates
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
+from titans_pt.layers.token_plan import TokenPlan, Unplanned, weight_of
 
 
 def default_step_bound(chunk_size: int) -> float:
@@ -176,6 +180,18 @@ class MemoryGates(nn.Module):
             alpha = alpha.squeeze(-1) if self.alpha_out is None else alpha
         return theta, eta, alpha
 
+    def token_step(self, raw: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], object]]:
+        """What :meth:`forward` makes of ``linear``'s output, (B, n), as (B, 1, H, 1 or L) each, and the step that fills
+        them."""
+        config = self.config
+        if self.alpha_out is not None:
+            raise Unplanned
+        gates, step = memory_gates(
+            raw.view(len(raw), -1, self.kinds), hard=config.gates == "hard", free=config.theta == "free",
+            momentum=config.momentum, forgetting=config.forgetting, bound=self.bound, stretch=STRETCH,
+        )  # fmt: skip
+        return tuple(gate.view(len(raw), 1, self.n_heads, self.layers) for gate in gates), lambda: step(self.writes)
+
     def flops(self) -> Flops:
         """Per token."""
         linear = (self.linear, self.alpha_in, self.alpha_out)
@@ -210,6 +226,12 @@ class Projection(nn.Module):
         y, state = self.conv(y, state, documents, silu=True, unit=width if self.unit else 0)
         return y.unflatten(-1, (self.n_heads, width)), state
 
+    def token_map(self, x: Tensor) -> Map:
+        """What :meth:`forward` makes of a token x (B, d_model), heads side by side."""
+        weight = weight_of(self.linear, x)
+        unit = len(weight) // self.n_heads if self.unit else 0
+        return Map(x, weight, taps=self.conv.weight if self.conv.width > 1 else None, activation="silu", unit=unit)
+
 
 class MemoryNetwork(nn.Module):
     """The learned start of the memory MLP, M_0, and its LayerNorm, which the inner loop leaves alone.
@@ -234,8 +256,13 @@ class MemoryNetwork(nn.Module):
 
     def forward(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None]:
         """``depth`` weights (H, d_in, d_out), and the LayerNorm's (weight, bias), each (H, D), or None."""
-        weights = tuple(getattr(self, f"weight_{n}").clone() for n in range(self.shape.depth))
-        return weights, (self.norm_weight.clone(), self.norm_bias.clone()) if self.shape.norm else None
+        weights, norm = self.learned()
+        return tuple(w.clone() for w in weights), norm and tuple(p.clone() for p in norm)
+
+    def learned(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None]:
+        """The parameters themselves."""
+        weights = tuple(getattr(self, f"weight_{n}") for n in range(self.shape.depth))
+        return weights, (self.norm_weight, self.norm_bias) if self.shape.norm else None
 
 
 @dataclass
@@ -308,6 +335,50 @@ class NeuralMemory(nn.Module):
         if start and self.config.forget_to == "start":
             kept = tuple(w.expand(len(x), *w.shape) for w in start)
         return self._normalised(y).flatten(-2), NeuralMemoryState(memory, q_state, k_state, v_state, kept)
+
+    def token_plan(self, x: Tensor) -> TokenPlan:
+        """x (B, d_model) -> what :meth:`forward` makes of it."""
+        if memory_token.unserved(x, self.shape):
+            raise Unplanned
+        parts, gates = (self.q, self.k, self.v), self.gates
+        maps = [part.token_map(x) for part in parts]
+        inputs = Maps(len(x), *maps, Map(x, weight_of(gates.linear, x), gates.linear.bias))
+        q, k, v, raw = inputs.out
+        made, make_gates = gates.token_step(raw)
+        weights, norm = self.network.learned()
+        memory = memory_token.MemoryToken(
+            q, k, v, made, network=self.shape, norm=norm, chunk_size=self.config.chunk_size,
+            to_start=self.config.forget_to == "start",
+        )  # fmt: skip
+        heads = memory.out.view(-1, self.shape.width)
+        normal, normalise = self.output_norm.token_step(heads)
+
+        def accepts(state: NeuralMemoryState) -> bool:
+            return all(w.dtype == x.dtype for w in (state.memory.weights[0], state.q, state.k, state.v))
+
+        def advance(state: NeuralMemoryState) -> NeuralMemoryState:
+            convolved = [inputs.follow(n, past) for n, past in enumerate((state.q, state.k, state.v))]
+            start = tuple(w[0] for w in state.start) if state.start else weights
+            inputs()
+            make_gates()
+            after = memory(start, state.memory)
+            normalise()
+            return NeuralMemoryState(after, *convolved, state.start)
+
+        return TokenPlan(normal.view(len(x), -1), accepts, advance)
+
+    def recall_step(self, queries: Tensor) -> tuple[Callable[[tuple[Tensor, ...]], object], Tensor]:
+        """queries (B, d_model) -> the step that fills what :meth:`read` makes of them at given weights, and that."""
+        if memory_token.unserved(queries, self.shape):
+            raise Unplanned
+        recall = memory_token.MemoryRecall(queries, self.q.n_heads, network=self.shape, norm=self.network.learned()[1])
+        normal, normalise = self.output_norm.token_step(recall.out.view(-1, self.shape.width))
+
+        def step(weights: tuple[Tensor, ...]):
+            recall(weights)
+            normalise()
+
+        return step, normal.view(len(queries), -1)
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """prefix (1, P, d_model) -> its outputs (1, P, d_model) and the weights (H, d_in, d_out) after writing it."""

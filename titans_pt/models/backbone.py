@@ -16,6 +16,7 @@ from titans_pt.layers.mlp import SwiGLU
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.state import check_rows, compact, rows
+from titans_pt.layers.token_plan import TokenPlan, Unplanned, plan_of, through_plan
 from titans_pt.models.mixers import MIXERS, Mixer
 from titans_pt.models.wavefront import wavefront
 
@@ -39,12 +40,40 @@ class Block(nn.Module):
 
     def mix(self, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
         """The first half."""
+        if state is not None and documents is None:
+            found = through_plan(self, (self.mixer_norm, self.mixer), self.mixing_plan, x, state)
+            if found is not None:
+                return found
         y, state = self.mixer(self.mixer_norm(x), state=state, documents=documents)
         return x + y, state
 
     def feed(self, x: Tensor) -> Tensor:
         """The second half, in which tokens are apart."""
-        return x + self.mlp(self.mlp_norm(x))
+        found = through_plan(self, (self.mlp_norm, self.mlp), self.feeding_plan, x, None)
+        return x + self.mlp(self.mlp_norm(x)) if found is None else found[0]
+
+    def mixing_plan(self, x: Tensor) -> TokenPlan:
+        """The first half of one token x (B, d_model)."""
+        if isinstance(self.mixer_norm, nn.Identity):
+            return plan_of(self.mixer, x, x)
+        return self._plan(x, self.mixer_norm, self.mixer)
+
+    def feeding_plan(self, x: Tensor) -> TokenPlan:
+        """The second half of one token x (B, d_model)."""
+        return self._plan(x, self.mlp_norm, self.mlp)
+
+    @staticmethod
+    def _plan(x: Tensor, norm: RMSNorm, part: nn.Module) -> TokenPlan:
+        if type(norm) is not RMSNorm:
+            raise Unplanned
+        normal, normalise = norm.token_step(x)
+        plan = plan_of(part, normal, x)
+
+        def advance(state: Any) -> Any:
+            normalise()
+            return plan.advance(state)
+
+        return TokenPlan(plan.out, plan.accepts, advance)
 
 
 def whole_sequence(block: Block, x: Tensor, documents: Documents | None) -> Tensor:

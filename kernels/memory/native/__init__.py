@@ -5,7 +5,6 @@ PyTorch operators over all rows at once move every weight set through the shared
 
 import ctypes
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,9 +12,10 @@ from torch import Tensor
 
 from titans_pt.kernels import native
 from titans_pt.kernels.memory.network import NetworkShape
-from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 
 SOURCE = Path(__file__).with_name("scan.c")
+HEADER = Path(__file__).with_name("network.h")
+"""What scan.c and token.c include. Named here, an exported folder has it, too (titans_pt/huggingface/source.py)."""
 MAX_LAYERS = 8
 ACTIVATIONS = ("gelu", "silu", "relu")
 """In the order of scan.c."""
@@ -118,69 +118,6 @@ class NativeScan(torch.autograd.Function):
         compiled = native.library(SOURCE, tensors[0].dtype)
         native.run(compiled.reverse, rows, _operations(call), *map(ctypes.byref, (call, inputs, given)))
         return None, *grads[:6], None, *grads[6:], *d_state
-
-
-@dataclass
-class _Token:
-    """The plan of one token."""
-
-    network: NetworkShape
-    to_start: bool
-    gate_layers: int
-    new_chunk = (None,)
-
-
-@torch.no_grad()
-def next_token(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: tuple[Tensor, Tensor, Tensor],
-    start: Weights,
-    state: MemoryState,
-    *,
-    network: NetworkShape,
-    norm: Weights | None,
-    chunk_size: int,
-    to_start: bool,
-) -> tuple[Tensor, MemoryState]:
-    """What a call of one token gives, for generation: nothing is cut into blocks, nothing is kept for gradients.
-
-    q, k, v (B, 1, H, D); gates (B, 1, H, 1 or L); start (H, d_in, d_out), M_0; norm two (H, D), all of one dtype.
-    """
-    batch, _, heads, width = q.shape
-    rows, layers = batch * heads, network.depth
-    given = [x.contiguous() for x in (q, k, v, *gates)]
-    given += [p.expand(batch, heads, width).contiguous() for p in norm or ()]
-    weights = [w.contiguous() for w in (*state.weights, *state.momentum, *state.chunk_weights)]
-    begin = [w.expand(batch, *w.shape).contiguous() for w in start] if to_start else []
-    plan = _Token(network, to_start, gates[0].shape[-1])
-    call = _call(plan, q, False, rows)
-    offset = state.offset.tolist()
-    new_chunk = _flags([torch.tensor([tokens == 0 for tokens in offset for _ in range(heads)])], rows)
-    new_document = _flags([False], rows)
-    names = ("q", "k", "v", "theta", "eta", "alpha", "gamma", "beta")
-    inputs = _Inputs(
-        **dict(zip(names, (x.data_ptr() for x in given), strict=False)),
-        new_chunk=ctypes.addressof(new_chunk), new_document=ctypes.addressof(new_document),
-        **_by_layer(begin, ("begin",)), **_by_layer(weights, ("W", "S", "F")),
-    )  # fmt: skip
-    out, after = torch.empty_like(given[0]), [torch.empty_like(w) for w in weights[: 2 * layers]]
-    outputs = _Outputs(out=out.data_ptr(), **_by_layer(after, ("W", "S")))
-    compiled = native.library(SOURCE, q.dtype)
-    native.run(compiled.forward, rows, _operations(call), *map(ctypes.byref, (call, inputs, outputs)))
-    now, momentum = tuple(after[:layers]), tuple(after[layers:])
-    frozen = _where([tokens == 0 for tokens in offset], state.weights, state.chunk_weights)
-    offset = [(tokens + 1) % chunk_size for tokens in offset]
-    frozen = _where([tokens == 0 for tokens in offset], now, frozen)
-    return out, MemoryState(now, momentum, frozen, torch.tensor(offset))
-
-
-def _where(rows: list[bool], yes: Weights, no: Weights) -> Weights:
-    """Row by row ``yes`` or ``no``; no copy where all rows agree."""
-    if all(rows):
-        return yes
-    return choose(torch.tensor(rows), yes, no) if any(rows) else no
 
 
 def group(blocks: int, rows: int, network: NetworkShape, size: int, save_every: int | None) -> tuple[int, bool]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import titans_pt.kernels.native
-from titans_pt.kernels.memory import NetworkShape, native, neural_memory
+from titans_pt.kernels.memory import NetworkShape, memory_read, native, neural_memory
+from titans_pt.kernels.memory.native import token
 
 MISSING = native.unserved(torch.zeros(1), NetworkShape(4, 4))
 if MISSING:
@@ -126,3 +127,18 @@ def test_token_by_token_as_in_one_call(forget_to, per_layer):
         for a, b in zip(getattr(state, group), getattr(end, group), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     assert torch.equal(state.offset, end.offset)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 12, 2), (1, 2, 33, 40, 3), (3, 1, 7, 7, 1)])
+def test_reading_alone(shape):
+    """Queries of a token of each row, at their rows' weights."""
+    B, H, D, hidden, depth = shape
+    q, *_, gain, shift = inputs(B, 1, H, D, hidden, depth, dtype=torch.float64)
+    gen = torch.Generator().manual_seed(1)
+    network = NetworkShape(D, hidden, depth)
+    weights = tuple(torch.randn(B, H, a, b, generator=gen, dtype=torch.float64) for a, b in network.layers)
+    gain, shift = gain + 0.1, shift + 0.2
+    recall = token.MemoryRecall(q, H, network=network, norm=(gain, shift))
+    recall(weights)
+    expected = memory_read(q, weights, network=network, norm=(gain, shift))
+    torch.testing.assert_close(recall.out, expected, rtol=0, atol=1e-12)

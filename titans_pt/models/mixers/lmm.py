@@ -3,10 +3,12 @@
 from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig
+from titans_pt.kernels.one_token import Map, Maps
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.memory import NeuralMemoryState
 from titans_pt.layers.sharding import Shard
+from titans_pt.layers.token_plan import TokenPlan, plan_of, weight_of
 from titans_pt.models.mixers.base import MIXERS
 from titans_pt.models.mixers.common import (
     ACTIVATIONS,
@@ -32,7 +34,7 @@ class LMM(MemoryMixer):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.output_gate = ACTIVATIONS[self.settings(config).output_gate]
+        self.output_gate = self.settings(config).output_gate
         self.persistent = persistent(config)
         self.memory = build_memory(config)
         self.gate = nn.Linear(config.d_model, config.d_model, bias=False)
@@ -42,7 +44,12 @@ class LMM(MemoryMixer):
         self, x: Tensor, state: NeuralMemoryState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, NeuralMemoryState]:
         y, state = remember(self.memory, x, self.persistent, state, documents)
-        return self.out(y * self.output_gate(self.gate(x))), state
+        return self.out(y * ACTIVATIONS[self.output_gate](self.gate(x))), state
+
+    def token_plan(self, x: Tensor, term: Tensor) -> TokenPlan:
+        plan = plan_of(self.memory, x)
+        gate = Map(x, weight_of(self.gate, x), activation=self.output_gate, factor=plan.out)
+        return plan.then(Maps(len(x), gate, Map(0, weight_of(self.out, x), term=term)))
 
     def flops(self, length: int) -> Flops:
         d = self.out.in_features

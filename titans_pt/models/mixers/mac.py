@@ -10,14 +10,16 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig, Positive
-from titans_pt.kernels.attention import Prefix, masked_attention, segment_attention
+from titans_pt.kernels.attention import AttentionToken, Prefix, masked_attention, segment_attention
 from titans_pt.kernels.memory.state import choose, state_dtype
+from titans_pt.kernels.one_token import Map, Maps, Rotation, add
 from titans_pt.layers.attention import Attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.memory import NeuralMemoryState, Projection
 from titans_pt.layers.rotary import rotate, rotation_from
 from titans_pt.layers.sharding import Shard
+from titans_pt.layers.token_plan import TokenPlan, plan_of, weight_of
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
     BranchGate,
@@ -212,6 +214,64 @@ class MAC(MemoryMixer):
             persistent,
         )  # fmt: skip
         return self.out(torch.cat(outputs, 1)), state
+
+    def token_plan(self, x: Tensor, term: Tensor) -> TokenPlan:
+        attention, shape = self.attention, (len(x), 1, self.attention.n_heads, -1)
+        q, k, v = (weight_of(part, x) for part in (attention.q, attention.k, attention.v))
+        rotation = Rotation(len(q) // attention.n_heads, attention.rope_base, x)
+        own = (Map(x, q, rotation=rotation), Map(x, k, rotation=rotation), Map(x, v))
+        inputs = Maps(len(x), self.read.token_map(x), *own)
+        queries, turned, *new = inputs.out
+        recall, recalled = self.memory.recall_step(queries)
+        group = Maps(len(x), Map(recalled, k, rotation=rotation), Map(recalled, v))
+        prefix = self.persistent is not None
+        attend = AttentionToken(attention.n_heads, *([inputs.unturned[1]] if prefix else []), turned, turned)
+        written = joined = attend.out
+        steps = []
+        if self.write is not None:
+            written, write = add(x, self.write, attend.out)
+            joined, join = add(x, None, attend.out)
+            steps = [write, join]
+        memory = plan_of(self.memory, written)
+        gated, gate = self.gate.token_step(x, joined, memory.out)
+        out = Maps(len(x), Map(gated, weight_of(self.out, x), term=term))
+        new, of_group = ([y.view(shape) for y in made] for made in (new, group.out))
+
+        def accepts(state: MACState) -> bool:
+            together = len(set(state.offset.tolist())) == 1 and (state.persistent is not None) == prefix
+            return together and state.read_weights[0].dtype == x.dtype and memory.accepts(state.memory)
+
+        def advance(state: MACState) -> MACState:
+            read, place = state.offset.tolist()[0], state.position
+            rotation.at(place)
+            read_conv = inputs.follow(0, state.read_conv)
+            inputs()
+            # What is kept is what the token's own segment has.
+            kept = (state.k, state.v), (state.h_k, state.h_v)
+            tokens, memories = ([x.to(turned.dtype) for x in pair] for pair in kept)
+            places, weights = state.h_place, state.read_weights
+            if read == 0:
+                weights = state.memory.memory.weights
+            if read % self.stride == 0:
+                recall(weights)
+                group()
+                memories = [torch.cat(pair, 1) for pair in zip(memories, of_group, strict=True)]
+                places = torch.cat([places, torch.tensor([place])])
+            tokens = [torch.cat(pair, 1) for pair in zip(tokens, new, strict=True)]
+            attend(*([state.persistent] if prefix else []), memories, tokens)
+            for step in steps:
+                step()
+            after = memory.advance(state.memory)
+            gate()
+            out()
+            if read + 1 == self.segment:
+                tokens, memories, places = [t[:, :0] for t in tokens], [t[:, :0] for t in memories], places[:0]
+            offset = torch.full_like(state.offset, (read + 1) % self.segment)
+            return MACState(
+                after, weights, read_conv, *tokens, *memories, places, offset, place + 1, state.persistent
+            )
+
+        return TokenPlan(out.out[0], accepts, advance)
 
     def _recall(self, queries: Tensor, turn: list[Tensor], weights, norm) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, (B, m, H, D), of the memory tokens read with queries (B, m, H, D)."""

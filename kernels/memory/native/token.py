@@ -1,0 +1,164 @@
+"""One token of a stream on a CPU, for generation: the definition, in C (token.c)."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titans_pt.kernels import native
+from titans_pt.kernels.memory.native import ACTIVATIONS, MAX_LAYERS
+from titans_pt.kernels.memory.network import NetworkShape
+from titans_pt.kernels.memory.state import MemoryState, Weights, choose
+
+SOURCE = Path(__file__).with_name("token.c")
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("heads", "layers", "width", "hidden", "gate_layers", "activation", "norm", "residual", "to_start")
+    ]
+
+
+_Layers = ctypes.c_void_p * MAX_LAYERS
+
+
+class _Inputs(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "theta", "eta", "alpha", "gamma", "beta")),
+        ("fresh", ctypes.c_char_p), *((name, _Layers) for name in ("begin", "W", "S", "F")),
+    ]  # fmt: skip
+
+
+class _Outputs(ctypes.Structure):
+    _fields_ = [("out", ctypes.c_void_p), ("W", _Layers), ("S", _Layers)]
+
+
+def serves(q: Tensor, network: NetworkShape, state: MemoryState | None, reset: Tensor | None) -> bool:
+    """Whether :func:`next_token` takes a call with queries like these, (B, T, H, D)."""
+    if q.shape[1] != 1 or state is None or reset is not None or torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling() or any(w.dtype != q.dtype for w in state.weights):
+        return False
+    return unserved(q, network) is None
+
+
+def unserved(x: Tensor, network: NetworkShape) -> str | None:
+    """Why this would not serve tensors of ``x``'s device and dtype; None if it would."""
+    if network.depth > MAX_LAYERS:
+        return f"memories of more than {MAX_LAYERS} layers"
+    return native.unserved(SOURCE, x)
+
+
+def _called(heads: int, network: NetworkShape, gate_layers: int = 1, to_start: bool = False) -> _Call:
+    return _Call(
+        heads, network.depth, network.width, network.hidden, gate_layers, ACTIVATIONS.index(network.activation),
+        network.norm, network.residual, to_start,
+    )  # fmt: skip
+
+
+class MemoryToken:
+    """One token's read and write, made once for inputs that stay where they are: see :func:`next_token`.
+
+    q, k, v: (B, 1, H, D) or with H and D as one; gates: (B, 1, H, 1 or L); norm: two (H, D); contiguous, of one dtype.
+    out: as q, filled by each call.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: tuple[Tensor, Tensor, Tensor],
+        *,
+        network: NetworkShape,
+        norm: Weights | None,
+        chunk_size: int,
+        to_start: bool,
+    ):
+        theta = gates[0]
+        heads, layers = theta.shape[2:]
+        self.out, self.to_start, self.chunk_size = torch.empty_like(q), to_start, chunk_size
+        self._rows, self._kept = q.numel() // network.width, (q, k, v, gates, norm)
+        self._call = _called(heads, network, layers, to_start)
+        self._inputs = _Inputs(*(x.data_ptr() for x in (q, k, v, *gates, *(norm or ()))))
+        self._outputs = _Outputs(self.out.data_ptr())
+        self._function = native.library(SOURCE, q.dtype).token
+        self._operations = 10 * self._rows * sum(a * b for a, b in network.layers)
+        self._arguments = tuple(map(ctypes.byref, (self._call, self._inputs, self._outputs)))
+
+    def __call__(self, start: Weights, state: MemoryState) -> MemoryState:
+        """The state after the token; start: M_0, L tensors (H, d_in, d_out)."""
+        offset = state.offset.tolist()
+        fresh = [tokens == 0 for tokens in offset]
+        begin, W, S, F = (
+            [w.contiguous() for w in weights]
+            for weights in (start if self.to_start else (), state.weights, state.momentum, state.chunk_weights)
+        )
+        now, momentum = tuple(map(torch.empty_like, W)), tuple(map(torch.empty_like, S))
+        self._inputs.fresh = bytes(fresh)
+        places = zip((self._inputs,) * 4 + (self._outputs,) * 2, ("begin", "W", "S", "F", "W", "S"),
+                     (begin, W, S, F, now, momentum), strict=True)  # fmt: skip
+        for struct, name, tensors in places:
+            setattr(struct, name, _Layers(*(w.data_ptr() for w in tensors)))
+        native.run(self._function, self._rows, self._operations, *self._arguments)
+        frozen = _where(fresh, state.weights, state.chunk_weights)
+        offset = [(tokens + 1) % self.chunk_size for tokens in offset]
+        frozen = _where([tokens == 0 for tokens in offset], now, frozen)
+        return MemoryState(now, momentum, frozen, torch.tensor(offset))
+
+
+class MemoryRecall:
+    """M(q) of a token of each row, nothing written, made once for queries that stay where they are.
+
+    q: (B, 1, H, D) or with H and D as one; norm: two (H, D); contiguous, of one dtype. out: as q, filled by each call.
+    """
+
+    def __init__(self, q: Tensor, heads: int, *, network: NetworkShape, norm: Weights | None):
+        self.out, self._kept, self._rows = torch.empty_like(q), (q, norm), q.numel() // network.width
+        self._call = _called(heads, network)
+        self._inputs = _Inputs(q.data_ptr())
+        if norm:
+            self._inputs.gamma, self._inputs.beta = (p.data_ptr() for p in norm)
+        self._outputs = _Outputs(self.out.data_ptr())
+        self._function = native.library(SOURCE, q.dtype).recall
+        self._operations = 2 * self._rows * sum(a * b for a, b in network.layers)
+        self._arguments = tuple(map(ctypes.byref, (self._call, self._inputs, self._outputs)))
+
+    def __call__(self, weights: Weights):
+        """weights: L tensors (B, H, d_in, d_out)."""
+        weights = [w.contiguous() for w in weights]
+        self._inputs.W = _Layers(*(w.data_ptr() for w in weights))
+        native.run(self._function, self._rows, self._operations, *self._arguments)
+
+
+def next_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: tuple[Tensor, Tensor, Tensor],
+    start: Weights,
+    state: MemoryState,
+    *,
+    network: NetworkShape,
+    norm: Weights | None,
+    chunk_size: int,
+    to_start: bool,
+) -> tuple[Tensor, MemoryState]:
+    """What a call of one token gives: nothing is cut into blocks, nothing is kept for gradients.
+
+    q, k, v (B, 1, H, D); gates (B, 1, H, 1 or L); start (H, d_in, d_out), M_0; norm two (H, D), all of one dtype.
+    """
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    gates, norm = (None if group is None else tuple(x.contiguous() for x in group) for group in (gates, norm))
+    token = MemoryToken(q, k, v, gates, network=network, norm=norm, chunk_size=chunk_size, to_start=to_start)
+    state = token(start, state)
+    return token.out, state
+
+
+def _where(rows: list[bool], yes: Weights, no: Weights) -> Weights:
+    """Row by row ``yes`` or ``no``; no copy where all rows agree."""
+    if all(rows):
+        return yes
+    return choose(torch.tensor(rows), yes, no) if any(rows) else no

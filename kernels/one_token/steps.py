@@ -1,0 +1,170 @@
+"""Steps of a token: each is made once, for tensors that stay where they are, and then called for every token.
+
+A call takes a microsecond or two, as each of the dozen operators of PyTorch does that it takes the place of. It checks
+nothing: tensors are contiguous, of one dtype, and no other thread uses them.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titans_pt.kernels import native
+
+SOURCE = Path(__file__).with_name("steps.c")
+ACTIVATIONS = ("identity", "silu", "sigmoid")
+"""In the order of steps.c."""
+Step = Callable[[], object]
+
+
+def unserved(x: Tensor) -> str | None:
+    """Why these steps do not serve tensors of ``x``'s device and dtype; None if they do."""
+    return native.unserved(SOURCE, x)
+
+
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    """
+    Raises:
+        ValueError: a tensor that is not contiguous.
+    """
+    if tensor is None:
+        return ctypes.c_void_p(None)
+    if not tensor.is_contiguous():
+        raise ValueError(f"a step's tensors must be contiguous, given strides {tensor.stride()}")
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _step(name: str, like: Tensor, *arguments: Tensor | int | None) -> Step:
+    """A call of steps.c's function ``name`` compiled for ``like``'s dtype."""
+    function = getattr(native.library(SOURCE, like.dtype), name)
+    ready = [ctypes.c_int64(a) if isinstance(a, int) else pointer(a) for a in arguments]
+    return lambda _kept=arguments: function(*ready)
+
+
+class Rotation:
+    """Rotary position embedding of one place: cosine and sine, (width / 2), as titans_pt.layers.rotary has them."""
+
+    def __init__(self, width: int, base: float, like: Tensor):
+        half = width // 2
+        self.cosine, self.sine = like.new_empty(half), like.new_empty(half)
+        self._turns = base ** (-torch.arange(half, dtype=torch.float64) / half) / (2 * math.pi)
+        self._function = native.library(SOURCE, like.dtype).rotation
+        self._rest = ctypes.c_int64(half), pointer(self._turns), pointer(self.cosine), pointer(self.sine)
+
+    def at(self, place: int):
+        self._function(ctypes.c_int64(place), *self._rest)
+
+
+class Map(NamedTuple):
+    """y = weight x + bias, then in this order, each if it is given: a causal convolution, an activation, heads of unit
+    length, a rotation, a factor, a term.
+
+    x: (B, inputs), or the place of an earlier map, whose y it is. weight: (outputs, inputs). bias: (outputs,).
+    taps: (outputs, width), filters over the tokens, the token's own last.
+    activation: see ACTIVATIONS. unit: divide every head of so many outputs by its length; 0: none.
+    rotation: turns every head.
+    factor, term: (B, outputs), or the place of an earlier map.
+    """
+
+    x: Tensor | int
+    weight: Tensor
+    bias: Tensor | None = None
+    taps: Tensor | None = None
+    activation: str = "identity"
+    unit: int = 0
+    rotation: Rotation | None = None
+    factor: Tensor | int | None = None
+    term: Tensor | int | None = None
+
+
+class _Map(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p)
+          for name in ("x", "weight", "bias", "taps", "past", "cosine", "sine", "factor", "term",
+                       "out", "newest", "unturned")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "width", "activation", "unit", "head")),
+    ]  # fmt: skip
+
+
+class Maps:
+    """Maps of one token, one after the other.
+
+    out: the y of each map, (B, outputs). unturned: of a map with a rotation what y is without it, else None.
+    """
+
+    def __init__(self, batch: int, *maps: Map):
+        self.out: list[Tensor] = []
+        self.unturned: list[Tensor | None] = []
+        self._maps = (_Map * len(maps))()
+        self._kept, self._past = maps, {}
+        for place, one in zip(self._maps, maps, strict=True):
+            x, factor, term = (self.out[t] if isinstance(t, int) else t for t in (one.x, one.factor, one.term))
+            outputs, inputs = one.weight.shape
+            turn = one.rotation
+            y = one.weight.new_empty(batch, outputs)
+            plain = None if turn is None else torch.empty_like(y)
+            for name, tensor in {
+                "x": x, "weight": one.weight, "bias": one.bias, "taps": one.taps, "factor": factor, "term": term,
+                "out": y, "unturned": plain, "cosine": turn and turn.cosine, "sine": turn and turn.sine,
+            }.items():  # fmt: skip
+                if tensor is not None and tensor.dtype != y.dtype:
+                    raise ValueError(f"{name}: given {tensor.dtype}; must be {y.dtype}, as the weight is")
+                setattr(place, name, pointer(tensor))
+            place.inputs, place.outputs, place.unit = inputs, outputs, one.unit
+            place.width = 1 if one.taps is None else one.taps.shape[1]
+            place.activation = ACTIVATIONS.index(one.activation)
+            place.head = 0 if turn is None else 2 * len(turn.cosine)
+            self.out.append(y)
+            self.unturned.append(plain)
+        self._function = native.library(SOURCE, maps[0].weight.dtype).project
+        self._rest = ctypes.c_int64(batch), self._maps, ctypes.c_int64(len(maps))
+
+    def follow(self, place: int, past: Tensor) -> Tensor:
+        """past (B, width - 1, outputs): what the convolution of the map at ``place`` was given before the next token.
+
+        Returns what the next call fills: the same for the token after it. Without a convolution ``past`` itself.
+        """
+        if self._maps[place].width == 1:
+            return past
+        past = self._past[place] = past.contiguous()
+        newest = torch.empty_like(past)
+        self._maps[place].past, self._maps[place].newest = past.data_ptr(), newest.data_ptr()
+        return newest
+
+    def __call__(self):
+        self._function(*self._rest)
+
+
+def add(a: Tensor, weight: Tensor | None, b: Tensor) -> tuple[Tensor, Step]:
+    """a + weight b, (B, width) and the step that fills it; weight (width,), or None for 1."""
+    out = torch.empty_like(a)
+    return out, _step("add", a, *a.shape, a, weight, b, out)
+
+
+def blend(a: Tensor, b: Tensor, share: Tensor) -> tuple[Tensor, Step]:
+    """a + share (b - a), (B, H D) as a and b are, and the step that fills it; share (B, H)."""
+    out = torch.empty_like(a)
+    return out, _step("blend", a, share.numel(), a.numel() // share.numel(), a, b, share, out)
+
+
+class _Gates(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("count", "hard", "free", "momentum", "forgetting")),
+        *((name, ctypes.c_double) for name in ("bound", "stretch")),
+    ]
+
+
+def memory_gates(
+    raw: Tensor, *, hard: bool, free: bool, momentum: bool, forgetting: bool, bound: float, stretch: float
+) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[bool], object]]:
+    """raw (B, n, 3) -> theta, eta, alpha, (B, n) each, as :class:`titans_pt.layers.memory.MemoryGates` makes them, and
+    the step that fills them, which is told whether anything is written at all."""
+    gates = tuple(torch.empty_like(raw[..., 0], memory_format=torch.contiguous_format) for _ in range(3))
+    call = _Gates(gates[0].numel(), hard, free, momentum, forgetting, bound, stretch)
+    function = native.library(SOURCE, raw.dtype).memory_gates
+    given, made = (ctypes.byref(call), pointer(raw)), [pointer(gate) for gate in gates]
+    return gates, lambda writes, _kept=raw: function(*given, ctypes.c_int64(writes), *made)

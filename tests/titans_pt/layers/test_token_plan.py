@@ -1,0 +1,259 @@
+"""Generation's prepared way through a block: taken where it serves, and the ordinary way's results."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from titans_pt.config import MemoryConfig, ModelConfig
+from titans_pt.kernels.one_token import unserved
+from titans_pt.layers import token_plan
+from titans_pt.layers.mlp import SwiGLU
+from titans_pt.layers.norm import RMSNorm
+from titans_pt.layers.state import map_tensors
+from titans_pt.models import build_model
+from titans_pt.models.mixers.lmm import LMM
+
+if reason := unserved(torch.zeros(1)):
+    pytest.skip(f"no C: {reason}", allow_module_level=True)
+
+FORMS = {
+    "attention": ("attention", {}, {}),
+    "swa": ("swa", {}, {}),
+    "lmm": ("lmm", {}, {}),
+    "mag": ("mag", {}, {}),
+    "mal": ("mal", {}, {}),
+    "mac": ("mac", {"mac": {"segment": 8, "memory_tokens": 4}}, {}),
+    "lmm-silu-hard-deep": ("lmm", {"lmm": {"output_gate": "silu"}}, {"gates": "hard", "depth": 3, "alpha_init": 0.2}),
+    "lmm-zero-free-plain": ("lmm", {"conv_width": 1}, {"forget_to": "zero", "theta": "free", "per_layer_gates": True}),
+    "mag-bare": ("mag", {"persistent_tokens": 0}, {"norm": False, "residual": False, "activation": "silu"}),
+    "mal-paper": ("mal", {"mal": {"residual": False}}, {"depth": 1, "activation": "relu"}),
+    "mac-paper": ("mac", {"mac": {"segment": 8, "memory_tokens": 8, "write": "attention"}, "persistent_tokens": 0}, {}),
+    "lmm-frozen": ("lmm", {}, {"writes": False, "n_heads": 4}),
+}
+T = 29
+
+
+def small(mixer, settings=(), memory=(), seed=0, layers=2):
+    config = ModelConfig(
+        **{"mixers": [mixer], "vocab_size": 50, "d_model": 16, "n_layers": layers, "n_heads": 2, "mlp_hidden": 24,
+           "window": 6, "persistent_tokens": 3} | dict(settings),
+        memory=MemoryConfig(**{"chunk_size": 4, "expansion": 2} | dict(memory)),
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = build_model(config).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    return model
+
+
+def ids(rows=2, seed=0):
+    return torch.randint(0, 50, (rows, T), generator=torch.Generator().manual_seed(seed))
+
+
+def token_by_token(model, begin=5, rows=2):
+    """Logits of the tokens from ``begin`` on, each read by itself."""
+    tokens = ids(rows)
+    _, state = model(tokens[:, :begin])
+    made = []
+    for t in range(begin, T):
+        logits, state = model(tokens[:, t : t + 1], state)
+        made.append(logits)
+    return torch.cat(made, 1), state
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Whether each call of a half of a block by one token went by a plan."""
+    calls, ordinary = [], token_plan.through_plan
+
+    def watched(owner, parts, make, x, state):
+        found = ordinary(owner, parts, make, x, state)
+        if x.shape[1] == 1:
+            calls.append((make.__name__, found is not None))
+        return found
+
+    monkeypatch.setattr("titans_pt.models.backbone.through_plan", watched)
+    return calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_the_ordinary_way(form, taken):
+    model = small(*FORMS[form])
+    ours, end = token_by_token(model)
+    assert len(taken) == 2 * 2 * (T - 5) and all(served for _, served in taken)
+    for block in model.blocks:
+        block.mixer.register_forward_hook(lambda *_: None)
+        block.mlp.register_forward_hook(lambda *_: None)
+    taken.clear()
+    theirs, expected = token_by_token(model)
+    assert taken and not any(served for _, served in taken)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+    torch.testing.assert_close(ours, model(ids())[0][:, 5:], rtol=0, atol=1e-9)
+    a, b = [], []
+    map_tensors(end, a.append)
+    map_tensors(expected, b.append)
+    assert len(a) == len(b) > 0
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
+
+
+@torch.no_grad()
+def test_rows_at_different_places(taken):
+    """A document that begins inside the prompt of one row: chunks do not begin together, windows are not equally full.
+    Where attention must hide keys, or segments differ, the ordinary way is taken."""
+    for name, halves in (("lmm", {True}), ("mag", {False}), ("mac", {False})):
+        model, reset = small(*FORMS[name]), torch.zeros(2, T, dtype=torch.bool)
+        reset[1, 3] = True
+        whole, _ = model(ids(), reset=reset)
+        _, state = model(ids()[:, :5], reset=reset[:, :5])
+        taken.clear()
+        for t in range(5, T):
+            logits, state = model(ids()[:, t : t + 1], state)
+            torch.testing.assert_close(logits[:, 0], whole[:, t], rtol=0, atol=1e-9)
+        assert {served for half, served in taken[:4] if half == "mixing_plan"} == halves
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["lmm", "mac"])
+def test_a_state_is_left_as_it_is(name):
+    model = small(*FORMS[name])
+    _, state = model(ids()[:, :9])
+    for t in range(9, 14):
+        kept = copy.deepcopy(state)
+        first, after = model(ids()[:, t : t + 1], state)
+        second, _ = model(ids()[:, t : t + 1], state)
+        assert torch.equal(first, second)
+        before, now = [], []
+        map_tensors(kept, before.append)
+        map_tensors(state, now.append)
+        assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+        state = after
+
+
+@torch.no_grad()
+def test_it_follows_the_weights(taken):
+    """Changed in place, by .data, by another Parameter, by a copy of the model."""
+    model, other = small(*FORMS["mac"]), small(*FORMS["mac"], seed=1)
+    token_by_token(model)
+    expected, _ = token_by_token(other)
+    twin = copy.deepcopy(model)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(token_by_token(model)[0], expected)
+    twin.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
+    assert torch.equal(token_by_token(twin)[0], expected)
+    third = small(*FORMS["mac"])
+    token_by_token(third)
+    for p, q in zip(third.parameters(), other.parameters(), strict=True):
+        p.data = q.data.clone()
+    assert torch.equal(token_by_token(third)[0], expected)
+    fourth = small(*FORMS["mac"])
+    token_by_token(fourth)
+    fourth.blocks = other.blocks
+    fourth.embedding, fourth.norm, fourth.head = other.embedding, other.norm, other.head
+    assert torch.equal(token_by_token(fourth)[0], expected)
+    assert all(served for _, served in taken)
+
+
+@torch.no_grad()
+def test_in_and_out_of_inference_mode():
+    model = small(*FORMS["mag"])
+    with torch.inference_mode():
+        first, _ = token_by_token(model)
+    assert torch.equal(token_by_token(model)[0], first)
+
+
+def test_threads_share_a_model():
+    model, found = small(*FORMS["mac"]), {}
+    with torch.no_grad():
+        expected, _ = token_by_token(model)
+
+    def work(place):
+        with torch.no_grad():
+            found[place] = [torch.equal(token_by_token(model)[0], expected) for _ in range(3)]
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {place: [True] * 3 for place in range(4)}
+
+
+class Louder(LMM):
+    """Goes another way than the plan that it inherits."""
+
+    def forward(self, x, state=None, documents=None):
+        y, state = super().forward(x, state, documents)
+        return 2 * y, state
+
+
+class Wider(RMSNorm):
+    pass
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["mixer", "norm", "linear", "mlp"])
+def test_what_stands_in_another_place_is_not_passed_by(change, taken):
+    model = small(*FORMS["lmm"], layers=1)
+    token_by_token(model)
+    block = model.blocks[0]
+    if change == "mixer":
+        louder = Louder(model.config).double()
+        louder.load_state_dict(block.mixer.state_dict())
+        block.mixer = louder
+    elif change == "norm":
+        block.mixer_norm = Wider(16, eps=1e-5).double()
+    elif change == "linear":
+        block.mixer.out = torch.nn.Sequential(block.mixer.out, torch.nn.Tanh())
+    else:
+        block.mlp = type("Own", (SwiGLU,), {"forward": lambda self, x: self.down(self.up(x))})(16, 24).double()
+    taken.clear()
+    ours, _ = token_by_token(model)
+    torch.testing.assert_close(ours, model(ids())[0][:, 5:], rtol=0, atol=1e-9)
+    half = "feeding_plan" if change == "mlp" else "mixing_plan"
+    assert {served for name, served in taken if name == half} == {False}
+    assert {served for name, served in taken if name != half} == {True}
+
+
+@torch.no_grad()
+def test_large_products_are_left_to_pytorchs_threads(monkeypatch, taken):
+    model, threads = small(*FORMS["lmm"]), torch.get_num_threads()
+    expected = model(ids())[0][:, 5:]
+    monkeypatch.setattr("titans_pt.kernels.native.WORTH_A_THREAD", 100)
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            taken.clear()
+            torch.testing.assert_close(token_by_token(model)[0], expected, rtol=0, atol=1e-9)
+            assert {served for _, served in taken} == {count == 1}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_training_and_many_rows_go_the_ordinary_way(taken):
+    model = small(*FORMS["lmm"])
+    _, state = model(ids()[:, :5])
+    logits, _ = model(ids()[:, 5:6], state)
+    logits.sum().backward()
+    with torch.no_grad():
+        token_by_token(model, rows=token_plan.MOST_ROWS + 1)
+    assert taken and not any(served for _, served in taken)
+
+
+@torch.no_grad()
+def test_plans_go_with_their_model():
+    gc.collect()
+    before = len(token_plan._plans)
+    model = small(*FORMS["mac"])
+    token_by_token(model)
+    gone = weakref.ref(model.blocks[0])
+    assert len(token_plan._plans) == before + 2
+    del model
+    gc.collect()
+    assert gone() is None and len(token_plan._plans) == before

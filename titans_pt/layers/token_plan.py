@@ -1,0 +1,150 @@
+"""Generation on a CPU: what a part of a model does with one token, prepared once as calls of C on tensors that stay.
+
+The ordinary way of a token through a block is hundreds of calls of Python and PyTorch, most of which take longer than
+what they compute. A plan is made of the same weights where they lie, and thrown away when they lie elsewhere.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from titans_pt.kernels import native
+from titans_pt.kernels.one_token import Maps, unserved
+
+MOST_ROWS = 8
+"""With more, the product of two matrices takes less time than so many of a matrix and a vector."""
+
+
+class Unplanned(Exception):
+    """A part has no plan; the ordinary way serves."""
+
+
+@dataclass
+class TokenPlan:
+    """A token's way through a part of a model.
+
+    out: (B, d_model), filled by ``advance``.
+    accepts: whether ``advance`` takes this state.
+    advance: the part's state -> its state after the token, which lies where whoever made the plan said.
+    """
+
+    out: Tensor
+    accepts: Callable[[Any], bool]
+    advance: Callable[[Any], Any]
+
+    def then(self, last: Maps) -> "TokenPlan":
+        """This plan and one more step, whose last map is what comes out."""
+
+        def advance(state: Any) -> Any:
+            state = self.advance(state)
+            last()
+            return state
+
+        return TokenPlan(last.out[-1], self.accepts, advance)
+
+
+class _Plans:
+    """Of one half of a block: those that are not in use, as long as its weights lie where they lay."""
+
+    def __init__(self, parts: tuple[nn.Module, ...]):
+        self.free: list[tuple[Tensor, TokenPlan] | None] = []
+        self._parts = parts
+        modules = [module for part in parts for module in part.modules()]
+        self._children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
+        self._parameters = [(m._parameters, name, p, p.data_ptr())
+                            for m in modules for name, p in m._parameters.items() if p is not None]  # fmt: skip
+        # Of a part itself, too: it is not called.
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+
+    def hold(self, parts: tuple[nn.Module, ...]) -> bool:
+        """Whether modules and weights are what and where they were."""
+        if any(a is not b for a, b in zip(self._parts, parts, strict=True)):
+            return False
+        if any(owner.get(name) is not child for owner, name, child in self._children):
+            return False
+        return all(owner.get(name) is p and p.data_ptr() == place for owner, name, p, place in self._parameters)
+
+    def hooked(self) -> bool:
+        """Whether somebody waits for one of the modules to be called: an observer, or who has its weights elsewhere
+        until then (ZeRO-3), or adds to it what other ranks have (tensor parallelism)."""
+        return any(self._hooks)
+
+
+_plans: WeakKeyDictionary[nn.Module, dict[tuple, _Plans]] = WeakKeyDictionary()
+
+
+def through_plan(
+    owner: nn.Module, parts: tuple[nn.Module, ...], make: Callable[[Tensor], TokenPlan], x: Tensor, state: Any
+) -> tuple[Tensor, Any] | None:
+    """x (B, 1, d_model) through ``owner``'s ``parts`` by a plan, and the state after it; None if none serves.
+
+    make: (B, d_model), the plan's input -> the plan. It may raise Unplanned.
+    """
+    if x.shape[1] != 1 or x.shape[0] > MOST_ROWS or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if unserved(x) is not None or torch.is_autocast_enabled("cpu"):
+        return None
+    of_owner = _plans.get(owner)
+    if of_owner is None:
+        of_owner = _plans[owner] = {}
+    key = make.__name__, x.shape[0], x.dtype, torch.get_num_threads()
+    plans = of_owner.get(key)
+    if plans is None or not plans.hold(parts):
+        plans = of_owner[key] = _Plans(parts)
+    if plans.hooked():
+        return None
+    # Taken and put back whole, so that threads that share a model do not share a plan.
+    found = plans.free.pop() if plans.free else _made(make, x)
+    try:
+        if found is None or not found[1].accepts(state):
+            return None
+        place, plan = found
+        place.copy_(x[:, 0])
+        state = plan.advance(state)
+        return plan.out[:, None].clone(), state
+    finally:
+        plans.free.append(found)
+
+
+def _made(make: Callable[[Tensor], TokenPlan], x: Tensor) -> tuple[Tensor, TokenPlan] | None:
+    with torch.inference_mode(False), torch.no_grad():  # what is made here is written to in and out of that mode
+        place = torch.empty(x.shape[0], x.shape[2], dtype=x.dtype)
+        try:
+            return place, make(place)
+        except Unplanned:
+            return None
+
+
+def plan_of(module: nn.Module, *arguments: Any, **more: Any) -> TokenPlan:
+    """``module.token_plan(*arguments)``, if that is the way of its own ``forward``.
+
+    Raises:
+        Unplanned: it has none, or a class derived from the one that has it goes another way.
+    """
+    kinds = type(module).__mro__
+    of_plan, of_forward = (
+        next((kind for kind in kinds if name in vars(kind)), None) for name in ("token_plan", "forward")
+    )
+    if of_plan is None or not issubclass(of_plan, of_forward):
+        raise Unplanned
+    return module.token_plan(*arguments, **more)
+
+
+def weight_of(module: nn.Module, x: Tensor, kind: type = nn.Linear) -> Tensor:
+    """The weight of a plain ``kind`` that a plan uses for ``x`` (B, d_in).
+
+    Raises:
+        Unplanned: something else stands in its place (a quantised layer, an adapter), its weight is not of x's dtype or
+            not contiguous, or so large that PyTorch's threads are worth calling.
+    """
+    if type(module) is not kind:
+        raise Unplanned
+    weight = module.weight
+    large = 2 * len(x) * weight.numel() > 2 * native.WORTH_A_THREAD and torch.get_num_threads() > 1
+    if weight.dtype != x.dtype or not weight.is_contiguous() or large:
+        raise Unplanned
+    return weight
