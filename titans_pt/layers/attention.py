@@ -99,7 +99,8 @@ class Attention(nn.Module):
         attend, k, v = AttentionToken(self.n_heads, *queries), k.view(shape), v.view(shape)
 
         def accepts(state: AttentionState) -> bool:
-            return state.visible is None and (state.prefix_k is not None) == prefix
+            fits = state.k.shape[2:] == state.v.shape[2:] == shape[2:]
+            return fits and state.visible is None and (state.prefix_k is not None) == prefix
 
         def advance(state: AttentionState) -> AttentionState:
             rotation.at(state.position)

@@ -19,7 +19,7 @@ from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.token_plan import TokenPlan, Unplanned, weight_of
+from titans_pt.layers.token_plan import TokenPlan, Unplanned, plain, weight_of
 
 
 def default_step_bound(chunk_size: int) -> float:
@@ -228,9 +228,9 @@ class Projection(nn.Module):
 
     def token_map(self, x: Tensor) -> Map:
         """What :meth:`forward` makes of a token x (B, d_model), heads side by side."""
-        weight = weight_of(self.linear, x)
+        weight, conv = weight_of(self.linear, x), plain(self.conv, ShortConvolution)
         unit = len(weight) // self.n_heads if self.unit else 0
-        return Map(x, weight, taps=self.conv.weight if self.conv.width > 1 else None, activation="silu", unit=unit)
+        return Map(x, weight, taps=conv.weight if conv.width > 1 else None, activation="silu", unit=unit)
 
 
 class MemoryNetwork(nn.Module):
@@ -340,21 +340,24 @@ class NeuralMemory(nn.Module):
         """x (B, d_model) -> what :meth:`forward` makes of it."""
         if memory_token.unserved(x, self.shape):
             raise Unplanned
-        parts, gates = (self.q, self.k, self.v), self.gates
-        maps = [part.token_map(x) for part in parts]
+        gates = plain(self.gates, MemoryGates)
+        maps = [plain(part, Projection).token_map(x) for part in (self.q, self.k, self.v)]
         inputs = Maps(len(x), *maps, Map(x, weight_of(gates.linear, x), gates.linear.bias))
         q, k, v, raw = inputs.out
         made, make_gates = gates.token_step(raw)
-        weights, norm = self.network.learned()
+        weights, norm = plain(self.network, MemoryNetwork).learned()
         memory = memory_token.MemoryToken(
             q, k, v, made, network=self.shape, norm=norm, chunk_size=self.config.chunk_size,
             to_start=self.config.forget_to == "start",
         )  # fmt: skip
         heads = memory.out.view(-1, self.shape.width)
-        normal, normalise = self.output_norm.token_step(heads)
+        normal, normalise = plain(self.output_norm, RMSNorm).token_step(heads)
+        past = len(x), self.q.conv.width - 1, q.shape[1]
+        shapes = [*((len(x), *w.shape) for w in weights), past, past, past]
 
         def accepts(state: NeuralMemoryState) -> bool:
-            return all(w.dtype == x.dtype for w in (state.memory.weights[0], state.q, state.k, state.v))
+            tensors = (*state.memory.weights, state.q, state.k, state.v)
+            return [t.shape for t in tensors] == shapes and all(t.dtype == x.dtype for t in tensors)
 
         def advance(state: NeuralMemoryState) -> NeuralMemoryState:
             convolved = [inputs.follow(n, past) for n, past in enumerate((state.q, state.k, state.v))]
@@ -371,8 +374,9 @@ class NeuralMemory(nn.Module):
         """queries (B, d_model) -> the step that fills what :meth:`read` makes of them at given weights, and that."""
         if memory_token.unserved(queries, self.shape):
             raise Unplanned
-        recall = memory_token.MemoryRecall(queries, self.q.n_heads, network=self.shape, norm=self.network.learned()[1])
-        normal, normalise = self.output_norm.token_step(recall.out.view(-1, self.shape.width))
+        _, norm = plain(self.network, MemoryNetwork).learned()
+        recall = memory_token.MemoryRecall(queries, self.q.n_heads, network=self.shape, norm=norm)
+        normal, normalise = plain(self.output_norm, RMSNorm).token_step(recall.out.view(-1, self.shape.width))
 
         def step(weights: tuple[Tensor, ...]):
             recall(weights)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from titans_pt.kernels import norm
 from titans_pt.kernels.norm import rms_norm
-from titans_pt.layers.token_plan import Unplanned, weight_of
+from titans_pt.layers.token_plan import Unplanned
 
 
 class RMSNorm(nn.RMSNorm):
@@ -20,4 +20,4 @@ class RMSNorm(nn.RMSNorm):
         """The norm of ``x`` (B, ..., D), contiguous, which stays where it is, and the step that fills it."""
         if norm.unserved(x):
             raise Unplanned
-        return norm.prepared(x, weight_of(self, x, RMSNorm), self.eps)
+        return norm.prepared(x, self.weight, self.eps)

@@ -6,7 +6,7 @@ what they compute. A plan is made of the same weights where they lie, and thrown
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from titans_pt.kernels import native
 from titans_pt.kernels.one_token import Maps, unserved
 
+Module = TypeVar("Module", bound=nn.Module)
 MOST_ROWS = 8
 """With more, the product of two matrices takes less time than so many of a matrix and a vector."""
 
@@ -57,8 +58,7 @@ class _Plans:
         self._children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
         self._parameters = [(m._parameters, name, p, p.data_ptr())
                             for m in modules for name, p in m._parameters.items() if p is not None]  # fmt: skip
-        # Of a part itself, too: it is not called.
-        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._called = [(vars(m), m._forward_hooks, m._forward_pre_hooks) for m in modules]
 
     def hold(self, parts: tuple[nn.Module, ...]) -> bool:
         """Whether modules and weights are what and where they were."""
@@ -68,10 +68,14 @@ class _Plans:
             return False
         return all(owner.get(name) is p and p.data_ptr() == place for owner, name, p, place in self._parameters)
 
-    def hooked(self) -> bool:
-        """Whether somebody waits for one of the modules to be called: an observer, or who has its weights elsewhere
-        until then (ZeRO-3), or adds to it what other ranks have (tensor parallelism)."""
-        return any(self._hooks)
+    def waited_for(self) -> bool:
+        """Whether somebody waits for one of the modules to be called, by a hook or a forward of its own: an observer,
+        or who has its weights elsewhere until then (ZeRO-3), or adds what other ranks have (tensor parallelism)."""
+        return any(before or after or "forward" in own for own, after, before in self._called)
+
+    def like(self, x: Tensor) -> bool:
+        """Whether C can read the weights where they lie, and as numbers of x's kind."""
+        return all(p.dtype == x.dtype and p.is_contiguous() for _, _, p, _ in self._parameters)
 
 
 _plans: WeakKeyDictionary[nn.Module, dict[tuple, _Plans]] = WeakKeyDictionary()
@@ -95,10 +99,10 @@ def through_plan(
     plans = of_owner.get(key)
     if plans is None or not plans.hold(parts):
         plans = of_owner[key] = _Plans(parts)
-    if plans.hooked():
+    if plans.waited_for():
         return None
     # Taken and put back whole, so that threads that share a model do not share a plan.
-    found = plans.free.pop() if plans.free else _made(make, x)
+    found = plans.free.pop() if plans.free else _made(make, x) if plans.like(x) else None
     try:
         if found is None or not found[1].accepts(state):
             return None
@@ -134,17 +138,24 @@ def plan_of(module: nn.Module, *arguments: Any, **more: Any) -> TokenPlan:
     return module.token_plan(*arguments, **more)
 
 
-def weight_of(module: nn.Module, x: Tensor, kind: type = nn.Linear) -> Tensor:
-    """The weight of a plain ``kind`` that a plan uses for ``x`` (B, d_in).
+def plain(module: Module, kind: type) -> Module:
+    """``module`` itself.
 
     Raises:
-        Unplanned: something else stands in its place (a quantised layer, an adapter), its weight is not of x's dtype or
-            not contiguous, or so large that PyTorch's threads are worth calling.
+        Unplanned: something else than a ``kind`` stands in its place: a quantised layer, an adapter.
     """
     if type(module) is not kind:
         raise Unplanned
-    weight = module.weight
-    large = 2 * len(x) * weight.numel() > 2 * native.WORTH_A_THREAD and torch.get_num_threads() > 1
-    if weight.dtype != x.dtype or not weight.is_contiguous() or large:
+    return module
+
+
+def weight_of(linear: nn.Linear, x: Tensor) -> Tensor:
+    """The weight for ``x`` (B, d_in) of a :func:`plain` linear layer.
+
+    Raises:
+        Unplanned: it is none, or its product with x so large that PyTorch's threads are worth calling.
+    """
+    weight = plain(linear, nn.Linear).weight
+    if len(x) * weight.numel() > native.WORTH_A_THREAD and torch.get_num_threads() > 1:
         raise Unplanned
     return weight

@@ -16,7 +16,7 @@ from titans_pt.layers.mlp import SwiGLU
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.state import check_rows, compact, rows
-from titans_pt.layers.token_plan import TokenPlan, Unplanned, plan_of, through_plan
+from titans_pt.layers.token_plan import TokenPlan, plain, plan_of, through_plan
 from titans_pt.models.mixers import MIXERS, Mixer
 from titans_pt.models.wavefront import wavefront
 
@@ -64,9 +64,7 @@ class Block(nn.Module):
 
     @staticmethod
     def _plan(x: Tensor, norm: RMSNorm, part: nn.Module) -> TokenPlan:
-        if type(norm) is not RMSNorm:
-            raise Unplanned
-        normal, normalise = norm.token_step(x)
+        normal, normalise = plain(norm, RMSNorm).token_step(x)
         plan = plan_of(part, normal, x)
 
         def advance(state: Any) -> Any:

@@ -197,8 +197,20 @@ class Wider(RMSNorm):
     pass
 
 
+class Plain(torch.nn.Module):
+    """Values with another sign."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, state=None, documents=None):
+        y, state = self.inner(x, state, documents)
+        return -y, state
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("change", ["mixer", "norm", "linear", "mlp"])
+@pytest.mark.parametrize("change", ["mixer", "norm", "linear", "mlp", "projection", "forward", "adapter", "layout"])
 def test_what_stands_in_another_place_is_not_passed_by(change, taken):
     model = small(*FORMS["lmm"], layers=1)
     token_by_token(model)
@@ -211,6 +223,15 @@ def test_what_stands_in_another_place_is_not_passed_by(change, taken):
         block.mixer_norm = Wider(16, eps=1e-5).double()
     elif change == "linear":
         block.mixer.out = torch.nn.Sequential(block.mixer.out, torch.nn.Tanh())
+    elif change == "projection":
+        block.mixer.memory.v = Plain(block.mixer.memory.v)
+    elif change == "forward":
+        block.mixer.out.forward = lambda x: torch.tanh(x)
+    elif change == "adapter":
+        torch.nn.utils.parametrizations.weight_norm(block.mixer.gate)
+        block.mixer.gate.parametrizations.weight.original0.data *= 2
+    elif change == "layout":
+        block.mixer.memory.q.conv.weight.data = block.mixer.memory.q.conv.weight.data.t().contiguous().t()
     else:
         block.mlp = type("Own", (SwiGLU,), {"forward": lambda self, x: self.down(self.up(x))})(16, 24).double()
     taken.clear()
@@ -234,6 +255,17 @@ def test_large_products_are_left_to_pytorchs_threads(monkeypatch, taken):
             assert {served for _, served in taken} == {count == 1}
     finally:
         torch.set_num_threads(threads)
+
+
+@torch.no_grad()
+def test_a_foreign_state_is_the_ordinary_ways_error(taken):
+    """C would read what is not there."""
+    for name in ("lmm", "mac", "swa"):
+        model, other = small(*FORMS[name]), small(name, dict(FORMS[name][1]) | {"d_model": 32})
+        _, state = other(ids()[:, :5])
+        with pytest.raises((RuntimeError, ValueError)):
+            model(ids()[:, 5:6], state)
+    assert not any(served for half, served in taken if half == "mixing_plan")
 
 
 def test_training_and_many_rows_go_the_ordinary_way(taken):

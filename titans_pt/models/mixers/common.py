@@ -14,7 +14,7 @@ from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.hierarchy import HierarchicalMemory, HierarchyState
 from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState
 from titans_pt.layers.norm import RMSNorm
-from titans_pt.layers.token_plan import Unplanned, weight_of
+from titans_pt.layers.token_plan import Unplanned, plain, weight_of
 from titans_pt.models.mixers.base import Mixer, Need
 
 
@@ -171,8 +171,8 @@ class BranchGate(nn.Module):
         """o, (B, d_model) as x, a and b are, and the step that fills it."""
         if self.linear is None:
             raise Unplanned
-        a, normalise_a = self.norm_a.token_step(a)
-        b, normalise_b = self.norm_b.token_step(b)
+        a, normalise_a = plain(self.norm_a, RMSNorm).token_step(a)
+        b, normalise_b = plain(self.norm_b, RMSNorm).token_step(b)
         share = Maps(len(x), Map(x, weight_of(self.linear, x), activation="sigmoid"))
         out, mix = blend(a, b, share.out[0])
 

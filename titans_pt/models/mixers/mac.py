@@ -16,10 +16,10 @@ from titans_pt.kernels.one_token import Map, Maps, Rotation, add
 from titans_pt.layers.attention import Attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
-from titans_pt.layers.memory import NeuralMemoryState, Projection
+from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState, Projection
 from titans_pt.layers.rotary import rotate, rotation_from
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.token_plan import TokenPlan, plan_of, weight_of
+from titans_pt.layers.token_plan import TokenPlan, plain, plan_of, weight_of
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
     BranchGate,
@@ -216,13 +216,14 @@ class MAC(MemoryMixer):
         return self.out(torch.cat(outputs, 1)), state
 
     def token_plan(self, x: Tensor, term: Tensor) -> TokenPlan:
-        attention, shape = self.attention, (len(x), 1, self.attention.n_heads, -1)
+        attention = self.attention
         q, k, v = (weight_of(part, x) for part in (attention.q, attention.k, attention.v))
-        rotation = Rotation(len(q) // attention.n_heads, attention.rope_base, x)
+        heads, conv = (attention.n_heads, len(q) // attention.n_heads), (len(x), self.read.conv.width - 1, len(q))
+        rotation = Rotation(heads[1], attention.rope_base, x)
         own = (Map(x, q, rotation=rotation), Map(x, k, rotation=rotation), Map(x, v))
-        inputs = Maps(len(x), self.read.token_map(x), *own)
+        inputs = Maps(len(x), plain(self.read, Projection).token_map(x), *own)
         queries, turned, *new = inputs.out
-        recall, recalled = self.memory.recall_step(queries)
+        recall, recalled = plain(self.memory, NeuralMemory).recall_step(queries)
         group = Maps(len(x), Map(recalled, k, rotation=rotation), Map(recalled, v))
         prefix = self.persistent is not None
         attend = AttentionToken(attention.n_heads, *([inputs.unturned[1]] if prefix else []), turned, turned)
@@ -233,13 +234,17 @@ class MAC(MemoryMixer):
             joined, join = add(x, None, attend.out)
             steps = [write, join]
         memory = plan_of(self.memory, written)
-        gated, gate = self.gate.token_step(x, joined, memory.out)
+        gated, gate = plain(self.gate, BranchGate).token_step(x, joined, memory.out)
         out = Maps(len(x), Map(gated, weight_of(self.out, x), term=term))
-        new, of_group = ([y.view(shape) for y in made] for made in (new, group.out))
+        new, of_group = ([y.view(len(x), 1, *heads) for y in made] for made in (new, group.out))
 
         def accepts(state: MACState) -> bool:
-            together = len(set(state.offset.tolist())) == 1 and (state.persistent is not None) == prefix
-            return together and state.read_weights[0].dtype == x.dtype and memory.accepts(state.memory)
+            if not memory.accepts(state.memory) or (state.persistent is not None) != prefix:
+                return False
+            alike = [w.shape for w in state.read_weights] == [w.shape for w in state.memory.memory.weights]
+            alike = alike and state.read_conv.shape == conv and state.k.shape[2:] == state.h_k.shape[2:] == heads
+            alike = alike and all(t.dtype == x.dtype for t in (*state.read_weights, state.read_conv))
+            return alike and len(set(state.offset.tolist())) == 1  # else rows have segments of their own
 
         def advance(state: MACState) -> MACState:
             read, place = state.offset.tolist()[0], state.position

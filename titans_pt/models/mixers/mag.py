@@ -11,7 +11,7 @@ from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.memory import NeuralMemoryState
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.token_plan import TokenPlan, plan_of, weight_of
+from titans_pt.layers.token_plan import TokenPlan, plain, plan_of, weight_of
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
     BranchGate,
@@ -68,7 +68,7 @@ class MAG(MemoryMixer):
     def token_plan(self, x: Tensor, term: Tensor) -> TokenPlan:
         attention = plan_of(self.attention, x, prefix=self.persistent is not None)
         memory = plan_of(self.memory, x)
-        gated, gate = self.gate.token_step(x, attention.out, memory.out)
+        gated, gate = plain(self.gate, BranchGate).token_step(x, attention.out, memory.out)
         out = Maps(len(x), Map(gated, weight_of(self.out, x), term=term))
 
         def advance(state: MAGState) -> MAGState:

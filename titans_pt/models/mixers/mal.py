@@ -12,7 +12,7 @@ from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.memory import NeuralMemoryState
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.token_plan import TokenPlan, plan_of, weight_of
+from titans_pt.layers.token_plan import TokenPlan, plain, plan_of, weight_of
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
     ACTIVATIONS,
@@ -101,7 +101,7 @@ class MAL(MemoryMixer):
         gate = Map(x, weight_of(self.gate, x), activation=self.output_gate, factor=memory.out)
         recall = Maps(len(x), gate, Map(0, weight_of(self.memory_out, x)))
         seen, see = add(x, None, recall.out[1]) if self.residual else (recall.out[1], None)
-        normal, normalise = self.norm.token_step(seen)
+        normal, normalise = plain(self.norm, RMSNorm).token_step(seen)
         attention = plan_of(self.attention, normal, prefix=self.persistent is not None)
         rest, join = add(term, None, recall.out[1]) if self.residual else (term, None)
         out = Maps(len(x), Map(attention.out, weight_of(self.out, x), term=rest))
