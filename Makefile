@@ -53,7 +53,7 @@ quickstart: install
 
 # By files, not by tests: what a file's tests share is then set up once.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 
 lint: install
 	$(BIN)/ruff check .
