@@ -90,7 +90,7 @@ class Attention(nn.Module):
 
     def token_plan(self, x: Tensor, prefix: bool) -> TokenPlan:
         """x (B, d_model) -> what :meth:`forward` makes of it, after states with a prefix or without."""
-        q, k, v = (weight_of(part, x) for part in (self.q, self.k, self.v))
+        q, k, v = (weight_of(part) for part in (self.q, self.k, self.v))
         shape = len(x), 1, self.n_heads, len(q) // self.n_heads
         rotation = Rotation(shape[-1], self.rope_base, x)
         inputs = Maps(len(x), Map(x, q, rotation=rotation), Map(x, k, rotation=rotation), Map(x, v))

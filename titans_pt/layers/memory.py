@@ -228,7 +228,7 @@ class Projection(nn.Module):
 
     def token_map(self, x: Tensor) -> Map:
         """What :meth:`forward` makes of a token x (B, d_model), heads side by side."""
-        weight, conv = weight_of(self.linear, x), plain(self.conv, ShortConvolution)
+        weight, conv = weight_of(self.linear), plain(self.conv, ShortConvolution)
         unit = len(weight) // self.n_heads if self.unit else 0
         return Map(x, weight, taps=conv.weight if conv.width > 1 else None, activation="silu", unit=unit)
 
@@ -342,7 +342,7 @@ class NeuralMemory(nn.Module):
             raise Unplanned
         gates = plain(self.gates, MemoryGates)
         maps = [plain(part, Projection).token_map(x) for part in (self.q, self.k, self.v)]
-        inputs = Maps(len(x), *maps, Map(x, weight_of(gates.linear, x), gates.linear.bias))
+        inputs = Maps(len(x), *maps, Map(x, weight_of(gates.linear), gates.linear.bias))
         q, k, v, raw = inputs.out
         made, make_gates = gates.token_step(raw)
         weights, norm = plain(self.network, MemoryNetwork).learned()

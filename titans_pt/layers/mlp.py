@@ -26,7 +26,7 @@ class SwiGLU(nn.Module):
 
     def token_plan(self, x: Tensor, term: Tensor) -> TokenPlan:
         """x, term (B, d_model) -> term + what :meth:`forward` makes of x."""
-        gate, up, down = (weight_of(part, x) for part in (self.gate, self.up, self.down))
+        gate, up, down = (weight_of(part) for part in (self.gate, self.up, self.down))
         maps = Map(x, gate, activation="silu"), Map(x, up, factor=0), Map(1, down, term=term)
         step = Maps(len(x), *maps)
 

@@ -12,12 +12,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from titans_pt.kernels import native
 from titans_pt.kernels.one_token import Maps, unserved
 
 Module = TypeVar("Module", bound=nn.Module)
 MOST_ROWS = 8
 """With more, the product of two matrices takes less time than so many of a matrix and a vector."""
+
+
+MOST_FOR_ONE_THREAD = 2_000_000
+"""Weights, times rows, of half a block. Where PyTorch has several threads they read more than this sooner than one
+thread does, all its calls included."""
 
 
 class Unplanned(Exception):
@@ -74,8 +78,10 @@ class _Plans:
         return any(before or after or "forward" in own for own, after, before in self._called)
 
     def like(self, x: Tensor) -> bool:
-        """Whether C can read the weights where they lie, and as numbers of x's kind."""
-        return all(p.dtype == x.dtype and p.is_contiguous() for _, _, p, _ in self._parameters)
+        """Whether C can read the weights where they lie, and as numbers of x's kind, and is the fastest to do so."""
+        weights = [p for _, _, p, _ in self._parameters]
+        few = torch.get_num_threads() == 1 or len(x) * sum(p.numel() for p in weights) <= MOST_FOR_ONE_THREAD
+        return few and all(p.dtype == x.dtype and p.is_contiguous() for p in weights)
 
 
 _plans: WeakKeyDictionary[nn.Module, dict[tuple, _Plans]] = WeakKeyDictionary()
@@ -149,13 +155,6 @@ def plain(module: Module, kind: type) -> Module:
     return module
 
 
-def weight_of(linear: nn.Linear, x: Tensor) -> Tensor:
-    """The weight for ``x`` (B, d_in) of a :func:`plain` linear layer.
-
-    Raises:
-        Unplanned: it is none, or its product with x so large that PyTorch's threads are worth calling.
-    """
-    weight = plain(linear, nn.Linear).weight
-    if len(x) * weight.numel() > native.WORTH_A_THREAD and torch.get_num_threads() > 1:
-        raise Unplanned
-    return weight
+def weight_of(linear: nn.Linear) -> Tensor:
+    """The weight of a :func:`plain` linear layer."""
+    return plain(linear, nn.Linear).weight

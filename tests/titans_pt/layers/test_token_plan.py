@@ -245,16 +245,18 @@ def test_what_stands_in_another_place_is_not_passed_by(change, taken):
 
 
 @torch.no_grad()
-def test_large_products_are_left_to_pytorchs_threads(monkeypatch, taken):
+def test_large_halves_are_left_to_pytorchs_threads(monkeypatch, taken):
     model, threads = small(*FORMS["lmm"]), torch.get_num_threads()
     expected = model(ids())[0][:, 5:]
-    monkeypatch.setattr("titans_pt.kernels.native.WORTH_A_THREAD", 100)
+    few = sum(p.numel() for p in model.blocks[0].mlp.parameters()) + 16  # and the norm's
+    monkeypatch.setattr(token_plan, "MOST_FOR_ONE_THREAD", 2 * few)
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
             taken.clear()
             torch.testing.assert_close(token_by_token(model)[0], expected, rtol=0, atol=1e-9)
-            assert {served for _, served in taken} == {count == 1}
+            assert {served for half, served in taken if half == "mixing_plan"} == {count == 1}
+            assert {served for half, served in taken if half == "feeding_plan"} == {True}
     finally:
         torch.set_num_threads(threads)
 

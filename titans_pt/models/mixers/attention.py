@@ -37,7 +37,7 @@ class AttentionMixer(Mixer):
 
     def token_plan(self, x: Tensor, term: Tensor) -> TokenPlan:
         plan = plan_of(self.attention, x, prefix=False)
-        return plan.then(Maps(len(x), Map(plan.out, weight_of(self.out, x), term=term)))
+        return plan.then(Maps(len(x), Map(plan.out, weight_of(self.out), term=term)))
 
     def flops(self, length: int) -> Flops:
         d = self.out.in_features

@@ -173,7 +173,7 @@ class BranchGate(nn.Module):
             raise Unplanned
         a, normalise_a = plain(self.norm_a, RMSNorm).token_step(a)
         b, normalise_b = plain(self.norm_b, RMSNorm).token_step(b)
-        share = Maps(len(x), Map(x, weight_of(self.linear, x), activation="sigmoid"))
+        share = Maps(len(x), Map(x, weight_of(self.linear), activation="sigmoid"))
         out, mix = blend(a, b, share.out[0])
 
         def step():

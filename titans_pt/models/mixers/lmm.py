@@ -48,8 +48,8 @@ class LMM(MemoryMixer):
 
     def token_plan(self, x: Tensor, term: Tensor) -> TokenPlan:
         plan = plan_of(self.memory, x)
-        gate = Map(x, weight_of(self.gate, x), activation=self.output_gate, factor=plan.out)
-        return plan.then(Maps(len(x), gate, Map(0, weight_of(self.out, x), term=term)))
+        gate = Map(x, weight_of(self.gate), activation=self.output_gate, factor=plan.out)
+        return plan.then(Maps(len(x), gate, Map(0, weight_of(self.out), term=term)))
 
     def flops(self, length: int) -> Flops:
         d = self.out.in_features

@@ -217,7 +217,7 @@ class MAC(MemoryMixer):
 
     def token_plan(self, x: Tensor, term: Tensor) -> TokenPlan:
         attention = self.attention
-        q, k, v = (weight_of(part, x) for part in (attention.q, attention.k, attention.v))
+        q, k, v = (weight_of(part) for part in (attention.q, attention.k, attention.v))
         heads, conv = (attention.n_heads, len(q) // attention.n_heads), (len(x), self.read.conv.width - 1, len(q))
         rotation = Rotation(heads[1], attention.rope_base, x)
         own = (Map(x, q, rotation=rotation), Map(x, k, rotation=rotation), Map(x, v))
@@ -235,7 +235,7 @@ class MAC(MemoryMixer):
             steps = [write, join]
         memory = plan_of(self.memory, written)
         gated, gate = plain(self.gate, BranchGate).token_step(x, joined, memory.out)
-        out = Maps(len(x), Map(gated, weight_of(self.out, x), term=term))
+        out = Maps(len(x), Map(gated, weight_of(self.out), term=term))
         new, of_group = ([y.view(len(x), 1, *heads) for y in made] for made in (new, group.out))
 
         def accepts(state: MACState) -> bool:

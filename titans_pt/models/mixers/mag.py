@@ -69,7 +69,7 @@ class MAG(MemoryMixer):
         attention = plan_of(self.attention, x, prefix=self.persistent is not None)
         memory = plan_of(self.memory, x)
         gated, gate = plain(self.gate, BranchGate).token_step(x, attention.out, memory.out)
-        out = Maps(len(x), Map(gated, weight_of(self.out, x), term=term))
+        out = Maps(len(x), Map(gated, weight_of(self.out), term=term))
 
         def advance(state: MAGState) -> MAGState:
             state = MAGState(attention.advance(state.attention), memory.advance(state.memory))

@@ -98,13 +98,13 @@ class MAL(MemoryMixer):
 
     def token_plan(self, x: Tensor, term: Tensor) -> TokenPlan:
         memory = plan_of(self.memory, x)
-        gate = Map(x, weight_of(self.gate, x), activation=self.output_gate, factor=memory.out)
-        recall = Maps(len(x), gate, Map(0, weight_of(self.memory_out, x)))
+        gate = Map(x, weight_of(self.gate), activation=self.output_gate, factor=memory.out)
+        recall = Maps(len(x), gate, Map(0, weight_of(self.memory_out)))
         seen, see = add(x, None, recall.out[1]) if self.residual else (recall.out[1], None)
         normal, normalise = plain(self.norm, RMSNorm).token_step(seen)
         attention = plan_of(self.attention, normal, prefix=self.persistent is not None)
         rest, join = add(term, None, recall.out[1]) if self.residual else (term, None)
-        out = Maps(len(x), Map(attention.out, weight_of(self.out, x), term=rest))
+        out = Maps(len(x), Map(attention.out, weight_of(self.out), term=rest))
 
         def advance(state: MALState) -> MALState:
             of_memory = memory.advance(state.memory)
