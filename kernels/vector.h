@@ -16,6 +16,7 @@
 typedef REAL real;
 typedef real vec __attribute__((vector_size(BYTES), aligned(sizeof(real)), may_alias));
 #define LANES ((int)(BYTES / sizeof(real)))
+#define SMALLEST ((real)1e-6) /* the length below which a head is not made longer */
 #define INLINE static inline __attribute__((always_inline))
 #define AT(p, i) (*(vec *)((p) + (i)))
 #define CONST_AT(p, i) (*(const vec *)((p) + (i)))

@@ -9,8 +9,6 @@ typedef struct {
     int64_t unit; /* channels of a head that is divided by its length; 0: none is */
 } Call;
 
-#define SMALLEST ((real)1e-6) /* the length below which a head is not made longer */
-
 /* Of ``count`` <= LANES channels. */
 INLINE vec load(const real *p, int count) {
     if (count == LANES) return CONST_AT(p, 0);

@@ -13,7 +13,7 @@ SOURCE = Path(__file__).with_name("convolution.c")
 MAX_WIDTH = 16
 """Taps that the C source serves; it adds the taps' gradients up in a core's cache."""
 SMALLEST = 1e-6
-"""The length below which a head is not made longer; convolution.c has the same."""
+"""The length below which a head is not made longer; vector.h has the same."""
 
 
 def short_convolution(

@@ -4,8 +4,6 @@ them. A vector of a few hundred numbers takes longer to hand to an operator than
 
 #include "../vector.h"
 
-#define SMALLEST ((real)1e-6) /* the length below which a head is not made longer */
-
 enum { IDENTITY, SILU, SIGMOID };
 
 /* y = weight x + bias, then in this order, each if it is given: a causal convolution, an activation, heads of unit

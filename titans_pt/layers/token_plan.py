@@ -17,8 +17,6 @@ from titans_pt.kernels.one_token import Maps, unserved
 Module = TypeVar("Module", bound=nn.Module)
 MOST_ROWS = 8
 """With more, the product of two matrices takes less time than so many of a matrix and a vector."""
-
-
 MOST_FOR_ONE_THREAD = 2_000_000
 """Weights, times rows, of half a block. Where PyTorch has several threads they read more than this sooner than one
 thread does, all its calls included."""

@@ -57,11 +57,11 @@ class _Gradients(ctypes.Structure):
     )
 
 
-def unserved(x: Tensor, network: NetworkShape) -> str | None:
-    """Why this would not serve blocks of ``x``'s device and dtype; None if it would."""
+def unserved(x: Tensor, network: NetworkShape, source: Path = SOURCE) -> str | None:
+    """Why ``source`` would not serve tensors of ``x``'s device and dtype; None if it would."""
     if network.depth > MAX_LAYERS:
         return f"memories of more than {MAX_LAYERS} layers"
-    return native.unserved(SOURCE, x)
+    return native.unserved(source, x)
 
 
 class NativeScan(torch.autograd.Function):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from titans_pt.kernels import native
 from titans_pt.kernels.memory.native import ACTIVATIONS, MAX_LAYERS
+from titans_pt.kernels.memory.native import unserved as of_source
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 
@@ -46,9 +47,7 @@ def serves(q: Tensor, network: NetworkShape, state: MemoryState | None, reset: T
 
 def unserved(x: Tensor, network: NetworkShape) -> str | None:
     """Why this would not serve tensors of ``x``'s device and dtype; None if it would."""
-    if network.depth > MAX_LAYERS:
-        return f"memories of more than {MAX_LAYERS} layers"
-    return native.unserved(SOURCE, x)
+    return of_source(x, network, SOURCE)
 
 
 def _called(heads: int, network: NetworkShape, gate_layers: int = 1, to_start: bool = False) -> _Call:
