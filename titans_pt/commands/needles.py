@@ -9,7 +9,8 @@ SECTION = "study"
 @settings
 @click.option(
     "--models", type=NAMES, metavar="NAMES",
-    help="the models to train (default: model.mixers if the settings give it, else lmm,mac,mag,mal,swa)",
+    help="the models to train: mixers, or several in turns as in mamba+swa (default: model.mixers if it is given, "
+    "else lmm,mac,mag,mal,swa)",
 )  # fmt: skip
 @click.option("--needles", "count", type=whole(1), default=8, metavar="N", help="needles in a training sample")
 @click.option(

@@ -9,7 +9,8 @@ SECTION = "study"
 @settings
 @click.option(
     "--models", type=NAMES, metavar="NAMES",
-    help="the models to train (default: model.mixers if the settings give it, else lmm,mac,mag,mal)",
+    help="the models to train: mixers, or several in turns as in mamba+swa (default: model.mixers if it is given, "
+    "else lmm,mac,mag,mal)",
 )  # fmt: skip
 @click.option(
     "--changes", type=NAMES, metavar="NAMES",

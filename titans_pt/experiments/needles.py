@@ -28,10 +28,17 @@ from titans_pt.config_check import completed
 from titans_pt.errors import UserError
 from titans_pt.evaluation.long_context import read
 from titans_pt.experiments.needles_in_noise import Curriculum, NeedlesInNoise
-from titans_pt.experiments.study import EVALUATION_SEED, REPORT_EVERY, answers, fit, spanned
+from titans_pt.experiments.study import (
+    EVALUATION_SEED,
+    REPORT_EVERY,
+    answers,
+    fit,
+    has_memory,
+    mixers_of,
+    spanned,
+)
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
-from titans_pt.models.mixers.common import MemoryMixer
 from titans_pt.run import load_weights
 from titans_pt.tasks.base import backbone_of
 from titans_pt.tools.files import write_atomically, write_text
@@ -62,7 +69,7 @@ def train_and_ask(
     """Trains and asks what is not there yet, then writes needles.md and the pictures of all in ``run.dir``.
 
     Args:
-        models: mixers by name.
+        models: by name, as in :func:`titans_pt.experiments.study.mixers_of`.
         task: of training; its length is not used.
         curriculum: of training.
         write_cost: of :func:`titans_pt.experiments.study.fit`.
@@ -72,8 +79,7 @@ def train_and_ask(
             or weights that are not those of their record.
     """
     for model in models:
-        if model not in MIXERS.names():
-            raise UserError(f"--models: given {model!r}; allowed: {', '.join(MIXERS.names())}")
+        mixers_of(model)
     longest = max(curriculum.lengths)
     if config.train.batch_tokens < longest:
         raise UserError(f"train.batch_tokens: given {config.train.batch_tokens}; a sample has {longest} tokens")
@@ -103,12 +109,12 @@ def named(record: dict) -> str:
 
 
 def sized(base: ModelConfig, model: str) -> ModelConfig:
-    """``base`` with one mixer. One without a memory, unless ``base`` sets model.mlp_hidden, gets MLPs so wide that none
-    with a memory has more parameters."""
-    settings = ModelConfig(**(base.model_dump() | {"mixers": [model]}))
-    if base.mlp_hidden or issubclass(MIXERS.find(model), MemoryMixer):
+    """``base`` with these mixers. A model without a memory, unless ``base`` sets model.mlp_hidden, gets MLPs so wide
+    that none with a memory has more parameters."""
+    settings = ModelConfig(**(base.model_dump() | {"mixers": mixers_of(model)}))
+    if base.mlp_hidden or has_memory(model):
         return settings
-    others = (name for name in MIXERS.names() if issubclass(MIXERS.find(name), MemoryMixer))
+    others = filter(has_memory, MIXERS.names())
     missing = max(parameters(sized(base, other)) for other in others) - parameters(settings)
     wider = settings.hidden + max(0, -(-missing // (3 * settings.d_model * settings.n_layers)))
     return settings.model_copy(update={"mlp_hidden": wider})

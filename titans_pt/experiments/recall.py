@@ -17,10 +17,17 @@ from torch import nn
 from titans_pt.config import Config, ModelConfig, config_hash
 from titans_pt.errors import UserError
 from titans_pt.experiments.mqar import MQAR
-from titans_pt.experiments.study import EVALUATION_SEED, answers, fit, newest, once, spanned
+from titans_pt.experiments.study import (
+    EVALUATION_SEED,
+    answers,
+    fit,
+    has_memory,
+    mixers_of,
+    newest,
+    once,
+    spanned,
+)
 from titans_pt.models import build_model
-from titans_pt.models.mixers import MIXERS
-from titans_pt.models.mixers.common import MemoryMixer
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import new_figure, save_figure
 from titans_pt.tools.records import digest
@@ -61,7 +68,7 @@ class Variant:
         tree = base.model_dump()
         change = CHANGES[self.change]
         memory = tree["memory"] | change.get("memory", {})
-        return ModelConfig(**(tree | change | {"mixers": [self.model], "memory": memory}))
+        return ModelConfig(**(tree | change | {"mixers": mixers_of(self.model), "memory": memory}))
 
 
 def chosen(models: list[str], changes: list[str] | None = None) -> list[Variant]:
@@ -72,11 +79,10 @@ def chosen(models: list[str], changes: list[str] | None = None) -> list[Variant]
     Raises:
         UserError: an unknown model or change, or a change of the memory of a model that has none.
     """
-    for given, allowed, option in ((models, MIXERS.names(), "--models"), (changes or [], NAMES, "--changes")):
-        for name in given:
-            if name not in allowed:
-                raise UserError(f"{option}: given {name!r}; allowed: {', '.join(allowed)}")
-    without = [model for model in models if not issubclass(MIXERS.find(model), MemoryMixer)]
+    without = [model for model in models if not has_memory(model)]
+    for name in changes or []:
+        if name not in NAMES:
+            raise UserError(f"--changes: given {name!r}; allowed: {', '.join(NAMES)}")
     if not changes:
         return [Variant(model, change) for change in CONTROLS for model in models if not (change and model in without)]
     for name in changes:

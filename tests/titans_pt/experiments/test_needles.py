@@ -16,6 +16,7 @@ from titans_pt.evaluation import long_context
 from titans_pt.experiments import needles as it
 from titans_pt.experiments import study
 from titans_pt.experiments.needles_in_noise import Curriculum, NeedlesInNoise
+from titans_pt.experiments.study import models_of
 from titans_pt.models import build_model
 
 CONFIG = str(Path(__file__).parents[3] / "configs" / "needles.yaml")
@@ -32,8 +33,9 @@ def test_models_without_a_memory_have_as_many_parameters_as_the_largest_with_one
     largest = max(it.parameters(it.sized(base, model)) for model in ("lmm", "mac", "mag", "mal"))
     assert largest <= it.parameters(it.sized(base, "swa")) < 1.01 * largest
     for path in (Path(CONFIG).parent / "needles").glob("*.yaml"):
-        own = load_config(path).model
-        assert it.parameters(it.sized(own, own.mixers[0])) == pytest.approx(largest, rel=0.01), path
+        own = load_config(path)
+        (model,) = models_of(own)
+        assert it.parameters(it.sized(own.model, model)) == pytest.approx(largest, rel=0.01), path
 
 
 @pytest.mark.parametrize("mixer", ["lmm", "mac", "mag", "mal", "swa"])

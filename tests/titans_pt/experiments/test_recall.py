@@ -107,7 +107,18 @@ def test_what_is_trained_unless_it_is_said():
     assert [v.name for v in recall.chosen(["lmm", "gla"])] == ["LMM", "GLA", "LMM, memory off"]
     assert study.models_of(load_config(CONFIG)) == []
     assert study.models_of(load_config("configs/recall/transformer.yaml")) == ["attention"]
-    assert study.models_of(load_config(CONFIG, ["model.mixers=[gla,swa,gla]"])) == ["gla", "swa"]
+    assert study.models_of(load_config("configs/recall/samba.yaml")) == ["mamba+swa"]
+    assert [v.name for v in recall.chosen(["swa+lmm", "mamba+swa"])] == ["SWA+LMM", "MAMBA+SWA", "SWA+LMM, memory off"]
+
+
+def test_mixers_in_turns_are_one_model(tmp_path, monkeypatch):
+    for name, small in {"PAIRS": (2,), "DISTANCES": (8,), "EVALUATION_ROWS": 2, "EVALUATION_BATCHES": 1}.items():
+        monkeypatch.setattr(recall, name, small)
+    words = ["recall", CONFIG, *TINY, f"run.dir={tmp_path}", "--models", "gla+lmm", "--changes", "plain"]
+    assert cli.run(words) == 0
+    record = json.loads((tmp_path / "gla+lmm-seed0.jsonl").read_text())
+    assert (record["model"], record["settings"]["mixers"]) == ("gla+lmm", ["gla", "lmm"])
+    assert "| GLA+LMM | 0 |" in (tmp_path / "recall.md").read_text()
 
 
 def test_what_has_no_memory_cannot_lose_it(tmp_path, capsys):
@@ -118,6 +129,8 @@ def test_what_has_no_memory_cannot_lose_it(tmp_path, capsys):
 
 def test_unknown_model_is_told(tmp_path, capsys):
     assert cli.run(["recall", CONFIG, f"run.dir={tmp_path}", "--models", "gru"]) == 2
+    assert "--models: given 'gru'" in capsys.readouterr().err
+    assert cli.run(["recall", CONFIG, f"run.dir={tmp_path}", "--models", "lmm+gru"]) == 2
     assert "--models: given 'gru'" in capsys.readouterr().err
 
 

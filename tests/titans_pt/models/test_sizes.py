@@ -82,7 +82,7 @@ def test_the_baselines_of_the_studies_of_recall_have_as_many_parameters_as_the_l
 
     largest = max(map(titan, ("lmm", "mac", "mag", "mal")))
     paths = sorted((CONFIGS / study).glob("*.yaml"))
-    assert {path.stem for path in paths} >= {"transformer", "mamba2", "deltanet", "gated_deltanet", "ttt_linear"}
+    assert {path.stem for path in paths} == {*PATTERNS, "lmm-hierarchy"}
     for path in paths:
         config = load_config(path)
         assert abs(without_embedding(config) / largest - 1) < 0.01, path
