@@ -324,7 +324,7 @@ def _grouped(rows: list[dict], name: str):
 
 
 def table(lines: list[dict]) -> str:
-    """Markdown, one line per model: the mean over its seeds and, of several, the lowest and the highest."""
+    """Markdown, one line per model: the mean over its seeds and, where they differ, the lowest and the highest."""
     lengths = sorted({row["length"] for line in lines for row in line["by_length"]})
     text = [
         "| model | parameters | seeds | " + " | ".join(f"{n:,}" for n in lengths) + " |",

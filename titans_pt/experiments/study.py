@@ -97,6 +97,7 @@ def fit(
     optimizer = torch.optim.AdamW(
         parameter_groups(model, settings.weight_decay), betas=tuple(settings.betas), eps=settings.eps
     )
+    backbone = backbone_of(model)
     curve, window, began, done = [], [], time.perf_counter(), 0
     if kept and kept.exists():
         saved = torch.load(kept, weights_only=True)
@@ -106,7 +107,7 @@ def fit(
         print(f"{name}: continues after step {done}", flush=True)
     for step in range(done + 1, settings.max_steps + 1):
         lr = learning_rate(step, settings)
-        backbone_of(model).set_progress(step / settings.max_steps)
+        backbone.set_progress(step / settings.max_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
         with written(model) as shares:
@@ -193,5 +194,6 @@ def newest(folder: Path) -> dict[Path, dict]:
 
 
 def spanned(mean: float, each: list[float]) -> str:
-    """A table's cell: the mean over seeds and, of several, the lowest and the highest."""
-    return f"{mean:.1f}" if len(each) == 1 else f"{mean:.1f} ({min(each):.1f} to {max(each):.1f})"
+    """A table's cell: the mean over seeds and, where they differ, the lowest and the highest."""
+    low, high = f"{min(each):.1f}", f"{max(each):.1f}"
+    return f"{mean:.1f}" if low == high else f"{mean:.1f} ({low} to {high})"
