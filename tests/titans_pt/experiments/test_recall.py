@@ -78,7 +78,13 @@ def test_seeds_share_a_line():
         return {"model": "lmm", "change": "", "seed": seed, "accuracy": accuracy, "curve": curve, "parameters": 1234,
                 "steps": 50 * len(rights), "max_steps": 1000}  # fmt: skip
 
-    lines = recall.table([[record(0, 0.96, 0.5, 0.95), record(2, 0.42, 0.1, 0.2, 0.4)], [record(0, 0.5, 0.5)], [record(0, 1.0, 1.0), record(1, 1.0, 1.0)]])
+    lines = recall.table(
+        [
+            [record(0, 0.96, 0.5, 0.95), record(2, 0.42, 0.1, 0.2, 0.4)],
+            [record(0, 0.5, 0.5)],
+            [record(0, 1.0, 1.0), record(1, 1.0, 1.0)],
+        ]
+    )
     assert lines.splitlines()[2:] == [
         "| LMM | 0, 2 | 69.0 (42.0 to 96.0) | 100, - | 100, 150 of 1,000 | 1,234 |",
         "| LMM | 0 | 50.0 | - | 50 of 1,000 | 1,234 |",
