@@ -79,13 +79,17 @@ def _pictures(runs: Sequence[Run], records: Records, out: Path, target: str) -> 
     return pictures
 
 
+def _style(n: int) -> dict[str, str]:
+    """Of the n-th model. Dots are for memories that are off."""
+    return {"color": f"C{n % 10}", "linestyle": ("-", "--", "-.")[n // 10 % 3]}
+
+
 def _training(shown: dict[str, dict], path: Path) -> Path:
     figure = new_figure(11.0, 4.6)
     loss, validation = figure.subplots(1, 2)
     for n, (name, record) in enumerate(shown.items()):
-        style = {"color": f"C{n % 10}", "linestyle": ("-", "--", ":")[n // 10 % 3], "label": name}
         for axes, points in ((loss, record["trained"]["curve"]), (validation, record["trained"]["validation"])):
-            axes.plot([point[0] for point in points], [point[1] for point in points], **style)
+            axes.plot([point[0] for point in points], [point[1] for point in points], label=name, **_style(n))
     for axes, label in ((loss, "training loss (nats per token)"), (validation, "validation loss (nats per token)")):
         axes.set_xlabel("tokens")
         axes.set_ylabel(label)
@@ -95,19 +99,35 @@ def _training(shown: dict[str, dict], path: Path) -> Path:
 
 
 def _positions(long: dict[str, dict], path: Path) -> Path:
-    """Loss by position; dotted with the memory never written."""
-    figure = new_figure(9.0, 5.0)
-    axes = figure.subplots()
+    """Loss by position; dotted with the memory never written. Beside it how far each model is from the best one: what
+    all of them find hard in this text is not in the difference."""
+    figure = new_figure(12.0, 5.0)
+    loss, above = figure.subplots(1, 2)
+    best = min(long, key=lambda name: long[name]["loss"])
+    least = _by_place(long[best]["positions"])
+    lines = {}
     for n, (name, result) in enumerate(long.items()):
-        off = next((row for row in result["frozen"] if row["after"] == 0), None)
-        for rows, mark, label in ((result["positions"], "-", name), (off and off["positions"], ":", None)):
-            if rows:
-                places = [(row["first"] * row["last"]) ** 0.5 for row in rows]
-                axes.plot(places, [row["mean"] for row in rows], mark, color=f"C{n % 10}", label=label)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("tokens before the scored one (dotted: the memory is never written)")
-    axes.set_ylabel("validation loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
+        means = _by_place(result["positions"])
+        (lines[name],) = loss.plot(list(means), list(means.values()), label=name, **_style(n))
+        common = [place for place in means if place in least]
+        above.plot(common, [means[place] - least[place] for place in common], **_style(n))
+        if (off := next((row for row in result["frozen"] if row["after"] == 0), None)) and off["positions"]:
+            means = _by_place(off["positions"])
+            loss.plot(list(means), list(means.values()), ":", color=f"C{n % 10}")
+    for axes, label in ((loss, "validation loss (nats per token)"), (above, f"nats per token above {best}")):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("tokens before the scored one")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    loss.set_title("dotted: the memory is never written", fontsize=9)
+    above.set_ylim(top=min(1.0, above.get_ylim()[1]))  # what fails leaves the picture, and the others room
+    worst_first = sorted(long, key=lambda name: -long[name]["loss"])
+    above.legend([lines[name] for name in worst_first], worst_first, fontsize=7, ncols=2)
     return save_figure(figure, path)
+
+
+def _by_place(rows: list[dict]) -> dict[float, float]:
+    """Mean losses by position, without the first thousandth of the text: few tokens, and hard ones for all."""
+    longest = max(row["last"] for row in rows)
+    return {(row["first"] * row["last"]) ** 0.5: row["mean"] for row in rows if 1000 * row["first"] >= longest}
