@@ -33,11 +33,11 @@ def table_of(head: str) -> list[str]:
 
 
 def told(cell: Cell) -> str:
-    """Perplexity, and its interval."""
+    """Perplexity and, of many streams, its interval: that of four is wider than what it is about."""
     if cell.ours is None:
         return cell.why
-    low, high = cell.ours.interval
-    return f"{number(cell.ours.mean)} ({number(low)} to {number(high)})"
+    interval = f" ({number(cell.ours.interval[0])} to {number(cell.ours.interval[1])})"
+    return number(cell.ours.mean) + (interval if cell.column.measure == "text" else "")
 
 
 def lines(target: str) -> list[str]:

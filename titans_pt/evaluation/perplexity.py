@@ -155,7 +155,8 @@ class Perplexity:
         }
 
     def summary(self, records: list[dict]) -> dict:
-        """loss (nats per token), its stderr, perplexity, bits per byte, the unigram baseline's loss, loss by position.
+        """loss (nats per token), its stderr, perplexity, bits per byte, the unigram baseline's loss, loss by position,
+        and ``by_stream``, the loss of each: how two runs differ on the same text is known better than either loss.
 
         ``frozen`` has the same with the memory frozen after each number of tokens. The loss's stderr takes streams as
         independent (null with a single one); that of a position takes the tokens of a bucket as independent, which
@@ -169,6 +170,7 @@ class Perplexity:
     def _figures(self, records: list[dict]) -> dict:
         n = sum(record["n"] for record in records)
         nats = math.fsum(record["nats"] for record in records)
+        by_stream = [record["nats"] / record["n"] for record in records]
         size = sum(record["bytes"] for record in records)
         loss = nats / n
         positions = []
@@ -185,7 +187,7 @@ class Perplexity:
             by_length.append({"length": row["last"], "loss": total / tokens, "perplexity": _exp(total / tokens)})
         return {
             "loss": loss,
-            "stderr": standard_error([record["nats"] / record["n"] for record in records]),
+            "stderr": standard_error(by_stream),
             "perplexity": _exp(loss),
             "bits_per_byte": nats / math.log(2) / size if size else None,
             "unigram_loss": self.unigram_loss,
@@ -193,6 +195,7 @@ class Perplexity:
             "bytes": size,
             "length": self.length,
             "streams": len(records),
+            "by_stream": by_stream,
             "tokens_per_s": n / sum(record["n"] / record["tokens_per_s"] for record in records),
             "positions": positions,
             "by_length": by_length,

@@ -5,23 +5,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from titans_pt.tools.statistics import wilson
-
-Z = 1.959964
-"""Standard errors to each side of a 95 % interval."""
+from titans_pt.tools.statistics import half_width, wilson
 
 
 @dataclass(frozen=True)
 class Figure:
     """``value``: a share of right answers (accuracy), nats per token (perplexity), or any number.
 
-    ``n``: what it was measured on, questions or tokens. ``stderr``: of the nats.
+    ``n``: what it was measured on, questions or tokens. ``stderr``: of the nats, over so many ``streams`` of text.
+    ``by_stream``: the nats of each stream, in the order of the text; empty where they were not kept.
     """
 
     kind: Literal["accuracy", "perplexity", "number"]
     value: float
     n: int
     stderr: float | None = None
+    streams: int = 0
+    by_stream: tuple[float, ...] = ()
 
     @property
     def shown(self) -> float:
@@ -32,12 +32,13 @@ class Figure:
 @dataclass(frozen=True)
 class Pooled:
     """The mean over seeds, as shown; ``interval`` of 95 % that comes from the samples of the evaluation, not from the
-    seeds; each seed's own value beside it."""
+    seeds; each seed's own value beside it. ``by_stream``: means over the seeds that have them."""
 
     mean: float
     n: int
     interval: tuple[float, float] | None
     by_seed: dict[int, float]
+    by_stream: tuple[float, ...] = ()
 
 
 def pool(found: dict[int, Figure]) -> Pooled:
@@ -45,7 +46,9 @@ def pool(found: dict[int, Figure]) -> Pooled:
     figures = list(found.values())
     mean = Figure(figures[0].kind, math.fsum(f.value for f in figures) / len(figures), sum(f.n for f in figures))
     by_seed = {seed: figure.shown for seed, figure in found.items()}
-    return Pooled(mean.shown, mean.n, _interval(mean, figures), by_seed)
+    streams = [figure.by_stream for figure in figures if figure.by_stream]
+    by_stream = tuple(math.fsum(nats) / len(nats) for nats in zip(*streams, strict=True))
+    return Pooled(mean.shown, mean.n, _interval(mean, figures), by_seed, by_stream)
 
 
 def _interval(mean: Figure, figures: Sequence[Figure]) -> tuple[float, float] | None:
@@ -54,7 +57,7 @@ def _interval(mean: Figure, figures: Sequence[Figure]) -> tuple[float, float] | 
         return 100 * low, 100 * high
     if mean.kind == "perplexity" and all(f.stderr is not None for f in figures):
         # Seeds are scored on the same text: their errors are not independent, so they are averaged, not pooled.
-        error = Z * math.fsum(f.stderr for f in figures) / len(figures)
+        error = math.fsum(half_width(f.stderr, f.streams) for f in figures) / len(figures)
         return _exp(mean.value - error), _exp(mean.value + error)
     return None
 

@@ -66,7 +66,8 @@ def across_chunks(run: Path, streams: int = 64) -> list[dict]:
                 ids = torch.from_numpy(validation.read(start, start + length + 1).astype("int64"))
                 losses.append(float(token_losses(loaded.model, ids, config.evaluation.prefill_tokens).mean()))
         mean, tokens = math.fsum(losses) / streams, streams * length
-        found.append({"chunk": size, "loss": mean, "stderr": standard_error(losses), "tokens": tokens})
+        of_size = {"chunk": size, "loss": mean, "stderr": standard_error(losses), "tokens": tokens}
+        found.append(of_size | {"streams": streams, "by_stream": losses})
     return found
 
 
@@ -92,7 +93,8 @@ Find = Callable[[dict], Figure | None]
 
 
 def text_loss(result: dict) -> Figure:
-    return Figure("perplexity", result["loss"], result["tokens"], result.get("stderr"))
+    by_stream = tuple(result.get("by_stream", ()))
+    return Figure("perplexity", result["loss"], result["tokens"], result["stderr"], result["streams"], by_stream)
 
 
 def frozen_loss(after: int) -> Find:
@@ -117,8 +119,7 @@ def loss_up_to(length: int) -> Find:
 
 def at_chunk(size: int) -> Find:
     def find(result: dict) -> Figure | None:
-        rows = (row for row in result["by_chunk"] if row["chunk"] == size)
-        return next((Figure("perplexity", row["loss"], row["tokens"], row["stderr"]) for row in rows), None)
+        return next((text_loss(row) for row in result["by_chunk"] if row["chunk"] == size), None)
 
     return find
 

@@ -9,7 +9,7 @@ from titans_pt.reproduce.published import published
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.runs import PROBE_SHARE, Run
 from titans_pt.reproduce.studies import Study
-from titans_pt.reproduce.tables import Table, cells, details, overview, rates
+from titans_pt.reproduce.tables import Table, behind, cells, details, overview, rates
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import new_figure, save_figure
 
@@ -29,6 +29,8 @@ def write(study: Study, runs: Sequence[Run], records: Records, out: Path) -> lis
     source = published(study.target, study.compared)
     lines = [text for text in (READING, study.note, source and f"Published: {source.source}") if text]
     parts: list[tuple[str, Table]] = [("", overview(study, found)), ("Every figure", details(found))]
+    if apart := behind(study, found):
+        parts.append(("Nats behind the best, on the same text (95 % interval over its streams)", apart))
     if chosen := rates(runs, records):
         words = f"Validation loss after one {PROBE_SHARE}th of the tokens, by learning rate; the lowest is taken"
         parts.append((words, chosen))

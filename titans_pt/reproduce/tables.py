@@ -1,7 +1,8 @@
 """Tables from records: what a cell holds, and tables as Markdown and HTML."""
 
 import html
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from titans_pt.reproduce.figures import Pooled, pool
@@ -9,6 +10,7 @@ from titans_pt.reproduce.published import published
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.runs import Run
 from titans_pt.reproduce.studies import Column, Row, Study
+from titans_pt.tools.statistics import half_width, standard_error
 
 NOT_RUN = "not run"
 
@@ -106,6 +108,31 @@ def details(found: Sequence[Cell]) -> Table:
             ", ".join(t["checkpoint"][:12] or "-" for t in trained),
         ])  # fmt: skip
     return table
+
+
+def behind(study: Study, found: Sequence[Cell]) -> Table | None:
+    """How many nats each model is behind the best one of a column, with the 95 % interval over streams of the same
+    text: what all models find hard there is not in it. None where no losses by stream were kept."""
+    columns = []
+    for column in study.columns:
+        kept = {cell.row: cell.ours.by_stream for cell in found if cell.column == column and cell.ours}
+        if len(kept := {row: nats for row, nats in kept.items() if len(nats) > 1}) > 1:
+            columns.append((column.title, kept))
+    table = Table(["model", *(title for title, _ in columns)])
+    for row in study.rows:
+        shown = [_behind(kept[row], kept.values()) if row in kept else "-" for _, kept in columns]
+        if set(shown) - {"-"}:
+            table.rows.append([row.name, *shown])
+    return table if table.rows else None
+
+
+def _behind(own: Sequence[float], all_of_them: Iterable[Sequence[float]]) -> str:
+    best = min(all_of_them, key=math.fsum)
+    if own == best:
+        return "best"
+    apart = [a - b for a, b in zip(own, best, strict=True)]
+    mean, error = math.fsum(apart) / len(apart), half_width(standard_error(apart), len(apart))
+    return f"{mean:.3f} ({mean - error:.3f} to {mean + error:.3f})"
 
 
 def rates(runs: Sequence[Run], records: Records) -> Table | None:

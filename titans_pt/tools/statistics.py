@@ -3,8 +3,26 @@
 import math
 from collections.abc import Sequence
 
+Z = 1.959964
+"""Standard errors to each side of a 95 % interval of a normal distribution."""
+_T = (
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
+    2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
+    2.0452, 2.0423,
+)  # fmt: skip
+"""The same of Student's t with 1, 2, ... degrees of freedom."""
 
-def wilson(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+
+def half_width(stderr: float, n: int) -> float:
+    """Of the 95 % interval (Student's t) of a mean of n >= 2 values, whose standard error was estimated from them."""
+    freedom = n - 1
+    if freedom <= len(_T):
+        return stderr * _T[freedom - 1]
+    # The quantile's expansion in 1 / freedom (Abramowitz and Stegun, 26.7.5).
+    return stderr * (Z + (Z**3 + Z) / (4 * freedom) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * freedom**2))
+
+
+def wilson(successes: float, n: int, z: float = Z) -> tuple[float, float]:
     """Wilson's score interval of a proportion (1927), 95 % for the default z.
 
     Unlike mean +- z stderr it stays within [0, 1] and has a width at 0 and at n successes. No trials: (0, 1).

@@ -17,9 +17,9 @@ def record(run: Run, measured: dict | None = None, failed: str = "", **about) ->
     return run.begin(run.config, trained(**about), failed) | {"measured": found, "config": portable(run.config)}
 
 
-def text(loss: float, stderr: float | None = 0.01, tokens: int = 131072) -> dict:
+def text(loss: float, stderr: float | None = 0.01, tokens: int = 131072, by_stream: tuple[float, ...] = ()) -> dict:
     """What the suite perplexity finds."""
     place = {"first": 1, "last": 512, "mean": loss, "n": tokens, "stderr": stderr}
     by_length = [{"length": 512, "loss": loss, "perplexity": None}]
-    about = {"loss": loss, "stderr": stderr, "tokens": tokens}
+    about = {"loss": loss, "stderr": stderr, "tokens": tokens, "streams": 256, "by_stream": list(by_stream)}
     return about | {"frozen": [], "positions": [place], "by_length": by_length}

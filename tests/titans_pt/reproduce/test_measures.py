@@ -57,9 +57,10 @@ def test_figures_of_questions():
 def test_figures_of_text():
     rows = [{"last": 1, "n": 4}, {"last": 2, "n": 4}, {"last": 4, "n": 8}]
     by_length = [{"length": 4, "loss": 2.5}]
-    result = {"loss": 2.0, "tokens": 16, "stderr": 0.1, "positions": rows, "by_length": by_length}
+    about = {"loss": 2.0, "tokens": 16, "stderr": 0.1, "streams": 4, "by_stream": [1.9, 2.0, 2.0, 2.1]}
+    result = about | {"positions": rows, "by_length": by_length}
     result["frozen"] = [result | {"after": 512, "loss": 3.0}]
     assert measures.loss_up_to(4)(result) == measures.Figure("perplexity", 2.5, 16)
     assert measures.loss_up_to(8)(result) is None
-    assert measures.frozen_loss(512)(result) == measures.Figure("perplexity", 3.0, 16, 0.1)
+    assert measures.frozen_loss(512)(result) == measures.Figure("perplexity", 3.0, 16, 0.1, 4, (1.9, 2.0, 2.0, 2.1))
     assert measures.frozen_loss(0)(result) is None

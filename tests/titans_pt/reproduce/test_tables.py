@@ -11,7 +11,7 @@ from titans_pt.reproduce import page
 from titans_pt.reproduce.figures import Figure, pool
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.studies import Order, chosen, runs_of, study
-from titans_pt.reproduce.tables import cells, details, overview, rates
+from titans_pt.reproduce.tables import behind, cells, details, overview, rates
 from titans_pt.tools.statistics import wilson
 
 
@@ -45,7 +45,7 @@ def test_every_figure_comes_with_what_it_rests_on(made):
     asked, runs, records = made
     table = details(cells(asked, runs, records))
     first = dict(zip(table.head, table.rows[0], strict=True))
-    low, high = math.exp(3.1 - 1.959964 * 0.01), math.exp(3.1 + 1.959964 * 0.01)
+    low, high = math.exp(3.1 - 1.9693 * 0.01), math.exp(3.1 + 1.9693 * 0.01)  # Student's t, 255 degrees of freedom
     assert first == {
         "model": "swa", "figure": "perplexity", "paper": "-", "ours": "22.20",
         "95 % interval": f"{low:.2f} to {high:.2f}", "n": "262,144", "seeds": "0: 20.09, 1: 24.53", "tokens": "4,096",
@@ -62,6 +62,23 @@ def test_pooled_figures():
     assert both.interval == tuple(100 * bound for bound in wilson(120, 200))
     assert pool({0: Figure("number", 7.5, 3)}).interval is None
     assert pool({0: Figure("perplexity", 2.0, 3)}).interval is None, "no standard error is known"
+
+
+def test_how_far_models_are_apart_is_asked_on_the_same_text(tmp_path):
+    """Streams differ by nats, models by hundredths: the interval of a difference is that of the differences."""
+    order = Order(tmp_path, models=["swa", "gla", "rmt", "mac"], seeds=(0, 1))
+    asked = chosen(study("table1", "tiny"), order)
+    runs, records = runs_of(asked, order), Records(tmp_path)
+    streams = {"swa-s0": (2.0, 4.0, 3.0), "swa-s1": (2.2, 4.2, 3.2), "gla-s0": (2.0, 4.02, 3.04), "rmt-s0": ()}
+    for run in runs:
+        if run.name in streams:
+            records.write(run.name, record(run, {"text": text(3.0, by_stream=streams[run.name])}))
+    table = behind(asked, cells(asked, runs, records))
+    assert table.head == ["model", "perplexity"]
+    error = 4.3027 * 0.02 / math.sqrt(3)  # the mean of swa's seeds is .1, .08 and .06 behind: a deviation of .02
+    assert table.rows == [["swa", f"0.080 ({0.08 - error:.3f} to {0.08 + error:.3f})"], ["gla", "best"]]
+    records.path("gla-s0").unlink()
+    assert behind(asked, cells(asked, runs, records)) is None, "one model is behind nobody"
 
 
 def test_the_choice_of_learning_rates_is_shown(tmp_path):

@@ -1,8 +1,11 @@
-"""The Wilson interval."""
+"""Intervals."""
 
+import math
+
+import numpy as np
 import pytest
 
-from titans_pt.tools.statistics import wilson
+from titans_pt.tools.statistics import half_width, wilson
 
 
 @pytest.mark.parametrize(
@@ -21,3 +24,14 @@ from titans_pt.tools.statistics import wilson
 )
 def test_wilson(successes, n, low, high):
     assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 10, 31, 32, 60, 256, 100_000])
+def test_students_t_leaves_a_twentieth_outside(n):
+    """By integrating its density over angles: with x = sqrt(f) tan(a) it is proportional to cos(a)^(f - 1)."""
+    freedom = n - 1
+    angles = np.linspace(0, math.pi / 2, 2_000_001)
+    density = np.cos(angles) ** (freedom - 1)
+    inside = angles <= math.atan(half_width(1.0, n) / math.sqrt(freedom))
+    share = np.trapezoid(density[inside], angles[inside]) / np.trapezoid(density, angles)
+    assert share == pytest.approx(0.95, abs=2e-5)
