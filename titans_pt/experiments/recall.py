@@ -201,9 +201,13 @@ def _first(record: dict) -> str:
 def plot(variants: Sequence[Sequence[dict]], path: Path):
     """Accuracy against steps, a line for each seed; against pairs and against distance, the mean over the seeds and a
     dot for each; ablations in the first alone."""
+    from matplotlib import colormaps
+
     figure = new_figure(13.0, 4.2)
     learning, pairs, distance = figure.subplots(1, 3, sharey=True)
-    inks = {model: f"C{n}" for n, model in enumerate(sorted({seeds[0]["model"] for seeds in variants}))}
+    models = sorted({seeds[0]["model"] for seeds in variants})
+    colors = colormaps["tab10" if len(models) <= 10 else "tab20"].colors
+    inks = {model: colors[n % len(colors)] for n, model in enumerate(models)}
     dashes = dict(zip(CHANGES, ("-", ":", "--", "-.", (0, (5, 1)), (0, (1, 3)), (0, (3, 1, 1, 1))), strict=True))
     for seeds in variants:
         model, change = seeds[0]["model"], seeds[0]["change"]
