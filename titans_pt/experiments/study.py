@@ -17,7 +17,7 @@ from titans_pt.config import Config, TrainConfig
 from titans_pt.errors import UserError
 from titans_pt.layers.memory import MemoryGates
 from titans_pt.models.mixers import MIXERS
-from titans_pt.models.mixers.common import MemoryMixer
+from titans_pt.models.mixers.common import any_memory
 from titans_pt.tasks.base import backbone_of
 from titans_pt.tools.files import write_atomically
 from titans_pt.tools.records import RecordFile, read_records
@@ -66,7 +66,7 @@ def mixers_of(model: str) -> list[str]:
 
 def has_memory(model: str) -> bool:
     """Whether a Titan's memory is in it."""
-    return any(issubclass(MIXERS.find(name), MemoryMixer) for name in mixers_of(model))
+    return any_memory(mixers_of(model))
 
 
 def fit(

@@ -15,8 +15,7 @@ from titans_pt.data_pipeline import TokenFiles
 from titans_pt.evaluation import runner
 from titans_pt.evaluation.perplexity import token_losses
 from titans_pt.layers.memory import NeuralMemory
-from titans_pt.models.mixers import MIXERS
-from titans_pt.models.mixers.common import MemoryMixer
+from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.figures import Figure
 from titans_pt.run import load_run
 from titans_pt.streaming import best_device
@@ -49,7 +48,7 @@ class Measure:
 
 
 def has_memory(model: ModelConfig) -> bool:
-    return any(issubclass(MIXERS.find(kind), MemoryMixer) for kind in model.kinds)
+    return any_memory(model.kinds)
 
 
 def across_chunks(run: Path, streams: int = 64) -> list[dict]:

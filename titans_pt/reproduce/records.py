@@ -7,8 +7,7 @@ from typing import Any
 from titans_pt.config import Config
 from titans_pt.config_check import completed
 from titans_pt.errors import UserError
-from titans_pt.models.mixers import MIXERS
-from titans_pt.models.mixers.common import MemoryMixer
+from titans_pt.models.mixers.common import any_memory
 from titans_pt.run import differences
 from titans_pt.tools.files import write_text
 
@@ -19,7 +18,7 @@ DECISIVE = ("max_steps", "batch_tokens", "lr", "min_lr_ratio", "warmup_steps", "
 def decisive(tree: dict) -> dict:
     """Of a whole tree of settings, what a run's result depends on, but for its data."""
     model = dict(tree["model"])
-    if not any(issubclass(MIXERS.find(name), MemoryMixer) for name in model["mixers"]):
+    if not any_memory(model["mixers"]):
         del model["memory"]  # its defaults may change, the results of a model without one do not
     return {
         "model": model,

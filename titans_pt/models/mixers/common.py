@@ -1,6 +1,6 @@
 """What mixers share: the window's check, the memory mixers' base, persistent tokens, the gate between two branches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
@@ -15,7 +15,7 @@ from titans_pt.layers.hierarchy import HierarchicalMemory, HierarchyState
 from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.token_plan import Unplanned, plain, weight_of
-from titans_pt.models.mixers.base import Mixer, Need
+from titans_pt.models.mixers.base import MIXERS, Mixer, Need
 
 
 def check_attention(config: Config, need: Need):
@@ -186,3 +186,8 @@ class BranchGate(nn.Module):
 
     def flops(self) -> Flops:
         return Flops(0, 0) if self.linear is None else product(self.d_model, self.n_heads)
+
+
+def any_memory(mixers: Iterable[str]) -> bool:
+    """Whether one of these mixers, by name, has a Titan's memory."""
+    return any(issubclass(MIXERS.find(name), MemoryMixer) for name in mixers)
