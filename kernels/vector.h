@@ -27,6 +27,24 @@ typedef int64_t ints __attribute__((vector_size(BYTES)));
 typedef int32_t ints __attribute__((vector_size(BYTES)));
 #endif
 
+/* ``count`` <= LANES numbers, zeros after them. */
+INLINE vec load(const real *p, int count) {
+    if (count == LANES) return CONST_AT(p, 0);
+    vec x = {0};
+    memcpy(&x, p, count * sizeof(real));
+    return x;
+}
+
+INLINE void store(real *p, vec x, int count) {
+    if (count == LANES)
+        AT(p, 0) = x;
+    else
+        memcpy(p, &x, count * sizeof(real));
+}
+
+/* The numbers from ``at`` on that are in one vector. */
+INLINE int width_at(int64_t at, int64_t end) { return end - at < LANES ? end - at : LANES; }
+
 INLINE vec choose(ints where, vec yes, vec no) { return (vec)((where & (ints)yes) | (~where & (ints)no)); }
 
 #ifdef REAL_IS_DOUBLE

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
+from titans_pt.kernels.channel_scan import native
 from titans_pt.kernels.channel_scan.loop import loop_scan
 from titans_pt.kernels.common import no_autocast, warn_once
 from titans_pt.kernels.memory.dispatch import GPU, HAS_TRITON, INTERPRETED
 from titans_pt.kernels.memory.state import state_dtype
 
-BACKENDS = ("auto", "triton", "loop")
+BACKENDS = ("auto", "triton", "native", "loop")
 
 
 def channel_scan(
@@ -41,8 +42,9 @@ def channel_scan(
         initial_state: (B, D, N), continue from it instead of 0. Gradients flow through it.
         output_final_state: also return the state after the last token. It makes a cut at any token invisible.
         reset: None or bool (B, T), True where a document starts: h = 0 there.
-        backend: "loop" (definition, token by token in PyTorch), "triton" (fused kernels, on a GPU), "auto": triton on a
-            GPU where it serves, else loop (a warning, once, says why).
+        backend: "loop" (definition, token by token in PyTorch), "native" (in C, on a CPU), "triton" (fused kernels, on
+            a GPU), "auto": triton on a GPU where it serves (a warning, once, says why it does not), native on a CPU
+            where it does, else loop.
 
     Returns:
         (B, T, D) in x's dtype, and the final state (B, D, N) or None. State and arithmetic are fp32, fp64 for fp64
@@ -60,7 +62,9 @@ def channel_scan(
         if (fused := _fused(x, k, backend)) is not None:
             out, state = fused(x, step, k, q, rate, state, reset)
         else:
-            call = loop_scan
+            call = loop_scan if backend == "loop" else native.cpu_scan
+            if backend == "native" and (reason := native.unserved(state)) is not None:
+                raise ValueError(f'channel_scan: backend "native" does not serve this: {reason}; use "auto" or "loop"')
             if backend == "auto" and torch.compiler.is_compiling():
                 # Not at the top: it imports torch's compiler, which takes seconds.
                 from titans_pt.kernels.channel_scan.uncompiled import call

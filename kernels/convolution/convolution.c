@@ -9,21 +9,6 @@ typedef struct {
     int64_t unit; /* channels of a head that is divided by its length; 0: none is */
 } Call;
 
-/* Of ``count`` <= LANES channels. */
-INLINE vec load(const real *p, int count) {
-    if (count == LANES) return CONST_AT(p, 0);
-    vec x = {0};
-    memcpy(&x, p, count * sizeof(real));
-    return x;
-}
-
-INLINE void store(real *p, vec x, int count) {
-    if (count == LANES)
-        AT(p, 0) = x;
-    else
-        memcpy(p, &x, count * sizeof(real));
-}
-
 /* The channels that are computed together: a head of unit length, or a vector. */
 INLINE int64_t group(const Call *call) { return call->unit ? call->unit : LANES; }
 
@@ -55,8 +40,6 @@ INLINE vec convolved(const Call *call, const Inputs *in, int64_t b, int64_t t, i
              load(input(call, in, b, t, lag, at), count);
     return y;
 }
-
-INLINE int width_at(int64_t at, int64_t end) { return end - at < LANES ? end - at : LANES; }
 
 /* -> y (batch, tokens, channels). Groups first .. last - 1. */
 int forward(const Call *call, const Inputs *in, real *y, int64_t first, int64_t last) {

@@ -360,14 +360,14 @@ static void lay_out(Block *b, Arena *a) {
 }
 
 /* Tokens as the caller has them <-> (D x lanes). */
-static void load(const Block *b, const real *from, int64_t step, real *to) {
+static void load_tokens(const Block *b, const real *from, int64_t step, real *to) {
     for (int i = 0; i < b->D; i++) {
         for (int t = 0; t < b->c; t++) to[i * b->lanes + t] = from[t * step + i];
         for (int t = b->c; t < b->lanes; t++) to[i * b->lanes + t] = 0;
     }
 }
 
-static void store(const Block *b, const real *from, int64_t step, real *to) {
+static void store_tokens(const Block *b, const real *from, int64_t step, real *to) {
     for (int t = 0; t < b->c; t++)
         for (int i = 0; i < b->D; i++) to[t * step + i] = from[i * b->lanes + t];
 }
@@ -753,9 +753,9 @@ static Given given(const Call *call, const Inputs *x, int64_t n, int64_t row, in
 /* What a block reads: its tokens, its gates. */
 static void fetch(Block *b, const Call *call, const Inputs *x, int64_t n, int64_t row) {
     int64_t at = place(call, n, row);
-    load(b, x->q + at, call->token, b->q);
-    load(b, x->k + at, call->token, b->k);
-    load(b, x->v + at, call->token, b->v);
+    load_tokens(b, x->q + at, call->token, b->q);
+    load_tokens(b, x->k + at, call->token, b->k);
+    load_tokens(b, x->v + at, call->token, b->v);
     for (int g = 0; g < b->gate_layers; g++) gates(b->c, b->lanes, given(call, x, n, row, g), &b->gate[g]);
     b->gamma = x->gamma + row * call->width, b->beta = x->beta + row * call->width;
 }
@@ -809,7 +809,7 @@ int forward(const Call *call, const Inputs *x, const Outputs *y, int64_t first, 
             fetch(&b, call, x, n, row);
             key_side(&b, F);
             read(&b, W, S, b.to_start ? base : NULL);
-            store(&b, b.out, call->token, y->out + place(call, n, row));
+            store_tokens(&b, b.out, call->token, y->out + place(call, n, row));
             write(&b, W, S);
         }
         if (b.to_start) add(state, W, base);
@@ -859,13 +859,13 @@ int reverse(const Call *call, const Inputs *x, const Gradients *d, int64_t first
                 int64_t at = place(call, n, row);
                 const real *from = b.to_start ? base : NULL;
                 fetch(&b, call, x, n, row);
-                load(&b, d->out + at, call->token, b.d_out);
+                load_tokens(&b, d->out + at, call->token, b.d_out);
                 key_side(&b, F);
                 read(&b, W, S, from);
                 backward(&b, W, S, F, from, dW, dS, dF, d_base);
-                store(&b, b.d_q, call->token, d->q + at);
-                store(&b, b.d_k, call->token, d->k + at);
-                store(&b, b.d_v, call->token, d->v + at);
+                store_tokens(&b, b.d_q, call->token, d->q + at);
+                store_tokens(&b, b.d_k, call->token, d->k + at);
+                store_tokens(&b, b.d_v, call->token, d->v + at);
                 for (int g = 0; g < b.gate_layers; g++) {
                     int64_t here = gate_place(call, n, row, g);
                     real *to[] = {d->theta + here, d->eta + here, d->alpha + here}, part[3][b.lanes];

@@ -249,7 +249,7 @@ def test_flops_are_those_of_the_definition(mixer, monkeypatch):
     from titans_pt.kernels.channel_scan import dispatch as scan
 
     monkeypatch.setattr(linear_memory_package.dispatch, "chunked_linear_memory", _by_definition)
-    monkeypatch.setattr(scan, "loop_scan", _scan_by_definition)
+    monkeypatch.setattr(scan.native, "cpu_scan", _scan_by_definition)
     model, length = small_model([mixer], conv_width=1), 16
     with FlopCounterMode(display=False) as forward, torch.no_grad():
         model(tokens(length=length))

@@ -1,0 +1,95 @@
+"""The scan in C, for CPUs: a few channels' states stay in a core's cache while the sequence passes (channel_scan.c)."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titans_pt.kernels import native
+from titans_pt.kernels.channel_scan.loop import loop_scan
+
+SOURCE = Path(__file__).with_name("channel_scan.c")
+TILE = 16
+"""Tokens between two states that are kept for the backward pass, which holds those between in a core's cache."""
+BLOCK = 128
+"""Channels whose shares of the gradients of k and q are summed before the others'."""
+
+
+def unserved(x: Tensor) -> str | None:
+    """Why the C source does not serve tensors of ``x``'s device and dtype; None if it does."""
+    return native.unserved(SOURCE, x)
+
+
+def cpu_scan(
+    x: Tensor, step: Tensor, k: Tensor, q: Tensor, rate: Tensor | None, state: Tensor, reset: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """:func:`loop_scan`, in C where that serves."""
+    if unserved(x) is not None:
+        return loop_scan(x, step, k, q, rate, state, reset)
+    # Neighbouring channels make a vector: they come last.
+    given = x, step, k, q, None if rate is None else rate.t(), state.mT, None if reset is None else reset.byte()
+    if torch.is_grad_enabled():
+        out, after = _Scan.apply(*given)
+    else:
+        out, after, _ = _forward(_ready(*given), keep=False)
+    return out, after.mT
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "tokens", "channels", "states", "tile", "block")]
+
+
+class _Inputs(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("x", "step", "k", "q", "rate", "reset")]
+
+
+class _Scan(torch.autograd.Function):
+    """rate (N, D), state (B, N, D), as the C source has them."""
+
+    @staticmethod
+    def forward(ctx, *given: Tensor | None):
+        tensors = _ready(*given)
+        out, after, starts = _forward(tensors, keep=True)
+        x, step, k, q, rate, _, reset = tensors
+        ctx.save_for_backward(x, step, k, q, rate, reset, starts)
+        return out, after
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out: Tensor, d_after: Tensor):
+        *tensors, starts = ctx.saved_tensors
+        x, step, k, q, rate, _ = tensors
+        d_state = d_after.clone(memory_format=torch.contiguous_format)
+        d_x, d_step = torch.empty_like(x), torch.empty_like(step)
+        d_k, d_q = k.new_empty(2, -(-x.shape[2] // BLOCK), *k.shape)
+        d_rate = None if rate is None else torch.empty_like(d_state)
+        _run("backward", tensors, 4, starts, d_out.contiguous(), d_state, d_x, d_step, d_k, d_q, d_rate)
+        return d_x, d_step, d_k.sum(0), d_q.sum(0), None if rate is None else d_rate.sum(0), d_state, None
+
+
+def _ready(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
+def _forward(tensors: list[Tensor | None], keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Outputs, the state after the last token, and those before each tile (B, tiles, N, D) if they are to be kept."""
+    x, step, k, q, rate, state, reset = tensors
+    out, after = torch.empty_like(x), torch.empty_like(state)
+    starts = state.new_empty(len(x), -(-x.shape[1] // TILE), *state.shape[1:]) if keep else None
+    _run("forward", (x, step, k, q, rate, reset), 1, state, out, after, starts)
+    return out, after, starts
+
+
+def _run(name: str, tensors, passes: int, *others: Tensor | None):
+    x, k = tensors[0], tensors[2]
+    call, inputs = _Call(*x.shape, k.shape[2], TILE, BLOCK), _Inputs(*map(_pointer, tensors))
+    native.run(
+        getattr(native.library(SOURCE, x.dtype), name), len(x) * -(-x.shape[2] // BLOCK),
+        20 * passes * x.numel() * k.shape[2], ctypes.byref(call), ctypes.byref(inputs),
+        *(ctypes.c_void_p(_pointer(t)) for t in others),
+    )  # fmt: skip
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
