@@ -1,4 +1,4 @@
-"""What a study hands to a reader: TARGET.md, summary.md, and summary.html, one file with the curves in it."""
+"""What a study hands to a reader: TARGET.md, and TARGET.html, one file with the curves in it."""
 
 import base64
 import html
