@@ -44,6 +44,23 @@ def run(call, tensors: dict[str, Tensor], **options) -> tuple[list[Tensor], tupl
     return list(results), torch.autograd.grad(total, list(leaves.values()))
 
 
+def compare_cut(tensors: dict[str, Tensor], cuts, atol: float, rtol: float = 0.0, *, reset=None, **options):
+    """Outputs and final state of calls that begin at the ``cuts``, each with the state of the one before, against those
+    of one call."""
+    tensors, length = dict(tensors), tensors["x"].shape[1]
+    state, options = tensors.pop("initial_state"), {"rate": tensors.pop("rate", None), **options}
+    edges, outputs = [0, *sorted(cuts), length], []
+    whole, end = channel_scan(**tensors, initial_state=state, output_final_state=True, reset=reset, **options)
+    for a, b in zip(edges[:-1], edges[1:], strict=True):
+        out, state = channel_scan(
+            **{name: x[:, a:b] for name, x in tensors.items()}, initial_state=state, output_final_state=True,
+            reset=None if reset is None else reset[:, a:b], **options,
+        )  # fmt: skip
+        outputs.append(out)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=rtol, atol=atol)
+    torch.testing.assert_close(state, end, rtol=rtol, atol=atol)
+
+
 def compare(tensors, tolerance: float, backend: str, exact=None, **options):
     """A backend against the oracle (on ``exact`` in place of ``tensors``)."""
     ours = run(channel_scan, tensors, backend=backend, output_final_state=True, **options)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.channel_scan import cases
-from tests.kernels.channel_scan.cases import compare
+from tests.kernels.channel_scan.cases import compare, compare_cut
 from titans_pt.kernels.channel_scan import channel_scan, dispatch, fused
 from titans_pt.kernels.memory.state import state_dtype
 
@@ -57,16 +57,7 @@ def test_half_precision(small_tiles):
 
 
 def test_cuts_are_invisible(small_tiles):
-    tensors = make(2, 21, 4, 4, dtype=torch.float32)
-    state, rate = tensors.pop("initial_state"), tensors.pop("rate")
-    options = dict(rate=rate, output_final_state=True, backend="triton")
-    whole, end = channel_scan(**tensors, initial_state=state, **options)
-    pieces = []
-    for a, b in [(0, 8), (8, 11), (11, 12), (12, 21)]:
-        out, state = channel_scan(**{n: x[:, a:b] for n, x in tensors.items()}, initial_state=state, **options)
-        pieces.append(out)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(state, end, rtol=1e-5, atol=1e-5)
+    compare_cut(make(2, 21, 4, 4, dtype=torch.float32), [8, 11, 12], 1e-5, 1e-5, backend="triton")
 
 
 def arguments(**changed):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.channel_scan.cases import compare, make, run
+from tests.kernels.channel_scan.cases import compare, compare_cut, make, run
 from titans_pt.kernels.channel_scan import channel_scan
 
 TOLERANCE = 1e-9
@@ -26,19 +26,8 @@ def test_loop_equals_the_linear_memory(B, T, D, N, mamba, strength, resets, seed
 @settings(max_examples=10)
 @given(cuts=st.lists(st.integers(1, 39), max_size=4, unique=True), mamba=st.booleans(), resets=st.booleans())
 def test_cuts_are_invisible(cuts, mamba, resets):
-    tensors = make(2, 40, 4, 4, mamba=mamba)
-    state, rate = tensors.pop("initial_state"), tensors.pop("rate", None)
     reset = torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) < 0.1 if resets else None
-    whole, end = channel_scan(**tensors, rate=rate, initial_state=state, output_final_state=True, reset=reset)
-    pieces = []
-    for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), 40], strict=True):
-        out, state = channel_scan(
-            **{name: x[:, a:b] for name, x in tensors.items()}, rate=rate, initial_state=state,
-            output_final_state=True, reset=None if reset is None else reset[:, a:b],
-        )  # fmt: skip
-        pieces.append(out)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=TOLERANCE)
-    torch.testing.assert_close(state, end, rtol=0, atol=TOLERANCE)
+    compare_cut(make(2, 40, 4, 4, mamba=mamba), cuts, TOLERANCE, reset=reset, backend="loop")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.channel_scan.cases import compare, make, run
+from tests.kernels.channel_scan.cases import compare, compare_cut, make, run
 from titans_pt.kernels import native
 from titans_pt.kernels.channel_scan import channel_scan
 from titans_pt.kernels.channel_scan.native import SOURCE, TILE
@@ -42,18 +42,11 @@ def test_auto_is_in_c_and_the_same_without_gradients():
     assert torch.equal(out, plain) and torch.equal(state, plain_state)
 
 
+@pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("mamba", [True, False])
-def test_cuts_are_invisible(mamba):
-    tensors = make(2, 40, 20, 4, mamba=mamba)
-    state, rate = tensors.pop("initial_state"), tensors.pop("rate", None)
-    options = dict(rate=rate, output_final_state=True, backend="native")
-    whole, end = channel_scan(**tensors, initial_state=state, **options)
-    pieces = []
-    for a, b in [(0, 1), (1, 17), (17, 39), (39, 40)]:
-        out, state = channel_scan(**{n: x[:, a:b] for n, x in tensors.items()}, initial_state=state, **options)
-        pieces.append(out)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e-12)
-    torch.testing.assert_close(state, end, rtol=0, atol=1e-12)
+def test_cuts_are_invisible(mamba, resets):
+    reset = torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) < 0.1 if resets else None
+    compare_cut(make(2, 40, 20, 4, mamba=mamba), [1, 17, 39], 1e-12, reset=reset, backend="native")
 
 
 def test_threads_change_nothing(monkeypatch):
