@@ -85,6 +85,11 @@ def _processor() -> str:
     return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
+def pointer(tensor: Tensor | None) -> int | None:
+    """What a source takes for a tensor; NULL for None."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 WORTH_A_THREAD = 2_000_000
 """Operations that take longer than handing them to another thread."""
 

@@ -83,13 +83,9 @@ def _forward(tensors: list[Tensor | None], keep: bool) -> tuple[Tensor, Tensor, 
 
 def _run(name: str, tensors, passes: int, *others: Tensor | None):
     x, k = tensors[0], tensors[2]
-    call, inputs = _Call(*x.shape, k.shape[2], TILE, BLOCK), _Inputs(*map(_pointer, tensors))
+    call, inputs = _Call(*x.shape, k.shape[2], TILE, BLOCK), _Inputs(*map(native.pointer, tensors))
     native.run(
         getattr(native.library(SOURCE, x.dtype), name), len(x) * -(-x.shape[2] // BLOCK),
         20 * passes * x.numel() * k.shape[2], ctypes.byref(call), ctypes.byref(inputs),
-        *(ctypes.c_void_p(_pointer(t)) for t in others),
+        *(ctypes.c_void_p(native.pointer(t)) for t in others),
     )  # fmt: skip
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -110,13 +110,9 @@ def _run(name: str, tensors: tuple[Tensor | None, ...], silu: bool, unit: int, *
     call = _Call(*x.shape, width, silu, unit)
     # Without heads a group is a vector: as many as the narrowest machine has.
     groups = x.shape[2] // unit if unit else -(-x.shape[2] * x.element_size() // 16)
-    inputs = _Inputs(*map(_pointer, tensors))
+    inputs = _Inputs(*map(native.pointer, tensors))
     function = getattr(native.library(SOURCE, x.dtype), name)
     native.run(
         function, groups, x.numel() * (width + 8 * silu), ctypes.byref(call), ctypes.byref(inputs),
-        *(ctypes.c_void_p(_pointer(t)) for t in others),
+        *(ctypes.c_void_p(native.pointer(t)) for t in others),
     )  # fmt: skip
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
