@@ -7,7 +7,7 @@ from titans_pt.experiments import needles, recall
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.reproduce import planned
 from titans_pt.reproduce.studies import Order
-from titans_pt.reproduce.tables import Cell, cells, number
+from titans_pt.reproduce.tables import Cell, behind, cells, number
 from titans_pt.tools.records import read_records
 
 ROOT = Path(__file__).parents[1]
@@ -27,30 +27,34 @@ def named(model: str) -> str:
 
 def table_of(head: str) -> list[str]:
     """The lines of the table of docs/results.md whose head begins so."""
-    return re.search(re.escape(head) + r".*\n\|[-|]*\n((?:\|.*\n)+)", (ROOT / "docs/results.md").read_text())[
-        1
-    ].splitlines()
+    table = re.escape(head) + r".*\n\|[-|]*\n((?:\|.*\n)+)"
+    return re.search(table, (ROOT / "docs/results.md").read_text())[1].splitlines()
 
 
 def told(cell: Cell) -> str:
-    """Perplexity and, of many streams, its interval: that of four is wider than what it is about."""
-    if cell.ours is None:
-        return cell.why
-    interval = f" ({number(cell.ours.interval[0])} to {number(cell.ours.interval[1])})"
-    return number(cell.ours.mean) + (interval if cell.column.measure == "text" else "")
+    return number(cell.ours.mean) if cell.ours else cell.why
+
+
+def seeds(cell: Cell) -> str:
+    """Each seed's own figure, where there are several."""
+    by_seed = cell.ours.by_seed
+    return ", ".join(number(by_seed[seed]) for seed in sorted(by_seed)) if len(by_seed) > 1 else "-"
 
 
 def lines(target: str) -> list[str]:
-    """The table of what has been run, the lowest perplexity first: the learning rate, and every figure."""
+    """The table of what has been run, the lowest perplexity first: the learning rate, the mean over seeds, each seed,
+    how far behind the best on the same text, and the other figures."""
     study, runs = planned(target, "tiny", Order(Path("out")))
     records, rates = Records(RESULTS / "records"), {run.model: run for run in runs if not run.is_probe}
     found = cells(study, runs, records)
+    apart = {row[0]: row[1] for row in behind(study, found).rows}
     rows = [[cell for cell in found if cell.row == row] for row in study.rows]
     text = []
-    for of_row in sorted((r for r in rows if r[0].ours), key=lambda r: r[0].ours.mean):
-        row = of_row[0].row
+    for first, *others in sorted((r for r in rows if r[0].ours), key=lambda r: r[0].ours.mean):
+        row = first.row
         rate = f"{rates[row.model].settled(records).train.lr:.0e}".replace("e-0", "e-")
-        text.append(f"| {named(row.model)} | {rate} | {' | '.join(map(told, of_row))} |")
+        shown = [named(row.model), rate, told(first), seeds(first), apart.get(row.name, "-"), *map(told, others)]
+        text.append(f"| {' | '.join(shown)} |")
     return text
 
 

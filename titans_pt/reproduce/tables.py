@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from titans_pt.reproduce.figures import Pooled, pool
@@ -111,27 +111,27 @@ def details(found: Sequence[Cell]) -> Table:
 
 
 def behind(study: Study, found: Sequence[Cell]) -> Table | None:
-    """How many nats each model is behind the best one of a column, with the 95 % interval over streams of the same
-    text: what all models find hard there is not in it. None where no losses by stream were kept."""
+    """How many nats the mean of each model is behind the best one of a column. The 95 % interval is over streams of the
+    same text, of the seeds whose losses by stream were kept: what all models find hard there is not in it, and neither
+    is how far seeds differ. None where no losses by stream were kept."""
     columns = []
     for column in study.columns:
-        kept = {cell.row: cell.ours.by_stream for cell in found if cell.column == column and cell.ours}
-        if len(kept := {row: nats for row, nats in kept.items() if len(nats) > 1}) > 1:
-            columns.append((column.title, kept))
-    table = Table(["model", *(title for title, _ in columns)])
+        kept = {cell.row: cell.ours for cell in found if cell.column == column and cell.ours}
+        if len(kept := {row: ours for row, ours in kept.items() if len(ours.by_stream) > 1}) > 1:
+            columns.append((column.title, kept, min(kept.values(), key=lambda ours: ours.mean)))
+    table = Table(["model", *(title for title, *_ in columns)])
     for row in study.rows:
-        shown = [_behind(kept[row], kept.values()) if row in kept else "-" for _, kept in columns]
+        shown = [_behind(kept[row], best) if row in kept else "-" for _, kept, best in columns]
         if set(shown) - {"-"}:
             table.rows.append([row.name, *shown])
     return table if table.rows else None
 
 
-def _behind(own: Sequence[float], all_of_them: Iterable[Sequence[float]]) -> str:
-    best = min(all_of_them, key=math.fsum)
-    if own == best:
+def _behind(own: Pooled, best: Pooled) -> str:
+    if own is best:
         return "best"
-    apart = [a - b for a, b in zip(own, best, strict=True)]
-    mean, error = math.fsum(apart) / len(apart), half_width(standard_error(apart), len(apart))
+    apart = [a - b for a, b in zip(own.by_stream, best.by_stream, strict=True)]
+    mean, error = math.log(own.mean / best.mean), half_width(standard_error(apart), len(apart))
     return f"{mean:.3f} ({mean - error:.3f} to {mean + error:.3f})"
 
 
