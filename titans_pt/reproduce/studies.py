@@ -214,8 +214,7 @@ def _figure8(size: str) -> Study:
 
 
 def _figure9(size: str) -> Study:
-    names = ("transformer", "gated_deltanet", "mamba2", "deltanet", "gla", *TITANS)
-    return _throughput("figure9", "Training throughput by length", size, tuple(map(Row, names)))
+    return _throughput("figure9", "Training throughput by length", size, tuple(map(Row, MODELS)))
 
 
 def _babilong(size: str) -> Study:
