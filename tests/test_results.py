@@ -1,17 +1,22 @@
-"""docs/results.md says what the records say."""
+"""docs/results.md says what the records say. ``python -m tests.test_results`` writes its tables anew."""
 
+import math
 import re
 from pathlib import Path
+
+import pytest
 
 from titans_pt.experiments import needles, recall
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.reproduce import planned
-from titans_pt.reproduce.studies import Order
+from titans_pt.reproduce.runs import Run
+from titans_pt.reproduce.studies import Order, Study
 from titans_pt.reproduce.tables import Cell, behind, cells, number
 from titans_pt.tools.records import read_records
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
+PAGE = ROOT / "docs/results.md"
 NAMES = {
     "transformer": "Transformer++", "swa": "sliding window", "ttt_linear": "TTT-Linear", "ttt_mlp": "TTT-MLP",
     "gated_deltanet": "Gated DeltaNet", "gated_deltanet_h1": "Gated DeltaNet-H1",
@@ -25,12 +30,6 @@ def named(model: str) -> str:
     return NAMES.get(model, model.capitalize())
 
 
-def table_of(head: str) -> list[str]:
-    """The lines of the table of docs/results.md whose head begins so."""
-    table = re.escape(head) + r".*\n\|[-|]*\n((?:\|.*\n)+)"
-    return re.search(table, (ROOT / "docs/results.md").read_text())[1].splitlines()
-
-
 def told(cell: Cell) -> str:
     return number(cell.ours.mean) if cell.ours else cell.why
 
@@ -41,21 +40,76 @@ def seeds(cell: Cell) -> str:
     return ", ".join(number(by_seed[seed]) for seed in sorted(by_seed)) if len(by_seed) > 1 else "-"
 
 
-def lines(target: str) -> list[str]:
-    """The table of what has been run, the lowest perplexity first: the learning rate, the mean over seeds, each seed,
-    how far behind the best on the same text, and the other figures."""
+def found(target: str) -> tuple[Study, list[Run], list[list[Cell]]]:
+    """A study, its runs, and the cells of every row of which something was run."""
     study, runs = planned(target, "tiny", Order(Path("out")))
+    each = cells(study, runs, Records(RESULTS / "records"))
+    rows = [[cell for cell in each if cell.row == row] for row in study.rows]
+    return study, runs, [row for row in rows if row[0].ours]
+
+
+def line(*shown: str) -> str:
+    return f"| {' | '.join(shown)} |"
+
+
+def lowest_first(rows: list[list[Cell]]) -> list[list[Cell]]:
+    return sorted(rows, key=lambda row: row[0].ours.mean)
+
+
+def models() -> list[str]:
+    """The learning rate, the mean over seeds, each seed, how far behind the best on the same text, and the others."""
+    study, runs, rows = found("table1")
     records, rates = Records(RESULTS / "records"), {run.model: run for run in runs if not run.is_probe}
-    found = cells(study, runs, records)
-    apart = {row[0]: row[1] for row in behind(study, found).rows}
-    rows = [[cell for cell in found if cell.row == row] for row in study.rows]
+    apart = {name: by for name, by, *_ in behind(study, [cell for row in rows for cell in row]).rows}
     text = []
-    for first, *others in sorted((r for r in rows if r[0].ours), key=lambda r: r[0].ours.mean):
+    for first, *others in lowest_first(rows):
         row = first.row
         rate = f"{rates[row.model].settled(records).train.lr:.0e}".replace("e-0", "e-")
-        shown = [named(row.model), rate, told(first), seeds(first), apart.get(row.name, "-"), *map(told, others)]
-        text.append(f"| {' | '.join(shown)} |")
+        text.append(
+            line(named(row.model), rate, told(first), seeds(first), apart.get(row.name, "-"), *map(told, others))
+        )
     return text
+
+
+CHANGED = {
+    "": "LMM", "depth-1": "memory of depth 1", "depth-3": "depth 3", "depth-4": "depth 4",
+    "no-conv": "without convolutions", "no-momentum": "without momentum", "no-forgetting": "without forgetting",
+    "no-persistent": "without persistent memory",
+}  # fmt: skip
+
+
+def first_seed(target: str) -> dict[str, list[Cell]]:
+    """The cells of the variants of an LMM, which have seed 0 in common."""
+    return {row[0].row.variant: row for row in found(target)[2] if row[0].row.model == "lmm"}
+
+
+def of_seed_0(cell: Cell) -> float:
+    return cell.ours.by_seed[0]
+
+
+def ablations() -> list[str]:
+    """What each change costs, in nats and in those of the paper, and the other figures; the costliest last."""
+    rows = sorted(first_seed("table5").items(), key=lambda item: of_seed_0(item[1][0]))
+    whole = dict(rows)[""][0]
+    return [
+        line(
+            CHANGED[variant], number(of_seed_0(first)), f"{math.log(of_seed_0(first) / of_seed_0(whole)):+.3f}",
+            f"{math.log(first.paper / whole.paper):+.3f}", *(number(of_seed_0(cell)) for cell in others),
+        )
+        for variant, (first, *others) in rows
+    ]  # fmt: skip
+
+
+def throughput() -> list[str]:
+    """The fastest at the shortest length first."""
+    rows = found("figure9")[2] + [row for row in found("figure8")[2] if row[0].row.variant]
+    return [
+        line(
+            f"LMM, {CHANGED[first.row.variant]}" if first.row.variant else named(first.row.model),
+            *map(told, (first, *others)),
+        )
+        for first, *others in reversed(lowest_first(rows))
+    ]  # fmt: skip
 
 
 def renamed(text: str) -> list[str]:
@@ -88,13 +142,28 @@ def found_in_noise() -> list[str]:
     )))  # fmt: skip
 
 
-def test_the_table_of_the_tiny_study_is_that_of_its_records():
-    assert table_of("| model | learning rate | perplexity |") == lines("table1")
+TABLES = {
+    "| model | learning rate | perplexity |": models,
+    "| LMM of seed 0 |": ablations,
+    "| tokens of a sequence |": throughput,
+    "| model | seeds | accuracy (%) |": recalled,
+    "| model | parameters | seeds | 2,048 | 16,384 |": found_in_noise,
+}
+"""How a table's head begins, and what gives its lines."""
 
 
-def test_the_table_of_recall_is_that_of_its_records():
-    assert table_of("| model | seeds | accuracy (%) |") == recalled()
+def table_of(head: str, text: str) -> re.Match[str]:
+    return re.search(f"({re.escape(head)}.*\n\\|[-|]*\n)((?:\\|.*\n)+)", text)
 
 
-def test_the_table_of_needles_is_that_of_its_records():
-    assert table_of("| model | parameters | seeds | 2,048 | 16,384 |") == found_in_noise()
+@pytest.mark.parametrize("head", TABLES)
+def test_a_table_is_that_of_its_records(head):
+    assert table_of(head, PAGE.read_text())[2].splitlines() == TABLES[head]()
+
+
+if __name__ == "__main__":
+    written = PAGE.read_text()
+    for each, of_records in TABLES.items():
+        old = table_of(each, written)
+        written = "\n".join([written[: old.end(1) - 1], *of_records(), written[old.end(2) :]])
+    PAGE.write_text(written)

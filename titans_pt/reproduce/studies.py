@@ -321,7 +321,7 @@ def _timing(study: Study, row: Row, order: Order) -> Timing:
     name = f"speed-{row.key.replace('/', '-')}"
     config = _config(study, row, 0, order, None, name, ())
     words = (*VARIANTS[row.variant], *order.words)
-    return Timing(name, row.model, row.variant, config, file=f"{study.size}/{row.model}", words=words,
+    return Timing(name, row.model, row.variant, config, file=f"{study.size}/{{model}}", words=words,
                   lengths=study.timed, tokens=max(study.timed))  # fmt: skip
 
 

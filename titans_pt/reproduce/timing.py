@@ -16,7 +16,8 @@ SPEED = "speed"
 
 @dataclass(frozen=True)
 class Timing(Run):
-    """``file``: the config of the model; ``words``: settings over it. Wall time: nothing else may run beside it."""
+    """``file``: a config, {model} in it being the model's name; ``words``: settings over it. Wall time: nothing else may
+    run beside it. Failed where no length could be timed."""
 
     file: str = ""
     words: tuple[str, ...] = ()
@@ -38,7 +39,8 @@ class Timing(Run):
             "validation_loss": None, "curve": [], "validation": [],
         }  # fmt: skip
         measured = {SPEED: {"words": self._asked(), "cases": found}}
-        records.write(self.name, self.begin(config, trained, "") | {"measured": measured})
+        failed = "" if any(not case["failure"] for case in found) else found[0]["failure"]
+        records.write(self.name, self.begin(config, trained, failed) | {"measured": measured})
         return 0
 
 

@@ -7,12 +7,15 @@ import pytest
 import yaml
 
 from tests.titans_pt.reproduce.records import record
+from titans_pt.benchmarks.training import Case, Measurement, case_config
 from titans_pt.errors import UserError
+from titans_pt.reproduce import timing
 from titans_pt.reproduce.published import FILE, published
 from titans_pt.reproduce.records import Records, decisive
 from titans_pt.reproduce.reproduce import plan
 from titans_pt.reproduce.runs import best_learning_rate
 from titans_pt.reproduce.studies import MODELS, SIZES, TARGETS, TWICE, VARIANTS, Order, Row, chosen, runs_of, study
+from titans_pt.reproduce.tables import cells
 from titans_pt.run import differences
 
 OUT = Path("out")
@@ -35,6 +38,26 @@ def test_every_study_can_be_planned(target, size):
     if size != "tiny" and (beside := published(target, asked.compared)):
         names = {name for values in beside.values.values() for name in values}
         assert names <= {column.published for column in asked.columns}, "nothing published is left out"
+
+
+@pytest.mark.parametrize("target", ["figure8", "figure9"])
+def test_every_timing_is_of_the_model_that_the_row_names(target):
+    for run in runs(target):
+        timed = case_config(Case(run.model, 512), run.file, list(run.words), run.tokens)
+        assert timed.model == run.config.model
+
+
+def test_a_timing_that_fails_at_every_length_says_why(tmp_path, monkeypatch):
+    def in_a_process(case, *_):
+        return Measurement(case.model, case.length, None, None, failure="" if case.length == works else "out of memory")
+
+    monkeypatch.setattr(timing, "in_a_process", in_a_process)
+    asked, (run,), records = study("figure9", "tiny"), runs("figure9", models=["samba"]), Records(tmp_path)
+    shown = []
+    for works in (512, None):
+        assert run.complete(run.config, records, 1, 0) == 0
+        shown.append([cell.why for cell in cells(chosen(asked, Order(OUT, ["samba"])), [run], records)])
+    assert shown == [["", "-", "-", "-"], ["failed (out of memory)"] * 4]
 
 
 def test_a_run_comes_after_the_choice_of_its_rate_and_first_seeds_come_first():
