@@ -100,6 +100,14 @@ def ablations() -> list[str]:
     ]  # fmt: skip
 
 
+def depths() -> list[str]:
+    """Perplexity by the length of the text, one depth a line."""
+    return [
+        line(variant[-1:] or "2", *(number(of_seed_0(cell)) for cell in row))
+        for variant, row in first_seed("figure7").items()
+    ]
+
+
 def throughput() -> list[str]:
     """The fastest at the shortest length first."""
     rows = found("figure9")[2] + [row for row in found("figure8")[2] if row[0].row.variant]
@@ -145,6 +153,7 @@ def found_in_noise() -> list[str]:
 TABLES = {
     "| model | learning rate | perplexity |": models,
     "| LMM of seed 0 |": ablations,
+    "| depth of the LMM's memory |": depths,
     "| tokens of a sequence |": throughput,
     "| model | seeds | accuracy (%) |": recalled,
     "| model | parameters | seeds | 2,048 | 16,384 |": found_in_noise,

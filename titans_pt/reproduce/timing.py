@@ -16,8 +16,8 @@ SPEED = "speed"
 
 @dataclass(frozen=True)
 class Timing(Run):
-    """``file``: a config, {model} in it being the model's name; ``words``: settings over it. Wall time: nothing else may
-    run beside it. Failed where no length could be timed."""
+    """``file``: a config, {model} in it being the model's name; ``words``: settings over it. Wall time: nothing else
+    may run beside it. Failed where no length could be timed."""
 
     file: str = ""
     words: tuple[str, ...] = ()

@@ -48,16 +48,18 @@ def test_every_timing_is_of_the_model_that_the_row_names(target):
 
 
 def test_a_timing_that_fails_at_every_length_says_why(tmp_path, monkeypatch):
-    def in_a_process(case, *_):
-        return Measurement(case.model, case.length, None, None, failure="" if case.length == works else "out of memory")
+    def timed(works):
+        def in_a_process(case, *_):
+            return Measurement(case.model, case.length, None, None, failure="" if case.length == works else "no memory")
 
-    monkeypatch.setattr(timing, "in_a_process", in_a_process)
-    asked, (run,), records = study("figure9", "tiny"), runs("figure9", models=["samba"]), Records(tmp_path)
-    shown = []
-    for works in (512, None):
+        monkeypatch.setattr(timing, "in_a_process", in_a_process)
         assert run.complete(run.config, records, 1, 0) == 0
-        shown.append([cell.why for cell in cells(chosen(asked, Order(OUT, ["samba"])), [run], records)])
-    assert shown == [["", "-", "-", "-"], ["failed (out of memory)"] * 4]
+        return [cell.why for cell in cells(asked, [run], records)]
+
+    asked = chosen(study("figure9", "tiny"), Order(OUT, ["samba"]))
+    (run,), records = runs("figure9", models=["samba"]), Records(tmp_path)
+    assert timed(512) == ["", "-", "-", "-"]
+    assert timed(None) == ["failed (no memory)"] * 4
 
 
 def test_a_run_comes_after_the_choice_of_its_rate_and_first_seeds_come_first():
