@@ -29,7 +29,7 @@ from titans_pt.experiments.study import (
 )
 from titans_pt.models import build_model
 from titans_pt.tools.files import write_text
-from titans_pt.tools.plots import new_figure, save_figure
+from titans_pt.tools.plots import new_figure, save_figure, styles
 from titans_pt.tools.records import digest
 
 CHANGES: dict[str, dict] = {
@@ -201,17 +201,14 @@ def _first(record: dict) -> str:
 def plot(variants: Sequence[Sequence[dict]], path: Path):
     """Accuracy against steps, a line for each seed; against pairs and against distance, the mean over the seeds and a
     dot for each; ablations in the first alone."""
-    from matplotlib import colormaps
-
-    figure = new_figure(13.0, 4.2)
+    figure = new_figure(15.0, 4.6)
     learning, pairs, distance = figure.subplots(1, 3, sharey=True)
     models = sorted({seeds[0]["model"] for seeds in variants})
-    colors = colormaps["tab10" if len(models) <= 10 else "tab20"].colors
-    inks = {model: colors[n % len(colors)] for n, model in enumerate(models)}
+    inks = dict(zip(models, styles(len(models)), strict=True))
     dashes = dict(zip(CHANGES, ("-", ":", "--", "-.", (0, (5, 1)), (0, (1, 3)), (0, (3, 1, 1, 1))), strict=True))
     for seeds in variants:
         model, change = seeds[0]["model"], seeds[0]["change"]
-        style = {"color": inks[model], "linestyle": dashes[change]}
+        style = inks[model] | {"linestyle": dashes[change], "markersize": 4}
         for n, r in enumerate(seeds):
             label = Variant(model, change).name if n == 0 else None
             learning.plot([c[0] for c in r["curve"]], [100 * c[2] for c in r["curve"]], label=label, **style)
@@ -219,13 +216,13 @@ def plot(variants: Sequence[Sequence[dict]], path: Path):
             for axes, name in ((pairs, "by_pairs"), (distance, "by_distance")):
                 places = [n for n, _ in seeds[0][name]]
                 each = [[100 * a for _, a in r[name]] for r in seeds]
-                axes.plot(places, [sum(column) / len(seeds) for column in zip(*each, strict=True)], marker="o", **style)
+                axes.plot(places, [sum(column) / len(seeds) for column in zip(*each, strict=True)], **style)
                 if len(seeds) > 1:
-                    axes.plot(places, list(zip(*each, strict=True)), ".", color=inks[model], alpha=0.5)
+                    axes.plot(places, list(zip(*each, strict=True)), ".", color=inks[model]["color"], alpha=0.5)
     task = variants[0][0]["task"]
     learning.set_xlabel("training steps")
     learning.set_ylabel("accuracy (%)")
-    learning.legend(fontsize=7, loc="center right")
+    figure.legend(fontsize=7, loc="outside right upper")
     pairs.set_xlabel(f"pairs (trained with {task['pairs']})")
     pairs.set_xscale("log", base=2)
     pairs.xaxis.set_major_formatter("{x:,.0f}")

@@ -43,6 +43,11 @@ def save_figure(figure: Figure, path: Path, dpi: int = 130) -> Path:
     return path
 
 
+def styles(count: int) -> list[dict]:
+    """A colour and a marker for each of many lines: the colours begin again after ten, with another marker."""
+    return [{"color": f"C{n % 10}", "marker": "os^v"[n // 10 % 4]} for n in range(count)]
+
+
 def from_zero(axes: Axes) -> None:
     """y from zero to a little above the highest point: without the room, markers of nearly equal points are cut."""
     top = axes.dataLim.y1
@@ -64,12 +69,13 @@ def plot_accuracy(lines: dict[str, list[dict]], path: Path, title: str) -> Path:
     Rows have length, mean, the 95 % interval low, high, and, if the line is the mean of several, ``each`` of them, for
     dots.
     """
-    figure = new_figure(7.0, 4.2)
+    many = len(lines) > 10  # more lines than colours: their names stand beside the axes
+    figure = new_figure(9.5 if many else 7.0, 4.8 if many else 4.2)
     axes = figure.subplots()
-    for name, rows in lines.items():
+    for (name, rows), style in zip(lines.items(), styles(len(lines)), strict=True):
         percent = {key: [100 * row[key] for row in rows] for key in ("mean", "low", "high")}
         lengths = [row["length"] for row in rows]
-        ink = axes.plot(lengths, percent["mean"], marker="o", label=name)[0].get_color()
+        ink = axes.plot(lengths, percent["mean"], label=name, **style)[0].get_color()
         axes.fill_between(lengths, percent["low"], percent["high"], alpha=0.15, color=ink)
         for row in rows:
             each = row.get("each", ())
@@ -78,5 +84,5 @@ def plot_accuracy(lines: dict[str, list[dict]], path: Path, title: str) -> Path:
     axes.set_ylim(-3, 103)
     axes.set_ylabel("accuracy (%; bands: Wilson 95 %)")
     axes.set_title(title)
-    axes.legend(fontsize=8)
+    (figure if many else axes).legend(fontsize=8, loc="outside right upper" if many else "best")
     return save_figure(figure, path)
