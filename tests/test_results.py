@@ -10,24 +10,18 @@ from titans_pt.experiments import needles, recall
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.reproduce import planned
 from titans_pt.reproduce.runs import Run
-from titans_pt.reproduce.studies import Order, Study
+from titans_pt.reproduce.studies import CHANGES, NAMES, Order, Study
 from titans_pt.reproduce.tables import Cell, behind, cells, number
 from titans_pt.tools.records import read_records
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
 PAGE = ROOT / "docs/results.md"
-NAMES = {
-    "transformer": "Transformer++", "swa": "sliding window", "ttt_linear": "TTT-Linear", "ttt_mlp": "TTT-MLP",
-    "gated_deltanet": "Gated DeltaNet", "gated_deltanet_h1": "Gated DeltaNet-H1",
-    "gated_deltanet_h2": "Gated DeltaNet-H2", "deltanet": "DeltaNet", "retnet": "RetNet",
-    "linear_attention": "linear attention", "attention": "Transformer++", "mamba+swa": "Samba",
-    "gated_deltanet+swa": "Gated DeltaNet-H1", "mamba2+gated_deltanet+swa": "Gated DeltaNet-H2",
-} | {name: name.upper() for name in ("lmm", "mac", "mag", "mal", "gla", "hgrn2", "rmt")}  # fmt: skip
-
-
-def named(model: str) -> str:
-    return NAMES.get(model, model.capitalize())
+MIXERS = {
+    "attention": "transformer", "mamba+swa": "samba", "gated_deltanet+swa": "gated_deltanet_h1",
+    "mamba2+gated_deltanet+swa": "gated_deltanet_h2",
+}  # fmt: skip
+"""Mixers of models that have another name than these."""
 
 
 def told(cell: Cell) -> str:
@@ -66,16 +60,9 @@ def models() -> list[str]:
         row = first.row
         rate = f"{rates[row.model].settled(records).train.lr:.0e}".replace("e-0", "e-")
         text.append(
-            line(named(row.model), rate, told(first), seeds(first), apart.get(row.name, "-"), *map(told, others))
+            line(row.name, rate, told(first), seeds(first), apart.get(row.name, "-"), *map(told, others))
         )
     return text
-
-
-CHANGED = {
-    "": "LMM", "depth-1": "memory of depth 1", "depth-3": "depth 3", "depth-4": "depth 4",
-    "no-conv": "without convolutions", "no-momentum": "without momentum", "no-forgetting": "without forgetting",
-    "no-persistent": "without persistent memory",
-}  # fmt: skip
 
 
 def first_seed(target: str) -> dict[str, list[Cell]]:
@@ -93,7 +80,8 @@ def ablations() -> list[str]:
     whole = dict(rows)[""][0]
     return [
         line(
-            CHANGED[variant], number(of_seed_0(first)), f"{math.log(of_seed_0(first) / of_seed_0(whole)):+.3f}",
+            CHANGES.get(variant, "LMM"), number(of_seed_0(first)),
+            f"{math.log(of_seed_0(first) / of_seed_0(whole)):+.3f}",
             f"{math.log(first.paper / whole.paper):+.3f}", *(number(of_seed_0(cell)) for cell in others),
         )
         for variant, (first, *others) in rows
@@ -113,8 +101,7 @@ def throughput() -> list[str]:
     rows = found("figure9")[2] + [row for row in found("figure8")[2] if row[0].row.variant]
     return [
         line(
-            f"LMM, {CHANGED[first.row.variant]}" if first.row.variant else named(first.row.model),
-            *map(told, (first, *others)),
+            first.row.name, *map(told, (first, *others)),
         )
         for first, *others in reversed(lowest_first(rows))
     ]  # fmt: skip
@@ -122,9 +109,8 @@ def throughput() -> list[str]:
 
 def renamed(text: str) -> list[str]:
     """A table's lines with the models' names."""
-    return [
-        f"| {named(line.split(' | ')[0][2:].lower())} | {line.partition(' | ')[2]}" for line in text.splitlines()[2:]
-    ]
+    lines = [line.removeprefix("| ").partition(" | ") for line in text.splitlines()[2:]]
+    return [f"| {NAMES[MIXERS.get(mixers.lower(), mixers.lower())]} | {rest}" for mixers, _, rest in lines]
 
 
 def recalled() -> list[str]:

@@ -119,5 +119,14 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     found["platform"] = platform.platform()
-    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
     return found
+
+
+def _processor() -> str:
+    """A CPU's name, or its architecture where it does not say, and the widest instructions that PyTorch uses on it."""
+    name = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"

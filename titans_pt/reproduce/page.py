@@ -8,7 +8,7 @@ from pathlib import Path
 from titans_pt.reproduce.published import published
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.runs import PROBE_SHARE, Run
-from titans_pt.reproduce.studies import Study
+from titans_pt.reproduce.studies import Row, Study
 from titans_pt.reproduce.tables import Table, behind, cells, details, overview, rates
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import new_figure, save_figure
@@ -28,35 +28,36 @@ def write(study: Study, runs: Sequence[Run], records: Records, out: Path) -> lis
     found = cells(study, runs, records)
     source = published(study.target, study.compared)
     lines = [text for text in (READING, study.note, source and f"Published: {source.source}") if text]
-    parts: list[tuple[str, Table]] = [("", overview(study, found)), ("Every figure", details(found))]
+    first, others = overview(study, found), []
     if apart := behind(study, found):
-        parts.append(("Nats behind the best, on the same text (95 % interval over its streams)", apart))
+        others.append(("Nats behind the best, on the same text (95 % interval over its streams)", apart))
     if chosen := rates(runs, records):
         words = f"Validation loss after one {PROBE_SHARE}th of the tokens, by learning rate; the lowest is taken"
-        parts.append((words, chosen))
+        others.append((words, chosen))
+    others.append(("Every figure", details(found)))
     pictures = _pictures(runs, records, out, study.target)
     title = f"{study.title} ({study.target}, {study.size})"
     page, document = out / f"{study.target}.md", out / f"{study.target}.html"
-    write_text(page, _markdown(title, lines, parts, pictures))
-    write_text(document, _html(title, lines, parts, pictures))
+    write_text(page, _markdown(title, lines, first, pictures, others))
+    write_text(document, _html(title, lines, first, pictures, others))
     return [page, document]
 
 
-def _markdown(title: str, lines: list[str], parts: list[tuple[str, Table]], pictures: list[Path]) -> str:
-    text = [f"# {title}", *lines]
-    for head, table in parts:
-        text += [f"## {head}"] * bool(head) + [table.markdown().rstrip()]
+def _markdown(title: str, lines: list[str], first: Table, pictures: list[Path], others: list[tuple[str, Table]]) -> str:
+    text = [f"# {title}", *lines, first.markdown().rstrip()]
     text += [f"![{picture.stem}]({picture.name})" for picture in pictures]
+    for head, table in others:
+        text += [f"## {head}", table.markdown().rstrip()]
     return "\n\n".join(text) + "\n"
 
 
-def _html(title: str, lines: list[str], parts: list[tuple[str, Table]], pictures: list[Path]) -> str:
-    body = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(line)}</p>" for line in lines)]
-    for head, table in parts:
-        body += [f"<h2>{html.escape(head)}</h2>"] * bool(head) + [table.html()]
+def _html(title: str, lines: list[str], first: Table, pictures: list[Path], others: list[tuple[str, Table]]) -> str:
+    body = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(line)}</p>" for line in lines), first.html()]
     for picture in pictures:
         data = base64.b64encode(picture.read_bytes()).decode()
         body.append(f'<img alt="{picture.stem}" src="data:image/png;base64,{data}">')
+    for head, table in others:
+        body += [f"<h2>{html.escape(head)}</h2>", table.html()]
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{_STYLE}</style>{''.join(body)}</html>\n"
@@ -71,7 +72,7 @@ def _pictures(runs: Sequence[Run], records: Records, out: Path, target: str) -> 
     shown: dict[str, dict] = {}
     for run in runs:
         if not run.is_probe and (record := run.record(records)) and not record["failed"]:
-            shown.setdefault(f"{run.model} {run.variant}".strip(), record)
+            shown.setdefault(Row(run.model, run.variant).name, record)
     shown = {name: record for name, record in shown.items() if record["trained"]["curve"]}
     if not shown:
         return []

@@ -166,9 +166,9 @@ def weights_hash(checkpoint: Path) -> str:
 
 
 def hardware(about: dict[str, str]) -> str:
-    """GPUs by name; a CPU by its architecture and the threads that were used."""
+    """GPUs by name, a CPU with the threads that were used."""
     count = torch.cuda.device_count()
-    return f"{count} x {about['device']}" if count else f"{about['device']} CPU, {torch.get_num_threads()} thread(s)"
+    return f"{count} x {about['device']}" if count else f"{about['device']}, {torch.get_num_threads()} thread(s)"
 
 
 def portable(config: Config) -> dict[str, Any]:

@@ -37,11 +37,19 @@ VARIANTS = {
 }
 """Named changes of a model's settings. The models as they are have memories of depth 2 and chunks of 16."""
 NAMES = {
-    "depth-1": "linear memory (depth 1)", "depth-3": "depth 3", "depth-4": "depth 4", "no-conv": "without convolution",
-    "no-momentum": "without momentum", "no-forgetting": "without weight decay",
+    "transformer": "Transformer++", "swa": "sliding window", "samba": "Samba", "mamba": "Mamba", "mamba2": "Mamba2",
+    "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "gated_deltanet_h1": "Gated DeltaNet-H1",
+    "gated_deltanet_h2": "Gated DeltaNet-H2", "ttt_linear": "TTT-Linear", "ttt_mlp": "TTT-MLP", "retnet": "RetNet",
+    "linear_attention": "linear attention", "longhorn": "Longhorn",
+} | {name: name.upper() for name in (*TITANS, "gla", "hgrn2", "rmt")}  # fmt: skip
+"""Of models, as papers write them."""
+CHANGES = {
+    "depth-1": "linear memory (depth 1)", "depth-3": "depth 3", "depth-4": "depth 4", "no-conv": "without convolutions",
+    "no-momentum": "without momentum", "no-forgetting": "without forgetting",
     "no-persistent": "without persistent memory", "chunk-32": "chunk 32", "chunk-64": "chunk 64",
     "chunk-128": "chunk 128",
 }  # fmt: skip
+"""Of variants."""
 RATES = {"tiny": (2e-3, 4e-3, 8e-3)}
 """Learning rates that are tried, for sizes where nobody has published one for each model."""
 
@@ -60,7 +68,8 @@ class Row:
 
     @property
     def name(self) -> str:
-        return f"{self.model}, {NAMES[self.variant]}" if self.variant else self.model
+        """For a reader."""
+        return f"{NAMES[self.model]}, {CHANGES[self.variant]}" if self.variant else NAMES[self.model]
 
 
 @dataclass(frozen=True)

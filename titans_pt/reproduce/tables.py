@@ -13,6 +13,8 @@ from titans_pt.reproduce.studies import Column, Row, Study
 from titans_pt.tools.statistics import half_width, standard_error
 
 NOT_RUN = "not run"
+NONE = "-"
+"""What a model cannot have: a memory that is off, where it has none."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def _why(kept: dict[int, dict], column: Column) -> str:
         return NOT_RUN
     if failed := [record["failed"] for record in kept.values() if record["failed"]]:
         return f"failed ({failed[0]})"
-    return "-" if any(column.measure in record["measured"] for record in kept.values()) else "not measured"
+    return NONE if any(column.measure in record["measured"] for record in kept.values()) else "not measured"
 
 
 def overview(study: Study, found: Sequence[Cell]) -> Table:
@@ -90,10 +92,13 @@ def overview(study: Study, found: Sequence[Cell]) -> Table:
 
 
 def details(found: Sequence[Cell]) -> Table:
-    """One line a figure: the paper's, ours, and everything that ours rests on."""
+    """One line a figure: the paper's, ours, and everything that ours rests on. Of what a model cannot have there is
+    none."""
     head = ["model", "figure", "paper", "ours", "95 % interval", "n", "seeds", "tokens", "hardware", "checkpoints"]
     table = Table(head)
     for cell in found:
+        if cell.why == NONE:
+            continue
         paper = "-" if cell.paper is None else number(cell.paper)
         if cell.ours is None:
             table.rows.append([cell.row.name, cell.column.title, paper, cell.why, *["-"] * 6])
@@ -137,7 +142,7 @@ def _behind(own: Pooled, best: Pooled) -> str:
 
 def rates(runs: Sequence[Run], records: Records) -> Table | None:
     """How each model's learning rate was chosen; None where none was."""
-    models = {run.model: run for run in runs if run.probes}
+    models = {Row(run.model).name: run for run in runs if run.probes}
     if not models:
         return None
     tried = sorted({probe.config.train.lr for run in models.values() for probe in run.probes})

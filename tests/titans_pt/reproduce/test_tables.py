@@ -34,11 +34,12 @@ def test_a_cell_is_a_figure_or_says_why_there_is_none(made):
     asked, runs, records = made
     found = cells(asked, runs, records)
     rows = {row[0]: row[1:] for row in overview(asked, found).rows}
-    assert rows["swa"] == ["1,000", "22.20", "24.53", "-", "-"]  # the mean of 3.0 and 3.2 nats; one seed of the second
+    # The mean of 3.0 and 3.2 nats; one seed of the second.
+    assert rows["sliding window"] == ["1,000", "22.20", "24.53", "-", "-"]
     failed = "failed (train.max_nonfinite: 10 steps)"
-    assert rows["gla"] == ["-", f"{failed} (28.51)", failed, failed, failed]
-    assert rows["mac"][1] == "not measured (25.43)"
-    assert rows["rmt"] == ["-", *["not run"] * 4]
+    assert rows["GLA"] == ["-", f"{failed} (28.51)", failed, failed, failed]
+    assert rows["MAC"][1] == "not measured (25.43)"
+    assert rows["RMT"] == ["-", *["not run"] * 4]
 
 
 def test_every_figure_comes_with_what_it_rests_on(made):
@@ -47,13 +48,15 @@ def test_every_figure_comes_with_what_it_rests_on(made):
     first = dict(zip(table.head, table.rows[0], strict=True))
     low, high = math.exp(3.1 - 1.9693 * 0.01), math.exp(3.1 + 1.9693 * 0.01)  # Student's t, 255 degrees of freedom
     assert first == {
-        "model": "swa", "figure": "perplexity", "paper": "-", "ours": "22.20",
+        "model": "sliding window", "figure": "perplexity", "paper": "-", "ours": "22.20",
         "95 % interval": f"{low:.2f} to {high:.2f}", "n": "262,144", "seeds": "0: 20.09, 1: 24.53", "tokens": "4,096",
         "hardware": "a machine",
         "checkpoints": "c0ffeec0ffee, c0ffeec0ffee",
     }  # fmt: skip
-    rmt = [row for row in table.rows if row[0] == "rmt"]
-    assert rmt == [["rmt", column.title, "-", "not run", *["-"] * 6] for column in asked.columns]
+    rmt = [row for row in table.rows if row[0] == "RMT"]
+    assert rmt == [["RMT", column.title, "-", "not run", *["-"] * 6] for column in asked.columns]
+    window = [row[1] for row in table.rows if row[0] == "sliding window"]
+    assert window == ["perplexity", "to 16K"], "nothing of the memory that it does not have"
 
 
 def test_pooled_figures():
@@ -77,7 +80,7 @@ def test_how_far_models_are_apart_is_asked_on_the_same_text(tmp_path):
     table = behind(asked, cells(asked, runs, records))
     assert table.head == ["model", "perplexity"]
     error = 4.3027 * 0.02 / math.sqrt(3)  # swa's seeds have 3.1, and the one with streams is 0, -.02 and -.04 behind
-    assert table.rows == [["swa", f"0.080 ({0.08 - error:.3f} to {0.08 + error:.3f})"], ["gla", "best"]]
+    assert table.rows == [["sliding window", f"0.080 ({0.08 - error:.3f} to {0.08 + error:.3f})"], ["GLA", "best"]]
     records.path("gla-s0").unlink()
     assert behind(asked, cells(asked, runs, records)) is None, "one model is behind nobody"
 
@@ -89,14 +92,15 @@ def test_the_choice_of_learning_rates_is_shown(tmp_path):
     for run, loss, failed in zip(runs, (3.0, 2.5, 9.0), ("", "", "diverged"), strict=False):
         assert rates(runs, records).rows[0][-1] == "-"
         records.write(run.name, record(run, failed=failed, loss=loss))
-    assert rates(runs, records).rows == [["rmt", "3.0000", "2.5000", "failed", "0.002"]]
+    assert rates(runs, records).rows == [["RMT", "3.0000", "2.5000", "failed", "0.002"]]
 
 
 def test_pages(made, tmp_path):
     asked, runs, records = made
     paths = page.write(asked, runs, records, tmp_path)
     markdown, html = (path.read_text() for path in paths)
-    assert "| rmt | - | not run | not run | not run | not run |" in markdown
+    assert "| RMT | - | not run | not run | not run | not run |" in markdown
+    assert markdown.index("![") < markdown.index("## Every figure"), "what one looks at stands first"
     assert "NeurIPS 2025" in markdown and "<td>22.20</td>" in html
     assert not re.search(r'(src|href)="(?!data:)', html), "one file, whole"
     for picture in re.findall(r"\]\(([^)]+)\)", markdown):

@@ -157,8 +157,8 @@ def test_a_model_more_is_a_row_more(prepared, tmp_path, ranks, monkeypatch):
     asked[asked.index("swa")] = "transformer"
     assert titans(asked) == 0
     both = (out / "table1.md").read_text()
-    row = re.search(r"^\| swa \| \d.*$", alone, re.M)[0]
-    assert row in both and re.search(r"^\| transformer \| \d.*\n\| swa \| \d", both, re.M)
+    row = re.search(r"^\| sliding window \| \d.*$", alone, re.M)[0]
+    assert row in both and re.search(r"^\| Transformer\+\+ \| \d.*\n\| sliding window \| \d", both, re.M)
 
 
 def test_a_run_that_diverges_has_a_record_and_any_other_error_none(prepared, tmp_path, monkeypatch, capsys):
