@@ -8,7 +8,7 @@ import pytest
 
 from titans_pt.experiments import needles, recall
 from titans_pt.reproduce.records import Records
-from titans_pt.reproduce.reproduce import planned
+from titans_pt.reproduce.reproduce import plan, planned
 from titans_pt.reproduce.runs import Run
 from titans_pt.reproduce.studies import CHANGES, NAMES, Order, Study
 from titans_pt.reproduce.tables import Cell, behind, cells, number
@@ -96,6 +96,14 @@ def depths() -> list[str]:
     ]
 
 
+def chunks() -> list[str]:
+    """Perplexity by the chunk of evaluation, one chunk of training a line."""
+    return [
+        line(variant.removeprefix("chunk-") or "16", *(number(of_seed_0(cell)) for cell in row))
+        for variant, row in first_seed("chunks").items()
+    ]  # fmt: skip
+
+
 def throughput() -> list[str]:
     """The fastest at the shortest length first."""
     rows = found("figure9")[2] + [row for row in found("figure8")[2] if row[0].row.variant]
@@ -136,10 +144,25 @@ def found_in_noise() -> list[str]:
     )))  # fmt: skip
 
 
+FULL_SIZE = ("table1 340m", "table1 760m", "table2 340m", "table5 400m", "figure7 340m", "chunks 340m", "babilong 340m")
+
+
+def costs() -> list[str]:
+    """What studies of full size take, from the last line of their plans."""
+    lines = []
+    for target, size in map(str.split, FULL_SIZE):
+        _, runs = planned(target, size, Order(Path("out")))
+        _, _, *total, _ = plan(runs, Records(Path("none"))).rows[-1]
+        lines.append(line(f"`titans reproduce {target} --size {size} --dry-run`", f"{len(runs)}", *total))
+    return lines
+
+
 TABLES = {
+    "| | trainings | tokens | FLOPs |": costs,
     "| model | learning rate | perplexity |": models,
     "| LMM of seed 0 |": ablations,
     "| depth of the LMM's memory |": depths,
+    "| trained with chunks of |": chunks,
     "| tokens of a sequence |": throughput,
     "| model | seeds | accuracy (%) |": recalled,
     "| model | parameters | seeds | 2,048 | 16,384 |": found_in_noise,

@@ -8,7 +8,7 @@ from pathlib import Path
 from titans_pt.reproduce.published import published
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.runs import PROBE_SHARE, Run
-from titans_pt.reproduce.studies import Row, Study
+from titans_pt.reproduce.studies import TITANS, Row, Study
 from titans_pt.reproduce.tables import Table, behind, cells, details, overview, rates
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import new_figure, save_figure
@@ -77,46 +77,49 @@ def _pictures(runs: Sequence[Run], records: Records, out: Path, target: str) -> 
     if not shown:
         return []
     pictures = [_training(shown, out / f"{target}-training.png")]
-    if long := {name: record["measured"]["long"] for name, record in shown.items() if "long" in record["measured"]}:
+    if long := {name: record for name, record in shown.items() if "long" in record["measured"]}:
         pictures.append(_positions(long, out / f"{target}-positions.png"))
     return pictures
 
 
-def _style(n: int) -> dict[str, str]:
-    """Of the n-th model. Dots are for memories that are off."""
-    return {"color": f"C{n % 10}", "linestyle": ("-", "--", "-.")[n // 10 % 3]}
+def _style(n: int, record: dict) -> dict:
+    """Of the n-th model; Titans stand out. Dots are for memories that are off."""
+    width = 2.2 if record["model"] in TITANS else 1.1
+    return {"color": f"C{n % 10}", "linestyle": ("-", "--", "-.")[n // 10 % 3], "linewidth": width}
 
 
 def _training(shown: dict[str, dict], path: Path) -> Path:
-    figure = new_figure(11.0, 4.6)
+    figure = new_figure(12.5, 4.6)
     loss, validation = figure.subplots(1, 2)
     for n, (name, record) in enumerate(shown.items()):
         for axes, points in ((loss, record["trained"]["curve"]), (validation, record["trained"]["validation"])):
-            axes.plot([point[0] for point in points], [point[1] for point in points], label=name, **_style(n))
+            axes.plot([point[0] for point in points], [point[1] for point in points], label=name, **_style(n, record))
     for axes, label in ((loss, "training loss (nats per token)"), (validation, "validation loss (nats per token)")):
         axes.set_xlabel("tokens")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-    validation.legend(fontsize=7, ncols=2)
+    handles, names = validation.get_legend_handles_labels()
+    figure.legend(handles, names, fontsize=8, loc="outside right upper")
     return save_figure(figure, path)
 
 
 def _positions(long: dict[str, dict], path: Path) -> Path:
     """Loss by position; dotted with the memory never written. Beside it how far each model is from the best one: what
     all of them find hard in this text is not in the difference."""
-    figure = new_figure(12.0, 5.0)
+    figure = new_figure(13.5, 5.0)
     loss, above = figure.subplots(1, 2)
-    best = min(long, key=lambda name: long[name]["loss"])
-    least = _by_place(long[best]["positions"])
+    found = {name: record["measured"]["long"] for name, record in long.items()}
+    best = min(found, key=lambda name: found[name]["loss"])
+    least = _by_place(found[best]["positions"])
     lines = {}
-    for n, (name, result) in enumerate(long.items()):
-        means = _by_place(result["positions"])
-        (lines[name],) = loss.plot(list(means), list(means.values()), label=name, **_style(n))
+    for n, (name, result) in enumerate(found.items()):
+        style, means = _style(n, long[name]), _by_place(result["positions"])
+        (lines[name],) = loss.plot(list(means), list(means.values()), **style)
         common = [place for place in means if place in least]
-        above.plot(common, [means[place] - least[place] for place in common], **_style(n))
+        above.plot(common, [means[place] - least[place] for place in common], **style)
         if (off := next((row for row in result["frozen"] if row["after"] == 0), None)) and off["positions"]:
             means = _by_place(off["positions"])
-            loss.plot(list(means), list(means.values()), ":", color=f"C{n % 10}")
+            loss.plot(list(means), list(means.values()), ":", color=style["color"])
     for axes, label in ((loss, "validation loss (nats per token)"), (above, f"nats per token above {best}")):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -125,8 +128,8 @@ def _positions(long: dict[str, dict], path: Path) -> Path:
         axes.grid(alpha=0.3)
     loss.set_title("dotted: the memory is never written", fontsize=9)
     above.set_ylim(top=min(1.0, above.get_ylim()[1]))  # what fails leaves the picture, and the others room
-    worst_first = sorted(long, key=lambda name: -long[name]["loss"])
-    above.legend([lines[name] for name in worst_first], worst_first, fontsize=7, ncols=2)
+    worst_first = sorted(found, key=lambda name: -found[name]["loss"])
+    figure.legend([lines[name] for name in worst_first], worst_first, fontsize=8, loc="outside right upper")
     return save_figure(figure, path)
 
 
