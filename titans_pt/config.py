@@ -229,8 +229,14 @@ class MemoryConfig(Section):
     softplus(linear(x)), from the same first value on. UNSAFE: nothing keeps the inner loop from diverging, and a
     training can end in NaN. For comparisons with the paper's form."""
     step_bound: Annotated[float, Field(gt=0.0)] | None = None
-    """theta = step_bound * (1 - eta) * gate(.). Null: the largest bound known to be stable for chunk_size. With
-    theta=free it decides where theta starts, and nothing else."""
+    """theta = step_bound * (1 - eta) * gate(.). Null: the largest bound known to be stable for chunk_size,
+    min(0.1, 1.9 / chunk_size), of which small deep_steps take a part. With theta=free it decides where theta starts,
+    and nothing else."""
+    deep_steps: Literal["small", "full"] = "small"
+    """Of memories of three and four matrices under a bounded theta. small: a quarter and an eighth of the bound (unless
+    step_bound says another), and min(1, sqrt(D) / (2 ||v||)) of theta for a value v. full: the steps of two matrices.
+    UNSAFE: so deep memories are chaotic, outer gradients grow with the length of the text, and depth 4 does not learn.
+    """
     eta_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Momentum gate at initialisation."""
     alpha_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.001
@@ -240,9 +246,10 @@ class MemoryConfig(Section):
     theta_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Share of the step bound used at initialisation."""
     init_std: Annotated[float, Field(gt=0.0)] | None = None
-    """Standard deviation of M_0's weights. Null: 0.5 with norm, 1 / sqrt(d_in) without. Under the LayerNorm an inner
-    step moves the output by 1 / init_std^2: at 1 / sqrt(d_in) it overshoots, and outer gradients explode; at 1 a model
-    learns language as well as at 0.5, and recall later (docs/notebook.md)."""
+    """Standard deviation of M_0's weights. Null: with norm 0.5, and for three or four matrices sqrt(8 / hidden width),
+    which makes up for their smaller steps; without norm 1 / sqrt(d_in). Under the LayerNorm an inner step moves the
+    output by 1 / init_std^2: where that is too much it overshoots, and outer gradients explode; at 1 a model learns
+    language as well as at 0.5, and recall later (docs/notebook.md)."""
     hierarchy: HierarchyConfig | None = None
     """A global memory with large chunks and local ones that begin again at every shard, all of them summed, instead of
     one memory (TNT, arXiv 2511.07343): lmm, mag, mal."""

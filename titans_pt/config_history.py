@@ -5,8 +5,13 @@ from typing import Any
 
 from titans_pt.config import Config, Section
 
-FORMER_DEFAULTS = {"model.memory.forget_to": "zero", "model.memory.gates": "sigmoid"}
-"""Settings that older stored trees lack -> what the code did before; today's default may be another."""
+FORMER_DEFAULTS: dict[str, Any] = {
+    "model.memory.forget_to": "zero",
+    "model.memory.gates": "sigmoid",
+    "model.memory.deep_steps": lambda memory: "full" if memory.get("depth", 2) > 2 else "small",
+}
+"""Settings that older stored trees lack -> what the code did before, or a function of their section that says it.
+Today's default may be another."""
 
 
 def as_stored(tree: dict) -> dict:
@@ -18,8 +23,8 @@ def as_stored(tree: dict) -> dict:
         section = tree
         for name in sections:
             section = section.get(name) if isinstance(section, dict) else None
-        if isinstance(section, dict):
-            section.setdefault(key, value)
+        if isinstance(section, dict) and key not in section:
+            section[key] = value(section) if callable(value) else value
     return tree
 
 

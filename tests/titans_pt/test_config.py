@@ -54,7 +54,17 @@ def test_a_stored_tree_means_what_its_version_did(newer):
 def test_every_former_value_is_one_of_its_setting():
     for path, value in module.FORMER_DEFAULTS.items():
         assert path.startswith("model.memory.")
-        assert MemoryConfig(**{path.rpartition(".")[2]: value})
+        assert MemoryConfig(**{path.rpartition(".")[2]: value({}) if callable(value) else value})
+
+
+@pytest.mark.parametrize("depth, steps", [(1, "small"), (2, "small"), (3, "full"), (4, "full")])
+def test_a_deep_memory_goes_on_with_the_steps_it_began_with(depth, steps):
+    """And one of two matrices, whose steps never changed, is no other model because of a setting that says so."""
+    config = checked(Config(model=ModelConfig(memory=MemoryConfig(depth=depth))))
+    tree = config.model_dump(mode="json")
+    del tree["model"]["memory"]["deep_steps"]
+    assert completed(tree)["model"]["memory"]["deep_steps"] == steps
+    assert as_begun(config, tree).model.memory.deep_steps == steps
 
 
 def test_a_run_goes_on_as_it_began(newer):

@@ -138,7 +138,7 @@ class HierarchicalMemory(nn.Module):
         memory = self.memories[n]
         weights, norm = memory.network()
         return neural_memory(
-            q, k, v, *memory.gates(x), start[n] if start else weights,
+            q, k, v, *memory.gates(x, v), start[n] if start else weights,
             network=memory.shape,
             norm=norm,
             chunk_size=memory.chunk,

@@ -21,14 +21,31 @@ from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.token_plan import TokenPlan, Unplanned, plain, weight_of
 
+DEEP = 3
+"""Weight matrices from which on a memory is chaotic at the steps that two take: a small change of M_0 grows from chunk
+to chunk, and the outer gradient with it, a thousandfold over 64 chunks with four. They take smaller steps, from smaller
+weights, and still smaller ones toward long values (docs/notebook.md, "Deep memories are chaotic")."""
 
-def default_step_bound(chunk_size: int) -> float:
+
+def default_step_bound(config: MemoryConfig) -> float:
     """Largest theta / (1 - eta) that is known to be stable, for ||M(k) - v||^2 with unit keys.
 
     A chunk takes C gradients at one point, so the step it makes grows with C: 0.1 holds up to C = 16, 0.03 at
-    C = 64, and C times the bound stays below 2 beyond.
+    C = 64, and C times the bound stays below 2 beyond. A quarter of that for three matrices, an eighth for four.
     """
-    return min(0.1, 1.9 / chunk_size)
+    bound = min(0.1, 1.9 / config.chunk_size)
+    return bound / 2 ** (config.depth - 1) if config.depth >= DEEP and config.deep_steps == "small" else bound
+
+
+def default_init_std(shape: NetworkShape, d_in: int) -> float:
+    """Of a weight matrix of M_0 with ``d_in`` inputs.
+
+    Under a LayerNorm a step moves the output by theta / std^2, so that smaller weights make up for the smaller steps of
+    deep memories: what they recall of a chunk is then what memories of two matrices do.
+    """
+    if not shape.norm:
+        return d_in**-0.5
+    return (8 / shape.hidden) ** 0.5 if shape.depth >= DEEP else 0.5
 
 
 def network_shape(width: int, config: MemoryConfig) -> NetworkShape:
@@ -97,6 +114,12 @@ class _Cut(torch.autograd.Function):
         return d_gate
 
 
+def _share_for(v: Tensor) -> Tensor:
+    """v (B, T, H, D) -> which share of theta a deep memory takes to write it, (B, T, H) in fp32 (fp64)."""
+    length = torch.linalg.vector_norm(v.to(state_dtype(v)), dim=-1)
+    return 0.5 * v.shape[-1] ** 0.5 / length.clamp(min=0.5 * v.shape[-1] ** 0.5)
+
+
 def _hard(share: Tensor) -> Tensor:
     """A sigmoid's value stretched and cut: a gate that reaches 0 and 1."""
     return _Cut.apply((1 + 2 * STRETCH) * share - STRETCH)
@@ -112,7 +135,9 @@ class MemoryGates(nn.Module):
     """x (B, T, d_model) -> theta, eta, alpha, each (B, T, H), or (B, T, H, L) with per_layer_gates; fp32. alpha is
     (B, T, H, channels) with alpha="channel", from two linear layers of a low rank between them.
 
-    theta = bound (1 - eta) gate(.): whatever the outer loop learns, the inner loop stays inside its stable region.
+    theta = bound (1 - eta) gate(.): whatever the outer loop learns, the inner loop stays inside its stable region. What
+    a token writes is theta times an error that grows with its value, and so does the curvature that a step meets; deep
+    memories, which have no room for that, take min(1, sqrt(D) / (2 ||v||)) of theta.
     With theta="free" it is softplus(.), any positive number: Titans, Eq. 10, has "theta_t" without a range or a
     non-linearity, and softplus is the usual one for a step without a bound (Mamba's, for example).
     """
@@ -126,7 +151,8 @@ class MemoryGates(nn.Module):
         self.writes = config.writes
         """False from some token on leaves the memory as it is there."""
         self.layers = config.depth if config.per_layer_gates else 1
-        self.bound = config.step_bound or default_step_bound(config.chunk_size)
+        self.bound = config.step_bound or default_step_bound(config)
+        self.damped = config.theta == "bounded" and config.depth >= DEEP and config.deep_steps == "small"
         self.alpha_in = self.alpha_out = None
         if config.alpha == "channel":
             self.alpha_in = nn.Linear(d_model, config.alpha_rank, bias=False)
@@ -155,7 +181,8 @@ class MemoryGates(nn.Module):
                 linear = self.linear.weight.view(self.n_heads, self.layers, self.kinds, -1)[:, :, 2:]
                 (linear if self.alpha_out is None else self.alpha_out.weight).zero_()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """v (B, T, H, D): the values that will be written."""
         raw = self.linear(x)
         raw = raw.to(state_dtype(x))
         raw = raw.unflatten(-1, (self.n_heads, self.layers, self.kinds))  # heads outermost: they split over ranks
@@ -173,6 +200,8 @@ class MemoryGates(nn.Module):
         if not self.config.forgetting:
             alpha = torch.zeros_like(alpha)
         theta = F.softplus(raw[..., 0]) if self.config.theta == "free" else self.bound * (1 - eta) * theta
+        if self.damped:
+            theta = theta * _share_for(v).to(theta.dtype).unsqueeze(-1)
         if not self.writes:  # times 0: every parameter keeps a gradient, which data parallelism counts on
             theta, eta, alpha = 0 * theta, 0 * eta, 0 * alpha
         if self.layers == 1:
@@ -180,17 +209,27 @@ class MemoryGates(nn.Module):
             alpha = alpha.squeeze(-1) if self.alpha_out is None else alpha
         return theta, eta, alpha
 
-    def token_step(self, raw: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], object]]:
-        """What :meth:`forward` makes of ``linear``'s output, (B, n), as (B, 1, H, 1 or L) each, and the step that fills
-        them."""
+    def token_step(
+        self, raw: Tensor, v: Tensor
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], object]]:
+        """What :meth:`forward` makes of ``linear``'s output, (B, n), and the values, (B, d_model), as (B, 1, H, 1 or L)
+        each, and the step that fills them."""
         config = self.config
         if self.alpha_out is not None:
             raise Unplanned
-        gates, step = memory_gates(
+        made, fill = memory_gates(
             raw.view(len(raw), -1, self.kinds), hard=config.gates == "hard", free=config.theta == "free",
             momentum=config.momentum, forgetting=config.forgetting, bound=self.bound, stretch=STRETCH,
         )  # fmt: skip
-        return tuple(gate.view(len(raw), 1, self.n_heads, self.layers) for gate in gates), lambda: step(self.writes)
+        gates = tuple(gate.view(len(raw), 1, self.n_heads, self.layers) for gate in made)
+        values = v.view(len(v), 1, self.n_heads, -1)
+
+        def step():
+            fill(self.writes)
+            if self.damped:
+                gates[0].mul_(_share_for(values).unsqueeze(-1))
+
+        return gates, step
 
     def flops(self) -> Flops:
         """Per token."""
@@ -247,7 +286,7 @@ class MemoryNetwork(nn.Module):
         super().__init__()
         self.shape = shape
         for n, (a, b) in enumerate(shape.layers):
-            std = init_std or (0.5 if shape.norm else a**-0.5)
+            std = init_std or default_init_std(shape, a)
             self.register_parameter(f"weight_{n}", nn.Parameter(torch.empty(n_heads, a, b).normal_(std=std)))
         if shape.norm:
             self.norm_weight = nn.Parameter(torch.ones(n_heads, shape.width))
@@ -320,7 +359,7 @@ class NeuralMemory(nn.Module):
         if start is None and state and state.start:
             start = tuple(w[0] for w in state.start)
         y, memory = neural_memory(
-            q, k, v, *self.gates(x), start or weights,
+            q, k, v, *self.gates(x, v), start or weights,
             network=self.shape,
             norm=norm,
             chunk_size=self.config.chunk_size,
@@ -344,7 +383,7 @@ class NeuralMemory(nn.Module):
         maps = [plain(part, Projection).token_map(x) for part in (self.q, self.k, self.v)]
         inputs = Maps(len(x), *maps, Map(x, weight_of(gates.linear), gates.linear.bias))
         q, k, v, raw = inputs.out
-        made, make_gates = gates.token_step(raw)
+        made, make_gates = gates.token_step(raw, v)
         weights, norm = plain(self.network, MemoryNetwork).learned()
         memory = memory_token.MemoryToken(
             q, k, v, made, network=self.shape, norm=norm, chunk_size=self.config.chunk_size,

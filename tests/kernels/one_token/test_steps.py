@@ -107,7 +107,7 @@ def test_gates(options):
     raw = 8 * random(3, gates.linear.out_features)
     raw[0, 0] = 40.0
     gates.linear.forward = lambda x: raw[:, None]
-    expected = gates(torch.empty(3, 1, 6, dtype=torch.float64))
+    expected = gates(torch.empty(3, 1, 6, dtype=torch.float64), torch.empty(3, 1, 2, 3))
     made, step = memory_gates(
         raw.view(3, -1, 3), hard=config.gates == "hard", free=config.theta == "free", momentum=config.momentum,
         forgetting=config.forgetting, bound=gates.bound, stretch=STRETCH,

@@ -32,7 +32,7 @@ def oracle(layer, x, start=None):
         memory = layer.memories[n]
         weights, norm = memory.network()
         return neural_memory(
-            q, k, v, *memory.gates(x), weights if start is None else start[n], network=memory.shape, norm=norm,
+            q, k, v, *memory.gates(x, v), weights if start is None else start[n], network=memory.shape, norm=norm,
             chunk_size=memory.config.chunk_size, forget_to=layer.config.forget_to, backend="naive", stale=stale,
         )[0]  # fmt: skip
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from tests.mixers import small_config
 from titans_pt.config import MemoryConfig
+from titans_pt.kernels.memory import neural_memory
 from titans_pt.layers.memory import MemoryGates, NeuralMemory, Projection, _hard, default_step_bound, network_shape
 from titans_pt.models import build_model
 
@@ -14,24 +15,80 @@ def gates_of(d_model, heads, config):
     return MemoryGates(d_model, heads, config, network_shape(d_model // heads, config).channels)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 16, 64, 2048])
+def short(x, heads=2):
+    """Values for x that no memory takes smaller steps for."""
+    return torch.zeros(*x.shape[:2], heads, 4)
+
+
+@pytest.mark.parametrize("chunk_size, depth", [(1, 2), (16, 2), (64, 2), (2048, 2), (16, 1), (16, 4), (64, 3)])
 @pytest.mark.parametrize("scale", [1.0, 1e4])
-def test_the_step_is_bounded_whatever_the_gates_see(chunk_size, scale):
+def test_the_step_is_bounded_whatever_the_gates_see(chunk_size, depth, scale):
     torch.manual_seed(0)
-    gates = gates_of(8, 2, MemoryConfig(chunk_size=chunk_size))
-    theta, eta, alpha = gates(scale * torch.randn(3, 50, 8))
-    bound = default_step_bound(chunk_size)
+    config = MemoryConfig(chunk_size=chunk_size, depth=depth)
+    gates = gates_of(8, 2, config)
+    x = scale * torch.randn(3, 50, 8)
+    theta, eta, alpha = gates(x, short(x))
+    bound = default_step_bound(config)
     assert theta.shape == eta.shape == alpha.shape == (3, 50, 2) and theta.dtype == torch.float32
     assert (theta <= bound * (1 - eta)).all() and bound * chunk_size < 2
     for gate in (theta, eta, alpha):
         assert ((gate >= 0) & (gate <= 1)).all()
 
 
+def growth(config: MemoryConfig, long: float = 1.0) -> float:
+    """How much larger a small change of M_0 has become in what is read after 512 tokens of a text in which few words
+    stand for most, each written with the largest step; above 1, outer gradients grow with the length of the text.
+
+    long: how many times as long as at first the values are.
+    """
+    torch.manual_seed(0)
+    rows, length, heads, width, words = 2, 512, 4, 32, 200
+    d_model = heads * width
+    memory = NeuralMemory(d_model, heads, 4, config, 1e-6).double()
+    word = torch.multinomial(1 / torch.arange(1.0, words + 1), rows * length, replacement=True).view(rows, length)
+    shape, double = (words, heads, width), {"dtype": torch.float64}
+    always = torch.randn(heads, width, **double)  # what the keys of all words have in common
+    k = (torch.randn(shape, **double) + always)[word] + 0.1 * torch.randn(rows, length, heads, width)
+    k = F.normalize(k, dim=-1)
+    v = long * F.silu(torch.randn(shape, **double)[word] + 0.3 * torch.randn(rows, length, heads, width))
+    with torch.no_grad():
+        memory.gates.linear.weight.zero_()
+        memory.gates.linear.bias.view(heads, -1, 3)[:] = torch.tensor([100.0, 0.0, -100.0])
+        theta, eta, alpha = memory.gates(torch.zeros(rows, length, d_model, **double), v)
+        weights, norm = memory.network()
+        changed = [w + 1e-7 * w.std() * torch.randn_like(w) for w in weights]
+        read = [
+            neural_memory(
+                k, k, v, theta, eta, alpha, tuple(m), network=memory.shape, norm=norm, chunk_size=config.chunk_size,
+            )[0]
+            for m in (weights, changed)
+        ]  # fmt: skip
+    distance = (read[1] - read[0]).pow(2).mean((0, 2, 3)).sqrt()
+    return float(distance[-64:].mean() / distance[:16].mean())
+
+
+@pytest.mark.parametrize("chunk_size", [16, 64])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_a_small_change_of_the_start_does_not_grow(depth, chunk_size):
+    assert growth(MemoryConfig(depth=depth, chunk_size=chunk_size)) < 1.5
+
+
+@pytest.mark.parametrize("per_layer_gates", [False, True])
+@pytest.mark.parametrize("depth", [3, 4])
+def test_long_values_make_no_deep_memory_chaotic(depth, per_layer_gates):
+    assert growth(MemoryConfig(depth=depth, per_layer_gates=per_layer_gates), long=4.0) < 1.5
+
+
+@pytest.mark.parametrize("depth", [3, 4])
+def test_at_the_steps_of_two_matrices_deep_memories_are_chaotic(depth):
+    assert growth(MemoryConfig(depth=depth, deep_steps="full", init_std=0.5), long=2.0) > 30
+
+
 def test_gates_start_where_they_are_configured():
     config = MemoryConfig(per_layer_gates=True, depth=3, theta_init=0.25, eta_init=0.75, alpha_init=0.01)
     gates = gates_of(8, 2, config)
     gates.own_initialisation()
-    theta, eta, alpha = gates(torch.zeros(1, 1, 8))
+    theta, eta, alpha = gates(torch.zeros(1, 1, 8), torch.zeros(1, 1, 2, 4))
     assert theta.shape == (1, 1, 2, 3)
     torch.testing.assert_close(eta, torch.full_like(eta, 0.75))
     torch.testing.assert_close(alpha, torch.full_like(alpha, 0.01))
@@ -44,7 +101,7 @@ def test_hard_gates_start_where_they_are_configured(start):
     config = MemoryConfig(gates="hard", theta_init=start, eta_init=0.5, alpha_init=start)
     gates = gates_of(8, 2, config)
     gates.own_initialisation()
-    theta, eta, alpha = gates(torch.zeros(1, 1, 8))
+    theta, eta, alpha = gates(torch.zeros(1, 1, 8), torch.zeros(1, 1, 2, 4))
     torch.testing.assert_close(eta, torch.full_like(eta, 0.5))
     torch.testing.assert_close(alpha, torch.full_like(alpha, start), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(theta, torch.full_like(theta, gates.bound * 0.5 * start), rtol=1e-4, atol=1e-6)
@@ -59,12 +116,12 @@ def test_a_free_step_starts_as_the_bounded_one_and_knows_no_bound(gates):
     for form in ("bounded", "free"):
         layer = gates_of(8, 2, MemoryConfig(theta=form, gates=gates, theta_init=0.25, eta_init=0.75))
         layer.own_initialisation()
-        found[form] = layer(0 * x)
+        found[form] = layer(0 * x, short(x))
     for bounded, free in zip(found["bounded"], found["free"], strict=True):
         torch.testing.assert_close(bounded, free, rtol=1e-4, atol=1e-6)
     torch.nn.init.constant_(layer.linear.weight, 1e3)
     torch.nn.init.zeros_(layer.linear.bias)
-    theta = layer(x)[0]
+    theta = layer(x, short(x))[0]
     assert theta.isfinite().all() and (theta >= 0).all() and (theta > 1).any()
 
 
@@ -73,7 +130,8 @@ def test_hard_gates_reach_zero_and_one():
     gates = gates_of(1, 1, MemoryConfig(gates="hard"))
     torch.nn.init.ones_(gates.linear.weight)
     torch.nn.init.zeros_(gates.linear.bias)
-    theta, eta, alpha = (g.flatten().tolist() for g in gates(torch.tensor([[[-9.0], [-4.0], [0.0], [4.0], [9.0]]])))
+    x = torch.tensor([[[-9.0], [-4.0], [0.0], [4.0], [9.0]]])
+    theta, eta, alpha = (g.flatten().tolist() for g in gates(x, short(x, 1)))
     assert alpha == [0, 0, 0.5, 1, 1]
     assert theta[:2] == [0, 0] and theta[2] > 0
     assert theta[3] == pytest.approx(gates.bound * (1 - eta[3])) and eta[0] > 0 and eta[4] < 1
@@ -82,7 +140,8 @@ def test_hard_gates_reach_zero_and_one():
 def test_alpha_starts_the_same_at_all_tokens():
     gates = gates_of(8, 2, MemoryConfig(gates="hard", alpha_init=0.02))
     gates.own_initialisation()
-    alpha = gates(9 * torch.randn(1, 50, 8, generator=torch.Generator().manual_seed(0)))[2]
+    x = 9 * torch.randn(1, 50, 8, generator=torch.Generator().manual_seed(0))
+    alpha = gates(x, short(x))[2]
     torch.testing.assert_close(alpha, torch.full_like(alpha, 0.02))
 
 
@@ -94,14 +153,14 @@ def test_a_dead_gate_comes_back(dead, alive):
     with torch.no_grad():
         gates.linear.bias.view(2, 1, 3)[..., 2] = dead
     x = torch.ones(1, 2, 8)
-    assert (gates(x)[2] == 1 - alive).all()
+    assert (gates(x, short(x))[2] == 1 - alive).all()
     optimizer = torch.optim.AdamW(gates.parameters(), lr=0.05)
     for _ in range(60):
-        loss = (gates(x)[2] - alive).square().mean()
+        loss = (gates(x, short(x))[2] - alive).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert (gates(x)[2] - alive).abs().max() < 0.1
+    assert (gates(x, short(x))[2] - alive).abs().max() < 0.1
 
 
 def test_the_gradient_of_a_hard_gate_does_not_see_the_cut():
@@ -117,7 +176,7 @@ def test_hard_gates_compile_whole():
     x = 9 * torch.randn(1, 20, 8, generator=torch.Generator().manual_seed(0))
 
     def grads(call):
-        return torch.autograd.grad(sum((n + 1) * g.sum() for n, g in enumerate(call(x))), gates.parameters())
+        return torch.autograd.grad(sum((n + 1) * g.sum() for n, g in enumerate(call(x, short(x)))), gates.parameters())
 
     for a, b in zip(grads(torch.compile(gates, fullgraph=True, backend="aot_eager")), grads(gates), strict=True):
         torch.testing.assert_close(a, b)
@@ -129,23 +188,24 @@ def test_every_channel_forgets_by_itself(gates):
     layer = gates_of(8, 2, config)
     layer.own_initialisation()
     x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
-    theta, eta, alpha = layer(0 * x)
+    theta, eta, alpha = layer(0 * x, short(x))
     assert theta.shape == eta.shape == (1, 5, 2, 3) and alpha.shape == (1, 5, 2, 4 + 8 + 8)
     torch.testing.assert_close(alpha, torch.full_like(alpha, 0.01), rtol=1e-4, atol=1e-6)
     if gates == "hard":  # at all tokens, and not dead: what leads to alpha's own weights is not zero
-        torch.testing.assert_close(layer(x)[2], alpha)
+        torch.testing.assert_close(layer(x, short(x))[2], alpha)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     for _ in range(3):
         optimizer.zero_grad()
-        (layer(x)[2] * torch.arange(20)).sum().backward()
+        (layer(x, short(x))[2] * torch.arange(20)).sum().backward()
         optimizer.step()
-    alpha = layer(x)[2]
+    alpha = layer(x, short(x))[2]
     assert alpha.std(dim=1).max() > 0 and alpha.std(dim=-1).min() > 0 and layer.alpha_in.weight.grad.abs().min() > 0
 
 
 def test_a_gate_that_is_off_is_zero():
     gates = gates_of(8, 2, MemoryConfig(momentum=False, forgetting=False))
-    theta, eta, alpha = gates(torch.randn(1, 5, 8))
+    x = torch.randn(1, 5, 8)
+    theta, eta, alpha = gates(x, short(x))
     assert (eta == 0).all() and (alpha == 0).all() and (theta > 0).all()
 
 

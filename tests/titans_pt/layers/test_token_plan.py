@@ -29,6 +29,7 @@ FORMS = {
     "mac": ("mac", {"mac": {"segment": 8, "memory_tokens": 4}}, {}),
     "rmt": ("rmt", {"rmt": {"segment": 8, "memory_tokens": 2}}, {}),
     "lmm-silu-hard-deep": ("lmm", {"lmm": {"output_gate": "silu"}}, {"gates": "hard", "depth": 3, "alpha_init": 0.2}),
+    "lmm-deep-long-values": ("lmm", {"init_std": 0.5}, {"depth": 4, "per_layer_gates": True}),
     "lmm-zero-free-plain": ("lmm", {"conv_width": 1}, {"forget_to": "zero", "theta": "free", "per_layer_gates": True}),
     "mag-bare": ("mag", {"persistent_tokens": 0}, {"norm": False, "residual": False, "activation": "silu"}),
     "mal-paper": ("mal", {"mal": {"residual": False}}, {"depth": 1, "activation": "relu"}),
