@@ -31,7 +31,7 @@ class Cell:
 
 @dataclass
 class Table:
-    """Text cells under a head, with what is said before and after."""
+    """Text cells under a head."""
 
     head: list[str]
     rows: list[list[str]] = field(default_factory=list)
