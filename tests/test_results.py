@@ -65,24 +65,19 @@ def models() -> list[str]:
     return text
 
 
-def first_seed(target: str) -> dict[str, list[Cell]]:
-    """The cells of the variants of an LMM, which have seed 0 in common."""
+def variants(target: str) -> dict[str, list[Cell]]:
+    """The cells of an LMM and of its variants, all of seed 0."""
     return {row[0].row.variant: row for row in found(target)[2] if row[0].row.model == "lmm"}
-
-
-def of_seed_0(cell: Cell) -> float:
-    return cell.ours.by_seed[0]
 
 
 def ablations() -> list[str]:
     """What each change costs, in nats and in those of the paper, and the other figures; the costliest last."""
-    rows = sorted(first_seed("table5").items(), key=lambda item: of_seed_0(item[1][0]))
+    rows = sorted(variants("table5").items(), key=lambda item: item[1][0].ours.mean)
     whole = dict(rows)[""][0]
     return [
         line(
-            CHANGES.get(variant, "LMM"), number(of_seed_0(first)),
-            f"{math.log(of_seed_0(first) / of_seed_0(whole)):+.3f}",
-            f"{math.log(first.paper / whole.paper):+.3f}", *(number(of_seed_0(cell)) for cell in others),
+            CHANGES.get(variant, "LMM"), told(first), f"{math.log(first.ours.mean / whole.ours.mean):+.3f}",
+            f"{math.log(first.paper / whole.paper):+.3f}", *map(told, others),
         )
         for variant, (first, *others) in rows
     ]  # fmt: skip
@@ -90,29 +85,18 @@ def ablations() -> list[str]:
 
 def depths() -> list[str]:
     """Perplexity by the length of the text, one depth a line."""
-    return [
-        line(variant[-1:] or "2", *(number(of_seed_0(cell)) for cell in row))
-        for variant, row in first_seed("figure7").items()
-    ]
+    return [line(variant[-1:] or "2", *map(told, row)) for variant, row in variants("figure7").items()]
 
 
 def chunks() -> list[str]:
     """Perplexity by the chunk of evaluation, one chunk of training a line."""
-    return [
-        line(variant.removeprefix("chunk-") or "16", *(number(of_seed_0(cell)) for cell in row))
-        for variant, row in first_seed("chunks").items()
-    ]  # fmt: skip
+    return [line(variant[len("chunk-") :] or "16", *map(told, row)) for variant, row in variants("chunks").items()]
 
 
 def throughput() -> list[str]:
     """The fastest at the shortest length first."""
     rows = found("figure9")[2] + [row for row in found("figure8")[2] if row[0].row.variant]
-    return [
-        line(
-            first.row.name, *map(told, (first, *others)),
-        )
-        for first, *others in reversed(lowest_first(rows))
-    ]  # fmt: skip
+    return [line(row[0].row.name, *map(told, row)) for row in reversed(lowest_first(rows))]
 
 
 def renamed(text: str) -> list[str]:

@@ -72,6 +72,8 @@ def test_seeds():
     assert by_model == {"lmm": [0, 1], "rmt": [0]} and "lmm" in TWICE
     assert [run.config.run.seed for run in runs(models=["rmt"], seeds=[3, 4])] == [3, 4]
     assert [run.config.run.seed for run in runs(size="340m", models=["lmm"])] == [0]
+    for target in ("table5", "figure7", "chunks"):
+        assert {run.config.run.seed for run in runs(target)} == {0}, "a model and its variants have the same"
 
 
 def test_a_probe_has_a_tenth_of_the_tokens_and_its_own_schedule():
