@@ -27,6 +27,10 @@ to chunk, and the outer gradient with it, a thousandfold over 64 chunks with fou
 weights, and still smaller ones toward long values (docs/notebook.md, "Deep memories are chaotic")."""
 
 
+def takes_small_steps(config: MemoryConfig) -> bool:
+    return config.depth >= DEEP and config.deep_steps == "small"
+
+
 def default_step_bound(config: MemoryConfig) -> float:
     """Largest theta / (1 - eta) that is known to be stable, for ||M(k) - v||^2 with unit keys.
 
@@ -34,7 +38,7 @@ def default_step_bound(config: MemoryConfig) -> float:
     C = 64, and C times the bound stays below 2 beyond. A quarter of that for three matrices, an eighth for four.
     """
     bound = min(0.1, 1.9 / config.chunk_size)
-    return bound / 2 ** (config.depth - 1) if config.depth >= DEEP and config.deep_steps == "small" else bound
+    return bound / 2 ** (config.depth - 1) if takes_small_steps(config) else bound
 
 
 def default_init_std(shape: NetworkShape, d_in: int) -> float:
@@ -116,8 +120,8 @@ class _Cut(torch.autograd.Function):
 
 def _share_for(v: Tensor) -> Tensor:
     """v (B, T, H, D) -> which share of theta a deep memory takes to write it, (B, T, H) in fp32 (fp64)."""
-    length = torch.linalg.vector_norm(v.to(state_dtype(v)), dim=-1)
-    return 0.5 * v.shape[-1] ** 0.5 / length.clamp(min=0.5 * v.shape[-1] ** 0.5)
+    short = 0.5 * v.shape[-1] ** 0.5
+    return short / torch.linalg.vector_norm(v.to(state_dtype(v)), dim=-1).clamp(min=short)
 
 
 def _hard(share: Tensor) -> Tensor:
@@ -152,7 +156,7 @@ class MemoryGates(nn.Module):
         """False from some token on leaves the memory as it is there."""
         self.layers = config.depth if config.per_layer_gates else 1
         self.bound = config.step_bound or default_step_bound(config)
-        self.damped = config.theta == "bounded" and config.depth >= DEEP and config.deep_steps == "small"
+        self.damped = config.theta == "bounded" and takes_small_steps(config)
         self.alpha_in = self.alpha_out = None
         if config.alpha == "channel":
             self.alpha_in = nn.Linear(d_model, config.alpha_rank, bias=False)
@@ -201,7 +205,7 @@ class MemoryGates(nn.Module):
             alpha = torch.zeros_like(alpha)
         theta = F.softplus(raw[..., 0]) if self.config.theta == "free" else self.bound * (1 - eta) * theta
         if self.damped:
-            theta = theta * _share_for(v).to(theta.dtype).unsqueeze(-1)
+            theta = theta * _share_for(v).unsqueeze(-1)
         if not self.writes:  # times 0: every parameter keeps a gradient, which data parallelism counts on
             theta, eta, alpha = 0 * theta, 0 * eta, 0 * alpha
         if self.layers == 1:
@@ -209,9 +213,7 @@ class MemoryGates(nn.Module):
             alpha = alpha.squeeze(-1) if self.alpha_out is None else alpha
         return theta, eta, alpha
 
-    def token_step(
-        self, raw: Tensor, v: Tensor
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], object]]:
+    def token_step(self, raw: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], object]]:
         """What :meth:`forward` makes of ``linear``'s output, (B, n), and the values, (B, d_model), as (B, 1, H, 1 or L)
         each, and the step that fills them."""
         config = self.config
