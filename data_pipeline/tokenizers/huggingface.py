@@ -14,20 +14,29 @@ from titans_pt.data_pipeline.tokenizers.base import FILES, Tokenizer
 from titans_pt.errors import UserError
 
 CONFIG = "tokenizer_config.json"
+CONTROLS = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+"""Entries of CONFIG that name a control token each."""
+_NEVER = -1e9
+"""Score of a piece that text never becomes, in a Unigram model."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json of byte-level BPE (GPT-2's family) or of SentencePiece's kind (Llama's, with byte fallback).
 
+    Control tokens are those with ``special`` in the file, those that tokenizer_config.json next to it names, the
+    model's unknown token and ``eos_token``. Text that spells one is text.
+
     Raises:
-        UserError: broken file, one of another kind, or ``eos_token`` is no piece of it.
+        UserError: broken file, one of another kind, ``eos_token`` is no piece of it, or text becomes that piece.
     """
 
     def __init__(self, path: Path, model: bytes, eos_token: str | None = None):
+        config = _config(path)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(model)
             tree = json.loads(model)
+            self.controls = _controls(tree, config) | ({eos_token} if eos_token else set())
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(_marked(tree, self.controls) or model)
         except Exception as error:  # the library raises Exception itself
             raise UserError(f"tokenizer {path}: not a tokenizer.json ({' '.join(str(error).split())}); copy it again, "
                             "or set data.tokenizer.path to another file") from None
@@ -38,12 +47,15 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.names = [self._tokenizer.id_to_token(i) or "" for i in range(self.vocab_size)]
         self.pieces = self._piece_bytes(tree)
-        config = _config(path)
         self._ends = {"bos_token": config.get("bos_token"), "eos_token": eos_token or config.get("eos_token")}
         self.bos_id, self.eos_id = (self._id(self._ends[key]) for key in ("bos_token", "eos_token"))
         if eos_token and self.eos_id < 0:
             raise UserError(f"data.tokenizer.eos_token: given {eos_token!r}, which is no piece of {path}; set it to "
                             "one, or to null for that of tokenizer_config.json next to it")
+        if self.eos_id >= 0 and self._is_text(self._ends["eos_token"], self.eos_id):
+            raise UserError(f"data.tokenizer.eos_token: {self._ends['eos_token']!r} of {path} is an ordinary piece, "
+                            "which text becomes in the middle of documents; set it to a token of the file's "
+                            f"added_tokens: {', '.join(sorted(self.controls - {eos_token})[:8]) or 'it has none'}")
         first = self.encode("a")
         self.dummy_prefix = bool(first) and self.pieces[first[0]].startswith(b" ")
 
@@ -54,12 +66,17 @@ class HuggingFaceTokenizer(Tokenizer):
         return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def save(self, folder: Path) -> Path:
-        (folder / CONFIG).write_text(json.dumps(self._ends, indent=1) + "\n", encoding="utf-8")
+        names = self._ends | {"control_tokens": sorted(self.controls)}
+        (folder / CONFIG).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
         return Path(shutil.copyfile(self.path, folder / FILES[1]))
 
     def _id(self, token: str | None) -> int:
         found = None if token is None else self._tokenizer.token_to_id(token)
         return -1 if found is None else found
+
+    def _is_text(self, token: str, index: int) -> bool:
+        """Whether text that spells a token becomes its id: alone, after a space, or between letters."""
+        return any(index in self.encode(text) for text in (token, f" {token}", f"a{token}a"))
 
     def _piece_bytes(self, tree: dict) -> list[bytes]:
         kinds = set(_kinds(tree.get("decoder")))
@@ -87,15 +104,52 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _config(path: Path) -> dict:
-    """bos_token and eos_token of tokenizer_config.json next to ``path``, as strings."""
+    """tokenizer_config.json next to ``path``, tokens in it as strings; {} where there is none."""
     try:
         tree = json.loads((path.parent / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError:
-        raise UserError(f"tokenizer {path.parent / CONFIG}: not valid JSON; copy it again") from None
-    found = {key: tree.get(key) for key in ("bos_token", "eos_token")}
-    return {key: value["content"] if isinstance(value, dict) else value for key, value in found.items()}
+        tree = None
+    if not isinstance(tree, dict):
+        raise UserError(f"tokenizer {path.parent / CONFIG}: not valid JSON; copy it again")
+    return tree | {key: _content(tree.get(key)) for key in CONTROLS}
+
+
+def _content(token: str | dict | None) -> str | None:
+    """A token that is written as a string, or as an object with its properties."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _controls(tree: dict, config: dict) -> set[str]:
+    """The control tokens of a tokenizer.json and the tokenizer_config.json next to it."""
+    more = config.get("extra_special_tokens") or {}
+    added = [*tree.get("added_tokens", []), *config.get("added_tokens_decoder", {}).values()]
+    found = {
+        *(config.get(key) for key in CONTROLS),
+        *(_content(token) for token in config.get("additional_special_tokens") or []),
+        *map(_content, more.values() if isinstance(more, dict) else more),
+        *(token["content"] for token in added if token.get("special")),
+        *config.get("control_tokens", []),
+        tree.get("model", {}).get("unk_token"),
+    }
+    return found - {None, ""}
+
+
+def _marked(tree: dict, controls: set[str]) -> bytes | None:
+    """A tokenizer.json in which all ``controls`` are special, and no text becomes one; None: it is that already.
+
+    The library finds added tokens in text unless they are special. A Unigram model may have them among its pieces.
+    """
+    changed = False
+    for token in tree.get("added_tokens", []):
+        if token["content"] in controls and not token["special"]:
+            token["special"] = changed = True
+    if tree.get("model", {}).get("type") == "Unigram":
+        for piece in tree["model"]["vocab"]:
+            if piece[0] in controls and piece[1] > _NEVER:
+                piece[1], changed = _NEVER, True
+    return json.dumps(tree).encode() if changed else None
 
 
 def _kinds(tree: dict | None) -> list[str]:

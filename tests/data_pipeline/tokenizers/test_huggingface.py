@@ -85,7 +85,8 @@ def test_prepare_and_open(byte_level, config, texts, tmp_path):
 
 
 def test_another_eos(byte_level, tmp_path):
-    assert load_tokenizer(byte_level, "a").eos_id == load_tokenizer(byte_level).encode("a")[0]
+    with pytest.raises(UserError, match="eos_token: 'a' of .* is an ordinary piece.*added_tokens: <|endoftext|>"):
+        load_tokenizer(byte_level, "a")
     with pytest.raises(UserError, match="eos_token: given 'nothing', which is no piece"):
         load_tokenizer(byte_level, "nothing")
     alone = tmp_path / "tokenizer.json"
@@ -94,6 +95,75 @@ def test_another_eos(byte_level, tmp_path):
         load_tokenizer(alone)
     tokenizer = load_tokenizer(alone, "<|endoftext|>")
     assert load_tokenizer(tokenizer.save(tmp_path_of(tmp_path))).eos_id == tokenizer.eos_id  # kept beside the copy
+
+
+PLAIN = "no special token"
+CONTROLS = {
+    "eos_token": "<|endoftext|>", "bos_token": "<|begin|>", "pad_token": "<|pad|>", "unk_token": "<|unk|>",
+    "additional_special_tokens": "<|turn|>", "added_tokens_decoder": "<|mark|>",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["bpe", "bpe normalized", "unigram"])
+def not_special(request, tmp_path_factory, byte_level):
+    """tokenizer.json lists control tokens with special: false; tokenizer_config.json alone says what they are."""
+    path = tmp_path_factory.mktemp("not_special") / "tokenizer.json"
+    if request.param == "unigram":
+        pieces = [*CONTROLS.values(), "<unk>", "\u2581", *sorted(set("".join(CONTROLS.values())))]
+        pieces += [f"<0x{byte:02X}>" for byte in range(256)]
+        model = models.Unigram([(piece, -1.0 * (piece not in CONTROLS.values())) for piece in pieces], 6, True)
+        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    else:
+        tokenizer = tokenizers.Tokenizer.from_file(str(byte_level))
+    tokenizer.add_tokens([
+        tokenizers.AddedToken(token, special=False, normalized=request.param == "bpe normalized")
+        for token in (*CONTROLS.values(), PLAIN)
+    ])  # fmt: skip
+    tree = json.loads(tokenizer.to_str())
+    for token in tree["added_tokens"]:
+        token["special"] = False
+    path.write_text(json.dumps(tree))
+    config = {key: CONTROLS[key] for key in ("eos_token", "pad_token")} | {
+        "bos_token": {"content": CONTROLS["bos_token"], "lstrip": False}, "unk_token": CONTROLS["unk_token"],
+        "additional_special_tokens": [CONTROLS["additional_special_tokens"]],
+        "added_tokens_decoder": {"9": {"content": CONTROLS["added_tokens_decoder"], "special": True}},
+    }  # fmt: skip
+    (path.parent / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("control", CONTROLS.values())
+def test_text_that_spells_a_control_token_is_text(not_special, control, tmp_path):
+    tokenizer = load_tokenizer(not_special)
+    index, text = tokenizer.names.index(control), f"a{control}b {control}{control}\n{control}"
+    for one in (tokenizer, load_tokenizer(tokenizer.save(tmp_path))):  # the copy in data.dir and in the run
+        ids = one.encode(text)
+        assert index not in ids and one.decode(ids) == text
+        assert one.pieces[index] == b"" and one.sha256 == tokenizer.sha256
+    assert tokenizer.eos_id == tokenizer.names.index("<|endoftext|>")
+
+
+def test_other_added_tokens_are_found_in_text(not_special):
+    tokenizer = load_tokenizer(not_special)
+    index = tokenizer.names.index(PLAIN)
+    assert index in tokenizer.encode(f"a{PLAIN}a") and tokenizer.pieces[index] == PLAIN.encode()
+
+
+def test_documents_that_spell_eos_hold_it_once(not_special, config, tmp_path):
+    text = tmp_path / "text.jsonl"
+    lines = [{"text": f"{i} before<|endoftext|>after <|endoftext|>"} for i in range(40)]
+    text.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    size = load_tokenizer(not_special).vocab_size
+    settings = config(data={"tokenizer": {"path": str(not_special)}, "seq_len": 8,
+                            "sources": [{"kind": "files", "path": str(text)}]}, model={"vocab_size": size})
+    prepare(settings)
+    files = TokenFiles.open(settings)
+    for stream in (*files.train, files.validation):
+        for j in range(len(stream.document_starts)):
+            ids = stream.document(j).tolist()
+            assert ids.count(files.tokenizer.eos_id) == 1 and ids[-1] == files.tokenizer.eos_id
+            assert "before<|endoftext|>after <|endoftext|>" in files.tokenizer.decode(ids)
 
 
 def tmp_path_of(folder):
