@@ -431,7 +431,8 @@ class ParallelConfig(Section):
     """Exchange gradients while the backward pass goes on, with a second buffer (DeepSpeed's overlap_comm). Null:
     DeepSpeed's choice, which is to do so under ZeRO 3."""
     reduce_bucket: Positive | None = None
-    """Numbers in one exchange of gradients. Null: 500 million, or all of a smaller model's."""
+    """Numbers in one exchange of gradients. Null: 500 million, or all of a smaller model's; all with parallel.context >
+    1, and with train.wavefront unless parallel.overlap is true."""
     node_ranks: Positive | None = None
     """ZeRO 3: groups of so many neighbouring ranks, such as those of a node, hold a second copy of the parameters
     between them, so that the backward pass gathers inside the node (DeepSpeed's hpZ). Divides the number of ranks; with
@@ -612,6 +613,10 @@ class Config(Section):
              f"must be null with parallel.context={context}, whose ranks are at different layers anyway")
         need(t.wavefront is None or self.parallel.zero_stage < 3, "train.wavefront", t.wavefront,
              "must be null with parallel.zero_stage=3, which gathers parameters layer after layer")
+        need(t.wavefront is None or self.parallel.reduce_bucket is None or bool(self.parallel.overlap),
+             "parallel.reduce_bucket", self.parallel.reduce_bucket,
+             "must be null with train.wavefront, whose layers hand over gradients from several streams; or set "
+             "parallel.overlap=true, with which an exchange waits for all of them")
         need(t.wavefront is None or not t.compile, "train.compile", True,
              "not with train.wavefront, whose pieces have states; leave it at null")
         need(not (t.compile and self.parallel.zero_stage == 3), "train.compile", True,

@@ -114,24 +114,39 @@ def _call(q, k, v, decay, beta, state, reset) -> tuple[Tensor, Tensor]:
 
 
 _known: tuple | None = None
+_by_stream: dict[tuple, tuple[Tensor, ...]] = {}
 
 
 def _documents(reset: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Bounds of the documents when the rows lie end to end, on the CPU and on ``device``, (N + 1,) int64, and the
-    numbers of each row's first and last document there, (B,) int64. The last answer is kept: layers ask in turn.
+    numbers of each row's first and last document there, (B,) int64.
+
+    The last answer is kept, since layers ask in turn: the host waits for the GPU once. Each stream gets a copy of its
+    own, since a copy that one stream has ordered another cannot rely on.
     """
     global _known
-    if _known is not None and _known[0]() is reset and _known[1:3] == (reset._version, device):
-        return _known[3]
+    if _known is None or _known[0]() is not reset or _known[1] != reset._version:
+        _known = weakref.ref(reset), reset._version, _bounds(reset)
+        _by_stream.clear()
+    key = device, _stream(device)
+    if key not in _by_stream:
+        found = _known[2]
+        _by_stream[key] = found[0], *(x.to(device, non_blocking=True, copy=True) for x in found)
+    return _by_stream[key]
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _bounds(reset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What :func:`_documents` returns, on the CPU."""
     rows, length = reset.shape
     starts = reset.cpu().clone()
     starts[:, 0] = True
     bounds = torch.cat([starts.flatten().nonzero().flatten(), torch.tensor([rows * length])])
     ends = starts.sum(1).cumsum(0)
-    first, last = ends - starts.sum(1), ends - 1
-    found = bounds, *(x.to(device, non_blocking=True) for x in (bounds, first, last))
-    _known = weakref.ref(reset), reset._version, device, found
-    return found
+    return bounds, ends - starts.sum(1), ends - 1
 
 
 @torch.library.custom_op("titans::linear_memory", mutates_args=())

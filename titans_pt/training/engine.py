@@ -62,11 +62,13 @@ def check_node_ranks(config: Config, ranks: int):
 def reduce_bucket(config: Config, own: int) -> int:
     """Elements of DeepSpeed's buffer for gradient exchange, on a rank with ``own`` parameters.
 
-    DeepSpeed allocates all of it, however small the model is; half a billion is DeepSpeed's default. Context ranks are
-    at different layers of the backward pass: an exchange in its middle would wait for ranks that wait for a state's
-    gradient, so they have one bucket for all.
+    DeepSpeed allocates all of it, however small the model is; half a billion is DeepSpeed's default. Two cases get one
+    bucket for all gradients, which is exchanged after the backward pass. Context ranks are at different layers of it:
+    an exchange in its middle would wait for ranks that wait for a state's gradient. A wavefront's layers copy their
+    gradients into the bucket from a stream each: an exchange in the middle waits for the stream of the last one alone,
+    unless DeepSpeed overlaps exchanges with the backward pass.
     """
-    if config.parallel.context > 1:
+    if config.parallel.context > 1 or (config.train.wavefront and not config.parallel.overlap):
         return own
     return min(own, config.parallel.reduce_bucket or 500_000_000)
 

@@ -343,6 +343,8 @@ def scan_backward(
             # Sums over the row's blocks, in memory: in registers they would cost a tile's worth.
             tl.store(d_norm, tl.load(d_norm) + tl.load(d_norm_read + at * 2 * D + d))
             tl.store(d_norm + D, tl.load(d_norm + D) + tl.load(d_norm_read + at * 2 * D + D + d))
+            # The next sum is added to what is stored here, perhaps by other threads.
+            tl.debug_barrier()
         if STEP < BLOCK:
             tl.store(d_error + narrow + width, dg)
             tl.store(d_key + narrow + width, tl.load(d_key + narrow + width) + dk)

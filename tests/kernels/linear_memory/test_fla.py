@@ -97,6 +97,20 @@ def test_documents_are_worked_out_once_for_all_layers(monkeypatch, resets):
     assert fla._documents(resets.clone(), resets.device) is not again
 
 
+def test_each_stream_has_its_own_copy_of_the_documents(monkeypatch, resets):
+    """Two streams have not waited for each other: what one has copied, the other must not read. The host asks once."""
+    asked = []
+    plain = fla._bounds
+    monkeypatch.setattr(fla, "_bounds", lambda reset: asked.append(reset) or plain(reset))
+    found = []
+    for stream in (1, 2, 1, 2):
+        monkeypatch.setattr(fla, "_stream", lambda _, number=stream: number)
+        found.append(fla._documents(resets, resets.device))
+    assert len(asked) == 1 and found[0] is found[2] and found[1] is found[3]
+    for a, b in zip(found[0][1:], found[1][1:], strict=True):
+        assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
+
+
 @pytest.fixture
 def installed(monkeypatch):
     """``installed(triton=..., fla=..., generation=...)`` pretends to be a machine with these."""

@@ -49,6 +49,16 @@ def test_deepspeed_settings_follow_the_tree(tiny):
     assert (settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (3, 4)
 
 
+def test_layers_side_by_side_exchange_their_gradients_at_the_end(tiny):
+    """DeepSpeed's exchange waits for one stream unless it overlaps: none may begin while layers still write to it."""
+    def bucket(**parallel):
+        config = load_config(tiny(train={"wavefront": 8}, parallel=parallel))
+        return deepspeed_config(config, 3, 4, 10**9)["zero_optimization"]["reduce_bucket_size"]
+
+    assert bucket() == bucket(overlap=False) == bucket(zero_stage=2) == 10**9
+    assert bucket(overlap=True) == 500_000_000 and bucket(overlap=True, reduce_bucket=300) == 300
+
+
 def test_how_gradients_are_exchanged_is_passed_on(tiny):
     given = {"overlap": True, "reduce_bucket": 300, "gather_bucket": 400, "reduce_fp32": True}
     settings = deepspeed_config(load_config(tiny(parallel=given)), 3, 4, 1000)
