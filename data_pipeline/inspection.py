@@ -79,6 +79,8 @@ def _print_totals(config: Config, files: TokenFiles) -> None:
     print(f"dropped: {dropped}" + (f" (see {REJECTED})" if manifest["dropped"].get("rejected") else ""))
     if trip := manifest.get("round_trip"):
         print(f"decoded again: {trip['equal']:,} of {trip['tried']:,} documents tried come back equal")
+    if lost := manifest.get("lost_kinds"):
+        print(f"the tokenizer loses {', '.join(lost)}")
     samples = files.samples(config)
     batch = config.train.batch_tokens // data.seq_len
     print(f"samples of {data.seq_len:,} tokens: {len(samples):,} per epoch, "

@@ -53,7 +53,7 @@ def content_settings(data: DataConfig, vocab_size: int) -> dict:
     return {
         "model.vocab_size": vocab_size,
         "data.sources": [_source(source) for source in data.sources],
-        "data.tokenizer": data.tokenizer.model_dump(mode="json", exclude_defaults=True),
+        "data.tokenizer": data.tokenizer.model_dump(mode="json", exclude={"lossy"}, exclude_defaults=True),
         "data.validation_fraction": data.validation_fraction,
         "mixture": data.sources[0].weight is not None,
         **{name: value for name, value in zip(_NEWER, newer, strict=True) if value},

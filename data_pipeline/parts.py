@@ -204,11 +204,21 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, job: Job, round_trip: C
     if batch[0].tokens is not None:
         return [_foreign(document, tokenizer, before) for document in batch]
     encoded = tokenizer.encode_batch([document.text for document in batch], job.threads)
-    if len(batch[0].text) <= _BATCH_CHARACTERS:  # one of each batch is decoded again, but none of extreme length
-        round_trip["tried"] += 1
-        round_trip["equal"] += tokenizer.decode(encoded[0]) == batch[0].text
+    for document, ids in zip(batch, encoded, strict=True):
+        equal = tokenizer.gives_back(document.text, ids)
+        round_trip.update(tried=1, equal=int(equal))
+        if not equal and job.data.tokenizer.lossy == "refuse":
+            raise UserError(_changed(document, tokenizer.decode(ids)))
     dtype = token_dtype(tokenizer.vocab_size)
     return [np.concatenate([np.array(ids, dtype) for ids in (before, one, [tokenizer.eos_id])]) for one in encoded]
+
+
+def _changed(document: Document, back: str) -> str:
+    """Where a document and what its tokens decode to begin to differ."""
+    at = len(os.path.commonprefix([document.text, back]))
+    was, now = (repr(text[max(0, at - 10):at + 10]) for text in (document.text, back))
+    return (f"data.tokenizer.path: the document at {document.file} row {document.row} does not come back from its "
+            f"tokens: {was} becomes {now} at character {at}; set another tokenizer, or data.tokenizer.lossy=warn")
 
 
 def _foreign(document: Document, tokenizer: Tokenizer, before: list[int]) -> np.ndarray:

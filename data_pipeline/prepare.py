@@ -36,7 +36,7 @@ from titans_pt.data_pipeline.parts import (
     write_parts,
 )
 from titans_pt.data_pipeline.sources import Document
-from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer, saved_tokenizer, train_tokenizer
+from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer, lost_kinds, saved_tokenizer, train_tokenizer
 from titans_pt.errors import Unreachable, UserError
 
 _BUILD = ".preparing"
@@ -80,6 +80,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
         fingerprint = _fingerprint(config, cached=True)
     if old:
         if old.get("fingerprint") == fingerprint:
+            _check_lossy(old, config)
             print(f"{folder}: token files are up to date, nothing to do", file=sys.stderr)
             shutil.rmtree(folder / _BUILD, ignore_errors=True)  # left by a process that was killed at its very end
             return old
@@ -124,7 +125,29 @@ def summary(manifest: dict, folder: Path, seconds: float) -> str:
               for split, count in manifest["splits"].items()]
     left_out = ", ".join(f"{number:,} {kind.replace('_', '-')}" for kind, number in manifest["dropped"].items())
     lines += [f"  left out: {left_out}" + (f" ({folder / REJECTED})" if manifest["dropped"]["rejected"] else "")]
+    if losses := _losses(manifest):
+        lines.append(f"  WARNING: {losses}; set data.tokenizer.path to another tokenizer, or "
+                     "data.tokenizer.lossy=refuse to stop at such a document")
     return "\n".join(lines)
+
+
+def _losses(manifest: dict) -> str:
+    """What the tokenizer does not give back; empty for one that loses nothing."""
+    trip, lost = manifest.get("round_trip", {"tried": 0, "equal": 0}), ", ".join(manifest.get("lost_kinds", []))
+    if changed := trip["tried"] - trip["equal"]:
+        return (f"the tokenizer is lossy: {changed:,} of {trip['tried']:,} documents do not come back from their "
+                f"tokens as they were (it loses {lost or 'rare characters'})")
+    return f"the tokenizer loses {lost}, of which no document here has any" if lost else ""
+
+
+def _check_lossy(manifest: dict, config: Config) -> None:
+    """
+    Raises:
+        UserError: data.tokenizer.lossy=refuse, and a lossy tokenizer made these token files.
+    """
+    if config.data.tokenizer.lossy == "refuse" and (losses := _losses(manifest)):
+        raise UserError(f"data.tokenizer.lossy: given 'refuse', but {losses}; set data.tokenizer.path to another "
+                        "tokenizer, or data.tokenizer.lossy=warn")
 
 
 def _fingerprint(config: Config, cached: bool = False) -> str:
@@ -177,8 +200,10 @@ def _build(config: Config, build: Path, fingerprint: str, shard: tuple[int, int]
         "vocab_size": tokenizer.vocab_size,
         "streams": list(dict.fromkeys(names)),
         **merged,
+        "lost_kinds": lost_kinds(tokenizer),
         "fingerprint": fingerprint,
     }
+    _check_lossy(manifest, config)  # parts may have been written before lossy=refuse was set
     write_json(out / "manifest.json", manifest)
     return manifest
 
@@ -205,6 +230,9 @@ def _tokenizer(config: Config, build: Path) -> Tokenizer:
     if given.add_bos and tokenizer.bos_id < 0:
         raise UserError(f"data.tokenizer.add_bos: given true, but {given.path} has no begin-of-text piece; "
                         "set it to false, or another data.tokenizer.path")
+    if given.lossy == "refuse" and (lost := lost_kinds(tokenizer)):
+        raise UserError(f"data.tokenizer.lossy: given 'refuse', but {given.path} loses {', '.join(lost)}; set "
+                        "data.tokenizer.path to another tokenizer, or data.tokenizer.lossy=warn")
     return tokenizer
 
 

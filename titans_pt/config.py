@@ -123,6 +123,9 @@ class TokenizerConfig(Section):
     """Piece that ends a document. Null: the model's own; for a tokenizer.json that of its tokenizer_config.json."""
     add_bos: bool = False
     """Begin each document with bos, too. Its end is always marked by eos."""
+    lossy: Literal["warn", "refuse"] = "warn"
+    """A tokenizer whose decoding does not give back the text, such as one that drops line breaks. warn: ``titans
+    prepare`` names what is lost and counts the documents that changed. refuse: it stops."""
     train_characters: Positive = 20_000_000
     """At most this many characters of the text are used to train a tokenizer."""
 

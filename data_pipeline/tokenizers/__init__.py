@@ -4,11 +4,14 @@ from pathlib import Path
 
 from titans_pt.data_pipeline.tokenizers.base import FILES, StreamDecoder, Tokenizer, saved_tokenizer
 from titans_pt.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer
+from titans_pt.data_pipeline.tokenizers.probe import lost_kinds
 from titans_pt.data_pipeline.tokenizers.sentencepiece import SentencePieceTokenizer
 from titans_pt.data_pipeline.tokenizers.training import train_tokenizer
 from titans_pt.errors import UserError
 
-__all__ = ["FILES", "StreamDecoder", "Tokenizer", "load_tokenizer", "saved_tokenizer", "train_tokenizer"]
+__all__ = [
+    "FILES", "StreamDecoder", "Tokenizer", "load_tokenizer", "lost_kinds", "saved_tokenizer", "train_tokenizer",
+]  # fmt: skip
 
 
 def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:

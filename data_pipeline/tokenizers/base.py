@@ -50,6 +50,15 @@ class Tokenizer(ABC):
         decoder = StreamDecoder(self)
         return "".join([decoder.push(i) for i in ids]) + decoder.finish()
 
+    def gives_back(self, text: str, ids: Iterable[int] | None = None) -> bool:
+        """Whether decoding the ids of ``text`` gives exactly ``text``. Lone surrogates in it never come back.
+
+        Args:
+            ids: what :meth:`encode` returns for it, if that is known.
+        """
+        data = b"".join(map(self.pieces.__getitem__, self.encode(text) if ids is None else ids))
+        return (data.removeprefix(b" ") if self.dummy_prefix else data) == text.encode(errors="surrogatepass")
+
 
 def saved_tokenizer(folder: Path) -> Path:
     """The path of the tokenizer in a folder; of the one that should be there, if there is none."""
