@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -35,9 +37,20 @@ def changed_setting(manifest: dict, config: Config) -> str | None:
         made = content_settings(old, made["model.vocab_size"]) | {"mixture": made.get("mixture", False)}
     today = content_settings(config.data, config.model.vocab_size)
     for name in dict.fromkeys([*today, *_NEWER]):
-        if (then := made.get(name)) != (now := today.get(name)):
+        then, now = made.get(name), today.get(name)
+        if _one_spelling(then) != _one_spelling(now):
             return f"{name}: made with {json.dumps(then)}, config has {json.dumps(now)}"
     return None
+
+
+def _one_spelling(value: Any) -> Any:
+    """A setting with its paths absolute: ./text.jsonl and text.jsonl are one file."""
+    if isinstance(value, list):
+        return [_one_spelling(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    of_files = value.get("kind") != "hub"
+    return {key: os.path.abspath(item) if key == "path" and of_files else item for key, item in value.items()}
 
 
 def streams(data: DataConfig) -> list[str]:

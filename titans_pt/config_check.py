@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from titans_pt.config import Config
 from titans_pt.config_history import as_stored
+from titans_pt.config_values import typed
 from titans_pt.config_words import known_paths, one_line, unknown_key
 from titans_pt.errors import UserError
 
@@ -63,10 +64,10 @@ def _with_sections(section: Any, prefix: str, owners: dict[str, Any], registry: 
     for name, values in (dict.fromkeys(owners, {}) | section.__pydantic_extra__).items():
         if name not in owners and name not in registry.names():
             known = [*known_paths(type(section), prefix), *(prefix + owner for owner in registry.names())]
-            raise UserError(unknown_key(prefix + name, values, known))
+            raise UserError(unknown_key(prefix + name, values, known, flat="." in name))
         settings = registry.find(name).Settings
         try:
-            own = settings.model_validate(values).model_dump(mode="json")
+            own = settings.model_validate(typed(values, settings, prefix + name)).model_dump(mode="json")
         except ValidationError as error:
             raise UserError(one_line(error, f"{prefix}{name}.", settings)) from None
         if own and name in owners:

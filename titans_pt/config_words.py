@@ -7,6 +7,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from titans_pt.config import Config
+from titans_pt.config_yaml import usual
 
 
 def known_paths(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
@@ -29,14 +30,29 @@ def one_line(error: ValidationError, prefix: str = "", section: type[BaseModel] 
     known = known_paths(section, prefix)
     # Where sections of mixers and tasks are allowed, a single value can only be a mistyped name.
     mistyped = first["type"] == "dict_type" and first["loc"][:-1] in ((), ("model",)) and path not in known
-    if first["type"] == "extra_forbidden" or mistyped:
-        return unknown_key(path, first["input"], known) + more
+    flat = "." in str(first["loc"][-1]) if first["loc"] else False
+    if first["type"] == "extra_forbidden" or mistyped or (flat and first["type"] == "dict_type"):
+        return unknown_key(path, first["input"], known, flat) + more
     if first["type"] == "value_error":
         message = str(first["ctx"]["error"])
         path = path.rstrip(".")
         return f"{path}.{message}{more}" if path else f"{message}{more}"
-    allowed = first["msg"].replace("\n", " ")
-    return f"{path}: given {_short(first['input'])}; allowed: {allowed}{more}"
+    given = _short(first["input"])
+    allowed = _ALLOWED.get(first["type"], first["msg"].replace("\n", " "))
+    if first["type"] == "list_type" and not isinstance(first["input"], dict | type(None)):
+        allowed += f", such as [{first['input']}]"
+    return f"{path}: given {given}; allowed: {allowed}{more}"
+
+
+_ALLOWED = {
+    "dict_type": "a section, which has settings under it",
+    "model_type": "a section, which has settings under it",
+    "model_attributes_type": "a section, which has settings under it",
+    "list_type": "a list",
+    "bool_type": "true or false",
+    "string_type": "a text",
+}
+"""What is allowed, by pydantic's names of errors whose own words are Python's."""
 
 
 def _with_alternatives_joined(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -57,11 +73,20 @@ def _with_alternatives_joined(errors: list[dict[str, Any]]) -> list[dict[str, An
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = repr(usual(value))
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def unknown_key(path: str, given: Any, known: list[str]) -> str:
+def unknown_key(path: str, given: Any, known: list[str], flat: bool = False) -> str:
+    """What is wrong with a key that is no setting.
+
+    Args:
+        flat: the key itself has dots, as on the command line.
+    """
+    if flat and (path in known or path.split(".")[0] in known):
+        *sections, key = path.split(".")
+        tree = f"{': {'.join([*sections, key])}: {_short(given)}{'}' * len(sections)}"
+        return f"{path}: a key with dots is for the command line; write it in the file as {tree}"
     parent, _, leaf = path.rpartition(".")
     siblings = [p for p in known if p.rpartition(".")[0] == parent]
     near = (

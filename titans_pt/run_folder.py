@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 
 from titans_pt import __version__
-from titans_pt.config import Config, config_hash, resolved_yaml
+from titans_pt.config import Config, config_hash
+from titans_pt.config_place import ABOUT, SETTINGS, STARTED_IN
+from titans_pt.config_yaml import resolved_yaml
 from titans_pt.errors import UserError
 from titans_pt.tools.files import write_text
 
@@ -27,8 +29,8 @@ class RunFolder:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.config = self.path / "config.yaml"
-        self.versions = self.path / "versions.json"
+        self.config = self.path / SETTINGS
+        self.versions = self.path / ABOUT
         self.metrics = self.path / "metrics.jsonl"
         self.log = self.path / "log.txt"
         self.checkpoints = self.path / "checkpoints"
@@ -107,9 +109,9 @@ class RunFolder:
                     handler.close()
 
     def write_settings(self, config: Config):
-        """config.yaml (resolved; its hash in a comment) and versions.json."""
+        """config.yaml (resolved; its hash in a comment) and versions.json, with where the paths in it count from."""
         write_text(self.config, f"# sha256 of the settings: {config_hash(config)}\n{resolved_yaml(config)}")
-        write_text(self.versions, json.dumps(versions(), indent=1) + "\n")
+        write_text(self.versions, json.dumps(versions() | {STARTED_IN: os.getcwd()}, indent=1) + "\n")
 
 
 def versions() -> dict[str, str]:

@@ -190,3 +190,13 @@ def test_token_files_missing_changed_or_broken(config, tmp_path):
     refused(config(), "99")
     (folder / "manifest.json").write_text("{")
     refused(config(), "no token files")
+
+
+@pytest.mark.parametrize("spelling", ["corpus.jsonl", "./corpus.jsonl", "../{}/corpus.jsonl", "{}"])
+def test_one_file_in_several_spellings_is_no_other_setting(config, corpus, tmp_path, monkeypatch, spelling):
+    monkeypatch.chdir(tmp_path)
+    prepare(config(data={"sources": [{"kind": "files", "path": "./corpus.jsonl"}]}))
+    path = spelling.format(corpus if spelling == "{}" else tmp_path.name)
+    TokenFiles.open(config(data={"sources": [{"kind": "files", "path": path}]}))
+    other = config(data={"sources": [{"kind": "files", "path": "../corpus.jsonl"}]})
+    refused(other, "data.sources: made with", "../corpus.jsonl")

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from titans_pt.config import Config, Section
 from titans_pt.config_docs import PAGE, SCHEMA, json_schema, settings_page, whole_tree
-from titans_pt.config_file import _parse
+from titans_pt.config_yaml import parse_yaml, usual
 from titans_pt.config_words import known_paths
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def test_the_page_has_every_setting():
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_configs_keep_to_the_schema_and_lead_editors_to_it(path):
     text = path.read_text()
-    jsonschema.validate(_parse(text, path.name), json_schema())
+    jsonschema.validate(usual(parse_yaml(text, path.name)), json_schema())
     start, _, place = text.partition("\n")[0].partition("$schema=")
     assert (start, (path.parent / place).resolve()) == ("# yaml-language-server: ", ROOT / SCHEMA)
 
@@ -49,7 +49,7 @@ def test_the_schema_takes_the_resolved_tree_and_what_yaml_writes():
     schema = json_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(Config().model_dump(mode="json"), schema)
-    jsonschema.validate(_parse("inherit: [a.yaml, b.yaml]\ntrain: {lr: 3e-4, clip: 1, stop_at: null}", ""), schema)
+    jsonschema.validate(usual(parse_yaml("inherit: [a.yaml, b.yaml]\ntrain: {lr: 3e-4, clip: 1, stop_at: null}", "")), schema)
 
 
 @pytest.mark.parametrize("text", [
@@ -59,7 +59,7 @@ def test_the_schema_takes_the_resolved_tree_and_what_yaml_writes():
 ])  # fmt: skip
 def test_the_schema_refuses(text):
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(_parse(text, ""), json_schema())
+        jsonschema.validate(usual(parse_yaml(text, "")), json_schema())
 
 
 class Leaf(Section):

@@ -7,7 +7,7 @@ SECTION = "evaluate"
 
 @click.command()
 @run_folder
-@overrides("evaluation.* settings over the run's")
+@overrides("evaluation.* settings over the run's, and data.dir")
 @checkpoint_step
 @click.option(
     "--suite", metavar="NAME",

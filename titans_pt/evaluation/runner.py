@@ -46,7 +46,8 @@ def evaluate(
 
     Args:
         run_dir: folder of a run.
-        overrides: ``evaluation.KEY=VALUE`` settings, over those that the run was started with.
+        overrides: ``evaluation.KEY=VALUE`` settings, over those that the run was started with, and ``data.dir=FOLDER``,
+            where its token files now are.
         step: the checkpoint; None is the newest.
         suite: one of the task's; None runs its usual ones.
         at: called before each job with a description of it.
@@ -55,11 +56,13 @@ def evaluate(
         what summary.json holds, or None while other ranks are still at work.
 
     Raises:
-        UserError: an unknown suite, an override outside of ``evaluation``, or something wrong with the run.
+        UserError: an unknown suite, another override, or something wrong with the run.
     """
     for override in overrides:
-        if override.partition("=")[0].partition(".")[0] != "evaluation":
-            raise UserError(f"override {override!r}: only evaluation.KEY=VALUE can be set here; the rest is the run's")
+        key = override.partition("=")[0]
+        if key.partition(".")[0] != "evaluation" and key != "data.dir":
+            raise UserError(f"override {override!r}: only evaluation.KEY=VALUE and data.dir=FOLDER can be set here; the "
+                            "rest is the run's")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = best_device(int(os.environ.get("LOCAL_RANK", rank)))
     if device != "cpu":

@@ -1,0 +1,47 @@
+"""The configs that come with the package, by name."""
+
+import difflib
+from pathlib import Path
+
+from titans_pt.errors import UserError
+
+CONFIGS = Path(__file__).parent / "configs"
+"""configs/ of the repository."""
+
+
+def packaged() -> dict[str, Path]:
+    """Name, such as 170m/mac -> file, of all that there are."""
+    return {file.relative_to(CONFIGS).with_suffix("").as_posix(): file for file in sorted(CONFIGS.rglob("*.yaml"))}
+
+
+def named(last: str) -> list[str]:
+    """The names whose last part is ``last``."""
+    return [name for name in packaged() if name.rpartition("/")[2] == last]
+
+
+def find_config(name: str | Path, folder: Path = Path()) -> Path:
+    """The file that ``name`` stands for: an existing path (relative to ``folder``), or else a config of the package.
+
+    ``170m/mac``, ``170m/mac.yaml`` and ``configs/170m/mac.yaml`` all name the same one.
+
+    Raises:
+        UserError: neither exists; the message suggests the nearest names.
+    """
+    path = folder / name
+    if path.exists() and not path.is_dir():
+        return path
+    known = packaged()
+    asked = Path(name).as_posix().removeprefix("configs/").removesuffix(".yaml")
+    if asked in known:
+        return known[asked]
+    near = (
+        named(asked)  # the right name without its folder
+        or difflib.get_close_matches(asked, known, n=3, cutoff=0.5)
+        or dict.fromkeys(f"{each.partition('/')[0]}/*" if "/" in each else each for each in known)
+    )
+    problem = "is a folder" if path.is_dir() else "does not exist"
+    if path.is_dir() and (path / "config.yaml").is_file():
+        problem += f" (its settings are {path / 'config.yaml'})"
+    raise UserError(
+        f"config {path}: {problem}; name a YAML file, or a config that comes with titans-pt: {', '.join(near)}"
+    )

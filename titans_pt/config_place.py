@@ -1,0 +1,73 @@
+"""Where a run's folder lies now, and what the paths in its settings mean there.
+
+A relative path in settings counts from the folder in which the run was started. A run's own config.yaml may be read
+from elsewhere, and a run's folder may have been moved.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from titans_pt.config import Config
+from titans_pt.config_values import mapped
+
+SETTINGS, ABOUT = "config.yaml", "versions.json"
+"""The files of a run's folder that hold its settings, and what made it."""
+STARTED_IN = "started in"
+"""The key of ABOUT with the folder in which the run was started."""
+
+
+def is_of_a_run(path: Path) -> bool:
+    """Whether ``path`` is the config.yaml that a run keeps in its folder."""
+    return path.name == SETTINGS and (path.parent / ABOUT).is_file()
+
+
+def in_its_place(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The settings of a run as they are meant where its folder now lies: run.dir is the folder, and other relative
+    paths count from where the run was started, if what they name is there.
+
+    Args:
+        tree: of a run's config.yaml.
+        folder: that holds it.
+    """
+    run = tree.get("run")
+    was = run.get("dir") if isinstance(run, dict) else None
+    if not isinstance(was, str):
+        return tree  # no run has written that
+    bases = [base for base in _bases(folder, was) if base != Path.cwd()]
+
+    def leaf(value: Any, kinds: dict[Any, bool], path: str) -> Any:
+        if path == "run.dir":
+            return value if _same(Path(value), folder) else str(folder if folder.name else folder.resolve())
+        if not isinstance(value, str) or not kinds.get(str) or Path(value).is_absolute():
+            return value
+        return next((str(base / value) for base in bases if _is_there(base / value)), value)
+
+    return mapped(tree, Config, leaf)
+
+
+def _bases(folder: Path, was: str) -> Iterator[Path]:
+    """Where the run may have been started, the likeliest first."""
+    folder = Path(os.path.abspath(folder))
+    try:
+        noted = Path(json.loads((folder / ABOUT).read_text(encoding="utf-8"))[STARTED_IN])
+    except (OSError, ValueError, KeyError, TypeError):
+        noted = None
+    if noted and _same(noted / was, folder):
+        yield noted
+    parts = Path(was).parts
+    if not Path(was).is_absolute() and ".." not in parts and len(parts) < len(folder.parts):
+        yield folder.parents[len(parts) - 1] if parts else folder  # as if the folder alone had another name now
+    if noted:
+        yield noted
+
+
+def _same(a: Path, b: Path) -> bool:
+    return a.exists() and b.exists() and a.samefile(b)
+
+
+def _is_there(path: Path) -> bool:
+    """Token files named by what their names begin with (kind=indexed) count."""
+    return path.exists() or path.with_name(path.name + ".idx").exists()

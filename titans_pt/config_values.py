@@ -1,0 +1,115 @@
+"""Values of a tree by the types of their settings: words without quotes become what is wanted there, and ``~`` and
+``$VARIABLES`` in paths what they stand for."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from titans_pt.config import PATH
+from titans_pt.config_yaml import Plain
+from titans_pt.errors import UserError
+
+
+def typed(value: Any, kind: Any, path: str = "", expand: bool = True) -> Any:
+    """A tree as it came from YAML, with every value read as its setting wants it (:meth:`Plain.read`) and paths
+    expanded. What is no setting of ``kind`` (sections of mixers and tasks, mistyped names) stays as it is.
+
+    Args:
+        kind: a section, or the annotation of a field.
+        path: the place of the value in the tree, for messages.
+        expand: False for settings that a run has stored, whose paths were expanded when it was started.
+
+    Raises:
+        UserError: a path with a variable that is not set.
+    """
+
+    def leaf(word: Any, kinds: dict[Any, bool], place: str) -> Any:
+        word = word.read(set(kinds)) if isinstance(word, Plain) else word
+        if word is None and NoneType not in kinds and any(map(_is_section, kinds)):
+            return {}  # the heading of a section with nothing, or only comments, under it
+        return expanded(word, place) if expand and isinstance(word, str) and kinds.get(str) else word
+
+    return mapped(value, kind, leaf, path)
+
+
+def mapped(value: Any, kind: Any, leaf: Callable[[Any, dict[Any, bool], str], Any], path: str = "") -> Any:
+    """A copy of a tree with ``leaf`` (value, types that it may have -> whether it is a path, dotted path) of each value
+    whose setting is known."""
+    kinds = dict(_alternatives(kind))
+    if isinstance(value, dict):
+        for section in kinds:
+            if _is_section(section):
+                return {key: _field(section, key, item, leaf, path) for key, item in value.items()}
+            if get_origin(section) is dict:
+                of_item = get_args(section)[1]
+                return {key: mapped(item, of_item, leaf, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(value, list):
+        for each in kinds:
+            if get_origin(each) is list:
+                return [mapped(item, get_args(each)[0], leaf, f"{path}.{n}") for n, item in enumerate(value)]
+    return value if isinstance(value, dict | list) else leaf(value, kinds, path)
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _field(section: type[BaseModel], key: str, value: Any, leaf: Callable, path: str) -> Any:
+    field = section.model_fields.get(key)
+    if field is None:
+        return value
+    kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    return mapped(value, kind, leaf, f"{path}.{key}".lstrip("."))
+
+
+def _alternatives(kind: Any, path: bool = False) -> Iterator[tuple[Any, bool]]:
+    """(type, whether it is a path) of all that an annotation allows."""
+    origin = get_origin(kind)
+    if origin is Annotated:
+        inner, *metadata = get_args(kind)
+        yield from _alternatives(inner, path or PATH in metadata)
+    elif origin in (Union, UnionType):
+        for each in get_args(kind):
+            yield from _alternatives(each, path)
+    elif origin is Literal:
+        yield from ((type(each), False) for each in get_args(kind))
+    else:
+        yield kind, path
+
+
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+
+
+def expanded(text: str, where: str) -> str:
+    """A path with ``~`` (``~USER``), ``$NAME`` and ``${NAME}`` replaced, and without "./", "//" and "/" at its end, so
+    that one file has one spelling. A URL stays as it is.
+
+    Args:
+        where: the setting or option that gives it, for the message.
+
+    Raises:
+        UserError: a variable that is not set, or a user without a home.
+    """
+
+    def value(match: re.Match) -> str:
+        name = match[1] or match[2]
+        if name not in os.environ:
+            raise UserError(f"{where}: given {text!r}, but the environment variable {name} is not set; set it, or "
+                            "write the path itself")  # fmt: skip
+        return os.environ[name]
+
+    if not text or "://" in text:
+        return text
+    found = _VARIABLE.sub(value, text)
+    if found.startswith("~"):
+        home, _, rest = found.partition("/")
+        if os.path.expanduser(home) != home:
+            found = os.path.expanduser(found)
+        elif not os.path.exists(home):  # a file may have such a name
+            raise UserError(f"{where}: given {text!r}, but {home} is no user with a home here; write the path itself")
+    return str(Path(found))
