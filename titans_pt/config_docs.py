@@ -29,13 +29,14 @@ tasks; do not edit it here.
 A YAML file holds them as a tree; `key.path=value` on the command line wins over the file. A setting that is left out
 has its default. `inherit: FILE` or `inherit: [FILE, ...]` at the top of a file inherits the settings of other files.
 
-- Numbers, booleans and nulls are YAML 1.2's; a whole number may be written as `1e6`. Where a text is wanted it stays what was
-  typed: `run.dir=2026-01-05`, `wandb.name=007`, `wandb.name=no`.
-- On the command line a value that begins with `[`, `{` or a quote is YAML; any other is taken as it stands, with its `#`
-  and `:`. In a file ` #` begins a comment: put such a text in quotes.
+- Numbers, booleans and nulls are YAML 1.2's; a whole number may be written as `1e6`. Where a text is wanted it stays
+  what was typed: `run.dir=2026-01-05`, `wandb.name=007`, `wandb.name=no`.
+- On the command line a value that begins with `[`, `{` or a quote is YAML; any other is taken as it stands, with its
+  `#` and `:`. In a file ` #` begins a comment: put such a text in quotes.
 - A key that stands twice in one section is an error. Anchors, aliases and merge keys (`<<`) copy values.
-- In paths `~`, `$NAME` and `${NAME}` are expanded. Relative paths count from the folder in which the command is started;
-  in the config.yaml of a run's folder, from where the run was started, and its run.dir is the folder that holds it.
+- In paths `~`, `$NAME` and `${NAME}` are expanded. Relative paths count from the folder in which the command is
+  started; in the config.yaml of a run's folder, from where the run was started, and its run.dir is the folder that
+  holds it.
 
 Editors with a YAML language server (VS Code with the YAML extension, Neovim, JetBrains) complete, explain and check a
 file that begins with `# yaml-language-server: $schema=PATH`, where PATH leads from the file to

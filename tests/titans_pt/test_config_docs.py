@@ -10,8 +10,8 @@ from pydantic import Field
 
 from titans_pt.config import Config, Section
 from titans_pt.config_docs import PAGE, SCHEMA, json_schema, settings_page, whole_tree
-from titans_pt.config_yaml import parse_yaml, usual
 from titans_pt.config_words import known_paths
+from titans_pt.config_yaml import parse_yaml, usual
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -49,7 +49,8 @@ def test_the_schema_takes_the_resolved_tree_and_what_yaml_writes():
     schema = json_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(Config().model_dump(mode="json"), schema)
-    jsonschema.validate(usual(parse_yaml("inherit: [a.yaml, b.yaml]\ntrain: {lr: 3e-4, clip: 1, stop_at: null}", "")), schema)
+    text = "inherit: [a.yaml, b.yaml]\ntrain: {lr: 3e-4, clip: 1, stop_at: null}"
+    jsonschema.validate(usual(parse_yaml(text, "")), schema)
 
 
 @pytest.mark.parametrize("text", [

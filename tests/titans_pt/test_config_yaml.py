@@ -127,7 +127,8 @@ def test_a_heading_with_nothing_under_it_is_an_empty_section(tmp_path):
 
 @pytest.mark.parametrize(("text", "remedy"), [
     ("train.lr: 0.1", "train: {lr: 0.1}"), ("model.memory: {depth: 3}", "model: {memory: {'depth': 3}}"),
-    ("model: {memory.depth: 3}", "model: {memory: {depth: 3}}"), ("model.mac.segment: 64", "model: {mac: {segment: 64}}"),
+    ("model: {memory.depth: 3}", "model: {memory: {depth: 3}}"),
+    ("model.mac.segment: 64", "model: {mac: {segment: 64}}"),
     ("model: {mac.segment: 64}", "model: {mac: {segment: 64}}"),
 ])  # fmt: skip
 def test_a_flat_key_in_a_file_is_told_what_to_write(tmp_path, text, remedy):

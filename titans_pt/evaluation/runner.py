@@ -61,8 +61,8 @@ def evaluate(
     for override in overrides:
         key = override.partition("=")[0]
         if key.partition(".")[0] != "evaluation" and key != "data.dir":
-            raise UserError(f"override {override!r}: only evaluation.KEY=VALUE and data.dir=FOLDER can be set here; the "
-                            "rest is the run's")
+            raise UserError(f"override {override!r}: only evaluation.KEY=VALUE and data.dir=FOLDER can be set here; "
+                            "the rest is the run's")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = best_device(int(os.environ.get("LOCAL_RANK", rank)))
     if device != "cpu":
