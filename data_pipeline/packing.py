@@ -48,7 +48,8 @@ class TokenFiles:
         if what := changed_setting(manifest, config):
             raise UserError(f"{where}: token files made with other settings ({what}); set it back, choose another "
                             "data.dir, or run: titans prepare --force")
-        tokenizer = load_tokenizer(saved_tokenizer(folder), config.data.tokenizer.eos_token)
+        given = config.data.tokenizer
+        tokenizer = load_tokenizer(saved_tokenizer(folder), given.eos_token, given.add_bos)
         if tokenizer.sha256 != manifest["tokenizer_sha256"]:
             raise UserError(f"{tokenizer.path}: not the tokenizer that made the token files next to it; "
                             "put it back, or run: titans prepare --force")

@@ -158,7 +158,7 @@ def _end_with_parent() -> None:
 
 def write_part(job: Job, index: int, part: Part, report: Report) -> None:
     """Writes part ``index``. Raises as :func:`write_parts`."""
-    tokenizer = _tokenizer(job.tokenizer, job.data.tokenizer.eos_token)
+    tokenizer = _tokenizer(job.tokenizer, job.data.tokenizer.eos_token, job.data.tokenizer.add_bos)
     source, counts, rejected = job.data.every_source[part.source], Counter(empty=0, filtered=0), []
     fraction = 1.0 if part.source < len(job.data.validation_sources) else validation_fraction(job.data)
     round_trip, checksum = Counter(tried=0, equal=0), hashlib.sha256()
@@ -199,8 +199,8 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
 
 
 def _encode(batch: list[Document], tokenizer: Tokenizer, job: Job, round_trip: Counter) -> list[np.ndarray]:
-    """Ids of each document with its eos, and bos if it is asked for."""
-    before = [tokenizer.bos_id] * job.data.tokenizer.add_bos
+    """Ids of each document with its beginning (``Tokenizer.begin``) and its eos."""
+    before = list(tokenizer.begin)
     if batch[0].tokens is not None:
         return [_foreign(document, tokenizer, before) for document in batch]
     encoded = tokenizer.encode_batch([document.text for document in batch], job.threads)
@@ -270,9 +270,9 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 @lru_cache(1)
-def _tokenizer(path: Path, eos_token: str | None) -> Tokenizer:
+def _tokenizer(path: Path, eos_token: str | None, add_bos: bool) -> Tokenizer:
     """Kept from part to part: a large one takes a second to read."""
-    return load_tokenizer(path, eos_token)
+    return load_tokenizer(path, eos_token, add_bos)
 
 
 class _TableWriter:

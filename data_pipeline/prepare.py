@@ -220,16 +220,13 @@ def _tokenizer(config: Config, build: Path) -> Tokenizer:
             if given.path is None:
                 train_tokenizer(_sample(config.data), Path(scratch) / path.name, size, given.train_characters)
             else:
-                path = build / load_tokenizer(given.path, given.eos_token).save(Path(scratch)).name
+                path = build / load_tokenizer(given.path, given.eos_token, given.add_bos).save(Path(scratch)).name
             for file in sorted(Path(scratch).iterdir(), key=lambda file: file.name == path.name):
                 os.replace(file, build / file.name)
-    tokenizer = load_tokenizer(path, given.eos_token)
+    tokenizer = load_tokenizer(path, given.eos_token, given.add_bos)
     if tokenizer.vocab_size != size:
         raise UserError(f"model.vocab_size: given {size}, but the tokenizer {given.path} has {tokenizer.vocab_size}: "
                         f"set model.vocab_size={tokenizer.vocab_size}, or another data.tokenizer.path")
-    if given.add_bos and tokenizer.bos_id < 0:
-        raise UserError(f"data.tokenizer.add_bos: given true, but {given.path} has no begin-of-text piece; "
-                        "set it to false, or another data.tokenizer.path")
     if given.lossy == "refuse" and (lost := lost_kinds(tokenizer)):
         raise UserError(f"data.tokenizer.lossy: given 'refuse', but {given.path} loses {', '.join(lost)}; set "
                         "data.tokenizer.path to another tokenizer, or data.tokenizer.lossy=warn")

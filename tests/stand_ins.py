@@ -19,11 +19,18 @@ ESSAY = (
 class Characters:
     """A token a character (ASCII); eos is 0."""
 
-    vocab_size, bos_id, eos_id, sha256 = 128, -1, EOS, "characters"
+    vocab_size, bos_id, eos_id, begin, sha256 = 128, -1, EOS, (), "characters"
     pieces, dummy_prefix = [b"", *(bytes([i]) for i in range(1, 128))], False  # what StreamDecoder goes by
 
     def encode(self, text):
         return list(text.encode("ascii"))
+
+    def document(self, text):
+        return [*self.begin, *self.encode(text)]
+
+    @property
+    def before_text(self):
+        return list(self.begin) or [EOS]
 
     def decode(self, ids):
         return bytes(i for i in ids if i != EOS).decode("ascii")

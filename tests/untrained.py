@@ -15,10 +15,10 @@ from titans_pt.run_folder import RunFolder
 from titans_pt.tasks.language import keep_tokenizer
 
 
-def untrained_run(folder: Path, prepared: Path, seed: int = 0, **model) -> Path:
-    """Fills ``folder``; ``prepared``: where its tokenizer is; ``model``: changes to TINY's model settings."""
+def untrained_run(folder: Path, prepared: Path, seed: int = 0, data: dict | None = None, **model) -> Path:
+    """Fills ``folder``; ``prepared``: where its tokenizer is; ``data``, ``model``: changes to TINY's settings."""
     model = own_settings(model.get("mixers", [])) | model
-    config = Config.model_validate(merged(TINY, {"model": model}))
+    config = Config.model_validate(merged(TINY, {"model": model, "data": data or {}}))
     torch.manual_seed(seed)
     weights = {name: p.detach().clone() for name, p in build_model(config.model).named_parameters()}
     folder.mkdir(exist_ok=True)

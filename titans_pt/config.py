@@ -126,7 +126,8 @@ class TokenizerConfig(Section):
     eos_token: str | None = None
     """Piece that ends a document. Null: the model's own; for a tokenizer.json that of its tokenizer_config.json."""
     add_bos: bool = False
-    """Begin each document with bos, too. Its end is always marked by eos."""
+    """Begin each document with bos, in training and wherever the run's model reads a text from its beginning. Its end
+    is always marked by eos."""
     lossy: Literal["warn", "refuse"] = "warn"
     """A tokenizer whose decoding does not give back the text, such as one that drops line breaks. warn: ``titans
     prepare`` names what is lost and counts the documents that changed. refuse: it stops."""

@@ -14,15 +14,16 @@ __all__ = [
 ]  # fmt: skip
 
 
-def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
+def load_tokenizer(path: str | Path, eos_token: str | None = None, add_bos: bool = False) -> Tokenizer:
     """Reads a SentencePiece ``.model`` or a Hugging Face ``tokenizer.json``.
 
     Args:
         eos_token: the piece that ends a document. None: the model's own; for tokenizer.json that of
             tokenizer_config.json next to it.
+        add_bos: documents begin with bos (data.tokenizer.add_bos).
 
     Raises:
-        UserError: the file is missing, broken, or without an end-of-text piece.
+        UserError: the file is missing or broken, or has no end-of-text piece, or no bos that is asked for.
     """
     try:
         model = Path(path).read_bytes()
@@ -34,4 +35,9 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
     if tokenizer.eos_id < 0:
         raise UserError(f"tokenizer {path}: has no end-of-text piece, which separates documents; set "
                         "data.tokenizer.eos_token to one, or data.tokenizer.path to a model that has it")
+    if add_bos:
+        if tokenizer.bos_id < 0:
+            raise UserError(f"data.tokenizer.add_bos: given true, but {path} has no begin-of-text piece; "
+                            "set it to false, or another data.tokenizer.path")
+        tokenizer.begin = (tokenizer.bos_id,)
     return tokenizer

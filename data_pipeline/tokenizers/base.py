@@ -15,6 +15,7 @@ class Tokenizer(ABC):
     Attributes:
         path: the model file. sha256: hash of its bytes (hex).
         vocab_size: ids are below it. bos_id, eos_id: begin and end of text; -1 if there is none.
+        begin: ids that training puts before the text of every document: bos with data.tokenizer.add_bos, else none.
         names: each id's piece as the model file spells it; "" where an id has none.
         pieces: bytes (UTF-8) of each id; b"" for control pieces.
         dummy_prefix: a space is put before the text, which decoding must take away again (Llama's tokenizers).
@@ -25,6 +26,7 @@ class Tokenizer(ABC):
     vocab_size: int
     bos_id: int
     eos_id: int
+    begin: tuple[int, ...] = ()
     names: list[str]
     pieces: list[bytes]
     dummy_prefix: bool
@@ -44,6 +46,16 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Ids of one text, as :meth:`encode_batch`."""
         return list(self.encode_batch([text])[0])
+
+    def document(self, text: str) -> list[int]:
+        """Ids of a document that begins with ``text``, as a model read it in training. Its end is not marked: text may
+        follow."""
+        return [*self.begin, *self.encode(text)]
+
+    @property
+    def before_text(self) -> list[int]:
+        """What a model has read when the text of a document begins: ``begin``, or the eos of the document before."""
+        return list(self.begin) or [self.eos_id]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids``; bos and eos are silent, bytes that are not UTF-8 become U+FFFD."""

@@ -11,6 +11,7 @@ from random import Random
 
 import numpy as np
 import pytest
+import sentencepiece
 
 from tests.data_pipeline.small_corpus import VOCAB, make_texts, write_jsonl
 from titans_pt.config import Config, SourceConfig
@@ -369,8 +370,23 @@ def test_token_files_of_others_are_a_source(config, tokenizer, texts, tmp_path):
 def test_bos_if_asked_for(config, tokenizer):
     config = config(data={"tokenizer": {"path": str(tokenizer.path), "add_bos": True}})
     prepare(config)
-    for ids in TokenFiles.open(config).train[0]:
+    files = TokenFiles.open(config)
+    for ids in files.train[0]:
         assert ids[0] == tokenizer.bos_id == 1 and ids[-1] == tokenizer.eos_id and 1 not in ids[1:]
+        # What evaluation goes by: files.tokenizer knows the format.
+        assert [*files.tokenizer.document(files.tokenizer.decode(ids)), tokenizer.eos_id] == list(ids)
+
+
+def test_bos_that_the_tokenizer_does_not_have(config, tmp_path):
+    text = tmp_path / "some.txt"
+    text.write_text("some text\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "a"), vocab_size=270, model_type="bpe", byte_fallback=True,
+        hard_vocab_limit=False, bos_id=-1, minloglevel=2,
+    )  # fmt: skip
+    given = {"path": str(tmp_path / "a.model"), "add_bos": True}
+    fails(config(data={"tokenizer": given}), tmp_path / "data", "data.tokenizer.add_bos: given true, but",
+          "a.model has no begin-of-text piece", "set it to false")
 
 
 @pytest.mark.parametrize("wrong", [

@@ -118,6 +118,31 @@ def test_ids_and_texts_are_the_tokenizers_own(folders):
     assert hub.eos_token_id == own.eos_id and len(hub) == own.vocab_size
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece", "tokenizer.json"])
+def test_bos_comes_where_training_had_it(kind, tmp_path, prepared, byte_level):
+    if kind == "tokenizer.json":
+        tokenizer = tokenizers.Tokenizer.from_file(str(byte_level / "tokenizer.json"))
+        tokenizer.add_special_tokens(["<|start|>"])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        ends = {"eos_token": "<|endoftext|>", "bos_token": "<|start|>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(ends))
+    source = tmp_path if kind == "tokenizer.json" else prepared
+    run = untrained_run(tmp_path / "run", source, data={"tokenizer": {"add_bos": True}})
+    assert cli.run(["export", str(run), "--out", str(tmp_path / "hf")]) == 0
+    assert cli.run(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "back")]) == 0
+    own, back = load_run(run).tokenizer, load_run(tmp_path / "back").tokenizer
+    hub = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert own.bos_id >= 0 and back.begin == own.begin == (own.bos_id,)
+    for text in TEXTS:
+        assert hub(text)["input_ids"] == own.document(text) == [own.bos_id, *own.encode(text)]
+        assert hub(text, add_special_tokens=False)["input_ids"] == own.encode(text)
+    mask = hub("abc", return_special_tokens_mask=True)["special_tokens_mask"]
+    assert mask == [1] + [0] * len(own.encode("abc"))
+    assert mask == hub.get_special_tokens_mask(hub("abc")["input_ids"], None, True)
+    assert hub("abc", " dea")["input_ids"] == own.document("abc") + own.encode(" dea")
+    assert hub.bos_token_id == own.bos_id == transformers.AutoConfig.from_pretrained(tmp_path / "hf").bos_token_id
+
+
 def test_generate_carries_the_state(folders, monkeypatch):
     run = load_run(folders / "run")
     hub = from_pretrained(folders / "hf")

@@ -18,6 +18,7 @@ from titans_pt.inspection.table import table
 from titans_pt.kernels.memory import MemoryState
 from titans_pt.layers.memory import MemoryGates
 from titans_pt.models import build_model
+from titans_pt.run import load_run
 from titans_pt.training.probes import find
 
 CASES = {name: ([name], {}) for name in ("lmm", "mac", "mag", "mal")}
@@ -109,6 +110,18 @@ def test_files_and_table(run, tmp_path, capfd):
         assert arrays[name].shape == (2, tokens, 2) and arrays[name].dtype == np.float32
         assert np.isfinite(arrays[name]).all()
     assert (folder / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_text_begins_as_documents_did_in_training(prepared, tmp_path):
+    run = untrained_run(tmp_path / "run", prepared, data={"tokenizer": {"add_bos": True}})
+    (tmp_path / "page.txt").write_text("abc dea fo")
+    found = inspect(run, tmp_path / "page.txt")
+    loaded = load_run(run)
+    ids = [loaded.tokenizer.bos_id, *loaded.tokenizer.encode("abc dea fo")]
+    assert found.ids.tolist() == ids and "".join(found.pieces) == "abc dea fo"
+    logits, _ = loaded.model(torch.tensor([ids]))
+    expected = F.cross_entropy(logits[0, :-1], torch.tensor(ids[1:]), reduction="none").detach()
+    np.testing.assert_allclose(found.nll[1:], expected, rtol=1e-4)
 
 
 def test_only_the_first_tokens_and_another_folder(run, tmp_path, capfd):

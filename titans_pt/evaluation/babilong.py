@@ -17,7 +17,6 @@ from types import SimpleNamespace
 
 from titans_pt.config import Config, SourceConfig
 from titans_pt.config_file import load_stored
-from titans_pt.data_pipeline import load_tokenizer
 from titans_pt.data_pipeline.sources import documents
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babi
@@ -26,6 +25,7 @@ from titans_pt.evaluation.long_context import LongContext, Sample
 from titans_pt.evaluation.sentences import sentences
 from titans_pt.run import LoadedRun
 from titans_pt.run_folder import RunFolder
+from titans_pt.tasks.language import tokenizer_of
 from titans_pt.tools.files import write_atomically
 from titans_pt.tools.records import digest
 
@@ -186,7 +186,7 @@ def write_documents(run_dir: str | Path, overrides: Sequence[str], samples: int,
     section = config.evaluation.babilong
     changed = section.model_copy(update={"wording": "plain", "seed": section.seed + 1, "samples": samples})
     evaluation = config.evaluation.model_copy(update={"babilong": changed})
-    tokenizer = load_tokenizer(folder_of_run.tokenizer)
+    tokenizer = tokenizer_of(folder_of_run.tokenizer, config)
     maker = Babilong(
         SimpleNamespace(tokenizer=tokenizer, identity=""), config.model_copy(update={"evaluation": evaluation})
     )

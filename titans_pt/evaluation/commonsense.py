@@ -89,9 +89,16 @@ class TitansLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return self.titans_tokenizer.sha256
 
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without a context follows: bos, if documents began with it in training; else the eos of the
+        document before."""
+        return self.titans_tokenizer.before_text[-1]
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
-        """Adds no tokens: in training nothing comes before a document except the end of the last one."""
-        return list(self.titans_tokenizer.encode(string))
+        """Ids of a text that begins a document, as in training; with ``add_special_tokens=False`` of the text alone."""
+        tokenizer = self.titans_tokenizer
+        return tokenizer.encode(string) if add_special_tokens is False else tokenizer.document(string)
 
     def _loglikelihood_tokens(self, requests, **unused: Any) -> list[tuple[float, bool]]:
         """Requests with one context that follow each other share its reading: each continuation forks the state."""
@@ -108,7 +115,8 @@ class TitansLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         """The whole text in one stream, with the state carried along; there is no maximum context."""
-        texts = ([self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests)
+        tokenizer = self.titans_tokenizer
+        texts = ([*tokenizer.before_text, *tokenizer.encode(request.args[0])] for request in requests)
         return [-float(token_losses(self.model, torch.tensor(ids), self.prefill_tokens).sum()) for ids in texts]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
@@ -116,7 +124,7 @@ class TitansLM(TemplateLM):
 
     @torch.no_grad()
     def _continue(self, prompt: str, options: dict) -> str:
-        ids = self.tok_encode(prompt) or [self.prefix_token_id]
+        ids = self.tok_encode(prompt) or self.titans_tokenizer.before_text
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else until
         temperature = options.get("temperature", 0.0) if options.get("do_sample") else 0.0
@@ -181,7 +189,9 @@ class Commonsense:
             documents.setdefault((request.task_name, request.doc_id), []).append(request)
         self.jobs = list(documents.items())
         self.keys = [
-            digest(self.name, task, [_key(r) for r in requests], run.tokenizer.sha256, run.identity)
+            digest(
+                self.name, task, [_key(r) for r in requests], run.tokenizer.sha256, run.identity, *run.tokenizer.begin
+            )
             for (task, _), requests in self.jobs
         ]
 

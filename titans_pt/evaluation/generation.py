@@ -51,8 +51,9 @@ def generate(
     """
     _check_draws(max_new_tokens, temperature, top_k, top_p)
     run = load_run(run_dir, step=step, device=best_device())
-    ids = run.tokenizer.encode(prompt or "")
-    _check(bool(ids) or state_file is not None, "prompt", prompt, "some text, or none with a saved state")
+    _check(bool(prompt) or state_file is not None, "prompt", prompt, "some text, or none with a saved state")
+    # A saved state is in the middle of a document.
+    ids = _opening(run.tokenizer, prompt) if state_file is None else run.tokenizer.encode(prompt or "")
 
     logits, state = (None, None) if state_file is None else _read_saved(state_file, run)
     began = time.perf_counter()
@@ -93,20 +94,18 @@ def generate_batch(
     with the prompt, its tokens, the new text and its tokens; tokens/s to stderr.
 
     Each is continued as if it were alone, with draws of its own: those of prompt i, counted from 0, have the seed
-    ``seed`` + i.
+    ``seed`` + i. An empty prompt is the beginning of a document.
 
     Returns:
         the new texts.
 
     Raises:
-        UserError: as :func:`generate`; a prompt without text.
+        UserError: as :func:`generate`.
     """
     _check_draws(max_new_tokens, temperature, top_k, top_p)
     _check(batch >= 1, "batch", batch, "at least 1")
     run = load_run(run_dir, step=step, device=best_device())
-    asked = [run.tokenizer.encode(prompt) for prompt in prompts]
-    for n, ids in enumerate(asked, 1):
-        _check(bool(ids), f"prompt {n}", prompts[n - 1], "some text")
+    asked = [_opening(run.tokenizer, prompt) for prompt in prompts]
     texts, written, began = [], 0, time.perf_counter()
     for first in range(0, len(asked), batch):
         rows = range(first, min(first + batch, len(asked)))
@@ -127,6 +126,11 @@ def generate_batch(
         file=sys.stderr,
     )
     return texts
+
+
+def _opening(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Ids of a prompt that begins a document; one without text is what comes before a document's text."""
+    return tokenizer.document(prompt) or tokenizer.before_text
 
 
 def _check_draws(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float):

@@ -26,7 +26,7 @@ class Haystack:
     """units, joined by ``separator``, over and over.
 
     Args:
-        tokenizer: encode is used.
+        tokenizer: encode is used, and document by :func:`fill`.
         units: at least one; a prompt holds a whole number of them.
         ends: how many units end with each sentence of one turn, ascending, the last ``len(units)``; needles go only
             between sentences. None: every unit is one.
@@ -143,25 +143,29 @@ def ids_after(tokenizer: Any, before: str, text: str) -> list[int]:
 
 
 class _Pieces:
-    """Tokens of prompts, part by part."""
+    """Tokens of prompts, part by part; a prompt begins as documents do in training."""
 
     def __init__(self, tokenizer: Any, haystack: Haystack):
         self.tokenizer, self.haystack, self.known = tokenizer, haystack, {}
 
-    def _string(self, before: str, text: str) -> list[int]:
+    def _string(self, before: str | None, text: str) -> list[int]:
+        """Ids of ``text`` after ``before``; None: it begins the document."""
         if (before, text) not in self.known:
-            own = self.tokenizer.encode(text) if not before else ids_after(self.tokenizer, before, text)
+            if before is None:
+                own = self.tokenizer.document(text)
+            else:
+                own = ids_after(self.tokenizer, before, text) if before else self.tokenizer.encode(text)
             self.known[before, text] = list(own)
         return self.known[before, text]
 
     def _each(self, parts: Sequence[Part], stretch: Callable[[int, int], Any], string: Callable[[list[int]], Any]):
         """What ``stretch`` or ``string`` make of each part, in order."""
-        hay, before = self.haystack, ""
+        hay, before = self.haystack, None
         for part in parts:
             if isinstance(part, str):
                 yield [string(self._string(before, part))]
                 before = part
-            elif part.lead == hay.separator:
+            elif part.lead == hay.separator and before is not None:
                 yield [stretch(part.start, part.stop)]
                 before = hay.unit(part.stop - 1)
             else:
@@ -186,11 +190,11 @@ class _Whole:
         self.tokenizer, self.haystack = tokenizer, haystack
 
     def counts(self, parts: Sequence[Part]) -> list[int]:
-        lengths = [len(self.ids(parts[:i])) for i in range(len(parts) + 1)]
+        lengths = [0, *(len(self.ids(parts[:i])) for i in range(1, len(parts) + 1))]
         return [b - a for a, b in zip(lengths, lengths[1:], strict=False)]
 
     def ids(self, parts: Sequence[Part]) -> Tensor:
-        return torch.tensor(self.tokenizer.encode(prompt_text(parts, self.haystack)), dtype=torch.int32)
+        return torch.tensor(self.tokenizer.document(prompt_text(parts, self.haystack)), dtype=torch.int32)
 
 
 def prompt_text(parts: Sequence[Part], haystack: Haystack) -> str:

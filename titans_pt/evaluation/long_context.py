@@ -105,7 +105,8 @@ class LongContext(ABC):
         self.loaded, self.settings = run, getattr(config.evaluation, self.name)
         self.prefill_tokens, self.save_every = config.evaluation.prefill_tokens, config.evaluation.save_every
         self.jobs = sorted(self._jobs(), key=lambda job: (job[1], self.settings.tasks.index(job[0])))
-        self.keys = [digest(self.identity(*job), run.identity) for job in self.jobs]
+        # With a begin, earlier versions asked without it: those records are of other prompts.
+        self.keys = [digest(self.identity(*job), run.identity, *run.tokenizer.begin) for job in self.jobs]
         for task in self.settings.tasks:  # reports too short a length, or a missing text, at once
             self.sample(*next(job for job in self.jobs if job[0] == task))
 

@@ -37,10 +37,13 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder}: is a file; name a folder")
     run = load_run(run_dir, step, precision="fp32")
-    tokenizer = TitansTokenizer(str(run.tokenizer.path), eos_token=run.config.data.tokenizer.eos_token)
+    given = run.config.data.tokenizer
+    tokenizer = TitansTokenizer(
+        str(run.tokenizer.path), eos_token=given.eos_token, begin_with_bos=given.add_bos
+    )
     config = TitansConfig(
         published(run.config), run.step, run.checkpoint_hash, eos_token_id=run.tokenizer.eos_id,
-        pad_token_id=run.tokenizer.eos_id, dtype="float32",
+        bos_token_id=next(iter(run.tokenizer.begin), None), pad_token_id=run.tokenizer.eos_id, dtype="float32",
         auto_map={"AutoConfig": f"{MODELING}.TitansConfig", "AutoModelForCausalLM": f"{MODELING}.TitansForCausalLM"},
     )  # fmt: skip
     model = TitansForCausalLM(config)

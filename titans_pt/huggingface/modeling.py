@@ -123,11 +123,13 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 class TitansTokenizer(PreTrainedTokenizer):
-    """data_pipeline's tokenizer: the same ids, nothing added before or after them. The end of a text is eos_token.
+    """data_pipeline's tokenizer: the same ids, after bos where training's documents began with it. The end of a text is
+    eos_token; it is not added.
 
     Args:
         vocab_file: SentencePiece's model.
         tokenizer_file: a tokenizer.json. Without either: whichever lies in the folder ``name_or_path``.
+        begin_with_bos: what data.tokenizer.add_bos was in training. (transformers drops an argument ``add_bos_token``.)
     """
 
     vocab_files_names = {"vocab_file": FILES[0], "tokenizer_file": FILES[1]}
@@ -135,12 +137,16 @@ class TitansTokenizer(PreTrainedTokenizer):
     padding_side = "left"
 
     def __init__(
-        self, vocab_file: str | None = None, tokenizer_file: str | None = None, eos_token: Any = None, **others: Any
-    ):
+        self, vocab_file: str | None = None, tokenizer_file: str | None = None, eos_token: Any = None,
+        begin_with_bos: bool = False, **others: Any,
+    ):  # fmt: skip
         path = vocab_file or tokenizer_file or saved_tokenizer(Path(others["name_or_path"]))
-        self.inner = load_tokenizer(path, None if eos_token is None else str(eos_token))
+        self.inner = load_tokenizer(path, None if eos_token is None else str(eos_token), begin_with_bos)
         self._ids = {name: i for i, name in enumerate(self.inner.names) if name}
         others.setdefault("pad_token", self.inner.names[self.inner.eos_id])  # hidden by the mask
+        others |= {"begin_with_bos": begin_with_bos}
+        if begin_with_bos:
+            others["bos_token"] = self.inner.names[self.inner.bos_id]
         # Text is text: "</s>" in it is those four letters, as in training.
         super().__init__(**{**others, "eos_token": self.inner.names[self.inner.eos_id], "split_special_tokens": True})
 
@@ -153,6 +159,16 @@ class TitansTokenizer(PreTrainedTokenizer):
 
     def _tokenize(self, text: str, **unused: Any) -> list[str]:
         return [self.inner.names[i] for i in self.inner.encode(text)]
+
+    def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None) -> list[int]:
+        """A pair is one text: bos comes once, before it."""
+        return [*self.inner.begin, *token_ids_0, *(token_ids_1 or [])]
+
+    def get_special_tokens_mask(self, token_ids_0, token_ids_1=None, already_has_special_tokens=False) -> list[int]:
+        """1 for bos and eos, 0 for text."""
+        if already_has_special_tokens:
+            return super().get_special_tokens_mask(token_ids_0, token_ids_1, already_has_special_tokens=True)
+        return [1] * len(self.inner.begin) + [0] * (len(token_ids_0) + len(token_ids_1 or []))
 
     def _convert_token_to_id(self, token: str) -> int:
         return self._ids[token]

@@ -48,7 +48,7 @@ def inspect(
     except OSError as error:
         raise UserError(f"--text {text_file}: {error.strerror}; name a text file") from None
     run = load_run(run_dir, step=step, device=best_device())
-    ids = run.tokenizer.encode(text)[:max_tokens]
+    ids = run.tokenizer.document(text)[:max_tokens]
     if len(ids) < 2:
         raise UserError(f"--text {text_file}: {len(ids)} tokens; name a text of at least 2")
     result = read(run.model, torch.tensor(ids), _pieces(run.tokenizer, ids))

@@ -102,10 +102,16 @@ class Language(Task):
         if found != trained:
             raise UserError(f"{path}: not the tokenizer of this model (sha256 {found[:12]}..., trained with "
                             f"{trained[:12]}...); put back the one that the run was trained with")  # fmt: skip
-        self.tokenizer = load_tokenizer(path, self.config.data.tokenizer.eos_token)
+        self.tokenizer = tokenizer_of(path, self.config)
+
+
+def tokenizer_of(path: Path, config: Config) -> Tokenizer:
+    """The tokenizer at ``path`` with the document format that ``config`` trains with."""
+    given = config.data.tokenizer
+    return load_tokenizer(path, given.eos_token, given.add_bos)
 
 
 def keep_tokenizer(path: Path, config: Config, folder: RunFolder):
     """A copy of the tokenizer at ``path`` in a run's folder, unless it lies there."""
     if Path(path).resolve() != folder.tokenizer.resolve():
-        load_tokenizer(path, config.data.tokenizer.eos_token).save(folder.path)
+        tokenizer_of(path, config).save(folder.path)

@@ -10,6 +10,7 @@ from tests.stand_ins import ESSAY, Characters, Scripted
 from tests.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config import Config
+from titans_pt.data_pipeline.tokenizers import load_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babi, babilong
 from titans_pt.run_folder import RunFolder
@@ -45,6 +46,14 @@ def test_samples(task, wording, sentencepiece, essays):
             assert text.count("<example>") == len(babilong.WORDINGS[task].examples)
         else:
             assert sentencepiece.decode(sample.answer_ids).strip() == sample.expected[0]
+
+
+@pytest.mark.parametrize("wording", ["instructions", "plain"])
+def test_a_sample_begins_as_documents_did_in_training(wording, sentencepiece, essays):
+    it = made(load_tokenizer(sentencepiece.path, add_bos=True), essays, wording=wording)
+    sample = it.sample("qa1", 3000, None, 0)
+    text = sentencepiece.decode(sample.ids.tolist())
+    assert sample.ids.tolist() == [sentencepiece.bos_id, *sentencepiece.encode(text)] and len(sample.ids) <= 3000 - 20
 
 
 def test_ten_million_tokens(sentencepiece, essays):

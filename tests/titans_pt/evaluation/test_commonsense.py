@@ -71,6 +71,25 @@ def test_a_context_is_read_once(loaded):
     assert model.reads == 20 + 0 + 1 + 1
 
 
+def test_texts_begin_as_documents_did_in_training(tmp_path, prepared):
+    loaded = load_run(untrained_run(tmp_path / "run", prepared, data={"tokenizer": {"add_bos": True}}))
+    lm, bos, encode = commonsense.TitansLM(loaded, prefill_tokens=3), loaded.tokenizer.bos_id, loaded.tokenizer.encode
+    for context, text in [("abc dea fo", " abc"), ("", "abc dea"), ("xyz ", "a")]:
+        before = [bos, *encode(context.rstrip())]
+        whole = [bos, *encode(context + text)]
+        expected = likelihood(loaded, whole, len(before))
+        assert lm.loglikelihood([request(context, text)])[0] == (pytest.approx(expected[0], rel=1e-4), expected[1])
+    text = "abc dea fo nk abc dea"
+    expected, _ = likelihood(loaded, [bos, *encode(text)], 1)
+    assert lm.loglikelihood_rolling([request(text)])[0] == pytest.approx(expected, rel=1e-4)
+    with torch.no_grad():
+        ids = [bos, *encode("abc")]
+        for _ in range(4):
+            ids.append(int(loaded.model(torch.tensor([ids]))[0][0, -1].argmax()))
+    written = lm.generate_until([request("abc", {"max_gen_toks": 4})])[0]
+    assert written == loaded.tokenizer.decode(ids)[3:] and loaded.tokenizer.eos_id not in ids
+
+
 def test_rolling_is_one_stream(loaded):
     lm = commonsense.TitansLM(loaded, prefill_tokens=5)
     text = "abc dea fo nk abc dea"

@@ -9,7 +9,7 @@ import torch
 from tests.mixers import small_model
 from tests.stand_ins import Recurrent, Scripted
 from titans_pt import cli, evaluation, streaming
-from titans_pt.data_pipeline.tokenizers import StreamDecoder
+from titans_pt.data_pipeline.tokenizers import StreamDecoder, load_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.evaluation import generation
 
@@ -64,10 +64,38 @@ def test_many_prompts_are_each_continued_as_if_alone(sentencepiece, run, capsys)
     assert [line["prompt"] for line in lines] == asked and [line["text"] for line in lines] == texts
     assert [line["prompt_tokens"] for line in lines] == [len(sentencepiece.encode(prompt)) for prompt in asked]
     assert texts == [generation.generate("anywhere", prompt, max_new_tokens=12) for prompt in asked]
+    # One without text is the beginning of a document.
+    assert generation.generate_batch("anywhere", ["A", ""], 12, batch=1)[1] == new_text(run, [sentencepiece.eos_id], 12)
     drawn = generation.generate_batch("anywhere", asked, 12, temperature=1.0, seed=5, batch=4)
     assert drawn == [generation.generate("anywhere", prompt, 12, 1.0, seed=5 + i) for i, prompt in enumerate(asked)]
-    with pytest.raises(UserError, match="prompt 2"):
-        generation.generate_batch("anywhere", ["a", ""])
+
+
+def new_text(run, ids, count, state=None):
+    """What a model writes after ``ids``, greedily, one token at a time."""
+    new = list(streaming.greedy(run.model, *streaming.prefill(run.model, torch.tensor([ids]), 100, state), count))
+    decoder = StreamDecoder(run.tokenizer, continues=True)
+    return "".join(map(decoder.push, new)) + decoder.finish()
+
+
+def test_bos_comes_once_where_a_document_begins(sentencepiece, run, tmp_path, monkeypatch):
+    run.tokenizer = load_tokenizer(sentencepiece.path, add_bos=True)
+    run.model = small_model(["lmm"], vocab_size=sentencepiece.vocab_size, init_std=0.5)
+    read, prefill = [], generation.prefill
+
+    def watched(model, ids, *more):
+        read.extend(ids.tolist())
+        return prefill(model, ids, *more)
+
+    monkeypatch.setattr(generation, "prefill", watched)
+    bos, first, then = sentencepiece.bos_id, sentencepiece.encode("The grass"), sentencepiece.encode(" is green")
+    state = tmp_path / "state"
+    text = generation.generate("anywhere", "The grass", 6, save_to=state)
+    assert text == new_text(run, [bos, *first], 6)
+    new = list(streaming.greedy(run.model, *streaming.prefill(run.model, torch.tensor([[bos, *first]]), 100), 6))
+    after = run.model(torch.tensor([[bos, *first, *new]]))[1]
+    assert generation.generate("anywhere", " is green", 6, state_file=state) == new_text(run, then, 6, after)
+    assert generation.generate_batch("anywhere", ["The grass", ""], 6, batch=1) == [text, new_text(run, [bos], 6)]
+    assert read == [[bos, *first], then, [bos, *first], [bos]]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stand_ins import ESSAY, Characters, OverLines, Recurrent, Scripted, copies
+from tests.stand_ins import EOS, ESSAY, Characters, OverLines, Recurrent, Scripted, copies
 from titans_pt.config import NEEDLE_TASKS, Config
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
@@ -36,7 +36,7 @@ def check(it, task, length, depth, index):
     tokenizer, kind = it.tokenizer, ruler.TASKS[task]
     sample = it.sample(task, length, depth, index)
     text = tokenizer.decode(sample.ids.tolist())
-    assert tokenizer.encode(text) == sample.ids.tolist()
+    assert tokenizer.document(text) == sample.ids.tolist()
     assert len(sample.ids) + NEW <= length
     words = kind.words
     lines = text.split("\n")
@@ -94,6 +94,21 @@ def test_samples_of_a_tokenizer_that_merges_over_lines(task, essays):
     assert not it._haystack("noise").exact
     for depth in (0, 50, 100):
         check(it, task, 1500, depth, 1)
+
+
+@pytest.mark.parametrize(("kind", "task"), [
+    *((Characters, task) for task in NEEDLE_TASKS), (OverLines, "niah_single_1"), (OverLines, "niah_single_2"),
+])  # fmt: skip
+def test_a_sample_begins_as_documents_did_in_training(kind, task, essays):
+    plain, tokenizer = made(kind(), essays), kind()
+    tokenizer.begin = (EOS,)  # as GPT-2's, which has one piece for both ends
+    it = made(tokenizer, essays)
+    depth = single_or_none(task, 50)
+    without, sample = plain.sample(task, 1500, depth, 0), check(it, task, 1500, depth, 0)[0]
+    assert sample.ids[0] == EOS not in sample.ids[1:]
+    assert sample.expected == without.expected and it.keys[0] != plain.keys[0]  # the same question, another record
+    if sample.log["units"] == without.log["units"]:
+        assert sample.log["depth_tokens"] == [place + 1 for place in without.log["depth_tokens"]]
 
 
 def test_a_sample_of_noise_is_filled_to_the_line(essays):
