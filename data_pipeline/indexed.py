@@ -8,12 +8,16 @@ PREFIX.idx, little-endian, without padding:
 
 What is written here has one sequence a document, so D = S + 1. Other Megatron files can be read as well. Neither
 reading nor writing holds more than a piece of either file in memory.
+
+PREFIX.crc32, little-endian, has the CRC-32 of every 4,096 bytes of PREFIX.bin as u32: what is read is compared with it.
 """
 
 import contextlib
 import hashlib
 import os
 import struct
+import zlib
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +30,11 @@ from titans_pt.tools.files import flush_to_disk
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+PAGE = 4096
+"""Bytes of .bin that have a checksum of their own, so that a sample costs no more reading than before."""
 _REMEDY = "make the token files again with: titans prepare"
+_DAMAGED = "copy it again, or make the token files again with: titans prepare --force"
+SUFFIXES = (".bin", ".idx", ".crc32")
 _PIECE = 1 << 20
 """Entries of an index that are handled at once."""
 
@@ -41,7 +49,7 @@ def _code(vocab_size: int) -> int:
 
 
 class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx; they get these names when both are complete on disk.
+    """Writes PREFIX.bin, PREFIX.idx and PREFIX.crc32; they get these names when all are complete on disk.
 
     As a context manager it finishes at the end of the block, or removes what it wrote if the block failed.
 
@@ -59,6 +67,7 @@ class IndexedWriter:
         self._dtype = np.dtype(DTYPES[self._code])
         self._count = 0
         self._hash = hashlib.sha256()
+        self._pages, self._page, self._filled = array("I"), 0, 0  # checksums; that of the page in work, and its bytes
         self._bin = open(self._part(".bin"), "wb")  # noqa: SIM115  closed by finish and abort
         self._idx = open(self._part(".idx"), "w+b")  # noqa: SIM115
         self._idx.seek(HEADER.size)  # the header has counts, so it comes last
@@ -86,14 +95,28 @@ class IndexedWriter:
         data = tokens.astype(self._dtype, copy=False).tobytes()
         self._bin.write(data)
         self._hash.update(data)
+        self._note(memoryview(data))
         self._idx.write(sizes.astype("<i4").tobytes())
         self._count += len(sizes)
 
+    def _note(self, data: memoryview) -> None:
+        """Carries the checksums of the pages on."""
+        while data:
+            part = data[:PAGE - self._filled]
+            self._page, self._filled = zlib.crc32(part, self._page), self._filled + len(part)
+            if self._filled == PAGE:
+                self._pages.append(self._page)
+                self._page, self._filled = 0, 0
+            data = data[len(part):]
+
     def finish(self) -> None:
-        """Completes the index and gives both files their names; on failure removes what it wrote under other names."""
+        """Completes the index and gives the files their names; on failure removes what it wrote under other names."""
         try:
             self._bin.close()
             flush_to_disk(self._part(".bin"))
+            pages = np.array([*self._pages, *([self._page] if self._filled else [])], "<u4")
+            self._part(".crc32").write_bytes(pages.tobytes())
+            flush_to_disk(self._part(".crc32"))
             idx, at = self._idx, 0
             for start in range(0, self._count, _PIECE):
                 idx.seek(HEADER.size + 4 * start)
@@ -109,8 +132,8 @@ class IndexedWriter:
             idx.write(HEADER.pack(MAGIC, 1, self._code, self._count, self._count + 1))
             idx.close()
             flush_to_disk(self._part(".idx"))
-            os.replace(self._part(".bin"), self._prefix.with_name(self._prefix.name + ".bin"))
-            os.replace(self._part(".idx"), self._prefix.with_name(self._prefix.name + ".idx"))
+            for suffix in SUFFIXES:
+                os.replace(self._part(suffix), self._prefix.with_name(self._prefix.name + suffix))
         except OSError:
             self.abort()
             raise
@@ -120,7 +143,7 @@ class IndexedWriter:
         for file in (self._bin, self._idx):
             with contextlib.suppress(OSError):  # a full disk refuses the buffered rest, which goes anyway
                 file.close()
-        for suffix in (".bin", ".idx"):
+        for suffix in SUFFIXES:
             self._part(suffix).unlink(missing_ok=True)
 
     def _part(self, suffix: str) -> Path:
@@ -134,11 +157,16 @@ class IndexedDataset:
         tokens: tokens in all.
         document_starts: sequence of int (documents,), stream index of the first token of each document, ascending.
 
+    Args:
+        vocab_size: ids that are read must be in [0, vocab_size); None: any.
+        checked: PREFIX.crc32 is there, and tokens that are read must be what it says.
+
     Raises:
-        UserError: a file is missing, truncated, or not of this format.
+        UserError: a file is missing, truncated, or not of this format; from all that read tokens: the part of the file
+            that they are in is damaged.
     """
 
-    def __init__(self, path_prefix: str | Path):
+    def __init__(self, path_prefix: str | Path, vocab_size: int | None = None, checked: bool = False):
         self.prefix = Path(path_prefix)
         idx, bin_ = (self.prefix.with_name(self.prefix.name + suffix) for suffix in (".idx", ".bin"))
         try:
@@ -165,6 +193,18 @@ class IndexedDataset:
                             f"truncated, or of another run; {_REMEDY}")
         self.document_starts = _DocumentStarts(self, documents)
         self._stream = np.memmap(bin_, self.dtype, "r") if self.tokens else np.zeros(0, self.dtype)
+        self._vocab_size, self._pages = vocab_size, self._checksums() if checked else None
+
+    def _checksums(self) -> np.ndarray:
+        """u32, of each PAGE of .bin."""
+        path = self.prefix.with_name(f"{self.prefix.name}.crc32")
+        try:
+            pages = np.fromfile(path, "<u4")
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; {_DAMAGED}") from None
+        if len(pages) != -(-self._stream.nbytes // PAGE):
+            raise UserError(f"{path}: {len(pages)} checksums for {self._stream.nbytes} bytes of .bin; {_DAMAGED}")
+        return pages
 
     def _check(self, idx: Path, documents: np.ndarray) -> int:
         """Tokens in all, if sizes, pointers and documents agree."""
@@ -191,13 +231,31 @@ class IndexedDataset:
             raise IndexError(i)
         i %= len(self)
         start = self._start(i)
-        return self._stream[start:start + int(self._sizes[i])]
+        return self.read(start, start + int(self._sizes[i]))
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of all sequences joined, a read-only view of shape (stop - start,)."""
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens [{start}, {stop}) of {self.tokens}")
-        return self._stream[start:stop]
+        tokens = self._stream[start:stop]
+        if self._pages is not None:
+            self._check_pages(start, stop)
+        if self._vocab_size and len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+            raise UserError(f"{self.prefix}.bin: damaged: tokens {start} to {stop - 1} have ids from {tokens.min()} to "
+                            f"{tokens.max()}, and the vocabulary has {self._vocab_size}; {_DAMAGED}")
+        return tokens
+
+    def _check_pages(self, start: int, stop: int) -> None:
+        """
+        Raises:
+            UserError: the pages of tokens [start, stop) are not as they were written.
+        """
+        size, content = self.dtype.itemsize, self._stream.view(np.uint8)
+        for page in range(start * size // PAGE, -(-stop * size // PAGE)):
+            if zlib.crc32(content[page * PAGE:(page + 1) * PAGE]) != self._pages[page]:
+                first, last = page * PAGE // size, min((page + 1) * PAGE // size, self.tokens) - 1
+                raise UserError(f"{self.prefix}.bin: damaged: tokens {first} to {last} are not those that were "
+                                f"written; {_DAMAGED}")
 
     def document(self, j: int) -> np.ndarray:
         """Tokens of document ``j``, all its sequences joined, a read-only view."""

@@ -1,6 +1,5 @@
 """What is in token files: ``titans data inspect``."""
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +7,7 @@ from pyarrow import parquet
 
 from titans_pt.config import Config
 from titans_pt.data_pipeline.indexed import IndexedDataset
+from titans_pt.data_pipeline.manifest import MANIFEST, damage, read_manifest, refuse_damage
 from titans_pt.data_pipeline.merge import REJECTED
 from titans_pt.data_pipeline.packing import Mixture, PackedSamples, TokenFiles
 from titans_pt.data_pipeline.tokenizers import Tokenizer
@@ -16,7 +16,6 @@ from titans_pt.errors import UserError
 _EXCERPT = 160
 """Characters shown of a document."""
 _BAR = 40
-_READ = 1 << 24
 
 
 def inspect_data(
@@ -31,11 +30,14 @@ def inspect_data(
             it had another train.batch_tokens.
         count: samples to show from ``sample`` on.
         documents: documents of each stream to show, evenly spaced.
-        verify: read all token files and compare them with the manifest's checksums.
+        verify: first read every file of data.dir and compare it with the manifest's checksums.
 
     Raises:
         UserError: no token files, or of other settings; a checksum that differs.
     """
+    folder = Path(config.data.dir)
+    if verify and (manifest := read_manifest(folder)):
+        _verify(folder, manifest)
     files = TokenFiles.open(config)
     if step is not None:
         count = config.train.batch_tokens // config.data.seq_len
@@ -49,8 +51,6 @@ def inspect_data(
     for stream in (*files.train, files.validation):
         _print_lengths(stream)
         _print_documents(stream, documents, files.tokenizer)
-    if verify:
-        _verify(Path(config.data.dir), files.manifest)
 
 
 def document_place(stream: IndexedDataset, j: int) -> dict:
@@ -75,8 +75,9 @@ def _print_totals(config: Config, files: TokenFiles) -> None:
         characters = total["characters"] / max(1, total["tokens"])
         print(f"{split}: {total['documents']:,} documents, {total['tokens']:,} tokens, "
               f"{total['characters']:,} characters ({characters:.2f} per token)")
-    dropped = ", ".join(f"{number:,} {kind}" for kind, number in manifest["dropped"].items())
-    print(f"dropped: {dropped}" + (f" (see {REJECTED})" if manifest["dropped"].get("rejected") else ""))
+    if left_out := manifest.get("dropped"):  # format 1 does not say
+        dropped = ", ".join(f"{number:,} {kind}" for kind, number in left_out.items())
+        print(f"dropped: {dropped}" + (f" (see {REJECTED})" if left_out.get("rejected") else ""))
     if trip := manifest.get("round_trip"):
         print(f"decoded again: {trip['equal']:,} of {trip['tried']:,} documents tried come back equal")
     if lost := manifest.get("lost_kinds"):
@@ -134,12 +135,18 @@ def _print_sample(samples: PackedSamples | Mixture, position: int, tokenizer: To
 
 
 def _verify(folder: Path, manifest: dict) -> None:
-    for name, expected in manifest.get("files", {}).items():
-        checksum = hashlib.sha256()
-        with open(folder / name, "rb") as file:
-            while data := file.read(_READ):
-                checksum.update(data)
-        if checksum.hexdigest() != expected["sha256"]:
-            raise UserError(f"{folder / name}: its checksum is not that of the manifest; copy it again, or run: "
-                            "titans prepare --force")
-        print(f"{name}: {expected['bytes']:,} bytes, checksum correct")
+    """Prints a line for each file of ``folder`` that training or inspection reads.
+
+    Raises:
+        UserError: one is not as it was written.
+    """
+    wrong, listed = damage(folder, manifest), manifest.get("files", {})
+    for name, written in listed.items():
+        sound = f"{written['bytes']:,} bytes, checksum correct"
+        print(f"{name}: {wrong.get(name, sound)}")
+    others = sorted(path.name for path in folder.iterdir() if path.name not in listed and path.is_file())
+    for name in others:
+        if name != MANIFEST and not name.startswith("."):
+            print(f"{name}: not in {MANIFEST}, so it has no checksum (another program's file, or token files of an "
+                  "earlier version: titans prepare --force makes them again)")
+    refuse_damage(folder, wrong)

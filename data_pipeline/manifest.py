@@ -3,27 +3,76 @@
 import contextlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from titans_pt.config import Config, DataConfig, SourceConfig
+from titans_pt.errors import UserError
+from titans_pt.tools.sealed import unseal
+from titans_pt.tools.tensor_files import sha256
 
+MANIFEST = "manifest.json"
 FORMAT = 2
 READABLE = (1, 2)
 """Formats whose token files can be trained on; 1 has no list of documents."""
+_NEEDED = ("settings", "content", "tokenizer_sha256", "vocab_size", "splits")
+"""What the manifests of all these formats have."""
+_REMEDY = "copy it again, or make the token files again with: titans prepare --force"
 _NEWER = ("data.near_duplicates", "data.validation_sources")
 """Settings that a manifest has only if they are given: as before there were such."""
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """manifest.json of a folder; None where there is none that can be read."""
+    """manifest.json of a folder; None where there is none.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = folder / MANIFEST
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        manifest = unseal(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return manifest if isinstance(manifest, dict) else None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; {_REMEDY}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: damaged ({error}); {_REMEDY}") from None
+    if manifest.get("format") in READABLE and (missing := [key for key in _NEEDED if not manifest.get(key)]):
+        raise UserError(f"{path}: damaged ({missing[0]!r} is missing); {_REMEDY}")
+    return manifest
+
+
+def damage(folder: Path, manifest: dict, names: Iterable[str] | None = None) -> dict[str, str]:
+    """What is wrong with the files that a manifest lists: {name: problem}, empty where every byte is as written.
+
+    Args:
+        names: of the files to read; None: all that are listed. What the manifest does not list is not looked at.
+    """
+    found, listed = {}, manifest.get("files", {})
+    for name in listed if names is None else [name for name in names if name in listed]:
+        written = listed[name]
+        try:
+            if (size := (folder / name).stat().st_size) != written["bytes"]:
+                found[name] = f"{size:,} bytes, written with {written['bytes']:,}"
+            elif sha256(folder / name) != written["sha256"]:
+                found[name] = "its checksum is not that of the manifest"
+        except OSError as error:
+            found[name] = error.strerror or str(error)
+    return found
+
+
+def refuse_damage(folder: Path, found: dict[str, str]) -> None:
+    """
+    Raises:
+        UserError: ``found`` by :func:`damage` in ``folder`` is not empty; names the files.
+    """
+    if found:
+        name, problem = next(iter(found.items()))
+        more = f" ({len(found)} files are damaged: {', '.join(found)})" if len(found) > 1 else ""
+        raise UserError(f"{folder / name}: {problem}{more}; {_REMEDY}")
 
 
 def changed_setting(manifest: dict, config: Config) -> str | None:

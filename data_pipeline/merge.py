@@ -20,6 +20,7 @@ from titans_pt.data_pipeline.indexed import IndexedWriter, token_dtype
 from titans_pt.data_pipeline.parts import ROW_GROUP, SCHEMA, part_path, read_summary
 from titans_pt.data_pipeline.sources import Part
 from titans_pt.errors import UserError
+from titans_pt.tools.tensor_files import sha256
 
 SPLITS = ("train", "validation")
 DOCUMENTS = pyarrow.schema([field for field in SCHEMA if field.name != "held_out"])
@@ -50,6 +51,10 @@ def merge(
         UserError: a part was changed. OSError: disk full, folder not writable.
     """
     summaries = [read_summary(folder, index) for index in range(len(parts))]
+    for index, summary in enumerate(summaries):
+        for suffix, checksum in summary.get("files", {}).items():
+            if sha256(part_path(folder, index, suffix)) != checksum:
+                raise _changed(folder, index, suffix)
     sizes = [summary["documents"] for summary in summaries]
     duplicate = _duplicates(folder, sizes, out)
     dropped = Counter(empty=0, duplicate=int(np.count_nonzero(duplicate)), filtered=0)
@@ -175,8 +180,12 @@ def _with_tokens(folder: Path, index: int, dtype: np.dtype, sha256: str) -> Iter
         at += len(here)
         yield table, here
     if checksum.hexdigest() != sha256:
-        raise UserError(f"{part_path(folder, index, '.bin')}: not the file that was written; remove "
-                        f"{part_path(folder, index, '.json')} and run titans prepare again")
+        raise _changed(folder, index, ".bin")
+
+
+def _changed(folder: Path, index: int, suffix: str) -> UserError:
+    return UserError(f"{part_path(folder, index, suffix)}: not the file that was written; remove "
+                     f"{part_path(folder, index, '.json')} and run titans prepare again")
 
 
 def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -11,10 +11,13 @@ import numpy as np
 
 from titans_pt.config import Config
 from titans_pt.data_pipeline.indexed import IndexedDataset, document_begins
-from titans_pt.data_pipeline.manifest import changed_setting, read_manifest, streams
+from titans_pt.data_pipeline.manifest import changed_setting, damage, read_manifest, refuse_damage, streams
 from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer, saved_tokenizer
 from titans_pt.errors import UserError
+from titans_pt.tools.tensor_files import sha256
 
+CHECKED = (".idx", ".crc32")
+"""Files of a stream that are compared with their checksum as a whole when they are opened."""
 _WORD = (1 << 32) - 1
 
 
@@ -38,6 +41,9 @@ class TokenFiles:
     def open(cls, config: Config) -> "TokenFiles":
         """Maps the token files of ``config``.
 
+        Index and tokenizer are compared with the manifest's checksums here, tokens with their page's whenever they are
+        read. Files of earlier versions have fewer checksums.
+
         Raises:
             UserError: there are none, they were made with other settings, or a file is broken.
         """
@@ -48,16 +54,21 @@ class TokenFiles:
         if what := changed_setting(manifest, config):
             raise UserError(f"{where}: token files made with other settings ({what}); set it back, choose another "
                             "data.dir, or run: titans prepare --force")
-        given = config.data.tokenizer
-        tokenizer = load_tokenizer(saved_tokenizer(folder), given.eos_token, given.add_bos)
-        if tokenizer.sha256 != manifest["tokenizer_sha256"]:
-            raise UserError(f"{tokenizer.path}: not the tokenizer that made the token files next to it; "
+        names = [*dict.fromkeys(streams(config.data)), "validation"]
+        path = saved_tokenizer(folder)
+        at_once = [path.name, "tokenizer_config.json", *(f"{name}{suffix}" for name in names for suffix in CHECKED)]
+        refuse_damage(folder, damage(folder, manifest, at_once))
+        if not path.is_file() or sha256(path) != manifest["tokenizer_sha256"]:  # a damaged one can end the process
+            raise UserError(f"{path}: not the tokenizer that made the token files next to it; "
                             "put it back, or run: titans prepare --force")
-        train = tuple(IndexedDataset(folder / name) for name in dict.fromkeys(streams(config.data)))
+        tokenizer = load_tokenizer(path, config.data.tokenizer.eos_token, config.data.tokenizer.add_bos)
+        *train, validation = (
+            IndexedDataset(folder / name, tokenizer.vocab_size, f"{name}.crc32" in manifest.get("files", {}))
+            for name in names)
         fingerprint, weights = manifest["content"], [source.weight for source in config.data.sources]
         if len(train) > 1:
             fingerprint = hashlib.sha256(json.dumps([fingerprint, weights]).encode()).hexdigest()
-        return cls(train, IndexedDataset(folder / "validation"), tokenizer, manifest, fingerprint)
+        return cls(tuple(train), validation, tokenizer, manifest, fingerprint)
 
     def samples(self, config: Config) -> "PackedSamples | Mixture":
         """Training samples of data.seq_len tokens in the order of run.seed, mixed by the weights of data.sources.

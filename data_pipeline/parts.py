@@ -34,6 +34,8 @@ from titans_pt.data_pipeline.sources import Document, Part
 from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.tools.files import flush_to_disk
+from titans_pt.tools.sealed import seal, unseal
+from titans_pt.tools.tensor_files import sha256
 
 SCHEMA = pyarrow.schema([
     ("file", pyarrow.string()),  # the file that the document is in
@@ -46,6 +48,8 @@ SCHEMA = pyarrow.schema([
 ])
 ROW_GROUP = 8192
 """Documents per row group: it is read whole to find one of them, and merged at once."""
+CHECKED = (".parquet", ".sketches")
+"""Files of a part whose checksum is in its summary besides that of .bin."""
 _BATCH_CHARACTERS = 1_000_000
 """Text that is tokenised at once."""
 
@@ -70,10 +74,11 @@ def part_path(folder: Path, index: int, suffix: str) -> Path:
 
 def read_summary(folder: Path, index: int) -> dict | None:
     """What was counted in a part: documents, tokens, sha256 of .bin, empty, filtered, rejected, round_trip (documents
-    decoded again: tried, equal). None while it is not complete."""
+    decoded again: tried, equal), files (sha256 of the others by suffix). None while it is not complete, or if it is
+    damaged: then the part is written again."""
     try:
-        return json.loads(part_path(folder, index, ".json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return unseal(part_path(folder, index, ".json").read_bytes())
+    except (FileNotFoundError, ValueError):
         return None
 
 
@@ -188,8 +193,9 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
             if path != scratch[".json"]:
                 flush_to_disk(path)
         summary = {"documents": writer.documents, "tokens": writer.tokens, "sha256": checksum.hexdigest(), **counts,
-                   "rejected": [asdict(item) for item in rejected], "round_trip": dict(round_trip)}
-        write_json(scratch[".json"], summary)
+                   "rejected": [asdict(item) for item in rejected], "round_trip": dict(round_trip),
+                   "files": {suffix: sha256(scratch[suffix]) for suffix in scratch if suffix in CHECKED}}
+        write_json(scratch[".json"], seal(summary))
         for suffix, path in scratch.items():
             os.replace(path, part_path(job.folder, index, suffix))
     finally:

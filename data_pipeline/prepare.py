@@ -25,7 +25,14 @@ from pathlib import Path
 
 from titans_pt.config import Config, DataConfig
 from titans_pt.data_pipeline import sources
-from titans_pt.data_pipeline.manifest import FORMAT, changed_setting, content_settings, read_manifest, streams
+from titans_pt.data_pipeline.manifest import (
+    FORMAT,
+    MANIFEST,
+    changed_setting,
+    content_settings,
+    read_manifest,
+    streams,
+)
 from titans_pt.data_pipeline.merge import REJECTED, SPLITS, merge
 from titans_pt.data_pipeline.parts import (
     Job,
@@ -38,9 +45,11 @@ from titans_pt.data_pipeline.parts import (
 from titans_pt.data_pipeline.sources import Document
 from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer, lost_kinds, saved_tokenizer, train_tokenizer
 from titans_pt.errors import Unreachable, UserError
+from titans_pt.tools.sealed import seal
+from titans_pt.tools.tensor_files import describe
 
 _BUILD = ".preparing"
-_OURS = re.compile(r"(train(-\d+)?|validation)\.(bin|idx|documents\.parquet)|tokenizer(_config)?\.(model|json)|"
+_OURS = re.compile(r"(train(-\d+)?|validation)\.(bin|idx|crc32|documents\.parquet)|tokenizer(_config)?\.(model|json)|"
                    r"rejected\.jsonl")
 
 
@@ -61,11 +70,11 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
     Returns:
         The manifest; None with ``shard``. Its keys: format, fingerprint (of settings and sources), content (hash of
         the token files), settings, tokenizer_sha256, vocab_size, streams (names of the training streams) and those of
-        :func:`titans_pt.data_pipeline.merge.merge`.
+        :func:`titans_pt.data_pipeline.merge.merge`, whose files are completed: bytes and sha256 of every other one.
 
     Raises:
         UserError: bad source, tokenizer and model.vocab_size that disagree, an empty split, folder not writable,
-            disk full, token files of other settings in data.dir. Token files in the folder are then as they were; only
+            disk full, a damaged manifest, token files of other settings in data.dir. What is in the folder stays; only
             if the last step, moving new ones into place, fails can they be left without a manifest: they count as none.
     """
     folder = Path(config.data.dir)
@@ -201,10 +210,12 @@ def _build(config: Config, build: Path, fingerprint: str, shard: tuple[int, int]
         "streams": list(dict.fromkeys(names)),
         **merged,
         "lost_kinds": lost_kinds(tokenizer),
+        "files": merged["files"] | {path.name: describe(path) for path in sorted(out.iterdir())
+                                    if path.name not in merged["files"]},
         "fingerprint": fingerprint,
     }
     _check_lossy(manifest, config)  # parts may have been written before lossy=refuse was set
-    write_json(out / "manifest.json", manifest)
+    write_json(out / MANIFEST, seal(manifest))
     return manifest
 
 
@@ -286,9 +297,17 @@ def _keep_finished(build: Path) -> None:
 
 def _move(merged: Path, folder: Path) -> None:
     """Moves all files into place. Without its manifest, a folder that is half moved counts as empty."""
-    (folder / "manifest.json").unlink(missing_ok=True)
+    _remove(folder / MANIFEST)
     for path in folder.iterdir():
         if _OURS.fullmatch(path.name):
-            path.unlink()  # of another set of streams, or another kind of tokenizer
-    for path in sorted(merged.iterdir(), key=lambda path: (path.name == "manifest.json", path.name)):
+            _remove(path)  # of another set of streams, or another kind of tokenizer
+    for path in sorted(merged.iterdir(), key=lambda path: (path.name == MANIFEST, path.name)):
         os.replace(path, folder / path.name)
+
+
+def _remove(path: Path) -> None:
+    """A file, or a folder that lies in its place, if there is either."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

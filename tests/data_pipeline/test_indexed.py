@@ -113,7 +113,7 @@ def test_files_have_their_names_only_when_complete(tmp_path):
     writer.add([1, 2])
     assert not (tmp_path / "a.bin").exists() and not (tmp_path / "a.idx").exists()
     writer.finish()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.crc32", "a.idx"]
 
 
 @pytest.mark.parametrize("full", [".bin.part", ".idx.part"])

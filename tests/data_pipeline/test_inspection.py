@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from titans_pt import cli
@@ -47,12 +49,42 @@ def test_the_batch_of_a_step(config, capsys):
     assert [line.split(":")[0] for line in lines] == [f"sample {i}" for i in range(16, 24)]
 
 
-def test_a_changed_token_file_is_found(config, tmp_path):
-    prepare(config())
-    path = tmp_path / "data" / "train.bin"
-    path.write_bytes(b"\0\0" + path.read_bytes()[2:])
-    with pytest.raises(UserError, match="train.bin: its checksum is not that of the manifest"):
+def test_every_changed_file_is_found(config, tmp_path, capsys):
+    manifest = prepare(config())
+    files = sorted(manifest["files"])
+    assert len(files) == 9
+    for name in files:
+        path = tmp_path / "data" / name
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        capsys.readouterr()
+        with pytest.raises(UserError, match=f"{name}: its checksum is not that of the manifest; copy it again, or"):
+            inspect_data(config(), verify=True)
+        out = capsys.readouterr().out
+        assert out.count("checksum correct") == 8 and f"{name}: its checksum is not that" in out
+        path.write_bytes(content[:-1])
+        with pytest.raises(UserError, match=f"{name}: {len(content) - 1:,} bytes, written with {len(content):,}; "):
+            inspect_data(config(), verify=True)
+        path.unlink()
+        with pytest.raises(UserError, match=f"{name}: No such file"):
+            inspect_data(config(), verify=True)
+        path.write_bytes(content)
+    (tmp_path / "data" / "train.bin").write_bytes(b"")
+    (tmp_path / "data" / "validation.idx").unlink()
+    with pytest.raises(UserError, match=r"\(2 files are damaged: train.bin, validation.idx\)"):
         inspect_data(config(), verify=True)
+
+
+def test_what_has_no_checksum_is_told(config, tmp_path, capsys):
+    """As versions before this one wrote the manifest: checksums of the tokens alone."""
+    manifest = prepare(config())
+    old = {name: manifest["files"][name] for name in ("train.bin", "validation.bin")}
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps(manifest | {"files": old}))
+    capsys.readouterr()
+    inspect_data(config(), verify=True)
+    out = capsys.readouterr().out
+    assert out.count("checksum correct") == 2
+    assert "train.idx: not in manifest.json, so it has no checksum" in out
 
 
 def test_commands(config, tmp_path, capsys):

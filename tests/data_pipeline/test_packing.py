@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from tests.data_pipeline.small_corpus import make_texts, write_jsonl
 from tests.data_pipeline.streams import dataset
 from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, Mixture, PackedSamples, TokenFiles, prepare
+from titans_pt.data_pipeline.manifest import read_manifest
 from titans_pt.errors import UserError
+from titans_pt.tools.sealed import seal
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
@@ -185,11 +187,72 @@ def test_token_files_missing_changed_or_broken(config, tmp_path):
     TokenFiles.open(config())
     (folder / "validation.bin").write_bytes(b"")
     refused(config(), "validation.bin")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    manifest = read_manifest(folder)
+    (folder / "manifest.json").write_text(json.dumps(seal(manifest | {"format": 99})))
     refused(config(), "99")
-    (folder / "manifest.json").write_text("{")
-    refused(config(), "no token files")
+    for damaged in ("{", "[]", "\0" * 99, json.dumps(seal(manifest) | {"unigram_loss": 1.0}), '{"format": 2}'):
+        (folder / "manifest.json").write_text(damaged)
+        refused(config(), "manifest.json: damaged", "--force")
+        with pytest.raises(UserError, match="manifest.json: damaged.*--force"):
+            prepare(config())
+    prepare(config(), force=True)
+    TokenFiles.open(config())
+
+
+def flip(path, at):
+    """One bit of one byte."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["train.idx", "validation.idx", "train.crc32", "tokenizer.model"])
+@pytest.mark.parametrize("damage", ["flip", "zero", "delete", "folder"])
+def test_a_damaged_index_or_tokenizer_is_refused_when_it_is_opened(config, tmp_path, name, damage):
+    prepare(config())
+    path = tmp_path / "data" / name
+    size = path.stat().st_size
+    if damage == "flip":
+        flip(path, size // 2)
+    elif damage == "zero":
+        path.write_bytes(bytes(size))
+    else:
+        path.unlink()
+        if damage == "folder":
+            path.mkdir()
+    refused(config(), str(path), "--force")
+    prepare(config(), force=True)
+    TokenFiles.open(config())
+
+
+def test_damaged_tokens_are_refused_when_they_are_read(config, tmp_path):
+    """Those of other pages are not."""
+    prepare(config())
+    files = TokenFiles.open(config())
+    flip(tmp_path / "data" / "train.bin", 3 * 4096 // 2)  # in the second page: tokens 2048 to 4095
+    stream = files.train[0]
+    stream.read(0, 2048)
+    stream.read(4096, stream.tokens)
+    with pytest.raises(UserError, match=r"train.bin: damaged: tokens 2048 to 4095 .*titans prepare --force"):
+        stream.read(4000, 4100)
+    with pytest.raises(UserError, match="train.bin: damaged"):
+        for position in range(len(files.samples(config()))):
+            files.samples(config()).sample(position)
+
+
+def test_ids_that_the_vocabulary_does_not_have_are_damage_even_without_checksums(config, tmp_path):
+    """Token files of earlier versions have no checksums of pages."""
+    manifest = prepare(config())
+    folder = tmp_path / "data"
+    old = {name: manifest["files"][name] for name in ("train.bin", "validation.bin")}
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"files": old}))
+    for name in ("train.crc32", "validation.crc32"):
+        (folder / name).unlink()
+    files = TokenFiles.open(config())
+    with (folder / "train.bin").open("r+b") as file:
+        file.write(b"\xff\xff")
+    with pytest.raises(UserError, match="train.bin: damaged: tokens 0 to 9 have ids from .* to 65535"):
+        files.train[0].read(0, 10)
 
 
 @pytest.mark.parametrize("spelling", ["corpus.jsonl", "./corpus.jsonl", "../{}/corpus.jsonl", "{}"])

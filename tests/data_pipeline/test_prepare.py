@@ -1,7 +1,6 @@
 import errno
 import fcntl
 import importlib
-import json
 import math
 import os
 import shutil
@@ -16,12 +15,13 @@ import sentencepiece
 from tests.data_pipeline.small_corpus import VOCAB, make_texts, write_jsonl
 from titans_pt.config import Config, SourceConfig
 from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, TokenFiles, documents, load_tokenizer, prepare
+from titans_pt.data_pipeline.manifest import read_manifest
 from titans_pt.data_pipeline.merge import unigram_loss
 from titans_pt.errors import UserError
 
 module = importlib.import_module("titans_pt.data_pipeline.prepare")  # the package has a function of the same name
-FILES = ["manifest.json", "tokenizer.model", "train.bin", "train.documents.parquet", "train.idx", "validation.bin",
-         "validation.documents.parquet", "validation.idx"]
+FILES = ["manifest.json", "tokenizer.model", "train.bin", "train.crc32", "train.documents.parquet", "train.idx",
+         "validation.bin", "validation.crc32", "validation.documents.parquet", "validation.idx"]
 
 
 def names(folder):
@@ -44,7 +44,8 @@ def test_all_text_arrives_once_in_order(config, texts):
     manifest = prepare(config)
     folder = config.data.dir
     assert names(Path(folder)) == FILES
-    assert json.loads((Path(folder) / "manifest.json").read_text()) == manifest
+    assert read_manifest(Path(folder)) == manifest
+    assert sorted(manifest["files"]) == [name for name in FILES if name != "manifest.json"]
     train, validation = (texts_of(folder, split) for split in ("train", "validation"))
     assert not set(train) & set(validation) and len(validation) > 10
     assert train == [text for text in texts if text in set(train)]

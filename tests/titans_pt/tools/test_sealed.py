@@ -1,0 +1,45 @@
+import json
+import random
+
+import pytest
+
+from titans_pt.tools.sealed import CHECKSUM, seal, unseal
+
+TREE = {"key": "a", "loss": 2.5, "none": None, "small": 1e-300, "text": "é\n\u2028", "list": [1, [2, {"b": True}]]}
+
+
+def test_what_is_sealed_comes_back_with_any_spaces():
+    for text in (json.dumps(seal(TREE)), json.dumps(seal(TREE), indent=2), json.dumps(seal(TREE)).encode()):
+        assert unseal(text) == TREE
+    assert unseal(json.dumps(seal({}))) == {}
+    assert unseal(json.dumps(seal({"a": float("inf"), 3: (1, 2)}))) == {"a": float("inf"), "3": [1, 2]}
+
+
+def test_of_an_earlier_version():
+    assert unseal(json.dumps(TREE)) == TREE
+
+
+def test_every_flipped_bit_is_noticed():
+    """Except in the name of the checksum and in spaces: there the values are still what they were."""
+    text, draw = json.dumps(seal(TREE)).encode(), random.Random(0)
+    for at in range(len(text)):
+        changed = bytearray(text)
+        changed[at] ^= 1 << draw.randrange(8)
+        try:
+            found = unseal(bytes(changed))
+        except ValueError:
+            continue
+        assert {key: found.get(key) for key in TREE} == TREE and len(found) <= len(TREE) + 1
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", "3", b"\0" * 99, b"\xff\xfe{", b'{"a": "\xe9"}', "[" * 100_000, '{"a": 1, "crc32": "00000000"}',
+    '{"a": 1, "crc32": null}',
+])  # fmt: skip
+def test_damage_is_a_value_error(text):
+    with pytest.raises(ValueError):
+        unseal(text)
+
+
+def test_the_name_of_the_checksum():
+    assert CHECKSUM == "crc32" and list(seal({"a": 1})) == ["a", "crc32"]
