@@ -15,11 +15,11 @@ def list_run(run: str):
             state = checkpoints.read_state(path)
             manifest = json.loads((path / checkpoints.MANIFEST).read_text())
             files, form = manifest["files"], manifest["format"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            size = sum(file["bytes"] for file in files.values()) / 2**20
+            grid = ", ".join(f"{key} {value}" for key, value in state.topology.items())
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             print(f"{path}: incomplete or damaged ({error})")
             continue
-        size = sum(file["bytes"] for file in files.values()) / 2**20
-        grid = ", ".join(f"{key} {value}" for key, value in state.topology.items())
         print(f"{path}: step {state.step}, {state.samples} samples, {size:.1f} MiB, format {form}, {grid}")
 
 

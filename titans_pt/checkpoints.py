@@ -80,7 +80,13 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders under ``folder``, oldest first, damaged ones included."""
+    """Checkpoint folders under ``folder``, oldest first, damaged ones included.
+
+    Raises:
+        UserError: ``folder`` is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}: is a file, and a run keeps its checkpoints in a folder of this name; move it away")
     if not folder.is_dir():
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]

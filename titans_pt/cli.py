@@ -23,6 +23,7 @@ _OS_REMEDIES = {
     errno.EDQUOT: "free some of your quota, or set run.dir (data.dir for prepare) to another disk",
     errno.EACCES: "change its permissions, or set run.dir (data.dir for prepare) to a folder you may write to",
     errno.EROFS: "set run.dir (data.dir for prepare) to a folder on a disk that can be written to",
+    errno.EISDIR: "a file belongs there: move the folder away",
     errno.ENOTDIR: "a part of the path is a file; set run.dir (data.dir for prepare) to another folder",
 }
 _CPU_OUT_OF_MEMORY = r"can't allocate memory|not enough memory"

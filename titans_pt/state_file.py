@@ -1,7 +1,10 @@
 """States (titans_pt.layers.state) as files."""
 
+import contextlib
+import hashlib
 import importlib
 import json
+from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,13 @@ from titans_pt.errors import UserError
 from titans_pt.models.mixers import MIXERS
 from titans_pt.tools.files import write_atomically
 
-FORMAT = "titans-state-1"
+FORMAT = "titans-state-2"
+READABLE = ("titans-state-1", FORMAT)
+"""1 has no checksum."""
+_BLANK = "0" * 64
+"""Stands for the checksum where the checksum is computed: it is that of the whole file, its own place aside."""
+_READ = 1 << 24
+_REMEDY = "copy it again, or write it again with: titans generate RUN --save-state FILE"
 _PACKAGE = "titans_pt"
 _BEFORE = "kernels."
 """Where files of version 0.1.0 say that the memory's states live; today's say titans_pt.kernels."""
@@ -24,7 +33,8 @@ def save_state(state: Any, path: str | Path, about: dict[str, str] | None = None
     """Writes a state (of any mixer) as one safetensors file; an old file at ``path`` is replaced whole or not at all.
 
     The tensors are named by their place (``blocks.0.memory.weights.1``); the metadata has ``format``, the nesting of
-    dataclasses, lists, tuples and plain values as JSON in ``structure``, and ``about``.
+    dataclasses, lists, tuples and plain values as JSON in ``structure``, ``about``, and ``sha256`` (hex), the hash of
+    the file with zeros in its place.
 
     Args:
         about: strings to keep with it, such as the hash of the model that it belongs to.
@@ -35,7 +45,9 @@ def save_state(state: Any, path: str | Path, about: dict[str, str] | None = None
     """
     tensors: dict[str, torch.Tensor] = {}
     structure = json.dumps(_flatten(state, "", tensors))
-    content = save(tensors, {"format": FORMAT, "structure": structure, "about": json.dumps(about or {})})
+    metadata = {"format": FORMAT, "structure": structure, "about": json.dumps(about or {}), "sha256": _BLANK}
+    content = save(tensors, metadata)
+    content = content.replace(_entry(_BLANK), _entry(hashlib.sha256(content).hexdigest()), 1)
     write_atomically(Path(path), lambda temporary: temporary.write_bytes(content), durable=True)
 
 
@@ -46,15 +58,19 @@ def load_state(path: str | Path, device: str | torch.device = "cpu") -> Any:
     make masks and cuts of them.
 
     Raises:
-        UserError: no such file, not a state, one of another format, or of a class that this version does not have.
+        UserError: no such file, not a state, a damaged one, one of another format, or of a class that this version does
+            not have.
     """
     file, metadata = _open(path)
-    return _build(json.loads(metadata["structure"]), file, torch.device(device), Path(path))
+    with _sound(path, metadata):
+        return _build(json.loads(metadata["structure"]), file, torch.device(device), Path(path))
 
 
 def read_about(path: str | Path) -> dict[str, str]:
     """The ``about`` of a state file. Raises UserError as :func:`load_state`."""
-    return json.loads(_open(path)[1]["about"])
+    _, metadata = _open(path)
+    with _sound(path, metadata):
+        return dict(json.loads(metadata["about"]))
 
 
 def _open(path: str | Path) -> tuple[Any, dict[str, str]]:
@@ -65,11 +81,46 @@ def _open(path: str | Path) -> tuple[Any, dict[str, str]]:
     try:
         file = safe_open(path, framework="pt", device="cpu")
     except SafetensorError as error:
-        raise UserError(f"{path}: not a state file, or a damaged one ({error}); write it again") from None
+        raise UserError(f"{path}: not a state file, or a damaged one ({error}); {_REMEDY}") from None
     metadata = file.metadata() or {}
-    if metadata.get("format") != FORMAT:
-        raise UserError(f"{path}: format {metadata.get('format')!r}, this version reads {FORMAT!r}; write it again")
+    if metadata.get("format") not in READABLE:
+        raise UserError(
+            f"{path}: format {metadata.get('format')!r}, this version reads {', '.join(READABLE)}; {_REMEDY}"
+        )
+    given = metadata.get("sha256")
+    if given != (_checksum(path, given) if given else None) or not given and metadata["format"] == FORMAT:
+        raise UserError(f"{path}: damaged: its content does not have the checksum that it was written with; {_REMEDY}")
     return file, metadata
+
+
+def _entry(checksum: str) -> bytes:
+    """How the header has it. Quotes inside of other entries have a backslash."""
+    return f'"sha256":"{checksum}"'.encode()
+
+
+def _checksum(path: Path, given: str) -> str:
+    """SHA-256 (hex) of a file as it was before the checksum ``given`` was put into it."""
+    with path.open("rb") as file:
+        size = file.read(8)
+        header = file.read(int.from_bytes(size, "little"))
+        found = hashlib.sha256(size + header.replace(_entry(given), _entry(_BLANK), 1))
+        while part := file.read(_READ):
+            found.update(part)
+    return found.hexdigest()
+
+
+@contextlib.contextmanager
+def _sound(path: str | Path, metadata: dict[str, str]) -> Iterator[None]:
+    """
+    Raises:
+        UserError: inside, a file that has no checksum turns out to be damaged.
+    """
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        if "sha256" in metadata:
+            raise
+        raise UserError(f"{path}: damaged ({type(error).__name__}: {error}); {_REMEDY}") from None
 
 
 def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict:

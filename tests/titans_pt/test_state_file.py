@@ -1,6 +1,7 @@
 """States as files: every mixer's, bit for bit; a continuation from a file is the continuation."""
 
 import json
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -17,7 +18,7 @@ from titans_pt.layers.state import compact, fork, map_tensors, state_bytes
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
 from titans_pt.run import load_run
-from titans_pt.state_file import FORMAT, load_state, read_about, save_state
+from titans_pt.state_file import FORMAT, READABLE, load_state, read_about, save_state
 from titans_pt.streaming import greedy, prefill
 from titans_pt.training.probes import find
 
@@ -143,8 +144,42 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_files_that_hold_something_else(tmp_path, structure, message):
     path = tmp_path / "state"
-    save_file({"x": torch.zeros(1)}, path, {"format": FORMAT, "structure": json.dumps(structure), "about": "{}"})
+    save_file({"x": torch.zeros(1)}, path, {"format": READABLE[0], "structure": json.dumps(structure), "about": "{}"})
     with pytest.raises(UserError, match=message):
+        load_state(path)
+
+
+def test_every_flipped_bit_is_damage(tmp_path):
+    """In the header, in the numbers and in the checksum itself."""
+    path, draw = tmp_path / "state", random.Random(0)
+    state = [torch.arange(40.0), {"about": 1}["about"], (torch.zeros(3, dtype=torch.int64), None)]
+    save_state(state, path, {"from": "0" * 64, "sha256": "a test"})
+    whole = path.read_bytes()
+    assert read_about(path) == {"from": "0" * 64, "sha256": "a test"}
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1:])
+        for read in (load_state, read_about):
+            with pytest.raises(UserError, match=r"state: .*titans generate RUN --save-state FILE"):
+                read(path)
+    path.write_bytes(whole)
+    assert torch.equal(load_state(path)[0], state[0])
+
+
+@pytest.mark.parametrize("metadata", [
+    {"structure": "{", "about": "{"}, {}, {"structure": '{"tensor": "nothing"}', "about": "3"},
+    {"structure": "[" * 100_000, "about": "[" * 100_000}, {"structure": '{"list": 3}', "about": "null"},
+])  # fmt: skip
+def test_a_damaged_file_without_a_checksum_is_one_line(tmp_path, metadata):
+    """As versions before this one wrote them; a sound one loads."""
+    path = tmp_path / "state"
+    save_file({"x": torch.ones(1)}, path, {"format": READABLE[0], **metadata})
+    for read in (load_state, read_about):
+        with pytest.raises(UserError, match="state: damaged"):
+            read(path)
+    save_file({"x": torch.ones(1)}, path, {"format": READABLE[0], "structure": '{"tensor": "x"}', "about": "{}"})
+    assert load_state(path).tolist() == [1] and read_about(path) == {}
+    save_file({"x": torch.ones(1)}, path, {"format": FORMAT, "structure": '{"tensor": "x"}', "about": "{}"})
+    with pytest.raises(UserError, match="damaged: its content does not have the checksum"):
         load_state(path)
 
 

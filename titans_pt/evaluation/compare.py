@@ -1,12 +1,14 @@
 """Several runs in one picture."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from titans_pt.errors import UserError
 from titans_pt.run_folder import RunFolder
 from titans_pt.tools.plots import figure_format, plot_accuracy
+from titans_pt.tools.sealed import unseal
+
+_FIGURES = ("length", "mean", "low", "high", "n")
 
 
 def compare(runs: Sequence[str | Path], task: str, path: Path, step: int | None = None) -> Path:
@@ -41,10 +43,13 @@ def _rows(folder: RunFolder, task: str, step: int | None) -> tuple[int, list[dic
     pattern = "step-*" if step is None else f"step-{step:08d}"
     for path in sorted(folder.evaluation.glob(f"{pattern}/summary.json"), reverse=True):
         try:
-            summary = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            raise UserError(f"{path}: not valid JSON; make it again with: titans evaluate {folder.path}") from None
-        for suite in ("needle", "babilong"):
-            if task in summary.get(suite, {}).get("tasks", {}):
-                return summary["step"], summary[suite]["tasks"][task]["by_length"]
+            summary = unseal(path.read_bytes())
+            for suite in ("needle", "babilong"):
+                if task in summary.get(suite, {}).get("tasks", {}):
+                    rows = summary[suite]["tasks"][task]["by_length"]
+                    if missing := [key for row in rows for key in _FIGURES if key not in row]:
+                        raise ValueError(f"{missing[0]!r} is missing")
+                    return summary["step"], rows
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}: damaged ({error}); make it again with: titans evaluate {folder.path}") from None
     raise UserError(f"{folder.path}: holds no results of {task}; make them with: titans evaluate {folder.path}")

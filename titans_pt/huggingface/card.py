@@ -1,12 +1,13 @@
 """The model card of an exported folder: what the model is, how to call it, and what was measured."""
 
-import json
 from collections.abc import Iterator
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from titans_pt import __version__
+from titans_pt.errors import UserError
 from titans_pt.run import LoadedRun
+from titans_pt.tools.sealed import unseal
 from titans_pt.training.metrics import read_metrics
 
 _USE = """\
@@ -74,7 +75,11 @@ def _figures(run: LoadedRun) -> Iterator[tuple[str, str, str, float]]:
         if record["step"] == run.step and record["kind"] == "validation" and record.get("validation_loss") is not None:
             yield "validation text, while training", "loss", "loss (nats per token)", record["validation_loss"]
     path = run.folder.evaluation / f"step-{run.step:08d}" / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        summary = unseal(path.read_bytes()) if path.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{path}: damaged ({error}); make it again with: titans evaluate {run.folder.path}, or delete "
+                        "it to export without its figures") from None  # fmt: skip
     if summary.get("checkpoint_hash") != run.checkpoint_hash:
         return
     if "perplexity" in summary:

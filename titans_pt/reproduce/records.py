@@ -10,7 +10,9 @@ from titans_pt.errors import UserError
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.run import differences
 from titans_pt.tools.files import write_text
+from titans_pt.tools.sealed import seal, unseal
 
+_NEEDED = ("failed", "trained", "measured", "config")
 DECISIVE = ("max_steps", "batch_tokens", "lr", "min_lr_ratio", "warmup_steps", "betas", "eps", "weight_decay", "clip")
 """Of ``train``: what changes a run's result. The rest is about speed, memory and files."""
 
@@ -44,11 +46,15 @@ class Records:
             UserError: the file is damaged.
         """
         try:
-            return json.loads(self.path(name).read_text(encoding="utf-8"))
+            record = unseal(self.path(name).read_bytes())
+            if missing := [key for key in _NEEDED if key not in record]:
+                raise ValueError(f"{missing[0]!r} is missing")
+            return record
         except FileNotFoundError:
             return None
-        except ValueError:
-            raise UserError(f"{self.path(name)}: not a record; delete it, and run again") from None
+        except ValueError as error:
+            raise UserError(f"{self.path(name)}: not a record, or a damaged one ({error}); delete it, and run "
+                            "again") from None  # fmt: skip
 
     def of(self, name: str, config: Config) -> dict[str, Any] | None:
         """The record of the run ``name``, which must have had these settings.
@@ -68,5 +74,5 @@ class Records:
 
     def write(self, name: str, record: dict[str, Any]):
         """As a whole or not at all; a line for each entry, so that a change shows as one."""
-        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in seal(record).items())
         write_text(self.path(name), "{\n" + ",\n".join(lines) + "\n}\n")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_pt.errors import UserError
+from titans_pt.tools.sealed import seal, unseal
 
 
 def digest(*parts: Any) -> str:
@@ -26,10 +27,11 @@ def read_records(paths: list[Path]) -> dict[str, dict]:
         lines = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines[:-1], start=1):
             try:
-                record = json.loads(line)
+                record = unseal(line)
                 records.setdefault(record["key"], record)
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"{path}: line {number} is not a record; delete the line and run again") from None
+            except (ValueError, KeyError, TypeError) as error:
+                why = f" ({error})" if isinstance(error, ValueError) else ""
+                raise UserError(f"{path}: line {number} is not a record{why}; delete the line and run again") from None
     return records
 
 
@@ -43,8 +45,8 @@ class RecordFile:
         self._file.truncate(self._file.read().rfind(b"\n") + 1)
 
     def append(self, record: dict) -> None:
-        """Writes one line and hands it to the operating system, so that a kill of this process cannot lose it."""
-        self._file.write(json.dumps(record).encode() + b"\n")
+        """Writes one line, with a checksum. The operating system has it then: a kill of this process cannot lose it."""
+        self._file.write(json.dumps(seal(record)).encode() + b"\n")
         self._file.flush()
 
     def __enter__(self) -> "RecordFile":

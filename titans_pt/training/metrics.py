@@ -1,8 +1,11 @@
 """What a run reports while it trains: metrics, one JSON object per line, and a progress bar."""
 
 import contextlib
+import itertools
 import json
+import logging
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,21 +14,34 @@ import torch
 from tqdm import tqdm
 
 from titans_pt.tools.files import write_text
+from titans_pt.tools.sealed import seal, unseal
 
+log = logging.getLogger(__name__)
+_FIGURES = {"train": ("loss",), "validation": ("validation_loss",)}
+"""What others read from records of these kinds."""
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 FLOP/s of known GPUs (SXM), by a part of their name."""
 
 
 class MetricsLog:
-    """metrics.jsonl: one object per record, each with ``kind`` and ``step``.
+    """metrics.jsonl: one object per record, each with ``kind``, ``step`` and a checksum (titans_pt.tools.sealed).
 
     kind "train": a logged step. "validation": validation_loss. "nonfinite": a skipped step and its samples.
     "evaluation": figures of summary.json, by their paths in it.
     """
 
     def __init__(self, path: Path, resumed_step: int):
-        """Opens the file to append; records after ``resumed_step`` are removed, since those steps are repeated."""
-        keep = [record for record in read_metrics(path) if record["step"] <= resumed_step]
+        """Opens the file to append; records after ``resumed_step`` are removed, since those steps are repeated.
+
+        A file with lines that cannot be read is kept under another name: what is left of them may be worth a look.
+        """
+        records, damaged = _read(path)
+        if damaged:
+            copy = _free(path.with_name(f"{path.stem}.damaged{path.suffix}"))
+            shutil.copyfile(path, copy)
+            log.warning("%s: line %s cannot be read, so the curves lack what it said (%d such lines); the file as it "
+                        "was is kept as %s", path, damaged[0], len(damaged), copy)  # fmt: skip
+        keep = [record for record in records if record["step"] <= resumed_step]
         write_text(path, "".join(_line(record) for record in keep))
         self.path, self._file = path, path.open("a")
 
@@ -46,21 +62,38 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a last line that a crash cut short is left out. No file: none."""
-    records = []
-    if path.is_file():
-        for line in path.read_text().splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                continue
-    return records
+    """The records of a metrics file; lines that cannot be read are left out. No file: none."""
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The records, and the numbers of the lines that are damaged; a last line that a crash cut short is neither."""
+    records, damaged = [], []
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = unseal(line)
+            if not isinstance(record["step"], int):
+                raise ValueError("a step that is no number")
+            for key in _FIGURES.get(record["kind"], ()):
+                record[key]
+            records.append(record)
+        except (ValueError, LookupError, TypeError):
+            if number < len(lines) or line.strip() and not line.startswith(b'{"'):
+                damaged.append(number)
+    return records, damaged
 
 
 def _line(record: dict[str, Any]) -> str:
     """One line of strict JSON, which has no NaN: non-finite numbers become null."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return json.dumps(finite) + "\n"
+    return json.dumps(seal(finite)) + "\n"
+
+
+def _free(path: Path) -> Path:
+    """``path``, or NAME-2, NAME-3, ... where there is such a file."""
+    names = itertools.chain([path], (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2)))
+    return next(name for name in names if not name.exists())
 
 
 class Progress:

@@ -8,6 +8,7 @@ from matplotlib.image import imread
 from titans_pt import cli
 from titans_pt.errors import UserError
 from titans_pt.evaluation.compare import compare
+from titans_pt.tools.sealed import seal
 
 
 def results(folder, step, accuracy):
@@ -44,9 +45,22 @@ def test_the_format_is_the_names(tmp_path, capsys):
 
 def test_a_damaged_summary_is_one_line(tmp_path):
     folder = results(tmp_path / "a", 3, 0.25)
-    (folder / "evaluation/step-00000003/summary.json").write_text('{"step": 3, "nee')
-    with pytest.raises(UserError, match="not valid JSON; make it again with: titans evaluate"):
-        compare([folder], "qa1", tmp_path / "c.png")
+    path = folder / "evaluation/step-00000003/summary.json"
+    whole = json.loads(path.read_text())
+    sealed = json.dumps(seal(whole))
+    for text in ('{"step": 3, "nee', "[]", b"\xff", bytes(50), json.dumps(whole).replace("mean", "meaN"),
+                 json.dumps(whole).replace("by_length", "by_lengtH"),
+                 sealed.replace('"step": 3', '"step": 8'), sealed[1:]):
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(UserError, match=r"summary.json: damaged .*; make it again with: titans evaluate"):
+            compare([folder], task_of(whole), tmp_path / "c.png")
+    path.write_text(sealed)
+    compare([folder], task_of(whole), tmp_path / "c.png")
+
+
+def task_of(summary):
+    """A task that a summary has."""
+    return next(iter(next(summary[suite] for suite in ("needle", "babilong") if suite in summary)["tasks"]))
 
 
 def test_without_results(tmp_path):

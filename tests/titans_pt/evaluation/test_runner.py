@@ -13,6 +13,7 @@ from titans_pt.config import EvaluationConfig
 from titans_pt.errors import UserError
 from titans_pt.evaluation import evaluate
 from titans_pt.tasks.language import Language
+from titans_pt.tools.sealed import unseal
 
 PICTURES = ("needle.png", "needle-cost.png", "needle-niah_single_1.png", "perplexity_by_position.png")
 SMALL = ["evaluation.needle.lengths=[600]", "evaluation.needle.depths=[0, 100]"]
@@ -36,7 +37,7 @@ def test_writes_everything_and_says_where(copying, capsys):
     summary = evaluate("anywhere", SMALL)
     out = capsys.readouterr().out
     folder = copying.folder.evaluation / "step-00000007"
-    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert unseal((folder / "summary.json").read_text()) == summary
     assert summary["step"] == 7 and summary["checkpoint_hash"] == "c0ffee"
     assert single(summary)["mean"] == 1.0 and single(summary)["n"] == 4
     assert summary["needle"]["settings"]["samples"] == 2

@@ -113,9 +113,12 @@ def test_records_are_of_the_runs_that_are_asked_for(made, tmp_path):
     other = runs_of(chosen(study("table1", "tiny"), order), order)[0]
     with pytest.raises(UserError, match=r"swa-s0.json: of a run with model.window=128, asked for is 64; .*--out"):
         other.record(records)
-    records.path("swa-s0").write_text("{")
-    with pytest.raises(UserError, match="not a record; delete it"):
-        records.read("swa-s0")
+    whole = records.path("swa-s0").read_text()
+    assert '"failed": ""' in whole
+    for damaged in ("{", "[]", "{}", whole.replace('"failed": ""', '"failed": "x"')):
+        records.path("swa-s0").write_text(damaged)
+        with pytest.raises(UserError, match="not a record, or a damaged one .*; delete it, and run again"):
+            records.read("swa-s0")
 
 
 def test_a_record_names_no_folder_of_the_machine(tmp_path):

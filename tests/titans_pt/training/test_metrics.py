@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from titans_pt.tools.sealed import seal
 from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
 from titans_pt.training.plots import plot_loss
 
@@ -20,10 +21,9 @@ def write(path, steps, resumed=0):
 def test_one_object_a_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 2])
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"kind": "train", "step": 1, "loss": 1.0},
-        {"kind": "train", "step": 2, "loss": 2.0},
-    ]
+    expected = [{"kind": "train", "step": 1, "loss": 1.0}, {"kind": "train", "step": 2, "loss": 2.0}]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [seal(record) for record in expected]
+    assert read_metrics(path) == expected
 
 
 def test_a_resume_drops_the_steps_that_come_again(tmp_path):
@@ -40,6 +40,36 @@ def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path):
         file.write('{"kind": "train", "st')
     write(path, [2], resumed=1)
     assert [r["step"] for r in read_metrics(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("line", [
+    b"\xff\xfe", bytes(80), b"[1]", b"{}",
+    b'{"kind": "train", "step": "1", "loss": 1}', b'{"kind": "train", "step": 1}',
+    b'{"kind": "validation", "step": 1, "loss": 1}', b'{"kind": ["train"], "step": 1}', b"[" * 100_000,
+    b'{"kind": "train", "step": 2, "loss": 5.0, "crc32": "00000000"}',
+])  # fmt: skip
+def test_a_damaged_line_is_left_out_and_the_file_kept(tmp_path, line, caplog):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2])
+    first, second = path.read_bytes().splitlines(keepends=True)
+    damaged = first + line + b"\n" + second
+    path.write_bytes(damaged)
+    write(path, [3], resumed=2)
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3]
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == damaged
+    assert "metrics.jsonl: line 2 cannot be read" in caplog.text and "metrics.damaged.jsonl" in caplog.text
+    path.write_bytes(bytes(300))  # all of it zeroed, without an end of line
+    write(path, [4], resumed=3)
+    assert (tmp_path / "metrics.damaged-2.jsonl").read_bytes() == bytes(300)
+    write(path, [5], resumed=4)
+    assert [r["step"] for r in read_metrics(path)] == [4, 5] and len(list(tmp_path.iterdir())) == 3
+
+
+def test_records_of_earlier_versions_have_no_checksum(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 1, "loss": 2.5}\n')
+    write(path, [2], resumed=1)
+    assert [r["loss"] for r in read_metrics(path)] == [2.5, 2.0]
 
 
 def test_not_finite_becomes_null_since_json_has_no_nan(tmp_path):
