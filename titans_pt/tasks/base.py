@@ -1,6 +1,6 @@
 """The contract of a task: everything around the backbone, and all that training and evaluation use of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -44,12 +44,14 @@ class TaskData:
 
     identity: name -> hash of what must be unchanged to continue from a checkpoint (the data, a tokenizer).
     baseline: the loss of a trivial model, shown in the loss curve; None: there is none.
+    sources: where train is a mixture, name of each source -> (its samples in an epoch, its share of what is read).
     """
 
     train: Samples
     validation: Samples
     identity: dict[str, str]
     baseline: float | None = None
+    sources: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
 class Task:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.config import Config
-from titans_pt.data_pipeline import PackedSamples, TokenFiles
+from titans_pt.data_pipeline import Mixture, PackedSamples, TokenFiles
 from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.layers.loss import cross_entropy
@@ -67,10 +67,21 @@ class Language(Task):
     def open(self) -> TaskData:
         files = TokenFiles.open(self.config)
         self.tokenizer = files.tokenizer
+        samples = files.samples(self.config)
         return TaskData(
-            files.samples(self.config), PackedSamples(files.validation, self.config.data.seq_len, 0),
+            samples, PackedSamples(files.validation, self.config.data.seq_len, 0),
             {"tokenizer": files.tokenizer.sha256, "data": files.fingerprint}, files.manifest.get("unigram_loss"),
+            self._sources(samples) if isinstance(samples, Mixture) else {},
         )  # fmt: skip
+
+    def _sources(self, mixture: Mixture) -> dict[str, tuple[int, float]]:
+        """As in TaskData."""
+        sources = self.config.data.sources
+        total = sum(source.weight for source in sources)
+        return {
+            f"data.sources[{i}] ({source.path or source.kind})": (len(mixture.streams[i]), source.weight / total)
+            for i, source in enumerate(sources)
+        }
 
     def cut(self, batch: tuple[Tensor, ...], part: int, parts: int) -> tuple[Tensor, ...]:
         ids, reset = batch

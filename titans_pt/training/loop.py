@@ -21,6 +21,7 @@ from titans_pt.layers.memory import NeuralMemory
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks import TASKS, Samples, Task, TaskData
 from titans_pt.tensorboard_log import TensorBoardLog
+from titans_pt.training.epochs import epochs_text, repeated
 from titans_pt.training.gauges import Gauges, lost_to
 from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
 from titans_pt.training.plan import make_plan
@@ -57,6 +58,7 @@ def train(config: Config) -> int:
         task = TASKS.find(config.task)(config)
         data = task.open()
         ranks.on_first(lambda: stack.enter_context(folder.opened()) and None)
+        ranks.on_first(lambda: _announce_epochs(config, data))
         stack.enter_context(watch.stacks_in(folder.stacks))
         trainer = Trainer(task, data, folder, ranks, signals, watch)
         stack.callback(trainer.close)
@@ -420,3 +422,10 @@ def _announce(config: Config, ranks: Ranks):
     plan = make_plan(config, ranks.world_size)
     print(plan.text(), flush=True)
     plan.check()
+
+
+def _announce_epochs(config: Config, data: TaskData):
+    """Prints how often the run reads its data; warns where a step repeats samples."""
+    print(epochs_text(config, data), flush=True)
+    for warning in repeated(config, data):
+        log.warning("%s", warning)

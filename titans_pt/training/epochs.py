@@ -1,0 +1,59 @@
+"""How often a run reads its data: epochs for the plan, and a warning where one step reads a sample several times."""
+
+from dataclasses import dataclass
+
+from titans_pt.config import Config
+from titans_pt.tasks import TaskData
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Training data, or one source of a mixture. samples: in an epoch. per_step, in_all: samples that are read."""
+
+    name: str
+    samples: int
+    per_step: float
+    in_all: float
+
+    @property
+    def epochs(self) -> float:
+        return self.in_all / self.samples
+
+
+def readings(config: Config, data: TaskData) -> list[Reading]:
+    """What a run to train.max_steps reads: of all its data; of a mixture each source in turn."""
+    batch = config.train.batch_tokens // config.data.seq_len
+    parts = data.sources or {"the training data": (len(data.train), 1.0)}
+    return [
+        Reading(name, samples, share * batch, share * batch * config.train.max_steps)
+        for name, (samples, share) in parts.items()
+    ]
+
+
+def epochs_text(config: Config, data: TaskData) -> str:
+    """Lines of the plan."""
+    found, wanted, there = readings(config, data), config.train.eval_samples, len(data.validation)
+    lines = [
+        f"plan: {r.name}: {r.samples:,} samples of {config.data.seq_len:,} tokens; {config.train.max_steps:,} steps "
+        f"read {r.in_all:,.0f}, each {r.epochs:,.2f} times (epochs)"
+        for r in found
+    ]  # fmt: skip
+    if config.train.eval_every:
+        lines += [f"plan: validation reads {wanted} of {there:,} samples" if wanted <= there else
+                  f"plan: validation reads all {there:,} samples there are (train.eval_samples={wanted})"]  # fmt: skip
+    return "\n".join(lines)
+
+
+def repeated(config: Config, data: TaskData) -> list[str]:
+    """A warning for all data, or each source, that has fewer samples than one step reads."""
+    seq_len, tokens = config.data.seq_len, config.train.batch_tokens
+    remedy = "lower its weight, lower train.batch_tokens, or add text to it"
+    if not data.sources:
+        most = len(data.train) * seq_len
+        remedy = f"lower train.batch_tokens to at most {most} (data.seq_len={seq_len}), or add text in data.sources"
+    return [
+        f"train.batch_tokens={tokens}: a step reads {r.per_step:,.5g} samples of {r.name}, and an epoch has "
+        f"{r.samples}: every step repeats each of them {r.per_step / r.samples:,.1f} times; {remedy}"
+        for r in readings(config, data)
+        if r.per_step > r.samples
+    ]  # fmt: skip
