@@ -6,8 +6,8 @@
     model.generate(**tokenizer("text", return_tensors="pt"), max_new_tokens=20)
 
 Where this package is not installed, ``trust_remote_code=True`` runs the source files that every exported folder
-carries (source.py). generate() carries the memory's state: every token is read once, at any length. What it returns
-with ``return_dict_in_generate=True`` has no state; call the model itself for that, and pass ``state=`` to continue.
+carries (source.py). generate() carries the memory's state: every token is read once, at any length. A call's ``state`` continues where it
+ended: ``model.generate(new_ids, state=out.state)``. docs/evaluation.md says what else works.
 """
 
 from titans_pt.errors import UserError
@@ -19,9 +19,11 @@ except ImportError as error:
 
 from titans_pt.huggingface.export import export_run, import_run
 from titans_pt.huggingface.modeling import TitansConfig, TitansForCausalLM, TitansOutput, TitansTokenizer
+from titans_pt.huggingface.source import source_files
 
 __all__ = ["TitansConfig", "TitansForCausalLM", "TitansOutput", "TitansTokenizer", "export_run", "import_run"]
 
+TitansConfig.source_files = staticmethod(source_files)
 AutoConfig.register(TitansConfig.model_type, TitansConfig)
 AutoModelForCausalLM.register(TitansConfig, TitansForCausalLM)
 AutoTokenizer.register(TitansConfig, slow_tokenizer_class=TitansTokenizer)

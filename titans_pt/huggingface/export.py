@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,51 +16,90 @@ from titans_pt import checkpoints
 from titans_pt.config import Config, config_hash
 from titans_pt.config_file import validated
 from titans_pt.config_history import as_stored
-from titans_pt.data_pipeline.tokenizers import saved_tokenizer
+from titans_pt.data_pipeline.tokenizers import FILES, saved_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.huggingface.card import model_card
 from titans_pt.huggingface.modeling import TitansConfig, TitansForCausalLM, TitansTokenizer
-from titans_pt.huggingface.source import MODELING, source_files
+from titans_pt.huggingface.source import CARRIED, HEAD
 from titans_pt.run import load_run
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks.language import keep_tokenizer
+
+_UNFINISHED = ".export-"
+"""Begins the name of the folder that an export is put together in; one that is left was cut short."""
+_EXPORTED = (*FILES, "model*.safetensors", "model.safetensors.index.json", "generation_config.json", "chat_template*",
+             "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # fmt: skip
+"""Files that decide what is loaded, besides config.json and the code."""
 
 
 def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None) -> Path:
     """Writes config.json, model.safetensors, the tokenizer, the model's source files and a model card to ``folder``.
 
-    Files of these names that are in the folder are replaced, others stay.
+    An earlier export there is replaced, all of it; files that are no part of one stay. config.json is missing until
+    all others are in place: a folder whose export was cut short is refused by whatever reads it.
 
     Raises:
-        UserError: ``folder`` is a file, or what ``load_run`` finds wrong with the run.
+        UserError: ``folder`` is a file, holds a run, or a model or a tokenizer that is no export; or what ``load_run``
+            finds wrong with the run.
     """
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {folder}: is a file; name a folder")
+    stale = _replaced(folder)
     run = load_run(run_dir, step, precision="fp32")
     given = run.config.data.tokenizer
     tokenizer = TitansTokenizer(
         str(run.tokenizer.path), eos_token=given.eos_token, begin_with_bos=given.add_bos
     )
     config = TitansConfig(
-        published(run.config), run.step, run.checkpoint_hash, eos_token_id=run.tokenizer.eos_id,
+        published(run.config), run.step, run.checkpoint_hash, run.tokenizer.sha256, eos_token_id=run.tokenizer.eos_id,
         bos_token_id=next(iter(run.tokenizer.begin), None), pad_token_id=run.tokenizer.eos_id, dtype="float32",
-        auto_map={"AutoConfig": f"{MODELING}.TitansConfig", "AutoModelForCausalLM": f"{MODELING}.TitansForCausalLM"},
     )  # fmt: skip
     model = TitansForCausalLM(config)
     model.model.load_state_dict(run.model.state_dict())
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as scratch:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=_UNFINISHED) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
-        for name, text in source_files(run.config.model).items():
-            Path(scratch, name).write_text(text, encoding="utf-8")
-        _add(Path(scratch, "tokenizer_config.json"), auto_map={"AutoTokenizer": [f"{MODELING}.TitansTokenizer", None]})
         Path(scratch, "README.md").write_text(model_card(run), encoding="utf-8")
-        for file in sorted(Path(scratch).iterdir()):
+        for path in stale:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        for file in sorted(Path(scratch).iterdir(), key=lambda file: (file.name == "config.json", file.name)):
             file.chmod(0o666 & ~_umask())  # safetensors makes its file for the owner alone
             os.replace(file, folder / file.name)
     return folder
+
+
+def _replaced(folder: Path) -> list[Path]:
+    """What an earlier export left in ``folder``, config.json first.
+
+    Raises:
+        UserError: a file, a run, or a model or a tokenizer that is no export.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder}: is a file; name a folder")
+    if RunFolder(folder).config.exists():
+        raise UserError(f"--out {folder}: holds a run; name another folder")
+    cut = sorted(folder.glob(f"{_UNFINISHED}*"))
+    config = folder / "config.json"
+    ours = [path for pattern in _EXPORTED for path in sorted(folder.glob(pattern))]
+    if config.exists():
+        ours = [config, *ours]
+    if ours and not cut and _model_type(config) != TitansConfig.model_type:
+        raise UserError(f"--out {folder}: holds {ours[0].name}, which titans export did not write; name another folder")
+    return [*ours, *(path for path in folder.glob("*.py") if _carried(path)), *cut]
+
+
+def _carried(path: Path) -> bool:
+    """Whether a Python file is one that exports carry."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return path.stem == CARRIED or HEAD.match(file.readline()) is not None
+
+
+def _model_type(config: Path) -> str | None:
+    """What a config.json says; None without one, or where it is none."""
+    try:
+        return json.loads(config.read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def published(config: Config) -> dict:
@@ -83,13 +123,12 @@ def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str]
         UserError: nothing that export wrote is there, or ``run_dir`` holds a run already.
     """
     folder, run = Path(folder), RunFolder(run_dir)
-    _check_exported(folder)
+    tokenizer = _check_exported(folder)
     if run.config.exists():
         raise UserError(f"{run.path}: holds a run already; name another folder")
-    tokenizer = saved_tokenizer(folder)
     try:
         model, found = TitansForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    except (SafetensorError, ValidationError) as error:
+    except (SafetensorError, ValidationError, OSError) as error:
         raise UserError(f"{folder}: damaged, or of a later version ({' '.join(str(error).split())[:200]}); copy or "
                         "export it again") from None
     if different := sorted({*found["missing_keys"], *found["unexpected_keys"], *map(str, found["mismatched_keys"])}):
@@ -110,12 +149,16 @@ def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str]
     return run.path
 
 
-def _check_exported(folder: Path):
-    """
+def _check_exported(folder: Path) -> Path:
+    """The tokenizer's file.
+
     Raises:
-        UserError: ``folder`` is not one that :func:`export_run` wrote.
+        UserError: ``folder`` is not one that :func:`export_run` wrote, or only a part of it, or its tokenizer is not
+            the model's.
     """
     wrong = "name a folder that titans export wrote"
+    if any(folder.glob(f"{_UNFINISHED}*")):
+        raise UserError(f"{folder}: an export into it was cut short; export again")
     for name in ("config.json", "model*.safetensors", saved_tokenizer(folder).name):
         if not any(folder.glob(name)):
             raise UserError(f"{folder}: holds no {name}; {wrong}")
@@ -126,12 +169,17 @@ def _check_exported(folder: Path):
         raise UserError(f"{folder / 'config.json'}: not JSON with fields; {wrong}") from None
     if kind != TitansConfig.model_type or not isinstance(tree.get("settings"), dict):
         raise UserError(f"{folder}: holds a model of type {kind!r}, and only Titans can be imported; {wrong}")
-
-
-def _add(path: Path, **entries):
-    """Adds entries to a JSON file."""
-    tree = json.loads(path.read_text(encoding="utf-8")) | entries
-    path.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    found = [folder / name for name in FILES if (folder / name).is_file()]
+    trained = tree.get("tokenizer_hash")
+    if trained:
+        found = [path for path in found if hashlib.sha256(path.read_bytes()).hexdigest() == trained]
+        if not found:
+            raise UserError(f"{saved_tokenizer(folder)}: not the tokenizer of this model (sha256 {trained[:12]}...); "
+                            "copy or export it again")
+    elif len(found) > 1:  # folders from before config.json said which
+        raise UserError(f"{folder}: holds {' and '.join(path.name for path in found)}; delete the one that is not this "
+                        "model's")
+    return found[0]
 
 
 def _umask() -> int:

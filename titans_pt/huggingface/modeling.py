@@ -5,19 +5,38 @@ than a model needs, and nothing may be found by its place in this package.
 """
 
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
+from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
 from titans_pt.config import ModelConfig, with_todays_names
 from titans_pt.config_history import as_stored
-from titans_pt.data_pipeline.tokenizers import FILES, load_tokenizer, saved_tokenizer
+from titans_pt.data_pipeline.tokenizers import FILES, StreamDecoder, load_tokenizer, saved_tokenizer
+from titans_pt.layers.state import take_rows
 from titans_pt.models import build_model
+
+MODELING = "modeling_titans"
+"""This file's name, without .py, in exported folders."""
+LONGEST = 1 << 20
+"""The tokenizer's model_max_length. No text is too long for a memory, but tools that find no number cut at their own,
+and some fill up to it, so it has to be finite."""
+_UNSERVED = {
+    "inputs_embeds": "the model reads token ids; pass input_ids",
+    "output_attentions": "a memory has no attention weights; leave it out",
+    "position_ids": "the model counts tokens itself; leave it out, and pass a packed batch as rows of their own",
+    "token_type_ids": "the model has one kind of token; leave it out",
+    "cache_position": "the state knows its place; leave it out",
+    "cache_params": "the past is called state here; pass state=",
+}
+"""Arguments of other models -> what to do instead. None and False, which wrappers pass on, are no request."""
 
 
 class TitansConfig(PreTrainedConfig):
@@ -26,13 +45,28 @@ class TitansConfig(PreTrainedConfig):
     Args:
         settings: a tree as in a run's config.yaml. Folders of version 0.1.0 have all of it.
         step, checkpoint_hash: of the checkpoint that the weights are from.
+        tokenizer_hash: SHA-256 of the tokenizer's file that the weights were trained with; "" is unknown.
+        use_cache: calls return a state unless they are told otherwise.
     """
 
     model_type = "titans"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    source_files: ClassVar[Callable[[ModelConfig], dict[str, str]] | None] = None
+    """Settings -> the code that a saved folder carries. Set where this package is installed; elsewhere the code came
+    with a folder, and transformers copies it."""
 
-    def __init__(self, settings: dict | None = None, step: int = 0, checkpoint_hash: str = "", **others: Any):
+    def __init__(
+        self,
+        settings: dict | None = None,
+        step: int = 0,
+        checkpoint_hash: str = "",
+        tokenizer_hash: str = "",
+        use_cache: bool = True,
+        **others: Any,
+    ):
         self.settings = settings or {"model": ModelConfig().model_dump(mode="json")}
-        self.step, self.checkpoint_hash = step, checkpoint_hash
+        self.step, self.checkpoint_hash, self.tokenizer_hash = step, checkpoint_hash, tokenizer_hash
+        self.use_cache = use_cache
         model = self.model
         self.vocab_size, self.hidden_size, self.num_hidden_layers = model.vocab_size, model.d_model, model.n_layers
         super().__init__(**{**others, "tie_word_embeddings": model.tie_embeddings})
@@ -42,14 +76,35 @@ class TitansConfig(PreTrainedConfig):
         """The settings of the model, those that are newer than the folder completed."""
         return ModelConfig.model_validate(as_stored(with_todays_names(self.settings))["model"])
 
+    def save_pretrained(self, save_directory: str | Path, *rest: Any, **options: Any):
+        """Writes config.json, and next to it the code that trust_remote_code=True runs."""
+        if type(self).source_files is not None:
+            self.auto_map = {"AutoConfig": f"{MODELING}.TitansConfig",
+                             "AutoModelForCausalLM": f"{MODELING}.TitansForCausalLM"}  # fmt: skip
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            for name, text in type(self).source_files(self.model).items():
+                Path(save_directory, name).write_text(text, encoding="utf-8")
+        return super().save_pretrained(save_directory, *rest, **options)
+
 
 @dataclass
 class TitansOutput(ModelOutput):
-    """logits (B, T, vocab_size); ``state`` after the last token; loss where labels were given."""
+    """What a call returns.
+
+    loss: a number, where labels were given. logits: (B, T, vocab_size).
+    past_key_values: the state after the last token, by the name under which transformers' own loops look for it.
+    hidden_states: where asked for, n_layers + 1 of (B, T, d_model): what each block is given, and at last the head.
+    """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
-    state: Any = None
+    past_key_values: Any = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+    @property
+    def state(self) -> Any:
+        """The state after the last token."""
+        return self.past_key_values
 
 
 class TitansForCausalLM(PreTrainedModel, GenerationMixin):
@@ -58,12 +113,19 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = TitansConfig
     base_model_prefix = "model"
+    accepts_loss_kwargs = True
+    supports_gradient_checkpointing = True
     _is_stateful = True
+    _no_split_modules = ["Block"]
+    _supported_generation_modes = [
+        GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE,
+    ]  # fmt: skip
     _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}
 
     def __init__(self, config: TitansConfig):
         super().__init__(config)
         self.model = build_model(config.model)
+        self.gradient_checkpointing = False
         # Folders from before models could change in the course of a training do not say how long it was.
         steps = config.settings.get("train", {}).get("max_steps") or max(config.step, 1)
         self.model.blocks.set_progress(config.step / steps)
@@ -72,6 +134,15 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module):
         """The model has initialised itself."""
 
+    def _initialize_missing_keys(self, *rest: Any):
+        """Weights that a folder lacks become those of an untrained model."""
+        missing = [name for name, p in self.model.named_parameters() if not getattr(p, "_is_hf_initialized", False)]
+        if missing:
+            fresh = dict(build_model(self.config.model).named_parameters())
+            for name in missing:
+                self.model.get_parameter(name).data.copy_(fresh[name])
+        super()._initialize_missing_keys(*rest)
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
@@ -79,47 +150,187 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self):
         return self.model.embedding
 
+    def set_input_embeddings(self, value):
+        self.model.embedding = value
+
     def get_output_embeddings(self):
         return self.model.head
 
+    def set_output_embeddings(self, new_embeddings):
+        self.model.head = new_embeddings
+
+    def resize_token_embeddings(self, *sizes: Any, **options: Any):
+        embedding = super().resize_token_embeddings(*sizes, **options)
+        settings = self.config.settings
+        self.config.settings = settings | {"model": settings["model"] | {"vocab_size": embedding.num_embeddings}}
+        return embedding
+
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         state: Any = None,
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        logits_to_keep: int = 0,
-        **unused: Any,
-    ) -> TitansOutput:
-        """input_ids (B, T) int64; ``state`` as an earlier call returned it; labels (B, T), shifted here.
-        attention_mask (B, T), 0 for tokens to the left of where a row begins: their logits mean nothing, their labels
-        do not count.
+        logits_to_keep: int | Tensor = 0,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **others: Any,
+    ) -> TitansOutput | tuple:
+        """One call for whole sequences, or for the tokens that come after a state.
+
+        Args:
+            input_ids: (B, T) int64.
+            state: what an earlier call returned; ``past_key_values`` is another name for it.
+            labels: (B, T), shifted here; -100 does not count.
+            attention_mask: (B, T), 0 for what fills a row up on the left or on the right. Its logits mean nothing, its
+                labels do not count. With a state it may cover the tokens before, too.
+            logits_to_keep: logits of so many tokens at the end, or of those at the places of a tensor; 0: of all.
+            use_cache: whether to return the state; None is the config's. Rows that are filled up on the right have
+                none.
+            num_items_in_batch: the loss is the sum over all labels divided by this, not their mean: the Trainer's
+                count over all micro-batches of a step.
 
         Raises:
-            ValueError: the mask hides other tokens, or some after a state.
+            ValueError: a mask that hides other tokens; an argument that means nothing here.
+            TypeError: an unknown argument.
         """
+        _refuse(others)
+        if input_ids is None:
+            raise ValueError("input_ids: missing; pass token ids (B, T)")
+        if past_key_values is not None:
+            if state is not None:
+                raise ValueError("state, past_key_values: two names of one thing; give one")
+            state = past_key_values
+        keep = self.config.use_cache if use_cache is None else use_cache
         starts = {}
         if attention_mask is not None and not bool(attention_mask.all()):
-            shown = attention_mask.bool()
-            if state is not None or not bool(shown[:, -1].all()) or bool((shown[:, :-1] & ~shown[:, 1:]).any()):
-                raise ValueError(
-                    "attention_mask: hides tokens after the start of a row, or after a state; a memory reads all of "
-                    "them: pad on the left (tokenizer.padding_side='left')"
-                )
-            begins = shown.clone()
-            begins[:, 1:] &= ~shown[:, :-1]
-            starts = {"reset": begins.cpu()}
-            labels = None if labels is None else labels.masked_fill(~shown | begins, -100)
-        logits, state = self.model(input_ids, state, last_only=logits_to_keep == 1, **starts)
+            shown, begins = _rows(attention_mask, input_ids, state)
+            if not bool(shown[:, -1].all()):
+                if use_cache:
+                    raise ValueError(
+                        "attention_mask: hides tokens at the end of a row, after which there is no state to go on "
+                        "from; pad on the left (tokenizer.padding_side='left')"
+                    )
+                keep = False
+            if bool(begins[:, 1:].any()):
+                starts = {"reset": begins.cpu()}
+            if labels is not None:
+                given, labels = labels, labels.masked_fill(~shown | begins, -100)
+                if num_items_in_batch is not None:  # The Trainer has counted first tokens, which nothing predicts.
+                    num_items_in_batch = num_items_in_batch * _count(labels) / _count(given)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        self.model.blocks.set_activation_checkpointing(self.gradient_checkpointing)
+        last_only = isinstance(logits_to_keep, int) and logits_to_keep == 1
+        with self._watched(wanted) as seen:
+            logits, state = self.model(input_ids, state, last_only=last_only, output_final_state=bool(keep), **starts)
+        if not last_only:
+            logits = logits[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else logits[:, logits_to_keep]
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return TitansOutput(loss, logits, state)
+            loss = self.loss_function(logits, labels, logits.shape[-1], num_items_in_batch=num_items_in_batch)
+        hidden_states = self._hidden_states(seen, input_ids.shape[1]) if wanted else None
+        output = TitansOutput(loss, logits, state, hidden_states)
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
-    def prepare_inputs_for_generation(self, input_ids, state=None, attention_mask=None, is_first_iteration=False, **_):
-        if state is not None and not is_first_iteration:
-            input_ids, attention_mask = input_ids[:, -1:], None
-        return {"input_ids": input_ids, "state": state, "attention_mask": attention_mask, "logits_to_keep": 1}
+    @contextmanager
+    def _watched(self, wanted: bool) -> Iterator[list[Tensor]]:
+        """Collects what each block is given, and what the last one returns."""
+        seen: list[Tensor] = []
+        hooks = []
+        if wanted:
+            blocks = self.model.blocks
+            hooks = [block.register_forward_pre_hook(lambda _, given: seen.append(given[0])) for block in blocks]
+            hooks.append(blocks[-1].register_forward_hook(lambda _, given, result: seen.append(result[0])))
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hidden_states(self, seen: list[Tensor], length: int) -> tuple[Tensor, ...]:
+        if [x.shape[1] for x in seen] != [length] * (len(self.model.blocks) + 1):
+            raise ValueError("output_hidden_states: these mixers put tokens of their own between those of the text, "
+                             "whose vectors alone there are not; leave it out")  # fmt: skip
+        return *seen[:-1], self.model.norm(seen[-1])
+
+    def prepare_inputs_for_generation(
+        self, input_ids, state=None, past_key_values=None, attention_mask=None, use_cache=None,
+        output_hidden_states=None, is_first_iteration=False, **internal,
+    ):  # fmt: skip
+        """The arguments of the next call: the prompt, then one token at a time; or all tokens each time, without a
+        cache."""
+        if past_key_values is not None:
+            input_ids, attention_mask, state = input_ids[:, -1:], None, past_key_values
+        return {"input_ids": input_ids, "state": state, "attention_mask": attention_mask, "use_cache": use_cache,
+                "output_hidden_states": output_hidden_states, "logits_to_keep": 1}  # fmt: skip
+
+    def _get_deprecated_gen_repo(self, generation_mode: GenerationMode, *rest: Any) -> str | None:
+        """Called first of all with the way of generating; most versions would send the user to code on the hub."""
+        if generation_mode not in self._supported_generation_modes:
+            raise ValueError(f"generate(): {generation_mode.value.replace('_', ' ')} needs to go back to earlier "
+                             "tokens, or is not made for a state; use greedy search, sampling or beam search")
+        return super()._get_deprecated_gen_repo(generation_mode, *rest)
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]):
+        if model_kwargs.get("past_key_values") is not None:
+            raise ValueError("past_key_values: generate() goes on from a state with the tokens after it alone; pass "
+                             "state=, and only the new input_ids")  # fmt: skip
+        _refuse({name: model_kwargs[name] for name in _UNSERVED if name in model_kwargs})
+        super()._validate_model_kwargs(model_kwargs)
+
+    def _expand_inputs_for_generation(self, expand_size: int = 1, **options: Any):
+        """Several rows for each, of the state too."""
+        input_ids, options = super()._expand_inputs_for_generation(expand_size=expand_size, **options)
+        if expand_size > 1 and options.get("state") is not None:
+            options["state"] = take_rows(options["state"], torch.arange(len(input_ids)) // expand_size)
+        return input_ids, options
+
+    def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
+        """The states of the beams that go on."""
+        return take_rows(past_key_values, beam_idx)
+
+
+def _count(labels: Tensor) -> Tensor:
+    """How many labels (B, T) a loss is the mean of."""
+    return (labels[:, 1:] != -100).sum()
+
+
+def _rows(mask: Tensor, ids: Tensor, state: Any) -> tuple[Tensor, Tensor]:
+    """bool (B, T) each: the tokens that a mask shows, and the first one of every row.
+
+    Raises:
+        ValueError: a mask of another shape; one that hides tokens between others, after a state, or a whole row.
+    """
+    if mask.ndim == 2 and state is not None:
+        mask = mask[:, -ids.shape[1] :]
+    if mask.shape != ids.shape:
+        raise ValueError(f"attention_mask: given shape {tuple(mask.shape)}; must be that of input_ids, "
+                         f"{tuple(ids.shape)}")  # fmt: skip
+    shown = mask.bool()
+    begins = shown.clone()
+    begins[:, 1:] &= ~shown[:, :-1]
+    if state is not None and not bool(shown.all()) or not bool((begins.sum(dim=1) == 1).all()):
+        raise ValueError(
+            "attention_mask: hides tokens between others, after a state, or a whole row; a memory reads all tokens: "
+            "pad on the left (tokenizer.padding_side='left')"
+        )
+    return shown, begins
+
+
+def _refuse(others: dict[str, Any]):
+    """
+    Raises:
+        TypeError: an argument that no model has.
+        ValueError: one of another model.
+    """
+    for name, value in others.items():
+        if name not in _UNSERVED:
+            raise TypeError(f"{name}: no argument of a Titans model; given {value!r}")
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: {_UNSERVED[name]}")
 
 
 class TitansTokenizer(PreTrainedTokenizer):
@@ -130,6 +341,9 @@ class TitansTokenizer(PreTrainedTokenizer):
         vocab_file: SentencePiece's model.
         tokenizer_file: a tokenizer.json. Without either: whichever lies in the folder ``name_or_path``.
         begin_with_bos: what data.tokenizer.add_bos was in training. (transformers drops an argument ``add_bos_token``.)
+
+    Raises:
+        ValueError: both files, of which one is another tokenizer's.
     """
 
     vocab_files_names = {"vocab_file": FILES[0], "tokenizer_file": FILES[1]}
@@ -140,22 +354,51 @@ class TitansTokenizer(PreTrainedTokenizer):
         self, vocab_file: str | None = None, tokenizer_file: str | None = None, eos_token: Any = None,
         begin_with_bos: bool = False, **others: Any,
     ):  # fmt: skip
+        if vocab_file and tokenizer_file:
+            raise ValueError(f"{vocab_file}, {tokenizer_file}: one of them is another model's; delete it")
         path = vocab_file or tokenizer_file or saved_tokenizer(Path(others["name_or_path"]))
         self.inner = load_tokenizer(path, None if eos_token is None else str(eos_token), begin_with_bos)
         self._ids = {name: i for i, name in enumerate(self.inner.names) if name}
+        controls = [name for name, piece in zip(self.inner.names, self.inner.pieces, strict=True) if name and not piece]
         others.setdefault("pad_token", self.inner.names[self.inner.eos_id])  # hidden by the mask
-        others |= {"begin_with_bos": begin_with_bos}
+        others.setdefault("model_max_length", LONGEST)
         if begin_with_bos:
             others["bos_token"] = self.inner.names[self.inner.bos_id]
-        # Text is text: "</s>" in it is those four letters, as in training.
-        super().__init__(**{**others, "eos_token": self.inner.names[self.inner.eos_id], "split_special_tokens": True})
+        others |= {
+            "begin_with_bos": begin_with_bos,
+            "eos_token": self.inner.names[self.inner.eos_id],
+            "extra_special_tokens": controls,  # skip_special_tokens hides them
+            "special_tokens_pattern": "none",
+            "split_special_tokens": True,  # Text is text: "</s>" in it is those four letters, as in training.
+            "auto_map": {"AutoTokenizer": [f"{MODELING}.TitansTokenizer", None]},
+        }
+        super().__init__(**others)
 
     @property
     def vocab_size(self) -> int:
         return self.inner.vocab_size
 
     def get_vocab(self) -> dict[str, int]:
-        return self._ids | self.added_tokens_encoder
+        return dict(self._ids)
+
+    def _add_tokens(self, new_tokens: list[Any], special_tokens: bool = False) -> int:
+        """Marks tokens as special; new ones would have no place in the model, and text would never become them.
+
+        Raises:
+            ValueError: a token that is not in the vocabulary.
+        """
+        self._check(new_tokens or [])
+        return super()._add_tokens(new_tokens, special_tokens)
+
+    def __setattr__(self, name: str, value: Any):
+        if name in self.SPECIAL_TOKENS_ATTRIBUTES and value is not None:
+            self._check([value])
+        super().__setattr__(name, value)
+
+    def _check(self, tokens: list[Any]):
+        if unknown := [str(token) for token in tokens if str(token) and str(token) not in self._ids]:
+            raise ValueError(f"{', '.join(unknown)}: no token of this vocabulary, which training has settled; use one "
+                             "of get_vocab(), such as eos_token, or train with a tokenizer that has it")
 
     def _tokenize(self, text: str, **unused: Any) -> list[str]:
         return [self.inner.names[i] for i in self.inner.encode(text)]
@@ -170,14 +413,20 @@ class TitansTokenizer(PreTrainedTokenizer):
             return super().get_special_tokens_mask(token_ids_0, token_ids_1, already_has_special_tokens=True)
         return [1] * len(self.inner.begin) + [0] * (len(token_ids_0) + len(token_ids_1 or []))
 
-    def _convert_token_to_id(self, token: str) -> int:
-        return self._ids[token]
+    def _convert_token_to_id(self, token: str) -> int | None:
+        return self._ids.get(token)
 
     def _convert_id_to_token(self, index: int) -> str:
         return self.inner.names[index]
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        return self.inner.decode(self._ids[token] for token in tokens)
+        """The text of tokens, control tokens as they are spelled."""
+        decoder = StreamDecoder(self.inner)
+        text = []
+        for token in tokens:
+            i = self._ids[token]
+            text += [decoder.push(i)] if self.inner.pieces[i] else [decoder.finish(), token]
+        return "".join([*text, decoder.finish()])
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
         path = Path(save_directory) / self.inner.path.name

@@ -18,11 +18,13 @@ from types import ModuleType
 from titans_pt import __version__
 from titans_pt.config import ModelConfig
 from titans_pt.errors import UserError
+from titans_pt.huggingface.modeling import MODELING
 from titans_pt.models.mixers import MIXERS
 
-MODELING = "modeling_titans"
 CARRIED = "titans_pt_carried"
 _START = "titans_pt.huggingface.modeling"
+HEAD = re.compile(r"# \S+ of titans-pt \S+, Apache-2\.0; only the imports are changed\.$")
+"""First line of every file that is carried, but for CARRIED."""
 _BESIDE = re.compile(r'Path\(__file__\)\.with_name\("([^"]+)"\)')
 _FILES = '''"""Files that are not Python, as text."""
 
@@ -70,12 +72,16 @@ def source_files(model: ModelConfig) -> dict[str, str]:
         *(f"import {top}  # noqa: E402, F401" for top in others),
     ]  # fmt: skip
     files = {f"{_flat(name)}.py": module.text for name, module in modules.items()}
-    files[f"{MODELING}.py"] += "\n".join(lines) + "\n"
     if carried := {name: path for module in modules.values() for name, path in module.beside.items()}:
-        head = '"""Files that are not Python, as text."""\n\nimport contextlib\nimport os\nfrom pathlib import Path\n\n'
-        head += "FILES = {\n"
         texts = [f"    {name!r}: {_literal(path.read_text(encoding='utf-8'))},\n" for name, path in carried.items()]
         files[f"{CARRIED}.py"] = _FILES + "".join(texts) + "}\n" + _PLACED
+    lines += [
+        "", "",
+        "def _all_files():",
+        '    """Never called. Before version 5.9, transformers takes along only what this very file imports."""',
+        *(f"    from .{Path(name).stem} import __name__ as _" for name in sorted(files) if Path(name).stem != MODELING),
+    ]  # fmt: skip
+    files[f"{MODELING}.py"] += "\n".join(lines) + "\n"
     return files
 
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+SHARED = {"shared": True}
+"""Metadata of a dataclass's field whose tensor has no rows of its own."""
+
 
 def map_tensors(state: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``state`` with ``fn`` applied to every tensor; dataclasses, tuples, lists and None keep their shape.
@@ -46,6 +49,26 @@ def check_rows(given: int | None, x: torch.Tensor):
     """
     if given not in (None, len(x)):
         raise ValueError(f"state: given one of {given} rows; the input has {len(x)}")
+
+
+def take_rows(state: Any, index: torch.Tensor) -> Any:
+    """The state of the rows at ``index`` (n,) int64, in that order, any of them several times: beams that go on, or
+    several continuations of each row. A copy, as by :func:`fork`.
+
+    A dataclass whose rows are not the first dimension of its tensors has a method of this name; a tensor that all rows
+    share is a field with ``SHARED`` as its metadata.
+    """
+    if isinstance(state, torch.Tensor):
+        return state.index_select(0, index.to(state.device))
+    if is_dataclass(state):
+        if hasattr(state, "take_rows"):
+            return state.take_rows(index)
+        taken = {f.name: fork(value) if f.metadata.get("shared") else take_rows(value, index)
+                 for f in fields(state) for value in (getattr(state, f.name),)}  # fmt: skip
+        return replace(state, **taken)
+    if isinstance(state, (tuple, list)):
+        return type(state)(take_rows(item, index) for item in state)
+    return state
 
 
 def fork(state: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -19,6 +19,7 @@ from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState, Projection
 from titans_pt.layers.rotary import rotate, rotation_from
 from titans_pt.layers.sharding import Shard
+from titans_pt.layers.state import SHARED
 from titans_pt.layers.token_plan import TokenPlan, plain, plan_of, weight_of
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
@@ -52,7 +53,7 @@ class MACState:
     v: Tensor
     h_k: Tensor
     h_v: Tensor
-    h_place: Tensor
+    h_place: Tensor = field(metadata=SHARED)
     offset: Tensor
     position: int
     persistent: tuple[Tensor, Tensor] | None = None

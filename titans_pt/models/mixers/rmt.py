@@ -10,7 +10,7 @@ from titans_pt.config import Config, ModelConfig, Positive, Section
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.norm import RMSNorm
-from titans_pt.layers.state import check_rows, map_tensors, rows
+from titans_pt.layers.state import check_rows, fork, map_tensors, rows
 from titans_pt.models.mixers.attention import AttentionMixer
 from titans_pt.models.mixers.base import MIXERS, Blocks, Mixer, Need
 
@@ -32,6 +32,10 @@ class RMTRows:
     """Where documents have cut the rows: the state of each row by itself."""
 
     rows: list[RMTState]
+
+    def take_rows(self, index: Tensor) -> "RMTRows":
+        """See titans_pt.layers.state.take_rows."""
+        return RMTRows([fork(self.rows[row]) for row in index.tolist()])
 
 
 def _rows(state: RMTState | RMTRows | None, rows: int) -> list[RMTState | None]:
