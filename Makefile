@@ -1,12 +1,13 @@
 # make quickstart: install, prepare text, train a small Titans, resume it, evaluate it; a memory and a window in one plot
 # make test:       install, run the tests
 # make settings:   write configs/schema.json and docs/settings.md again, after a change of titans_pt/config.py
-PYTHON ?= python3
+# Not from the environment, where other programs have a PYTHON and a RUN: make install PYTHON=python3.12
+PYTHON = python3
 # The CPU build; on a GPU node name your own, e.g. make install TORCH=torch==2.11.0
 TORCH ?= torch==2.13.0
 # Only where torch brings none; not in constraints.txt, since every CUDA build of torch insists on its own version.
 TRITON ?= triton==3.9.0
-RUN ?= runs/quickstart
+RUN = runs/quickstart
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -5,16 +5,17 @@
 # OUT/text/LENGTH.jsonl has the stories, OUT/data/LENGTH their token files, and OUT/LENGTH is the run of that stage.
 # KEY=VALUE: settings over RUN's, such as train.lr=1e-4 or evaluation.babilong.haystack.path=pg19/
 # After a stop, run the same line again: what is done stays.
-# LENGTHS    tokens of a story, one stage each (512 1024 2048 4096)
-# STEPS      training steps of a stage, a tenth of them warm-up (1000)
-# DOCUMENTS  stories of each length and task (1000)
-# PROCESSES, NODES, MASTER, ... are those of torchrun.sh
+# TITANS_LENGTHS    tokens of a story, one stage each (512 1024 2048 4096)
+# TITANS_STEPS      training steps of a stage, a tenth of them warm-up (1000)
+# TITANS_DOCUMENTS  stories of each length and task (1000)
+# TITANS_PROCESSES, TITANS_NODES, TITANS_MASTER, ... are those of torchrun.sh
 set -euo pipefail
 launch=$(dirname "$0")
-python=${PYTHON:-python}
+python=${TITANS_PYTHON:-python}
+if [[ -z ${TITANS_PYTHON:-} && -n ${PYTHON:-} ]] && "$PYTHON" -c 'import titans_pt.cli' 2>/dev/null; then python=$PYTHON; fi
 run=${1:?RUN is missing} out=${2:?OUT is missing}
-read -ra lengths <<<"${LENGTHS:-512 1024 2048 4096}"
-steps=${STEPS:-1000}
+read -ra lengths <<<"${TITANS_LENGTHS:-${LENGTHS:-512 1024 2048 4096}}"
+steps=${TITANS_STEPS:-${STEPS:-1000}}
 evaluation=() settings=()
 for word in "${@:3}"; do
     if [[ $word == evaluation.* ]]; then evaluation+=("$word"); fi
@@ -27,7 +28,7 @@ before=$run
 for length in "${lengths[@]}"; do
     echo "== $length tokens"
     if [[ ! -f $out/text/$length.jsonl ]]; then
-        "$python" -m titans_pt babilong "$run" --out "$out/text" --samples "${DOCUMENTS:-1000}" \
+        "$python" -m titans_pt babilong "$run" --out "$out/text" --samples "${TITANS_DOCUMENTS:-${DOCUMENTS:-1000}}" \
             ${evaluation[@]+"${evaluation[@]}"} "evaluation.babilong.lengths=[$length]"
     fi
     stage=(

@@ -8,12 +8,14 @@
 #       hierarchy the same with several memories instead of one (TNT), and with a large, stale one alone
 #       long      training at 32K and 128K tokens per sequence; a stream of 10 million; layers side by side in both
 # Without a PART: kernels. A step that fails does not stop the others, but the exit status reports it.
-# OUT     folder of all results, one log per step (runs/gpu)
-# PYTHON  another interpreter
+# TITANS_OUT     folder of all results, one log per step (runs/gpu)
+# TITANS_PYTHON  another interpreter
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
-out=$(mkdir -p "${OUT:-runs/gpu}" && cd "${OUT:-runs/gpu}" && pwd)
-python=${PYTHON:-python3}
+out=${TITANS_OUT:-${OUT:-runs/gpu}}
+out=$(mkdir -p "$out" && cd "$out" && pwd)
+python=${TITANS_PYTHON:-python3}
+if [[ -z ${TITANS_PYTHON:-} && -n ${PYTHON:-} ]] && "$PYTHON" -c 'import titans_pt.cli' 2>/dev/null; then python=$PYTHON; fi
 status=0
 
 step() {  # step NAME SECONDS COMMAND...

@@ -6,7 +6,7 @@
 #         'evaluation.needle.lengths=[2048,16384,131072,1048576,10485760]' 'evaluation.needle.tasks=[niah_single_1]'
 # A task that was stopped does what is left when it is queued again, within a long sample too (evaluation.save_every);
 # the rank that finds all samples done writes the summary and the pictures. To submit some of an array of 0-15 again:
-#     RANKS=16 sbatch --array 3,7 launch/slurm_evaluate.sh RUN ...
+#     TITANS_RANKS=16 sbatch --array 3,7 launch/slurm_evaluate.sh RUN ...
 #SBATCH --job-name titans-evaluate
 #SBATCH --ntasks 1
 #SBATCH --gpus 1
@@ -18,9 +18,12 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 rank=$((${SLURM_ARRAY_TASK_ID:-0} - ${SLURM_ARRAY_TASK_MIN:-0}))
-if [[ -n "${RANKS:-}" ]]; then
+ranks=${TITANS_RANKS:-${RANKS:-}}
+if [[ -n $ranks ]]; then
     rank=${SLURM_ARRAY_TASK_ID:-0}
 fi
-export RANK=$rank WORLD_SIZE="${RANKS:-${SLURM_ARRAY_TASK_COUNT:-1}}" LOCAL_RANK=0
+export RANK=$rank WORLD_SIZE="${ranks:-${SLURM_ARRAY_TASK_COUNT:-1}}" LOCAL_RANK=0
 echo "== rank $RANK of $WORLD_SIZE, task ${SLURM_ARRAY_TASK_ID:-0} of job ${SLURM_ARRAY_JOB_ID:-${SLURM_JOB_ID:-none}}"
-exec "${PYTHON:-python}" -m titans_pt evaluate "$@"
+python=${TITANS_PYTHON:-python}
+if [[ -z ${TITANS_PYTHON:-} && -n ${PYTHON:-} ]] && "$PYTHON" -c 'import titans_pt.cli' 2>/dev/null; then python=$PYTHON; fi
+exec "$python" -m titans_pt evaluate "$@"

@@ -25,7 +25,11 @@ end() {
 }
 trap end USR1 TERM
 
-srun "${PYTHON:-python}" -m titans_pt reproduce "$@" &
+python=${TITANS_PYTHON:-python}
+if [[ -z ${TITANS_PYTHON:-} && -n ${PYTHON:-} ]] && "$PYTHON" -c 'import titans_pt.cli' 2>/dev/null; then python=$PYTHON; fi
+# Since SLURM 22.05 srun does not take --cpus-per-task over from sbatch: a task would have one CPU.
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+srun "$python" -m titans_pt reproduce "$@" &
 step=$!
 status=0
 wait "$step" || status=$?

@@ -3,7 +3,7 @@
 # One task per node, which starts one process per GPU. Five minutes before the time is up, or on preemption, every process
 # gets SIGTERM and writes a checkpoint; then the job queues itself again and continues from there. scancel ends it, after a
 # checkpoint if KillWait is long enough. launch/torchrun.sh says which variables it reads. With another --signal B:USR1@S,
-# set GRACE a little below S.
+# set TITANS_GRACE a little below S.
 #SBATCH --job-name titans
 #SBATCH --ntasks-per-node 1
 #SBATCH --gpus-per-node 8
@@ -16,13 +16,17 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 
-NODES=$SLURM_JOB_NUM_NODES
-HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")  # not through head: its early end is a SIGPIPE to scontrol
-MASTER=${HOSTS%%$'\n'*}:$((20000 + SLURM_JOB_ID % 20000))
-JOB=$SLURM_JOB_ID
+TITANS_NODES=$SLURM_JOB_NUM_NODES
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")  # not through head: its early end is a SIGPIPE to scontrol
+TITANS_MASTER=${hosts%%$'\n'*}:$((20000 + SLURM_JOB_ID % 20000))
+TITANS_JOB=$SLURM_JOB_ID
 # Below the 300 s, so that there is time to queue again if the checkpoint was not done and the processes had to be killed.
-GRACE=${GRACE:-270}
-export NODES MASTER JOB GRACE
+TITANS_GRACE=${TITANS_GRACE:-${GRACE:-270}}
+export TITANS_NODES TITANS_MASTER TITANS_JOB TITANS_GRACE
+python=${TITANS_PYTHON:-python}
+if [[ -z ${TITANS_PYTHON:-} && -n ${PYTHON:-} ]] && "$PYTHON" -c 'import titans_pt.cli' 2>/dev/null; then python=$PYTHON; fi
+# Since SLURM 22.05 srun does not take --cpus-per-task over from sbatch: a task would have one CPU.
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
 asked=0
 # SIGUSR1: time is nearly up. SIGTERM: the job is cancelled, or preempted and at its end.
@@ -33,7 +37,7 @@ end() {
 }
 trap end USR1 TERM
 
-srun --kill-on-bad-exit=1 "${PYTHON:-python}" -m titans_pt.training.launcher "$@" &
+srun --kill-on-bad-exit=1 "$python" -m titans_pt.training.launcher "$@" &
 step=$!
 status=0
 wait "$step" || status=$?

@@ -1,15 +1,20 @@
 #!/usr/bin/env bash
 # Trains on one node, one process per GPU:  launch/torchrun.sh CONFIG [KEY=VALUE ...]
-# On several nodes, the same line on each, with the same NODES and MASTER (one of them, with a port):
-#     NODES=2 MASTER=node1:29500 launch/torchrun.sh CONFIG [KEY=VALUE ...]
-# PROCESSES  processes per node (default: one per GPU; set it on a machine without GPUs)
-# RESTARTS   how often the job restarts by itself from its newest checkpoint after losing a process (default 3); it does
-#            not after an error that you must fix first, nor after a stop that was asked for
-# GRACE      seconds for a last checkpoint after SIGTERM or Ctrl-C, before what is left is killed (default 300); set it
-#            a little below what your scheduler gives
-# JOB        a name that distinguishes jobs on one MASTER (default: titans)
-# HOST       1 on the node that MASTER names, 0 on the others, where their host names do not show it (namespaces, NAT)
-# ADDRESS    this node's address, if the others cannot reach it by its host name
-# PYTHON     the interpreter (default: python)
+# On several nodes, the same line on each, with the same TITANS_NODES and TITANS_MASTER (one of them, with a port):
+#     TITANS_NODES=2 TITANS_MASTER=node1:29500 launch/torchrun.sh CONFIG [KEY=VALUE ...]
+# TITANS_PROCESSES  processes per node (default: one per GPU; set it on a machine without GPUs)
+# TITANS_RESTARTS   how often the job restarts by itself from its newest checkpoint after losing a process (default 3); it
+#                   does not after an error that you must fix first, nor after a stop that was asked for
+# TITANS_GRACE      seconds for a last checkpoint after SIGTERM, Ctrl-C or SIGHUP, before what is left is killed (default
+#                   300); set it a little below what your scheduler gives
+# TITANS_JOB        a name, the same on all nodes, for jobs that share the port of one TITANS_MASTER on purpose
+# TITANS_HOST       1 on the node that TITANS_MASTER names, 0 on the others, where their host names do not show it
+#                   (namespaces, NAT)
+# TITANS_ADDRESS    this node's address, if the others cannot reach it by its host name
+# TITANS_PYTHON     the interpreter (default: python)
+# The same names without TITANS_ are read where these are not set: HOST only if it is 0 or 1, and PYTHON only if titans_pt
+# is installed for it, since other programs set them, too. Under nohup the run outlives its terminal.
 set -euo pipefail
-exec "${PYTHON:-python}" -m titans_pt.training.launcher "$@"
+python=${TITANS_PYTHON:-python}
+if [[ -z ${TITANS_PYTHON:-} && -n ${PYTHON:-} ]] && "$PYTHON" -c 'import titans_pt.cli' 2>/dev/null; then python=$PYTHON; fi
+exec "$python" -m titans_pt.training.launcher "$@"

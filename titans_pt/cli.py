@@ -13,6 +13,8 @@ import click
 from titans_pt import __version__
 from titans_pt.commands import COMPLETION, SECTIONS, SUBJECT, Commands
 from titans_pt.errors import EXIT_USER, UserError
+from titans_pt.tools.processes import place
+from titans_pt.tools.screen import drop, say
 
 _MEMORY = (
     "lower train.micro_batch or data.seq_len, set train.activation_checkpointing=true, "
@@ -98,8 +100,7 @@ def _unread() -> bool:
     output.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in output.poll(0)):
         return False  # another pipe broke
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())  # else Python complains once more when it ends
+    drop(sys.stdout)  # else Python complains once more when it ends
     return True
 
 
@@ -112,8 +113,11 @@ def _runtime_error(error: RuntimeError) -> int:
         return _fail(f"out of memory ({text.split('. ')[0]}): {_MEMORY}")
     if re.search(_CPU_OUT_OF_MEMORY, text, re.IGNORECASE):
         return _fail(f"out of memory (CPU): {_MEMORY}")
-    if _processes() > 1 and re.search(_LOST_PEER, text, re.IGNORECASE):
+    if place(strict=False).size > 1 and re.search(_LOST_PEER, text, re.IGNORECASE):
         return _fail("another process of this run has stopped; its own message says why", 1, patience=10.0)
+    if "EADDRINUSE" in text:
+        return _fail("another program took the port that torchrun chose for this start (address already in use); its "
+                     "next start chooses another", 1)  # fmt: skip
     raise error
 
 
@@ -123,12 +127,7 @@ def _fail(message: str, status: int = EXIT_USER, patience: float = 5.0) -> int:
     Most errors hit all ranks, and torchrun stops the others as soon as one has failed: so the line appears once, and
     an error of a single rank still appears.
     """
-    rank = int(os.environ.get("RANK", 0))
-    if rank and _processes() > 1:
+    if rank := place(strict=False).rank:
         time.sleep(patience + min(0.3 * rank, 5.0))
-    print(f"titans: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    say(f"titans: error: {' '.join(message.split())}", sys.stderr)
     return status
-
-
-def _processes() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1))

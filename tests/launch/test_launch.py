@@ -48,7 +48,8 @@ def stand_ins(tmp_path):
 @pytest.fixture
 def start(tmp_path):
     def run(script: str, *words: str, **variables: str) -> subprocess.Popen:
-        environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"} | variables
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SRUN", "TITANS"))}
+        environment = clean | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"} | variables
         return subprocess.Popen([str(ROOT / "launch" / script), *words], env=environment, cwd=ROOT, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
 
@@ -61,10 +62,25 @@ def test_torchrun(stand_ins, start):
     assert out == "-m titans_pt.training.launcher c.yaml a=1\n"
 
 
-def test_deepspeed(stand_ins, start):
+@pytest.mark.parametrize(("variables", "expected"), [
+    ({}, "python"), ({"PYTHON": "other"}, "other"), ({"PYTHON": "foreign"}, "python"),
+    ({"PYTHON": "/not/there"}, "python"), ({"PYTHON": "other", "TITANS_PYTHON": "ours"}, "ours"),
+])  # fmt: skip
+def test_the_interpreter_is_one_that_has_titans(stand_ins, start, variables, expected):
+    for name in ("python", "other", "ours"):
+        stand_ins(name, f'if [[ $1 == -m ]]; then echo "{name} $2"; fi')
+    stand_ins("foreign", "exit 1")
+    out, _ = start("torchrun.sh", "c.yaml", **variables).communicate()
+    assert out == f"{expected} titans_pt.training.launcher\n"
+
+
+@pytest.mark.parametrize(("variables", "port"), [
+    ({}, 29500), ({"PORT": "8080"}, 8080), ({"PORT": "a/b"}, 29500), ({"PORT": "1", "TITANS_PORT": "2"}, 2),
+])  # fmt: skip
+def test_deepspeed(stand_ins, start, variables, port):
     stand_ins("deepspeed", 'echo "$@"')
-    out, _ = start("deepspeed.sh", "hosts", "c.yaml", "a=1").communicate()
-    assert out == "--hostfile hosts --master_port 29500 --no_local_rank --module titans_pt train c.yaml a=1\n"
+    out, _ = start("deepspeed.sh", "hosts", "c.yaml", "a=1", **variables).communicate()
+    assert out == f"--hostfile hosts --master_port {port} --no_local_rank --module titans_pt train c.yaml a=1\n"
 
 
 WHEN = "2026-11-22T08:22:35"
@@ -83,12 +99,22 @@ def slurm(stand_ins, tmp_path, srun: str, job: str = "JobState=RUNNING PreemptTi
 
 
 def test_slurm_starts_torchrun_on_every_node(stand_ins, start, tmp_path):
-    slurm(stand_ins, tmp_path, 'echo "$NODES $MASTER $JOB $GRACE $*"; exit 5')
-    process = start("slurm_train.sh", "c.yaml", "a=1", PYTHON="python3", **SLURM)
+    variables = "$TITANS_NODES $TITANS_MASTER $TITANS_JOB $TITANS_GRACE"
+    slurm(stand_ins, tmp_path, f'echo "{variables} $*"; exit 5')
+    process = start("slurm_train.sh", "c.yaml", "a=1", TITANS_PYTHON="python3", **SLURM)
     out, _ = process.communicate(timeout=30)
     assert out == "2 n1:20077 77 270 --kill-on-bad-exit=1 python3 -m titans_pt.training.launcher c.yaml a=1\n"
     assert process.returncode == 5
     assert not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize("script", ["slurm_train.sh", "slurm_reproduce.sh"])
+def test_the_tasks_have_the_cpus_that_were_asked_for(stand_ins, start, tmp_path, script):
+    slurm(stand_ins, tmp_path, 'echo "${SRUN_CPUS_PER_TASK-not set}"')
+    out, _ = start(script, "c.yaml", SLURM_CPUS_PER_TASK="48", **SLURM).communicate(timeout=30)
+    assert out == "48\n"
+    out, _ = start(script, "c.yaml", **SLURM).communicate(timeout=30)
+    assert out == "not set\n"
 
 
 def test_slurm_starts_from_any_folder(stand_ins, start, tmp_path):
@@ -146,7 +172,7 @@ def task(number: str, first: str, count: str) -> dict[str, str]:
 
 
 ARRAYS = [(task("5", "2", "4"), 3, 4), (task("5", "0", "16"), 5, 16)]
-AGAIN = task("7", "3", "2") | {"RANKS": "16"}
+AGAIN = task("7", "3", "2") | {"TITANS_RANKS": "16", "RANKS": "another program's"}
 
 
 @pytest.mark.parametrize(("variables", "rank", "ranks"), [*ARRAYS, (AGAIN, 7, 16), ({}, 0, 1)])

@@ -16,5 +16,7 @@ SECTION = "evaluate"
 def evaluate(run: str, overrides: tuple[str, ...], step: int | None, suite: str | None):
     """Measure a trained model: perplexity, needles, BABILong, commonsense."""
     from titans_pt import evaluation
+    from titans_pt.tools.processes import check_alone
 
+    check_alone("Submit it with sbatch --array 0-7 launch/slurm_evaluate.sh RUN, whose tasks share the samples")
     evaluation.evaluate(run, overrides, step=step, suite=suite)

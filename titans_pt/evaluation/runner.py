@@ -10,7 +10,6 @@ and has ``name``, ``loaded`` (the run), ``keys``, one for each of its jobs, and
 
 import importlib
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from titans_pt.streaming import best_device
 from titans_pt.tasks import Task
 from titans_pt.tasks.base import backbone_of
 from titans_pt.tools.files import write_text
+from titans_pt.tools.processes import place
 from titans_pt.tools.records import RecordFile, read_records
 from titans_pt.tools.sealed import seal, unseal
 from titans_pt.wandb_log import WandbLog
@@ -64,8 +64,9 @@ def evaluate(
         if key.partition(".")[0] != "evaluation" and key != "data.dir":
             raise UserError(f"override {override!r}: only evaluation.KEY=VALUE and data.dir=FOLDER can be set here; "
                             "the rest is the run's")
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = best_device(int(os.environ.get("LOCAL_RANK", rank)))
+    mine = place()
+    rank, world = mine.rank, mine.size
+    device = best_device(rank if mine.local_rank is None else mine.local_rank)
     if device != "cpu":
         torch.cuda.set_device(device)  # Triton launches on the current device, not on that of its arguments
     run = load_run(run_dir, step=step, device=device, overrides=overrides)

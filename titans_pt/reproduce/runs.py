@@ -197,7 +197,8 @@ def _torchrun(config: Config, ranks: int, claim: int) -> int:
     settings = folder.path / "asked.yaml"
     settings.write_text(resolved_yaml(config))
     words = [sys.executable, "-m", "titans_pt.training.launcher", str(settings)]
-    environment = os.environ | {"PROCESSES": str(ranks), "NODES": "1"}
+    # WORLD_SIZE: of this worker's own processes, however many workers a cluster started.
+    environment = os.environ | {"TITANS_PROCESSES": str(ranks), "TITANS_NODES": "1", "WORLD_SIZE": "1"}
     with subprocess.Popen(words, env=environment, pass_fds=[claim]) as process:
         before = signal.signal(signal.SIGTERM, lambda number, _frame: process.send_signal(number))
         try:

@@ -8,13 +8,19 @@ What it takes from the environment says launch/torchrun.sh. It is PyTorch's torc
 - Its exit status is that of the process that ended first, without a traceback.
 """
 
+import hashlib
 import os
+import queue
 import signal
+import socket
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
 import torch
-from torch.distributed import run
+from torch.distributed import DistError, TCPStore, run
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -22,11 +28,16 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 
 from titans_pt.errors import EXIT_USER, UserError
+from titans_pt.tools.processes import check_alone, number
+from titans_pt.tools.screen import say
+from titans_pt.training.signals import STOPS, hangs_up
 
 GRACE = 300
-"""Seconds, where GRACE is not set."""
-FINAL = (EXIT_USER, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Seconds, where TITANS_GRACE is not set."""
+FINAL = (EXIT_USER, *(128 + number for number in STOPS))
 """Exit statuses of processes that are not started again."""
+MEETING = 10.0
+"""Seconds within which a store that is there answers, and knows the job whose first node has made it."""
 
 
 class Agent(LocalElasticAgent):
@@ -41,8 +52,9 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals | None = None, timeout: float = 30):
         """Ends the processes; a signal is named only when the agent itself was sent one."""
         if death_sig is not None and self._pcontext:
-            for number in (signal.SIGINT, signal.SIGTERM):  # a second Ctrl-C is for them, too
-                signal.signal(number, self._pass_on)
+            for each in STOPS:  # a second Ctrl-C is for them, too
+                if each != signal.SIGHUP or hangs_up():
+                    signal.signal(each, self._pass_on)
             self._pcontext.close(death_sig, grace(os.environ))
         super()._shutdown()
 
@@ -60,40 +72,129 @@ def _cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]
     return min(failures.items(), key=lambda item: (item[1].timestamp, item[1].exitcode not in FINAL))
 
 
+def variable(environment: Mapping[str, str], name: str) -> tuple[str, str]:
+    """(TITANS_NAME, its value), or (NAME, its value) where only that is set, or (TITANS_NAME, "").
+
+    The plain names, documented in earlier versions, still work. Other programs use them for their own ends: conda's
+    compilers and tcsh set HOST, which counts here only as 0 or 1, and empty variables do not count.
+    """
+    if value := environment.get(f"TITANS_{name}"):
+        return f"TITANS_{name}", value
+    value = environment.get(name, "")
+    foreign = name == "HOST" and value not in ("0", "1")
+    return (f"TITANS_{name}", "") if foreign or not value else (name, value)
+
+
 def grace(environment: Mapping[str, str]) -> int:
     """Seconds between SIGTERM and SIGKILL."""
     return _number(environment, "GRACE", GRACE)
 
 
-def options(environment: Mapping[str, str]) -> list[str]:
+def options(environment: Mapping[str, str], program: Sequence[str] = ()) -> list[str]:
     """torchrun's options.
+
+    Args:
+        program: what runs on all nodes; its words distinguish jobs that have no name.
 
     Raises:
         UserError: a variable is missing or not a number; no GPU, and no number of processes.
     """
     processes = _number(environment, "PROCESSES", torch.cuda.device_count())
     if not processes:
-        raise UserError("PROCESSES is not set, and this machine has no GPU; set it to the number of processes per node")
+        raise UserError("TITANS_PROCESSES is not set, and this machine has no GPU; set it to the number of processes "
+                        "per node")  # fmt: skip
     found = ["--nproc_per_node", str(processes), "--max_restarts", str(_number(environment, "RESTARTS", 3))]
+    if not hangs_up():  # torchrun's own handler would end what nohup protects
+        found += ["--signals_to_handle", "SIGTERM,SIGINT,SIGQUIT"]
     nodes = _number(environment, "NODES", 1)
     if nodes == 1:
-        return [*found, "--standalone"]
-    if not (master := environment.get("MASTER")):
-        raise UserError(f"NODES={nodes}: several nodes need MASTER=host:port, the same on each")
-    found += ["--nnodes", str(nodes), "--rdzv_backend", "c10d", "--rdzv_id", environment.get("JOB", "titans")]
+        return [*found, "--nnodes", "1", "--standalone"]
+    name, master = variable(environment, "MASTER")
+    if not master:
+        raise UserError(f"{variable(environment, 'NODES')[0]}={nodes}: several nodes need TITANS_MASTER=host:port, the "
+                        "same on each")  # fmt: skip
+    address(name, master)
+    found += ["--nnodes", str(nodes), "--rdzv_backend", "c10d", "--rdzv_id", _job(environment, program)]
     found += ["--rdzv_endpoint", master]
-    if host := environment.get("HOST"):
+    name, host = variable(environment, "HOST")
+    if host not in ("", "0", "1"):
+        raise UserError(f"{name}: given {host!r}; must be 1 on the node that TITANS_MASTER names and 0 on the others")
+    if host:
         found += ["--rdzv_conf", f"is_host={host}"]
-    if address := environment.get("ADDRESS"):
-        found += ["--local_addr", address]
+    if own := variable(environment, "ADDRESS")[1]:
+        found += ["--local_addr", own]
     return found
 
 
+def address(name: str, master: str) -> tuple[str, int]:
+    """
+    Raises:
+        UserError: ``master``, the value of the variable ``name``, is not host:port.
+    """
+    host, _, port = master.rpartition(":")
+    if not host or not 0 < (number(port) or 0) < 65536:
+        raise UserError(f"{name}: given {master!r}; must be host:port, of one of the nodes, e.g. node1:29500")
+    return host.strip("[]"), int(port)
+
+
+def check_master(environment: Mapping[str, str], program: Sequence[str]):
+    """Refuses a port on which another job, or another program, listens: torchrun would wait there for ten minutes.
+
+    Raises:
+        UserError: names it. Jobs that share a port on purpose have names (TITANS_JOB).
+    """
+    name, master = variable(environment, "MASTER")
+    host, port = address(name, master)
+    try:
+        socket.create_connection((host, port), timeout=MEETING).close()
+    except OSError:
+        return  # nobody is there yet
+    job, nodes = _job(environment, program), _number(environment, "NODES", 1)
+    key, end = f"torch.rendezvous.{job}", time.monotonic() + MEETING
+    store = _store(host, port)
+    if store is None:
+        raise UserError(f"{name}={master}: another program listens on this port; choose a free port of {host}")
+    if variable(environment, "JOB")[1]:
+        return
+    while not store.check([key]):  # its first node, which has just made the store, may be about to enter it
+        if time.monotonic() > end:
+            raise UserError(
+                f"{name}={master}: another job uses this port, or the nodes of this job were started with different "
+                f"words: give each job on {host} a port of its own, and each of its {nodes} nodes the same words"
+            )
+        time.sleep(0.5)
+
+
+def _store(host: str, port: int) -> TCPStore | None:
+    """torch's store on a port that something listens on; None: it is something else."""
+    found = queue.SimpleQueue()
+
+    def connect():
+        try:
+            found.put(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=MEETING)))
+        except (DistError, RuntimeError):
+            found.put(None)
+
+    threading.Thread(target=connect, daemon=True).start()  # it would wait forever for a program that says nothing
+    try:
+        return found.get(timeout=MEETING)
+    except queue.Empty:
+        return None
+
+
+def _job(environment: Mapping[str, str], program: Sequence[str]) -> str:
+    """What distinguishes jobs on one port."""
+    words = "\0".join(program).encode()
+    return variable(environment, "JOB")[1] or f"titans-{hashlib.sha256(words).hexdigest()[:12]}"
+
+
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name) or str(default)
-    if not text.isdecimal():
-        raise UserError(f"{name}: given {text!r}; must be a whole number")
-    return int(text)
+    name, text = variable(environment, name)
+    text = text or str(default)
+    if (value := number(text)) is None:
+        foreign = f"; another program's? TITANS_{name} comes first" if not name.startswith("TITANS_") else ""
+        raise UserError(f"{name}: given {text!r}; must be a whole number{foreign}")
+    return value
 
 
 def launch(program: Sequence[str]) -> int:
@@ -104,7 +205,12 @@ def launch(program: Sequence[str]) -> int:
     api.LocalElasticAgent = Agent
     try:
         grace(os.environ)  # its errors now rather than at a stop
-        run.run(run.parse_args([*options(os.environ), *program]))
+        words = options(os.environ, program)
+        nodes = _number(os.environ, "NODES", 1)
+        check_alone("Start one on each node: sbatch --nodes N launch/slurm_train.sh CONFIG does that", allowed=nodes)
+        if nodes > 1:
+            check_master(os.environ, program)
+        run.run(run.parse_args([*words, *program]))
     except UserError as error:
         return _fail(str(error), EXIT_USER)
     except SignalException as stop:
@@ -115,15 +221,16 @@ def launch(program: Sequence[str]) -> int:
             return failure.exitcode
         killed = failure.exitcode < 0
         what = f"was killed by {signal.Signals(-failure.exitcode).name}" if killed else "failed"
-        message = f"rank {rank} {what}, and no restart is left (RESTARTS); the same command continues from the newest "
-        return _fail(message + "checkpoint", 128 - failure.exitcode if killed else failure.exitcode)
+        message = f"rank {rank} {what}, and no restart is left (TITANS_RESTARTS); the same command continues from the "
+        return _fail(message + "newest checkpoint", 128 - failure.exitcode if killed else failure.exitcode)
     except RendezvousError as error:
-        return _fail(f"the nodes of this job do not meet (any more): {error}; the others' messages say why", 1)
+        why = error.__cause__ or error
+        return _fail(f"the nodes of this job do not meet (any more): {why}; the others' messages say why", 1)
     return 0
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"titans: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    say(f"titans: error: {' '.join(message.split())}", sys.stderr)
     return status
 
 

@@ -21,6 +21,7 @@ from titans_pt.layers.memory import NeuralMemory
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks import TASKS, Samples, Task, TaskData
 from titans_pt.tensorboard_log import TensorBoardLog
+from titans_pt.tools.screen import say
 from titans_pt.training.epochs import epochs_text, repeated
 from titans_pt.training.gauges import Gauges, lost_to
 from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
@@ -398,7 +399,7 @@ class Trainer:
     def _say(self, text: str):
         if self.ranks.first:
             log.info(text)
-            print(text)
+            say(text)
 
     def close(self):
         """Ends logs and bars; the engine goes with the process."""

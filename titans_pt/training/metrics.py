@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from titans_pt.tools.files import write_text
+from titans_pt.tools.screen import drop
 from titans_pt.tools.sealed import seal, unseal
 
 log = logging.getLogger(__name__)
@@ -108,10 +109,16 @@ class Progress:
 
     def update(self, loss: float, tokens_per_second: float):
         self._bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
-        self._bar.update()
+        try:
+            self._bar.update()
+        except OSError:  # the terminal or pipe has closed; the run is worth more than its bar
+            drop(sys.stderr)
 
     def close(self):
-        self._bar.close()
+        try:
+            self._bar.close()
+        except OSError:
+            drop(sys.stderr)
 
 
 def peak_flops(device: torch.device) -> float | None:

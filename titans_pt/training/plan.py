@@ -16,6 +16,7 @@ from titans_pt.models.mixers import Mixer
 from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.parallel.topology import grid_shape, grid_text
 from titans_pt.tasks import TASKS, Task
+from titans_pt.tools.processes import place
 from titans_pt.training.engine import local_batch, reduce_bucket
 from titans_pt.training.metrics import PEAK_FLOPS
 
@@ -98,8 +99,8 @@ def make_plan(config: Config, ranks: int | None = None, gpu: bool | None = None)
         UserError: the ranks or the batch do not divide.
     """
     tensor, context = config.parallel.tensor, config.parallel.context
-    world = int(os.environ.get("WORLD_SIZE", 0)) or torch.cuda.device_count() or tensor * context
-    world = world if ranks is None else ranks
+    if (world := ranks) is None:
+        world = place().size if os.environ.get("WORLD_SIZE") else torch.cuda.device_count() or tensor * context
     if world < 1:
         raise UserError(f"--ranks: given {world}; at least 1")
     data, *_ = grid_shape({"tensor": tensor, "context": context}, world)

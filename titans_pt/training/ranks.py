@@ -1,7 +1,9 @@
 """The processes of a run: one, or the several that torchrun (or anything that sets its variables) started."""
 
 import os
+import queue
 import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,8 +13,14 @@ import torch
 import torch.distributed as dist
 
 from titans_pt.errors import UserError
+from titans_pt.tools.processes import Place, number, place
 
 T = TypeVar("T")
+JOINING = 300.0
+"""Seconds for which a process waits for the others of its job to start, at least."""
+PATIENCE = timedelta(days=7)
+"""Of exchanges between ranks. The backends' own timeouts would end a process without saying where the others stand, and
+a job that was suspended for longer as soon as it continues."""
 
 
 class Ranks:
@@ -84,45 +92,93 @@ class Ranks:
 def process_group(timeout: float = 600.0):
     """Joins the process group (gloo on CPU, NCCL on GPUs) and yields :class:`Ranks`; leaves it at the end.
 
-    Without torchrun's variables in the environment it is a group of one, which needs no port.
+    One process alone is a group without a port, whatever the environment says of other machines.
 
     Args:
-        timeout: seconds; train.timeout. The backend's own, 600 s with NCCL, would end a process without saying where
-            the others stand: it waits ten times as long, so that the :class:`~titans_pt.training.watchdog.Watchdog` is
-            first.
+        timeout: seconds; train.timeout. Processes wait for that long for one another, JOINING at least; later the
+            :class:`~titans_pt.training.watchdog.Watchdog` ends a run that hangs, and says where each rank stands.
 
     Raises:
-        UserError: several processes were started without a place to meet.
+        UserError: torchrun's variables contradict each other, or the processes do not meet.
     """
-    rendezvous, world_size = "MASTER_ADDR" in os.environ, os.environ.get("WORLD_SIZE", "1")
-    if world_size != "1" and not rendezvous:
-        raise UserError(
-            f"WORLD_SIZE={world_size} is set, but MASTER_ADDR is not; start with torchrun --nproc_per_node N"
-        )
-    device = _device(int(os.environ.get("LOCAL_RANK", 0)))
+    mine = place()
+    device = _device(mine.local_rank or 0)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    patience = timedelta(seconds=10 * timeout)
-    if rendezvous:
-        dist.init_process_group(backend, timeout=patience)
-        yield Ranks(device, patience)
+    if mine.size > 1:
+        _join(backend, mine, timedelta(seconds=max(timeout, JOINING)))
+        yield Ranks(device, PATIENCE)
         # Only after success: a rank that fails must not wait here for others that wait for it. Together, since one that
         # closes its connections early may cut off another that still reads from them.
         dist.barrier(device_ids=None if device.index is None else [device.index])
         dist.destroy_process_group()
         return
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # DeepSpeed reads these
-    added = alone.keys() - os.environ.keys()
+    alone = {"RANK": "0", "LOCAL_RANK": str(mine.local_rank or 0), "WORLD_SIZE": "1"}  # DeepSpeed reads these
+    before = {name: os.environ.get(name) for name in alone}
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
-            backend, init_method=f"file://{folder}/store", rank=0, world_size=1, timeout=patience
+            backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1, timeout=PATIENCE
         )
-        os.environ.update(alone | os.environ)
+        os.environ.update(alone)
         try:
-            yield Ranks(device, patience)
+            yield Ranks(device, PATIENCE)
         finally:
             dist.destroy_process_group()
-            for name in added:
-                os.environ.pop(name, None)
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _join(backend: str, mine: Place, patience: timedelta):
+    """Joins the others of the job at MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        UserError: these are missing or wrong, or nobody answers there, or another program.
+    """
+    address, text = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address:
+        raise UserError(f"WORLD_SIZE={mine.size} is set, but MASTER_ADDR is not; start with torchrun --nproc_per_node "
+                        "N, or unset WORLD_SIZE to start only one process")  # fmt: skip
+    if not 0 < (number(text) or 0) < 65536:
+        raise UserError(f"MASTER_PORT: given {text!r}; must be a port of {address}, from 1 to 65535")
+    try:
+        store = _meet(mine, patience)
+    except (dist.DistError, TimeoutError) as error:
+        taken = "EADDRINUSE" in str(error)
+        if taken and "TORCHELASTIC_RUN_ID" in os.environ:
+            raise  # it chose the port, and chooses another when it starts the processes again
+        why = "the port is in use, by another job perhaps" if taken else str(error).partition("\n")[0].rstrip(".")
+        raise UserError(
+            f"MASTER_ADDR={address} MASTER_PORT={text}: rank {mine.rank} of {mine.size} cannot meet the others there: "
+            f"{why}; all ranks of a job need the address of rank 0's machine and a free port on it, the same for all"
+        ) from None
+    dist.init_process_group(backend, store=store, rank=mine.rank, world_size=mine.size, timeout=PATIENCE)
+
+
+def _meet(mine: Place, patience: timedelta) -> dist.Store:
+    """The store of the job, at MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        dist.DistError, TimeoutError: there is none. torch alone would wait forever for a program that listens there and
+            says nothing.
+    """
+    answers = queue.SimpleQueue()
+
+    def meet():
+        try:
+            answers.put(next(dist.rendezvous("env://", mine.rank, mine.size, timeout=patience))[0])
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=meet, daemon=True).start()
+    try:
+        answer = answers.get(timeout=patience.total_seconds() + 10)
+    except queue.Empty:
+        raise TimeoutError("what listens on this port does not answer") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def _device(local_rank: int) -> torch.device:

@@ -1,16 +1,28 @@
-"""Stop requests: after a preemption's SIGTERM or a user's Ctrl-C a run writes a checkpoint before it ends."""
+"""Stop requests: after a preemption's SIGTERM, a user's Ctrl-C or a terminal that closes (SIGHUP) a run writes a
+checkpoint before it ends."""
 
+import contextlib
 import os
 import signal
 
+from titans_pt.tools.processes import place
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""After these a run ends with a checkpoint and the status 128 + the signal."""
 _STOPPING = (
     b"\ntitans: Ctrl-C: the run ends after this step, with a checkpoint. A second Ctrl-C changes nothing, a third ends "
     b"the run at once, without the checkpoint.\n"
 )
 
 
+def hangs_up() -> bool:
+    """Whether SIGHUP reaches this process: not under nohup, which makes it ignored."""
+    return signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+
+
 class StopSignals:
-    """Counts SIGTERM and SIGINT while active; ``with StopSignals() as signals``. Old handlers come back at the end.
+    """Counts SIGTERM, SIGINT and SIGHUP while active; ``with StopSignals() as signals``. Old handlers come back at the
+    end. Under nohup SIGHUP stays ignored: the run outlives its terminal.
 
     The first Ctrl-C says at once what happens. The third raises KeyboardInterrupt, for users who do not want to wait
     for the checkpoint; the second does not, since torchrun passes on the Ctrl-C that its processes get from the
@@ -18,11 +30,12 @@ class StopSignals:
     """
 
     def __init__(self):
-        self._received = {signal.SIGTERM: 0, signal.SIGINT: 0}
+        self._received = dict.fromkeys(STOPS, 0)
         self._old = {}
 
     def __enter__(self):
-        self._old = {number: signal.signal(number, self._handle) for number in self._received}
+        heard = [number for number in STOPS if number != signal.SIGHUP or hangs_up()]
+        self._old = {number: signal.signal(number, self._handle) for number in heard}
         return self
 
     def __exit__(self, *error):
@@ -31,13 +44,14 @@ class StopSignals:
 
     def _handle(self, number, _frame):
         self._received[number] += 1
-        if number == signal.SIGINT and self._received[number] == 1 and int(os.environ.get("RANK", 0)) == 0:
-            os.write(2, _STOPPING)  # not print: the signal may have come within one
+        if number == signal.SIGINT and self._received[number] == 1 and place(strict=False).rank == 0:
+            with contextlib.suppress(OSError):  # its terminal may have closed
+                os.write(2, _STOPPING)  # not print: the signal may have come within one
         if self._received[signal.SIGINT] >= 3:
             raise KeyboardInterrupt
 
     def flags(self) -> list[float]:
-        """[SIGTERM received, SIGINT received] as 0.0 or 1.0, to be summed over ranks."""
+        """One 0.0 or 1.0 for each of STOPS, whether it was received; to be summed over ranks."""
         return [float(count > 0) for count in self._received.values()]
 
     def decide(self, sums: list[float]) -> int:

@@ -2,13 +2,16 @@
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from subprocess import PIPE
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.processes import ENVIRONMENT
 from titans_pt.errors import UserError
@@ -106,23 +109,78 @@ def test_a_second_interrupt_reaches_the_processes(start, tmp_path):
     assert "Traceback" not in err
 
 
-def test_options():
+def test_options(monkeypatch):
+    monkeypatch.setattr(launcher, "hangs_up", lambda: True)
     found = " ".join(launcher.options({"PROCESSES": "4", "RESTARTS": "1"}))
-    assert found == "--nproc_per_node 4 --max_restarts 1 --standalone"
-    several = {"PROCESSES": "8", "NODES": "2", "MASTER": "n1:29500", "JOB": "7"}
-    found = " ".join(launcher.options(several | {"HOST": "0", "ADDRESS": "10.0.0.2"}))
+    assert found == "--nproc_per_node 4 --max_restarts 1 --nnodes 1 --standalone"
+    several = {"PROCESSES": "8", "NODES": "2", "MASTER": "n1:29500", "JOB": "7", "HOST": "0", "ADDRESS": "10.0.0.2"}
+    found = " ".join(launcher.options(several))
     assert found == (
         "--nproc_per_node 8 --max_restarts 3 --nnodes 2 --rdzv_backend c10d --rdzv_id 7 --rdzv_endpoint n1:29500 "
         "--rdzv_conf is_host=0 --local_addr 10.0.0.2"
     )
+    ours = {f"TITANS_{name}": value for name, value in several.items()}
+    assert " ".join(launcher.options(dict.fromkeys(several, "another program's") | ours)) == found
+
+
+def test_what_other_programs_set_is_not_ours():
+    foreign = {"HOST": "x86_64-conda-linux-gnu", "JOB": "dbus", "ADDRESS": "home", "MASTER": "spark://here",
+               "NODES": "", "GRACE": "", "MASTER_ADDR": "n7", "PORT": "x"}  # fmt: skip
+    assert launcher.options(foreign | {"TITANS_PROCESSES": "2"}) == launcher.options({"PROCESSES": "2"})
+    several = {"PROCESSES": "1", "NODES": "2", "MASTER": "n1:29500"}
+    assert launcher.options(several | {"HOST": "x86_64-conda-linux-gnu"}) == launcher.options(several)
+
+
+def test_jobs_on_one_port_have_names_of_their_own():
+    several = {"PROCESSES": "1", "NODES": "2", "MASTER": "n1:29500"}
+    names = {launcher.options(several, words)[-3] for words in (["a.yaml"], ["b.yaml"], ["a.yaml", "x=1"])}
+    assert len(names) == 3
+    assert launcher.options(several, ["a.yaml"]) == launcher.options(several, ["a.yaml"])
+
+
+def test_nohup_is_respected():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        found = launcher.options({"PROCESSES": "1"})
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert found[found.index("--signals_to_handle") + 1] == "SIGTERM,SIGINT,SIGQUIT"
+
+
+@pytest.mark.parametrize(("listens", "message"), [
+    ("nobody", None), ("this job", None), ("another job", "another job uses this port, or the nodes of this job were "),
+    ("another program", "another program listens on this port; choose a free port of localhost"),
+])  # fmt: skip
+def test_a_port_of_others_is_refused(monkeypatch, listens, message):
+    monkeypatch.setattr(launcher, "MEETING", 1.0)
+    with socket.socket() as other:
+        other.bind(("localhost", 0))
+        variables, port = {"NODES": "2", "PROCESSES": "1"}, other.getsockname()[1]
+        if listens == "another program":
+            other.listen()
+        elif listens.endswith("job"):
+            store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            words = ["a.yaml" if listens == "this job" else "b.yaml"]
+            port = store.port
+            name = launcher.options(variables | {"MASTER": f"localhost:{port}"}, words)[-3]
+            store.compare_set(f"torch.rendezvous.{name}", "", "state")
+        variables["MASTER"] = f"localhost:{port}"
+        with pytest.raises(UserError, match=message) if message else nullcontext():
+            launcher.check_master(variables, ["a.yaml"])
+        if listens == "another job":  # on purpose
+            launcher.check_master(variables | {"TITANS_JOB": "7"}, ["a.yaml"])
 
 
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"PROCESSES": "0"}, "PROCESSES is not set, and this machine has no GPU"),
-        ({"PROCESSES": "1", "NODES": "2"}, "NODES=2: several nodes need MASTER=host:port"),
-        ({"PROCESSES": "two"}, "PROCESSES: given 'two'; must be a whole number"),
+        ({"PROCESSES": "0"}, "TITANS_PROCESSES is not set, and this machine has no GPU"),
+        ({"PROCESSES": "1", "NODES": "2"}, "^NODES=2: several nodes need TITANS_MASTER=host:port"),
+        ({"PROCESSES": "two"}, "^PROCESSES: given 'two'; must be a whole number; .* TITANS_PROCESSES comes first"),
+        ({"TITANS_PROCESSES": "two"}, "TITANS_PROCESSES: given 'two'; must be a whole number$"),
+        ({"PROCESSES": "1", "NODES": "2", "MASTER": "n1"}, "^MASTER: given 'n1'; must be host:port"),
+        ({"PROCESSES": "1", "NODES": "2", "MASTER": "n1:x"}, "^MASTER: given 'n1:x'; must be host:port"),
+        ({"PROCESSES": "1", "NODES": "2", "MASTER": "n1:1", "TITANS_HOST": "n1"}, "TITANS_HOST: given 'n1'; must be 1"),
     ],
 )
 def test_wrong_variables(variables, message):

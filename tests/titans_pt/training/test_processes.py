@@ -128,8 +128,9 @@ def wait_for_steps(folder: Path, process: subprocess.Popen, steps: int = 3, time
     pytest.fail(f"no {steps} steps: {process.communicate(timeout=10)}")
 
 
-def start(command: list[str]) -> subprocess.Popen:
-    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(command: list[str], **variables: str) -> subprocess.Popen:
+    environment = ENVIRONMENT | variables
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_sigterm_under_our_torchrun_leaves_a_checkpoint_that_one_process_continues(tiny, tmp_path):
@@ -150,17 +151,32 @@ def test_sigterm_under_our_torchrun_leaves_a_checkpoint_that_one_process_continu
     assert [x[0] for x in losses(folder)] == list(range(1, step + 3))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_single_process_with_its_status(tiny, tmp_path, number):
+def test_a_signal_ends_a_single_process_with_its_status(tiny, tmp_path):
     folder = tmp_path / "run"
     process = start([sys.executable, "-m", "titans_pt", "train", str(tiny(train={"max_steps": 100_000}))])
     wait_for_steps(folder, process)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=200)
-    assert process.returncode == 128 + number
+    assert process.returncode == 128 + signal.SIGINT
     assert "Traceback" not in err
     assert "the same command continues" in out
     assert len(checkpoints.list_checkpoints(folder / "checkpoints")) == 1
+
+
+def test_a_run_outlives_its_readers_and_ends_with_a_checkpoint_when_its_terminal_closes(tiny, tmp_path):
+    folder, foreign = tmp_path / "run", {"MASTER_ADDR": "node7", "RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""}
+    process = start([sys.executable, "-m", "titans_pt", "train", str(tiny(train={"max_steps": 100_000}))], **foreign)
+    wait_for_steps(folder, process)
+    process.stdout.close()
+    process.stderr.close()
+    wait_for_steps(folder, process, steps=len(read_metrics(folder / "metrics.jsonl")) + 3)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=200) == 128 + signal.SIGHUP
+    (saved,) = checkpoints.list_checkpoints(folder / "checkpoints")
+    assert checkpoints.verify(saved) == []
+    log = (folder / "log.txt").read_text()
+    assert f"stopped by signal 1 at step {checkpoints.step_of(saved)}; checkpoint {saved}" in log
+    assert "Error" not in log
 
 
 def test_an_error_of_all_ranks_is_told_once_and_not_repeated(tiny):

@@ -1,0 +1,49 @@
+"""How the processes of a job meet, or say why not."""
+
+import socket
+
+import pytest
+from torch.distributed import DistNetworkError
+
+from titans_pt.errors import UserError
+from titans_pt.training.ranks import process_group
+
+
+@pytest.fixture
+def enter(monkeypatch):
+    def run(**variables: str):
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with process_group():
+            pytest.fail("it met nobody")
+
+    return run
+
+
+FIRST = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+
+
+@pytest.mark.parametrize(("variables", "message"), [
+    (FIRST | {"MASTER_ADDR": ""}, "WORLD_SIZE=2 is set, but MASTER_ADDR is not; start with torchrun"),
+    (FIRST, "MASTER_PORT: given ''; must be a port of localhost, from 1 to 65535"),
+    (FIRST | {"MASTER_PORT": "nonsense"}, "MASTER_PORT: given 'nonsense'"),
+    (FIRST | {"MASTER_PORT": "65536"}, "MASTER_PORT: given '65536'"),
+    (FIRST | {"RANK": "2"}, "RANK: given '2'; must be a number below WORLD_SIZE, which is 2"),
+])  # fmt: skip
+def test_a_place_to_meet_is_named(enter, variables, message):
+    with pytest.raises(UserError, match=message):
+        enter(**variables)
+
+
+def test_a_port_that_is_in_use_is_named_and_torchrun_may_choose_another(enter):
+    with socket.socket() as other:
+        other.bind(("localhost", 0))
+        other.listen()
+        taken = FIRST | {"MASTER_PORT": str(other.getsockname()[1])}
+        with pytest.raises(UserError, match="rank 0 of 2 cannot meet the others there: the port is in use, by another"):
+            enter(**taken)
+        with pytest.raises(DistNetworkError):
+            enter(TORCHELASTIC_RUN_ID="of torchrun", **taken)

@@ -1,0 +1,87 @@
+"""This process among those of its job, as torchrun's variables tell it.
+
+Clusters, shells and other programs set some of these variables for their own ends. Empty ones count as unset, and one
+process alone needs none of them.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from titans_pt.errors import UserError
+
+_STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+"""Variable with the number of tasks that a program has started -> the program."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """``rank`` of ``size`` processes. local_rank: among those of this machine; None: not told."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int | None = None
+
+
+def place(environment: Mapping[str, str] = os.environ, strict: bool = True) -> Place:
+    """RANK, WORLD_SIZE and LOCAL_RANK.
+
+    Raises:
+        UserError: they contradict each other or are not numbers; if not ``strict``, the process counts as alone.
+    """
+    try:
+        return _place(environment)
+    except UserError:
+        if strict:
+            raise
+        return Place()
+
+
+def _place(environment: Mapping[str, str]) -> Place:
+    if not (text := environment.get("WORLD_SIZE")):
+        size = 1
+    elif (size := number(text)) is None or size < 1:
+        raise UserError(f"WORLD_SIZE: given {text!r}; must be the number of processes; unset it to start only one")
+    rank, local_rank = environment.get("RANK"), environment.get("LOCAL_RANK")
+    if size > 1 and not rank:
+        raise UserError(f"WORLD_SIZE={size} is set, but RANK is not; start with torchrun --nproc_per_node N or with "
+                        "launch/torchrun.sh, or unset WORLD_SIZE to start only one process")  # fmt: skip
+    place = number(rank or "0")
+    if size == 1 and place is None:  # another program's variable
+        place = 0
+    if place is None or place >= size:
+        raise UserError(
+            f"RANK: given {rank!r}; must be a number below WORLD_SIZE, which is {text or 'not set: one process'}; "
+            "unset both to start only one process, or start all with torchrun --nproc_per_node N"
+        )
+    local = number(local_rank) if local_rank else None
+    if size > 1 and local_rank and local is None:
+        raise UserError(f"LOCAL_RANK: given {local_rank!r}; must be a number: that of this process on its machine")
+    return Place(place, size, local)
+
+
+def check_alone(script: str, environment: Mapping[str, str] = os.environ, allowed: int = 1):
+    """Refuses a process that has siblings and does not know of them.
+
+    Args:
+        script: what to start instead.
+        allowed: that many tasks are as they should be.
+
+    Raises:
+        UserError: a cluster's program has started several of this command, and WORLD_SIZE is not set.
+    """
+    if environment.get("WORLD_SIZE"):
+        return
+    for variable, program in _STARTERS.items():
+        tasks = number(environment.get(variable, "")) or 1
+        if tasks > allowed:
+            raise UserError(
+                f"{program} started {tasks} tasks of this command ({variable}={tasks}), which do not know of one "
+                f"another: each would do all of the work. {script}. For tasks that are a run each, in folders of their "
+                "own, set WORLD_SIZE=1"
+            )
+
+
+def number(text: str) -> int | None:
+    """A whole number that is not negative; None: the text is something else."""
+    return int(text) if text.isascii() and text.isdigit() else None
