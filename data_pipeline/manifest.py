@@ -84,7 +84,10 @@ def changed_setting(manifest: dict, config: Config) -> str | None:
         keys = ("sources", "tokenizer", "validation_fraction", "near_duplicates", "validation_sources")
         old = DataConfig.model_validate({key: made[f"data.{key}"] for key in keys if f"data.{key}" in made})
         made = content_settings(old, made["model.vocab_size"]) | {"mixture": made.get("mixture", False)}
-    today = content_settings(config.data, config.model.vocab_size)
+    size = config.model.vocab_size
+    if config.data.tokenizer.path:  # the model may have room for more than the tokenizer's entries
+        size = min(size, manifest["vocab_size"])
+    today = content_settings(config.data, size)
     for name in dict.fromkeys([*today, *_NEWER]):
         then, now = made.get(name), today.get(name)
         if _one_spelling(then) != _one_spelling(now):
@@ -110,7 +113,10 @@ def streams(data: DataConfig) -> list[str]:
 
 
 def content_settings(data: DataConfig, vocab_size: int) -> dict:
-    """The settings that decide what is in the token files, by path. Weights may change without making them again."""
+    """The settings that decide what is in the token files, by path. Weights may change without making them again.
+
+    vocab_size: the tokenizer's entries.
+    """
     newer = [data.near_duplicates, [_source(source) for source in data.validation_sources]]
     return {
         "model.vocab_size": vocab_size,

@@ -73,7 +73,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
         :func:`titans_pt.data_pipeline.merge.merge`, whose files are completed: bytes and sha256 of every other one.
 
     Raises:
-        UserError: bad source, tokenizer and model.vocab_size that disagree, an empty split, folder not writable,
+        UserError: bad source, a tokenizer of more entries than model.vocab_size, an empty split, folder not writable,
             disk full, a damaged manifest, token files of other settings in data.dir. What is in the folder stays; only
             if the last step, moving new ones into place, fails can they be left without a manifest: they count as none.
     """
@@ -160,10 +160,17 @@ def _check_lossy(manifest: dict, config: Config) -> None:
 
 
 def _fingerprint(config: Config, cached: bool = False) -> str:
-    """Of settings and sources. Raises as :func:`titans_pt.data_pipeline.sources.fingerprint`."""
-    given = config.data.tokenizer
-    parts = [FORMAT, sources.PART_BYTES, content_settings(config.data, config.model.vocab_size)]
-    parts += [given.path and load_tokenizer(given.path, given.eos_token).sha256]
+    """Of settings and sources. Raises as :func:`titans_pt.data_pipeline.sources.fingerprint`, and UserError for a
+    tokenizer that does not fit model.vocab_size."""
+    given, size, sha256 = config.data.tokenizer, config.model.vocab_size, None
+    if given.path:
+        tokenizer = load_tokenizer(given.path, given.eos_token)
+        if tokenizer.vocab_size > size:
+            raise UserError(f"model.vocab_size: given {size}, but the tokenizer {given.path} has "
+                            f"{tokenizer.vocab_size} entries: set model.vocab_size={tokenizer.vocab_size} or more, or "
+                            "another data.tokenizer.path")
+        size, sha256 = tokenizer.vocab_size, tokenizer.sha256  # room for more does not change the tokens
+    parts = [FORMAT, sources.PART_BYTES, content_settings(config.data, size), sha256]
     parts += [sources.fingerprint(source, cached) for source in config.data.every_source]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -204,7 +211,7 @@ def _build(config: Config, build: Path, fingerprint: str, shard: tuple[int, int]
     manifest = {
         "format": FORMAT,
         "content": hashlib.sha256("".join(hashes).encode()).hexdigest(),
-        "settings": content_settings(data, config.model.vocab_size),
+        "settings": content_settings(data, tokenizer.vocab_size),
         "tokenizer_sha256": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
         "streams": list(dict.fromkeys(names)),
@@ -221,7 +228,7 @@ def _build(config: Config, build: Path, fingerprint: str, shard: tuple[int, int]
 
 def _tokenizer(config: Config, build: Path) -> Tokenizer:
     """The tokenizer in ``build``: a copy of the one that is given, or trained on the training split."""
-    given, size = config.data.tokenizer, config.model.vocab_size
+    given = config.data.tokenizer
     if given.path is None and any(source.kind == "indexed" for source in config.data.every_source):
         raise UserError("data.sources: kind=indexed holds ids, not text; set data.tokenizer.path to the tokenizer that "
                         "made them")
@@ -229,15 +236,13 @@ def _tokenizer(config: Config, build: Path) -> Tokenizer:
     if not path.is_file():
         with tempfile.TemporaryDirectory(dir=build) as scratch:  # several nodes may be at it: each makes the same
             if given.path is None:
-                train_tokenizer(_sample(config.data), Path(scratch) / path.name, size, given.train_characters)
+                size, characters = config.model.vocab_size, given.train_characters
+                train_tokenizer(_sample(config.data), Path(scratch) / path.name, size, characters)
             else:
                 path = build / load_tokenizer(given.path, given.eos_token, given.add_bos).save(Path(scratch)).name
             for file in sorted(Path(scratch).iterdir(), key=lambda file: file.name == path.name):
                 os.replace(file, build / file.name)
     tokenizer = load_tokenizer(path, given.eos_token, given.add_bos)
-    if tokenizer.vocab_size != size:
-        raise UserError(f"model.vocab_size: given {size}, but the tokenizer {given.path} has {tokenizer.vocab_size}: "
-                        f"set model.vocab_size={tokenizer.vocab_size}, or another data.tokenizer.path")
     if given.lossy == "refuse" and (lost := lost_kinds(tokenizer)):
         raise UserError(f"data.tokenizer.lossy: given 'refuse', but {given.path} loses {', '.join(lost)}; set "
                         "data.tokenizer.path to another tokenizer, or data.tokenizer.lossy=warn")

@@ -286,9 +286,7 @@ class Tensors:
         """
         if self._shards and self._shards.tensors[name] == cut:
             return self._shards.span(kind, name, part, start, stop)
-        whole = self.get(kind, name)
-        mine = whole if cut.dim is None else whole.chunk(cut.parts, cut.dim)[part]
-        return mine.flatten()[start:stop]
+        return cut.part(self.get(kind, name), part).flatten()[start:stop]
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -277,7 +277,11 @@ class ModelConfig(Section):
     """Sequence mixers by name, repeated until n_layers are filled: [mac] is a MAC (memory as context), [lmm, lmm, swa]
     a hybrid. lmm: long-term memory alone; mag: memory as gate; mal: memory as layer."""
     vocab_size: Positive = 32000
-    """Entries of the tokenizer (the size to train when data.tokenizer.path is null)."""
+    """Entries of the tokenizer, or more: what it has no entry for is never predicted. The size to train when
+    data.tokenizer.path is null."""
+    vocab_multiple: Positive = 64
+    """Rows of the embedding and the head: vocab_size rounded up to a multiple of this, which matrix products on a GPU
+    are fast at. The rows that are added stand for no token and count nowhere."""
     d_model: Positive = 768
     """Width of the residual stream."""
     n_layers: Positive = 12
@@ -317,6 +321,11 @@ class ModelConfig(Section):
     def hidden(self) -> int:
         """Hidden width of the MLP, resolved."""
         return self.mlp_hidden or -(-8 * self.d_model // (3 * 64)) * 64
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and the head."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def memory_heads(self) -> int:

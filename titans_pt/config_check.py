@@ -89,7 +89,7 @@ def _tensor_parallel(config: Config, mixers: dict[str, Any]):
         _need(mixer.sharding is not None, "parallel.tensor", tensor,
               f"the mixer {name!r} does not say how it is cut over tensor ranks; set parallel.tensor=1")
     split = {path: size for mixer in mixers.values() for path, size in mixer.split_sizes(model).items()}
-    split |= {"model.mlp_hidden": model.hidden, "model.vocab_size": model.vocab_size}
+    split |= {"model.mlp_hidden": model.hidden}
     if config.parallel.sequence:
         split["data.seq_len"] = config.data.seq_len // config.parallel.context
     for path, size in split.items():

@@ -6,6 +6,7 @@ from typing import Any
 from titans_pt.config import Config, Section
 
 FORMER_DEFAULTS: dict[str, Any] = {
+    "model.vocab_multiple": 1,
     "model.memory.forget_to": "zero",
     "model.memory.gates": "sigmoid",
     "model.memory.deep_steps": lambda memory: "full" if memory.get("depth", 2) > 2 else "small",

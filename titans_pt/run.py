@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from titans_pt import checkpoints
 from titans_pt.config import Config
@@ -109,6 +110,11 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor]):
             f"{different[0]}; use the version that versions.json of its run folder names, or train it again"
         )
     model.load_state_dict(weights, strict=True)
+
+
+def with_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first ``rows`` rows of a matrix, or all of its rows and zeros behind them."""
+    return F.pad(weight, (0, 0, 0, rows - len(weight)))
 
 
 def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:

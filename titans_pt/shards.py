@@ -4,8 +4,9 @@
     shard-00003.json          where its pieces lie, size and SHA-256 of that file; written when it is complete
     tensors.json              NAME -> {shape of the whole, dim it is cut along over tensor ranks or null, parts}
 
-A tensor is cut into ``parts`` equal ones along ``dim`` (tensor parallelism), and each part, flat, into pieces (ZeRO): a
-piece is [start, start + its length) of a part. What stands for a KIND, checkpoints.py says.
+A tensor is cut into ``parts`` equal ones along ``dim`` (tensor parallelism; zeros fill the last ones if its size does
+not divide), and each part, flat, into pieces (ZeRO): a piece is [start, start + its length) of a part. What stands for
+a KIND, checkpoints.py says.
 """
 
 import json
@@ -21,6 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from titans_pt.layers.sharding import filled
 from titans_pt.tools.files import flush_to_disk, write_text
 from titans_pt.tools.tensor_files import describe, save_tensors
 
@@ -39,7 +41,17 @@ class Whole:
     def part_shape(self) -> tuple[int, ...]:
         if self.dim is None:
             return self.shape
-        return (*self.shape[: self.dim], self.shape[self.dim] // self.parts, *self.shape[self.dim + 1 :])
+        return (*self.shape[: self.dim], -(-self.shape[self.dim] // self.parts), *self.shape[self.dim + 1 :])
+
+    def part(self, whole: Tensor, number: int) -> Tensor:
+        """The ``number``-th part of a tensor of this shape."""
+        if self.dim is None:
+            return whole
+        return filled(whole, self.dim, self.parts).chunk(self.parts, self.dim)[number]
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """The tensor that ``parts`` are of."""
+        return parts[0] if self.dim is None else torch.cat(parts, self.dim).narrow(self.dim, 0, self.shape[self.dim])
 
 
 def shard_file(number: int, suffix: str = "safetensors") -> str:
@@ -106,8 +118,7 @@ class ShardReader:
         """The tensor, put together; fp32."""
         cut = self.tensors[name]
         size = torch.Size(cut.part_shape).numel()
-        parts = [self.span(kind, name, part, 0, size).view(cut.part_shape) for part in range(cut.parts)]
-        return parts[0] if cut.dim is None else torch.cat(parts, cut.dim)
+        return cut.join([self.span(kind, name, part, 0, size).view(cut.part_shape) for part in range(cut.parts)])
 
     def span(self, kind: str, name: str, part: int, start: int, stop: int) -> Tensor:
         """[start, stop) of a part, flat; nothing else is read.

@@ -226,9 +226,24 @@ def fails(config, folder, *parts):
     assert (names(folder) if folder.exists() else None) in (before, before or [])
 
 
+def test_a_model_may_have_room_for_more_than_the_tokenizers_entries(config, tokenizer, tmp_path, capsys):
+    data = {"tokenizer": {"path": str(tokenizer.path)}}
+    exact, more, less = (config(data=data, model={"vocab_size": size}) for size in (320, 50_304, 319))
+    manifest = prepare(exact)
+    assert manifest["settings"]["model.vocab_size"] == 320
+    assert prepare(more) == manifest and "nothing to do" in capsys.readouterr().err
+    for settings in (exact, more):
+        assert TokenFiles.open(settings).tokenizer.vocab_size == 320
+    with pytest.raises(UserError, match="model.vocab_size: given 319, but .* 320 entries: set .*=320 or more"):
+        prepare(less)
+    with pytest.raises(UserError, match="model.vocab_size: made with 320, config has 319.*set it back"):
+        TokenFiles.open(less)
+    assert prepare(more, force=True) == manifest
+
+
 def test_tokenizer_of_another_size(config, tokenizer, tmp_path):
-    given = config(data={"tokenizer": {"path": str(tokenizer.path)}}, model={"vocab_size": 32000})
-    fails(given, tmp_path / "data", "model.vocab_size", "32000", "320")
+    given = config(data={"tokenizer": {"path": str(tokenizer.path)}}, model={"vocab_size": 319})
+    fails(given, tmp_path / "data", "model.vocab_size", "319", "set model.vocab_size=320 or more")
 
 
 def test_user_errors_leave_nothing(config, corpus, tmp_path):

@@ -80,7 +80,6 @@ def test_the_resolved_tree_gives_itself_back(file):
     ("", ["parallel.tensor=3"], "parallel.tensor: given 3; must divide model.n_heads=16.*set it to 1, or change"),
     ("", ["parallel.tensor=8", "model.memory.n_heads=12"],
      "parallel.tensor: given 8; must divide model.memory.n_heads=12, .* set it to 4, or change model.memory.n_heads"),
-    ("", ["parallel.tensor=2", "model.vocab_size=999"], "parallel.tensor: given 2; must divide model.vocab_size=999"),
     ("", ["parallel.tensor=4", "model.mlp_hidden=30"], "parallel.tensor: given 4; must divide model.mlp_hidden=30"),
     ("", ["parallel.tensor=16", "parallel.sequence=true", "data.seq_len=2056", "train.batch_tokens=2056"],
      "parallel.tensor: given 16; must divide data.seq_len=2056"),

@@ -55,6 +55,16 @@ def check(path):
                     assert torch.equal(tensors.span(kind, name, cut, cut.parts - 1, 1, 5), part[1:5])
 
 
+@pytest.mark.parametrize("shape, dim, parts", [((5, 3), 0, 2), ((3, 5), 1, 2), ((5, 2), 0, 4), ((1, 2), 0, 4)])
+def test_parts_that_do_not_divide_end_in_zeros_that_are_left_out_again(shape, dim, parts):
+    whole, cut = torch.randn(shape), Whole(shape, dim, parts)
+    pieces = [cut.part(whole, number) for number in range(parts)]
+    assert {tuple(piece.shape) for piece in pieces} == {cut.part_shape}
+    assert torch.equal(cut.join(pieces), whole)
+    rest = torch.cat(pieces, dim).narrow(dim, shape[dim], parts * cut.part_shape[dim] - shape[dim])
+    assert not rest.any()
+
+
 def test_any_ranks_read_what_others_wrote(tmp_path):
     path = save(tmp_path)
     assert checkpoints.verify(path) == []

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from titans_pt.errors import UserError
 from titans_pt.huggingface.card import model_card
 from titans_pt.huggingface.modeling import TitansConfig, TitansForCausalLM, TitansTokenizer
 from titans_pt.huggingface.source import CARRIED, HEAD
-from titans_pt.run import load_run
+from titans_pt.run import load_run, with_rows
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks.language import keep_tokenizer
 
@@ -49,17 +50,22 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
     tokenizer = TitansTokenizer(
         str(run.tokenizer.path), eos_token=given.eos_token, begin_with_bos=given.add_bos
     )
+    # The embedding and the head as the tokenizer has entries: other rows count nowhere.
+    exact = run.config.model.model_copy(update={"vocab_size": run.tokenizer.vocab_size})
+    run = replace(run, config=run.config.model_copy(update={"model": exact}))
     config = TitansConfig(
         published(run.config), run.step, run.checkpoint_hash, run.tokenizer.sha256, eos_token_id=run.tokenizer.eos_id,
         bos_token_id=next(iter(run.tokenizer.begin), None), pad_token_id=run.tokenizer.eos_id, dtype="float32",
     )  # fmt: skip
     model = TitansForCausalLM(config)
-    model.model.load_state_dict(run.model.state_dict())
+    rows = dict.fromkeys(run.model.counted_rows, exact.vocab_size)
+    weights = run.model.state_dict().items()
+    model.model.load_state_dict({name: with_rows(p, rows[name]) if name in rows else p for name, p in weights})
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=_UNFINISHED) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
-        Path(scratch, "README.md").write_text(model_card(run), encoding="utf-8")
+        Path(scratch, "README.md").write_text(model_card(replace(run, model=model.model)), encoding="utf-8")
         for path in stale:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         for file in sorted(Path(scratch).iterdir(), key=lambda file: (file.name == "config.json", file.name)):
@@ -137,6 +143,8 @@ def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str]
     stored = as_stored(model.config.settings)
     settings = validated(stored | {"run": stored.get("run", {}) | {"dir": str(run.path)}}, overrides)
     weights = {name: p.detach().clone().contiguous() for name, p in model.model.named_parameters()}
+    weights |= {name: with_rows(weights[name], settings.model.vocab_rows)
+                for name in model.model.counted_rows if name in weights}
     state = checkpoints.TrainerState(
         step=model.config.step, samples=0, adam_step=0, nonfinite=0, nonfinite_in_a_row=0,
         model_hash=config_hash(settings.model), config_hash=config_hash(settings),

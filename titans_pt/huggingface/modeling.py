@@ -73,8 +73,10 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def model(self) -> ModelConfig:
-        """The settings of the model, those that are newer than the folder completed."""
-        return ModelConfig.model_validate(as_stored(with_todays_names(self.settings))["model"])
+        """The settings of the model, those that are newer than the folder completed. The embedding and the head have
+        vocab_size rows: training may round them up, exported weights do not."""
+        model = ModelConfig.model_validate(as_stored(with_todays_names(self.settings))["model"])
+        return model.model_copy(update={"vocab_multiple": 1})
 
     def save_pretrained(self, save_directory: str | Path, *rest: Any, **options: Any):
         """Writes config.json, and next to it the code that trust_remote_code=True runs."""
@@ -161,6 +163,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
 
     def resize_token_embeddings(self, *sizes: Any, **options: Any):
         embedding = super().resize_token_embeddings(*sizes, **options)
+        self.model.tokens = embedding.num_embeddings
         settings = self.config.settings
         self.config.settings = settings | {"model": settings["model"] | {"vocab_size": embedding.num_embeddings}}
         return embedding

@@ -10,6 +10,9 @@ its outputs to those of its peers at the end (ROW).
 
 from enum import Enum
 
+from torch import Tensor
+from torch.nn import functional as F
+
 
 class Shard(Enum):
     """What a tensor rank does with one module or parameter."""
@@ -45,9 +48,16 @@ class Shard(Enum):
     ENTER_OPEN = "enter open"
     """OPEN and ENTER."""
     VOCABULARY = "vocabulary"
-    """An embedding of which each rank holds a part of the rows."""
+    """An embedding of which each rank holds a part of the rows. Where the ranks do not divide them, the last ones hold
+    zeros behind theirs (:func:`filled`)."""
     LOGITS = "logits"
-    """The head: each rank keeps the logits of its part of the vocabulary."""
+    """The head, cut like VOCABULARY: each rank keeps the logits of its part of the vocabulary."""
+
+
+def filled(x: Tensor, dim: int, parts: int) -> Tensor:
+    """x with zeros behind it along ``dim`` up to a multiple of ``parts``; x itself where its size is one."""
+    missing = -x.shape[dim] % parts
+    return F.pad(x, [0] * (2 * (x.dim() - dim) - 1) + [missing]) if missing else x
 
 
 Sharding = dict[str, Shard]

@@ -23,28 +23,44 @@ class LanguageModelState:
 
 
 class LanguageModel(nn.Module):
-    """ids -> logits and the state that continues the sequence; causal, rows independent."""
+    """ids -> logits and the state that continues the sequence; causal, rows independent.
+
+    The embedding and the head have config.vocab_rows rows, of which the first ``tokens`` stand for tokens. The others
+    only round their number up: they begin as zeros, and no logits are made of them.
+
+    Args:
+        tokens: the tokenizer's entries; None: config.vocab_size.
+    """
 
     sharding = {"embedding": Shard.VOCABULARY, "norm": Shard.BETWEEN, "head": Shard.LOGITS}
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, tokens: int | None = None):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.tokens = config.vocab_size if tokens is None else tokens
+        self.embedding = nn.Embedding(config.vocab_rows, config.d_model)
         self.blocks = Backbone(config)
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.head = nn.Linear(config.d_model, config.vocab_rows, bias=False)
         initialise(self, config)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 
+    @property
+    def counted_rows(self) -> dict[str, int]:
+        """Parameter -> how many of its rows stand for tokens. The others may be left out, or be more."""
+        return {"embedding.weight": self.tokens, "head.weight": self.tokens}
+
     def own_initialisation(self):
-        """With tied embeddings the logit of the token just read starts at OWN_LOGIT at most.
+        """Rows that stand for no token are zeros. With tied embeddings the logit of the token just read starts at
+        OWN_LOGIT at most.
 
         The embedding times sqrt(d_model) reaches the norm through the residual stream, so that logit is up to init_std
         * d_model times the norm's weight: 15 at width 768, a first loss of 13.0 where ln V is 10.4. A smaller weight of
         the norm leaves what comes in, and what the blocks see, as it is.
         """
+        for module in (self.embedding, self.head):
+            nn.init.zeros_(module.weight[self.tokens :])
         own = self.config.init_std * self.config.d_model
         if self.config.tie_embeddings and own > OWN_LOGIT:
             nn.init.constant_(self.norm.weight, OWN_LOGIT / own)
@@ -65,12 +81,12 @@ class LanguageModel(nn.Module):
             state: what the previous piece returned; None at the start.
             reset: None or bool (B, T), True where a document starts: nothing before it is seen from there on. They are
                 counted on the host: one that is on the CPU saves waiting for the GPU.
-            last_only: logits of the last token alone, (B, 1, vocab_size).
+            last_only: logits of the last token alone, (B, 1, tokens).
             head: False leaves the head out: what it would be given, (B, T, d_model), instead of logits.
             output_final_state: False, for training: None in place of the state after the last token.
 
         Returns:
-            Logits (B, T, vocab_size) in the parameters' dtype, and the state after the last token.
+            Logits (B, T, tokens) in the parameters' dtype, and the state after the last token.
 
         Raises:
             ValueError: no row or no token in ``ids``, or a ``reset`` of another shape.
@@ -86,13 +102,18 @@ class LanguageModel(nn.Module):
         if last_only:
             x = x[:, -1:]
         x = self.norm(x)
-        return self.head(x) if head else x, None if blocks is None else LanguageModelState(blocks)
+        x = self.head(x)[..., : self.tokens] if head else x
+        return x, None if blocks is None else LanguageModelState(blocks)
 
     def flops(self, length: int) -> Flops:
         """Per token, mean over a sequence of ``length``; see titans_pt.layers.flops."""
         return self.blocks.flops(length) + product(self.head.in_features, self.head.out_features)
 
 
-def build_model(config: ModelConfig) -> LanguageModel:
-    """The model of a config's ``model`` section, fp32, initialised from torch's global generator."""
-    return LanguageModel(config)
+def build_model(config: ModelConfig, tokens: int | None = None) -> LanguageModel:
+    """The model of a config's ``model`` section, fp32, initialised from torch's global generator.
+
+    Args:
+        tokens: as :class:`LanguageModel`.
+    """
+    return LanguageModel(config, tokens)

@@ -7,13 +7,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titans_pt.layers.loss import with_z_loss
+from titans_pt.layers.loss import hide, with_z_loss
 from titans_pt.parallel.exchange import Exchanges
 from titans_pt.parallel.topology import RankGroup
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of which each rank holds V / size neighbouring rows: (B, T) int64 -> (B, T, d_model)."""
+    """An embedding of which each rank holds V / size neighbouring rows, rounded up: (B, T) int64 -> (B, T, d_model)."""
 
     def __init__(self, embedding: nn.Embedding, exchanges: Exchanges):
         super().__init__()
@@ -98,18 +98,20 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
 
 def vocabulary_cross_entropy(
-    logits: Tensor, targets: Tensor, reduction: Literal["mean", "none"] = "mean", z_loss: float = 0.0, *,
-    group: RankGroup,
+    logits: Tensor, targets: Tensor, reduction: Literal["mean", "none"] = "mean", z_loss: float = 0.0,
+    tokens: int | None = None, *, group: RankGroup,
 ) -> Tensor:  # fmt: skip
     """titans_pt.layers.loss.cross_entropy where each rank holds its part of the vocabulary's logits.
 
     Args:
         logits: (N, V / size) fp32, this rank's part; rank r's first column is entry r V / size.
         targets: (N,) int64, over the whole vocabulary.
+        tokens: how many entries of the whole vocabulary count; the logits of the others are overwritten. None: all.
 
     Returns:
         The mean, or (N,), fp32, nats, the same on every rank. The ranks exchange three numbers per token, never logits.
     """
+    hide(logits, None if tokens is None else tokens - group.rank * logits.shape[1])
     losses, log_z = _VocabularyCrossEntropy.apply(logits, targets, group)
     if z_loss:
         losses = with_z_loss(losses, log_z, z_loss)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.errors import UserError
-from titans_pt.layers.sharding import Shard
+from titans_pt.layers.sharding import Shard, filled
 from titans_pt.models.mixers import Mixer
 from titans_pt.parallel.exchange import Exchanges
 from titans_pt.parallel.layers import VocabularyEmbedding, split_norm
@@ -30,6 +30,7 @@ class Rule:
     becomes: makes the module that takes its place, from (module, exchanges).
     summed: its parameters are whole but used on a rank's own heads: their gradients are summed over ranks.
     between: it lies between mixers and MLPs: with parallel.sequence its gradients are summed, too.
+    filled: the ranks need not divide it: zeros fill the last parts.
     """
 
     cut: int | None = None
@@ -38,6 +39,7 @@ class Rule:
     becomes: Callable[[nn.Module, Exchanges], nn.Module] | None = None
     summed: bool = False
     between: bool = False
+    filled: bool = False
 
 
 RULES = {
@@ -55,8 +57,8 @@ RULES = {
     Shard.BETWEEN: Rule(between=True),
     Shard.OPEN: Rule(before="open"),
     Shard.ENTER_OPEN: Rule(before="open_copy"),
-    Shard.VOCABULARY: Rule(cut=0, becomes=VocabularyEmbedding),
-    Shard.LOGITS: Rule(cut=0, before="open_copy"),
+    Shard.VOCABULARY: Rule(cut=0, becomes=VocabularyEmbedding, filled=True),
+    Shard.LOGITS: Rule(cut=0, before="open_copy", filled=True),
 }
 
 
@@ -74,6 +76,7 @@ class TensorParallel:
 
     Attributes:
         dims: dimension along which each parameter that is cut was cut, by name.
+        shapes: of the whole of each such parameter.
         exchanges: used by the loss, too.
     """
 
@@ -81,16 +84,22 @@ class TensorParallel:
         self.group = group
         self.exchanges = Exchanges(group, sequence)
         self.dims: dict[str, int] = {}
+        self.shapes: dict[str, torch.Size] = {}
         if group.size > 1:
             self._apply(model)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of the parameter (or moment) ``name``."""
-        return self.group.part(whole, self.dims[name]) if name in self.dims else whole
+        if name not in self.dims:
+            return whole
+        return self.group.part(filled(whole, self.dims[name], self.group.size), self.dims[name])
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """The inverse of :meth:`part`; collective."""
-        return self.group.all_gather(part, self.dims[name]) if name in self.dims else part
+        if name not in self.dims:
+            return part
+        dim = self.dims[name]
+        return self.group.all_gather(part, dim).narrow(dim, 0, self.shapes[name][dim])
 
     def _apply(self, model: nn.Module):
         names = {id(p): name for name, p in model.named_parameters()}
@@ -108,6 +117,7 @@ class TensorParallel:
         for owner, path, part, rule in found:
             for p in _own_parameters(part):
                 if rule.cut is not None:
+                    assert rule.filled or p.shape[rule.cut] % self.group.size == 0, names[id(p)]
                     self._cut(names[id(p)], p, rule.cut)
                 if rule.summed or (rule.between and self.exchanges.sequence):
                     p.register_hook(self.group.all_reduce)
@@ -124,8 +134,8 @@ class TensorParallel:
     def _cut(self, name: str, p: nn.Parameter, dim: int):
         """Once, though tied embeddings are met twice."""
         if name not in self.dims:
-            self.dims[name] = dim
-            p.data = self.group.part(p.data, dim).clone(memory_format=torch.contiguous_format)
+            self.dims[name], self.shapes[name] = dim, p.shape
+            p.data = self.part(name, p.data).clone(memory_format=torch.contiguous_format)
 
 
 def _part(owner: nn.Module, path: str) -> nn.Module | nn.Parameter | None:

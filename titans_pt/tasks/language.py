@@ -50,7 +50,8 @@ class Language(Task):
                  f"each must be above evaluation.{name}.max_new_tokens={section.max_new_tokens}")
 
     def build_model(self) -> LanguageModel:
-        return build_model(self.config.model)
+        """The model predicts what the tokenizer has an entry for; before there is one, all of model.vocab_size."""
+        return build_model(self.config.model, self.tokenizer and self.tokenizer.vocab_size)
 
     def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
         whole = tensor.size == 1
@@ -59,10 +60,10 @@ class Language(Task):
 
     def output_bytes(self, rows: int, length: int, width: int) -> dict[str, int]:
         """The head's output, the same in fp32, its softmax, and their two gradients; of the samples taken at once."""
-        vocabulary = self.config.model.vocab_size
+        vocabulary = self.config.model.vocab_rows
         tensor = self.config.parallel.tensor
         rows, length = at_once(rows, length, vocabulary, whole=tensor == 1)
-        return {"logits": rows * length * vocabulary // tensor * (2 * width + 12)}
+        return {"logits": rows * length * -(-vocabulary // tensor) * (2 * width + 12)}
 
     def open(self) -> TaskData:
         files = TokenFiles.open(self.config)

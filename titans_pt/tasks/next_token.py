@@ -47,9 +47,9 @@ class NextTokenLoss(nn.Module):
     The logits of a micro-batch, (B, T, V) in fp32, would be the largest tensor of all: the head is applied to a few
     samples, or tokens of one, at a time, and again in the backward pass (6 % of the work of a 170M model at
     V = 32,000). On a GPU with liger-kernel installed, its fused kernel takes their place, which has the gradients at
-    once: for a whole head, its gradient summed in fp32. ``model`` is a LanguageModel. ``cross_entropy`` takes what
-    titans_pt.layers.loss's takes; another one is needed where each rank holds a part of the logits. ``z_loss`` is
-    train.z_loss: it moves the gradient alone, never the value.
+    once: for a whole head, its gradient summed in fp32. ``model`` is a LanguageModel; rows of its head that stand for
+    no token count nowhere. ``cross_entropy`` takes what titans_pt.layers.loss's takes; another one is needed where each
+    rank holds a part of the logits. ``z_loss`` is train.z_loss: it moves the gradient alone, never the value.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class NextTokenLoss(nn.Module):
         x, _ = self.model(ids[:, :-1], reset=reset, head=False, output_final_state=not self.training)
         targets = ids[:, 1:]
         if weight is None and self._fused(x):
-            loss = _liger(self.z_loss)(self.model.head.weight, x.flatten(0, 1), targets.flatten())
+            loss = _liger(self.z_loss)(self.model.head.weight, x.flatten(0, 1), targets.flatten(), self._bias(x))
             loss = loss.loss - loss.z_loss.detach() if self.z_loss else loss
         else:
             samples = self._few_at_a_time(x, targets).mean(1)
@@ -85,10 +85,18 @@ class NextTokenLoss(nn.Module):
         whole = self.cross_entropy is cross_entropy and self.model.head.weight.numel() > 0
         return x.is_cuda and whole and _liger(self.z_loss) is not None
 
+    def _bias(self, x: Tensor) -> Tensor | None:
+        """-inf for the head's rows that stand for no token, else 0, in x's dtype; None where all rows do."""
+        if self.model.tokens == len(self.model.head.weight):
+            return None
+        bias = x.new_zeros(len(self.model.head.weight))
+        bias[self.model.tokens :] = -torch.inf
+        return bias
+
     def _few_at_a_time(self, x: Tensor, targets: Tensor) -> Tensor:
         """:meth:`_losses` of all, with no more logits at a time than at_once allows."""
         whole = self.cross_entropy is cross_entropy
-        rows, length = at_once(*targets.shape, self.model.config.vocab_size, whole)
+        rows, length = at_once(*targets.shape, self.model.config.vocab_rows, whole)
         if (rows, length) == targets.shape:
             return self._losses(x, targets)
         found = []
@@ -102,4 +110,5 @@ class NextTokenLoss(nn.Module):
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """x (b, t, d_model), targets (b, t) -> loss of each token, (b, t) fp32."""
         logits = self.model.head(x).flatten(0, 1).float()
-        return self.cross_entropy(logits, targets.flatten(), "none", self.z_loss).view_as(targets)
+        losses = self.cross_entropy(logits, targets.flatten(), "none", self.z_loss, self.model.tokens)
+        return losses.view_as(targets)

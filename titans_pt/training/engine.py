@@ -264,9 +264,8 @@ class Engine:
         """The shape of every whole parameter, and how tensor ranks cut it."""
         found, tensor = {}, self.topology.tensor
         for name, p in self._trainable:
-            shape, dim = list(p.ds_shape if self.stage == 3 else p.shape), self.split.dims.get(name)
-            if dim is not None:
-                shape[dim] *= tensor.size
+            dim = self.split.dims.get(name)
+            shape = self.split.shapes.get(name, p.ds_shape if self.stage == 3 else p.shape)
             found[name] = Whole(tuple(shape), dim, 1 if dim is None else tensor.size)
         return found
 

@@ -93,7 +93,9 @@ def _fresh(task: Task, identity: dict[str, str]) -> Start:
     if given is None:
         return Start(task.config)
     weights = find_weights(given)
+    rows = {"vocab_multiple": task.config.model.vocab_multiple}  # weights fit any number of rows
     config = as_begun(task.config, weights.config)
+    config = config.model_copy(update={"model": config.model.model_copy(update=rows)})
     check_fit(weights, task, config, identity)
     return Start(config, weights=weights)
 

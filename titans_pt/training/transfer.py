@@ -20,7 +20,7 @@ from titans_pt.config import Config
 from titans_pt.config_check import completed
 from titans_pt.data_pipeline import saved_tokenizer
 from titans_pt.errors import UserError
-from titans_pt.run import differences
+from titans_pt.run import differences, with_rows
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks import Task
 
@@ -53,10 +53,12 @@ class Weights:
     @torch.no_grad()
     def load(self, model: nn.Module, fresh: list[str]):
         """Puts them into ``model``, whose parameters that match a pattern of ``fresh`` keep what they have."""
+        counted = counted_rows(model)
         with self._open() as (_, get):
             for name, p in model.named_parameters():
                 if not _matches(name, fresh):
-                    p.copy_(get(name))
+                    found = get(name)
+                    p.copy_(with_rows(found[: counted[name]], len(p)) if name in counted else found)
 
     @contextmanager
     def _open(self) -> Iterator[tuple[dict[str, tuple[int, ...]], Callable[[str], Tensor]]]:
@@ -70,6 +72,11 @@ class Weights:
             places = {key.removeprefix(EXPORTED): (file, key) for file in files for key in file.keys()}  # noqa: SIM118
             shapes = {name: tuple(file.get_slice(key).get_shape()) for name, (file, key) in places.items()}
             yield shapes, lambda name: places[name][0].get_tensor(places[name][1])
+
+
+def counted_rows(model: nn.Module) -> dict[str, int]:
+    """Parameter -> how many of its rows mean something: those of a vocabulary that is rounded up. Others are whole."""
+    return getattr(model, "counted_rows", {})
 
 
 def find_weights(given: str) -> Weights:
@@ -135,7 +142,8 @@ def check_fit(weights: Weights, task: Task, config: Config, identity: dict[str, 
                         "a run of the same task")  # fmt: skip
     fresh = config.train.init_fresh
     with torch.device("meta"):
-        here = {name: tuple(p.shape) for name, p in task.build_model().named_parameters()}
+        model = task.build_model()
+    here = {name: tuple(p.shape) for name, p in model.named_parameters()}
     there = weights.shapes()
     for pattern in fresh:
         if not any(fnmatchcase(name, pattern) for name in here | there):
@@ -151,7 +159,14 @@ def check_fit(weights: Weights, task: Task, config: Config, identity: dict[str, 
         if names:
             raise UserError(f"train.init_from: {weights.origin}: {len(names)} parameters {problem}, such as "
                             f"{min(names)}{settings}; {_REMEDY}")  # fmt: skip
-    if wrong := [name for name in here if here[name] != there[name]]:
+    counted = counted_rows(model)
+
+    def fits(name: str) -> bool:
+        if name in counted:
+            return there[name][0] >= counted[name] and there[name][1:] == here[name][1:]
+        return there[name] == here[name]
+
+    if wrong := [name for name in here if not fits(name)]:
         name = wrong[0]
         raise UserError(f"train.init_from: {weights.origin}: {len(wrong)} parameters have another shape, such as "
                         f"{name}, {there[name]} there and {here[name]} here{settings}; {_REMEDY}")  # fmt: skip

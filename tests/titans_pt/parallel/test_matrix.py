@@ -4,6 +4,7 @@ resumes."""
 import pytest
 
 from tests import matrix
+from titans_pt import checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,21 @@ def test_two_tensor_ranks_two_context_ranks_and_two_resumes_train_as_one_process
     jobs["split"] = ("hybrid", (2, 1, 1, 3), ["parallel.sequence=true"])
     matrix.train(config, tmp_path, {"whole": ("hybrid", matrix.REFERENCE, [])} | jobs)
     check({name: matrix.difference(tmp_path / name, tmp_path / "whole") for name in ("split", "changed")})
+
+
+def test_rows_that_tensor_ranks_do_not_divide(config, tmp_path):
+    """A run of 289 rows for 288 tokens in one process goes on at tensor=2, from whole tensors and from shards."""
+    odd = ["model.vocab_multiple=17"]
+    jobs = {
+        "whole": ("lmm", matrix.REFERENCE, odd), "changed@8": ("lmm", matrix.REFERENCE, [*odd, "train.stop_at=8"]),
+        "changed@14": ("lmm", (2, 1, 1, 1), [*odd, "train.stop_at=14", "train.checkpoint_shards=true"]),
+        "changed@20": ("lmm", (2, 1, 1, 3), odd),
+    }  # fmt: skip
+    matrix.train(config, tmp_path, jobs)
+    check({"changed": matrix.difference(tmp_path / "changed", tmp_path / "whole")})
+    for run in ("whole", "changed"):
+        weights = checkpoints.read_weights(checkpoints.find(tmp_path / run / "checkpoints"))
+        assert weights["embedding.weight"].shape[0] == 289 and not weights["embedding.weight"][288:].any()
 
 
 @pytest.mark.slow

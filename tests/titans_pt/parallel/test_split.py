@@ -101,7 +101,8 @@ class Fp64Loss(NextTokenLoss):
 
     def forward(self, ids, reset):
         logits, _ = self.model(ids[:, :-1], reset=reset)
-        return self.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), z_loss=self.z_loss)
+        targets, tokens = ids[:, 1:].flatten(), self.model.tokens
+        return self.cross_entropy(logits.flatten(0, 1), targets, z_loss=self.z_loss, tokens=tokens)
 
 
 def batch(vocabulary, reset):
@@ -148,6 +149,16 @@ def test_every_gradient_is_that_of_the_whole_model(mixers, sequence):
 @pytest.mark.parametrize("mixers", [["mac", "mag"], ["mal", "lmm"]], ids=str)
 def test_four_ranks_documents_and_checkpointing(mixers):
     check(config(mixers, tie_embeddings=False), size=4, sequence=True, reset=True, checkpointing=True)
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("vocabulary", [
+    {"vocab_multiple": 1, "vocab_size": 53}, {"vocab_multiple": 1, "vocab_size": 5}, {"vocab_multiple": 64},
+    {"vocab_multiple": 3, "vocab_size": 10},
+], ids=str)  # fmt: skip
+def test_a_vocabulary_that_the_ranks_do_not_divide(vocabulary, tie):
+    """5 rows on 4 ranks: the last has none at all."""
+    check(config(["swa"], tie_embeddings=tie, **vocabulary), size=4, z_loss=0.1)
 
 
 @pytest.mark.parametrize("size", [2, 4])

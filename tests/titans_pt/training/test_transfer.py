@@ -73,6 +73,20 @@ def test_a_run_starts_with_the_weights_it_is_given(start, source, tmp_path, what
     assert state.config["train"]["init_from"] == str(given)
 
 
+@pytest.mark.parametrize("multiple", [1, 64, 7])
+@pytest.mark.parametrize("rows", [{"vocab_multiple": 1}, {"vocab_size": 500}], ids=str)
+def test_rows_that_stand_for_no_token_are_added_or_left_out(start, prepared, tmp_path, rows, multiple):
+    """288 tokens: weights of a run of before, of as many rows, and of one with room for 500."""
+    given = untrained_run(tmp_path / "given", prepared, **rows)
+    if rows == {"vocab_multiple": 1}:  # as before there was the setting
+        state = checkpoints.read_state(path := checkpoints.find(given / "checkpoints"))
+        del state.config["model"]["vocab_multiple"]
+        checkpoints.save(given / "checkpoints", checkpoints.read_weights(path), {}, state)
+    found = start(*STILL, f"model.vocab_multiple={multiple}", given=given)["embedding.weight"]
+    assert found.shape[0] == {1: 288, 64: 320, 7: 294}[multiple]
+    assert close(found[:288], weights(given, 3)["embedding.weight"][:288]) and not found[288:].any()
+
+
 def test_the_schedule_warms_up_again_and_a_resume_reads_the_weights_no_more(start, source, tmp_path):
     start("train.stop_at=4", step=4)
     shutil.rmtree(source)
@@ -97,9 +111,10 @@ def test_what_is_named_starts_fresh(start, source, prepared, tmp_path):
 @pytest.mark.parametrize(("overrides", "given", "message"), [
     ([], {"mixers": ["swa"]}, r"parameters are not in it.* \(model\.mixers=\['swa'\] there and \['mac'\] here"),
     (["train.init_fresh=[blocks.1.*]"], {"d_model": 8, "n_layers": 2},
-     r"have another shape, such as \S+, \(288, 8\) there and \(288, 16\) here \(model\.d_model=8 there and 16 here"),
-    ([], {"vocab_size": 300}, r"have another shape, such as embedding\.weight, \(300, 16\) there and \(288, 16\) here "
-     r"\(model\.vocab_size=300 there and 288 here\); make the settings alike, or .* train\.init_fresh"),
+     r"have another shape, such as \S+, \(320, 8\) there and \(320, 16\) here \(model\.d_model=8 there and 16 here"),
+    ([], {"vocab_size": 280, "vocab_multiple": 1},
+     r"have another shape, such as embedding\.weight, \(280, 16\) there and \(320, 16\) here "
+     r"\(model\.vocab_size=280 there and 288 here.*\); make the settings alike, or .* train\.init_fresh"),
     ([], {"tie_embeddings": False}, r"1 parameters are in it alone, such as head\.weight"),
     (["train.init_fresh=[bloks.*]"], {}, r"train\.init_fresh: 'bloks\.\*' is the name of no parameter"),
 ])  # fmt: skip
