@@ -55,7 +55,9 @@ def damage(folder: Path, manifest: dict, names: Iterable[str] | None = None) -> 
     for name in listed if names is None else [name for name in names if name in listed]:
         written = listed[name]
         try:
-            if (size := (folder / name).stat().st_size) != written["bytes"]:
+            if (folder / name).is_dir():
+                found[name] = "is a folder, and a file of this name was written"
+            elif (size := (folder / name).stat().st_size) != written["bytes"]:
                 found[name] = f"{size:,} bytes, written with {written['bytes']:,}"
             elif sha256(folder / name) != written["sha256"]:
                 found[name] = "its checksum is not that of the manifest"

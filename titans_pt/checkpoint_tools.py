@@ -43,11 +43,16 @@ def verify_run(run: str):
 
 
 def prune_run(run: str, keep_last: int, keep_every: int | None):
-    """Deletes what train.keep_last and train.keep_every would and prints it; refused while the run is training."""
+    """Deletes what train.keep_last and train.keep_every would and prints it, but never the newest complete one.
+
+    Raises:
+        UserError: none is complete, or the run is training.
+    """
     _found(run)
     folder = RunFolder(run)
     with folder.lock():
-        for path in checkpoints.prune(folder.checkpoints, keep_last, keep_every):
+        newest = checkpoints.newest_complete(folder.checkpoints)
+        for path in checkpoints.prune(folder.checkpoints, keep_last, keep_every, newest):
             print(f"{path}: deleted")
 
 

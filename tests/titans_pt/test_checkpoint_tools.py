@@ -46,3 +46,21 @@ def test_no_run(tmp_path, capsys):
         assert cli.run(["checkpoint", action, str(tmp_path / "none")]) == 2
         assert "holds no checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def test_prune_keeps_the_newest_complete_one(run, capsys):
+    for step in (6, 8):
+        (run / f"checkpoints/step-0000000{step}/model.safetensors").write_bytes(b"")
+    assert cli.run(["checkpoint", "prune", str(run), "--keep-last", "1"]) == 0
+    assert [checkpoints.step_of(p) for p in checkpoints.list_checkpoints(run / "checkpoints")] == [4, 8]
+    (run / "checkpoints/step-00000004/manifest.json").unlink()
+    assert cli.run(["checkpoint", "prune", str(run), "--keep-last", "1"]) == 2
+    assert "none of its 2 checkpoints is complete" in capsys.readouterr().err
+    assert len(checkpoints.list_checkpoints(run / "checkpoints")) == 2
+
+
+def test_checkpoints_that_are_a_file(tmp_path, capsys):
+    (tmp_path / "checkpoints").write_bytes(b"")
+    for action in ("list", "verify", "prune"):
+        assert cli.run(["checkpoint", action, str(tmp_path)]) == 2
+        assert "checkpoints: is a file" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from titans_pt.errors import UserError
 from titans_pt.models.mixers import MIXERS
 from titans_pt.run import load_run
 from titans_pt.streaming import greedy, prefill
+from titans_pt.training.transfer import find_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -310,7 +311,7 @@ def test_a_folder_of_version_0_1_0(folders, tmp_path):
     """It has the whole tree of the settings, with today's newer ones missing and former names, and no code."""
     old = tmp_path / "old"
     shutil.copytree(folders / "hf", old)
-    for file in [*old.glob("*.py"), old / "README.md"]:
+    for file in [*old.glob("*.py"), old / "README.md", old / "SHA256SUMS"]:
         file.unlink()
     path = old / "config.json"
     config = json.loads(path.read_text())
@@ -330,6 +331,27 @@ def test_a_folder_of_version_0_1_0(folders, tmp_path):
         assert torch.equal(hub(ids).logits, run.model(ids)[0])
     back = load_run(huggingface.import_run(old, tmp_path / "back"))
     assert back.config.model == exact(run).model_copy(update={"vocab_multiple": 1})
+
+
+@pytest.mark.parametrize("damage", ["flip", "zero", "cut"])
+def test_every_damaged_file_of_an_export_is_found(folders, fails, tmp_path, damage):
+    """By titans import, by train.init_from, and by sha256sum; an export again mends it."""
+    shutil.copytree(folders / "hf", tmp_path / "hf")
+    files = [path for path in sorted((tmp_path / "hf").iterdir()) if path.suffix in (".safetensors", ".json", ".model")]
+    assert len(files) >= 3
+    for path in files:
+        content = path.read_bytes()
+        half = len(content) // 2
+        path.write_bytes({"flip": content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :],
+                          "zero": content[:half] + bytes(len(content) - half), "cut": content[:half]}[damage])
+        words = f"{path}: not the file that SHA256SUMS names: damaged, or changed since; copy or export it again"
+        assert words in fails("import", tmp_path / "hf", "--out", tmp_path / "run")
+        with pytest.raises(UserError, match="not the file that SHA256SUMS names"):
+            find_weights(str(tmp_path / "hf"))
+        path.write_bytes(content)
+    find_weights(str(tmp_path / "hf"))
+    (tmp_path / "hf" / "SHA256SUMS").write_bytes(b"\xff\xfe")
+    assert "SHA256SUMS: damaged" in fails("import", tmp_path / "hf", "--out", tmp_path / "run")
 
 
 def test_an_import_takes_settings_of_this_machine(folders, tmp_path):
@@ -363,6 +385,7 @@ def test_says_what_is_wrong(folders, fails, tmp_path):
 def test_foreign_and_damaged_folders_are_one_line(folders, fails, tmp_path):
     def copy(name, change):
         shutil.copytree(folders / "hf", tmp_path / name)
+        (tmp_path / name / "SHA256SUMS").unlink()  # else every change is found by its checksum
         change(tmp_path / name)
         return fails("import", tmp_path / name, "--out", tmp_path / "run")
 

@@ -25,6 +25,7 @@ from titans_pt.huggingface.source import CARRIED, HEAD
 from titans_pt.run import load_run, with_rows
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks.language import keep_tokenizer
+from titans_pt.tools.tensor_files import check_sums, write_sums
 
 _UNFINISHED = ".export-"
 """Begins the name of the folder that an export is put together in; one that is left was cut short."""
@@ -66,6 +67,7 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         Path(scratch, "README.md").write_text(model_card(replace(run, model=model.model)), encoding="utf-8")
+        write_sums(Path(scratch))
         for path in stale:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         for file in sorted(Path(scratch).iterdir(), key=lambda file: (file.name == "config.json", file.name)):
@@ -134,7 +136,7 @@ def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str]
         raise UserError(f"{run.path}: holds a run already; name another folder")
     try:
         model, found = TitansForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    except (SafetensorError, ValidationError, OSError) as error:
+    except (SafetensorError, ValidationError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: damaged, or of a later version ({' '.join(str(error).split())[:200]}); copy or "
                         "export it again") from None
     if different := sorted({*found["missing_keys"], *found["unexpected_keys"], *map(str, found["mismatched_keys"])}):
@@ -170,10 +172,11 @@ def _check_exported(folder: Path) -> Path:
     for name in ("config.json", "model*.safetensors", saved_tokenizer(folder).name):
         if not any(folder.glob(name)):
             raise UserError(f"{folder}: holds no {name}; {wrong}")
+    check_sums(folder, (".safetensors", ".json", ".model"))
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kind = tree.get("model_type")
-    except (ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         raise UserError(f"{folder / 'config.json'}: not JSON with fields; {wrong}") from None
     if kind != TitansConfig.model_type or not isinstance(tree.get("settings"), dict):
         raise UserError(f"{folder}: holds a model of type {kind!r}, and only Titans can be imported; {wrong}")

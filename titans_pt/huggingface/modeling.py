@@ -79,7 +79,11 @@ class TitansConfig(PreTrainedConfig):
         return model.model_copy(update={"vocab_multiple": 1})
 
     def save_pretrained(self, save_directory: str | Path, *rest: Any, **options: Any):
-        """Writes config.json, and next to it the code that trust_remote_code=True runs."""
+        """Writes config.json, and next to it the code that trust_remote_code=True runs.
+
+        The checksums of an export into the folder would no longer be those of its files.
+        """
+        Path(save_directory, "SHA256SUMS").unlink(missing_ok=True)
         if type(self).source_files is not None:
             self.auto_map = {"AutoConfig": f"{MODELING}.TitansConfig",
                              "AutoModelForCausalLM": f"{MODELING}.TitansForCausalLM"}  # fmt: skip

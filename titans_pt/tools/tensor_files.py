@@ -7,8 +7,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titans_pt.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+SUMS = "SHA256SUMS"
+"""Checksums of a folder's files as ``sha256sum --check`` reads them."""
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path):
@@ -44,3 +49,28 @@ def describe(path: Path) -> dict[str, Any]:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_sums(folder: Path) -> None:
+    """Writes SUMS of all files in ``folder``."""
+    lines = [f"{sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def check_sums(folder: Path, suffixes: tuple[str, ...]) -> None:
+    """Compares the files with these suffixes with SUMS, if the folder has one; earlier versions wrote none.
+
+    Raises:
+        UserError: a file is another one than SUMS says.
+    """
+    path = folder / SUMS
+    if not path.exists():
+        return
+    remedy = f"copy or export it again, or delete {path} if the change is wanted"
+    try:
+        listed = dict(line.split("  ", 1)[::-1] for line in path.read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: damaged ({error}); {remedy}") from None
+    for file in sorted(folder.iterdir()):
+        if file.suffix in suffixes and file.name in listed and sha256(file) != listed[file.name]:
+            raise UserError(f"{file}: not the file that {SUMS} names: damaged, or changed since; {remedy}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from titans_pt import checkpoints
@@ -23,6 +23,7 @@ from titans_pt.errors import UserError
 from titans_pt.run import differences, with_rows
 from titans_pt.run_folder import RunFolder
 from titans_pt.tasks import Task
+from titans_pt.tools.tensor_files import check_sums
 
 log = logging.getLogger(__name__)
 EXPORTED = "model."
@@ -107,24 +108,33 @@ def _of_checkpoint(path: Path) -> Weights:
 
 def _of_export(path: Path) -> Weights:
     """A folder that titans export wrote, in Hugging Face's layout."""
+    check_sums(path, (".safetensors", ".json", ".model"))
     try:
-        config = json.loads((path / "config.json").read_text())
-        settings, origin = config["settings"], f"{path} ({config['checkpoint_hash'][:12]})"
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"its config.json is not of titans export ({error!r})") from None
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        settings, origin = completed(config["settings"]), f"{path} ({config['checkpoint_hash'][:12]})"
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"its config.json is not of titans export, or damaged ({error!r})") from None
     for file in _exported(path):
         if not file.is_file():
             raise UserError(f"it holds no {file.name}")
+        try:
+            with safe_open(file, framework="pt", device="cpu"):
+                pass
+        except SafetensorError as error:
+            raise UserError(f"its {file.name} is damaged ({error}); copy or export it again") from None
     tokenizer = saved_tokenizer(path)
     found = tokenizer.is_file()
     identity = {"tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest()} if found else {}
-    return Weights(origin, path, completed(settings), identity)
+    return Weights(origin, path, settings, identity)
 
 
 def _exported(path: Path) -> list[Path]:
     """The files of an exported folder that hold weights: one, or those that its index names."""
     index = path / "model.safetensors.index.json"
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"its {index.name} is damaged ({error!r}); copy or export it again") from None
     return [path / name for name in sorted(names)]
 
 
