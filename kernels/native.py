@@ -65,7 +65,7 @@ def library(source: Path, dtype: torch.dtype) -> ctypes.CDLL | str:
                     return f"{compiler} failed"
                 os.replace(made, path)
         return ctypes.CDLL(str(path))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         warn_once(f"{source.name} is not compiled or loaded (PyTorch serves, slower): {error}")
         return str(error)
 

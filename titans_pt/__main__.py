@@ -1,14 +1,55 @@
 """``python -m titans_pt`` and the ``titans`` command."""
 
+import getpass
 import os
 import sys
+from pathlib import Path
 
 from titans_pt.cli import run
+
+
+def usable_streams() -> None:
+    """Standard streams that a shell has closed become /dev/null, and any text can be written to standard output.
+
+    A closed descriptor would be given to the next file that is opened: messages would go into a checkpoint.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - until the end
+    if sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # not every encoding has every character
+
+
+def usable_home() -> None:
+    """A user whom no passwd file knows (a container's --user) gets a home and a name, which libraries ask for."""
+    try:
+        Path.home()
+    except RuntimeError:
+        import tempfile
+
+        home = Path(tempfile.gettempdir()) / f"titans-{os.getuid()}"
+        home.mkdir(mode=0o700, exist_ok=True)
+        if home.stat().st_uid != os.getuid():  # not ours: libraries load code from their caches
+            home = Path(tempfile.mkdtemp(prefix="titans-"))
+        os.environ["HOME"] = str(home)
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = str(os.getuid())
 
 
 def main() -> None:
     # Without this, pydantic reads the metadata of every installed package in search of plugins; our settings need none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    usable_streams()
+    usable_home()
     sys.exit(run(sys.argv[1:]))
 
 

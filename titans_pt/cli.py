@@ -97,11 +97,13 @@ def run(arguments: list[str]) -> int:
 def _unread() -> bool:
     """Whether who read our output has gone, as in ``titans plan CONFIG | head -1``; what is left of it is dropped."""
     output = select.poll()
-    output.register(sys.stdout.fileno(), 0)
-    if not any(event & select.POLLERR for _, event in output.poll(0)):
-        return False  # another pipe broke
-    drop(sys.stdout)  # else Python complains once more when it ends
-    return True
+    streams = {stream.fileno(): stream for stream in (sys.stdout, sys.stderr)}
+    for number in streams:
+        output.register(number, 0)
+    gone = [streams[number] for number, event in output.poll(0) if event & select.POLLERR]
+    for stream in gone:
+        drop(stream)  # else Python complains once more when it ends
+    return bool(gone)  # else another pipe broke
 
 
 def _runtime_error(error: RuntimeError) -> int:

@@ -10,7 +10,7 @@ import json
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 NEEDLE_TASKS = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
@@ -21,6 +21,8 @@ NEEDLE_TASKS = (
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Once = AfterValidator(lambda entries: entries and list(dict.fromkeys(entries)))
+"""Of a list whose entries are measured: what is listed twice is measured once."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 PATH = "path"
@@ -468,9 +470,9 @@ class PerplexityConfig(Section):
 
 
 class NeedleConfig(Section):
-    tasks: Annotated[list[Literal[NEEDLE_TASKS]], Field(min_length=1)] = ["niah_single_1"]
+    tasks: Annotated[list[Literal[NEEDLE_TASKS]], Field(min_length=1), Once] = ["niah_single_1"]
     """RULER's. All but niah_single_1, niah_multikey_2 and niah_multikey_3 hide the needles in essays."""
-    lengths: Annotated[list[Positive], Field(min_length=1)] = [2048, 4096, 8192, 16384]
+    lengths: Annotated[list[Positive], Field(min_length=1), Once] = [2048, 4096, 8192, 16384]
     """Tokens of a sample, new tokens included, with the model's own tokenizer; to 10 million and beyond."""
     depths: list[Annotated[float, Field(ge=0.0, le=100.0)]] | None = [0, 25, 50, 75, 100]
     """Places of the needle in percent of the haystack. Null: drawn as RULER does, which is its protocol."""
@@ -485,11 +487,11 @@ class NeedleConfig(Section):
 
 
 class BabilongConfig(Section):
-    tasks: Annotated[list[Literal["qa1", "qa2", "qa3", "qa4", "qa5"]], Field(min_length=1)] = [
+    tasks: Annotated[list[Literal["qa1", "qa2", "qa3", "qa4", "qa5"]], Field(min_length=1), Once] = [
         "qa1", "qa2", "qa3", "qa4", "qa5",
     ]  # fmt: skip
     """Questions: qa1, qa2, qa3 need one, two, three facts; qa4 and qa5 relations of two and of three arguments."""
-    lengths: Annotated[list[Positive], Field(min_length=1)] = [2048, 4096, 8192, 16384]
+    lengths: Annotated[list[Positive], Field(min_length=1), Once] = [2048, 4096, 8192, 16384]
     """Tokens of a sample, new tokens included, with the model's own tokenizer; to 10 million and beyond."""
     samples: Positive = 25
     """Samples for each task and length."""
@@ -508,7 +510,7 @@ class BabilongConfig(Section):
 
 
 class HarnessConfig(Section):
-    tasks: Annotated[list[str], Field(min_length=1)] = [
+    tasks: Annotated[list[str], Field(min_length=1), Once] = [
         "wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa",
         "boolq",
     ]  # fmt: skip
@@ -524,7 +526,7 @@ class EvaluationConfig(Section):
     every: NonNegative = 0
     """While training: steps between two evaluations of a new checkpoint; all ranks share the samples. 0: never.
     Each rank loads a second, whole model. train.timeout must be longer than a sample takes."""
-    suites: list[str] = ["needle"]
+    suites: Annotated[list[str], Once] = ["needle"]
     """What is evaluated while training: suites of the task, for language perplexity, needle, babilong, commonsense."""
     precision: Literal["bf16", "fp32"] | None = None
     """Of weights and activations; memories are fp32 in both. Null: train.precision on a GPU, fp32 on a CPU."""

@@ -1,6 +1,8 @@
 """The command line: what each mistake is answered with. All in this process but where the process is the matter."""
 
 import errno
+import getpass
+import io
 import os
 import shutil
 import signal
@@ -16,6 +18,7 @@ import torch
 import titans_pt
 from tests.command_line import leaves, parsed
 from titans_pt import checkpoints, cli
+from titans_pt.__main__ import usable_home, usable_streams
 from titans_pt.config_file import load_config
 from titans_pt.tasks import language
 from titans_pt.training import loop
@@ -309,6 +312,71 @@ def test_output_that_nobody_reads_is_no_error(unbuffered, tmp_path):
         one.stdout.close()
         assert one.stderr.read() == b""
     assert one.returncode == 128 + signal.SIGPIPE
+
+
+def test_errors_that_nobody_reads_are_no_error(tmp_path):
+    """``titans plan nothing 2>&1 >/dev/null | true``."""
+    program = (
+        "import sys\nfrom titans_pt import cli\n"
+        "def lost(*_):\n    while True: print('x' * 9999, file=sys.stderr, flush=True)\n"
+        "cli.program.invoke = lost\nsys.exit(cli.run(['plan', 'x']))"
+    )
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as one:
+        one.stderr.close()
+        assert one.stdout.read() == b""
+    assert one.returncode == 128 + signal.SIGPIPE
+
+
+CLOSED = """
+import os, sys
+from titans_pt.__main__ import usable_streams
+usable_streams()
+with open("found", "w") as file:
+    file.write(" ".join([str(file.fileno()), *(os.readlink(f"/proc/self/fd/{n}") for n in range(3))]))
+print("\\u4e2d", sys.stdin.read(), file=sys.stdout)
+print("\\u4e2d", file=sys.stderr)
+"""
+
+
+def test_streams_that_a_shell_has_closed(tmp_path):
+    """A file that is opened later must not be given their numbers: messages would be written into it."""
+    shell = f'exec {sys.executable} -c "$PROGRAM" <&- >&- 2>&-'
+    environment = os.environ | {"PROGRAM": CLOSED}
+    done = subprocess.run(["sh", "-c", shell], cwd=tmp_path, env=environment)
+    assert done.returncode == 0
+    number, *streams = (tmp_path / "found").read_text().split()
+    assert int(number) > 2 and streams == ["/dev/null"] * 3
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_output_in_any_encoding(encoding, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding))
+    usable_streams()
+    print("caf\u00e9 \u4e2d \udce9", flush=True)  # the last: a byte of a file name that is not UTF-8
+    shown = {"ascii": "caf\\xe9 \\u4e2d", "latin-1": "caf\u00e9 \\u4e2d", "utf-8": "caf\u00e9 \u4e2d"}[encoding]
+    assert written.getvalue().decode(encoding) == shown + " \\udce9\n"
+
+
+def test_a_user_without_a_passwd_entry(tmp_path, monkeypatch):
+    """As in a container that was started with --user."""
+
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "x")  # so that what is set below is taken back
+        monkeypatch.delenv(name)
+    usable_home()
+    assert Path.home() == tmp_path / f"titans-{os.getuid()}" and getpass.getuser() == str(os.getuid())
+    assert Path.home().stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("HOME", str(tmp_path))
+    usable_home()
+    assert Path.home() == tmp_path  # a home that is known stays
 
 
 def test_another_pipe_that_breaks_is_our_fault(monkeypatch, capfd):

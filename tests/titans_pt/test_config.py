@@ -74,3 +74,15 @@ def test_a_run_goes_on_as_it_began(newer):
     assert as_begun(given, newer) == given
     newer["model"]["memory"]["writes"] = True
     assert as_begun(Config(), newer) == Config()
+
+
+def test_what_is_listed_twice_is_evaluated_once():
+    given = {
+        "suites": ["needle", "perplexity", "needle"],
+        "needle": {"tasks": ["niah_single_2", "niah_single_1", "niah_single_2"], "lengths": [512, 256, 512]},
+        "babilong": {"tasks": ["qa2", "qa2", "qa1"], "lengths": [512, 512]}, "commonsense": {"tasks": ["piqa", "piqa"]},
+    }  # fmt: skip
+    found = Config.model_validate({"evaluation": given}).evaluation
+    assert found.suites == ["needle", "perplexity"] and found.commonsense.tasks == ["piqa"]
+    assert found.needle.tasks == ["niah_single_2", "niah_single_1"] and found.needle.lengths == [512, 256]
+    assert found.babilong.tasks == ["qa2", "qa1"] and found.babilong.lengths == [512]

@@ -1,5 +1,6 @@
 """Inspection: its figures against the states that the model itself returns, its files, its mistakes."""
 
+import io
 import warnings
 
 import numpy as np
@@ -100,16 +101,17 @@ def test_files_and_table(run, tmp_path, capfd):
     assert cli.run(["inspect", str(run), "--text", str(tmp_path / "page.txt"), "--checkpoint", "3"]) == 0
     out = capfd.readouterr().out
     folder = run / "inspection" / "step-00000003"
-    assert sorted(p.name for p in folder.iterdir()) == ["page.npz", "page.png"]
-    assert str(folder / "page.npz") in out and str(folder / "page.png") in out and "blocks.1.mixer.memory" in out
-    arrays = np.load(folder / "page.npz")
+    assert sorted(p.name for p in folder.iterdir()) == ["page.txt.npz", "page.txt.png"]
+    assert str(folder / "page.txt.npz") in out and str(folder / "page.txt.png") in out
+    assert "blocks.1.mixer.memory" in out
+    arrays = np.load(folder / "page.txt.npz")
     assert "".join(arrays["pieces"]) == text
     tokens = len(arrays["ids"])
     assert arrays["nll"].shape == (tokens,)
     for name in ("surprise", "theta", "eta", "alpha", "weight_norm", "momentum_norm"):
         assert arrays[name].shape == (2, tokens, 2) and arrays[name].dtype == np.float32
         assert np.isfinite(arrays[name]).all()
-    assert (folder / "page.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "page.txt.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_text_begins_as_documents_did_in_training(prepared, tmp_path):
@@ -127,7 +129,39 @@ def test_a_text_begins_as_documents_did_in_training(prepared, tmp_path):
 def test_only_the_first_tokens_and_another_folder(run, tmp_path, capfd):
     (tmp_path / "page.txt").write_text("abc dea fo " * 30)
     result = inspect(run, tmp_path / "page.txt", out=tmp_path / "there", max_tokens=9)
-    assert len(result.ids) == 9 and (tmp_path / "there" / "page.png").is_file()
+    assert len(result.ids) == 9 and (tmp_path / "there" / "page.txt.png").is_file()
+
+
+def pieces(path):
+    return "".join(np.load(path)["pieces"])
+
+
+def test_texts_of_one_name_have_their_own_files(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "draw", lambda result, picture, title: picture.write_bytes(b""))
+    there = tmp_path / "there"
+    texts = {"a.md": "abc dea", "a.txt": "fo nk fo", "b/a.txt": "dea dea", "a": "nk nk"}
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        inspect(run, tmp_path / name, out=there)
+    (tmp_path / "b/a.txt").write_text("abc abc")  # the same text file again: its files are replaced
+    inspect(run, tmp_path / "b" / ".." / "b" / "a.txt", out=there)
+    expected = {"a.md": "abc dea", "a.txt": "fo nk fo", "a.txt-2": "abc abc", "a": "nk nk"}
+    assert {p.name for p in there.iterdir()} == {f"{name}.{end}" for name in expected for end in ("npz", "png")}
+    assert {name: pieces(there / f"{name}.npz") for name in expected} == expected
+
+
+def test_a_text_is_read_as_it_is(run, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(module, "draw", lambda result, picture, title: picture.write_bytes(b""))
+    content = b"\xef\xbb\xbfabc\r\ndea\xff\x0cfo\xe2\x80\xa8nk\x1b[31m\n"
+    text = content.removeprefix(b"\xef\xbb\xbf").decode(errors="replace")
+    (tmp_path / "page").write_bytes(content)
+    inspect(run, tmp_path / "page", out=tmp_path)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="ascii"))
+    assert cli.run(["inspect", str(run), "--text", "-"]) == 0
+    folder = run / "inspection" / "step-00000003"
+    assert pieces(tmp_path / "page.npz") == pieces(folder / "standard-input.npz") == text
+    assert all(c.isprintable() for c in capfd.readouterr().out.replace("\n", ""))  # a terminal gets no escapes
 
 
 @pytest.mark.parametrize(("content", "words", "message"), [
@@ -168,6 +202,20 @@ def test_wrap_breaks_where_it_must():
     long = "x" * (COLUMNS - 1)
     lines = wrap(np.array([long, "ab", "\n", "\u00e9\t", ""]), 0, 5)
     assert lines == [[(0, 0, long), (1, COLUMNS - 1, "a")], [(1, 0, "b"), (2, 1, "\u21b5")], [(3, 0, "\u00e9\u00b7")]]
+
+
+def test_wide_characters_take_two_columns_and_accents_none():
+    lines = wrap(np.array(["\u4e2d" * 59, "e\u0301", "\u4e2d", "\U0001f600x", "\x85"]), 0, 5)
+    first = [(0, 0, "\u4e2d" * 59), (1, 118, "e\u0301")]  # 119 columns: one more does not hold a wide character
+    assert lines == [first, [(2, 0, "\u4e2d"), (3, 2, "\U0001f600x"), (4, 5, "\u00b7")]]
+
+
+def test_other_scripts_are_drawn_without_a_warning_for_each_character(tmp_path, recwarn, capfd):
+    pieces = ["\u4e2d\ud55c", "e\u0301\u05d0", "\U0001f600"] * 7
+    result = module.read(small(["lmm"]), torch.randint(0, 50, (T,)), pieces)
+    draw(result, tmp_path / "page.png", "\u5929\u5730 $x_1$")
+    assert (tmp_path / "page.png").is_file() and not recwarn.list
+    assert capfd.readouterr().err.count("\n") <= 1
 
 
 @pytest.mark.parametrize("piece", ["word ", "\n", "a rather long piece of text "])

@@ -22,7 +22,7 @@ from titans_pt.benchmarks.process import check_any, write_csv
 from titans_pt.kernels.memory import dual, neural_memory
 from titans_pt.run_folder import versions
 from titans_pt.tools.files import write_text
-from titans_pt.tools.plots import new_figure, save_figure
+from titans_pt.tools.plots import new_figure, own_style, save_figure
 
 HEADS, WIDTH, CHUNK, EXPANSIONS = 12, 64, 64, (2, 4)
 SMALL_CHUNKS = (16, 4)
@@ -321,6 +321,7 @@ def _line(cells) -> str:
     return f"| {' | '.join(shown)} |"
 
 
+@own_style()
 def _plot(rows: list[Row], path: Path, title: str):
     figure = new_figure(8, 5)
     axes = figure.add_subplot()
@@ -329,7 +330,11 @@ def _plot(rows: list[Row], path: Path, title: str):
                   if (r.implementation, r.hidden) == (name, hidden) and r.tokens_per_second]  # fmt: skip
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", label=f"{name}, hidden {hidden}")
-    axes.set(xscale="log", yscale="log", xlabel="T (tokens)", ylabel="tokens/s, forward + backward")
+    axes.set(xlabel="T (tokens)", ylabel="tokens/s, forward + backward")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,.0f}")
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)
     if axes.lines:

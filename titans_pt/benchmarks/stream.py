@@ -17,7 +17,7 @@ from titans_pt.models import build_model
 from titans_pt.run_folder import versions
 from titans_pt.streaming import best_device, prefill
 from titans_pt.tools.files import write_text
-from titans_pt.tools.plots import from_zero, new_figure, save_figure
+from titans_pt.tools.plots import from_zero, new_figure, own_style, save_figure
 
 TURNS = 15
 
@@ -102,6 +102,7 @@ def table(found: list[Stretch], ratio: float | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
+@own_style()
 def plot(found: list[Stretch], path: Path):
     """Speed and peak memory against the tokens read, both from zero."""
     figure = new_figure(7.0, 4.8)

@@ -24,7 +24,7 @@ from titans_pt.models.mixers import MIXERS
 from titans_pt.models.mixers.common import MemoryMixer
 from titans_pt.run_folder import versions
 from titans_pt.tools.files import write_text
-from titans_pt.tools.plots import from_zero, new_figure, save_figure
+from titans_pt.tools.plots import from_zero, legend, new_figure, own_style, save_figure
 from titans_pt.training.metrics import peak_flops
 from titans_pt.training.profiling import start_profile, time_shares
 
@@ -121,13 +121,15 @@ def table(found: list[Measurement]) -> str:
     return "\n".join(lines) + "\n"
 
 
+@own_style()
 def plot(found: list[Measurement], path: Path):
     """Tokens per second against the length, one line per model."""
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
-    for model in dict.fromkeys(m.model for m in found):
+    models, drawn = list(dict.fromkeys(m.model for m in found)), []
+    for model in models:
         points = [(m.length, m.tokens_per_second) for m in found if m.model == model]
-        axes.plot(*zip(*points, strict=True), marker="o", label=model)
+        drawn += axes.plot(*zip(*points, strict=True), marker="o")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     from_zero(axes)
@@ -135,7 +137,7 @@ def plot(found: list[Measurement], path: Path):
     axes.set_ylabel("training tokens / s")
     axes.grid(alpha=0.3)
     if found:
-        axes.legend()
+        legend(axes, drawn, models)
     save_figure(figure, path)
 
 

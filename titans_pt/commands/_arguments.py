@@ -60,12 +60,13 @@ def real(allows: Callable[[float], bool], allowed: str) -> Checked:
 
 
 COUNTS = Checked(
-    lambda words: [whole(1).read(word) for word in words.split(",")], "whole numbers of at least 1, with commas between"
+    lambda words: list(dict.fromkeys(whole(1).read(word) for word in words.split(","))),
+    "whole numbers of at least 1, with commas between",
 )
-"""A list of int from words such as 1024,2048."""
+"""A list of int from words such as 1024,2048; what is listed twice counts once."""
 
-NAMES = Checked(lambda words: words.split(","), "names with commas between")
-"""A list of str from words such as mac,mag; the action knows which are allowed."""
+NAMES = Checked(lambda words: list(dict.fromkeys(words.split(","))), "names with commas between")
+"""A list of str from words such as mac,mag, each once; the action knows which are allowed."""
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)

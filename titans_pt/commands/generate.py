@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import click
@@ -11,11 +12,13 @@ SECTION = "evaluate"
 @run_folder
 @click.option("--prompt", metavar="TEXT", help="text to continue; it may be left out with --state")
 @click.option(
-    "--prompt-file", type=click.Path(), metavar="FILE", help="a text file to continue (UTF-8); - is standard input"
-)
+    "--prompt-file", type=click.Path(), metavar="FILE",
+    help="a text file to continue (UTF-8), without the line end that editors put at the end; - is standard input",
+)  # fmt: skip
 @click.option(
     "--prompts", type=click.Path(), metavar="FILE",
-    help="a prompt on each line (UTF-8; - is standard input): each is continued by itself, a line of JSON for each",
+    help="a prompt on each line (UTF-8; - is standard input): each is continued by itself, a line of JSON for each; an "
+    "empty line is the beginning of a document",
 )  # fmt: skip
 @click.option("--batch", type=whole(1), default=8, metavar="N", help="prompts of --prompts at a time")
 @click.option("--max-new-tokens", type=whole(1), default=100, metavar="N", help="tokens to write at most")
@@ -46,15 +49,15 @@ def generate(
         raise click.UsageError("A state is of one text: --prompts excludes --state and --save-state.")
     if not prompt and prompt_file is None and prompts is None and state is None:
         raise click.UsageError("Nothing to continue: give --prompt, --prompt-file, --prompts or --state.")
-    from titans_pt.tools.files import read_text
+    from titans_pt.tools.files import lines_of, read_text
 
     if prompt_file is not None:
-        prompt = read_text(prompt_file, "--prompt-file")
+        prompt = re.sub("\r?\n\\Z", "", read_text(prompt_file, "--prompt-file"))
     from titans_pt import evaluation
 
     if prompts is not None:
-        lines = [line for line in read_text(prompts, "--prompts").splitlines() if line]
-        if not lines:
+        lines = lines_of(read_text(prompts, "--prompts"))
+        if not any(lines):
             raise click.UsageError(f"--prompts: {prompts} holds no text; give a prompt on each line.")
         evaluation.generate_batch(run, lines, max_new_tokens, temperature, top_k, top_p, seed, step, batch)
         return

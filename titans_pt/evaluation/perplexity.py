@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import math
 import time
 from pathlib import Path
@@ -113,6 +114,7 @@ class Perplexity:
                 f"data.dir: {config.data.dir} holds {self.validation.tokens} validation tokens, at least 2 are "
                 "needed; raise data.validation_fraction or add text, and prepare again"
             )
+        self.sizes = np.array([len(piece) for piece in run.tokenizer.pieces])
         # None: the memory as it is, always written.
         self.variants = [None, *sorted(set(config.evaluation.perplexity.freeze_after))]
         self.jobs = [(start, freeze) for freeze in self.variants for start in range(0, self.tokens, self.length)]
@@ -124,6 +126,17 @@ class Perplexity:
     def _read(self, start: int) -> np.ndarray:
         return self.validation.read(start, self._stop(start) + 1).astype(np.int64)
 
+    def _bytes(self, start: int) -> int:
+        """Bytes of the text in the scored tokens of a stream, which may begin and end within a character."""
+        ids, tokenizer = self._read(start), self.loaded.tokenizer
+        total = int(self.sizes[ids[1:]].sum())
+        if tokenizer.dummy_prefix:  # the space before each document is not of its text
+            begins = np.flatnonzero(document_begins(self.validation.document_starts, start, len(ids)))
+            for begin, end in itertools.pairwise([*begins, len(ids)]):
+                first = next((i for i in range(begin, end) if tokenizer.pieces[ids[i]]), 0)
+                total -= first > 0 and tokenizer.pieces[ids[first]].startswith(b" ")
+        return total
+
     def _key(self, start: int, freeze_after: int | None) -> str:
         # The ids themselves are part of the key: new token files in the same folder are another measurement.
         text = hashlib.sha256(self._read(start).tobytes()).hexdigest()
@@ -132,8 +145,8 @@ class Perplexity:
         return digest(self.name, start, self._stop(start), text, run.tokenizer.sha256, run.identity, *frozen)
 
     def measure(self, index: int) -> dict:
-        """Scores stream ``index``: n, nats, decoded bytes and the sums by position."""
-        (start, freeze), run, tokenizer = self.jobs[index], self.loaded, self.loaded.tokenizer
+        """Scores stream ``index``: n, nats, the text's bytes and the sums by position."""
+        (start, freeze), run = self.jobs[index], self.loaded
         ids = self._read(start)
         reset = None
         if self.config.data.reset_at_documents:
@@ -142,14 +155,12 @@ class Perplexity:
         chunk_tokens = self.config.evaluation.prefill_tokens
         losses = token_losses(run.model, torch.from_numpy(ids), chunk_tokens, reset, freeze).numpy()
         seconds = time.perf_counter() - began
-        # The first token is not scored, but the text of the others depends on its being there (leading spaces).
-        scored_bytes = len(tokenizer.decode(ids.tolist()).encode()) - len(tokenizer.decode(ids[:1].tolist()).encode())
         return {
             "start": start,
             "freeze_after": freeze,
             "n": len(losses),
             "nats": math.fsum(losses),
-            "bytes": scored_bytes,
+            "bytes": self._bytes(start),
             "positions": position_sums(losses),
             "tokens_per_s": len(losses) / seconds,
         }
@@ -171,7 +182,8 @@ class Perplexity:
         n = sum(record["n"] for record in records)
         nats = math.fsum(record["nats"] for record in records)
         by_stream = [record["nats"] / record["n"] for record in records]
-        size = sum(record["bytes"] for record in records)
+        # Not the records': those of earlier versions counted a character that two streams share as U+FFFD in each.
+        size = sum(self._bytes(record["start"]) for record in records)
         loss = nats / n
         positions = []
         for bucket in range(max(len(record["positions"]) for record in records)):

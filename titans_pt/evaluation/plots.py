@@ -4,9 +4,10 @@ from itertools import cycle
 from math import nan
 from pathlib import Path
 
-from titans_pt.tools.plots import from_zero, length_axis, new_figure, save_figure
+from titans_pt.tools.plots import from_zero, legend, length_axis, new_figure, own_style, save_figure
 
 
+@own_style()
 def plot_heat(cells: list[dict], path: Path, title: str) -> Path:
     """Heat map: lengths on x, depths on y, accuracy in colour and in figures with n."""
     lengths = sorted({cell["length"] for cell in cells})
@@ -32,23 +33,26 @@ def plot_heat(cells: list[dict], path: Path, title: str) -> Path:
     return save_figure(figure, path)
 
 
+@own_style()
 def plot_cost(lines: dict[str, list[dict]], path: Path, title: str) -> Path:
     """Reading speed and peak memory against length, one line per name."""
     figure = new_figure(10.0, 4.2)
     speed, memory = figure.subplots(1, 2)
-    for name, rows in lines.items():
+    drawn = []
+    for rows in lines.values():
         lengths = [row["length"] for row in rows]
-        speed.plot(lengths, [row["prefill_tokens_per_s"] for row in rows], marker="o", label=name)
-        memory.plot(lengths, [row["peak_memory"] / 2**20 for row in rows], marker="o", label=name)
+        drawn += speed.plot(lengths, [row["prefill_tokens_per_s"] for row in rows], marker="o")
+        memory.plot(lengths, [row["peak_memory"] / 2**20 for row in rows], marker="o")
     for part, label in ((speed, "prefill (tokens/s)"), (memory, "peak memory (MiB)")):
         length_axis(part)
         from_zero(part)
         part.set_ylabel(label)
-    speed.legend(fontsize=8)
+    legend(speed, drawn, list(lines), fontsize=8)
     figure.suptitle(title)
     return save_figure(figure, path)
 
 
+@own_style()
 def plot_positions(summary: dict, path: Path, title: str) -> Path:
     """Loss against the position in the stream with 95 % bars, also with frozen memory; the unigram baseline's."""
     curves = [("model (bars: 1.96 standard errors)", summary["positions"], "#0072b2")]

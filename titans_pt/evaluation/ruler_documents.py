@@ -36,6 +36,7 @@ def write_documents(
     for task in tasks:
         if task not in ALLOWED:
             raise UserError(f"--tasks: given {task!r}; allowed: {', '.join(ALLOWED)}")
+    tasks = list(dict.fromkeys(tasks))
     least, most = words
     if least > most:
         raise UserError(f"--words: given {least},{most}; write the fewest and the most words of a haystack")

@@ -29,7 +29,7 @@ from titans_pt.experiments.study import (
 )
 from titans_pt.models import build_model
 from titans_pt.tools.files import write_text
-from titans_pt.tools.plots import new_figure, save_figure, styles
+from titans_pt.tools.plots import legend, new_figure, own_style, save_figure, styles
 from titans_pt.tools.records import digest
 
 CHANGES: dict[str, dict] = {
@@ -198,6 +198,7 @@ def _first(record: dict) -> str:
     return next((f"{step:,}" for step, _, right, _ in record["curve"] if right >= 0.95), "-")
 
 
+@own_style()
 def plot(variants: Sequence[Sequence[dict]], path: Path):
     """Accuracy against steps, a line for each seed; against pairs and against distance, the mean over the seeds and a
     dot for each; ablations in the first alone."""
@@ -206,12 +207,13 @@ def plot(variants: Sequence[Sequence[dict]], path: Path):
     models = sorted({seeds[0]["model"] for seeds in variants})
     inks = dict(zip(models, styles(len(models)), strict=True))
     dashes = dict(zip(CHANGES, ("-", ":", "--", "-.", (0, (5, 1)), (0, (1, 3)), (0, (3, 1, 1, 1))), strict=True))
+    drawn = {}
     for seeds in variants:
         model, change = seeds[0]["model"], seeds[0]["change"]
         style = inks[model] | {"linestyle": dashes[change], "markersize": 4}
-        for n, r in enumerate(seeds):
-            label = Variant(model, change).name if n == 0 else None
-            learning.plot([c[0] for c in r["curve"]], [100 * c[2] for c in r["curve"]], label=label, **style)
+        for r in seeds:
+            (line,) = learning.plot([c[0] for c in r["curve"]], [100 * c[2] for c in r["curve"]], **style)
+        drawn[Variant(model, change).name] = line
         if change in CONTROLS:
             for axes, name in ((pairs, "by_pairs"), (distance, "by_distance")):
                 places = [n for n, _ in seeds[0][name]]
@@ -222,7 +224,7 @@ def plot(variants: Sequence[Sequence[dict]], path: Path):
     task = variants[0][0]["task"]
     learning.set_xlabel("training steps")
     learning.set_ylabel("accuracy (%)")
-    figure.legend(fontsize=7, loc="outside right upper")
+    legend(figure, list(drawn.values()), list(drawn), fontsize=7, loc="outside right upper")
     pairs.set_xlabel(f"pairs (trained with {task['pairs']})")
     pairs.set_xscale("log", base=2)
     pairs.xaxis.set_major_formatter("{x:,.0f}")

@@ -9,9 +9,15 @@ AROUND = 256
 """Usual for a token is the median over this many tokens before and after it."""
 
 
+def shown(text: str) -> str:
+    """A text on one line: line feeds are seen, and what cannot be printed (escapes, other line ends) is a dot."""
+    return "".join("\u21b5" if c == "\n" else c if c.isprintable() else "\u00b7" for c in text)
+
+
 @dataclass
 class Inspection:
-    """T tokens, N memories, H heads a memory. All numpy arrays; the .npz file has them under these names.
+    """T tokens, N memories, H heads a memory. All numpy arrays; the .npz file has them under these names,
+    and as ``source`` the path of the text.
 
     ids: (T,) int64. pieces: (T,) str, the tokens' text; joined, the text that was read.
     nll: (T,) fp32, the model's own loss of each token, -log p(token | those before), nats; NaN for the first.

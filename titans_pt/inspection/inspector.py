@@ -1,7 +1,9 @@
 """``titans inspect``: a text through a trained model, and what its memories made of every token."""
 
 from dataclasses import fields
+from itertools import chain, count
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from titans_pt.inspection.table import table
 from titans_pt.layers.memory_observer import MemoryFigures, observe_memories
 from titans_pt.run import load_run
 from titans_pt.streaming import best_device, device_of
-from titans_pt.tools.files import write_atomically
+from titans_pt.tools.files import read_text, write_atomically
 
 PIECE = 512
 """Tokens read at once. It decides memory and speed, not the figures."""
@@ -29,11 +31,14 @@ def inspect(
     max_tokens: int = 2048,
     step: int | None = None,
 ) -> Inspection:
-    """Streams a text through a run's model; writes NAME.npz and NAME.png (NAME: the text's), prints a table.
+    """Streams a text through a run's model; writes NAME.npz and NAME.png, prints a table.
+
+    NAME is the text file's, its suffix included, as in page.md.png; a number is added where another text of that name,
+    in another folder, has been inspected. The files of the same text are replaced.
 
     Args:
-        text_file: UTF-8; what is not becomes U+FFFD.
-        out: folder for the two files; None is RUN/inspection/step-XXXXXXXX. Files of that name are replaced.
+        text_file: UTF-8; what is not becomes U+FFFD. "-" is standard input.
+        out: folder for the two files; None is RUN/inspection/step-XXXXXXXX.
         max_tokens: how many of the text's tokens are read.
         step: the checkpoint; None is the newest.
 
@@ -42,21 +47,21 @@ def inspect(
     """
     if max_tokens < 2:
         raise UserError(f"max_tokens: given {max_tokens}; allowed: at least 2")
-    text_file = Path(text_file)
-    try:
-        text = text_file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"--text {text_file}: {error.strerror}; name a text file") from None
+    text = read_text(text_file, "--text", replace=True)
     run = load_run(run_dir, step=step, device=best_device())
     ids = run.tokenizer.document(text)[:max_tokens]
     if len(ids) < 2:
-        raise UserError(f"--text {text_file}: {len(ids)} tokens; name a text of at least 2")
+        found = len(ids) - len(run.tokenizer.begin)
+        raise UserError(f"--text: {text_file}: {found} tokens; name a text of at least 2")
     result = read(run.model, torch.tensor(ids), _pieces(run.tokenizer, ids))
 
     folder = run.folder.path / "inspection" / f"step-{run.step:08d}" if out is None else Path(out)
-    arrays, picture = folder / f"{text_file.stem}.npz", folder / f"{text_file.stem}.png"
-    write_atomically(arrays, lambda path: _write_arrays(result, path))
-    title = f"{run.folder.path.name}, step {run.step}: what the memory finds surprising in {text_file.name}"
+    path = Path(text_file)
+    name, source = ("standard-input", "-") if str(path) == "-" else (path.name, str(path.resolve()))
+    arrays = _arrays_path(folder, name, source)
+    picture = arrays.with_suffix(".png")
+    write_atomically(arrays, lambda path: _write_arrays(result, source, path))
+    title = f"{run.folder.path.resolve().name}, step {run.step}: what the memory finds surprising in {name}"
     draw(result, picture, title)
     print(table(result))
     print(f"\narrays: {arrays}\npicture: {picture}")
@@ -103,6 +108,19 @@ def _pieces(tokenizer, ids: list[int]) -> list[str]:
     return pieces
 
 
-def _write_arrays(result: Inspection, path: Path):
+def _arrays_path(folder: Path, name: str, source: str) -> Path:
+    """``folder``/NAME.npz of a text: the first that is free, or that holds an inspection of the same ``source``."""
+    for path in (folder / f"{name}{number}.npz" for number in chain([""], (f"-{n}" for n in count(2)))):
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                if str(arrays["source"]) == source:
+                    return path
+        except (OSError, EOFError, ValueError, KeyError, BadZipFile):  # none, or not one of ours: replaced
+            return path
+    raise AssertionError
+
+
+def _write_arrays(result: Inspection, source: str, path: Path):
     with path.open("wb") as file:  # a name without .npz would be given one
-        np.savez_compressed(file, **{field.name: getattr(result, field.name) for field in fields(result)})
+        arrays = {field.name: getattr(result, field.name) for field in fields(result)}
+        np.savez_compressed(file, source=np.array(source), **arrays)

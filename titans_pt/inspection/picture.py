@@ -1,15 +1,20 @@
 """An inspection as one picture: where the memory was surprised, and by which words."""
 
+from __future__ import annotations
+
+import functools
+import unicodedata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, Normalize
-from matplotlib.patches import Rectangle
 
-from titans_pt.inspection.inspection import Inspection
-from titans_pt.tools.plots import new_figure, save_figure
+from titans_pt.inspection.inspection import Inspection, shown
+from titans_pt.tools.plots import new_figure, own_style, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
 
 WIDTH = 14.0
 """Inches."""
@@ -18,14 +23,19 @@ COLUMNS, ROWS, EXCERPT = 120, 15, 400
 STRETCH = 16
 """Tokens of a stretch whose mean decides which one is the most surprising."""
 # White is what is usual, so that colour is only where there is something to see; ink stays black on all of it.
-SURPRISE = LinearSegmentedColormap.from_list("surprise", ["#ffffff", "#ffe9a8", "#fdb863", "#ef6548"])
+SURPRISE = ["#ffffff", "#ffe9a8", "#fdb863", "#ef6548"]
 GATES = {"theta": "theta (step)", "eta": "eta (momentum)", "alpha": "alpha (forgetting)"}
 NORMS = {"surprise": "||u|| (surprise)", "weight_norm": "||M||", "momentum_norm": "||S||"}
 
 
+@own_style()
 def draw(result: Inspection, path: Path, title: str) -> Path:
     """Writes the picture (PNG) from top to bottom: the text around the most surprising stretch, surprise by memory
     and position, its mean with the model's loss, gates and norms."""
+    import matplotlib
+    from matplotlib.colors import Normalize
+    from matplotlib.patches import Rectangle
+
     relative, score = result.relative, result.score
     norm = Normalize(1.0, max(1.5, float(np.quantile(np.nan_to_num(relative, posinf=0.0), 0.99))), clip=True)
     first, last, lines = excerpt(result.pieces, score)
@@ -42,7 +52,7 @@ def draw(result: Inspection, path: Path, title: str) -> Path:
     # Columns are wider than a pixel; of several tokens in one, the most surprising is seen.
     pooled = np.maximum.reduceat(relative, np.arange(0, len(score), -(-len(score) // 1000)), axis=1)
     extent = (-0.5, len(score) - 0.5, len(relative) - 0.5, -0.5)
-    image = heat.imshow(pooled, cmap=SURPRISE, norm=norm, aspect="auto", interpolation="nearest", extent=extent)
+    image = heat.imshow(pooled, cmap=_colours(), norm=norm, aspect="auto", interpolation="nearest", extent=extent)
     heat.add_patch(Rectangle((first - 0.5, -0.5), last - first, len(relative), fill=False, linewidth=1.5))
     names = [name.removesuffix(".mixer.memory") for name in result.memories]
     step = -(-len(names) // 12)
@@ -121,23 +131,39 @@ def wrap(pieces: np.ndarray, first: int, last: int) -> list[list[tuple[int, int,
     lines, column = [[]], 0
     for t in range(first, last):
         for character in pieces[t]:
-            if column == COLUMNS:
+            seen = shown(character)
+            if column + columns(seen) > COLUMNS:
                 lines.append([])
                 column = 0
-            shown = "\u21b5" if character == "\n" else character if character.isprintable() else "\u00b7"
             if lines[-1] and lines[-1][-1][0] == t:
                 token, start, text = lines[-1].pop()
-                lines[-1].append((token, start, text + shown))
+                lines[-1].append((token, start, text + seen))
             else:
-                lines[-1].append((t, column, shown))
-            column += 1
+                lines[-1].append((t, column, seen))
+            column += columns(seen)
             if character == "\n":
                 column = COLUMNS
     return lines
 
 
+@functools.cache
+def _colours() -> LinearSegmentedColormap:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("surprise", SURPRISE)
+
+
+def columns(character: str) -> int:
+    """Columns that a character takes in a monospaced text: 2 for Chinese and emoji, 0 for an accent on another."""
+    if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
 def _draw_text(axes: Axes, lines: list, score: np.ndarray, norm: Normalize):
     """Each token on a ground of its surprise, in a grid of characters."""
+    from matplotlib.patches import Rectangle
+
     axes.set_xlim(0, COLUMNS)
     axes.set_ylim(len(lines), 0)
     axes.set_axis_off()
@@ -145,7 +171,21 @@ def _draw_text(axes: Axes, lines: list, score: np.ndarray, norm: Normalize):
     size = 0.9 * WIDTH * 72 / COLUMNS / 0.602
     for row, line in enumerate(lines):
         for token, column, text in line:
-            colour = SURPRISE(norm(score[token]))
-            axes.add_patch(Rectangle((column, row), len(text), 1, facecolor=colour, edgecolor="none"))
-            axes.text(column, row + 0.5, text, family="monospace", fontsize=size, va="center_baseline",
-                      parse_math=False)  # fmt: skip
+            colour, width = _colours()(norm(score[token])), sum(map(columns, text))
+            axes.add_patch(Rectangle((column, row), width, 1, facecolor=colour, edgecolor="none"))
+            # Wide characters come from other fonts, whose columns are not two of this one's: each has its place.
+            parts = [text] if width == len(text) else _clusters(text)
+            for part in parts:
+                axes.text(column, row + 0.5, part, family="monospace", fontsize=size, va="center_baseline")
+                column += sum(map(columns, part))
+
+
+def _clusters(text: str) -> list[str]:
+    """Characters, each with the accents on it."""
+    parts: list[str] = []
+    for character in text:
+        if parts and columns(character) == 0:
+            parts[-1] += character
+        else:
+            parts.append(character)
+    return parts

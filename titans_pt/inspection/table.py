@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from titans_pt.inspection.inspection import Inspection
+from titans_pt.inspection.inspection import Inspection, shown
 
 
 def table(result: Inspection, top: int = 10, context: int = 30) -> str:
@@ -18,6 +18,6 @@ def table(result: Inspection, top: int = 10, context: int = 30) -> str:
     for t in np.argsort(-result.score, kind="stable")[:top]:
         before = "".join(result.pieces[max(0, t - context) : t])[-context:]
         after = "".join(result.pieces[t + 1 : t + 1 + context])[:context]
-        text = f"{before}[{result.pieces[t]}]{after}".replace("\n", "\u21b5")
+        text = shown(f"{before}[{result.pieces[t]}]{after}")
         lines.append(f"{result.score[t]:>6.2f}{t:>8}{result.nll[t]:>8.2f}  {text}")
     return "\n".join(lines)

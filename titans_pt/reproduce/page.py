@@ -11,7 +11,7 @@ from titans_pt.reproduce.runs import PROBE_SHARE, Run
 from titans_pt.reproduce.studies import TITANS, Row, Study
 from titans_pt.reproduce.tables import Table, behind, cells, details, overview, rates
 from titans_pt.tools.files import write_text
-from titans_pt.tools.plots import new_figure, save_figure
+from titans_pt.tools.plots import legend, new_figure, own_style, save_figure
 
 _STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em}
 table{border-collapse:collapse;margin:1em 0;font-size:13px;display:block;overflow-x:auto}
@@ -88,21 +88,24 @@ def _style(n: int, record: dict) -> dict:
     return {"color": f"C{n % 10}", "linestyle": ("-", "--", "-.")[n // 10 % 3], "linewidth": width}
 
 
+@own_style()
 def _training(shown: dict[str, dict], path: Path) -> Path:
     figure = new_figure(12.5, 4.6)
     loss, validation = figure.subplots(1, 2)
-    for n, (name, record) in enumerate(shown.items()):
+    drawn = []
+    for n, record in enumerate(shown.values()):
         for axes, points in ((loss, record["trained"]["curve"]), (validation, record["trained"]["validation"])):
-            axes.plot([point[0] for point in points], [point[1] for point in points], label=name, **_style(n, record))
+            (line,) = axes.plot([point[0] for point in points], [point[1] for point in points], **_style(n, record))
+        drawn.append(line)
     for axes, label in ((loss, "training loss (nats per token)"), (validation, "validation loss (nats per token)")):
         axes.set_xlabel("tokens")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-    handles, names = validation.get_legend_handles_labels()
-    figure.legend(handles, names, fontsize=8, loc="outside right upper")
+    legend(figure, drawn, list(shown), fontsize=8, loc="outside right upper")
     return save_figure(figure, path)
 
 
+@own_style()
 def _positions(long: dict[str, dict], path: Path) -> Path:
     """Loss by position; dotted with the memory never written. Beside it how far each model is from the best one: what
     all of them find hard in this text is not in the difference."""
@@ -129,7 +132,7 @@ def _positions(long: dict[str, dict], path: Path) -> Path:
     loss.set_title("dotted: the memory is never written", fontsize=9)
     above.set_ylim(top=min(1.0, above.get_ylim()[1]))  # what fails leaves the picture, and the others room
     worst_first = sorted(found, key=lambda name: -found[name]["loss"])
-    figure.legend([lines[name] for name in worst_first], worst_first, fontsize=8, loc="outside right upper")
+    legend(figure, [lines[name] for name in worst_first], worst_first, fontsize=8, loc="outside right upper")
     return save_figure(figure, path)
 
 

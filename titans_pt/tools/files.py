@@ -1,6 +1,8 @@
 """Files that are either there as a whole or not there."""
 
+import codecs
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,22 +31,36 @@ def write_atomically(path: Path, write: Callable[[Path], Any], durable: bool = F
         temporary.unlink(missing_ok=True)
 
 
-def read_text(path: str | Path, what: str) -> str:
+def read_text(path: str | Path, what: str, replace: bool = False) -> str:
     """The text of a file that a user has named, UTF-8 with or without a byte order mark; ``-`` is standard input.
+
+    Line ends stay as they are in the file.
 
     Args:
         what: the setting or option that names it, for the message.
+        replace: bytes that are not UTF-8 become U+FFFD.
 
     Raises:
         UserError: it cannot be read, or is not UTF-8.
     """
     try:
         content = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
-        return content.decode("utf-8-sig")
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise UserError(f"{what}: {path}: UTF-16, not UTF-8; convert it")
+        return content.decode("utf-8-sig", "replace" if replace else "strict")
     except OSError as error:
         raise UserError(f"{what}: {path}: {error.strerror}; name a file that can be read") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{what}: {path}: not UTF-8 at byte {error.start}; convert it") from None
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text as editors count them: only LF and CR LF end a line, and the last line may have an end.
+
+    str.splitlines() cuts at a form feed, NEL, U+2028 and six others, too.
+    """
+    lines = re.split("\r?\n", text)
+    return lines if lines[-1] else lines[:-1]
 
 
 def write_text(path: Path, text: str) -> None:

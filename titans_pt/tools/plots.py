@@ -1,21 +1,54 @@
-"""What all figures share: made without a display, saved whole. matplotlib is imported when a figure is drawn."""
+"""What all figures share: made without a display, in one style, saved whole. matplotlib is imported when a figure is
+drawn."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titans_pt.errors import UserError
 from titans_pt.tools.files import write_atomically
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
+
+
+def import_matplotlib() -> Any:
+    """matplotlib, whatever backend the environment names: a notebook's is unknown outside of it, and none is needed."""
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        import matplotlib
+
+        return matplotlib
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+
+
+@contextlib.contextmanager
+def own_style() -> Iterator[None]:
+    """Inside, figures have matplotlib's defaults, not the user's (usetex, fonts, colours), and text is text: a $ begins
+    no formula. A decorator of every function that draws."""
+    matplotlib = import_matplotlib()
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams["text.parse_math"] = False
+        yield
 
 
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure; inches."""
+    import_matplotlib()
     from matplotlib.figure import Figure  # no pyplot: it keeps global state and picks a display
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -27,6 +60,7 @@ def figure_format(path: Path) -> str:
     Raises:
         UserError: for none that matplotlib writes.
     """
+    import_matplotlib()
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.get_supported_filetypes()
@@ -39,8 +73,91 @@ def figure_format(path: Path) -> str:
 def save_figure(figure: Figure, path: Path, dpi: int = 130) -> Path:
     """Writes a figure in the format that its name ends in, as a whole or not at all; returns ``path``."""
     kind = figure_format(path)
-    write_atomically(path, lambda temporary: figure.savefig(temporary, format=kind, dpi=dpi))
+    _find_fonts(figure)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # one warning a character: _find_fonts has said it
+        write_atomically(path, lambda temporary: figure.savefig(temporary, format=kind, dpi=dpi))
     return path
+
+
+def legend(where: Axes | Figure, handles: Sequence[Artist], names: Sequence[str], **options: Any) -> Legend:
+    """A legend with every name as it is: matplotlib leaves out those that begin with an underscore."""
+    made = where.legend(handles, [f"{n}" for n in range(len(names))], **options)
+    for text, name in zip(made.get_texts(), names, strict=True):
+        text.set_text(name)
+    return made
+
+
+def _find_fonts(figure: Figure) -> None:
+    """Gives texts with characters that matplotlib's own font lacks (Chinese, emoji) installed fonts that have them."""
+    from matplotlib.text import Text
+
+    missing: dict[Text, frozenset[str]] = {}
+    for text in figure.findobj(Text):
+        used = frozenset(c for c in text.get_text() if ord(c) > 127 and c.isprintable())
+        own = "DejaVu Sans Mono" if "monospace" in text.get_fontfamily() else "DejaVu Sans"
+        if used and (unknown := used - _covered(_file_of(own))):
+            missing[text] = unknown
+    if missing:
+        families, lost = _fallbacks(frozenset().union(*missing.values()))
+        for text in missing:
+            text.set_fontfamily([*text.get_fontfamily(), *families])
+        if lost:
+            _tell_lost(lost)
+
+
+@functools.cache
+def _file_of(family: str) -> str:
+    from matplotlib import font_manager
+
+    return font_manager.findfont(family, rebuild_if_missing=False)
+
+
+@functools.cache
+def _covered(path: str) -> frozenset[str]:
+    """Characters of a font file; none of one that matplotlib cannot draw with."""
+    from matplotlib import font_manager
+
+    try:
+        font = font_manager.get_font(path)
+        font.set_size(12, 72)  # fails for fonts of bitmaps, such as those of coloured emoji
+        return frozenset(map(chr, font.get_charmap()))
+    except (RuntimeError, OSError, ValueError):
+        return frozenset()
+
+
+@functools.cache
+def _fallbacks(missing: frozenset[str]) -> tuple[list[str], frozenset[str]]:
+    """Families of installed fonts that have ``missing``, fewest first, and the characters that none has."""
+    from matplotlib import font_manager
+
+    manager, families = font_manager.fontManager, []
+    known = {entry.fname for entry in manager.ttflist}
+    for path in sorted({*font_manager.findSystemFonts()} - known):  # installed since matplotlib made its list
+        with contextlib.suppress(RuntimeError, OSError, ValueError):
+            manager.addfont(path)
+    # matplotlib's "Last Resort" has a box for every character, which is what is drawn without any other.
+    regular = [
+        entry for entry in manager.ttflist
+        if entry.style == "normal" and entry.weight in (400, "normal", "regular") and "Last Resort" not in entry.name
+    ]  # fmt: skip
+    while missing and regular:
+        best = max(regular, key=lambda entry: len(missing & _covered(entry.fname)))
+        if not (found := missing & _covered(best.fname)):
+            break
+        families.append(best.name)
+        missing -= found
+    return families, missing
+
+
+@functools.cache
+def _tell_lost(lost: frozenset[str]) -> None:
+    some = ", ".join(sorted(lost)[:5])
+    print(
+        f"pictures: no installed font has {len(lost)} of the characters ({some}): boxes stand for them; install a font "
+        "that has them, such as Noto Sans CJK, or Noto Emoji",
+        file=sys.stderr,
+    )
 
 
 def styles(count: int) -> list[dict]:
@@ -63,6 +180,7 @@ def length_axis(axes: Axes) -> None:
     axes.grid(alpha=0.3)
 
 
+@own_style()
 def plot_accuracy(lines: dict[str, list[dict]], path: Path, title: str) -> Path:
     """Accuracy against length, one line per name.
 
@@ -72,10 +190,12 @@ def plot_accuracy(lines: dict[str, list[dict]], path: Path, title: str) -> Path:
     many = len(lines) > 10  # more lines than colours: their names stand beside the axes
     figure = new_figure(9.5 if many else 7.0, 4.8 if many else 4.2)
     axes = figure.subplots()
-    for (name, rows), style in zip(lines.items(), styles(len(lines)), strict=True):
+    drawn = []
+    for rows, style in zip(lines.values(), styles(len(lines)), strict=True):
         percent = {key: [100 * row[key] for row in rows] for key in ("mean", "low", "high")}
         lengths = [row["length"] for row in rows]
-        ink = axes.plot(lengths, percent["mean"], label=name, **style)[0].get_color()
+        drawn += axes.plot(lengths, percent["mean"], **style)
+        ink = drawn[-1].get_color()
         axes.fill_between(lengths, percent["low"], percent["high"], alpha=0.15, color=ink)
         for row in rows:
             each = row.get("each", ())
@@ -84,5 +204,5 @@ def plot_accuracy(lines: dict[str, list[dict]], path: Path, title: str) -> Path:
     axes.set_ylim(-3, 103)
     axes.set_ylabel("accuracy (%; bands: Wilson 95 %)")
     axes.set_title(title)
-    (figure if many else axes).legend(fontsize=8, loc="outside right upper" if many else "best")
+    legend(figure if many else axes, drawn, list(lines), fontsize=8, loc="outside right upper" if many else "best")
     return save_figure(figure, path)

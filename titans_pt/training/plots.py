@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from titans_pt.tools.plots import new_figure, save_figure
+from titans_pt.tools.plots import new_figure, own_style, save_figure
 
 
+@own_style()
 def plot_loss(
     records: list[dict[str, Any]], path: Path, unit: str, baseline_name: str = "", baseline: float | None = None,
     title: str = "",

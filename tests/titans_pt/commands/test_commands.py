@@ -110,6 +110,11 @@ def test_good_numbers_arrive_as_numbers():
     assert parsed("recall", "c.yaml", "--models=lmm,mac")["models"] == ["lmm", "mac"]
 
 
+def test_what_is_listed_twice_counts_once():
+    assert parsed("benchmark", "training", "--lengths", "64,128,64,64")["lengths"] == [64, 128]
+    assert parsed("recall", "c.yaml", "--models=mac,lmm,mac")["models"] == ["mac", "lmm"]
+
+
 def test_one_file_adds_a_command(tmp_path, monkeypatch, capsys):
     (tmp_path / "toy.py").write_text(
         "import click\n"

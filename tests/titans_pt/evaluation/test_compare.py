@@ -27,6 +27,8 @@ def test_newest_results_of_each_run(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "step 12" in out and " 50.00 %" in out and "100.00 %" in out and str(tmp_path / "c.png") in out
     assert imread(tmp_path / "c.png").std() > 0.05
+    compare([a, b, str(a)], "niah_single_1", tmp_path / "c.png")
+    assert capsys.readouterr().out.count("step 12") == 1  # named twice, drawn once
     compare([a], "niah_single_1", tmp_path / "c.png", step=3)
     assert " 25.00 %" in capsys.readouterr().out
 

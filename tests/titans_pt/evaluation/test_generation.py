@@ -111,15 +111,32 @@ def test_a_prompt_from_a_file_or_standard_input(prompts, tmp_path, monkeypatch):
     assert cli.run(["generate", "run", "--prompt-file", str(tmp_path / "prompt.txt")]) == 0
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("r\u00f6d\n".encode()), encoding="ascii"))
     assert cli.run(["generate", "run", "--prompt-file", "-"]) == 0
-    assert prompts == ["gr\u00fcn\n", "r\u00f6d\n"]
+    (tmp_path / "windows.txt").write_bytes(b"a\r\n\r\nb\r\n\r\n")
+    assert cli.run(["generate", "run", "--prompt-file", str(tmp_path / "windows.txt")]) == 0
+    # What an editor puts at the end is not part of the prompt; an empty last line is.
+    assert prompts == ["gr\u00fcn", "r\u00f6d", "a\r\n\r\nb\r\n"]
 
 
 def test_a_prompt_on_each_line_of_a_file(tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr(evaluation, "generate_batch", lambda *given: found.append(given))
-    (tmp_path / "prompts.txt").write_text("gr\u00fcn\n\nred\n", encoding="utf-8")
+    text = "gr\u00fcn\n\nred\r\na\u2028b\x0cc\x85d\x0be\x1cf\rg\n \n"
+    (tmp_path / "prompts.txt").write_bytes(text.encode())
     assert cli.run(["generate", "run", "--prompts", str(tmp_path / "prompts.txt"), "--batch", "2"]) == 0
-    assert found == [("run", ["gr\u00fcn", "red"], 100, 0.8, None, 0.95, 0, None, 2)]
+    lines = ["gr\u00fcn", "", "red", "a\u2028b\x0cc\x85d\x0be\x1cf\rg", " "]
+    assert found == [("run", lines, 100, 0.8, None, 0.95, 0, None, 2)]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+def test_a_line_of_json_for_each_prompt(encoding, sentencepiece, run, monkeypatch):
+    run.tokenizer, run.model = sentencepiece, small_model(["lmm"], vocab_size=sentencepiece.vocab_size)
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding))
+    asked = ["a\u2028b\u2029c\x85d\x0ce", "", "\u4e2d\u00e9\U0001f600"]
+    generation.generate_batch("anywhere", asked, 2)
+    lines = written.getvalue().decode(encoding).splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == asked
+    assert ("\u4e2d" in lines[2]) == (encoding == "utf-8")
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -129,12 +146,14 @@ def test_a_prompt_on_each_line_of_a_file(tmp_path, monkeypatch):
     ("--prompt-file {folder}/latin --prompt a", "--prompt and --prompt-file exclude each other"),
     ("", "Nothing to continue: give --prompt, --prompt-file, --prompts or --state"),
     ("--prompts {folder}/blank", "blank holds no text; give a prompt on each line"),
+    ("--prompts {folder}/utf-16", "--prompts: {folder}/utf-16: UTF-16, not UTF-8; convert it"),
     ("--prompts {folder}/latin --prompt a", "--prompt and --prompts exclude each other"),
     ("--prompts {folder}/blank --save-state s", "A state is of one text: --prompts excludes --state and --save-state"),
 ])  # fmt: skip
 def test_prompts_that_cannot_be_read(prompts, words, message, tmp_path, capsys):
     (tmp_path / "latin").write_bytes("gr\u00fcn".encode("latin-1"))
     (tmp_path / "blank").write_text("\n\n")
+    (tmp_path / "utf-16").write_bytes("gr\u00fcn".encode("utf-16"))
     assert cli.run(["generate", "run", *words.format(folder=tmp_path).split()]) == 2
     err = capsys.readouterr().err
     assert message.format(folder=tmp_path) in err and err.count("\n") == 1 and not prompts

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceTrainer
 
 from tests.stand_ins import Recurrent
 from tests.untrained import untrained_run
 from titans_pt.config_file import load_config
+from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, load_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.evaluation import perplexity
 from titans_pt.layers.memory import MemoryGates
@@ -68,6 +70,39 @@ def test_equals_a_direct_computation(run):
         values = np.concatenate([part[row["first"] - 1 : row["last"]] for part in parts])
         assert row["n"] == len(values) and row["mean"] == pytest.approx(values.mean(), rel=1e-6)
         assert row["stderr"] == pytest.approx(values.std(ddof=1) / len(values) ** 0.5, rel=1e-4)
+
+
+CHINESE = "\u5929\u5730\u7384\u9ec4\uff0c\u5b87\u5b99\u6d2a\u8352\u3002\U0001f600 caf\u00e9"
+"""Byte pieces: two to four tokens a character."""
+
+
+@pytest.mark.parametrize("dummy_prefix", [False, True])
+@pytest.mark.parametrize("length", [7, 8, 1000])
+def test_bytes_are_those_of_the_text_itself(run, sentencepiece, length, dummy_prefix, tmp_path):
+    tokenizer = sentencepiece
+    if dummy_prefix:  # as Llama's
+        (tmp_path / "text").write_text("the text of a tokenizer that has seen no Chinese\n" * 20)
+        SentencePieceTrainer.train(input=str(tmp_path / "text"), model_prefix=str(tmp_path / "llama"), vocab_size=285,
+                                   model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
+                                   remove_extra_whitespaces=False, minloglevel=2)  # fmt: skip
+        tokenizer = load_tokenizer(tmp_path / "llama.model")
+    assert tokenizer.dummy_prefix == dummy_prefix
+    texts = [CHINESE * 3, " two words", CHINESE, "x"]
+    documents = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+    with IndexedWriter(tmp_path / "chinese", tokenizer.vocab_size) as writer:
+        for ids in documents:
+            writer.add(ids)
+    files = perplexity.TokenFiles.open(None)
+    files.validation, files.manifest["tokenizer_sha256"] = IndexedDataset(tmp_path / "chinese"), tokenizer.sha256
+    run.tokenizer = tokenizer
+    config = load_config(run.folder.config, [f"evaluation.perplexity.length={length}"])
+    it = perplexity.Perplexity(run, config)
+    records = [{"start": start, "freeze_after": None, "n": 1, "nats": 1.0, "bytes": 99, "tokens_per_s": 1.0,
+                "positions": [[1, 1.0, 1.0]]} for start, _ in it.jobs]  # fmt: skip
+    summary = it.summary(records)
+    scored = sum(len(text.encode()) for text in texts)  # the first token of all is bos, which has no text
+    assert summary["bytes"] == scored and it.tokens == sum(map(len, documents)) - 1
+    assert summary["bits_per_byte"] == pytest.approx(len(records) / math.log(2) / scored)
 
 
 def test_one_token_has_no_stderr(run):
