@@ -1,0 +1,156 @@
+"""Folders that are exported into a second time, by another run, after a kill, or where something else lies."""
+
+import json
+import os
+import shutil
+
+import pytest
+import tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.untrained import untrained_run
+from titans_pt import cli, huggingface
+from titans_pt.errors import UserError
+from titans_pt.run import load_run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, prepared):
+    """Two runs: ``words`` with a SentencePiece model, ``bytes`` with a tokenizer.json and another mixer."""
+    folder = tmp_path_factory.mktemp("runs")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(str(folder / "tokenizer/tokenizer.json"))
+    (folder / "tokenizer/tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    untrained_run(folder / "words", prepared, mixers=["mac"])
+    untrained_run(folder / "bytes", folder / "tokenizer", mixers=["swa"])
+    return folder
+
+
+def names(folder) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("first", "second"), [("words", "bytes"), ("bytes", "words")])
+def test_a_second_export_leaves_nothing_of_the_first(runs, tmp_path, first, second):
+    """Neither its tokenizer nor shards, code, or settings of generation; files of the user's stay."""
+    folder = huggingface.export_run(runs / first, tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="5KB")
+    (folder / "notes.txt").write_text("mine")
+    (folder / "mine.py").write_text("print('mine')\n")
+    for stale in ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json"):
+        (folder / stale).write_text("{}")
+    huggingface.export_run(runs / second, folder)
+    clean = huggingface.export_run(runs / second, tmp_path / "clean")
+    assert names(folder) == names(clean) | {"notes.txt", "mine.py"}
+    for path in clean.iterdir():
+        assert (folder / path.name).read_bytes() == path.read_bytes(), path.name
+    assert AutoTokenizer.from_pretrained(folder)("abc")["input_ids"] == load_run(runs / second).tokenizer.encode("abc")
+    back = load_run(huggingface.import_run(folder, tmp_path / "back"))
+    assert back.tokenizer.sha256 == load_run(runs / second).tokenizer.sha256
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("moved", [0, 3, 30])
+def test_an_export_that_was_cut_short_is_no_model(runs, tmp_path, monkeypatch, moved):
+    """With any number of files in place: what reads the folder refuses it; the next export completes it."""
+    folder = huggingface.export_run(runs / "bytes", tmp_path / "hf")
+    replace, left = os.replace, [moved]
+
+    def stops(source, target):
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", stops)
+    monkeypatch.setattr("tempfile.TemporaryDirectory.__exit__", lambda *_: None)  # a killed process tidies nothing
+    monkeypatch.setattr("tempfile.TemporaryDirectory._cleanup", lambda *_, **__: None)
+    with pytest.raises(Killed):
+        huggingface.export_run(runs / "words", folder)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="an export into it was cut short; export again"):
+        huggingface.import_run(folder, tmp_path / "back")
+    with pytest.raises((OSError, ValueError), match=r"config\.json"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    huggingface.export_run(runs / "words", folder)
+    assert names(folder) == names(huggingface.export_run(runs / "words", tmp_path / "clean"))
+    huggingface.import_run(folder, tmp_path / "back")
+
+
+def test_an_export_that_fails_leaves_the_one_before(runs, tmp_path, monkeypatch):
+    folder = huggingface.export_run(runs / "words", tmp_path / "hf")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("titans_pt.huggingface.export.model_card", full)
+    with pytest.raises(OSError, match="No space left"):
+        huggingface.export_run(runs / "bytes", folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", '{"model_type": "llama"}', "holds config.json, which titans export did not write"),
+        ("config.json", "{", "holds config.json, which titans export did not write"),
+        ("tokenizer.model", "mine", "holds tokenizer.model, which titans export did not write"),
+        ("model.safetensors", "mine", "holds model.safetensors, which titans export did not write"),
+        ("config.yaml", "mine", "holds a run; name another folder"),
+    ],
+)
+def test_what_is_not_an_export_is_left_alone(runs, tmp_path, capsys, name, content, words):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text(content)
+    assert cli.run(["export", str(runs / "words"), "--out", str(tmp_path / "out")]) == 2
+    assert words in capsys.readouterr().err
+    assert names(tmp_path / "out") == {name} and (tmp_path / "out" / name).read_text() == content
+
+
+def test_a_fresh_clone_of_a_repository_is_exported_into(runs, tmp_path):
+    for name in (".gitattributes", "README.md"):
+        (tmp_path / name).write_text("of the hub")
+    huggingface.export_run(runs / "words", tmp_path)
+    assert (tmp_path / ".gitattributes").read_text() == "of the hub"
+    assert (tmp_path / "README.md").read_text() != "of the hub"
+
+
+def test_import_takes_the_tokenizer_that_the_model_was_trained_with(runs, tmp_path):
+    """Of two the right one; a single wrong one is refused; folders that do not say which must have one alone."""
+    folder = huggingface.export_run(runs / "bytes", tmp_path / "hf")
+    shutil.copy(runs / "words/tokenizer.model", folder)
+    back = load_run(huggingface.import_run(folder, tmp_path / "back"))
+    assert back.tokenizer.sha256 == load_run(runs / "bytes").tokenizer.sha256
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("tokenizer_hash") == back.tokenizer.sha256
+    (folder / "tokenizer.json").rename(folder / "other.json")
+    with pytest.raises(UserError, match=r"tokenizer\.model: not the tokenizer of this model .*export it again"):
+        huggingface.import_run(folder, tmp_path / "wrong")
+    (folder / "other.json").rename(folder / "tokenizer.json")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"holds tokenizer\.model and tokenizer\.json; delete the one"):
+        huggingface.import_run(folder, tmp_path / "which")
+    (folder / "tokenizer.model").unlink()
+    huggingface.import_run(folder, tmp_path / "old")
+
+
+def test_a_missing_shard_is_one_line(runs, tmp_path):
+    folder = huggingface.export_run(runs / "words", tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="5KB")
+    next(iter(folder.glob("*.safetensors"))).unlink()
+    with pytest.raises(UserError, match="damaged, or of a later version"):
+        huggingface.import_run(folder, tmp_path / "back")
+    assert not (tmp_path / "back").exists()

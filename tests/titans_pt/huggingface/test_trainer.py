@@ -1,0 +1,82 @@
+"""transformers' Trainer, and adapters, on an exported model."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+from titans_pt import huggingface
+from titans_pt.run import load_run
+
+pytest.importorskip("accelerate")
+
+TEXTS = ["abc dea fonk " * n for n in (1, 3, 2, 5, 1, 4, 2, 6)]
+
+
+def trainer(exported, tokenizer, folder, **options) -> Trainer:
+    """One step of plain gradient descent on TEXTS."""
+    arguments = TrainingArguments(
+        str(folder), max_steps=1, learning_rate=0.1, optim="sgd", max_grad_norm=0.0, logging_steps=1, report_to=[],
+        save_strategy="no", use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant", **options,
+    )  # fmt: skip
+    rows = [tokenizer(text) for text in TEXTS]
+    return Trainer(
+        AutoModelForCausalLM.from_pretrained(exported / "hf"), arguments, train_dataset=rows, eval_dataset=rows,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False), processing_class=tokenizer,
+    )  # fmt: skip
+
+
+def test_accumulation_and_checkpointing_change_nothing(exported, tokenizer, tmp_path):
+    """The same eight texts in one batch, in four or in eight, padded on either side: the same loss, the same step."""
+    found = []
+    for side, rows, more in (("right", 8, {}), ("right", 2, {}), ("right", 1, {}), ("left", 8, {}),
+                             ("right", 4, {"gradient_checkpointing": True})):  # fmt: skip
+        tokenizer.padding_side = side
+        one = trainer(exported, tokenizer, tmp_path, per_device_train_batch_size=rows,
+                      gradient_accumulation_steps=8 // rows, **more)  # fmt: skip
+        loss = one.train().training_loss
+        found.append((loss, torch.cat([p.detach().flatten() for p in one.model.parameters()])))
+    for loss, weights in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-5)
+        torch.testing.assert_close(weights, found[0][1], atol=2e-5, rtol=1e-4)
+    # On the left the Trainer counts first tokens, which nothing predicts: in parts, their weights are nearly the same.
+    tokenizer.padding_side = "left"
+    parts = trainer(exported, tokenizer, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    assert parts.train().training_loss == pytest.approx(found[0][0], rel=0.01)
+
+
+def test_evaluation_with_and_without_predictions(exported, tokenizer, tmp_path):
+    """The state, which is no tensor, is no prediction."""
+    one = trainer(exported, tokenizer, tmp_path, per_device_eval_batch_size=8)
+    collated = one.data_collator([dict(row) for row in one.eval_dataset])
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(exported / "hf")(**collated)
+    found = one.predict(one.eval_dataset)
+    torch.testing.assert_close(torch.tensor(found.predictions), expected.logits)
+    assert found.metrics["test_loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
+    one.args.prediction_loss_only = True
+    assert one.evaluate()["eval_loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
+
+
+def test_what_the_trainer_saves_is_an_exported_folder(exported, tokenizer, tmp_path):
+    one = trainer(exported, tokenizer, tmp_path / "work", per_device_train_batch_size=8)
+    one.train()
+    one.save_model(str(tmp_path / "tuned"))
+    assert (tmp_path / "tuned/modeling_titans.py").is_file()
+    run = load_run(huggingface.import_run(tmp_path / "tuned", tmp_path / "run"))
+    for name, weight in run.model.state_dict().items():
+        assert torch.equal(weight, one.model.model.state_dict()[name]), name
+
+
+def test_adapters(exported, fresh, ids):
+    """LoRA on every linear layer: it trains, and generates with the state as without."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(fresh, settings)
+    model(ids, labels=ids).loss.backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert trained and all(p.grad is not None and p.grad.abs().sum() > 0 for p in trained)
+    options = {"input_ids": ids, "max_new_tokens": 6, "do_sample": False}
+    found = [model.generate(**options, use_cache=cache) for cache in (True, False)]
+    assert torch.equal(*found)
+    plain = AutoModelForCausalLM.from_pretrained(exported / "hf").generate(ids, max_new_tokens=6, do_sample=False)
+    assert not torch.equal(found[0], plain)
