@@ -289,11 +289,11 @@ class ModelConfig(Section):
     n_layers: Positive = 12
     """Blocks, each a sequence mixer and an MLP."""
     n_heads: Positive = 16
-    """Attention heads."""
+    """Attention heads. If it is not given and does not fit d_model: fewer."""
     mlp_hidden: Positive | None = None
     """Hidden width of the SwiGLU MLP. Null: 8/3 d_model rounded up to a multiple of 64."""
     window: Positive = 2048
-    """Sliding window in tokens, the token itself included (mag, mal, swa)."""
+    """Sliding window in tokens, the token itself included (mag, mal, swa). If it is not given: at most data.seq_len."""
     persistent_tokens: NonNegative = 128
     """Learned tokens before the sequence, the same for all data (titans mixers)."""
     conv_width: Positive = 4

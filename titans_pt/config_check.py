@@ -4,14 +4,18 @@ import importlib
 import math
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import ValidationError
 
 from titans_pt.config import Config
 from titans_pt.config_history import as_stored
+from titans_pt.config_names import named, packaged
+from titans_pt.config_plain import usual
 from titans_pt.config_values import typed
 from titans_pt.config_words import known_paths, one_line, unknown_key
+from titans_pt.config_yaml import parse_yaml
 from titans_pt.errors import UserError
 
 
@@ -30,8 +34,9 @@ def checked(config: Config) -> Config:
     from titans_pt.tasks import TASKS, Task
 
     task = TASKS.find(config.task)
-    mixers = {name: MIXERS.find(name) for name in config.model.kinds}
-    model = _with_sections(config.model, "model.", mixers, MIXERS)
+    mixers = {name: find_mixer(name) for name in config.model.kinds}
+    model = _with_defaults(config, mixers.values()).model
+    model = _with_sections(model, "model.", mixers, MIXERS)
     config = _with_sections(config.model_copy(update={"model": model}), "", {config.task: task}, TASKS)
     for owner in (*mixers.values(), task):
         owner.check(config, _need)
@@ -45,6 +50,78 @@ def checked(config: Config) -> Config:
         _need(task.cut is not Task.cut, "parallel.context", config.parallel.context,
               f"must be 1 with task={config.task}, whose samples cannot be cut")
     return config
+
+
+def find_mixer(name: str, setting: str = "model.mixers") -> Any:
+    """The mixer of that name.
+
+    Raises:
+        UserError: there is none; if a config has the name, how to start that.
+    """
+    from titans_pt.models.mixers import MIXERS
+
+    try:
+        return MIXERS.find(name)
+    except UserError as error:
+        configs = named(name)
+        if not configs:
+            raise UserError(str(error).replace("model.mixers", setting, 1)) from None
+    mixers = next(filter(None, map(_mixers_in, configs)), [])
+    give = f"--models {'+'.join(mixers)}" if setting == "--models" else f"{setting}=[{','.join(mixers)}]"
+    as_it = f"set {give}, as it does, or " if mixers else ""
+    starts = [f"titans {_STUDIES.get(config.partition('/')[0], 'train')} {config}" for config in configs]
+    raise UserError(f"{setting}: given {name!r}, which is no mixer but a config; {as_it}start it by its name: "
+                    f"{', '.join(starts)}")  # fmt: skip
+
+
+_STUDIES = {"recall": "recall", "needles": "needles"}
+"""Folder of configs -> the command that they are for, where it is not train."""
+
+
+def mixers_of(model: str) -> list[str]:
+    """What model.mixers is for a model that --models names: ``mamba+swa`` has the two in turns.
+
+    Raises:
+        UserError: one of them is unknown.
+    """
+    mixers = model.split("+")
+    for name in mixers:
+        find_mixer(name, "--models")
+    return mixers
+
+
+def _mixers_in(config: str) -> list[str] | None:
+    """What a config of the package says of model.mixers itself."""
+    tree = usual(parse_yaml(packaged()[config].read_text(encoding="utf-8"), config))
+    return tree.get("model", {}).get("mixers")
+
+
+def _with_defaults(config: Config, mixers: Iterable[Any]) -> Config:
+    """``config`` with the defaults that mixers have for its sizes (Mixer.defaults), where nothing is given."""
+    found: dict[str, Any] = {}
+    for mixer in mixers:
+        try:
+            own = mixer.defaults(config.model, config.data.seq_len)
+        except ValidationError:
+            continue  # of its section, which is validated after this
+        for path, value in own.items():
+            found[path] = min(value, found.get(path, value))  # of two mixers' numbers of heads the smaller fits both
+    for path, value in found.items():
+        config = _unless_given(config, path.split("."), value)
+    return config
+
+
+def _unless_given(section: Any, keys: list[str], value: Any) -> Any:
+    """A section with ``value`` at the place ``keys`` below it, unless something is given there."""
+    key, *deeper = keys
+    if key not in type(section).model_fields:  # a mixer's own section, which is not validated yet
+        (name,) = deeper
+        return section.model_copy(update={key: {name: value} | section.__pydantic_extra__.get(key, {})})
+    before = getattr(section, key)
+    after = _unless_given(before, deeper, value) if deeper else value
+    if after == before or (not deeper and key in section.model_fields_set):
+        return section
+    return section.model_copy(update={key: after})
 
 
 def completed(tree: dict) -> dict:

@@ -11,9 +11,10 @@ from titans_pt.config_check import checked
 from titans_pt.config_history import as_stored
 from titans_pt.config_names import CONFIGS, find_config
 from titans_pt.config_place import in_its_place, is_of_a_run
+from titans_pt.config_plain import usual
 from titans_pt.config_values import expanded, typed
 from titans_pt.config_words import one_line
-from titans_pt.config_yaml import parse_override, parse_yaml, usual, write_yaml
+from titans_pt.config_yaml import parse_override, parse_yaml, write_yaml
 from titans_pt.errors import UserError
 from titans_pt.tools.files import read_text
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from titans_pt.config import PATH
-from titans_pt.config_yaml import Plain
+from titans_pt.config_plain import Plain
 from titans_pt.errors import UserError
 
 

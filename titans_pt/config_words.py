@@ -7,7 +7,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from titans_pt.config import Config
-from titans_pt.config_yaml import usual
+from titans_pt.config_plain import usual
 
 
 def known_paths(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:

@@ -10,8 +10,9 @@ from pydantic import Field
 
 from titans_pt.config import Config, Section
 from titans_pt.config_docs import PAGE, SCHEMA, json_schema, settings_page, whole_tree
+from titans_pt.config_plain import usual
 from titans_pt.config_words import known_paths
-from titans_pt.config_yaml import parse_yaml, usual
+from titans_pt.config_yaml import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

@@ -66,7 +66,12 @@ def test_the_resolved_tree_gives_itself_back(file):
     ("", ["model.n_heads=7"], "model.n_heads: given 7; must divide model.d_model=768"),
     ("", ["model.segment=40", "model.memory_tokens=8"],
      "model.mac.segment: given 40; must be a multiple of model.memory.chunk_size=16"),
-    ("", ["model.mac.segment=40"], "model.mac.memory_tokens: given 256; must divide segment=40"),
+    ("", ["model.mac.segment=40"], "model.mac.segment: given 40; must be a multiple of model.memory.chunk_size=16"),
+    ("", ["model.mac.memory_tokens=40"], "model.mac.memory_tokens: given 40; must divide segment=512"),
+    ("", ["model.mixers=[samba]"], r"model.mixers: given 'samba', which is no mixer but a config; set "
+     r"model.mixers=\[mamba,swa\], as it does, or start it by its name: .*titans train 170m/samba, .*"
+     "titans needles needles/samba, titans recall recall/samba, titans train tiny/samba$"),
+    ("", ["model.mixers=[lmm,transformer]"], r"given 'transformer', which .*; set model.mixers=\[attention\], as it"),
     ("", ["model.mac.segmnt=40"], "model.mac.segmnt: unknown key .*nearest known key: model.mac.segment"),
     ("", ["model.windw=40"], "model.windw: unknown key .*nearest known key: model.window"),
     ("", ["model.macc.segment=40"], "model.macc: unknown key .*nearest known key: model.mac"),

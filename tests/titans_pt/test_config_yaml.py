@@ -5,7 +5,8 @@ import yaml
 
 from titans_pt.config import Config, RunConfig, WandbConfig
 from titans_pt.config_file import load_config
-from titans_pt.config_yaml import parse_override, parse_yaml, resolved_yaml, usual, write_yaml
+from titans_pt.config_plain import usual
+from titans_pt.config_yaml import parse_override, parse_yaml, resolved_yaml, write_yaml
 from titans_pt.errors import UserError
 
 

@@ -3,19 +3,18 @@
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from titans_pt.benchmarks.process import write_csv
-from titans_pt.config import Config, ModelConfig
-from titans_pt.config_check import checked
-from titans_pt.errors import UserError
+from titans_pt.config import Config
+from titans_pt.config_check import mixers_of
+from titans_pt.config_file import load_config
 from titans_pt.layers.state import state_bytes
 from titans_pt.models import build_model
-from titans_pt.models.mixers import MIXERS
 from titans_pt.run_folder import versions
 from titans_pt.streaming import best_device, greedy, prefill
 from titans_pt.tools.files import write_text
@@ -33,40 +32,53 @@ class Decoding:
     state_mib: float
 
 
-def benchmark_decode(out: Path, config: Config, models: Sequence[str], prompt: int, tokens: int, rounds: int):
+ATTENTION_AND_TITANS = ("attention", "lmm", "mac", "mag", "mal")
+
+
+def benchmark_decode(
+    out: Path, config: str, overrides: Sequence[str], models: Sequence[str] | None, prompt: int, tokens: int,
+    rounds: int,
+):  # fmt: skip
     """Measures, prints a table, writes ``out``/decode.{md,csv,json}.
 
     Random tokens, untrained weights (speed does not depend on them), bf16 on a GPU and fp32 on a CPU. The models take
     turns, so that a machine that slows down slows all of them.
 
+    Args:
+        config, overrides: as of :func:`titans_pt.config_file.load_config`.
+        models: mixers, or several in turns as in mamba+swa; None: what ``overrides`` say of model.mixers, or
+            ATTENTION_AND_TITANS.
+
     Raises:
-        UserError: a model that is no mixer.
+        UserError: a model that is no mixer, or a setting that is wrong.
     """
-    for model in models:
-        if model not in MIXERS.names():
-            raise UserError(f"--models: given {model!r}; allowed: {', '.join(MIXERS.names())}")
+    chosen = any(word.startswith("model.mixers=") for word in overrides)
+    if models is None:
+        models = ["+".join(load_config(config, overrides).model.mixers)] if chosen else ATTENTION_AND_TITANS
+    # Each with what the file says of its own settings.
+    configs = {model: load_config(config, [*overrides, f"model.mixers=[{','.join(mixers_of(model))}]"])
+               for model in models}  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
-    found = measure(config, models, prompt, tokens, rounds)
+    found = measure(configs, prompt, tokens, rounds)
     text = table(found)
     write_text(out / "decode.md", text)
     write_csv(out / "decode.csv", found)
     about = versions() | {
-        "model": config.model.model_dump(mode="json"), "prompt": prompt, "tokens": tokens, "rounds": rounds,
+        "models": {model: own.model.model_dump(mode="json") for model, own in configs.items()},
+        "prompt": prompt, "tokens": tokens, "rounds": rounds,
         "threads": torch.get_num_threads(),
     }  # fmt: skip
     write_text(out / "decode.json", json.dumps(about, indent=1) + "\n")
     print(f"{text}\n{out / 'decode.md'}")
 
 
-def measure(config: Config, models: Sequence[str], prompt: int, tokens: int, rounds: int) -> list[Decoding]:
+def measure(configs: Mapping[str, Config], prompt: int, tokens: int, rounds: int) -> list[Decoding]:
     device = torch.device(best_device())
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    built, begun = {}, {}
-    for name in models:
+    models, built, begun = list(configs), {}, {}
+    for name, config in configs.items():
         torch.manual_seed(0)
-        model = ModelConfig(**config.model.model_dump() | {"mixers": [name]})
-        own = checked(config.model_copy(update={"model": model})).model
-        built[name] = build_model(own).to(device, dtype).eval()
+        built[name] = build_model(config.model).to(device, dtype).eval()
         ids = torch.randint(0, config.model.vocab_size, (1, prompt))
         begun[name] = prefill(built[name], ids, config.evaluation.prefill_tokens)
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import COUNTS, FOLDER, NAMES, overrides, settings, whole
+from titans_pt.commands._arguments import COUNTS, FOLDER, NAMES, config_name, overrides, settings, whole
 
 SECTION = "study"
 
@@ -71,20 +71,24 @@ def training(
 
 
 @benchmark.command()
-@settings
+@config_name
+@overrides()
 @_out
 @_rounds
 @click.option(
-    "--models", type=NAMES, default="attention,lmm,mac,mag,mal", metavar="NAMES",
-    help="the mixers to time; the first is what the others are compared with",
+    "--models", type=NAMES, metavar="NAMES",
+    help="the models to time: mixers, or several in turns as in mamba+swa; the first is what the others are compared "
+    "with (default: model.mixers if it is given here, else attention,lmm,mac,mag,mal)",
 )  # fmt: skip
 @click.option("--prompt", type=whole(1), default=256, metavar="N", help="tokens read before")
 @click.option("--tokens", type=whole(1), default=100, metavar="N", help="tokens generated per round")
-def decode(config, out: Path, rounds: int, models: list[str], prompt: int, tokens: int):
+def decode(
+    config: str, overrides: tuple[str, ...], out: Path, rounds: int, models: list[str] | None, prompt: int, tokens: int
+):
     """Time generation, token by token, with a config's sizes and each mixer in turn."""
     from titans_pt.benchmarks.decode import benchmark_decode
 
-    benchmark_decode(out, config, models, prompt, tokens, rounds)
+    benchmark_decode(out, config, overrides, models, prompt, tokens, rounds)
 
 
 @benchmark.command()

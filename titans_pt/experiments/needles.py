@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig
-from titans_pt.config_check import completed
+from titans_pt.config_check import completed, mixers_of
 from titans_pt.errors import UserError
 from titans_pt.evaluation.long_context import read
 from titans_pt.experiments.needles_in_noise import Curriculum, NeedlesInNoise
@@ -34,7 +34,6 @@ from titans_pt.experiments.study import (
     answers,
     fit,
     has_memory,
-    mixers_of,
     spanned,
 )
 from titans_pt.models import build_model
@@ -69,7 +68,7 @@ def train_and_ask(
     """Trains and asks what is not there yet, then writes needles.md and the pictures of all in ``run.dir``.
 
     Args:
-        models: by name, as in :func:`titans_pt.experiments.study.mixers_of`.
+        models: by name, as in :func:`titans_pt.config_check.mixers_of`.
         task: of training; its length is not used.
         curriculum: of training.
         write_cost: of :func:`titans_pt.experiments.study.fit`.

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from titans_pt.config import Config, ModelConfig, config_hash
+from titans_pt.config_check import mixers_of
 from titans_pt.errors import UserError
 from titans_pt.experiments.mqar import MQAR
 from titans_pt.experiments.study import (
@@ -22,7 +23,6 @@ from titans_pt.experiments.study import (
     answers,
     fit,
     has_memory,
-    mixers_of,
     newest,
     once,
     spanned,

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import Config, TrainConfig
-from titans_pt.errors import UserError
+from titans_pt.config_check import mixers_of
 from titans_pt.layers.memory import MemoryGates
-from titans_pt.models.mixers import MIXERS
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.tasks.base import backbone_of
 from titans_pt.tools.files import write_atomically
@@ -52,19 +51,6 @@ def models_of(config: Config) -> list[str]:
     """The model that its file or the command line names, ``mamba+swa`` if its layers differ; none if model.mixers was
     not given."""
     return ["+".join(config.model.mixers)] if "mixers" in config.model.model_fields_set else []
-
-
-def mixers_of(model: str) -> list[str]:
-    """What model.mixers is for a model by name: ``mamba+swa`` has the two in turns.
-
-    Raises:
-        UserError: one of them is unknown.
-    """
-    mixers = model.split("+")
-    for name in mixers:
-        if name not in MIXERS.names():
-            raise UserError(f"--models: given {name!r}; allowed: {', '.join(MIXERS.names())}, several as in mamba+swa")
-    return mixers
 
 
 def has_memory(model: str) -> bool:

@@ -19,5 +19,25 @@ def test_every_named_mixer_has_a_row(tmp_path, capsys):
     assert float(rows[0]["of_first"]) == 1 and all(float(row["tokens_per_second"]) > 0 for row in rows)
     assert json.loads((tmp_path / "decode.json").read_text())["prompt"] == 9
     assert "| mac |" in capsys.readouterr().out
+    assert json.loads((tmp_path / "decode.json").read_text())["models"]["mac"]["mac"]["segment"] == 8
     assert cli.run([*words[:-4], "--models", "gru", "--out", str(tmp_path)]) == 2
     assert "--models: given 'gru'" in capsys.readouterr().err
+
+
+def test_which_models_are_timed(tmp_path, monkeypatch):
+    """Each with the file's own settings of its mixers; MAC's segment is 64 in the quickstart's file."""
+    found = {}
+    monkeypatch.setattr("titans_pt.benchmarks.decode.measure", lambda configs, *_: found.update(configs) or [])
+    monkeypatch.setattr("titans_pt.benchmarks.decode.table", lambda _: "")
+    monkeypatch.setattr("titans_pt.benchmarks.decode.write_csv", lambda *_: None)
+
+    def timed(*words):
+        found.clear()
+        assert cli.run(["benchmark", "decode", "quickstart", *words, "--out", str(tmp_path)]) == 0
+        return {name: config.model.mixers for name, config in found.items()}
+
+    assert list(timed()) == ["attention", "lmm", "mac", "mag", "mal"]
+    assert found["mac"].model.section("mac")["segment"] == 64
+    assert timed("model.mixers=[lmm]") == {"lmm": ["lmm"]}
+    assert timed("model.mixers=[lmm]", "--models", "mac,mamba+swa") == {"mac": ["mac"], "mamba+swa": ["mamba", "swa"]}
+    assert found["mac"].model.section("mac")["segment"] == 64

@@ -1,5 +1,7 @@
 """Transformer++ (Llama-like): rotary softmax attention over everything before a token."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig
@@ -10,7 +12,7 @@ from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.token_plan import TokenPlan, plan_of, weight_of
 from titans_pt.models.mixers.base import MIXERS, Mixer, Need
-from titans_pt.models.mixers.common import check_attention
+from titans_pt.models.mixers.common import check_attention, fitting_attention
 
 
 @MIXERS.register
@@ -24,6 +26,10 @@ class AttentionMixer(Mixer):
         super().__init__()
         self.attention = Attention(config.d_model, config.n_heads, config.rope_base, window)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        return fitting_attention(config)
 
     @classmethod
     def check(cls, config: Config, need: Need):

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig, Section
+from titans_pt.config_values import typed
 from titans_pt.config_words import one_line
 from titans_pt.errors import UserError
 from titans_pt.layers.documents import Documents
@@ -72,10 +73,31 @@ class Mixer(nn.Module):
         Raises:
             UserError: one line about ``model.<name>``.
         """
+        own = f"model.{cls.name}."
         try:
-            return cls.Settings.model_validate(config.section(cls.name))
+            defaults = {path.removeprefix(own): value for path, value in cls.defaults(config).items()
+                        if path.startswith(own)}  # fmt: skip
+            return cls.Settings.model_validate(defaults | cls._given(config))
         except ValidationError as error:
             raise UserError(one_line(error, f"model.{cls.name}.", cls.Settings)) from None
+
+    @classmethod
+    def _given(cls, config: ModelConfig) -> dict[str, Any]:
+        """What is given of its own settings, not validated yet."""
+        return typed(config.section(cls.name), cls.Settings, f"model.{cls.name}")
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        """Setting by its dotted path -> default for this model, where the usual one does not fit the rest of it (a head
+        width that does not divide model.d_model). It counts unless the setting is given, and a run stores it.
+
+        What fits keeps its usual default: runs that have begun must stay the same model.
+
+        Args:
+            config: what is given; nothing of it has been checked by the mixer.
+            length: data.seq_len; None where it is not known.
+        """
+        return {}
 
     @classmethod
     def check(cls, config: Config, need: Need):

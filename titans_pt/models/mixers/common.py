@@ -1,7 +1,7 @@
 """What mixers share: the window's check, the memory mixers' base, persistent tokens, the gate between two branches."""
 
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,22 @@ def check_attention(config: Config, need: Need):
          f"head width d_model / n_heads = {width // heads} must be even for RoPE")
 
 
+def divisor(number: int, most: int, even: bool = False) -> int | None:
+    """``most`` if it divides ``number``, else the largest power of two from 32 on that does, which suits kernels, else
+    the largest number below ``most`` that does; None if none does."""
+    powers = [2**n for n in range(30, 4, -1) if 2**n < most]
+    allowed = (n for n in (most, *powers, *range(most - 1, 0, -1)) if not (even and n % 2))
+    return next((n for n in allowed if number % n == 0), None)
+
+
+def fitting_attention(config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+    """Defaults of n_heads and window where the usual ones do not fit, for :meth:`Mixer.defaults`."""
+    found = {} if length is None else {"model.window": min(config.window, length)}
+    width, usual = config.d_model, config.n_heads
+    heads = (n for n in range(usual, 0, -1) if width % n == 0 and width // n % 2 == 0)
+    return found | {"model.n_heads": next(heads, usual)}
+
+
 def check_window(config: Config, need: Need):
     """What a mixer with attention over ``model.window`` calls in its :meth:`Mixer.check`."""
     check_attention(config, need)
@@ -38,6 +54,23 @@ class MemoryMixer(Mixer):
     """A mixer around one :class:`NeuralMemory`, or a hierarchy of them, its attribute ``memory``."""
 
     memory: NeuralMemory | HierarchicalMemory
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        memory, found = config.memory, {}
+        if not memory.n_heads:
+            most = config.n_heads if config.n_heads < config.d_model or not memory.norm else config.d_model // 2
+            heads = (n for n in range(most, 0, -1) if config.d_model % n == 0)
+            found["model.n_heads"] = next(heads, config.n_heads)
+        if length is None:
+            return found
+        found["model.memory.chunk_size"] = min(memory.chunk_size, length)
+        if (levels := memory.hierarchy) is not None:
+            given, name = levels.model_fields_set, "model.memory.hierarchy"
+            chunk = levels.chunk if "chunk" in given or levels.chunk < length else max(1, length // 4)
+            shard = levels.shard - levels.shard % chunk if levels.chunk == chunk else chunk
+            found |= {f"{name}.chunk": chunk, f"{name}.shard": shard or chunk}
+        return found
 
     @classmethod
     def check(cls, config: Config, need: Need):

@@ -1,6 +1,6 @@
 """Gated DeltaNet: DeltaNet that also forgets, by one factor per token and head (Yang et al., arXiv 2412.06464)."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, SelectiveDecay, precise, unit_length
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
-from titans_pt.models.mixers.recurrent import LinearMemoryMixer, check_heads, convolve, linear
+from titans_pt.models.mixers.recurrent import LinearMemoryMixer, check_heads, convolve, fitting_heads, linear
 
 
 @MIXERS.register
@@ -26,7 +26,7 @@ class GatedDeltaNet(LinearMemoryMixer):
 
     class Settings(Section):
         n_heads: Positive = 6
-        """Heads."""
+        """Heads. If it is not given and the widths of keys and values cannot be shared out: fewer."""
         key_expansion: Annotated[float, Field(gt=0.0)] = 0.75
         """Width of all queries, and of all keys, over model.d_model."""
         value_expansion: Annotated[float, Field(gt=0.0)] = 1.5
@@ -62,6 +62,11 @@ class GatedDeltaNet(LinearMemoryMixer):
     @classmethod
     def heads(cls, config: ModelConfig) -> tuple[str, int]:
         return f"model.{cls.name}.n_heads", cls.settings(config).n_heads
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        own = cls.Settings.model_validate(cls._given(config))
+        return fitting_heads(cls, [config.d_model * own.key_expansion, config.d_model * own.value_expansion])
 
     @classmethod
     def check(cls, config: Config, need: Need):

@@ -1,6 +1,6 @@
 """Gated linear attention: a decay per token and key channel (Yang et al., arXiv 2312.06635)."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -12,7 +12,7 @@ from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, precise
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
-from titans_pt.models.mixers.recurrent import LinearMemoryMixer, check_heads, linear
+from titans_pt.models.mixers.recurrent import LinearMemoryMixer, check_heads, fitting_heads, linear
 
 TEMPERATURE = 16
 """The paper's tau: what a gate forgets is its sigmoid to the power 1 / 16, 4 % at the start."""
@@ -27,7 +27,7 @@ class GLA(LinearMemoryMixer):
 
     class Settings(Section):
         n_heads: Positive = 4
-        """Heads."""
+        """Heads. If it is not given and the widths of keys and values cannot be shared out: fewer."""
         key_expansion: Annotated[float, Field(gt=0.0)] = 0.5
         """Width of all queries, and of all keys, over model.d_model."""
         value_expansion: Annotated[float, Field(gt=0.0)] = 1.0
@@ -60,6 +60,11 @@ class GLA(LinearMemoryMixer):
     @classmethod
     def heads(cls, config: ModelConfig) -> tuple[str, int]:
         return f"model.{cls.name}.n_heads", cls.settings(config).n_heads
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        own = cls.Settings.model_validate(cls._given(config))
+        return fitting_heads(cls, [config.d_model * own.key_expansion, config.d_model * own.value_expansion])
 
     @classmethod
     def check(cls, config: Config, need: Need):

@@ -45,7 +45,8 @@ class HGRN2(HeadWidthMixer):
 
     class Settings(Section):
         head_width: Positive = 128
-        """Width of a head's queries, keys and values; model.d_model / head_width heads."""
+        """Width of a head's queries, keys and values; model.d_model / head_width heads. If it is not given and does not
+        divide model.d_model: a smaller one that does."""
 
     sharding = {
         "": Shard.ENTER,

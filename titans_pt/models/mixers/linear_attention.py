@@ -21,7 +21,8 @@ class LinearAttention(HeadWidthMixer):
 
     class Settings(Section):
         head_width: Positive = 64
-        """Width of a head's queries, keys and values; model.d_model / head_width heads."""
+        """Width of a head's queries, keys and values; model.d_model / head_width heads. If it is not given and does not
+        divide model.d_model: a smaller one that does."""
 
     sharding = {
         "": Shard.ENTER,

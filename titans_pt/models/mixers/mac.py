@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import model_validator
@@ -28,6 +28,7 @@ from titans_pt.models.mixers.common import (
     MemoryMixer,
     build_memory,
     check_attention,
+    fitting_attention,
     persistent,
 )
 from titans_pt.models.mixers.segments import Segments
@@ -61,9 +62,11 @@ class MACState:
 
 class MACSettings(GateSettings):
     segment: Positive = 512
-    """Tokens of a segment."""
+    """Tokens of a segment. If it is not given and 512 do not fit data.seq_len or model.memory.chunk_size: half of
+    data.seq_len, in whole chunks."""
     memory_tokens: Positive = 256
-    """Memory tokens h that a segment attends to; segment / memory_tokens tokens share one."""
+    """Memory tokens h that a segment attends to; segment / memory_tokens tokens share one. If it is not given and 256
+    do not divide ``segment``: half of it."""
     write: Literal["residual", "attention"] = "residual"
     """What is written to the memory. residual: the token plus a learned share of its attention. attention: as the paper
     prints it, what attention made of the token and nothing else."""
@@ -122,6 +125,20 @@ class MAC(MemoryMixer):
         self.join = nn.Flatten(-2)  # (B, T, H, D) -> (B, T, d_model)
         self.gate = BranchGate(config, settings)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        found = super().defaults(config, length) | fitting_attention(config)
+        given, fields = cls._given(config), cls.Settings.model_fields
+        chunk = found.get("model.memory.chunk_size", config.memory.chunk_size)
+        usual = fields["segment"].default
+        segment = given.get("segment", usual)
+        if "segment" not in given and (usual % chunk or usual > (length or usual)):
+            most = max(chunk, min(usual, (length or usual) // 2))  # two segments: the memory is read
+            segment = found["model.mac.segment"] = most - most % chunk
+        if isinstance(segment, int) and segment > 0 and segment % fields["memory_tokens"].default:
+            found["model.mac.memory_tokens"] = segment // 2 if segment % 2 == 0 else segment
+        return found
 
     @classmethod
     def check(cls, config: Config, need: Need):

@@ -1,6 +1,7 @@
 """MAG: sliding-window attention and the memory side by side, both over [persistent | x], gating each other."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from titans_pt.models.mixers.common import (
     MemoryMixer,
     build_memory,
     check_window,
+    fitting_attention,
     persistent,
     remember,
 )
@@ -51,6 +53,10 @@ class MAG(MemoryMixer):
         self.memory = build_memory(config)
         self.gate = BranchGate(config, self.settings(config))
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        return super().defaults(config, length) | fitting_attention(config, length)
 
     @classmethod
     def check(cls, config: Config, need: Need):

@@ -1,6 +1,7 @@
 """MAL: the memory as a separate layer, then sliding-window attention on its output."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from titans_pt.models.mixers.common import (
     OutputGateSettings,
     build_memory,
     check_window,
+    fitting_attention,
     persistent,
 )
 
@@ -69,6 +71,10 @@ class MAL(MemoryMixer):
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.attention = Attention(config.d_model, config.n_heads, config.rope_base, config.window)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        return super().defaults(config, length) | fitting_attention(config, length)
 
     @classmethod
     def check(cls, config: Config, need: Need):

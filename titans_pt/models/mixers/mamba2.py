@@ -1,5 +1,7 @@
 """Mamba2: a selective state space with one decay per token and head (Dao and Gu, arXiv 2405.21060)."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, SelectiveDecay
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
-from titans_pt.models.mixers.recurrent import LinearMemoryMixer, convolve, linear
+from titans_pt.models.mixers.recurrent import LinearMemoryMixer, convolve, fitting_width, linear
 
 
 @MIXERS.register
@@ -30,7 +32,7 @@ class Mamba2(LinearMemoryMixer):
         expansion: Positive = 2
         """Channels over model.d_model."""
         head_width: Positive = 64
-        """Channels of a head."""
+        """Channels of a head. If it is not given and does not divide the channels: a smaller number that does."""
 
     sharding = {
         "": Shard.ENTER,
@@ -68,6 +70,10 @@ class Mamba2(LinearMemoryMixer):
         own = cls.settings(config)
         name = f"model.{cls.name}"
         return f"model.d_model * {name}.expansion / {name}.head_width", own.expansion * config.d_model // own.head_width
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        return fitting_width(cls, cls.Settings.model_validate(cls._given(config)).expansion * config.d_model)
 
     @classmethod
     def check(cls, config: Config, need: Need):

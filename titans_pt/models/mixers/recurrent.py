@@ -1,7 +1,7 @@
 """What the mixers around kernels.linear_memory share."""
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -13,6 +13,7 @@ from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, linear_flops, product
 from titans_pt.layers.recurrence import RecurrentState
 from titans_pt.models.mixers.base import Mixer, Need
+from titans_pt.models.mixers.common import divisor
 
 
 def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
@@ -88,10 +89,30 @@ class HeadWidthMixer(LinearMemoryMixer):
         return f"model.d_model / model.{cls.name}.head_width", config.d_model // cls.settings(config).head_width
 
     @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        return fitting_width(cls, config.d_model)
+
+    @classmethod
     def check(cls, config: Config, need: Need):
         width = cls.settings(config.model).head_width
         need(config.model.d_model % width == 0, f"model.{cls.name}.head_width", width,
              f"must divide model.d_model={config.model.d_model}")
+
+
+def fitting_width(mixer: type[Mixer], whole: int) -> dict[str, int]:
+    """The default of ``mixer``'s head_width, where the usual one does not divide ``whole``: for :meth:`Mixer.defaults`.
+    """
+    field = mixer.Settings.model_fields["head_width"]
+    even = any(getattr(rule, "multiple_of", 1) == 2 for rule in field.metadata)
+    width = divisor(whole, field.default, even)
+    return {} if width in (None, field.default) else {f"model.{mixer.name}.head_width": width}
+
+
+def fitting_heads(mixer: type[Mixer], widths: Sequence[float]) -> dict[str, int]:
+    """The default of ``mixer``'s n_heads, where ``widths`` cannot be shared out over the usual number."""
+    usual = mixer.Settings.model_fields["n_heads"].default
+    heads = next((n for n in range(usual, 0, -1) if all(width % n == 0 for width in widths)), usual)
+    return {} if heads == usual else {f"model.{mixer.name}.n_heads": heads}
 
 
 def check_heads(name: str, config: Config, heads: int, widths: dict[str, float], need: Need):

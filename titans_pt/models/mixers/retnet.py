@@ -44,7 +44,8 @@ class RetNet(HeadWidthMixer):
     class Settings(Section):
         head_width: Annotated[int, Field(gt=0, multiple_of=2)] = 128
         """Width of a head's queries and keys, values are twice as wide; model.d_model / head_width heads. The paper has
-        256, which leaves half as many heads to share out over tensor ranks."""
+        256, which leaves half as many heads to share out over tensor ranks. If it is not given and does not divide
+        model.d_model: a smaller one that does."""
 
     sharding = {
         "": Shard.ENTER,

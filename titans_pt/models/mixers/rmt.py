@@ -72,7 +72,7 @@ class RMT(AttentionMixer):
 
     class Settings(Section):
         segment: Positive = 512
-        """Tokens of a segment."""
+        """Tokens of a segment. If it is not given and data.seq_len is no longer: half of that."""
         memory_tokens: Positive = 16
         """Tokens that carry the memory from one segment to the next; as many are read and written."""
 
@@ -87,6 +87,13 @@ class RMT(AttentionMixer):
             width = self.out.in_features
             self.first = FirstMemory(self.memory_tokens, width, self.std)
             self.norm = RMSNorm(width, eps=self.eps)
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        found, segment = super().defaults(config, length), cls.Settings.model_fields["segment"].default
+        if length is not None and segment >= length > 1:
+            found["model.rmt.segment"] = length // 2
+        return found
 
     @classmethod
     def check(cls, config: Config, need: Need):

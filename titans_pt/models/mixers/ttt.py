@@ -1,7 +1,7 @@
 """What TTT-Linear and TTT-MLP share: the block of the authors' "Mamba backbone" (arXiv 2407.04620, Section 2.7)."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -15,11 +15,13 @@ from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.ttt import TestTimeTraining, TestTimeTrainingState
 from titans_pt.models.mixers.base import Mixer, Need
+from titans_pt.models.mixers.recurrent import fitting_width
 
 
 class TTTSettings(Section):
     head_width: Annotated[int, Field(gt=0, multiple_of=2)] = 64
-    """Width of a head, and of its inner network's inputs and outputs; model.d_model / head_width heads."""
+    """Width of a head, and of its inner network's inputs and outputs; model.d_model / head_width heads. If it is not
+    given and does not divide model.d_model: a smaller one that does."""
     mini_batch: Positive = 16
     """Tokens whose gradients are taken at the same weights."""
     base_lr: Annotated[float, Field(gt=0.0)] = 1.0
@@ -63,6 +65,10 @@ class TTTMixer(Mixer):
             d, settings.head_width, settings.mini_batch, settings.base_lr, self.expansion, config.conv_width,
             config.rope_base,
         )  # fmt: skip
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        return fitting_width(cls, config.d_model)
 
     @classmethod
     def check(cls, config: Config, need: Need):
