@@ -81,7 +81,8 @@ def test_the_wheel_installs_titans_pt_and_nothing_else(wheel):
 def test_the_wheel_has_every_module_and_every_config(wheel):
     packed = {name for name in contents(wheel) if name.startswith("titans_pt/")}
     assert packed == files(ROOT / "titans_pt")
-    assert {"titans_pt/kernels/memory/naive.py", "titans_pt/configs/170m/mac.yaml"} <= packed
+    some = {"kernels/memory/naive.py", "configs/170m/mac.yaml", "launch/slurm_reproduce.sh", "launch/torchrun.sh"}
+    assert {f"titans_pt/{name}" for name in some} <= packed
 
 
 def test_the_sdist_is_the_whole_checkout(sdist):

@@ -21,13 +21,14 @@ _MEMORY = (
     "or shard more with parallel.zero_stage=3"
 )
 _OS_REMEDIES = {
-    errno.ENOSPC: "free some space, or set run.dir (data.dir for prepare) to another disk",
-    errno.EDQUOT: "free some of your quota, or set run.dir (data.dir for prepare) to another disk",
-    errno.EACCES: "change its permissions, or set run.dir (data.dir for prepare) to a folder you may write to",
-    errno.EROFS: "set run.dir (data.dir for prepare) to a folder on a disk that can be written to",
-    errno.EISDIR: "a file belongs there: move the folder away",
-    errno.ENOTDIR: "a part of the path is a file; set run.dir (data.dir for prepare) to another folder",
+    errno.ENOSPC: ("free some space", "a place on another disk"),
+    errno.EDQUOT: ("free some of your quota", "a place on another disk"),
+    errno.EACCES: ("change its permissions", "a place where you may write"),
+    errno.EROFS: ("its disk can only be read", "a place on one that can be written to"),
+    errno.EISDIR: ("a file belongs there: move the folder away", "another place"),
+    errno.ENOTDIR: ("a part of the path is a file", "another place"),
 }
+"""What to do, or what is the matter, and what to set the command's WRITES to."""
 _CPU_OUT_OF_MEMORY = r"can't allocate memory|not enough memory"
 _LOST_PEER = r"connection (closed|reset|refused)|broken pipe|socket closed|remote process exited|ncclRemoteError"
 
@@ -85,7 +86,10 @@ def run(arguments: list[str]) -> int:
         if error.errno not in _OS_REMEDIES:
             raise
         where = error.filename or meta.get(SUBJECT, "titans")
-        return _fail(f"{where}: {os.strerror(error.errno)}; {_OS_REMEDIES[error.errno]}")
+        remedy, place = _OS_REMEDIES[error.errno]
+        writes = program.commands.writes(context.invoked_subcommand)
+        other = f", or set {writes} to {place}" if writes else ""
+        return _fail(f"{where}: {os.strerror(error.errno)}; {remedy}{other}")
     except MemoryError:
         return _fail(f"out of memory (CPU): {_MEMORY}")
     except KeyboardInterrupt:

@@ -34,6 +34,13 @@ class LoadedRun:
     checkpoint_hash: str
     precision: str
     """"bf16" or "fp32", of the model's parameters."""
+    out: RunFolder | None = None
+    """Where results go instead of the run's own folder."""
+
+    @property
+    def results(self) -> RunFolder:
+        """The folder that gets results and pictures."""
+        return self.out or self.folder
 
     @property
     def tokenizer(self) -> Any:

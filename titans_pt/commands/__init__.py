@@ -3,6 +3,7 @@
 To add a command, add one file here; nothing else lists them. ``titans NAME`` is ``NAME.py``, which holds
 
 - ``SECTION``: the heading under which ``titans --help`` shows it, one of :data:`SECTIONS`;
+- ``WRITES``, if it writes: the setting or option with which another place is chosen, for what is said of a full disk;
 - a :class:`click.Command` called ``NAME``: its arguments are declared above its action, and the first paragraph of its
   docstring is its help. ``_arguments.py`` has the arguments and number types that several commands share.
 
@@ -43,6 +44,10 @@ class Commands(Mapping[str, click.Command]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+    def writes(self, name: str) -> str | None:
+        """The setting or option that says where the command writes; None if there is none."""
+        return getattr(import_module(f"{__name__}.{self._files[name]}"), "WRITES", None)
 
     def section(self, name: str) -> str:
         """The heading of ``titans --help`` under which the command is listed."""

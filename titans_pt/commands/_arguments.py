@@ -68,8 +68,34 @@ COUNTS = Checked(
 NAMES = Checked(lambda words: list(dict.fromkeys(words.split(","))), "names with commas between")
 """A list of str from words such as mac,mag, each once; the action knows which are allowed."""
 
-FILE = click.Path(dir_okay=False, path_type=Path)
-FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+class PathName(click.Path):
+    """A path to be read, as str; ``~`` and ``$VARIABLES`` in it are expanded, which shells do not do after a "=".
+    "-" is standard input where the action says so."""
+
+    def convert(self, value, param, ctx):
+        from titans_pt.config_values import expanded  # imports pydantic, which --help does not need
+
+        where = param.opts[-1] if param.param_type_name == "option" else param.human_readable_name
+        return super().convert(expanded(str(value), where), param, ctx)
+
+
+class Output(PathName):
+    """A Path where the action will write. That it can is checked before the work."""
+
+    def convert(self, value, param, ctx):
+        from titans_pt.tools.files import check_room
+
+        path = Path(super().convert(value, param, ctx))
+        if not ctx.resilient_parsing:
+            check_room(path, param.opts[-1], folder=not self.file_okay)
+        return path
+
+
+PATH = PathName()
+FILE = Output(dir_okay=False)
+FOLDER = Output(file_okay=False)
 
 
 def _subject(context: click.Context, _parameter: click.Parameter, value: str) -> str:
@@ -83,7 +109,7 @@ def overrides(help: str = "settings over the file's, e.g. train.max_steps=10"):
 
 
 config_name = click.argument(
-    "config", metavar="CONFIG", type=click.Path(), callback=_subject,
+    "config", metavar="CONFIG", type=PATH, callback=_subject,
     help="settings: a YAML file, or the name of one in configs/, such as quickstart",
 )  # fmt: skip
 
@@ -108,7 +134,7 @@ def settings(action, model: bool = True):
 data_settings = functools.partial(settings, model=False)
 
 run_folder = click.argument(
-    "run", metavar="RUN", type=click.Path(), callback=_subject, help="the run.dir of a training run"
+    "run", metavar="RUN", type=PATH, callback=_subject, help="the run.dir of a training run"
 )
 
 checkpoint_step = click.option(

@@ -5,6 +5,7 @@ import click
 from titans_pt.commands._arguments import FOLDER, overrides, run_folder, whole
 
 SECTION = "evaluate"
+WRITES = "--out"
 
 
 @click.command()

@@ -2,9 +2,10 @@ from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import COUNTS, FOLDER, NAMES, config_name, overrides, settings, whole
+from titans_pt.commands._arguments import COUNTS, FOLDER, NAMES, PATH, config_name, overrides, settings, whole
 
 SECTION = "study"
+WRITES = "--out"
 
 _out = click.option("--out", type=FOLDER, default="runs/benchmark", metavar="DIR", help="folder of the results")
 _rounds = click.option("--rounds", type=whole(1), default=3, metavar="N", help="timings per case")
@@ -49,7 +50,7 @@ def kernels(out: Path, rounds: int, longest: int, tokens: int):
 @overrides()
 @_out
 @click.option(
-    "--config", default="configs/170m/{model}.yaml", metavar="FILE",
+    "--config", type=PATH, default="configs/170m/{model}.yaml", metavar="FILE",
     help="a YAML file; {model} in it becomes the model's name",
 )  # fmt: skip
 @click.option(

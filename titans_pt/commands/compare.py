@@ -2,14 +2,15 @@ from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import FILE, whole
+from titans_pt.commands._arguments import FILE, PATH, whole
 
 SECTION = "evaluate"
+WRITES = "--out"
 
 
 @click.command()
 @click.argument(
-    "runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(), help="folders that titans evaluate has filled"
+    "runs", nargs=-1, required=True, metavar="RUN...", type=PATH, help="folders that titans evaluate has filled"
 )
 @click.option("--task", default="niah_single_1", metavar="NAME", help="a needle or babilong task")
 @click.option("--out", type=FILE, default="runs/compare.png", metavar="FILE", help="the picture")

@@ -5,6 +5,7 @@ import click
 from titans_pt.commands._arguments import FOLDER, checkpoint_step, run_folder
 
 SECTION = "tools"
+WRITES = "--out"
 
 
 @click.command()

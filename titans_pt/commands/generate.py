@@ -3,20 +3,21 @@ from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import FILE, checkpoint_step, real, run_folder, whole
+from titans_pt.commands._arguments import FILE, PATH, checkpoint_step, real, run_folder, whole
 
 SECTION = "evaluate"
+WRITES = "--save-state"
 
 
 @click.command()
 @run_folder
 @click.option("--prompt", metavar="TEXT", help="text to continue; it may be left out with --state")
 @click.option(
-    "--prompt-file", type=click.Path(), metavar="FILE",
+    "--prompt-file", type=PATH, metavar="FILE",
     help="a text file to continue (UTF-8), without the line end that editors put at the end; - is standard input",
 )  # fmt: skip
 @click.option(
-    "--prompts", type=click.Path(), metavar="FILE",
+    "--prompts", type=PATH, metavar="FILE",
     help="a prompt on each line (UTF-8; - is standard input): each is continued by itself, a line of JSON for each; an "
     "empty line is the beginning of a document",
 )  # fmt: skip
@@ -34,7 +35,7 @@ SECTION = "evaluate"
 @click.option("--seed", type=whole(0), default=0, metavar="N", help="of the draws")
 @checkpoint_step
 @click.option("--save-state", type=FILE, metavar="FILE", help="keep the state after prompt and new text")
-@click.option("--state", type=click.Path(), metavar="FILE", help="continue from a state that --save-state wrote")
+@click.option("--state", type=PATH, metavar="FILE", help="continue from a state that --save-state wrote")
 def generate(
     run: str, prompt: str | None, prompt_file: str | None, prompts: str | None, batch: int, max_new_tokens: int,
     temperature: float, top_k: int | None, top_p: float, seed: int, step: int | None, save_state: Path | None,

@@ -3,6 +3,7 @@ import click
 from titans_pt.commands._arguments import COUNTS, NAMES, real, settings, whole
 
 SECTION = "study"
+WRITES = "run.dir"
 
 
 @click.command()

@@ -5,6 +5,7 @@ import click
 from titans_pt.commands._arguments import Checked, data_settings, whole
 
 SECTION = "data"
+WRITES = "data.dir"
 
 
 def _share(word: str) -> tuple[int, int]:

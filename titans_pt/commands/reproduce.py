@@ -6,6 +6,7 @@ import click
 from titans_pt.commands._arguments import FOLDER, NAMES, Checked, overrides, real, whole
 
 SECTION = "study"
+WRITES = "--out"
 _rate = real(lambda rate: 0 < rate <= 1, "a number above 0, at most 1")
 
 

@@ -2,9 +2,10 @@ from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import FILE, NAMES, Checked, whole
+from titans_pt.commands._arguments import FILE, NAMES, PATH, Checked, whole
 
 SECTION = "evaluate"
+WRITES = "--out"
 
 
 def _range(word: str) -> tuple[int, int]:
@@ -23,7 +24,9 @@ def _range(word: str) -> tuple[int, int]:
     "--words", type=Checked(_range, "two whole numbers of at least 1 with a comma between"), default="20,1000",
     metavar="LEAST,MOST", help="words of a haystack, most of them short",
 )  # fmt: skip
-@click.option("--texts", metavar="DIR", help=".txt files to hide needles in (default: the documentation of Python)")
+@click.option(
+    "--texts", type=PATH, metavar="DIR", help=".txt files to hide needles in (default: the documentation of Python)"
+)
 @click.option("--seed", type=whole(0), default=0, metavar="N", help="other documents")
 def ruler(out: Path, tasks: list[str], count: int, words: tuple[int, int], texts: str | None, seed: int):
     """Write documents of RULER's needles, to train on."""

@@ -3,6 +3,7 @@ import click
 from titans_pt.commands._arguments import settings
 
 SECTION = "train"
+WRITES = "run.dir"
 
 
 @click.command()

@@ -21,6 +21,7 @@ import pooch
 import requests
 
 from titans_pt.errors import UserError
+from titans_pt.tools.files import check_room
 
 REGISTRY = "https://pypi.org/simple"
 """Where PIP_INDEX_URL does not name another one."""
@@ -60,6 +61,8 @@ def fetch(wheel: Wheel) -> Path:
     if folder.is_dir():
         _check(folder)
         return folder
+    where = f"the cache, which gets {wheel.file}; set XDG_CACHE_HOME to a folder where you may write"
+    check_room(folder.parent, where, folder=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     pooch.get_logger().setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:

@@ -12,6 +12,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from tqdm import tqdm
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.run import LoadedRun, load_run
+from titans_pt.run_folder import RunFolder
 from titans_pt.streaming import best_device
 from titans_pt.tasks import Task
 from titans_pt.tasks.base import backbone_of
-from titans_pt.tools.files import write_text
+from titans_pt.tools.files import check_room, write_text
 from titans_pt.tools.processes import place
 from titans_pt.tools.records import RecordFile, read_records
 from titans_pt.tools.sealed import seal, unseal
@@ -36,6 +38,7 @@ def evaluate(
     overrides: Sequence[str] = (),
     step: int | None = None,
     suite: str | None = None,
+    out: Path | None = None,
     at: Callable[[str], None] = lambda where: None,
 ) -> dict | None:
     """Runs the evaluations of a run's checkpoint and writes what they find.
@@ -51,6 +54,7 @@ def evaluate(
             where its token files now are.
         step: the checkpoint; None is the newest.
         suite: one of the task's; None runs its usual ones.
+        out: gets what else goes to the run's folder: ``evaluation/`` and ``plots/``.
         at: called before each job with a description of it.
 
     Returns:
@@ -64,18 +68,22 @@ def evaluate(
         if key.partition(".")[0] != "evaluation" and key != "data.dir":
             raise UserError(f"override {override!r}: only evaluation.KEY=VALUE and data.dir=FOLDER can be set here; "
                             "the rest is the run's")
+    if out is None:
+        check_room(Path(run_dir) / "evaluation", "RUN; give --out DIR, a folder that gets the results", folder=True)
     mine = place()
     rank, world = mine.rank, mine.size
     device = best_device(rank if mine.local_rank is None else mine.local_rank)
     if device != "cpu":
         torch.cuda.set_device(device)  # Triton launches on the current device, not on that of its arguments
     run = load_run(run_dir, step=step, device=device, overrides=overrides)
+    if out is not None:
+        run = replace(run, out=RunFolder(out))
     if device != "cpu":
         backbone_of(run.model).set_compiled(True)
     config, task = run.config, run.task
     if suite is not None and suite not in task.suites:
         raise UserError(f"--suite: given {suite!r}; allowed: {', '.join(task.suites) or 'none'}")
-    folder = run.folder.evaluation / f"step-{run.step:08d}"
+    folder = run.results.evaluation / f"step-{run.step:08d}"
     evaluations = [_named(task, name)(run, config) for name in ([suite] if suite else task.usual)]
     for evaluation in evaluations:
         _work(evaluation, folder, rank, world, at)
@@ -135,12 +143,12 @@ def _summarise(
         shown = {} if settings is None else {"settings": settings.model_dump(mode="json")}
         whole[evaluation.name] = shown | summary
         lines += ["", evaluation.table(summary)]
-        files += [*_parts(folder, evaluation.name), *evaluation.plots(summary, run.folder.plots, title)]
+        files += [*_parts(folder, evaluation.name), *evaluation.plots(summary, run.results.plots, title)]
     write_text(path, json.dumps(seal(whole), indent=2) + "\n")
     lines += ["", "files:", *(f"  {file}" for file in files)]
     print("\n".join(lines), flush=True)
     if config.wandb.evaluation:
-        wandb = WandbLog(config, run.folder, None)
+        wandb = WandbLog(config, run.results, None)
         wandb.send("evaluation", "evaluation", folder)
         wandb.close()
     return whole

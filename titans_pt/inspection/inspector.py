@@ -18,7 +18,7 @@ from titans_pt.inspection.table import table
 from titans_pt.layers.memory_observer import MemoryFigures, observe_memories
 from titans_pt.run import load_run
 from titans_pt.streaming import best_device, device_of
-from titans_pt.tools.files import read_text, write_atomically
+from titans_pt.tools.files import check_room, read_text, write_atomically
 
 PIECE = 512
 """Tokens read at once. It decides memory and speed, not the figures."""
@@ -47,6 +47,8 @@ def inspect(
     """
     if max_tokens < 2:
         raise UserError(f"max_tokens: given {max_tokens}; allowed: at least 2")
+    if out is None:
+        check_room(Path(run_dir) / "inspection", "RUN; give --out DIR, a folder where you may write", folder=True)
     text = read_text(text_file, "--text", replace=True)
     run = load_run(run_dir, step=step, device=best_device())
     ids = run.tokenizer.document(text)[:max_tokens]

@@ -20,6 +20,7 @@ from titans_pt.reproduce.runs import Run
 from titans_pt.reproduce.studies import RATES, Order, Study, chosen, run_name, runs_of, seeds_of, study
 from titans_pt.reproduce.tables import Table
 from titans_pt.reproduce.work import work
+from titans_pt.tools.files import check_room
 
 MFU = (0.4, 0.1)
 """Shares of a GPU's peak for which the plan gives hours: what Transformers reach, and what TNT says of small chunks."""
@@ -51,6 +52,7 @@ def reproduce(target: str, size: str, order: Order, ranks: int | None) -> int:
         UserError: something is wrong with a setting, a record, or the data.
     """
     (asked, runs), records = planned(target, size, order), Records(order.out / "records")
+    check_room(order.out, "--out", folder=True)
     to_do = not asked.timed and any(run.missing(run.record(records)) for run in runs)
 
     def on_the_page() -> tuple[Study, list[Run]]:
@@ -127,7 +129,7 @@ def submit(words: Sequence[str], workers: int, options: Sequence[str]):
     Raises:
         UserError: there is no sbatch, or it refuses.
     """
-    script = Path(__file__).parents[2] / "launch" / "slurm_reproduce.sh"
+    script = Path(__file__).parents[1] / "launch" / "slurm_reproduce.sh"
     line = ["sbatch", "--array", f"0-{workers - 1}", *options, str(script), *words]
     try:
         subprocess.run(line, check=True)

@@ -23,6 +23,7 @@ from titans_pt.errors import UserError
 from titans_pt.reproduce.measures import Measure
 from titans_pt.reproduce.records import Records
 from titans_pt.run_folder import RunFolder, versions
+from titans_pt.tools.files import write_text
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 from titans_pt.training.plan import Cost, cost_of
@@ -193,9 +194,8 @@ def _steps(folder: RunFolder) -> int:
 def _torchrun(config: Config, ranks: int, claim: int) -> int:
     """Trains in several processes of this machine, which hold the claim as long as they live; returns their status."""
     folder = RunFolder(config.run.dir)
-    folder.path.mkdir(parents=True, exist_ok=True)
     settings = folder.path / "asked.yaml"
-    settings.write_text(resolved_yaml(config))
+    write_text(settings, resolved_yaml(config))
     words = [sys.executable, "-m", "titans_pt.training.launcher", str(settings)]
     # WORLD_SIZE: of this worker's own processes, however many workers a cluster started.
     environment = os.environ | {"TITANS_PROCESSES": str(ranks), "TITANS_NODES": "1", "WORLD_SIZE": "1"}

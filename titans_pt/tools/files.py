@@ -4,6 +4,7 @@ import codecs
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,35 @@ def write_atomically(path: Path, write: Callable[[Path], Any], durable: bool = F
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_room(path: Path, what: str, folder: bool = False):
+    """Tries whether a file (or files in a folder) can be written at ``path``, before the work whose result goes there.
+    Nothing is left behind.
+
+    Args:
+        what: the option or setting that names it, and what to do instead after a semicolon if that is not to name
+            another place.
+        folder: whether ``path`` is to be a folder.
+
+    Raises:
+        UserError: it cannot be.
+    """
+    kind = "folder" if folder else "file"
+    try:
+        if path.exists() and not (path.is_dir() if folder else path.is_file()):
+            problem = f"it is no {kind}" if folder or not path.is_dir() else "it is a folder"
+        else:
+            place = path if folder else path.parent
+            while not place.exists():
+                place = place.parent
+            with tempfile.TemporaryFile(dir=place):
+                return
+    except OSError as error:
+        problem = error.strerror
+    what, _, remedy = what.partition("; ")
+    raise UserError(f"{what}: {path} cannot be written to ({problem}); "
+                    f"{remedy or f'name a {kind} where you may write'}")  # fmt: skip
 
 
 def read_text(path: str | Path, what: str, replace: bool = False) -> str:

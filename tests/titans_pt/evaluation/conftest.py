@@ -71,8 +71,9 @@ def run(tmp_path, monkeypatch):
     files = SimpleNamespace(validation=IndexedDataset(tmp_path / "validation"), manifest=manifest)
     monkeypatch.setattr(perplexity, "TokenFiles", SimpleNamespace(open=lambda config: files))
     loaded = StandIn(
-        folder=folder, config=load_config(folder.config), model=Scripted(lambda text: "a"), tokenizer=Characters(),
-        step=7, checkpoint_hash="c0ffee", precision="fp32", task=Language(load_config(folder.config)),
+        folder=folder, results=folder, config=load_config(folder.config), model=Scripted(lambda text: "a"),
+        tokenizer=Characters(), step=7, checkpoint_hash="c0ffee", precision="fp32",
+        task=Language(load_config(folder.config)),
     )  # fmt: skip
 
     def load_run(path, step=None, device="cpu", overrides=()):
