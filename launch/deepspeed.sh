@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Trains on the nodes of a hostfile, started from one of them over ssh:
 #     launch/deepspeed.sh HOSTFILE CONFIG [KEY=VALUE ...]
-# Each line of the hostfile is "HOST slots=PROCESSES". Repository and environment have the same path on every node.
+# Each line of the hostfile is "HOST slots=PROCESSES". The environment and the folder in which you start have the same path
+# on every node.
 # TITANS_PORT of the first node (default 29500). After a loss, run the same line again: it continues from the newest checkpoint.
 set -euo pipefail
 hostfile=${1:?HOSTFILE is missing}
 shift
-cd "$(dirname "$0")/.."
 port=${TITANS_PORT:-${PORT:-}}
 if [[ -z ${TITANS_PORT:-} && ! $port =~ ^[0-9]+$ ]]; then port=29500; fi  # another program's PORT
 exec deepspeed --hostfile "$hostfile" --master_port "$port" --no_local_rank --module titans_pt train "$@"

@@ -252,6 +252,26 @@ def test_a_full_disk(run_copy, failing, monkeypatch):
     assert [p.name for p in (path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
+@pytest.mark.parametrize(("words", "action", "place"), [
+    ("config c.yaml", "titans_pt.config_file.explained", None),
+    ("prepare c.yaml", "titans_pt.config_file.load_config", "data.dir"),
+    ("recall c.yaml", "titans_pt.config_file.load_config", "run.dir"),
+    ("evaluate run", "titans_pt.evaluation.evaluate", "--out"),
+    ("checkpoint list run", "titans_pt.checkpoint_tools.list_run", None),
+    ("benchmark memory --out {}/out", "titans_pt.benchmarks.memory.benchmark_memory", "--out"),
+    ("generate run --prompt a", "titans_pt.evaluation.generate", "--save-state"),
+])  # fmt: skip
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR])
+def test_the_remedy_is_one_that_the_command_has(words, action, place, code, failing, tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise OSError(code, os.strerror(code), "/the/file")
+
+    monkeypatch.setattr(action, broken)
+    line = failing(*words.format(tmp_path).split())
+    assert f"/the/file: {os.strerror(code)}; " in line
+    assert (f", or set {place} to a" in line) if place else "or set" not in line
+
+
 @pytest.mark.parametrize("error", [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),

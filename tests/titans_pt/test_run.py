@@ -1,8 +1,10 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from titans_pt.checkpoints import TrainerState
 from titans_pt.config import config_hash
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
+from titans_pt.evaluation import evaluate
+from titans_pt.inspection import inspect
 from titans_pt.models import build_model
 from titans_pt.run import differences, load_run
 from titans_pt.run_folder import RunFolder
@@ -89,6 +93,59 @@ def test_weights_must_fit_by_name(run):
     checkpoints.save(folder.checkpoints, weights, {}, state)
     with pytest.raises(UserError, match=r"another version .* 2 parameters differ, such as embedding\.weight"):
         load_run(folder.path)
+
+
+SMALL = ["evaluation.perplexity.tokens=64", "evaluation.perplexity.length=16", "evaluation.prefill_tokens=16"]
+
+
+@pytest.fixture
+def read_only(run, monkeypatch):
+    """The run in a folder that refuses to be written to, as another user's does."""
+    real = tempfile.TemporaryFile
+
+    def refused(dir):
+        if dir.is_relative_to(run[0].path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(dir=dir)
+
+    monkeypatch.setattr("titans_pt.tools.files.tempfile.TemporaryFile", refused)
+    return run[0]
+
+
+def test_what_is_found_of_a_run_that_may_only_be_read_goes_elsewhere(read_only, tmp_path):
+    refusal = "RUN: .* cannot be written to .Permission denied.; give --out DIR, a folder"
+    with pytest.raises(UserError, match=refusal):
+        evaluate(read_only.path, SMALL, suite="perplexity")
+    before = sorted(read_only.path.rglob("*"))
+    out = tmp_path / "mine"
+    summary = evaluate(read_only.path, SMALL, suite="perplexity", out=out)
+    assert json.loads((out / "evaluation/step-00000003/summary.json").read_text()) == summary
+    assert list((out / "plots").iterdir())
+    (tmp_path / "text.txt").write_text("a b c d e f g h")
+    with pytest.raises(UserError, match=refusal):
+        inspect(read_only.path, tmp_path / "text.txt")
+    inspect(read_only.path, tmp_path / "text.txt", out=out)
+    assert (out / "text.npz").is_file()
+    assert sorted(read_only.path.rglob("*")) == before
+
+
+def test_token_files_may_be_named_where_they_now_are(run, prepared, tmp_path, monkeypatch):
+    """Relative paths of a run count from where it was started; what is given counts from here."""
+    folder, _ = run
+    text = folder.config.read_text()
+    folder.config.write_text(text.replace(str(prepared), "data/small"))
+    with pytest.raises(UserError, match="data.dir=data/small: "):
+        evaluate(folder.path, SMALL, suite="perplexity")
+    monkeypatch.chdir(prepared.parent)
+    given = evaluate(folder.path, [*SMALL, f"data.dir={prepared.name}"], suite="perplexity")
+    shutil.copytree(prepared, tmp_path / "data/small")  # the run's folder, tmp_path/run, was started as "run"
+    folder.config.write_text(folder.config.read_text().replace(f"dir: {tmp_path}/run", "dir: run"))
+    shutil.rmtree(folder.evaluation)
+    found = evaluate(folder.path, SMALL, suite="perplexity")
+    assert found["perplexity"]["loss"] == given["perplexity"]["loss"]
+    for override in ("data.seq_len=8", "run.seed=3", "model.window=4"):
+        with pytest.raises(UserError, match=r"only evaluation\.KEY=VALUE and data\.dir=FOLDER can be set here"):
+            evaluate(folder.path, [override])
 
 
 def test_two_runs_on_one_folder_are_refused(tmp_path):

@@ -10,7 +10,8 @@ import pytest
 
 from tests.command_line import leaves, parsed
 from titans_pt import cli, commands
-from titans_pt.commands._arguments import NAMES, Checked
+from titans_pt.commands._arguments import NAMES, Checked, Output, PathName
+from titans_pt.config_words import known_paths
 
 LEAVES = dict(leaves())
 
@@ -99,6 +100,56 @@ def test_a_folder_for_a_file_and_a_file_for_a_folder(words, tmp_path, capsys):
     assert cli.run(words.format(**paths).split()) == 2
     assert "Invalid value for '--" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
+
+
+PLACES = [(words, option) for words, command in LEAVES.items() for option in command.params
+          if isinstance(option.type, Output)]  # fmt: skip
+READ = [(words, p) for words, command in LEAVES.items() for p in command.params
+        if isinstance(p.type, PathName) and not isinstance(p.type, Output)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "option"), PLACES, ids=str)
+def test_where_nothing_can_be_written_nothing_begins(words, option, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(LEAVES[words], "callback", lambda **_: pytest.fail("the command began"))
+    (tmp_path / "file").write_text("mine")
+    name = option.opts[-1]
+    place = tmp_path / "file/deeper/x"
+    assert cli.run([*words, f"{name}={place}"]) == 2
+    refusal = f"titans: error: {name}: {place} cannot be written to (Not a directory); name"
+    assert capsys.readouterr().err.startswith(refusal)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_every_option_that_is_written_to_is_checked():
+    """Its name is --out, or its help says that it keeps something."""
+    found = {(*words, option.opts[-1]) for words, option in PLACES}
+    outs = {(*words, "--out") for words, command in LEAVES.items() for p in command.params if "--out" in p.opts}
+    assert found == outs | {("generate", "--save-state")}
+
+
+def test_all_other_paths_are_read_and_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/home")
+    monkeypatch.setenv("PLACE", "/place")
+    for words, parameter in READ:
+        value = parameter.type.convert("~/x/./y", parameter, click.Context(LEAVES[words]))
+        assert value == "/home/x/y", (words, parameter)
+    assert not [p for command in LEAVES.values() for p in command.params if type(p.type) is click.Path]
+    params = parsed("train", "$PLACE/c.yaml", "run.dir=~/x")
+    assert params["config"] == "/place/c.yaml"
+
+
+@pytest.mark.parametrize("name", list(cli.program.commands))
+def test_where_a_command_writes_is_something_that_it_takes(name):
+    """cli.py names it as the remedy for a full disk."""
+    own = [command for words, command in LEAVES.items() if words[0] == name]
+    options = {option for command in own for parameter in command.params for option in parameter.opts}
+    writes = cli.program.commands.writes(name)
+    if writes is None:
+        assert not options & {"--out", "--save-state"}
+    elif writes.startswith("--"):
+        assert all(writes in {option for p in command.params for option in p.opts} for command in own)
+    else:
+        assert writes in known_paths() and "overrides" in options
 
 
 def test_good_numbers_arrive_as_numbers():

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+import titans_pt
 from tests.titans_pt.reproduce.records import record
 from titans_pt.benchmarks.training import Case, Measurement, case_config
 from titans_pt.errors import UserError
 from titans_pt.reproduce import timing
 from titans_pt.reproduce.published import FILE, published
 from titans_pt.reproduce.records import Records, decisive
-from titans_pt.reproduce.reproduce import plan
+from titans_pt.reproduce.reproduce import plan, submit
 from titans_pt.reproduce.runs import best_learning_rate
 from titans_pt.reproduce.studies import MODELS, SIZES, TARGETS, TWICE, VARIANTS, Order, Row, chosen, runs_of, study
 from titans_pt.reproduce.tables import cells
@@ -38,6 +39,18 @@ def test_every_study_can_be_planned(target, size):
     if size != "tiny" and (beside := published(target, asked.compared)):
         names = {name for values in beside.values.values() for name in values}
         assert names <= {column.published for column in asked.columns}, "nothing published is left out"
+
+
+def test_what_is_submitted_is_there(tmp_path, monkeypatch):
+    """The script lies beside the package, in an installed one, too."""
+    (tmp_path / "sbatch").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{tmp_path}/words"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    submit(["table1", "--size", "tiny"], 3, ["--partition", "a b"])
+    *options, script, target, _, size = (tmp_path / "words").read_text().splitlines()
+    assert (options, target, size) == (["--array", "0-2", "--partition", "a b"], "table1", "tiny")
+    assert Path(script).name == "slurm_reproduce.sh" and "titans_pt reproduce" in Path(script).read_text()
+    assert Path(script).parents[1] == Path(titans_pt.__file__).parent
 
 
 @pytest.mark.parametrize("target", ["figure8", "figure9"])

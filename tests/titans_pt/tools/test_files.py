@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from titans_pt.tools.files import write_atomically, write_text
+from titans_pt.errors import UserError
+from titans_pt.tools.files import check_room, write_atomically, write_text
 
 
 def test_a_failure_leaves_the_old_file(tmp_path):
@@ -39,3 +40,36 @@ def test_durable_waits_for_the_disk_before_the_rename(tmp_path, monkeypatch):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     write_atomically(path, lambda temporary: temporary.write_text("new"))
     assert path.read_text() == "new"
+
+
+@pytest.mark.parametrize(("place", "folder", "problem"), [
+    ("file/x", False, "Not a directory"), ("file/a/b", True, "Not a directory"), ("file", True, "it is no folder"),
+    ("sub", False, "it is a folder"), ("pipe", False, "it is no file"),
+])  # fmt: skip
+def test_what_cannot_be_written_is_said_before_the_work(tmp_path, place, folder, problem):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "sub").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError) as error:
+        check_room(tmp_path / place, "--out", folder)
+    kind = "folder" if folder else "file"
+    assert str(error.value) == f"--out: {tmp_path / place} cannot be written to ({problem}); name a {kind} where you " \
+                               "may write"  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_it_is_really_tried_and_the_remedy_can_be_another(tmp_path, monkeypatch, code):
+    def refused(dir):
+        assert dir == tmp_path
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("titans_pt.tools.files.tempfile.TemporaryFile", refused)
+    with pytest.raises(UserError, match=rf"^RUN: .*/new/x cannot be .* \({os.strerror(code)}\); give --out DIR$"):
+        check_room(tmp_path / "new/x", "RUN; give --out DIR")
+
+
+def test_where_there_is_room_nothing_is_left(tmp_path):
+    write_text(tmp_path / "old", "old")
+    for place, folder in (("old", False), ("new", False), ("new", True), ("a/b/c", True), (".", True)):
+        check_room(tmp_path / place, "--out", folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "old"
