@@ -126,7 +126,7 @@ def test_what_is_found_of_a_run_that_may_only_be_read_goes_elsewhere(read_only, 
     with pytest.raises(UserError, match=refusal):
         inspect(read_only.path, tmp_path / "text.txt")
     inspect(read_only.path, tmp_path / "text.txt", out=out)
-    assert (out / "text.npz").is_file()
+    assert (out / "text.txt.npz").is_file()
     assert sorted(read_only.path.rglob("*")) == before
 
 
