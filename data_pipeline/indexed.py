@@ -32,8 +32,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 PAGE = 4096
 """Bytes of .bin that have a checksum of their own, so that a sample costs no more reading than before."""
-_REMEDY = "make the token files again with: titans prepare"
-_DAMAGED = "copy it again, or make the token files again with: titans prepare --force"
+_REMEDY = "copy it again, or make the token files again with: titans prepare --force"
 SUFFIXES = (".bin", ".idx", ".crc32")
 _PIECE = 1 << 20
 """Entries of an index that are handled at once."""
@@ -201,9 +200,9 @@ class IndexedDataset:
         try:
             pages = np.fromfile(path, "<u4")
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; {_DAMAGED}") from None
+            raise UserError(f"{path}: {error.strerror}; {_REMEDY}") from None
         if len(pages) != -(-self._stream.nbytes // PAGE):
-            raise UserError(f"{path}: {len(pages)} checksums for {self._stream.nbytes} bytes of .bin; {_DAMAGED}")
+            raise UserError(f"{path}: {len(pages)} checksums for {self._stream.nbytes} bytes of .bin; {_REMEDY}")
         return pages
 
     def _check(self, idx: Path, documents: np.ndarray) -> int:
@@ -242,7 +241,7 @@ class IndexedDataset:
             self._check_pages(start, stop)
         if self._vocab_size and len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             raise UserError(f"{self.prefix}.bin: damaged: tokens {start} to {stop - 1} have ids from {tokens.min()} to "
-                            f"{tokens.max()}, and the vocabulary has {self._vocab_size}; {_DAMAGED}")
+                            f"{tokens.max()}, and the vocabulary has {self._vocab_size}; {_REMEDY}")
         return tokens
 
     def _check_pages(self, start: int, stop: int) -> None:
@@ -255,7 +254,7 @@ class IndexedDataset:
             if zlib.crc32(content[page * PAGE:(page + 1) * PAGE]) != self._pages[page]:
                 first, last = page * PAGE // size, min((page + 1) * PAGE // size, self.tokens) - 1
                 raise UserError(f"{self.prefix}.bin: damaged: tokens {first} to {last} are not those that were "
-                                f"written; {_DAMAGED}")
+                                f"written; {_REMEDY}")
 
     def document(self, j: int) -> np.ndarray:
         """Tokens of document ``j``, all its sequences joined, a read-only view."""

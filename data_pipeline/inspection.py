@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 from pyarrow import parquet
 
 from titans_pt.config import Config
@@ -58,13 +59,20 @@ def document_place(stream: IndexedDataset, j: int) -> dict:
     path = stream.prefix.with_name(f"{stream.prefix.name}.documents.parquet")
     if not path.exists():
         return {}
-    with parquet.ParquetFile(path) as table:
-        for group in range(table.num_row_groups):
-            rows = table.metadata.row_group(group).num_rows
-            if j < rows:
-                return table.read_row_group(group).slice(j, 1).to_pylist()[0]
-            j -= rows
-    raise UserError(f"{path}: truncated, or of another run; make the token files again with: titans prepare --force")
+    remedy = "copy it again, or make the token files again with: titans prepare --force"
+    try:
+        with parquet.ParquetFile(path) as table:
+            for group in range(table.num_row_groups):
+                rows = table.metadata.row_group(group).num_rows
+                if j < rows:
+                    place = table.read_row_group(group).slice(j, 1).to_pylist()[0]
+                    if not {"file", "row", "id"} <= place.keys():
+                        raise ValueError("columns are missing")
+                    return place
+                j -= rows
+    except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
+        raise UserError(f"{path}: damaged ({' '.join(str(error).split())[:200]}); {remedy}") from None
+    raise UserError(f"{path}: truncated, or of another run; {remedy}")
 
 
 def _print_totals(config: Config, files: TokenFiles) -> None:

@@ -30,7 +30,9 @@ from titans_pt.data_pipeline.manifest import (
     MANIFEST,
     changed_setting,
     content_settings,
+    damage,
     read_manifest,
+    refuse_damage,
     streams,
 )
 from titans_pt.data_pipeline.merge import REJECTED, SPLITS, merge
@@ -90,6 +92,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
     if old:
         if old.get("fingerprint") == fingerprint:
             _check_lossy(old, config)
+            refuse_damage(folder, damage(folder, old, read=False))
             print(f"{folder}: token files are up to date, nothing to do", file=sys.stderr)
             shutil.rmtree(folder / _BUILD, ignore_errors=True)  # left by a process that was killed at its very end
             return old

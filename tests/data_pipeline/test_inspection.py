@@ -75,6 +75,30 @@ def test_every_changed_file_is_found(config, tmp_path, capsys):
         inspect_data(config(), verify=True)
 
 
+def test_a_damaged_list_of_documents_is_one_line(config, tmp_path):
+    prepare(config())
+    path = tmp_path / "data" / "train.documents.parquet"
+    content = path.read_bytes()
+    for damaged in (b"", bytes(len(content)), content[:-20], b"no table", content.replace(b"row", b"roW")):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="train.documents.parquet: damaged .*; copy it again, or make the token"):
+            inspect_data(config())
+
+
+def test_prepare_sees_files_that_are_cut_or_gone(config, tmp_path):
+    prepare(config())
+    path = tmp_path / "data" / "validation.idx"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match="validation.idx: .* bytes, written with .*titans prepare --force"):
+        prepare(config())
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match="validation.idx: is a folder, .*titans prepare --force"):
+        prepare(config())
+    prepare(config(), force=True)
+    inspect_data(config(), verify=True)
+
+
 def test_what_has_no_checksum_is_told(config, tmp_path, capsys):
     """As versions before this one wrote the manifest: checksums of the tokens alone."""
     manifest = prepare(config())
