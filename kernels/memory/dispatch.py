@@ -1,6 +1,7 @@
 """The one entry: checks, dtypes, the choice of an implementation."""
 
 import os
+import sys
 from importlib.util import find_spec
 
 import torch
@@ -151,7 +152,7 @@ def _fused(q: Tensor, network: NetworkShape, chunk_size: int, channelwise: bool,
     if q.device.type not in GPU and not INTERPRETED:
         reason = f"tensors are on {q.device.type}, not on a GPU (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
     else:
-        reason = unserved(q.dtype, network, chunk_size, channelwise)
+        reason = unserved(q.dtype, network, chunk_size, channelwise, q.device)
         if reason is None:
             from titans_pt.kernels.memory.fused import fused_memory
 
@@ -163,20 +164,29 @@ def _fused(q: Tensor, network: NetworkShape, chunk_size: int, channelwise: bool,
 
 
 def unserved(
-    dtype: torch.dtype, network: NetworkShape, chunk_size: int, channelwise: bool = False
+    dtype: torch.dtype,
+    network: NetworkShape,
+    chunk_size: int,
+    channelwise: bool = False,
+    device: torch.device | None = None,
 ) -> str | None:
     """Why the fused kernels would not serve inputs of ``dtype`` on a GPU; None if they would.
 
-    channelwise: whether alpha has one value per channel.
+    channelwise: whether alpha has one value per channel. device: which GPU; None for a Hopper one.
     """
     if channelwise:
         return CHANNELWISE
     if not HAS_TRITON:
         return "triton is not installed"
     # Not at the top: it imports triton, which machines without a GPU need not have.
-    from titans_pt.kernels.memory.fused import unsupported
+    from titans_pt.kernels.memory.fused.configurations import SHARED, unsupported
 
-    return unsupported(dtype, network, chunk_size)
+    if device is not None and device.type not in GPU:
+        return unsupported(dtype, network, chunk_size, sys.maxsize)  # Triton's interpreter has no such limit
+    shared = SHARED
+    if device is not None and device.type == "cuda" and torch.cuda.is_available():
+        shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED)
+    return unsupported(dtype, network, chunk_size, shared)
 
 
 def memory_read(

@@ -33,6 +33,61 @@ def test_the_gpu_checks_measurements_are_commands():
         parsed("benchmark", what, "--out", "folder", *words)
 
 
+def named(part: str) -> str:
+    """The modules of the wheels that the script's head asks for."""
+    wheels = re.search(rf"^#   {part} +(.*?)(?:, and .*)?$", (ROOT / "launch/gpu_check.sh").read_text(), re.M)[1]
+    return wheels.replace("py-cpuinfo", "cpuinfo").replace("-", "_")
+
+
+def gpu_check(tmp_path, *parts: str, **variables: str) -> subprocess.CompletedProcess:
+    """The script on the imitation of a bare machine (bare_machine/), its results under tmp_path/out."""
+    environment = {name: word for name, word in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": str(Path(__file__).with_name("bare_machine")), "TITANS_OUT": str(tmp_path / "out"),
+                    "TITANS_PYTHON": sys.executable} | variables  # fmt: skip
+    return subprocess.run(["bash", str(ROOT / "launch/gpu_check.sh"), *parts], env=environment, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+
+def test_the_gpu_check_says_what_a_bare_machine_lacks(tmp_path):
+    done = gpu_check(tmp_path)
+    assert done.returncode == 2
+    missing = "pydantic pydantic-core annotated-types typing-inspection platformdirs"
+    assert f"lacks {missing}; python3 -m pip install {missing}, or carry" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_a_bare_machine_with_what_the_head_names_collects_every_gpu_test(tmp_path):
+    done = gpu_check(tmp_path, "check", BARE_MACHINE_HAS=f"{named('kernels')} {named('other parts')}")
+    log = (tmp_path / "out/collected.log").read_text()
+    assert done.returncode == 0, done.stdout + log
+    for file in sorted(ROOT.glob("tests/**/test_*.py")):
+        if "@pytest.mark.gpu" in (text := file.read_text()) and "/tests/launch/" not in str(file):
+            for name in re.findall(r"@pytest\.mark\.gpu\n(?:@.*\n|.*\], ids=.*\n| .*\n)*def (test_\w+)", text):
+                assert f"{file.relative_to(ROOT)}::{name}" in log, name
+
+
+def test_the_gpu_check_keeps_its_results_in_one_file_and_within_ten_minutes(tmp_path):
+    """Limits of every part leave two minutes to install; what a cut run had is in the archive."""
+    text = (ROOT / "launch/gpu_check.sh").read_text()
+    parts = re.findall(r"^    (\w+)\)\n((?:        .*\n)+)", text[text.rindex('case $part in'):], re.M)
+    limits = {name: sum(map(int, re.findall(r"(?:tests|benchmark|step) [\w-]+ (\d+) ", body))) for name, body in parts}
+    assert set(limits) == {"kernels", "models", "training", "lengths", "sweeps", "hierarchy", "long"}
+    assert all(0 < seconds <= 500 for seconds in limits.values()), limits
+    fake = tmp_path / "python"
+    fake.write_text('#!/usr/bin/env bash\n[ "$1" = - ] || { echo "found something"; sleep 60; }\n')
+    fake.chmod(0o755)
+    variables = {"TITANS_OUT": str(tmp_path / "out"), "TITANS_PYTHON": str(fake)}
+    process = subprocess.Popen(["bash", str(ROOT / "launch/gpu_check.sh"), "training"], env=os.environ | variables,
+                               start_new_session=True)  # fmt: skip
+    while not (tmp_path / "out/training.log").exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGTERM)
+    process.wait(timeout=30)
+    kept = subprocess.run(["tar", "-xzOf", str(tmp_path / "out.tar.gz"), "out/training.log"], capture_output=True)
+    assert kept.stdout == b"found something\n"
+
+
 @pytest.fixture
 def stand_ins(tmp_path):
     """``stand_ins(name, body)`` puts a program in the place of ``name``; ``run`` starts a launcher among them."""

@@ -16,27 +16,35 @@ STEP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Configuration:
-    """slice: columns of the hidden layer at a time (L = 1 has one slice of D). warps: warps of a program.
-    spills: bytes a thread that the compiler may fail to keep in registers (sm_90a, bf16, L = 2, h = 2 D, C of 64 or
-    less): the exceptions to none, each with its figure in docs/notebook.md."""
+    """slice: columns of the hidden layer at a time (L = 1 has one slice of D). warps: warps of a program."""
 
     slice: int
     warps: int
-    spills: int = 0
 
 
-# fmt: off
 KERNELS = {
-    "coefficients": {D: Configuration(0, 8, 600) for D in WIDTHS},
-    "coefficients_backward": {D: Configuration(0, 8, 320) for D in WIDTHS},
-    "scan": {32: Configuration(32, 4, 100), 64: Configuration(64, 8), 128: Configuration(64, 8, 400)},
-    "read": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8, 300)},
-    "read_backward": {32: Configuration(32, 8, 200), 64: Configuration(32, 8, 500), 128: Configuration(32, 8, 1800)},
-    "scan_backward": {32: Configuration(32, 8, 1500), 64: Configuration(32, 8, 1400), 128: Configuration(32, 8, 3800)},
+    "coefficients": {D: Configuration(0, 8) for D in WIDTHS},
+    "coefficients_backward": {D: Configuration(0, 8) for D in WIDTHS},
+    "scan": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8)},
+    "read": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8)},
+    "read_backward": {32: Configuration(32, 8), 64: Configuration(32, 8), 128: Configuration(32, 8)},
+    "scan_backward": {32: Configuration(32, 8), 64: Configuration(32, 8), 128: Configuration(32, 8)},
     "step": {32: Configuration(32, 4), 64: Configuration(32, 4), 128: Configuration(32, 8)},
 }
-# fmt: on
 """By kernel and D, for every architecture: Hopper's registers and shared memory are what they were chosen for."""
+
+SHARED = 227 * 1024
+"""Bytes of shared memory that one program may have on Hopper."""
+
+NEEDED = {
+    (2, 1): {32: 12_288, 64: 65_536, 128: 163_840},
+    (2, 2): {32: 53_248, 64: 114_688, 128: 212_992},
+    (4, 1): {32: 24_576, 64: 65_536, 128: 196_608},
+    (4, 2): {32: 196_608, 64: 376_832, 128: 737_280},
+}
+"""By (bytes of an operand, L) and D: bytes of shared memory of the largest program, scan_backward's in all of them, on
+Hopper. fp32 operands are three numbers each there, and narrower slices of the hidden layer save next to nothing: the
+tiles of D x D and of block x D are what is large. The slow tests compile every shape and hold this table to them."""
 
 
 def block_tokens(chunk: int, length: int = MAX_BLOCK) -> int:
@@ -61,8 +69,11 @@ def scale(dtype: torch.dtype, chunk: int) -> float:
     return float(1 << (chunk - 1).bit_length()) if dtype == torch.float16 else 1.0
 
 
-def unsupported(dtype: torch.dtype, network: NetworkShape, chunk: int) -> str | None:
-    """Why the kernels cannot serve queries of ``dtype`` with such a memory, or None."""
+def unsupported(dtype: torch.dtype, network: NetworkShape, chunk: int, shared: int = SHARED) -> str | None:
+    """Why the kernels cannot serve queries of ``dtype`` with such a memory, or None.
+
+    shared: bytes of shared memory that the GPU lets a program have.
+    """
     width = network.width
     if dtype not in DTYPES:
         return f"dtype {dtype} is none of {', '.join(map(str, DTYPES))}"
@@ -74,4 +85,10 @@ def unsupported(dtype: torch.dtype, network: NetworkShape, chunk: int) -> str | 
         return f"hidden width {network.hidden} is not 1, 2 or 4 times the head width {width}"
     if chunk & (chunk - 1) if chunk < MAX_BLOCK else chunk % MAX_BLOCK:
         return f"chunk_size {chunk} is neither a power of two nor a multiple of {MAX_BLOCK}"
+    needed = NEEDED[dtype.itemsize, network.depth][width]
+    if needed > shared:
+        name = str(dtype).removeprefix("torch.")
+        less = " (train.precision=bf16 needs less)" if dtype.itemsize == 4 else ""
+        return (f"{name} at head width {width} and {network.depth} layers needs {needed:,} bytes of shared memory, "
+                f"this GPU has {shared:,}{less}")
     return None

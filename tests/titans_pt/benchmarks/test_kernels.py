@@ -40,6 +40,35 @@ def test_what_fails_its_check_is_not_timed(tmp_path, monkeypatch):
     assert row["note"].startswith("wrong: outputs off by") and not row["both_ms"]
 
 
+def test_limits_are_what_roundings_cost(monkeypatch):
+    """bf16: an error of a rounding passes, one of ten does not; figures that a limit rests on are those of the case."""
+    monkeypatch.setattr(kernels, "CHECKED", 40)
+
+    def rounded(times):
+        def build(x):
+            noise = 1 + times * 2**-8 * torch.randn(x["q"].shape, generator=torch.Generator().manual_seed(7))
+            return lambda: (kernels.memory_call("chunked", x)() * noise).to(x["q"])
+
+        return build
+
+    check = lambda build: kernels._check("triton", 2, build, 16, "cpu", torch.bfloat16)  # noqa: E731
+    assert check(lambda x: kernels.memory_call("chunked", x, 16)) == ""
+    x = kernels.inputs(1, 40, 2, "cpu", torch.bfloat16)
+    seed = torch.randn(x["q"].shape, generator=torch.Generator().manual_seed(1))
+    exact = kernels._exact(x, 16, seed)
+    limits = kernels._limits(x, exact, 16, seed)
+    assert len(limits) == 11 and min(limits) == 1e-2 and max(limits) < 0.3
+    assert check(rounded(10)).startswith("wrong: outputs off by")
+
+
+def test_the_fla_row_asks_our_dispatch(monkeypatch):
+    """Where flash-linear-attention would raise, or be wrong, the row says why."""
+    monkeypatch.setattr("titans_pt.kernels.linear_memory.dispatch.unsupported", lambda *_: "triton 3.6.0 is wrong here")
+    (build,) = [build for name, _, build, _ in kernels.implementations() if name == "fla gated_delta_rule"]
+    with pytest.raises(ValueError, match="triton 3.6.0 is wrong here"):
+        build(kernels.inputs(1, 8, 1, "cpu", torch.bfloat16))()
+
+
 @pytest.mark.slow
 def test_the_compiled_dual_form_passes_its_check(monkeypatch):
     used, plain = [], dual.read

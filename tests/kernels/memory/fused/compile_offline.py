@@ -4,11 +4,13 @@ A program of its own: Triton decides once whether it interprets.    python compi
 """
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"
@@ -16,12 +18,20 @@ sys.path.insert(0, str(Path(__file__).parents[4]))
 
 import torch  # noqa: E402
 import triton  # noqa: E402
+from triton.backends import backends  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from titans_pt.kernels.memory.fused import coefficients, read, scan, step  # noqa: E402
-from titans_pt.kernels.memory.fused.configurations import KERNELS, block_tokens, chunk_tokens, precision, scale  # noqa: E402
+from titans_pt.kernels.memory.fused.configurations import (  # noqa: E402
+    KERNELS,
+    MAX_BLOCK,
+    block_tokens,
+    chunk_tokens,
+    precision,
+    scale,
+)
 
 OPERANDS = {"base", "q", "k", "v", "d_y", "out", "weights", "momenta", "hidden", "pulled", "error", "query_hidden",
             "d_query_hidden", "d_out", "d_q", "d_k", "d_v"}  # fmt: skip
@@ -33,19 +43,86 @@ FUNCTIONS = {f.__name__: f for f in (
 )}  # fmt: skip
 
 
+KINDS = {
+    "wgmma": "HGMMA", "mma": "HMMA", "waits for wgmma": "WARPGROUP.DEPBAR|WARPGROUP.ARRIVE", "barriers": "BAR",
+    "global loads": "LDG", "global stores": "STG", "shared loads": "LDS", "shared stores": "STS",
+    "spill loads": "LDL", "spill stores": "STL", "special functions": "MUFU",
+    "fp32": "FADD|FMUL|FFMA|FSEL|FSETP|FMNMX|F2F|FCHK", "packed halves": "HADD2|HMUL2|HFMA2|F2FP|HMNMX2",
+    "shuffles": "SHFL",
+}  # fmt: skip
+"""Kinds of machine instructions, by how their names begin; the rest is "other": integers, moves, branches."""
+
+
+def instructions(cubin: bytes, trips: list[int]) -> dict[str, float]:
+    """Instructions that a warp executes, by kind (KINDS) and in "all", and the "span" of each loop nest.
+
+    trips: how often loops repeat, by depth: [1, 4] counts one repetition of the outer loops and four of those inside
+    them. What stands outside all loops counts once if the first number is above one, else not at all.
+    """
+    with tempfile.NamedTemporaryFile("wb", suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(get_ptxas(90).path).with_name("nvdisasm")
+        said = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    names, labels, jumps = [], {}, []
+    for line in said.splitlines():
+        if label := re.match(r"(\.L\S*):", line):
+            labels[label[1]] = len(names)
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\S+\s+)?([A-Z]\S*)(.*)", line):
+            if found[1].startswith("BRA") and (to := re.search(r"\(?(\.L\S+?)\)", found[2])):
+                jumps.append((len(names), to[1]))
+            names.append(found[1])
+    loops = [(labels[to], at) for at, to in jumps if labels.get(to, at + 1) < at]  # a loop jumps back
+    counts: dict[str, float] = dict.fromkeys([*KINDS, "other", "all"], 0)
+    for at, name in enumerate(names):
+        depth = len({begin for begin, end in loops if begin <= at <= end})
+        weight = math.prod(trips[:depth]) * (1 if depth else trips[0] > 1)
+        kind = next((k for k, begins in KINDS.items() if re.match(f"({begins})", name)), "other")
+        counts[kind] += weight
+        counts["all"] += weight
+    return counts | {"static": len(names), "loops": [len({b for b, e in loops if b <= x <= e}) for x, _ in loops]}
+
+
+class Allocated(Exception):
+    """Shared memory has been allocated: its bytes."""
+
+
+class Compiler(CUDABackend):
+    """Triton's, or as much of it as tells the shared memory."""
+
+    until_shared = False
+
+    def add_stages(self, stages, *options):
+        super().add_stages(stages, *options)
+        if self.until_shared:
+            def stop(source, metadata):
+                raise Allocated(metadata["shared"])
+
+            stages["ptx"] = stop
+
+
+backends["nvidia"] = replace(backends["nvidia"], compiler=Compiler)
+
+
 def resources(
     kernel: str, D=64, expansion=2, C=64, depth=2, dtype="bf16", gates=1, forget_to="zero", **changed
 ) -> dict:
-    """registers and spills (bytes) of a thread, shared memory (bytes) of a program; changed: slice, warps."""
+    """registers and spills (bytes) of a thread, shared memory (bytes) of a program.
+
+    changed: slice, warps; plain, without LayerNorm and residual but with resets; trips, for the counts of
+    :func:`instructions`; only="shared", a third of the time.
+    """
+    Compiler.until_shared = changed.get("only") == "shared"
     function = FUNCTIONS[kernel]
     chosen = KERNELS[kernel][D]
-    width = D * expansion if depth == 2 else D
+    plain = bool(changed.get("plain"))
+    width, block = D * expansion if depth == 2 else D, block_tokens(C, changed.get("length", MAX_BLOCK))
     constants = {
-        "D": D, "HIDDEN": width, "BLOCK": block_tokens(C), "LAYERS": depth, "GATES": gates, "CHUNK": C, "NORM": True,
-        "RESIDUAL": True, "RESET": False, "TO_START": forget_to == "start", "ACTIVATION": "gelu",
+        "D": D, "HIDDEN": width, "BLOCK": block, "LAYERS": depth, "GATES": gates, "CHUNK": C, "NORM": not plain,
+        "RESIDUAL": not plain, "RESET": plain, "TO_START": forget_to == "start", "ACTIVATION": "gelu",
         "PRECISION": precision(DTYPES[dtype]),
         "SCALE": scale(DTYPES[dtype], C),
-        **chunk_tokens(C, block_tokens(C)),
+        **chunk_tokens(C, block),
         "SLICE": min(changed.get("slice", chosen.slice), width) if depth == 2 else D,
     }  # fmt: skip
     names = function.arg_names
@@ -59,19 +136,23 @@ def resources(
         attributes[(n,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, {(names.index(n),): c for n, c in constants.items()}, attributes)
     options = {"num_warps": changed.get("warps", chosen.warps), "num_stages": 1}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    try:
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    except Allocated as found:
+        return {"shared": found.args[0], "triton": triton.__version__}
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])
         file.flush()
         command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    counts = instructions(made.asm["cubin"], changed["trips"]) if "trips" in changed else {}
     return {
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
         "spills": int(re.search(r"(\d+) bytes spill stores", said)[1]),
         "shared": made.metadata.shared,
         "wgmma": made.asm["ptx"].count("wgmma.mma_async"),
         "triton": triton.__version__,
-    }
+    } | counts
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The pinned configurations compile for a Hopper GPU and fit its registers, as far as the table says they do."""
+"""The pinned configurations compile for a Hopper GPU: they fit its shared memory, and its registers as far as the table
+of spills says they do, for the versions of Triton that it was measured with."""
 
 import json
 import os
@@ -8,10 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from titans_pt.kernels.memory.fused.configurations import KERNELS, WIDTHS
+from titans_pt.kernels.memory.fused.configurations import KERNELS, NEEDED, SHARED, WIDTHS
 
-SHARED = 227 * 1024
-"""Bytes of shared memory that one program may have on sm_90."""
+SPILLS = {
+    "3.9": {
+        "coefficients": 600, "coefficients_backward": 320, "scan": {32: 100, 64: 0, 128: 400},
+        "read": {32: 0, 64: 0, 128: 300}, "read_backward": {32: 200, 64: 500, 128: 1800},
+        "scan_backward": {32: 1500, 64: 1400, 128: 3800}, "step": 0,
+    },
+}  # fmt: skip
+"""Bytes a thread that the compiler may fail to keep in registers, by Triton's version, kernel and D: bf16, L = 2,
+hidden 2 D, both forms of forgetting, all chunks. Each figure a little above what was measured (docs/notebook.md)."""
 
 
 def compiled(cases: list[dict]) -> list[dict]:
@@ -21,11 +29,28 @@ def compiled(cases: list[dict]) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def allowed(version: str, kernel: str, D: int) -> int | None:
+    """Spills that SPILLS allows; None where nobody measured."""
+    figures = SPILLS.get(".".join(version.split(".")[:2]), {}).get(kernel)
+    return figures.get(D) if isinstance(figures, dict) else figures
+
+
 def check(cases: list[dict]):
+    unknown = set()
     for found in compiled(cases):
-        stated = KERNELS[found["kernel"]][found.get("D", 64)].spills
-        assert found["spills"] <= stated, found
         assert found["registers"] <= 255 and found["shared"] <= SHARED, found
+        limit = allowed(found["triton"], found["kernel"], found.get("D", 64))
+        if limit is None:
+            unknown.add(f"{found['kernel']} at D = {found.get('D', 64)} under Triton {found['triton']}")
+        else:
+            assert found["spills"] <= limit, found
+    if unknown:
+        pytest.skip(f"compiled, but nobody measured the spills of {', '.join(sorted(unknown))}")
+
+
+def test_spills_are_held_for_versions_that_were_measured():
+    assert allowed("3.9.0", "scan", 128) == 400 and allowed("3.9.1+git7", "coefficients", 32) == 600
+    assert allowed("3.5.1", "scan", 64) is None and allowed("4.0.0", "step", 64) is None
 
 
 def test_read_and_step():
@@ -54,11 +79,46 @@ def test_every_small_chunk(kernel, D, C):
     check([{"kernel": kernel, "D": D, "C": C, "forget_to": "start"}])
 
 
+def shapes(D: int, depth: int, dtype: str) -> list[dict]:
+    """What the dispatcher accepts, but for what only changes how often loops repeat: chunks of 2 to 8 (as those of 1
+    and 16), of more than 64 (as 64), and most hidden widths. length: of a short call, whose blocks are smaller."""
+    own = {"D": D, "depth": depth, "dtype": dtype}
+    read = [{"kernel": kernel} for kernel in ("read", "read_backward")]
+    write = [{"kernel": kernel, "C": C} for kernel in ("scan", "scan_backward") for C in (64, 32, 16, 1)]
+    short = [{"kernel": "scan_backward", "C": C, "length": length} for C, length in ((16, 16), (1, 16), (32, 32))]
+    widths = (1, 4) if depth == 2 else ()
+    other = [{"kernel": "scan_backward", "C": C, "expansion": width} for C in (64, 16) for width in widths]
+    return [own | s | {"forget_to": f} for s in (*read, *write, *short, *other) for f in ("start", "zero")]
+
+
+def served(shape: dict) -> bool:
+    return NEEDED[4 if shape["dtype"] == "fp32" else 2, shape["depth"]][shape["D"]] <= SHARED
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("D", WIDTHS)
+def test_every_shape_that_is_served_fits(D, depth, dtype):
+    """And the table says what the largest needs; one that it refuses does need as much."""
+    own = shapes(D, depth, dtype)
+    if not served(own[0]):
+        own = [s for s in own if (s["kernel"], s.get("C")) == ("scan_backward", 16)]
+    most = max(found["shared"] for found in compiled([s | {"only": "shared"} for s in own]))
+    needed = NEEDED[4 if dtype == "fp32" else 2, depth][D]
+    assert most <= needed if served(own[0]) else most > SHARED
+    assert most > 0.7 * needed  # nor does it refuse what would fit
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_other_operands_and_blocks_compile(kernel):
-    compiled([
+def test_other_operands_and_gates_fit(kernel):
+    found = compiled([
         {"kernel": kernel, "dtype": "fp32", "D": 32}, {"kernel": kernel, "dtype": "fp16", "C": 16, "gates": 2},
-        {"kernel": kernel, "depth": 1}, {"kernel": kernel, "expansion": 4},
+        {"kernel": kernel, "depth": 1}, {"kernel": kernel, "expansion": 4}, {"kernel": kernel, "plain": True},
     ])  # fmt: skip
+    assert len(found) == 5
+    for one in found:
+        assert one["registers"] <= 255 and 0 < one["shared"] <= SHARED or kernel == "step" and not one["shared"], one

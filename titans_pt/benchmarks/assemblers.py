@@ -1,0 +1,65 @@
+"""The second assembler of Triton's kernels, and whether tests end differently under it.
+
+    python -m titans_pt.benchmarks.assemblers               prints its path; which is which, to stderr
+    python -m titans_pt.benchmarks.assemblers LOG LOG       compares two logs of pytest -v; exit code 1 if they differ
+
+Triton writes PTX and leaves machine code to ptxas: a kernel can be right under one version and wrong under another.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+CUDA = "/usr/local/cuda/bin/ptxas"
+
+
+def version(ptxas: str) -> tuple[int, ...]:
+    """(13, 4, 59) for V13.4.59."""
+    said = subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", said)
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def second(used: str, others: list[str]) -> str | None:
+    """The newest of ``others`` whose version is not that of ``used``, the assembler in use; None without one."""
+    there = [path for path in others if os.access(path, os.X_OK) and version(path) not in ((), version(used))]
+    return max(there, key=version, default=None)
+
+
+def verdicts(log: str) -> dict[str, str]:
+    """Test -> PASSED, FAILED or ERROR, of the lines of pytest -v, with or without workers."""
+    before = re.findall(r"^(tests/\S.*?) (PASSED|FAILED|ERROR)(?: +\[ *\d+%\])?$", log, re.M)
+    after = re.findall(r"^\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR) (tests/.*?) *$", log, re.M)
+    return dict(before) | {test: verdict for verdict, test in after}
+
+
+def differences(one: str, other: str) -> tuple[list[str], int]:
+    """Lines about the tests that ended differently in two logs, and how many tests both have."""
+    first, then = verdicts(one), verdicts(other)
+    both = [test for test in then if test in first]
+    return [f"{first[t]} -> {then[t]}: {t}" for t in both if first[t] != then[t]], len(both)
+
+
+def main(words: list[str]) -> int:
+    if words:
+        found, both = differences(*(Path(word).read_text() for word in words))
+        print("\n".join(found) or f"{both} tests end alike under both assemblers")
+        return bool(found) or not both
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    used = get_ptxas(90).path
+    bundled = [str(path) for path in sorted(Path(used).parent.glob("ptxas*"))]
+    given = os.environ.get("TITANS_PTXAS")
+    chosen = second(used, [given] if given else [*bundled, CUDA])
+    if chosen is None:
+        print(f"no second assembler beside {used} {version(used)}: TITANS_PTXAS names one", file=sys.stderr)
+        return 1
+    print(f"first: {used} {version(used)}\nsecond: {chosen} {version(chosen)}", file=sys.stderr)
+    print(chosen)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
