@@ -93,19 +93,27 @@ def changed_setting(manifest: dict, config: Config) -> str | None:
     today = content_settings(config.data, size)
     for name in dict.fromkeys([*today, *_NEWER]):
         then, now = made.get(name), today.get(name)
-        if _one_spelling(then) != _one_spelling(now):
+        if not _equal(then, now):
             return f"{name}: made with {json.dumps(then)}, config has {json.dumps(now)}"
     return None
 
 
-def _one_spelling(value: Any) -> Any:
-    """A setting with its paths absolute: ./text.jsonl and text.jsonl are one file."""
-    if isinstance(value, list):
-        return [_one_spelling(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    of_files = value.get("kind") != "hub"
-    return {key: os.path.abspath(item) if key == "path" and of_files else item for key, item in value.items()}
+def _equal(then: Any, now: Any, path: bool = False) -> bool:
+    """Whether two settings are one; their paths may be spelled in two ways."""
+    if isinstance(then, list) and isinstance(now, list):
+        return len(then) == len(now) and all(map(_equal, then, now))
+    if isinstance(then, dict) and isinstance(now, dict):
+        local = now.get("kind") != "hub"
+        return then.keys() == now.keys() and all(_equal(then[key], now[key], local and key == "path") for key in now)
+    return then == now or (path and None not in (then, now) and _one_file(then, now))
+
+
+def _one_file(then: str, now: str) -> bool:
+    """``./a``, ``a`` and ``/b/a`` are one: which folder a relative path counted from is not known any more."""
+    if os.path.abspath(then) == os.path.abspath(now):
+        return True
+    short, long = sorted((Path(os.path.normpath(path)) for path in (then, now)), key=Path.is_absolute)
+    return long.is_absolute() and not short.is_absolute() and long.parts[-len(short.parts) :] == short.parts
 
 
 def streams(data: DataConfig) -> list[str]:

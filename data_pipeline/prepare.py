@@ -81,14 +81,16 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
     """
     folder = Path(config.data.dir)
     old = None if force else read_manifest(folder)
+    same = old is not None and changed_setting(old, config) is None
+    made = old["settings"] if same else None  # the same settings, with the paths as they were spelled
     try:
-        fingerprint = _fingerprint(config)
+        fingerprint = _fingerprint(config, settings=made)
     except Unreachable as error:
-        if old and changed_setting(old, config) is None:
+        if same:
             print(f"{folder}: holds token files made with these settings, nothing to do; whether the text has changed "
                   f"since cannot be told: {error}", file=sys.stderr)
             return old
-        fingerprint = _fingerprint(config, cached=True)
+        fingerprint = _fingerprint(config, cached=True, settings=made)
     if old:
         if old.get("fingerprint") == fingerprint:
             _check_lossy(old, config)
@@ -162,9 +164,12 @@ def _check_lossy(manifest: dict, config: Config) -> None:
                         "tokenizer, or data.tokenizer.lossy=warn")
 
 
-def _fingerprint(config: Config, cached: bool = False) -> str:
-    """Of settings and sources. Raises as :func:`titans_pt.data_pipeline.sources.fingerprint`, and UserError for a
-    tokenizer that does not fit model.vocab_size."""
+def _fingerprint(config: Config, cached: bool = False, settings: dict | None = None) -> str:
+    """Of settings and sources; ``settings`` replaces those of ``config``.
+
+    Raises as :func:`titans_pt.data_pipeline.sources.fingerprint`, and UserError for a tokenizer that does not fit
+    model.vocab_size.
+    """
     given, size, sha256 = config.data.tokenizer, config.model.vocab_size, None
     if given.path:
         tokenizer = load_tokenizer(given.path, given.eos_token)
@@ -173,7 +178,7 @@ def _fingerprint(config: Config, cached: bool = False) -> str:
                             f"{tokenizer.vocab_size} entries: set model.vocab_size={tokenizer.vocab_size} or more, or "
                             "another data.tokenizer.path")
         size, sha256 = tokenizer.vocab_size, tokenizer.sha256  # room for more does not change the tokens
-    parts = [FORMAT, sources.PART_BYTES, content_settings(config.data, size), sha256]
+    parts = [FORMAT, sources.PART_BYTES, settings or content_settings(config.data, size), sha256]
     parts += [sources.fingerprint(source, cached) for source in config.data.every_source]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

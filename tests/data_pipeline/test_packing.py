@@ -258,8 +258,17 @@ def test_ids_that_the_vocabulary_does_not_have_are_damage_even_without_checksums
 @pytest.mark.parametrize("spelling", ["corpus.jsonl", "./corpus.jsonl", "../{}/corpus.jsonl", "{}"])
 def test_one_file_in_several_spellings_is_no_other_setting(config, corpus, tmp_path, monkeypatch, spelling):
     monkeypatch.chdir(tmp_path)
-    prepare(config(data={"sources": [{"kind": "files", "path": "./corpus.jsonl"}]}))
-    path = spelling.format(corpus if spelling == "{}" else tmp_path.name)
-    TokenFiles.open(config(data={"sources": [{"kind": "files", "path": path}]}))
-    other = config(data={"sources": [{"kind": "files", "path": "../corpus.jsonl"}]})
-    refused(other, "data.sources: made with", "../corpus.jsonl")
+
+    def given(path):
+        return config(data={"sources": [{"kind": "files", "path": str(path)}]})
+
+    manifest = prepare(given("./corpus.jsonl"))
+    again = given(spelling.format(corpus if spelling == "{}" else tmp_path.name))
+    TokenFiles.open(again)
+    assert prepare(again) == manifest, "nothing to do"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    TokenFiles.open(given(corpus))
+    assert prepare(given(corpus)) == manifest
+    for other in ("../corpus.jsonl", tmp_path / "other.jsonl", "other/corpus.jsonl"):
+        refused(given(other), "data.sources: made with", str(other))
