@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
 from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
@@ -131,6 +131,8 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: TitansConfig):
         super().__init__(config)
         self.model = build_model(config.model)
+        # post_init() ties them again: transformers takes one tensor under two names for loaded when neither was.
+        self.model.head.weight = nn.Parameter(self.model.head.weight.detach().clone())
         self.gradient_checkpointing = False
         # Folders from before models could change in the course of a training do not say how long it was.
         steps = config.settings.get("train", {}).get("max_steps") or max(config.step, 1)

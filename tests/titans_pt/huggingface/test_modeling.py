@@ -13,6 +13,7 @@ from transformers import pipeline as hf_pipeline
 
 from tests.untrained import untrained_run
 from titans_pt import huggingface
+from titans_pt.errors import UserError
 from titans_pt.layers.state import tensors
 from titans_pt.models.mixers import MIXERS
 
@@ -309,19 +310,22 @@ def test_modeling_names_all_files_that_come_along(exported):
 def test_weights_that_a_folder_lacks_begin_as_an_untrained_models(exported, tmp_path):
     shutil.copytree(exported / "hf", tmp_path / "hf")
     weights = load_file(tmp_path / "hf/model.safetensors")
-    lost = [name for name in weights if "norm" in name or "persistent" in name]
+    lost = [name for name in weights if "norm" in name or "persistent" in name or "embedding" in name]
     save_file({name: w for name, w in weights.items() if name not in lost}, tmp_path / "hf/model.safetensors",
               {"format": "pt"})  # fmt: skip
     model, found = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
-    assert set(found["missing_keys"]) == set(lost)
+    assert set(found["missing_keys"]) == {*lost, "model.head.weight"}  # tied: both or neither
+    assert model.model.head.weight is model.model.embedding.weight
     fresh = AutoModelForCausalLM.from_config(model.config).state_dict()
     for name, weight in model.state_dict().items():
         if name in lost and "norm" in name:
             assert torch.equal(weight, fresh[name]), name
         elif name in lost:
             assert weight.std().item() == pytest.approx(fresh[name].std().item(), rel=0.5), name
-        else:
-            assert torch.equal(weight, weights.get(name, weights["model.embedding.weight"])), name
+        elif name != "model.head.weight":
+            assert torch.equal(weight, weights[name]), name
+    with pytest.raises(UserError, match="its weights are not those of the model"):
+        huggingface.import_run(tmp_path / "hf", tmp_path / "back")
 
 
 def test_bf16_placement_and_copies(exported, hub, ids):
