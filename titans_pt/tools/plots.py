@@ -94,6 +94,8 @@ def _find_fonts(figure: Figure) -> None:
 
     missing: dict[Text, frozenset[str]] = {}
     for text in figure.findobj(Text):
+        # A file name whose bytes are not in the locale's encoding comes with surrogates, which no font has.
+        text.set_text(text.get_text().encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
         used = frozenset(c for c in text.get_text() if ord(c) > 127 and c.isprintable())
         own = "DejaVu Sans Mono" if "monospace" in text.get_fontfamily() else "DejaVu Sans"
         if used and (unknown := used - _covered(_file_of(own))):

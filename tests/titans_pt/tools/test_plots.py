@@ -129,6 +129,13 @@ def test_other_scripts_take_an_installed_font(fonts, saved, tmp_path, recwarn, c
     assert not recwarn.list and capfd.readouterr() == ("", "")
 
 
+def test_a_file_name_that_is_not_utf8(fonts, saved, tmp_path):
+    plot_accuracy({"\udce4\udcb8\udcad": [ROW]}, tmp_path / "a.png", "run caf\udce9")
+    (axes,) = saved[0].axes
+    assert axes.get_title() == "run caf\ufffd"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["\u4e2d"]  # read in the C locale
+
+
 def test_characters_without_a_font_are_one_line(fonts, tmp_path, recwarn, capfd):
     for _ in range(2):
         plot_accuracy({"\ud55c": [ROW]}, tmp_path / "a.png", "\u5929\u5730\u7384\u9ec4 \u4e2d\ud55c")
