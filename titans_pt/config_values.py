@@ -99,6 +99,8 @@ def expanded(text: str, where: str) -> str:
     def value(match: re.Match) -> str:
         name = match[1] or match[2]
         if name not in os.environ:
+            if os.path.lexists(text):  # a file may have such a name
+                return match[0]
             raise UserError(f"{where}: given {text!r}, but the environment variable {name} is not set; set it, or "
                             "write the path itself")  # fmt: skip
         return os.environ[name]

@@ -25,10 +25,18 @@ _PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "sentence
 
 
 class RunFolder:
-    """The paths of a run folder, and what is written there once."""
+    """The paths of a run folder, and what is written there once.
+
+    Raises:
+        UserError: a path that is not UTF-8, which checkpoints cannot have.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        try:
+            os.fsencode(self.path).decode()
+        except UnicodeDecodeError:
+            raise UserError(f"{self.path}: the name is not UTF-8; rename the folder, or name another") from None
         self.config = self.path / SETTINGS
         self.versions = self.path / ABOUT
         self.metrics = self.path / "metrics.jsonl"

@@ -279,7 +279,7 @@ def test_the_remedy_is_one_that_the_command_has(words, action, place, code, fail
     MemoryError(),
 ])  # fmt: skip
 def test_out_of_memory_says_what_to_lower(tiny, failing, monkeypatch, error):
-    def broken(_config):
+    def broken(*_):
         raise error
 
     monkeypatch.setattr(language, "build_model", broken)
@@ -289,7 +289,7 @@ def test_out_of_memory_says_what_to_lower(tiny, failing, monkeypatch, error):
 
 
 def test_our_own_faults_keep_their_traceback(tiny, monkeypatch):
-    monkeypatch.setattr(language, "build_model", lambda _config: 1 / 0)
+    monkeypatch.setattr(language, "build_model", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.run(["train", str(tiny())])
 

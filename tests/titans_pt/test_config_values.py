@@ -67,3 +67,12 @@ def test_what_stands_for_nothing_is_refused(given, message, tmp_path, monkeypatc
 def test_settings_of_others_are_left_alone():
     tree = parse_yaml("model: {leaky: {gain: 1}}\nwaves: {noise: 007}", "")
     assert typed(tree, Config) == {"model": {"leaky": {"gain": "1"}}, "waves": {"noise": "007"}}
+
+
+def test_a_folder_with_the_name_of_a_variable(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    named = Path("runs/cost $NOWHERE")
+    with pytest.raises(UserError, match="NOWHERE is not set"):
+        expanded(str(named), "RUN")
+    named.mkdir(parents=True)
+    assert expanded(str(named), "RUN") == str(named)

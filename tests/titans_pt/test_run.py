@@ -246,3 +246,9 @@ def test_a_setting_that_is_newer_than_the_checkpoint_has_its_default(run, monkey
 
     monkeypatch.setattr(checkpoints, "read_state", without)
     assert load_run(run[0].path).step == 3
+
+
+def test_a_folder_whose_name_is_not_utf8(tmp_path):
+    """safetensors opens no file in it."""
+    with pytest.raises(UserError, match="the name is not UTF-8; rename the folder"):
+        load_run(tmp_path / "caf\udce9")
