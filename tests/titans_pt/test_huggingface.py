@@ -155,6 +155,26 @@ def test_bos_comes_where_training_had_it(kind, tmp_path, prepared, byte_level):
     assert hub.bos_token_id == own.bos_id == transformers.AutoConfig.from_pretrained(tmp_path / "hf").bos_token_id
 
 
+def test_control_tokens_stay_text_where_tokenizer_json_does_not_mark_them(tmp_path, byte_level):
+    """tokenizer_config.json alone names eos and pad; an exported folder's is another one."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(byte_level / "tokenizer.json"))
+    tokenizer.add_tokens([tokenizers.AddedToken("<|pad|>", special=False)])
+    tree = json.loads(tokenizer.to_str())
+    tree["added_tokens"] = [token | {"special": False} for token in tree["added_tokens"]]
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "tokenizer.json").write_text(json.dumps(tree))
+    (given / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}')
+    run = untrained_run(tmp_path / "run", given)
+    huggingface.export_run(run, tmp_path / "hf")
+    huggingface.import_run(tmp_path / "hf", tmp_path / "back")
+    text, own = "a<|pad|>b<|endoftext|>", load_run(run).tokenizer
+    ids = own.encode(text)
+    assert not {own.eos_id, own.names.index("<|pad|>")} & set(ids) and own.decode(ids) == text
+    assert load_run(tmp_path / "back").tokenizer.encode(text) == ids
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(text)["input_ids"] == ids
+
+
 def test_generate_carries_the_state(folders, monkeypatch):
     run = load_run(folders / "run")
     hub = from_pretrained(folders / "hf")
