@@ -32,7 +32,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 PAGE = 4096
 """Bytes of .bin that have a checksum of their own, so that a sample costs no more reading than before."""
-_REMEDY = "copy it again, or make the token files again with: titans prepare --force"
+_REMEDY = "copy it again, or make the token files again with: titans prepare CONFIG --force"
 SUFFIXES = (".bin", ".idx", ".crc32")
 _PIECE = 1 << 20
 """Entries of an index that are handled at once."""

@@ -59,7 +59,7 @@ def document_place(stream: IndexedDataset, j: int) -> dict:
     path = stream.prefix.with_name(f"{stream.prefix.name}.documents.parquet")
     if not path.exists():
         return {}
-    remedy = "copy it again, or make the token files again with: titans prepare --force"
+    remedy = "copy it again, or make the token files again with: titans prepare CONFIG --force"
     try:
         with parquet.ParquetFile(path) as table:
             for group in range(table.num_row_groups):
@@ -156,5 +156,5 @@ def _verify(folder: Path, manifest: dict) -> None:
     for name in others:
         if name != MANIFEST and not name.startswith("."):
             print(f"{name}: not in {MANIFEST}, so it has no checksum (another program's file, or token files of an "
-                  "earlier version: titans prepare --force makes them again)")
+                  "earlier version: titans prepare CONFIG --force makes them again)")
     refuse_damage(folder, wrong)

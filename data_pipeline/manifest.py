@@ -20,7 +20,7 @@ READABLE = (1, 2)
 """Formats whose token files can be trained on; 1 has no list of documents."""
 _NEEDED = ("settings", "content", "tokenizer_sha256", "vocab_size", "splits")
 """What the manifests of all these formats have."""
-_REMEDY = "copy it again, or make the token files again with: titans prepare --force"
+_REMEDY = "copy it again, or make the token files again with: titans prepare CONFIG --force"
 _NEWER = ("data.near_duplicates", "data.validation_sources")
 """Settings that a manifest has only if they are given: as before there were such."""
 

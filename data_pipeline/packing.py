@@ -50,17 +50,17 @@ class TokenFiles:
         folder, where = Path(config.data.dir), f"data.dir={config.data.dir}"
         manifest = read_manifest(folder)
         if manifest is None:
-            raise UserError(f"{where}: no token files; run: titans prepare with the same config")
+            raise UserError(f"{where}: no token files; run: titans prepare CONFIG, with the same config")
         if what := changed_setting(manifest, config):
             raise UserError(f"{where}: token files made with other settings ({what}); set it back, choose another "
-                            "data.dir, or run: titans prepare --force")
+                            "data.dir, or run: titans prepare CONFIG --force")
         names = [*dict.fromkeys(streams(config.data)), "validation"]
         path = saved_tokenizer(folder)
         at_once = [path.name, "tokenizer_config.json", *(f"{name}{suffix}" for name in names for suffix in CHECKED)]
         refuse_damage(folder, damage(folder, manifest, at_once))
         if not path.is_file() or sha256(path) != manifest["tokenizer_sha256"]:  # a damaged one can end the process
             raise UserError(f"{path}: not the tokenizer that made the token files next to it; "
-                            "put it back, or run: titans prepare --force")
+                            "put it back, or run: titans prepare CONFIG --force")
         tokenizer = load_tokenizer(path, config.data.tokenizer.eos_token, config.data.tokenizer.add_bos)
         *train, validation = (
             IndexedDataset(folder / name, tokenizer.vocab_size, f"{name}.crc32" in manifest.get("files", {}))

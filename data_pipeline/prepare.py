@@ -102,7 +102,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
             "the text of data.sources has changed" if old.get("format") == FORMAT else
             f"file format {old.get('format')}, this version writes {FORMAT}")
         raise UserError(f"data.dir={config.data.dir}: holds token files made with other settings ({what}); "
-                        "choose another data.dir, or replace them with: titans prepare --force")
+                        "choose another data.dir, or replace them with: titans prepare CONFIG --force")
     created, began = not folder.exists(), time.perf_counter()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None, add_bos: bool
         model = Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"tokenizer {path}: {error.strerror}; set data.tokenizer.path to a SentencePiece .model "
-                        "file or a tokenizer.json, or to null to train one with: titans prepare") from None
+                        "file or a tokenizer.json, or to null to train one with: titans prepare CONFIG") from None
     kind = HuggingFaceTokenizer if Path(path).suffix == ".json" else SentencePieceTokenizer
     tokenizer = kind(Path(path), model, eos_token)
     if tokenizer.eos_id < 0:

@@ -89,11 +89,11 @@ def test_prepare_sees_files_that_are_cut_or_gone(config, tmp_path):
     prepare(config())
     path = tmp_path / "data" / "validation.idx"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match="validation.idx: .* bytes, written with .*titans prepare --force"):
+    with pytest.raises(UserError, match="validation.idx: .* bytes, written with .*titans prepare CONFIG --force"):
         prepare(config())
     path.unlink()
     path.mkdir()
-    with pytest.raises(UserError, match="validation.idx: is a folder, .*titans prepare --force"):
+    with pytest.raises(UserError, match="validation.idx: is a folder, .*titans prepare CONFIG --force"):
         prepare(config())
     prepare(config(), force=True)
     inspect_data(config(), verify=True)

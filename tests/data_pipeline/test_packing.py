@@ -233,7 +233,7 @@ def test_damaged_tokens_are_refused_when_they_are_read(config, tmp_path):
     stream = files.train[0]
     stream.read(0, 2048)
     stream.read(4096, stream.tokens)
-    with pytest.raises(UserError, match=r"train.bin: damaged: tokens 2048 to 4095 .*titans prepare --force"):
+    with pytest.raises(UserError, match=r"train.bin: damaged: tokens 2048 to 4095 .*titans prepare CONFIG --force"):
         stream.read(4000, 4100)
     with pytest.raises(UserError, match="train.bin: damaged"):
         for position in range(len(files.samples(config()))):

@@ -1,8 +1,10 @@
 """Several runs in one picture."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from titans_pt.config import NEEDLE_TASKS, BabilongConfig
 from titans_pt.errors import UserError
 from titans_pt.run_folder import RunFolder
 from titans_pt.tools.plots import figure_format, plot_accuracy
@@ -51,5 +53,19 @@ def _rows(folder: RunFolder, task: str, step: int | None) -> tuple[int, list[dic
                         raise ValueError(f"{missing[0]!r} is missing")
                     return summary["step"], rows
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}: damaged ({error}); make it again with: titans evaluate {folder.path}") from None
-    raise UserError(f"{folder.path}: holds no results of {task}; make them with: titans evaluate {folder.path}")
+            raise UserError(f"{path}: damaged ({error}); make it again with: {_again(folder)}") from None
+    suite = next((suite for suite, tasks in _SUITES.items() if task in tasks), None)
+    if suite is None:
+        names = ", ".join(name for tasks in _SUITES.values() for name in tasks)
+        raise UserError(f"--task: given {task!r}; allowed: {names}")
+    asked = f"--suite {suite} {shlex.quote(f'evaluation.{suite}.tasks=[{task}]')}"
+    raise UserError(f"{folder.path}: holds no results of {task}; make them with: {_again(folder)} {asked}")
+
+
+_SUITES = {"needle": NEEDLE_TASKS, "babilong": tuple(BabilongConfig().tasks)}
+
+
+def _again(folder: RunFolder) -> str:
+    """The command that fills ``folder``: a run's, or one that --out named."""
+    path = shlex.quote(str(folder.path))
+    return f"titans evaluate {path}" if folder.config.is_file() else f"titans evaluate RUN --out {path}"

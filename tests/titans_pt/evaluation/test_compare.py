@@ -66,5 +66,11 @@ def task_of(summary):
 
 
 def test_without_results(tmp_path):
-    with pytest.raises(UserError, match="holds no results of qa1; make them with: titans evaluate"):
+    with pytest.raises(UserError, match=r"holds no results of qa1; make them with: titans evaluate RUN --out .* "
+                                        r"--suite babilong 'evaluation.babilong.tasks=\[qa1\]'$"):
         compare([results(tmp_path / "a", 3, 0.25)], "qa1", tmp_path / "c.png")
+
+
+def test_a_task_that_no_suite_has_is_said_to_be_unknown(tmp_path):
+    with pytest.raises(UserError, match="--task: given 'nope'; allowed: niah_single_1, .*, qa5$"):
+        compare([results(tmp_path / "a", 3, 0.25)], "nope", tmp_path / "c.png")
