@@ -79,6 +79,7 @@ def load_run(
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise UserError(f"{folder.path}: not a run folder (no {folder.config.name}); name a training run's run.dir")
+    folder.check_settings()
     config = load_stored(folder.config, overrides)
     checkpoint = checkpoints.find(folder.checkpoints, step)
     state = checkpoints.read_state(checkpoint)

@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import time
+import zlib
 from importlib import metadata
 from pathlib import Path
 
@@ -117,9 +118,31 @@ class RunFolder:
                     handler.close()
 
     def write_settings(self, config: Config):
-        """config.yaml (resolved; its hash in a comment) and versions.json, with where the paths in it count from."""
-        write_text(self.config, f"# sha256 of the settings: {config_hash(config)}\n{resolved_yaml(config)}")
+        """config.yaml (resolved; its hash and a checksum of its lines in comments) and versions.json, with where the
+        paths in it count from."""
+        text = resolved_yaml(config)
+        head = f"# sha256 of the settings: {config_hash(config)}\n{_LINES}{_crc(text.encode())}\n"
+        write_text(self.config, head + text)
         write_text(self.versions, json.dumps(versions() | {STARTED_IN: os.getcwd()}, indent=1) + "\n")
+
+
+    def check_settings(self):
+        """Warns if config.yaml is not as a training wrote it: a half of it would be read as a whole one.
+
+        The user may have changed it, so it is used. Files of earlier versions have no checksum.
+        """
+        with contextlib.suppress(OSError):
+            _, marked, rest = self.config.read_bytes().partition(_LINES.encode())
+            written, _, text = rest.partition(b"\n")
+            if marked and written.decode(errors="replace") != _crc(text):
+                log.warning("%s: damaged, or changed since training wrote it; what it says now is used", self.config)
+
+
+_LINES = "# crc32 of the lines below: "
+
+
+def _crc(text: bytes) -> str:
+    return f"{zlib.crc32(text):08x}"
 
 
 def versions() -> dict[str, str]:

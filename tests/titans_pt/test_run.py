@@ -9,6 +9,7 @@ import tempfile
 import pytest
 import torch
 
+from tests.untrained import untrained_run
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
 from titans_pt.config import config_hash
@@ -252,3 +253,17 @@ def test_a_folder_whose_name_is_not_utf8(tmp_path):
     """safetensors opens no file in it."""
     with pytest.raises(UserError, match="the name is not UTF-8; rename the folder"):
         load_run(tmp_path / "caf\udce9")
+
+
+def test_a_config_that_is_not_as_training_wrote_it_is_told(tmp_path, prepared, caplog):
+    folder = RunFolder(untrained_run(tmp_path / "run", prepared))
+    load_run(folder.path)
+    assert not caplog.text
+    whole = folder.config.read_text()
+    folder.config.write_text(whole[: whole.index("\nevaluation:") + 1])  # half of it is YAML, too
+    load_run(folder.path)
+    assert "config.yaml: damaged, or changed since training wrote it; what it says now is used" in caplog.text
+    caplog.clear()
+    folder.config.write_text("".join(whole.splitlines(keepends=True)[2:]))  # of an earlier version
+    load_run(folder.path)
+    assert not caplog.text
