@@ -47,3 +47,24 @@ def test_a_port_that_is_in_use_is_named_and_torchrun_may_choose_another(enter):
             enter(**taken)
         with pytest.raises(DistNetworkError):
             enter(TORCHELASTIC_RUN_ID="of torchrun", **taken)
+
+
+def test_one_process_alone_meets_itself_in_any_temporary_folder(tmp_path, monkeypatch):
+    """A place in a URL would end at the #."""
+    folder = tmp_path / "a #b ?c%20 \u00e9"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+    class Met(Exception):
+        pass
+
+    def met(backend, store, **_):
+        store.set("key", "value")
+        assert [path.name for path in folder.rglob("*") if path.is_file()] == ["store"]
+        raise Met
+
+    monkeypatch.setattr("titans_pt.training.ranks.dist.init_process_group", met)
+    with pytest.raises(Met), process_group():
+        pass
