@@ -549,13 +549,14 @@ class EvaluationConfig(Section):
 class WandbConfig(Section):
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: as WANDB_MODE or ``wandb offline`` says; without them online where you are logged in to W&B, else offline
-    (files under run.dir, for ``wandb sync``). A server that cannot be reached is a warning, and the run is offline."""
+    (files under run.dir, for ``wandb sync``). A server that cannot be reached is a warning, and the run is offline.
+    WANDB_DISABLED=true disables every mode, and WANDB_RUN_ID sets the run's id."""
     project: str = "titans-pt"
-    """Project of Weights & Biases."""
+    """Project of Weights & Biases; WANDB_PROJECT if this is the default."""
     entity: str | None = None
     """User or team there. Null: the default one of the API key."""
     name: str | None = None
-    """Null: the name of run.dir's folder."""
+    """Null: WANDB_NAME, or the name of run.dir's folder."""
     checkpoints: bool = False
     """Also send every checkpoint, as an artifact."""
     evaluation: bool = False

@@ -1,15 +1,19 @@
 """Logging to Weights & Biases, whose failures never stop a run."""
 
 import logging
+import os
 import secrets
 from pathlib import Path
 from typing import Any
 
-from titans_pt.config import Config
+from titans_pt.config import Config, WandbConfig
 from titans_pt.run_folder import RunFolder
 
 INIT_TIMEOUT = 30.0
 """Seconds for which a run tries to reach the server when it starts."""
+_MODES = {"online": "online", "offline": "offline", "disabled": "disabled", "shared": "shared", "dryrun": "offline",
+          "run": "online"}  # fmt: skip
+"""Values of WANDB_MODE, and what they mean today."""
 log = logging.getLogger(__name__)
 
 
@@ -18,15 +22,27 @@ class WandbLog:
 
     A server that cannot be reached when the run starts, or refuses the login, is a warning, too: the metrics are then
     kept in the run folder for ``wandb sync``. So is the run's id, so that a resumed run continues the same curves.
+
+    W&B drops what comes with a step that it has had. Steps that are repeated after a crash or with another setting are
+    therefore logged after those of before, and all charts are drawn over a metric of our own, "step".
+
+    What a user's environment says goes before our defaults (WANDB_MODE, WANDB_PROJECT, WANDB_NAME, WANDB_DIR), in the
+    case of WANDB_RUN_ID and WANDB_DISABLED before everything.
+
+    Attributes:
+        id: of the W&B run; None: W&B is off.
+        begins: whether the id is new, so that W&B knows nothing of the run yet.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, run_id: str | None):
+    def __init__(self, config: Config, folder: RunFolder, run_id: str | None, branch: bool = False):
         """
         Args:
-            run_id: of the checkpoint that is resumed; None takes the run folder's, or makes a new one.
+            run_id: of the checkpoint that is resumed, for a run folder without one; None makes a new one.
+            branch: the run goes back to an earlier step on purpose: what follows is another run for W&B.
         """
-        self.id = None
+        self.id, self.begins = None, False
         self._run = None
+        self._offset: int | None = None
         if config.wandb.mode == "disabled":
             return
         id_file = folder.path / "wandb-id.txt"
@@ -34,7 +50,9 @@ class WandbLog:
             mode = resolve_mode(config.wandb.mode)
             if mode == "disabled":
                 return
-            self.id = run_id or (id_file.read_text().strip() if id_file.is_file() else secrets.token_hex(4))
+            known = (id_file.read_text().strip() if id_file.is_file() else "") or run_id
+            self.id = os.environ.get("WANDB_RUN_ID") or (known if known and not branch else secrets.token_hex(4))
+            self.begins = self.id != known
             id_file.write_text(self.id + "\n")
             try:
                 self._run = self._init(config, folder, mode)
@@ -42,7 +60,7 @@ class WandbLog:
                 if mode == "offline":
                     raise
                 text = "W&B is not online (%s); metrics are kept for `wandb sync` in %s"
-                log.warning(text, _line(error), folder.wandb)
+                log.warning(text, _line(error), Path(_folder(folder)) / "wandb")
                 import wandb
 
                 wandb.teardown()  # its service still holds the id
@@ -53,23 +71,30 @@ class WandbLog:
     def _init(self, config: Config, folder: RunFolder, mode: str) -> Any:
         import wandb
 
-        return wandb.init(
+        project, default = config.wandb.project, WandbConfig().project
+        run = wandb.init(
             id=self.id,
             resume="allow",
-            project=config.wandb.project,
+            project=project if project != default else os.environ.get("WANDB_PROJECT") or default,
             entity=config.wandb.entity,
-            name=config.wandb.name or folder.path.resolve().name,
-            dir=str(folder.path),
+            name=config.wandb.name or os.environ.get("WANDB_NAME") or folder.path.resolve().name,
+            dir=_folder(folder),
             mode=mode,
             config=config.model_dump(mode="json"),
             settings=wandb.Settings(silent=True, console="off", init_timeout=INIT_TIMEOUT),
         )
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
+        return run
 
     def write(self, step: int, values: dict[str, Any]):
         if self._run is None:
             return
         try:
-            self._run.log({k: v for k, v in values.items() if v is not None}, step=step)
+            if self._offset is None:
+                self._offset = max(0, self._run.step - step)
+            known = {key: value for key, value in values.items() if value is not None}
+            self._run.log(known | {"step": step}, step=step + self._offset)
         except Exception as error:
             self._give_up(error)
 
@@ -103,8 +128,17 @@ def resolve_mode(mode: str) -> str:
     """What "auto" stands for on this machine; other modes are as they are.
 
     That of WANDB_MODE or `wandb offline`, where there is one; else online if wandb finds a login for its server
-    (WANDB_BASE_URL) wherever it keeps logins, and offline if not.
+    (WANDB_BASE_URL) wherever it keeps logins, and offline if not. WANDB_DISABLED disables every mode.
     """
+    if os.environ.get("WANDB_DISABLED", "").strip().lower() in ("1", "true", "yes", "on", "y", "t"):
+        return "disabled"
+    given = os.environ.pop("WANDB_MODE", "")
+    if meant := _MODES.get(given.strip().lower()):
+        os.environ["WANDB_MODE"] = meant
+    elif given.strip():  # wandb would not start with it
+        log.warning("WANDB_MODE: given %r; allowed: %s", given, ", ".join(_MODES))
+        if mode == "auto":
+            return "offline"
     if mode != "auto":
         return mode
     import wandb
@@ -113,6 +147,11 @@ def resolve_mode(mode: str) -> str:
     if chosen == "online" and not wandb.login(prompt=False, verify=False):
         return "offline"
     return chosen
+
+
+def _folder(folder: RunFolder) -> str:
+    """Where W&B keeps its folder "wandb"."""
+    return os.environ.get("WANDB_DIR") or str(folder.path)
 
 
 def _line(error: BaseException) -> str:

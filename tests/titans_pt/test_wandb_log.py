@@ -67,9 +67,33 @@ def test_auto_is_what_wandb_mode_says(monkeypatch, tmp_path, mode):
     assert resolve_mode("auto") == mode
 
 
-def test_disabled_by_wandb_mode_leaves_nothing(monkeypatch, tmp_path):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    log = WandbLog(Config(), RunFolder(tmp_path), None)
+@pytest.mark.parametrize(("given", "mode"), [("dryrun", "offline"), ("run", "online"), ("Disabled", "disabled"),
+                                             ("", "online"), (" ", "online")])  # fmt: skip
+def test_other_spellings_of_wandb_mode(monkeypatch, tmp_path, given, mode):
+    log_in(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", given)
+    assert resolve_mode("auto") == mode
+
+
+@pytest.mark.parametrize("mode", ["auto", "offline"])
+def test_a_nonsensical_wandb_mode_is_a_warning_and_loses_nothing(monkeypatch, tmp_path, caplog, mode):
+    log_in(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "onlin")
+    log = WandbLog(Config.model_validate({"wandb": {"mode": mode}}), RunFolder(tmp_path), None)
+    log.write(1, {"loss": 1.0})
+    log.close()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "titans_pt.wandb_log"]
+    assert line == "WANDB_MODE: given 'onlin'; allowed: online, offline, disabled, shared, dryrun, run"
+    assert list((tmp_path / "wandb").glob(f"offline-run-*{log.id}"))
+
+
+@pytest.mark.parametrize(("variable", "value", "mode"), [
+    ("WANDB_MODE", "disabled", "auto"), ("WANDB_DISABLED", "true", "auto"), ("WANDB_DISABLED", "1", "offline"),
+    ("WANDB_DISABLED", "YES", "online"),
+])  # fmt: skip
+def test_disabled_by_the_environment_leaves_nothing(monkeypatch, tmp_path, variable, value, mode):
+    monkeypatch.setenv(variable, value)
+    log = WandbLog(Config.model_validate({"wandb": {"mode": mode}}), RunFolder(tmp_path), None)
     log.write(1, {"loss": 1.0})
     log.close()
     assert log.id is None
@@ -124,6 +148,93 @@ def test_offline_keeps_its_files_and_its_id_in_the_run_folder(tmp_path, capfd):
     assert ids[0] and ids[0] == ids[1]
     assert list(folder.wandb.glob(f"offline-run-*{ids[0]}"))
     assert capfd.readouterr().out == ""
+
+
+def test_wandb_disabled_may_say_no(monkeypatch):
+    monkeypatch.setenv("WANDB_DISABLED", "false")
+    assert resolve_mode("offline") == "offline"
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """W&B's server, as far as it matters here: runs by id, of which it drops what comes with a step that it has had."""
+    runs, asked = {}, []
+
+    class Run:
+        def __init__(self, history):
+            self.history, self.axes = history, {}
+            self.step = max(history, default=-1) + 1
+
+        def define_metric(self, name, step_metric=None, hidden=None):
+            self.axes[name] = step_metric
+
+        def log(self, values, step):
+            if step >= max(self.history, default=0):
+                self.history.setdefault(step, {}).update(values)
+
+        def finish(self):
+            assert self.axes["*"] == "step"
+
+    def init(id, **settings):
+        asked.append({"id": id} | settings)
+        return Run(runs.setdefault(id, {}))
+
+    monkeypatch.setattr(wandb, "init", init)
+    return runs, asked
+
+
+def curve(history: dict[int, dict]) -> list[tuple]:
+    return [(row["step"], row["loss"]) for _, row in sorted(history.items())]
+
+
+def steps(folder: RunFolder, values: dict[int, float], **how) -> WandbLog:
+    log = WandbLog(Config.model_validate({"wandb": {"mode": "offline"}}), folder, None, **how)
+    for step, loss in values.items():
+        log.write(step, {"loss": loss})
+        log.write(step, {"more": loss})  # one row a step
+    log.close()
+    return log
+
+
+def test_a_resume_continues_the_curve_and_repeated_steps_arrive(tmp_path, server):
+    runs, _ = server
+    folder = RunFolder(tmp_path)
+    first = steps(folder, {1: 1.0, 2: 2.0, 4: 4.0})
+    again = steps(folder, {5: 5.0, 6: 6.0})
+    assert (first.begins, again.begins, first.id) == (True, False, again.id)
+    assert curve(runs[first.id]) == [(1, 1.0), (2, 2.0), (4, 4.0), (5, 5.0), (6, 6.0)]
+    assert sorted(runs[first.id]) == [1, 2, 4, 5, 6]  # as W&B's own steps, too
+    steps(folder, {3: 3.5, 4: 4.5, 7: 7.5})  # after a crash, perhaps with another setting
+    assert curve(runs[first.id])[-3:] == [(3, 3.5), (4, 4.5), (7, 7.5)]
+
+
+def test_a_branch_is_another_run_that_its_restarts_continue(tmp_path, server):
+    runs, _ = server
+    folder = RunFolder(tmp_path)
+    trunk = steps(folder, {1: 1.0, 2: 2.0, 3: 3.0})
+    branch = steps(folder, {2: 2.5}, branch=True)
+    again = steps(folder, {3: 3.5})
+    assert branch.begins and branch.id != trunk.id and again.id == branch.id and not again.begins
+    assert curve(runs[trunk.id]) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert curve(runs[branch.id]) == [(2, 2.5), (3, 3.5)]
+
+
+def test_the_environment_goes_before_our_defaults(monkeypatch, tmp_path, server):
+    _, asked = server
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    variables = {"WANDB_RUN_ID": "theirs", "WANDB_PROJECT": "p", "WANDB_NAME": "n", "WANDB_DIR": str(tmp_path / "w")}
+    steps(folder, {1: 1.0})
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for branch in (False, True):
+        steps(folder, {2: 1.0}, branch=branch)
+    given = {"mode": "offline", "project": "mine", "name": "my"}
+    WandbLog(Config.model_validate({"wandb": given}), folder, None).close()
+    ids, *rest = ([each[key] for each in asked] for key in ("id", "project", "name", "dir"))
+    assert ids[0] != "theirs" and ids[1:] == ["theirs"] * 3
+    assert rest == [["titans-pt", "p", "p", "mine"], ["run", "n", "n", "my"],
+                    [str(folder.path), *[str(tmp_path / "w")] * 3]]  # fmt: skip
 
 
 @pytest.fixture

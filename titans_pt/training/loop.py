@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ class Trainer:
         peak = peak_flops(ranks.device)
         self.peak_flops = peak and peak * ranks.world_size
         self.wandb = self.tensorboard = self.metrics = None
-        for record in ranks.on_first(lambda: self._open_logs(state)):
+        for record in ranks.on_first(lambda: self._open_logs(state, start.branch)):
             if record["kind"] == "train":
                 self.loss = record["loss"]
             elif record["kind"] == "validation":
@@ -125,12 +126,16 @@ class Trainer:
             f"lower train.micro_batch={train.micro_batch}, or set train.activation_checkpointing=true", ranks.rank,
         )  # fmt: skip
 
-    def _open_logs(self, state: TrainerState | None) -> list[dict]:
+    def _open_logs(self, state: TrainerState | None, branch: bool) -> list[dict]:
         """Opens what rank 0 writes to; returns the metrics of the steps already done."""
         self.folder.write_settings(self.config)
         self.task.keep(self.folder)
         self.metrics = MetricsLog(self.folder.metrics, self.step)
-        self.wandb = WandbLog(self.config, self.folder, state and state.wandb_id)
+        records = read_metrics(self.folder.metrics)
+        self.wandb = WandbLog(self.config, self.folder, state and state.wandb_id, branch)
+        if self.wandb.begins:  # its curves begin where the run's do
+            for record in records:
+                self.wandb.write(record["step"], _numbers(record["kind"], record))
         self.tensorboard = TensorBoardLog(self.config.run.tensorboard, self.folder, self.step)
         log.info(
             "%s step %d: %s parameters, %s ranks on %s, ZeRO %d, %s, %d micro-batches of %d samples",
@@ -139,7 +144,7 @@ class Trainer:
             self.config.parallel.zero_stage,
             self.config.train.precision, self.engine.accumulation, self.engine.micro_batch,
         )  # fmt: skip
-        return read_metrics(self.folder.metrics)
+        return records
 
     # ---- the run
 
@@ -392,7 +397,7 @@ class Trainer:
                 self.metrics.write(kind, self.step, **values)
             except OSError as error:
                 self.saver.report(error)
-            numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, (int, float))}
+            numbers = _numbers(kind, values)
             self.wandb.write(self.step, numbers)
             self.tensorboard.write(self.step, numbers)
 
@@ -412,6 +417,11 @@ class Trainer:
             self.wandb.close()
         if self.tensorboard:
             self.tensorboard.close()
+
+
+def _numbers(kind: str, record: dict[str, Any]) -> dict[str, float]:
+    """The figures of a record by the names that curves have, kind/name."""
+    return {f"{kind}/{k}": v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
 
 
 def _announce(config: Config, ranks: Ranks):

@@ -30,6 +30,7 @@ class Start:
 
     config: the task's settings, as the run began with them.
     checkpoint, state: what it continues from; None: it starts.
+    branch: later checkpoints were set aside for it (train.resume=STEP).
     weights: what a run that starts takes its first weights from; None: it draws them.
     """
 
@@ -37,6 +38,7 @@ class Start:
     checkpoint: Path | None = None
     state: TrainerState | None = None
     weights: Weights | None = None
+    branch: bool = False
 
 
 def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start:
@@ -64,11 +66,11 @@ def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start
     state = checkpoints.read_state(path)
     config = as_begun(task.config, state.config)
     check_resumable(path, state, task, config, identity)
-    if resume != "auto":
-        for place in checkpoints.set_aside(folder.checkpoints, state.step):
-            log.warning("train.resume=%d: the run continues at step %d; a later checkpoint is now %s (delete it if it "
-                        "is not needed)", resume, state.step, place)  # fmt: skip
-    return Start(config, path, state)
+    moved = [] if resume == "auto" else checkpoints.set_aside(folder.checkpoints, state.step)
+    for place in moved:
+        log.warning("train.resume=%d: the run continues at step %d; a later checkpoint is now %s (delete it if it is "
+                    "not needed)", resume, state.step, place)  # fmt: skip
+    return Start(config, path, state, branch=bool(moved))
 
 
 def build_engine(task: Task, start: Start, ranks: Ranks) -> Engine:

@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import signal
 import sys
@@ -15,7 +16,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from titans_pt.tools.screen import say
 from titans_pt.training.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 
 class Watchdog:
@@ -24,6 +28,9 @@ class Watchdog:
     Every rank reports its place to the store of the process group. When a rank has been at one place for ``timeout``
     seconds (a collective that a peer never joined, a disk that does not answer), every rank writes its stacks, one rank
     prints all places, and the process ends with status 1: torchrun then ends or restarts the others.
+
+    Time in which the watch itself did not run does not count: a job that was suspended (SIGSTOP, a laptop asleep) finds
+    the clock an hour later, and is not at fault. A rank that moves on before the end is left alone.
 
     Args:
         timeout: seconds; train.timeout.
@@ -35,15 +42,16 @@ class Watchdog:
         self._ended = threading.Event()
         self._main = threading.get_ident()
         self._began = time.monotonic()
+        self._stood = 0.0
+        self._unanswered = 0
         self._store = None
         self._threads: list[threading.Thread] = []
         self._stacks: Path | None = None
-        self.at("the start")
+        self.at("the start", slow=True)  # imports, from a busy file system perhaps
 
     def at(self, where: str, slow: bool = False):
         """Notes what comes next; costs nothing. slow: it may take five times as long."""
-        self._place = (where, time.monotonic())
-        self._limit = self.timeout * (5 if slow else 1)
+        self._place = (where, self.timeout * (5 if slow else 1))  # a new tuple each time: its identity is the progress
 
     def __enter__(self):
         if self.ranks.world_size > 1:
@@ -83,37 +91,69 @@ class Watchdog:
                 folder.rmdir()
 
     def _tell(self):
-        stalled = False
+        told = 0  # times in a row that a rank was said to stand still
         while not self._ended.wait(self._interval):
             # Ages instead of times, and of a clock that nobody sets: hosts do not agree on the time of day.
-            now, (where, since) = time.monotonic(), self._place
-            place = [where, now - since, now - self._began, _process_space(), os.getpid() if self._stacks else None]
+            alive, process = time.monotonic() - self._began, os.getpid() if self._stacks else None
+            place = [self._place[0], self._stood, alive, _process_space(), process]
             try:
                 self._store.set(str(self.ranks.rank), json.dumps(place))
-                if stalled:
-                    self._wake_neighbours()
-                    return
-                if self._store.check(["stalled"]):
-                    stalled = True
+                told = told + 1 if self._stalled() else 0
+                if told == 1:
                     self._write_stacks()
+                elif told == 2:
+                    self._wake_neighbours()
             except dist.DistError:  # the store went with the process that held it: the run is ending
                 return
 
     def _look(self):
+        """Counts the time at the present place, and ends the process when it is too long."""
+        last, seen, asking = time.monotonic(), self._place, False
         while not self._ended.wait(self._interval):
-            if time.monotonic() - self._place[1] > self._limit:
-                threading.Timer(8 * self._interval, self._end, [self._alone()]).start()
-                try:
-                    self._stop()
-                except dist.DistError:
-                    self._end(self._alone())
+            now = time.monotonic()
+            # Not all of a gap: in it, no other thread of this process has run, either.
+            passed, last = min(now - last, 2 * self._interval), now
+            if self._place is not seen:
+                seen, self._stood, asking = self._place, 0.0, False
+                continue
+            self._stood += passed
+            if self._stood > seen[1] and not asking:
+                asking, self._unanswered = True, 0
+                threading.Thread(target=self._ask, args=(seen,), daemon=True).start()  # the store may not answer
+            self._unanswered += 1
+            if asking and self._unanswered > 8:
+                self._end(self._alone())
 
-    def _stop(self):
-        if self._store.add("stalled", 1) == 1:
-            time.sleep(3 * self._interval)  # for the others to report their places, and to write their stacks
-            self._end(self._report())
-        time.sleep(6 * self._interval)  # the report must be out before torchrun ends everyone
-        os._exit(1)
+    def _ask(self, place: tuple[str, float]):
+        """Tells all ranks that this one stands still. The first that does ends the run, unless it moves on by then."""
+        stood = self._stood
+        with contextlib.suppress(dist.DistError):  # then _look ends this process
+            while self._stands(place):
+                if self._store.add("stalled", 1) == 1:
+                    for _ in range(3):  # the others report their places and write their stacks; one pause may be a gap
+                        self._unanswered = 0
+                        self._ended.wait(self._interval)
+                    if self._stands(place):
+                        self._end(self._report())
+                    self._store.set("stalled", "0")
+                    log.warning("train.timeout: rank %d was at %s for more than %.0f s; it goes on",
+                                self.ranks.rank, place[0], stood)  # fmt: skip
+                    return
+                for _ in range(6):
+                    self._ended.wait(self._interval)
+                    if not self._stalled():  # who was first has moved on
+                        break
+                    self._unanswered = 0
+                else:
+                    if self._stands(place):
+                        self._end(None)  # the report is out
+
+    def _stands(self, place: tuple[str, float]) -> bool:
+        return self._place is place and not self._ended.is_set()
+
+    def _stalled(self) -> bool:
+        """Whether a rank is said to stand still."""
+        return self._store.check(["stalled"]) and int(self._store.get("stalled")) > 0
 
     def _write_stacks(self):
         """The stacks of this process, and what its collectives were (torch's flight recorder)."""
@@ -143,13 +183,14 @@ class Watchdog:
         ranks = [rank for rank in range(self.ranks.world_size) if self._store.check([str(rank)])]
         return {rank: json.loads(self._store.get(str(rank))) for rank in ranks}
 
-    def _end(self, message: str):
-        print(f"titans: error: {message}", file=sys.stderr, flush=True)
+    def _end(self, message: str | None):
+        if message:
+            say(f"titans: error: {message}", sys.stderr)
         os._exit(1)
 
     def _alone(self) -> str:
         return (
-            f"train.timeout: rank {self.ranks.rank} has been at {self._place[0]} for {self._limit:g} s, and the "
+            f"train.timeout: rank {self.ranks.rank} has been at {self._place[0]} for {self._place[1]:g} s, and the "
             "process that holds the ranks' store (rank 0, or torchrun's) does not answer: look at its machine first. "
             "The same command continues from the newest checkpoint"
         )
@@ -168,7 +209,7 @@ class Watchdog:
         frame = traceback.extract_stack(sys._current_frames()[self._main])[-1]
         stacks = f"Their stacks are in {self._stacks.parent}. " if self._stacks else ""
         return (
-            f"train.timeout: no progress for {self._limit:g} s: {'; '.join(lines)} (rank {self.ranks.rank} in "
+            f"train.timeout: no progress for {self._place[1]:g} s: {'; '.join(lines)} (rank {self.ranks.rank} in "
             f"{frame.name}, {frame.filename}:{frame.lineno}). {stacks}Look at the machine of a rank that is elsewhere "
             "or silent; if all are merely slow, raise train.timeout. The same command continues from the newest "
             "checkpoint"

@@ -80,17 +80,105 @@ def test_a_run_that_advances_is_left_alone(script, tmp_path):
     assert not (tmp_path / "stacks").exists()
 
 
-@pytest.mark.parametrize(("clock", "hangs"), [("time", False), ("monotonic", True)])
-def test_a_clock_that_somebody_sets_ends_no_run(monkeypatch, clock, hangs):
-    """An hour passes on one of the two clocks."""
-    watchdog, stopped = Watchdog(SimpleNamespace(rank=0, world_size=2), 8.0), threading.Event()
-    watchdog._interval = 0.01
-    monkeypatch.setattr(watchdog, "_stop", stopped.set)
-    monkeypatch.setattr(watchdog, "_end", lambda message: None)
-    now = getattr(time, clock)
-    monkeypatch.setattr(f"titans_pt.training.watchdog.time.{clock}", lambda: now() + 3600)
+class Store(dict):
+    """The store of a group, without its processes."""
+
+    def add(self, key, amount):
+        self[key] = str(int(self.get(key, "0")) + amount)
+        return int(self[key])
+
+    def set(self, key, value):
+        self[key] = value
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def get(self, key, default=None):
+        return super().get(key, default)
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """A watchdog that looks every 10 ms, with a list of the errors with which it would have ended its process."""
+    errors, watchdog = [], Watchdog(SimpleNamespace(rank=0, world_size=2), 0.2)
+    watchdog._interval, watchdog._store = 0.01, Store()
+
+    def end(message):
+        errors.append(message)
+        watchdog._ended.set()
+
+    monkeypatch.setattr(watchdog, "_end", end)
     thread = threading.Thread(target=watchdog._look)
     thread.start()
-    assert stopped.wait(0.5) == hangs
+    yield watchdog, errors
     watchdog._ended.set()
     thread.join()
+
+
+def test_a_rank_that_stands_still_ends_the_run(watch):
+    watchdog, errors = watch
+    watchdog.at("a place")
+    assert watchdog._ended.wait(20)
+    assert "no progress for 0.2 s" in errors[0] and "the same command continues" in errors[0].lower()
+
+
+@pytest.mark.parametrize("clock", ["time", "monotonic"])
+def test_a_clock_that_jumps_ends_no_run(monkeypatch, watch, clock):
+    """Somebody sets it; or the process was suspended for an hour, and goes on where it was."""
+    watchdog, errors = watch
+    watchdog.timeout = 30.0
+    watchdog.at("a place")
+    time.sleep(0.1)
+    now = getattr(time, clock)
+    monkeypatch.setattr(f"titans_pt.training.watchdog.time.{clock}", lambda: now() + 3600)
+    time.sleep(0.5)
+    assert errors == []
+
+
+def test_a_rank_that_moves_on_before_the_end_is_left_alone(watch, caplog):
+    watchdog, errors = watch
+    watchdog._store.set("0", "[]")
+    add = watchdog._store.add
+
+    def add_late(*words):
+        watchdog.timeout = 30.0
+        watchdog.at("the next place")
+        return add(*words)
+
+    watchdog._store.add = add_late
+    watchdog.at("a place")
+    end = time.monotonic() + 20
+    while watchdog._store.get("stalled") != "0":
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert errors == []
+    assert "rank 0 was at a place for" in caplog.text and "it goes on" in caplog.text
+
+
+def test_a_rank_whose_first_reporter_moved_on_reports_itself(watch):
+    watchdog, errors = watch
+    ranks, stalled = iter([2, 1]), iter([True, True, False])
+    watchdog._store.add = lambda *_: next(ranks)
+    watchdog._stalled = lambda: next(stalled)
+    watchdog.at("a place")
+    assert watchdog._ended.wait(20)
+    assert "no progress" in errors[0]
+
+
+def test_a_rank_ends_silently_after_the_report_of_another(watch):
+    watchdog, errors = watch
+    watchdog._store.set("stalled", "1")
+    watchdog.at("a place")
+    assert watchdog._ended.wait(20)
+    assert errors == [None]
+
+
+def test_a_store_that_does_not_answer_keeps_no_rank_from_ending(watch):
+    watchdog, errors = watch
+    silent = threading.Event()
+    watchdog._store.add = lambda *_: silent.wait(20)
+    watchdog.at("a place")
+    assert watchdog._ended.wait(20)
+    silent.set()
+    assert "does not answer" in errors[0]
