@@ -442,7 +442,8 @@ class ParallelConfig(Section):
     sequence: bool = False
     """Megatron's sequence parallelism: what lies between mixers and MLPs is split along time over the tensor ranks."""
     zero_stage: Literal[1, 2, 3] = 1
-    """DeepSpeed ZeRO: 1 shards the optimiser over data-parallel ranks, 2 gradients too, 3 parameters too."""
+    """DeepSpeed ZeRO: 1 shards the optimiser over data-parallel ranks, 2 gradients too, 3 parameters too. Under all of
+    them the gradients of a step's micro-batches are summed in fp32: with several, ZeRO 1 keeps 4 bytes a parameter."""
     reduce_fp32: bool = False
     """With train.precision=bf16, sum gradients over data-parallel ranks in fp32 and round the sum once: twice the
     bytes, less error with many ranks."""

@@ -17,7 +17,7 @@ from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.parallel.topology import grid_shape, grid_text
 from titans_pt.tasks import TASKS, Task
 from titans_pt.tools.processes import place
-from titans_pt.training.engine import local_batch, reduce_bucket
+from titans_pt.training.engine import local_batch, reduce_bucket, sums_in_fp32
 from titans_pt.training.metrics import PEAK_FLOPS
 
 GIB = 2**30
@@ -112,7 +112,7 @@ def make_plan(config: Config, ranks: int | None = None, gpu: bool | None = None)
     TensorParallel(model, _Rehearsal(0, tensor), config.parallel.sequence)
     own = sum(p.numel() for p in model.parameters())
     gpu = torch.cuda.is_available() if gpu is None else gpu
-    sizes = _model_bytes(config, own, context * data) | _activation_bytes(task, micro, gpu)
+    sizes = _model_bytes(config, own, context * data, accumulation) | _activation_bytes(task, micro, gpu)
     return TrainingPlan(config, parameters, tensor, context, data, micro, accumulation, sizes)
 
 
@@ -163,17 +163,18 @@ class _Rehearsal(RankGroup):
         return self.part(x, dim).clone()
 
 
-def _model_bytes(config: Config, own: int, replicas: int) -> dict[str, int]:
+def _model_bytes(config: Config, own: int, replicas: int, accumulation: int) -> dict[str, int]:
     """Of ``own`` parameters after the tensor split, under ZeRO over ``replicas`` ranks."""
     width = _width(config)
     parallel, bucket = config.parallel, reduce_bucket(config, own)
     stage = parallel.zero_stage
     shard = -(-own // replicas)
+    kept = 4 if stage == 1 and sums_in_fp32(config, accumulation) else width
     return {
         "parameters": width * (shard if stage == 3 else own),
-        "gradients": width * own if stage == 1 else 4 * shard,
+        "gradients": kept * own if stage == 1 else 4 * shard,
         "optimiser": 12 * shard,  # fp32 weights and Adam's two moments
-        "communication": (4 if parallel.reduce_fp32 else width) * (1 + bool(parallel.overlap)) * bucket,
+        "communication": (4 if parallel.reduce_fp32 else kept) * (1 + bool(parallel.overlap)) * bucket,
     }
 
 
