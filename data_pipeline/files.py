@@ -1,33 +1,59 @@
 """Rows of .parquet, .jsonl and .txt files, in pieces that can be read without what comes before them."""
 
+import bz2
+import codecs
 import gzip
 import io
 import json
+import lzma
 import mmap
+import os
 import re
+import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 import pyarrow
 from pyarrow import parquet
 
 from titans_pt.config import SourceConfig
+from titans_pt.data_pipeline.text import one_line, replace_surrogates
 from titans_pt.errors import UserError
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+
+def _zstd(path: Path, _mode: str) -> io.BufferedReader:
+    return io.BufferedReader(pyarrow.CompressedInputStream(_arrow(path), "zstd"))
+
+
+_OPEN = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
+"""What opens a file, by the suffix of its compression."""
+ALLOWED = (".txt, .jsonl or .ndjson (each also with .gz, .bz2, .xz or .zst behind it), compressed .json with an object "
+           "per line, .parquet")
 _ROWS = 1024
 """Rows of a parquet file that are turned into Python objects at once."""
+_HASHED = 1 << 22
+"""Bytes that are hashed at once."""
+_NEWLINE = rb"(?>\r\n|\n|\r)"
+_COLUMNS = 20
+"""Names of columns that a message lists."""
+_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",  # first: UTF-16's begins as this one does
+          codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """Input that cannot be used: where it is, why, and what a user can do."""
+    """Input that cannot be used: where it is, why, and what a user can do. Each is one line that UTF-8 can hold."""
 
     where: str
     reason: str
     remedy: str
+
+    def __post_init__(self):
+        for name in ("where", "reason", "remedy"):
+            object.__setattr__(self, name, one_line(getattr(self, name)))
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}; {self.remedy}"
@@ -49,37 +75,148 @@ class Row:
     values: dict
 
 
-def source_files(source: SourceConfig) -> list[Path]:
-    """The files of a kind=files source in reading order; hidden files and folders are left out.
+@dataclass(frozen=True)
+class Listing:
+    """What lies under the path of a kind=files source.
+
+    Attributes:
+        files: what is read, in reading order; what should be and cannot (:func:`obstacle`) is among it.
+        ignored: names, relative to the path, of what is not read: other suffixes, hidden files and folders.
+    """
+
+    files: list[Path]
+    ignored: list[str]
+
+
+def listing(source: SourceConfig) -> Listing:
+    """Lists the files of a kind=files source. Links to folders are followed; hidden folders are not entered.
 
     Raises:
         UserError: the path does not exist, or holds no file with a known suffix.
     """
-    root = Path(source.path)
-    if not root.exists():
-        raise UserError(f"data.sources: path={source.path!r}: no such file or folder; set it to your text")
-    files = [root] if root.is_file() else sorted(
-        (path for path in root.rglob("*") if path.is_file() and not _hidden(path.relative_to(root))),
-        key=lambda path: path.relative_to(root).as_posix(),
-    )
-    files = [path for path in files if path.name.endswith(SUFFIXES)]
-    if not files:
-        raise UserError(f"data.sources: path={source.path!r}: no usable file; allowed are {', '.join(SUFFIXES)}")
-    return files
+    given, root = f"data.sources: path={source.path!r}", Path(source.path)
+    try:
+        mode = os.stat(root).st_mode
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte
+        missing_ = isinstance(error, FileNotFoundError) and not os.path.islink(root)
+        reason = "no such file or folder" if missing_ else getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{given}: {reason}; set it to your text") from None
+    if not stat.S_ISDIR(mode):
+        if not stat.S_ISREG(mode):
+            raise UserError(f"{given}: a pipe or device, which cannot be read twice; write what it gives to a file")
+        if _format(root, named=True) is None:
+            raise UserError(f"{given}: no usable file; allowed are {ALLOWED}")
+        return Listing([root], [])
+    found, ignored = [], []
+    for path, folder in _walk(root, tuple(map(_identity, root.resolve().parents))):
+        name = path.relative_to(root).as_posix()
+        if path.name.startswith("."):
+            ignored.append(name + "/" * folder)
+        elif _format(path) or folder or os.path.islink(path) and not os.path.exists(path):
+            found.append((name, path))
+        else:
+            ignored.append(name)
+    ignored.sort(key=lambda name: (name.startswith(".") or "/." in name, name))  # hidden ones last
+    if not found:
+        beside = f" (there are: {abridged(ignored)})" if ignored else " (it is empty)"
+        raise UserError(f"{given}: no usable file{beside}; allowed are {ALLOWED}")
+    return Listing([path for _, path in sorted(found)], ignored)
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def source_files(source: SourceConfig) -> list[Path]:
+    """The files of :func:`listing`, with its errors."""
+    return listing(source).files
+
+
+def abridged(names: list[str], count: int | None = None, most: int = 8) -> str:
+    """The first names of a list, and how many more of ``count`` there are (None: the list has all)."""
+    more = (count or len(names)) - most
+    return ", ".join(map(one_line, names[:most])) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[Path, bool]]:
+    """Yields (path, False) of every file under ``folder``, and (path, True) of the folders that cannot be entered:
+    hidden ones, unreadable ones, and links to one of ``above`` (device and inode), the folders that this one is in.
+    """
+    try:
+        here = _identity(folder)
+        entries = [] if here in above else sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        yield folder, True
+        return
+    if here in above:
+        yield folder, True
+    for entry in entries:
+        path, inside = folder / entry.name, _is_folder(entry)
+        if inside and not entry.name.startswith("."):
+            yield from _walk(path, (*above, here))
+        else:
+            yield path, inside
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
+
+
+def _is_folder(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _format(path: Path, named: bool = False) -> tuple[str, str] | None:
+    """(.txt, .jsonl or .parquet; suffix of the compression or ""), by the name of a file; None if it is not read.
+
+    Args:
+        named: the path is the source's own, or was listed before. Then .json is read, too; in a folder such a file is
+            mostly about the data, not data.
+    """
+    stem, last = os.path.splitext(path.name.lower())
+    compression = last if last in _OPEN else ""
+    kind = os.path.splitext(stem)[1] if compression else last
+    if kind == ".ndjson" or kind == ".json" and (compression or named):
+        kind = ".jsonl"
+    return (kind, compression) if kind in (".txt", ".jsonl") or (kind, compression) == (".parquet", "") else None
+
+
+def obstacle(path: Path) -> Rejected | None:
+    """Why a path cannot be read as a file at all; None if it can be tried."""
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            os.scandir(path).close()
+            link = f"a link to {os.readlink(path)}, " if os.path.islink(path) else ""
+            return Rejected(str(path), f"{link}a folder that it is in itself", "remove the link")
+    except OSError as error:
+        if os.path.islink(path):
+            return Rejected(str(path), f"a link to {os.readlink(path)}, which cannot be followed ({error.strerror})",
+                            "restore what it leads to, or remove the link")
+        return Rejected(str(path), f"unreadable ({error.strerror})", "replace or remove it")
+    if not stat.S_ISREG(mode):
+        return Rejected(str(path), "a pipe or device, not a file", "write what it gives to a file, or remove it")
+    return None
+
+
+def obstacles(source: SourceConfig) -> Iterator[Rejected]:
+    """Yields each :func:`obstacle` under the path of a kind=files source."""
+    return filter(None, map(obstacle, source_files(source)))
 
 
 def pieces(path: Path, source: SourceConfig, target: int) -> Iterator[tuple[int, int | None, int]]:
     """Yields (start, stop, bytes) of the pieces of a file, each of about ``target`` bytes where the format allows it.
 
     Row groups of .parquet (bytes: of the uncompressed columns), bytes of .jsonl and of .txt with several documents.
-    Compressed .jsonl is one piece.
+    A compressed file is one piece, and so is one that cannot be read: reading it will report what is wrong.
     """
-    size = path.stat().st_size
-    if path.name.endswith(".txt") and size > target and (separator := _separator(source)):
+    if obstacle(path) or not os.access(path, os.R_OK):
+        yield 0, None, 0
+        return
+    size, (kind, compression) = path.stat().st_size, _format(path, named=True)
+    if compression:
+        yield 0, None, size
+    elif kind == ".txt" and size > target and (separator := _separator(source)):
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             start = 0
             while start < size:
@@ -87,20 +224,21 @@ def pieces(path: Path, source: SourceConfig, target: int) -> Iterator[tuple[int,
                 stop = found.end() if found else size
                 yield start, stop, stop - start
                 start = stop
-        return
-    if path.name.endswith(".parquet"):
+    elif kind == ".parquet":
         try:
-            footer = parquet.read_metadata(path)
-        except (pyarrow.ArrowException, OSError):
-            yield 0, None, size  # reading it will report what is wrong
+            footer = parquet.read_metadata(_arrow(path))
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError):
+            yield 0, None, size
             return
         start, total = 0, 0
+        if not footer.num_row_groups:
+            yield 0, None, size
         for group in range(footer.num_row_groups):
             total += footer.row_group(group).total_byte_size
             if total >= target or group + 1 == footer.num_row_groups:
                 yield start, group + 1, total
                 start, total = group + 1, 0
-    elif path.name.endswith(".jsonl") and size:
+    elif kind == ".jsonl" and size:
         for start in range(0, size, target):
             yield start, min(start + target, size), min(target, size - start)
     else:
@@ -109,35 +247,94 @@ def pieces(path: Path, source: SourceConfig, target: int) -> Iterator[tuple[int,
 
 def rows(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iterator[Row | Rejected]:
     """Rows of one piece of a file, in order. What cannot be read comes as :class:`Rejected` in its place."""
+    if rejected := obstacle(path) or _foreign_encoding(path, start):
+        yield rejected
+        return
+    kind, _ = _format(path, named=True)
     try:
-        if path.name.endswith(".parquet"):
+        if kind == ".parquet":
             yield from _parquet(path, source, start, stop)
-        elif path.name.endswith(".txt"):
+        elif kind == ".txt":
             yield from _txt(path, source, start, stop)
         else:
             yield from _jsonl(path, start, stop)
     except UnicodeDecodeError as error:
         yield Rejected(str(path), f"not UTF-8 at byte {error.start}", "convert or remove it")
-    except (EOFError, OSError, zlib.error, pyarrow.ArrowException) as error:
-        reason = " ".join((getattr(error, "strerror", None) or str(error)).split())
-        yield Rejected(str(path), f"unreadable or truncated ({reason})", "replace or remove it")
+    except (EOFError, OSError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        if "too much memory for decoding" in reason:  # more than 128 MB of history; what the file says is not broken
+            yield Rejected(str(path), "compressed with too long a window (zstd --long)",
+                           f"decompress it: zstd -d --rm --long=31 {quote(str(path))}")
+        else:
+            yield Rejected(str(path), f"unreadable or truncated ({' '.join(reason.split())})", "replace or remove it")
+
+
+def hash_piece(path: Path, start: int, stop: int | None, update: Callable[[bytes], None]) -> None:
+    """Hands the bytes of one of the :func:`pieces` of a file to ``update``; the pieces of a file have all its bytes.
+
+    Nothing is handed where the file cannot be read.
+    """
+    if obstacle(path):
+        return
+    try:
+        if _format(path, named=True) == (".parquet", "") and stop is not None:
+            footer = parquet.read_metadata(_arrow(path))
+            last = stop == footer.num_row_groups
+            start, stop = _begin(footer, start), None if last else _begin(footer, stop)
+        with open(path, "rb") as file:
+            file.seek(start)
+            left = None if stop is None else stop - start
+            while data := file.read(_HASHED if left is None else min(_HASHED, left)):
+                update(data)
+                left = None if left is None else left - len(data)
+    except (pyarrow.ArrowException, OSError):
+        return
+
+
+def _begin(footer: parquet.FileMetaData, group: int) -> int:
+    """The byte of a .parquet file where a row group begins; 0 for the first, whose piece has the file's head."""
+    columns = [footer.row_group(group).column(i) for i in range(footer.num_columns)] if group else []
+    return min((column.dictionary_page_offset or column.data_page_offset for column in columns), default=0)
+
+
+def _foreign_encoding(path: Path, start: int) -> Rejected | None:
+    """What to say of a text file in UTF-16 or UTF-32: it begins with their mark, or with every second byte NUL."""
+    kind, compression = _format(path, named=True)
+    if start or kind == ".parquet":
+        return None
+    try:
+        with _OPEN[compression](path, "rb") as file:
+            head = file.read(4)
+    except (EOFError, OSError, zlib.error, lzma.LZMAError, pyarrow.ArrowException):
+        return None  # reading it will report what is wrong
+    zeros = [byte == 0 for byte in head]
+    found = [name for mark, name in _MARKS.items() if head.startswith(mark)]
+    found += ["UTF-16LE"] * (zeros == [False, True] * 2) + ["UTF-16BE"] * (zeros == [True, False] * 2)
+    if not found:
+        return None
+    return Rejected(str(path), f"{found[0]}, not UTF-8", f"convert it: iconv -f {found[0]} -t UTF-8 FILE > NEW")
 
 
 def _separator(source: SourceConfig) -> re.Pattern[bytes] | None:
-    """What stands between the documents of a source's .txt files, with lines of either system; None: nothing."""
-    lone = Path(source.path).suffix == ".txt" and Path(source.path).is_file()
+    """What stands between the documents of a source's .txt files, with lines of any system; None: nothing."""
+    root = Path(source.path)
+    lone = root.is_file() and (_format(root) or ("", ""))[0] == ".txt"
     separator = "\n\n" * lone if source.separator is None else source.separator
-    return re.compile(re.escape(separator.encode()).replace(b"\\\n", b"\r?\n")) if separator else None
+    escaped = re.escape(replace_surrogates(separator).encode()).replace(b"\\\n", _NEWLINE)
+    return re.compile(escaped) if separator else None
 
 
 def _txt(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iterator[Row | Rejected]:
     """The documents of a .txt file that begin in [start, stop), both of which are where documents begin."""
     separator = _separator(source)
     if separator is None:
-        yield Row(str(path), str(path), 0, {source.text_column: path.read_text(encoding="utf-8-sig")})
+        with _opened(path) as file:
+            text = file.read().decode("utf-8-sig")
+        yield Row(str(path), str(path), 0, {source.text_column: text.replace("\r\n", "\n").replace("\r", "\n")})
         return
-    with open(path, "rb") as file:
-        file.seek(start)
+    with _opened(path) as file:
+        if start:
+            file.seek(start)
         text = file.read(-1 if stop is None else stop - start)
     begins = [0, *(match.end() for match in separator.finditer(text))]
     ends = [*(match.start() for match in separator.finditer(text)), len(text)]
@@ -167,33 +364,56 @@ def _jsonl(path: Path, start: int, stop: int | None) -> Iterator[Row | Rejected]
             if line.strip():
                 try:
                     values = json.loads(line)
-                except ValueError as error:  # bad JSON, or bad UTF-8
-                    yield Rejected(where, f"not valid JSON ({error})", "repair or remove the line")
+                except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                    yield Rejected(where, f"not valid JSON ({error})", _json_remedy(line))
+                except ValueError:
+                    yield Rejected(where, "an integer of more than 4,300 digits", "repair or remove the line")
+                except RecursionError:
+                    yield Rejected(where, "JSON nested deeper than can be read (about 1,000 brackets in one another)",
+                                   "remove the line or its nested field")
                 else:
                     if isinstance(values, dict):
                         yield Row(where, str(path), at, values)
                     else:
-                        yield Rejected(where, "not an object with fields", "repair or remove the line")
+                        yield Rejected(where, "not an object with fields", _json_remedy(line))
             at += len(line)
         if number == 0 and start == 0:
             yield Rejected(str(path), "an empty file", "replace or remove it")
 
 
+def _json_remedy(line: bytes) -> str:
+    """What to do about a line that is not a JSON object."""
+    if b"\r" in line.strip():
+        return "its lines end with CR alone: tr '\\r' '\\n' < FILE > NEW"
+    if line.lstrip(b" \t\xef\xbb\xbf").startswith(b"["):
+        return "if the file is one array, write its objects one per line: jq -c '.[]' FILE > NEW.jsonl"
+    return "repair or remove the line"
+
+
 def _opened(path: Path):
-    if path.name.endswith(".gz"):
-        return gzip.open(path, "rb")
-    if path.name.endswith(".zst"):
-        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
-    return open(path, "rb")
+    return _OPEN[_format(path, named=True)[1]](path, "rb")
+
+
+def _arrow(path: Path) -> pyarrow.OSFile:
+    """A file for pyarrow, which does not open by name what is not UTF-8."""
+    return pyarrow.OSFile(os.fsencode(path))
 
 
 def _parquet(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iterator[Row | Rejected]:
-    with parquet.ParquetFile(path) as file:
-        there = file.schema_arrow.names
+    try:
+        opened = parquet.ParquetFile(_arrow(path))
+        there = opened.schema_arrow.names
+    except UnicodeDecodeError:
+        yield Rejected(str(path), "the name of a column is not UTF-8", "rename the column")
+        return
+    with opened as file:
         columns = [source.text_column, *source.minimum]
         for column in columns:
             if column not in there:
                 yield missing(str(path), column, source, there)
+                return
+            if there.count(column) > 1:
+                yield Rejected(str(path), f"has {there.count(column)} columns {column!r}", "rename all but one of them")
                 return
         columns += [source.id_column] * (source.id_column in there and source.id_column not in columns)
         groups = range(start, file.num_row_groups if stop is None else stop)
@@ -206,6 +426,9 @@ def _parquet(path: Path, source: SourceConfig, start: int, stop: int | None) -> 
                         where = f"{path}, row {number}"
                         if isinstance(values, UnicodeDecodeError):
                             yield Rejected(where, f"not UTF-8 at byte {values.start}", "repair or remove the row")
+                        elif isinstance(values, Exception):  # such as a time that Python has none for
+                            yield Rejected(where, f"a value that cannot be read ({values})",
+                                           f"repair the row, or name columns other than {', '.join(columns)}")
                         else:
                             yield Row(where, str(path), number, values)
                         number += 1
@@ -216,21 +439,21 @@ def _parquet(path: Path, source: SourceConfig, start: int, stop: int | None) -> 
                 number = after
 
 
-def _objects(batch: pyarrow.RecordBatch) -> Iterator[dict | UnicodeDecodeError]:
-    """The rows of a batch; the error in place of one whose bytes are not UTF-8."""
+def _objects(batch: pyarrow.RecordBatch) -> Iterator[dict | ValueError | OverflowError]:
+    """The rows of a batch; the error in place of one that Python has no value for, such as text that is not UTF-8."""
     try:
         yield from batch.to_pylist()
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError):
         for i in range(len(batch)):
             try:
                 yield from batch.slice(i, 1).to_pylist()
-            except UnicodeDecodeError as error:
+            except (ValueError, OverflowError) as error:
                 yield error
 
 
 def missing(where: str, column: str, source: SourceConfig, there: list[str]) -> Rejected:
     """A row or a file that lacks a column which ``source`` names."""
-    columns = ", ".join(there) or "none"
+    columns = abridged(there, most=_COLUMNS) or "none"
     if column == source.text_column:
         return Rejected(where, f"has no column as text_column={column!r} says ({columns})",
                         "set text_column to the one that holds the text")

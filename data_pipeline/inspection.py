@@ -11,6 +11,7 @@ from titans_pt.data_pipeline.indexed import IndexedDataset
 from titans_pt.data_pipeline.manifest import MANIFEST, damage, read_manifest, refuse_damage
 from titans_pt.data_pipeline.merge import REJECTED
 from titans_pt.data_pipeline.packing import Mixture, PackedSamples, TokenFiles
+from titans_pt.data_pipeline.text import one_line
 from titans_pt.data_pipeline.tokenizers import Tokenizer
 from titans_pt.errors import UserError
 
@@ -61,7 +62,7 @@ def document_place(stream: IndexedDataset, j: int) -> dict:
         return {}
     remedy = "copy it again, or make the token files again with: titans prepare CONFIG --force"
     try:
-        with parquet.ParquetFile(path) as table:
+        with open(path, "rb") as file, parquet.ParquetFile(file) as table:
             for group in range(table.num_row_groups):
                 rows = table.metadata.row_group(group).num_rows
                 if j < rows:
@@ -77,7 +78,7 @@ def document_place(stream: IndexedDataset, j: int) -> dict:
 
 def _print_totals(config: Config, files: TokenFiles) -> None:
     manifest, data = files.manifest, config.data
-    print(f"{data.dir}: {len(files.train)} training stream{'s' * (len(files.train) > 1)}, "
+    print(f"{one_line(data.dir)}: {len(files.train)} training stream{'s' * (len(files.train) > 1)}, "
           f"vocabulary {manifest['vocab_size']:,}, content {manifest['content'][:16]}")
     for split, total in manifest["splits"].items():
         characters = total["characters"] / max(1, total["tokens"])
@@ -122,7 +123,9 @@ def _print_documents(stream: IndexedDataset, count: int, tokenizer: Tokenizer) -
 def _print_document(stream: IndexedDataset, j: int, ids: np.ndarray, tokenizer: Tokenizer) -> None:
     """Where document ``j`` comes from, and how ``ids``, all or some of its tokens, begin."""
     place = document_place(stream, j)
-    where = f"{place['file']} row {place['row']} id {place['id'] or '-'}" if place else "(format 1: no place kept)"
+    where = "(format 1: no place kept)"
+    if place:
+        where = one_line(f"{place['file']} row {place['row']} id {place['id'] or '-'}")
     text = tokenizer.decode(ids[:4 * _EXCERPT].tolist())
     print(f"  document {j} of {stream.prefix.name}: {where}, {len(ids):,} tokens: "
           f"{text[:_EXCERPT]!r}{'...' * (len(text) > _EXCERPT)}")
@@ -132,7 +135,7 @@ def _print_sample(samples: PackedSamples | Mixture, position: int, tokenizer: To
     found = samples.describe(position)
     stream = samples.stream(position)
     start, stop = found["tokens"]
-    print(f"sample {position}: {found['file']} epoch {found['epoch']} sample {found['sample']}, "
+    print(f"sample {position}: {one_line(found['file'])} epoch {found['epoch']} sample {found['sample']}, "
           f"tokens {start} to {stop - 1}")
     first, last = found["documents"]
     for j in range(first, last + 1):

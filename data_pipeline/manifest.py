@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from titans_pt.config import Config, DataConfig, SourceConfig
+from titans_pt.data_pipeline.text import utf8
 from titans_pt.errors import UserError
 from titans_pt.tools.sealed import unseal
 from titans_pt.tools.tensor_files import sha256
@@ -129,15 +130,25 @@ def content_settings(data: DataConfig, vocab_size: int) -> dict:
     vocab_size: the tokenizer's entries.
     """
     newer = [data.near_duplicates, [_source(source) for source in data.validation_sources]]
-    return {
+    return _clean({
         "model.vocab_size": vocab_size,
         "data.sources": [_source(source) for source in data.sources],
         "data.tokenizer": data.tokenizer.model_dump(mode="json", exclude={"lossy"}, exclude_defaults=True),
         "data.validation_fraction": data.validation_fraction,
         "mixture": data.sources[0].weight is not None,
         **{name: value for name, value in zip(_NEWER, newer, strict=True) if value},
-    }
+    })
 
 
 def _source(source: SourceConfig) -> dict:
     return source.model_dump(mode="json", exclude={"weight"}, exclude_defaults=True)
+
+
+def _clean(tree: Any) -> Any:
+    """``tree`` with strings that UTF-8 can hold: a path that was typed may be none."""
+    match tree:
+        case dict():
+            return {key: _clean(value) for key, value in tree.items()}
+        case list():
+            return [_clean(value) for value in tree]
+    return utf8(tree) if isinstance(tree, str) else tree

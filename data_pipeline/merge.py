@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def merge(
         near: data.near_duplicates.
 
     Returns:
-        Of the manifest: files (bytes and sha256 of each .bin), splits
+        Of the manifest: source_sha256 (see :func:`hash_parts`), files (bytes and sha256 of each .bin), splits
         (documents, tokens, characters), dropped (empty, duplicate, with ``near`` near_duplicate, filtered, rejected),
         round_trip, unigram_loss.
 
@@ -90,12 +90,18 @@ def merge(
     del duplicate
     (out / _DUPLICATES).unlink()
     return {
+        "source_sha256": hash_parts(summary.get("source_sha256", "") for summary in summaries),
         "files": {f"{name}.bin": {"bytes": writers[name].bytes, "sha256": writers[name].sha256} for name in names},
         "splits": {split: dict(counts[split]) for split in SPLITS},
         "dropped": dict(dropped) | {"rejected": _write_rejected(summaries, out)},
         "round_trip": dict(round_trip),
         "unigram_loss": unigram_loss(seen["train"], seen["validation"]) if seen["validation"].any() else None,
     }
+
+
+def hash_parts(hashes: Iterable[str]) -> str:
+    """SHA-256 (hex) of what all parts were read from, given that of each."""
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def unigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
@@ -161,7 +167,7 @@ def _near_duplicates(folder: Path, parts: int, out: Path, duplicate: np.ndarray,
 
 
 def _row_groups(path: Path, columns: list[str] | None = None):
-    with parquet.ParquetFile(path) as file:
+    with open(path, "rb") as handle, parquet.ParquetFile(handle) as file:
         for i in range(file.num_row_groups):
             yield file.read_row_group(i, columns)
 
@@ -197,7 +203,8 @@ class _StreamWriter:
 
     def __init__(self, folder: Path, name: str, vocab_size: int):
         self._tokens = IndexedWriter(folder / name, vocab_size)
-        self._documents = parquet.ParquetWriter(folder / f"{name}.documents.parquet", DOCUMENTS)
+        self._file = open(folder / f"{name}.documents.parquet", "wb")  # noqa: SIM115  pyarrow opens no name but UTF-8
+        self._documents = parquet.ParquetWriter(self._file, DOCUMENTS)
         self._rows: list[pyarrow.Table] = []
         self.bytes = 0
 
@@ -208,6 +215,7 @@ class _StreamWriter:
         if kind is None:
             self._flush(1)
         self._documents.close()
+        self._file.close()
         self._tokens.__exit__(kind)
 
     @property
@@ -233,5 +241,5 @@ def _write_rejected(summaries: list[dict], out: Path) -> int:
     if rejected:
         (out / REJECTED).write_text("".join(json.dumps(item) + "\n" for item in rejected), encoding="utf-8")
         print(f"titans prepare: {len(rejected)} unusable inputs were left out; the first: {rejected[0]['where']}: "
-              f"{rejected[0]['reason']}; all are listed in {REJECTED}", file=sys.stderr)
+              f"{rejected[0]['reason']}; {rejected[0]['remedy']}; all are listed in {REJECTED}", file=sys.stderr)
     return len(rejected)

@@ -5,6 +5,7 @@ import json
 from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -76,10 +77,47 @@ class TokenFiles:
         Raises:
             UserError: a stream is shorter than one sample.
         """
+        self._check(config, [stream.prefix.name for stream in self.train])
         packed = [PackedSamples(stream, config.data.seq_len, config.run.seed) for stream in self.train]
         if len(packed) == 1:
             return packed[0]
         return Mixture(packed, [source.weight for source in config.data.sources])
+
+    def validation_samples(self, config: Config) -> "PackedSamples":
+        """Validation's samples of data.seq_len tokens, always in the same order.
+
+        Raises:
+            UserError: validation is shorter than one sample.
+        """
+        self._check(config, ["validation"])
+        return PackedSamples(self.validation, config.data.seq_len, 0)
+
+    def shortages(self, config: Config) -> list[str]:
+        """What to say of each stream that is shorter than one sample, with remedies."""
+        return list(self._shortages(config).values())
+
+    def _check(self, config: Config, names: list[str]) -> None:
+        found = self._shortages(config)
+        for name in names:
+            if name in found:
+                raise UserError(found[name])
+
+    def _shortages(self, config: Config) -> dict[str, str]:
+        data, found = config.data, {}
+        total = sum(stream.tokens for stream in (*self.train, self.validation))
+        for stream in (*self.train, self.validation):
+            if stream.tokens > data.seq_len:
+                continue
+            name, where, raise_ = stream.prefix.name, "data.sources", ""
+            if name == "validation" and data.validation_sources:
+                where = "data.validation_sources"
+            elif name == "validation" and (fraction := ceil(200 * (data.seq_len + 1) / total) / 100) < 0.5:
+                fraction = max(fraction, data.validation_fraction + 0.01)
+                raise_ = (f"raise data.validation_fraction from {data.validation_fraction} to {fraction:.2f} or more "
+                          "and run: titans prepare CONFIG --force; or ")
+            found[name] = (f"data.seq_len: given {data.seq_len}; {stream.prefix} has {stream.tokens} tokens, and one "
+                           f"sample needs {data.seq_len + 1}: {raise_}lower data.seq_len, or add text in {where}")
+        return found
 
 
 class PackedSamples:

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from multiprocessing import connection
 from pathlib import Path
@@ -31,6 +31,7 @@ from titans_pt.data_pipeline import sources
 from titans_pt.data_pipeline.indexed import token_dtype
 from titans_pt.data_pipeline.near_duplicates import sketch
 from titans_pt.data_pipeline.sources import Document, Part
+from titans_pt.data_pipeline.text import one_line, visible
 from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.tools.files import flush_to_disk
@@ -46,6 +47,8 @@ SCHEMA = pyarrow.schema([
     ("characters", pyarrow.int32()),
     ("held_out", pyarrow.bool_()),  # in the validation split
 ])
+FORMAT = 2
+"""Parts of another format are not continued. Since 2 the ids of kind=indexed are hashed without bos and eos."""
 ROW_GROUP = 8192
 """Documents per row group: it is read whole to find one of them, and merged at once."""
 CHECKED = (".parquet", ".sketches")
@@ -73,9 +76,9 @@ def part_path(folder: Path, index: int, suffix: str) -> Path:
 
 
 def read_summary(folder: Path, index: int) -> dict | None:
-    """What was counted in a part: documents, tokens, sha256 of .bin, empty, filtered, rejected, round_trip (documents
-    decoded again: tried, equal), files (sha256 of the others by suffix). None while it is not complete, or if it is
-    damaged: then the part is written again."""
+    """What was counted in a part: documents, tokens, sha256 of .bin, source_sha256 (of the bytes it was read from),
+    empty, filtered, rejected, round_trip (documents decoded again: tried, equal), files (sha256 of the others by
+    suffix). None while it is not complete, or if it is damaged: then the part is written again."""
     try:
         return unseal(part_path(folder, index, ".json").read_bytes())
     except (FileNotFoundError, ValueError):
@@ -172,12 +175,13 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
     scratch = {suffix: part_path(job.folder, index, f".{socket.gethostname()}.{os.getpid()}{suffix}")
                for suffix in (".bin", ".parquet", *([".sketches"] if sketched else []), ".json")}
     reject = sources.refuse if job.data.bad_input == "refuse" else rejected.append
-    found = sources.documents(source, part, counts, reject)
+    found = _readable(sources.documents(source, part, counts, reject), tokenizer, counts)
     try:
         with ExitStack() as stack:
             tokens = stack.enter_context(open(scratch[".bin"], "wb"))
             sketches = stack.enter_context(open(scratch[".sketches"], "wb")) if sketched else None
-            writer = _TableWriter(stack.enter_context(parquet.ParquetWriter(scratch[".parquet"], SCHEMA)))
+            table = stack.enter_context(open(scratch[".parquet"], "wb"))
+            writer = _TableWriter(stack.enter_context(parquet.ParquetWriter(table, SCHEMA)))
             for batch in _batches(found):
                 encoded = _encode(batch, tokenizer, job, round_trip)
                 data = np.concatenate(encoded).tobytes()
@@ -192,7 +196,10 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
         for path in scratch.values():
             if path != scratch[".json"]:
                 flush_to_disk(path)
-        summary = {"documents": writer.documents, "tokens": writer.tokens, "sha256": checksum.hexdigest(), **counts,
+        read = hashlib.sha256()
+        sources.hash_content(source, part, read.update)
+        summary = {"documents": writer.documents, "tokens": writer.tokens, "sha256": checksum.hexdigest(),
+                   "source_sha256": read.hexdigest(), **counts,
                    "rejected": [asdict(item) for item in rejected], "round_trip": dict(round_trip),
                    "files": {suffix: sha256(scratch[suffix]) for suffix in scratch if suffix in CHECKED}}
         write_json(scratch[".json"], seal(summary))
@@ -206,16 +213,16 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
 
 def _encode(batch: list[Document], tokenizer: Tokenizer, job: Job, round_trip: Counter) -> list[np.ndarray]:
     """Ids of each document with its beginning (``Tokenizer.begin``) and its eos."""
-    before = list(tokenizer.begin)
+    before, dtype = list(tokenizer.begin), token_dtype(tokenizer.vocab_size)
     if batch[0].tokens is not None:
-        return [_foreign(document, tokenizer, before) for document in batch]
-    encoded = tokenizer.encode_batch([document.text for document in batch], job.threads)
-    for document, ids in zip(batch, encoded, strict=True):
-        equal = tokenizer.gives_back(document.text, ids)
-        round_trip.update(tried=1, equal=int(equal))
-        if not equal and job.data.tokenizer.lossy == "refuse":
-            raise UserError(_changed(document, tokenizer.decode(ids)))
-    dtype = token_dtype(tokenizer.vocab_size)
+        encoded = [document.tokens for document in batch]
+    else:
+        encoded = tokenizer.encode_batch([document.text for document in batch], job.threads)
+        for document, ids in zip(batch, encoded, strict=True):
+            equal = tokenizer.gives_back(document.text, ids)
+            round_trip.update(tried=1, equal=int(equal))
+            if not equal and job.data.tokenizer.lossy == "refuse":
+                raise UserError(_changed(document, tokenizer.decode(ids)))
     return [np.concatenate([np.array(ids, dtype) for ids in (before, one, [tokenizer.eos_id])]) for one in encoded]
 
 
@@ -223,25 +230,55 @@ def _changed(document: Document, back: str) -> str:
     """Where a document and what its tokens decode to begin to differ."""
     at = len(os.path.commonprefix([document.text, back]))
     was, now = (repr(text[max(0, at - 10):at + 10]) for text in (document.text, back))
-    return (f"data.tokenizer.path: the document at {document.file} row {document.row} does not come back from its "
-            f"tokens: {was} becomes {now} at character {at}; set another tokenizer, or data.tokenizer.lossy=warn")
+    where = one_line(f"{document.file} row {document.row}")
+    return (f"data.tokenizer.path: the document at {where} does not come back from its tokens: {was} becomes {now} at "
+            f"character {at}; set another tokenizer, or data.tokenizer.lossy=warn")
 
 
-def _foreign(document: Document, tokenizer: Tokenizer, before: list[int]) -> np.ndarray:
-    """Ids that another program made, ended by eos as ours."""
+def _readable(documents: Iterator[Document], tokenizer: Tokenizer, counts: Counter) -> Iterator[Document]:
+    """``documents``; those of ids (kind=indexed) without the bos and eos around them, whichever they had, and without
+    those that have no visible character, which are counted as empty.
+
+    Raises:
+        UserError: ids that the tokenizer does not have.
+    """
+    for document in documents:
+        if document.tokens is not None:
+            document = replace(document, tokens=_bare(document, tokenizer))
+            if not _visible(document.tokens, tokenizer):
+                counts["empty"] += 1
+                continue
+        yield document
+
+
+def _bare(document: Document, tokenizer: Tokenizer) -> np.ndarray:
+    """int64: the ids of a document that another program made, without bos before and eos behind."""
     ids = document.tokens.astype(np.int64)
     if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         raise UserError(f"data.sources: kind=indexed path={document.file!r}: document {document.row} has ids from "
                         f"{ids.min()} to {ids.max()}, but the tokenizer {tokenizer.path} has {tokenizer.vocab_size}; "
                         "set data.tokenizer.path to the one that made the token files")
-    head = [] if list(ids[:1]) == before else before
-    tail = [] if list(ids[-1:]) == [tokenizer.eos_id] else [tokenizer.eos_id]
-    dtype = token_dtype(tokenizer.vocab_size)
-    return np.concatenate([np.array(some, dtype) for some in (head, ids, tail)])
+    start, stop = 0, len(ids)
+    while start < stop and ids[start] == tokenizer.bos_id:
+        start += 1
+    while start < stop and ids[stop - 1] == tokenizer.eos_id:
+        stop -= 1
+    return ids[start:stop]
+
+
+def _visible(ids: np.ndarray, tokenizer: Tokenizer) -> bool:
+    """Whether the text of ``ids`` has a visible character. Most ids tell by their piece alone; the rest is decoded."""
+    return bool(_visible_pieces(tokenizer)[ids].any()) or visible(tokenizer.decode(ids.tolist()))
+
+
+@lru_cache(1)
+def _visible_pieces(tokenizer: Tokenizer) -> np.ndarray:
+    """bool (vocab_size,): pieces that are ASCII and have a visible character."""
+    return np.array([piece.isascii() and visible(piece.decode()) for piece in tokenizer.pieces])
 
 
 def document_hash(document: Document) -> bytes:
-    """SHA-256 of its text, or of its ids where there is no text (as int64)."""
+    """SHA-256 of its text, or of its ids where there is no text (as int64, without bos and eos)."""
     data = document.text.encode() if document.tokens is None else document.tokens.astype("<i8").tobytes()
     return hashlib.sha256(data).digest()
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titans_pt.config import Config, DataConfig
-from titans_pt.data_pipeline import sources
+from titans_pt.data_pipeline import files, sources
 from titans_pt.data_pipeline.manifest import (
     FORMAT,
     MANIFEST,
@@ -35,7 +35,9 @@ from titans_pt.data_pipeline.manifest import (
     refuse_damage,
     streams,
 )
-from titans_pt.data_pipeline.merge import REJECTED, SPLITS, merge
+from titans_pt.data_pipeline.merge import REJECTED, SPLITS, hash_parts, merge
+from titans_pt.data_pipeline.packing import TokenFiles
+from titans_pt.data_pipeline.parts import FORMAT as PARTS
 from titans_pt.data_pipeline.parts import (
     Job,
     document_hash,
@@ -45,12 +47,16 @@ from titans_pt.data_pipeline.parts import (
     write_parts,
 )
 from titans_pt.data_pipeline.sources import Document
+from titans_pt.data_pipeline.text import one_line, utf8
 from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer, lost_kinds, saved_tokenizer, train_tokenizer
 from titans_pt.errors import Unreachable, UserError
+from titans_pt.tools.files import write_atomically
 from titans_pt.tools.sealed import seal
 from titans_pt.tools.tensor_files import describe
 
 _BUILD = ".preparing"
+_NAMED = 100
+"""Files that are not read whose names the manifest has."""
 _OURS = re.compile(r"(train(-\d+)?|validation)\.(bin|idx|crc32|documents\.parquet)|tokenizer(_config)?\.(model|json)|"
                    r"rejected\.jsonl")
 
@@ -70,8 +76,9 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
         workers: cores to use.
 
     Returns:
-        The manifest; None with ``shard``. Its keys: format, fingerprint (of settings and sources), content (hash of
-        the token files), settings, tokenizer_sha256, vocab_size, streams (names of the training streams) and those of
+        The manifest; None with ``shard``. Its keys: format, fingerprint (of settings and sources), text (the same
+        without modification times), content (hash of the token files), settings, tokenizer_sha256, vocab_size, streams
+        (names of the training streams), ignored (count and first names of files that are not read) and those of
         :func:`titans_pt.data_pipeline.merge.merge`, whose files are completed: bytes and sha256 of every other one.
 
     Raises:
@@ -84,34 +91,46 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
     same = old is not None and changed_setting(old, config) is None
     made = old["settings"] if same else None  # the same settings, with the paths as they were spelled
     try:
-        fingerprint = _fingerprint(config, settings=made)
+        fingerprint, text = _fingerprints(config, settings=made)
     except Unreachable as error:
         if same:
             print(f"{folder}: holds token files made with these settings, nothing to do; whether the text has changed "
                   f"since cannot be told: {error}", file=sys.stderr)
             return old
-        fingerprint = _fingerprint(config, cached=True, settings=made)
+        fingerprint, text = _fingerprints(config, cached=True, settings=made)
     if old:
+        if old.get("fingerprint") != fingerprint and _only_touched(old, config, text):
+            old["fingerprint"] = fingerprint
+            with contextlib.suppress(OSError):  # a folder that may only be read: the next call compares again
+                write_atomically(folder / MANIFEST, lambda path: write_json(path, seal(old)))
         if old.get("fingerprint") == fingerprint:
             _check_lossy(old, config)
             refuse_damage(folder, damage(folder, old, read=False))
-            print(f"{folder}: token files are up to date, nothing to do", file=sys.stderr)
+            print(f"{one_line(str(folder))}: token files are up to date, nothing to do", file=sys.stderr)
             shutil.rmtree(folder / _BUILD, ignore_errors=True)  # left by a process that was killed at its very end
+            _warn_of_short_streams(config)
             return old
-        what = changed_setting(old, config) or (
-            "the text of data.sources has changed" if old.get("format") == FORMAT else
-            f"file format {old.get('format')}, this version writes {FORMAT}")
+        what = changed_setting(old, config)
+        if what is None and old["format"] != FORMAT:
+            what = f"file format {old['format']}, this version writes {FORMAT}"
+        elif what is None:
+            given = config.data.tokenizer
+            kept = not given.path or load_tokenizer(given.path, given.eos_token).sha256 == old["tokenizer_sha256"]
+            what = f"the {'text of data.sources' if kept else 'tokenizer in data.tokenizer.path'} has changed"
         raise UserError(f"data.dir={config.data.dir}: holds token files made with other settings ({what}); "
                         "choose another data.dir, or replace them with: titans prepare CONFIG --force")
+    if config.data.bad_input == "refuse":  # now, not after hours of work on what comes before it
+        for rejected in (one for source in config.data.every_source for one in sources.obstacles(source)):
+            sources.refuse(rejected)
     created, began = not folder.exists(), time.perf_counter()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, exclusive=shard is None):
             # Named by its inputs: parts begun with other settings or text are never mistaken for ours.
-            build = folder / _BUILD / fingerprint[:16]
+            build = folder / _BUILD / hashlib.sha256(f"{PARTS} {fingerprint}".encode()).hexdigest()[:16]
             build.mkdir(parents=True, exist_ok=True)
             try:
-                manifest = _build(config, build, fingerprint, shard, workers)
+                manifest = _build(config, build, {"fingerprint": fingerprint, "text": text}, shard, workers)
                 if shard is None:
                     _move(build / "merged", folder)
                     shutil.rmtree(folder / _BUILD, ignore_errors=True)
@@ -129,16 +148,21 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
                 folder.rmdir()  # succeeds only if nothing was put into it
     if manifest is not None:
         print(summary(manifest, folder, time.perf_counter() - began), file=sys.stderr)
+        _warn_of_short_streams(config)
     return manifest
 
 
 def summary(manifest: dict, folder: Path, seconds: float) -> str:
     """What was prepared, for the reader: documents, tokens, what was left out, the time, and where it is."""
-    lines = [f"{folder}: prepared in {seconds:,.0f} s"]
+    shown = one_line(str(folder))
+    lines = [f"{shown}: prepared in {seconds:,.0f} s"]
     lines += [f"  {split}: {count['documents']:,} documents, {count['tokens']:,} tokens"
               for split, count in manifest["splits"].items()]
     left_out = ", ".join(f"{number:,} {kind.replace('_', '-')}" for kind, number in manifest["dropped"].items())
-    lines += [f"  left out: {left_out}" + (f" ({folder / REJECTED})" if manifest["dropped"]["rejected"] else "")]
+    lines += [f"  left out: {left_out}" + (f" ({shown}/{REJECTED})" if manifest["dropped"]["rejected"] else "")]
+    if count := manifest["ignored"]["count"]:
+        names = files.abridged(manifest["ignored"]["files"], count)
+        lines += [f"  not read, being hidden or of another suffix: {count:,} ({names})"]
     if losses := _losses(manifest):
         lines.append(f"  WARNING: {losses}; set data.tokenizer.path to another tokenizer, or "
                      "data.tokenizer.lossy=refuse to stop at such a document")
@@ -164,8 +188,11 @@ def _check_lossy(manifest: dict, config: Config) -> None:
                         "tokenizer, or data.tokenizer.lossy=warn")
 
 
-def _fingerprint(config: Config, cached: bool = False, settings: dict | None = None) -> str:
-    """Of settings and sources; ``settings`` replaces those of ``config``.
+def _fingerprints(config: Config, cached: bool = False, settings: dict | None = None) -> tuple[str, str]:
+    """Hashes (hex) of settings and sources, with the files' modification times and without them.
+
+    Args:
+        settings: replace those of ``config``.
 
     Raises as :func:`titans_pt.data_pipeline.sources.fingerprint`, and UserError for a tokenizer that does not fit
     model.vocab_size.
@@ -179,14 +206,41 @@ def _fingerprint(config: Config, cached: bool = False, settings: dict | None = N
                             "another data.tokenizer.path")
         size, sha256 = tokenizer.vocab_size, tokenizer.sha256  # room for more does not change the tokens
     parts = [FORMAT, sources.PART_BYTES, settings or content_settings(config.data, size), sha256]
-    parts += [sources.fingerprint(source, cached) for source in config.data.every_source]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    both = []
+    for times in (True, False):
+        found = [sources.fingerprint(source, cached, times) for source in config.data.every_source]
+        both.append(hashlib.sha256(json.dumps(parts + found, sort_keys=True).encode()).hexdigest())
+    return both[0], both[1]
+
+
+def _only_touched(manifest: dict, config: Config, text: str) -> bool:
+    """Whether nothing but the modification times of the sources has changed; reads them all if no size has.
+
+    Args:
+        text: fingerprint of today without times.
+    """
+    if "source_sha256" not in manifest or manifest.get("text") != text:
+        return False
+    print("titans prepare: files of data.sources have other modification times than before; comparing their content",
+          file=sys.stderr)
+    hashes = []
+    for source in config.data.every_source:
+        for part in sources.parts([source]):
+            read = hashlib.sha256()
+            sources.hash_content(source, part, read.update)
+            hashes.append(read.hexdigest())
+    return hash_parts(hashes) == manifest["source_sha256"]
+
+
+def _warn_of_short_streams(config: Config) -> None:
+    for message in TokenFiles.open(config).shortages(config):
+        print(f"titans prepare: warning: {one_line(message)}; titans train will refuse it", file=sys.stderr)
 
 
 # --- building, in a separate folder ---
 
 
-def _build(config: Config, build: Path, fingerprint: str, shard: tuple[int, int] | None, workers: int) -> dict | None:
+def _build(config: Config, build: Path, fingerprints: dict, shard: tuple[int, int] | None, workers: int) -> dict | None:
     """Writes parts to ``build``, and without ``shard`` the future content of data.dir to build/merged."""
     data = config.data
     tokenizer = _tokenizer(config, build)
@@ -223,15 +277,23 @@ def _build(config: Config, build: Path, fingerprint: str, shard: tuple[int, int]
         "tokenizer_sha256": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
         "streams": list(dict.fromkeys(names)),
+        "ignored": _ignored(data),
         **merged,
         "lost_kinds": lost_kinds(tokenizer),
         "files": merged["files"] | {path.name: describe(path) for path in sorted(out.iterdir())
                                     if path.name not in merged["files"]},
-        "fingerprint": fingerprint,
+        **fingerprints,
     }
     _check_lossy(manifest, config)  # parts may have been written before lossy=refuse was set
     write_json(out / MANIFEST, seal(manifest))
     return manifest
+
+
+def _ignored(data: DataConfig) -> dict:
+    """Of the manifest: files under the sources that are not read, how many and the first of their names."""
+    names = [utf8(os.path.join(source.path, name)) for source in data.every_source if source.kind == "files"
+             for name in files.listing(source).ignored]
+    return {"count": len(names), "files": names[:_NAMED]}
 
 
 def _tokenizer(config: Config, build: Path) -> Tokenizer:

@@ -9,6 +9,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,15 @@ from titans_pt.config import SourceConfig
 from titans_pt.data_pipeline import files, stdlib
 from titans_pt.data_pipeline.files import Rejected, Row, source_files
 from titans_pt.data_pipeline.indexed import IndexedDataset
-from titans_pt.data_pipeline.text import replace_surrogates
+from titans_pt.data_pipeline.text import replace_surrogates, utf8, visible
 from titans_pt.errors import UserError
 
 PART_BYTES = 128 << 20
 """Text of one part, about: half a minute to a minute on one core, which is the most that a kill can cost."""
 _PART_DOCUMENTS = 100_000
 """Documents of one part, for kind=indexed."""
+_HASHED_TOKENS = 1 << 21
+"""Tokens that are hashed at once."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Document:
     Attributes:
         text: not empty, and valid as UTF-8; "" for kind=indexed, which has no text.
         id: from the source's id column; "" if there is none.
-        file, row: where it is: the row's number, or in .jsonl the byte where its line begins.
+        file, row: where it is: the row's number, or in .jsonl the byte where its line begins. All strings are valid as
+            UTF-8; for a file name that is not, see :func:`titans_pt.data_pipeline.text.utf8`.
         tokens: for kind=indexed, its ids.
     """
 
@@ -109,6 +113,11 @@ def _pieces(source: SourceConfig) -> Iterator[tuple[str, int, int | None, int]]:
                 yield source.path, start, stop, int((stop - start) * per_document)
 
 
+def obstacles(source: SourceConfig) -> Iterator[Rejected]:
+    """Yields the paths under a source that should be read and cannot be opened as files (links to nothing, pipes)."""
+    return files.obstacles(source) if source.kind == "files" else iter(())
+
+
 def documents(
     source: SourceConfig,
     part: Part | None = None,
@@ -151,7 +160,7 @@ def _read(source: SourceConfig, file: str, start: int, stop: int | None) -> Iter
         case "indexed":
             dataset = IndexedDataset(file)
             for j in range(start, stop):
-                yield Document("", "", file, j, dataset.document(j))
+                yield Document("", "", utf8(file), j, dataset.document(j))
 
 
 def _document(row: Row | Rejected, source: SourceConfig, counts: Counter) -> Document | Rejected | None:
@@ -163,7 +172,7 @@ def _document(row: Row | Rejected, source: SourceConfig, counts: Counter) -> Doc
             return files.missing(row.where, column, source, list(row.values))
     for column, least in source.minimum.items():
         value = row.values[column]
-        if value is not None and not isinstance(value, int | float):
+        if value is not None and not isinstance(value, int | float | Decimal):
             return Rejected(f"{row.where}, column {column!r}", f"holds a {type(value).__name__}, not a number",
                             "name another column in minimum")
         if value is None or not value >= least:
@@ -173,18 +182,28 @@ def _document(row: Row | Rejected, source: SourceConfig, counts: Counter) -> Doc
     if text is not None and not isinstance(text, str):
         return Rejected(f"{row.where}, column {source.text_column!r}", f"holds a {type(text).__name__}, not text",
                         "set text_column to the one that holds the text")
-    if not text or text.isspace():
+    if not text or not visible(text):
         counts["empty"] += 1
         return None
-    name = row.values.get(source.id_column)
-    return Document(replace_surrogates(text), "" if name is None else str(name), row.file, row.number)
+    return Document(replace_surrogates(text), _name(row.values.get(source.id_column)), utf8(row.file), row.number)
 
 
-def fingerprint(source: SourceConfig, cached: bool = False) -> str:
+def _name(value: object) -> str:
+    """The id of a document, from whatever its source has in the id column."""
+    if value is None:
+        return ""
+    try:
+        return replace_surrogates(str(value))
+    except (ValueError, RecursionError):  # an integer of thousands of digits; lists in lists without end
+        return ""
+
+
+def fingerprint(source: SourceConfig, cached: bool = False, times: bool = True) -> str:
     """SHA-256 (hex) of names, sizes and modification times: changes with the source, without reading it.
 
     Args:
         cached: take a copy in the cache of ``datasets`` for a dataset on the hub if that cannot be reached.
+        times: False leaves modification times out, which change without the text (see :func:`hash_content`).
 
     Raises:
         Unreachable: a dataset on the hub cannot be reached; with ``cached``, nor is there a copy of it.
@@ -194,14 +213,34 @@ def fingerprint(source: SourceConfig, cached: bool = False) -> str:
             rows = [[platform.python_version()], *([name, path.stat().st_size] for name, path in stdlib.modules())]
         case "files":
             root = Path(source.path)
-            stats = [(path, path.stat()) for path in source_files(source)]
-            rows = [[path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+            rows = [[path.relative_to(root).as_posix(), *_state(path, times)] for path in source_files(source)]
         case "hub":
             from titans_pt.data_pipeline import hub
 
             rows = hub.cached_version(source) if cached and hub.cached(source) else hub.version(source)
         case "indexed":
             IndexedDataset(source.path)  # says what is the matter, if anything is
-            stats = [Path(f"{source.path}{suffix}").stat() for suffix in (".bin", ".idx")]
-            rows = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
+            rows = [_state(Path(f"{source.path}{suffix}"), times) for suffix in (".bin", ".idx")]
     return hashlib.sha256(json.dumps([source.kind, source.text_column, rows]).encode()).hexdigest()
+
+
+def _state(path: Path, times: bool) -> list[int]:
+    """Size and modification time of a file; nothing for what cannot be read."""
+    if files.obstacle(path):
+        return []
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns][:1 + times]
+
+
+def hash_content(source: SourceConfig, part: Part, update: Callable[[bytes], None]) -> None:
+    """Hands the bytes that a part is read from to ``update``, where only modification times would tell a change."""
+    for file, start, stop in part.pieces:
+        if source.kind == "files":
+            files.hash_piece(Path(file), start, stop, update)
+        elif source.kind == "indexed":
+            starts, tokens = (dataset := IndexedDataset(file)).document_starts, dataset.tokens
+            end = starts[stop] if stop < len(starts) else tokens
+            for at in range(starts[start], end, _HASHED_TOKENS):
+                update(dataset.read(at, min(at + _HASHED_TOKENS, end)).tobytes())
+            if start == 0:
+                files.hash_piece(Path(f"{file}.idx"), 0, None, update)

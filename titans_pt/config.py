@@ -78,8 +78,9 @@ class RunConfig(Section):
 
 class SourceConfig(Section):
     kind: Literal["stdlib", "files", "hub", "indexed"] = "stdlib"
-    """stdlib: the documentation that ships with Python (no download). files: .txt, .jsonl (also .gz, .zst) and .parquet
-    under ``path``. hub: a dataset that ``datasets.load_dataset`` finds. indexed: token files of Megatron's format."""
+    """stdlib: the documentation that ships with Python (no download). files: .txt, .jsonl or .ndjson (also with .gz,
+    .bz2, .xz or .zst) and .parquet under ``path``. hub: a dataset that ``datasets.load_dataset`` finds. indexed: token
+    files of Megatron's format."""
     path: PathName | None = None
     """files: a file or folder. hub: a dataset id or folder. indexed: the path of .bin and .idx without its suffix."""
     name: str | None = None

@@ -98,7 +98,9 @@ class RunFolder:
         """:meth:`lock`, with our log going to ``log``, warnings to stderr as well."""
         with self.lock():
             ours = logging.getLogger("titans_pt")
-            to_file, to_screen = logging.FileHandler(self.log, encoding="utf-8"), logging.StreamHandler()
+            to_file, to_screen = (
+                logging.FileHandler(self.log, encoding="utf-8", errors="backslashreplace"), logging.StreamHandler()
+            )  # fmt: skip
             to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
             to_screen.setFormatter(logging.Formatter("titans: %(levelname)s: %(message)s"))
             to_screen.setLevel(logging.WARNING)

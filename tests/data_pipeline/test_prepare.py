@@ -1,6 +1,7 @@
 import errno
 import fcntl
 import importlib
+import json
 import math
 import os
 import shutil
@@ -9,14 +10,18 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+import pyarrow
 import pytest
 import sentencepiece
+from pyarrow import parquet
 
 from tests.data_pipeline.small_corpus import VOCAB, make_texts, write_jsonl
 from titans_pt.config import Config, SourceConfig
 from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, TokenFiles, documents, load_tokenizer, prepare
+from titans_pt.data_pipeline.inspection import inspect_data
 from titans_pt.data_pipeline.manifest import read_manifest
 from titans_pt.data_pipeline.merge import unigram_loss
+from titans_pt.data_pipeline.tokenizers import train_tokenizer
 from titans_pt.errors import UserError
 
 module = importlib.import_module("titans_pt.data_pipeline.prepare")  # the package has a function of the same name
@@ -381,6 +386,157 @@ def test_token_files_of_others_are_a_source(config, tokenizer, texts, tmp_path):
         writer.add([5, VOCAB])
     fails(config(data={"sources": [source], "tokenizer": given}), tmp_path / "data", "document 0 has ids from 5 to 320",
           "has 320", "data.tokenizer.path")
+
+
+def test_ids_are_compared_without_bos_and_eos(config, tokenizer, texts, tmp_path):
+    """The same text with eos, with bos, with both or none is one document, in training or in validation."""
+    bos, eos = [tokenizer.bos_id], [tokenizer.eos_id]
+    forms = [([], []), ([], eos), (bos, []), (bos, eos), (bos, eos + eos), (eos, eos)]
+    with IndexedWriter(tmp_path / "theirs", VOCAB) as writer:
+        for i in range(len(forms)):
+            for j, text in enumerate(texts):
+                before, after = forms[(i + j) % 5]
+                writer.add(before + tokenizer.encode(text) + after)
+    source, given = {"kind": "indexed", "path": str(tmp_path / "theirs")}, {"path": str(tokenizer.path)}
+    manifest = prepare(config(data={"sources": [source], "tokenizer": given}))
+    assert manifest["dropped"] == {"empty": 0, "duplicate": 5 * len(texts), "filtered": 0, "rejected": 0}
+    found = texts_of(tmp_path / "data", "train") + texts_of(tmp_path / "data", "validation")
+    assert sorted(found) == sorted(texts)
+    given["add_bos"] = True
+    prepare(config(data={"sources": [source], "tokenizer": given, "dir": str(tmp_path / "bos")}))
+    for ids in IndexedDataset(tmp_path / "bos" / "train"):
+        assert ids[0] == tokenizer.bos_id and ids[1] != tokenizer.bos_id and list(ids).count(tokenizer.eos_id) == 1
+
+
+def test_ids_without_visible_text_are_dropped_and_counted(config, tokenizer, texts, tmp_path):
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    unseen = [[], [eos], [bos, eos], [eos, eos, eos], *map(tokenizer.encode, (" ", "\n\n", "\u200b", "\0"))]
+    with IndexedWriter(tmp_path / "theirs", VOCAB) as writer:
+        for ids in [*unseen, *map(tokenizer.encode, texts), tokenizer.encode("日"), *unseen]:
+            writer.add(ids)
+    source, given = {"kind": "indexed", "path": str(tmp_path / "theirs")}, {"path": str(tokenizer.path)}
+    manifest = prepare(config(data={"sources": [source], "tokenizer": given}))
+    assert manifest["dropped"] == {"empty": 2 * len(unseen), "duplicate": 0, "filtered": 0, "rejected": 0}
+    assert sum(split["documents"] for split in manifest["splits"].values()) == len(texts) + 1
+
+
+@pytest.mark.parametrize("kind", ["files", "indexed"])
+def test_new_times_of_files_are_no_new_text(config, corpus, tokenizer, texts, tmp_path, capsys, monkeypatch, kind):
+    monkeypatch.setattr("titans_pt.data_pipeline.sources.PART_BYTES", 9000)
+    paths, source = [corpus], {"kind": "files", "path": str(corpus)}
+    if kind == "indexed":
+        source = {"kind": "indexed", "path": str(tmp_path / "theirs")}
+        paths = [tmp_path / "theirs.bin", tmp_path / "theirs.idx"]
+        with IndexedWriter(tmp_path / "theirs", VOCAB) as writer:
+            for text in texts:
+                writer.add(tokenizer.encode(text))
+    made = config(data={"sources": [source], "tokenizer": {"path": str(tokenizer.path)}})
+    first = prepare(made)
+    for path in paths:
+        os.utime(path, ns=(1, 1))
+    capsys.readouterr()
+    second = prepare(made)
+    assert second | {"fingerprint": first["fingerprint"]} == first
+    assert "other modification times than before; comparing their content" in capsys.readouterr().err
+    assert prepare(made) == second and "comparing" not in capsys.readouterr().err  # the new times are known now
+    content = bytearray(paths[0].read_bytes())
+    content[-20] ^= 1
+    paths[0].write_bytes(content)  # of the same size
+    with pytest.raises(UserError, match="the text of data.sources has changed"):
+        prepare(made)
+    paths[0].write_bytes(content + content[-10:])
+    with pytest.raises(UserError, match="has changed|truncated, or of another run"):
+        prepare(made)
+    assert "comparing" in capsys.readouterr().err
+
+
+def test_a_changed_tokenizer_file_is_not_called_changed_text(config, texts, tmp_path):
+    path = tmp_path / "own.model"
+    train_tokenizer(texts, path, VOCAB, 10**6)
+    made = config(data={"tokenizer": {"path": str(path)}})
+    prepare(made)
+    path.unlink()
+    train_tokenizer(texts[:90], path, VOCAB, 10**6)
+    with pytest.raises(UserError, match="the tokenizer in data.tokenizer.path has changed"):
+        prepare(made)
+
+
+def test_a_validation_shorter_than_a_sample_is_told_at_once_with_a_remedy_that_works(config, tmp_path, capsys):
+    short = config(data={"validation_fraction": 0.01, "seq_len": 512})
+    manifest = prepare(short)
+    tokens = manifest["splits"]["validation"]["tokens"]
+    assert 0 < tokens <= 512
+    remedy = capsys.readouterr().err.splitlines()[-1]
+    assert remedy.startswith(
+        f"titans prepare: warning: data.seq_len: given 512; {tmp_path}/data/validation has {tokens} tokens, and one "
+        "sample needs 513: raise data.validation_fraction from 0.01 to 0.")
+    assert remedy.endswith("lower data.seq_len, or add text in data.sources; titans train will refuse it")
+    prepare(short)
+    assert remedy in capsys.readouterr().err
+    with pytest.raises(UserError, match="raise data.validation_fraction from 0.01 to .* --force; or lower data.seq"):
+        TokenFiles.open(short).validation_samples(short)
+    TokenFiles.open(short).samples(short)
+    fraction = float(remedy.split(" from 0.01 to ")[1].split()[0])
+    longer = config(data={"validation_fraction": fraction, "seq_len": 512})
+    prepare(longer, force=True)
+    assert "warning" not in capsys.readouterr().err
+    assert len(TokenFiles.open(longer).validation_samples(longer)) >= 1
+
+
+def test_a_source_shorter_than_a_sample(config, corpus, tmp_path, capsys):
+    small = write_jsonl(tmp_path / "small.jsonl", make_texts(2, seed=9))
+    sources = [{"kind": "files", "path": str(path), "weight": 1.0} for path in (corpus, small)]
+    own = {"kind": "files", "path": str(write_jsonl(tmp_path / "own.jsonl", ["a b c"]))}
+    made = config(data={"sources": sources, "seq_len": 512, "validation_sources": [own]})
+    prepare(made)
+    first, second = capsys.readouterr().err.splitlines()[-2:]
+    assert "/train-1 has " in first and "needs 513: lower data.seq_len, or add text in data.sources;" in first
+    assert "/validation has " in second and "or add text in data.validation_sources;" in second
+    with pytest.raises(UserError, match="/train-1 has "):
+        TokenFiles.open(made).samples(made)
+
+
+def test_what_is_not_read_is_in_the_summary(config, tmp_path, texts, capsys):
+    (tmp_path / "text").mkdir()
+    write_jsonl(tmp_path / "text" / "a.jsonl", texts)
+    source = {"kind": "files", "path": str(tmp_path / "text")}
+    assert prepare(config(data={"sources": [source]}))["ignored"] == {"count": 0, "files": []}
+    assert "not read" not in capsys.readouterr().err
+    for i in range(120):
+        (tmp_path / "text" / f"{i:03}.csv").touch()
+    (tmp_path / "text" / os.fsdecode(b"caf\xe9\n.md")).touch()
+    ignored = prepare(config(data={"sources": [source], "dir": str(tmp_path / "again")}))["ignored"]
+    assert ignored["count"] == 121 and len(ignored["files"]) == 100
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("  not read, being hidden or of another suffix: 121 (") and line.endswith(" and 113 more)")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_names_and_ids_that_are_not_utf8_reach_every_file(config, tmp_path, texts, workers, monkeypatch, capsys):
+    """Into a folder whose name is Latin-1, too; what is left out has its place named."""
+    monkeypatch.setattr("titans_pt.data_pipeline.sources.PART_BYTES", 3000)
+    root, out = tmp_path / os.fsdecode(b"t\xe9xt"), tmp_path / os.fsdecode(b"d\xe9ta")
+    root.mkdir()
+    lines = [json.dumps({"text": text, "id": f"\ud800{i}"}) + "\n" for i, text in enumerate(texts)]
+    (root / os.fsdecode(b"caf\xe9.jsonl")).write_text("".join(lines) + '{"text": "a\\udcffb"}\n{broken\n')
+    (root / os.fsdecode(b"\xe9.md")).touch()
+    (root / "link.jsonl").symlink_to(os.fsdecode(b"g\xf6ne"))
+    made = config(data={"sources": [{"kind": "files", "path": str(root)}], "dir": str(out), "bad_input": "skip"})
+    manifest = prepare(made, workers=workers)
+    assert manifest["dropped"]["rejected"] == 2
+    for path in out.iterdir():
+        if path.suffix in (".json", ".jsonl"):
+            for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+                json.dumps(json.loads(text), ensure_ascii=False).encode()  # no surrogate in any string
+    assert TokenFiles.open(made).manifest == manifest and prepare(made) == manifest
+    rows = parquet.read_table(pyarrow.BufferReader((out / "train.documents.parquet").read_bytes())).to_pylist()
+    assert {row["file"] for row in rows} == {f"{tmp_path}/t\\xe9xt/caf\\xe9.jsonl"}
+    assert {row["id"][0] for row in rows if row["id"]} == {"\ufffd"}
+    inspect_data(made)
+    assert "t\\xe9xt/caf\\xe9.jsonl row 0 id \ufffd0" in capsys.readouterr().out
+    with pytest.raises(UserError, match="link.jsonl: a link to g.xf6ne, which cannot be followed"):
+        prepare(made.model_copy(update={"data": made.data.model_copy(update={"bad_input": "refuse"})}), force=True)
+    assert TokenFiles.open(made).manifest == manifest
 
 
 def test_bos_if_asked_for(config, tokenizer):

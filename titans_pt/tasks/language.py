@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.config import Config
-from titans_pt.data_pipeline import Mixture, PackedSamples, TokenFiles
+from titans_pt.data_pipeline import Mixture, TokenFiles
 from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.layers.loss import cross_entropy
@@ -70,7 +70,7 @@ class Language(Task):
         self.tokenizer = files.tokenizer
         samples = files.samples(self.config)
         return TaskData(
-            samples, PackedSamples(files.validation, self.config.data.seq_len, 0),
+            samples, files.validation_samples(self.config),
             {"tokenizer": files.tokenizer.sha256, "data": files.fingerprint}, files.manifest.get("unigram_loss"),
             self._sources(samples) if isinstance(samples, Mixture) else {},
         )  # fmt: skip
