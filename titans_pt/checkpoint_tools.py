@@ -46,14 +46,20 @@ def prune_run(run: str, keep_last: int, keep_every: int | None):
     """Deletes what train.keep_last and train.keep_every would and prints it, but never the newest complete one.
 
     Raises:
-        UserError: none is complete, or the run is training.
+        UserError: none is complete, one could not be deleted, or the run is training.
     """
     _found(run)
     folder = RunFolder(run)
     with folder.lock():
         newest = checkpoints.newest_complete(folder.checkpoints)
-        for path in checkpoints.prune(folder.checkpoints, keep_last, keep_every, newest):
-            print(f"{path}: deleted")
+        old = checkpoints.outdated(folder.checkpoints, keep_last, keep_every, newest)
+        links = {path: path.readlink() for path in old if path.is_symlink()}
+        gone = checkpoints.prune(folder.checkpoints, keep_last, keep_every, newest)
+        for path in gone:
+            print(f"{path}: deleted" + (f" (a link; {links[path]} stays)" if path in links else ""))
+        if rest := len(old) - len(gone):
+            raise UserError(f"{run}: {rest} of {len(old)} old checkpoints could not be deleted, for the reasons above; "
+                            "change the permissions of their folders, or delete them yourself")  # fmt: skip
 
 
 def merge_run(run: str, step: int | None):

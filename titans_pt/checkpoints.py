@@ -157,8 +157,8 @@ def _complete(temporary: Path, final: Path, files: dict[str, Any], state: Traine
     for path in temporary.iterdir():
         flush_to_disk(path)
     flush_to_disk(temporary)
-    if final.exists():
-        shutil.rmtree(final)
+    if os.path.lexists(final):
+        _delete(final)
     os.replace(temporary, final)
     flush_to_disk(final.parent)
     return final
@@ -299,25 +299,40 @@ def step_of(path: Path) -> int:
     return int(_NAME.fullmatch(path.name)[1])
 
 
+def outdated(folder: Path, keep_last: int, keep_every: int | None = None, keep: Path | None = None) -> list[Path]:
+    """The checkpoints that :func:`prune` deletes, oldest first."""
+    old = list_checkpoints(folder)[:-keep_last]
+    return [path for path in old if path != keep and not (keep_every and step_of(path) % keep_every == 0)]
+
+
 def prune(folder: Path, keep_last: int, keep_every: int | None = None, keep: Path | None = None) -> list[Path]:
     """Deletes all but the ``keep_last`` newest checkpoints, those of steps that divide by ``keep_every``, and ``keep``.
 
-    One that cannot be deleted is a warning: the run is worth more than the space. Returns the deleted ones.
+    Of a link only the link is deleted: what it points to is not the run's. One that cannot be deleted is a warning: the
+    run is worth more than the space. Returns the deleted ones.
     """
     gone = []
-    for path in list_checkpoints(folder)[:-keep_last]:
-        if path == keep or (keep_every and step_of(path) % keep_every == 0):
-            continue
+    for path in outdated(folder, keep_last, keep_every, keep):
+        # Renamed first, so that an interrupted deletion does not leave a damaged checkpoint.
+        hidden = path.with_name(f".{path.name}.old")
         try:
-            # Renamed first, so that an interrupted deletion does not leave a damaged checkpoint.
-            hidden = path.with_name(f".{path.name}.old")
-            shutil.rmtree(hidden, ignore_errors=True)
+            if os.path.lexists(hidden):
+                _delete(hidden)
             os.replace(path, hidden)
+            _delete(hidden)
             gone.append(path)
-            shutil.rmtree(hidden)
         except OSError as error:
-            log.warning("old checkpoint %s could not be deleted: %s", path, error.strerror)
+            rest = f"; what is left of it is {hidden}" if os.path.lexists(hidden) else ""
+            log.warning("old checkpoint %s could not be deleted: %s%s", path, error.strerror or error, rest)
     return gone
+
+
+def _delete(path: Path):
+    """Deletes a folder with all in it; a link or a file itself."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def set_aside(folder: Path, after: int) -> list[Path]:
@@ -330,10 +345,14 @@ def set_aside(folder: Path, after: int) -> list[Path]:
         place = folder / "set-aside" / path.name
         place.parent.mkdir(exist_ok=True)
         for n in itertools.count(2):
-            if not place.exists():
+            if not os.path.lexists(place):
                 break
             place = place.with_name(f"{path.name}-{n}")
+        target = path.parent / path.readlink() if path.is_symlink() else None
         os.replace(path, place)
+        if target:  # one that is relative would point elsewhere from there
+            place.unlink()
+            place.symlink_to(target.absolute())
         moved.append(place)
     return moved
 
@@ -342,7 +361,7 @@ def clean(folder: Path):
     """Removes what unfinished writes and deletions left after a crash."""
     for path in folder.glob(".step-*"):
         with contextlib.suppress(OSError):
-            shutil.rmtree(path)
+            _delete(path)
 
 
 def _write_json(path: Path, value: Any):

@@ -1,3 +1,5 @@
+import errno
+import os
 from dataclasses import replace
 
 import pytest
@@ -39,6 +41,31 @@ def test_prune(run, capsys):
     assert capsys.readouterr().out.count("deleted") == 2
     assert [checkpoints.step_of(p) for p in checkpoints.list_checkpoints(run / "checkpoints")] == [4, 8]
     assert cli.run(["checkpoint", "prune", str(run), "--keep-last", "0"]) == 2
+
+
+def test_prune_deletes_links_but_not_what_they_point_to(run, tmp_path_factory, capsys):
+    away = tmp_path_factory.mktemp("away") / "kept"
+    link, dangling = run / "checkpoints/step-00000002", run / "checkpoints/step-00000001"
+    link.rename(away)
+    link.symlink_to(away)
+    dangling.symlink_to("/not/there")
+    assert cli.run(["checkpoint", "prune", str(run), "--keep-last", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert f"{link}: deleted (a link; {away} stays)" in out and out.count("deleted") == 3 and not err
+    assert checkpoints.verify(away) == []
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
+
+
+def test_what_cannot_be_deleted_is_an_error(run, monkeypatch, caplog, capsys):
+    def refuse(path, *_):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(checkpoints.os, "replace", refuse)
+    assert cli.run(["checkpoint", "prune", str(run), "--keep-last", "2"]) == 2
+    out, err = capsys.readouterr()
+    assert "deleted" not in out
+    assert f"{run}: 2 of 4" not in err and f"{run}: 2 of 2 old checkpoints could not be deleted" in err
+    assert caplog.text.count("could not be deleted: Permission denied") == 2
 
 
 def test_no_run(tmp_path, capsys):

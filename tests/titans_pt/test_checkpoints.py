@@ -155,6 +155,19 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     assert checkpoints.verify(save(tmp_path)) == []
 
 
+def test_a_checkpoint_takes_the_place_of_a_link_and_a_link_can_be_set_aside(tmp_path):
+    (tmp_path / "run").mkdir()
+    for step in (5, 6):
+        save(tmp_path / "away", step)
+        name = checkpoints.checkpoint_path(tmp_path, step).name
+        (tmp_path / "run" / name).symlink_to(f"../away/{name}")
+    path = save(tmp_path / "run", 5)
+    assert not path.is_symlink() and checkpoints.verify(path) == []
+    (place,) = checkpoints.set_aside(tmp_path / "run", 5)
+    assert place.is_symlink() and checkpoints.verify(place) == []
+    assert names(tmp_path / "away") == ["step-00000005", "step-00000006"]
+
+
 def test_prune_keeps_the_newest_and_never_the_one_just_written(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)

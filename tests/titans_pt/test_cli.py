@@ -176,10 +176,12 @@ def test_no_config_file(failing, tmp_path):
     ("model.memory.depth=2", "model.memory.depth: given 2, but"),
     ("run.seed=1", "run.seed: given 1, but"),
     ("data.seq_len=32", "data.seq_len: given 32, but"),
+    ("train.stop_at=1", "train.stop_at: given 1, but"),
+    ("train.stop_at=null train.max_steps=1 train.warmup_steps=0", "train.max_steps: given 1, but"),
 ])  # fmt: skip
 def test_a_resume_with_other_settings_is_refused(run_copy, failing, change, message):
     config, folder, _ = run_copy
-    line = failing("train", config, folder, change)
+    line = failing("train", config, folder, *change.split())
     assert message in line
     assert "run.dir" in line
 

@@ -49,7 +49,7 @@ def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start
 
     Raises:
         UserError: train.resume=never and there are checkpoints; it names a step that has none; all are damaged; the
-            settings do not continue them; train.init_from is not weights of this model.
+            settings do not continue them, or end before them; train.init_from is not weights of this model.
     """
     checkpoints.clean(folder.checkpoints)  # a rank's shard of before must not be taken for a new one
     resume, found = task.config.train.resume, checkpoints.list_checkpoints(folder.checkpoints)
@@ -66,6 +66,7 @@ def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start
     state = checkpoints.read_state(path)
     config = as_begun(task.config, state.config)
     check_resumable(path, state, task, config, identity)
+    _check_end(path, state, config, folder)
     moved = [] if resume == "auto" else checkpoints.set_aside(folder.checkpoints, state.step)
     for place in moved:
         log.warning("train.resume=%d: the run continues at step %d; a later checkpoint is now %s (delete it if it is "
@@ -152,6 +153,22 @@ def check_resumable(path: Path, state: TrainerState, task: Task, config: Config,
     for key, was, now in differences(old, new):
         if key.partition(".")[0] in ("train", "parallel", "data"):
             log.info("resumed at step %d with another %s: %r, was %r", state.step, key, now, was)
+
+
+def _check_end(path: Path, state: TrainerState, config: Config, folder: RunFolder):
+    """
+    Raises:
+        UserError: the run is already beyond the step at which the settings end it.
+    """
+    train = config.train
+    key, end = ("stop_at", train.stop_at) if train.stop_at else ("max_steps", train.max_steps)
+    if state.step <= end:
+        return
+    steps = [checkpoints.step_of(each) for each in checkpoints.list_checkpoints(folder.checkpoints)]
+    before = [step for step in steps if step <= end]
+    back = f"; train.resume={before[-1]} goes back to an earlier checkpoint" if before else ""
+    raise UserError(f"train.{key}: given {end}, but {path} is of step {state.step}; set {state.step} or more, or "
+                    f"another run.dir to start from scratch{back}")  # fmt: skip
 
 
 def _tell_schedule(old: dict, config: Config, step: int):
