@@ -139,6 +139,7 @@ def test_import_takes_the_tokenizer_that_the_model_was_trained_with(runs, tmp_pa
         huggingface.import_run(folder, tmp_path / "wrong")
     (folder / "other.json").rename(folder / "tokenizer.json")
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "SHA256SUMS").unlink()
     with pytest.raises(UserError, match=r"holds tokenizer\.model and tokenizer\.json; delete the one"):
         huggingface.import_run(folder, tmp_path / "which")
     (folder / "tokenizer.model").unlink()

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from titans_pt import huggingface
 from titans_pt.run import load_run
 from titans_pt.streaming import continuation_logits, greedy, prefill
 
@@ -41,11 +42,9 @@ def found(exported):
 
 
 @pytest.fixture(scope="module")
-def run(exported, hub):
-    """The run, with the exported weights."""
-    run = load_run(exported / "run")
-    run.model.load_state_dict(hub.model.state_dict())
-    return run
+def run(exported, tmp_path_factory):
+    """The exported weights as a run."""
+    return load_run(huggingface.import_run(exported / "hf", tmp_path_factory.mktemp("imported") / "run"))
 
 
 def by_text(samples: list[dict]) -> list[dict]:

@@ -63,8 +63,8 @@ def test_what_the_trainer_saves_is_an_exported_folder(exported, tokenizer, tmp_p
     one.save_model(str(tmp_path / "tuned"))
     assert (tmp_path / "tuned/modeling_titans.py").is_file()
     run = load_run(huggingface.import_run(tmp_path / "tuned", tmp_path / "run"))
-    for name, weight in run.model.state_dict().items():
-        assert torch.equal(weight, one.model.model.state_dict()[name]), name
+    for name, weight in one.model.model.state_dict().items():
+        assert torch.equal(run.model.state_dict()[name][: len(weight)], weight), name  # the run may have spare rows
 
 
 def test_adapters(exported, fresh, ids):
