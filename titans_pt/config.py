@@ -264,6 +264,10 @@ class MemoryConfig(Section):
     hierarchy: HierarchyConfig | None = None
     """A global memory with large chunks and local ones that begin again at every shard, all of them summed, instead of
     one memory (TNT, arXiv 2511.07343): lmm, mag, mal."""
+    write_cost: Annotated[float, Field(ge=0.0, le=1000.0)] = 0.0
+    """Adds the gradient of so many times the mean write gate, 0 to 1, of all tokens and heads: it penalises writes that
+    the task does not need. Losses are reported without it. In tasks with answers (recall, needles) a row pays once 99 %
+    of its answers are right. With theta=bounded."""
     save_every: Positive | None = None
     """The backward pass keeps the memory's weights at every save_every-th block and computes those between again:
     less memory, the same result. Null: the square root of the number of blocks."""
@@ -350,6 +354,9 @@ class TrainConfig(Section):
     """Optimiser steps of the whole schedule."""
     stop_at: Positive | None = None
     """Stop with a checkpoint after this step; the schedule stays that of max_steps."""
+    stop_when: Annotated[str, Field(pattern=r"^\s*\w+\s*[<>]=\s*[-+0-9.eE]+\s*$")] | None = None
+    """End the training at the first validation (train.eval_every) whose figure reaches a value: "loss <= 3.2",
+    "accuracy >= 0.99". The schedule stays that of max_steps. Null: train to max_steps."""
     resume: Literal["auto", "never"] | Positive = "auto"
     """auto: continue from the newest complete checkpoint of run.dir, or start if there is none.
     never: start, and refuse a run.dir that already holds checkpoints.
@@ -400,7 +407,7 @@ class TrainConfig(Section):
     compile: bool | None = None
     """torch.compile of each block: what lies between matrix products, memory and attention becomes few kernels. Null:
     on a GPU, unless parallel.zero_stage=3 (its gathering of parameters cannot be compiled), parallel.tensor > 1,
-    parallel.context > 1 or train.wavefront."""
+    parallel.context > 1, train.wavefront or model.memory.write_cost."""
     wavefront: Positive | None = None
     """Cut sequences into pieces of so many tokens and let layer l work on a piece while layer l + 1 works on the one
     before, on a GPU each in its own stream: for long sequences in small batches, whose memories would leave most of a
@@ -524,6 +531,26 @@ class HarnessConfig(Section):
     """Only the first limit documents of each task."""
 
 
+class RecallConfig(Section):
+    sequences: Positive = 512
+    """Samples like those of training, for the accuracy; a quarter of them at each of the other pairs and distances."""
+    pairs: list[Positive] = [2, 4, 8, 16]
+    """Also ask with so many pairs, as far as the vocabulary has keys."""
+    distances: list[NonNegative] = [8, 16, 32, 64, 128, 256]
+    """Also ask so many tokens after the last pair."""
+
+
+class NeedlesInNoiseConfig(Section):
+    lengths: Annotated[list[Positive], Field(min_length=1)] = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
+    """Tokens of a sample, questions and answers included; to 10 million and beyond."""
+    needles: Annotated[list[Positive], Field(min_length=1)] | None = None
+    """Needles of a sample, each with each length. Null: as in training."""
+    answers: Positive = 256
+    """At least so many for each length and number of needles, in whole samples."""
+    noise: Literal["seen", "unseen"] = "seen"
+    """unseen: in the noise tokens that training held out (needles.held_out)."""
+
+
 class EvaluationConfig(Section):
     every: NonNegative = 0
     """While training: steps between two evaluations of a new checkpoint; all ranks share the samples. 0: never.
@@ -546,6 +573,10 @@ class EvaluationConfig(Section):
     """Suite babilong: BABILong's questions about facts that are spread over a long text."""
     commonsense: HarnessConfig = HarnessConfig()
     """Suite commonsense: tasks of lm-eval."""
+    recall: RecallConfig = RecallConfig()
+    """Suite recall of the task recall: accuracy by pairs and by distance."""
+    needles: NeedlesInNoiseConfig = NeedlesInNoiseConfig()
+    """Suite needles of the task needles: needles in noise, by length."""
 
 
 class WandbConfig(Section):
@@ -615,6 +646,10 @@ class Config(Section):
              f"at most train.max_steps - train.warmup_steps = {t.max_steps - t.warmup_steps}")
         need(t.stop_at is None or t.stop_at <= t.max_steps, "train.stop_at", t.stop_at,
              f"at most train.max_steps={t.max_steps}")
+        need(not (t.compile and self.model.memory.write_cost), "train.compile", True,
+             "not with model.memory.write_cost, whose gates are read between a block's kernels; leave it at null")
+        need(self.model.memory.theta == "bounded" or not self.model.memory.write_cost, "model.memory.write_cost",
+             self.model.memory.write_cost, "only with model.memory.theta=bounded; leave it out")
         need(self.parallel.node_ranks is None or (self.parallel.zero_stage == 3 and self.parallel.tensor == 1),
              "parallel.node_ranks", self.parallel.node_ranks, "only with parallel.zero_stage=3 and parallel.tensor=1")
         need(self.parallel.gather_bucket is None or self.parallel.zero_stage < 3, "parallel.gather_bucket",

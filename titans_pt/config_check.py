@@ -3,6 +3,7 @@
 import importlib
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -42,6 +43,10 @@ def checked(config: Config) -> Config:
         owner.check(config, _need)
     for suite in config.evaluation.suites if config.evaluation.every else ():
         _need(suite in task.suites, "evaluation.suites", suite, f"allowed: {', '.join(task.suites) or 'none'}")
+    if config.train.stop_when:
+        figure, _, _ = stop_condition(config.train.stop_when)
+        _need(figure in task.figures, "train.stop_when", config.train.stop_when,
+              f"figures of task={config.task}: {', '.join(task.figures)}")
     _tensor_parallel(config, mixers)
     if config.parallel.context > 1:
         for name, mixer in mixers.items():
@@ -122,6 +127,17 @@ def _unless_given(section: Any, keys: list[str], value: Any) -> Any:
     if after == before or (not deeper and key in section.model_fields_set):
         return section
     return section.model_copy(update={key: after})
+def stop_condition(text: str) -> tuple[str, str, float]:
+    """train.stop_when in parts: "accuracy >= 0.99" -> ("accuracy", ">=", 0.99).
+
+    Raises:
+        UserError: its number is none.
+    """
+    figure, sign, value = re.fullmatch(r"\s*(\w+)\s*([<>]=)\s*(\S+)\s*", text).groups()
+    try:
+        return figure, sign, float(value)
+    except ValueError:
+        raise UserError(f"train.stop_when: given {text!r}; write it as in 'accuracy >= 0.99'") from None
 
 
 def completed(tree: dict) -> dict:

@@ -116,3 +116,21 @@ def vocabulary_cross_entropy(
     if z_loss:
         losses = with_z_loss(losses, log_z, z_loss)
     return losses.mean() if reduction == "mean" else losses
+
+
+def vocabulary_best(logits: Tensor, *, group: RankGroup) -> Tensor:
+    """The token with the highest logit where each rank holds its part of the vocabulary's logits.
+
+    Args:
+        logits: (N, V / size), this rank's part; rank r's first column is entry r V / size.
+
+    Returns:
+        (N,) int64, over the whole vocabulary, the same on every rank; of equal logits the first token.
+    """
+    highest, token = logits.max(1)
+    if group.size == 1:
+        return token
+    width = logits.shape[1]
+    best = group.all_reduce(highest, dist.ReduceOp.MAX)
+    token = torch.where(highest == best, token + group.rank * width, group.size * width)
+    return group.all_reduce(token, dist.ReduceOp.MIN)

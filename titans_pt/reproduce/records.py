@@ -13,7 +13,8 @@ from titans_pt.tools.files import write_text
 from titans_pt.tools.sealed import seal, unseal
 
 _NEEDED = ("failed", "trained", "measured", "config")
-DECISIVE = ("max_steps", "batch_tokens", "lr", "min_lr_ratio", "warmup_steps", "betas", "eps", "weight_decay", "clip")
+DECISIVE = ("max_steps", "batch_tokens", "lr", "min_lr_ratio", "warmup_steps", "betas", "eps", "weight_decay", "clip",
+            "stop_when")  # fmt: skip
 """Of ``train``: what changes a run's result. The rest is about speed, memory and files."""
 
 

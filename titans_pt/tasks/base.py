@@ -69,6 +69,8 @@ class Task:
     """Of the loss, for messages, such as "nats per token"."""
     baseline_name: ClassVar[str] = "baseline"
     """What :attr:`TaskData.baseline` is called."""
+    figures: ClassVar[tuple[str, ...]] = ("loss",)
+    """What the objective reports of validation samples, for train.stop_when; those with a loss in their name fall."""
     suites: ClassVar[dict[str, str]] = {}
     """Evaluation suites: name -> "module:class", imported when it is asked for (titans_pt.evaluation.runner)."""
     usual: ClassVar[tuple[str, ...]] = ()

@@ -56,7 +56,9 @@ class Language(Task):
     def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
         whole = tensor.size == 1
         loss = cross_entropy if whole else partial(vocabulary_cross_entropy, group=tensor)
-        return NextTokenLoss(model, loss, self.config.train.z_loss)
+        return NextTokenLoss(
+            model, loss, self.config.train.z_loss, self.config.model.memory.write_cost / tensor.size
+        )
 
     def output_bytes(self, rows: int, length: int, width: int) -> dict[str, int]:
         """The head's output, the same in fp32, its softmax, and their two gradients; of the samples taken at once."""

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titans_pt.layers.loss import cross_entropy
 from titans_pt.tasks.base import nan_unless_finite, with_weights
+from titans_pt.tasks.writing import with_write_cost, write_gates
 
 LOGITS_BYTES = 256 << 20
 """Logits in fp32 that exist at a time at most; under tensor parallelism, unless those of one sample are more."""
@@ -49,14 +50,16 @@ class NextTokenLoss(nn.Module):
     V = 32,000). On a GPU with liger-kernel installed, its fused kernel takes their place, which has the gradients at
     once: for a whole head, its gradient summed in fp32. ``model`` is a LanguageModel; rows of its head that stand for
     no token count nowhere. ``cross_entropy`` takes what titans_pt.layers.loss's takes; another one is needed where each
-    rank holds a part of the logits. ``z_loss`` is train.z_loss: it moves the gradient alone, never the value.
+    rank holds a part of the logits. ``z_loss`` is train.z_loss, ``write_cost`` model.memory.write_cost: they move the
+    gradient alone, never the value.
     """
 
     def __init__(
-        self, model: nn.Module, cross_entropy: Callable[..., Tensor] = cross_entropy, z_loss: float = 0.0
-    ):
+        self, model: nn.Module, cross_entropy: Callable[..., Tensor] = cross_entropy, z_loss: float = 0.0,
+        write_cost: float = 0.0,
+    ):  # fmt: skip
         super().__init__()
-        self.model, self.cross_entropy, self.z_loss = model, cross_entropy, z_loss
+        self.model, self.cross_entropy, self.z_loss, self.write_cost = model, cross_entropy, z_loss, write_cost
 
     def forward(self, ids: Tensor, reset: Tensor | None, weight: Tensor | None = None) -> Tensor | dict[str, Tensor]:
         """Mean cross-entropy, in fp32 and nats per token.
@@ -69,7 +72,8 @@ class NextTokenLoss(nn.Module):
         Returns:
             A scalar, NaN where it is infinite; with weights {"loss": a scalar} as it is.
         """
-        x, _ = self.model(ids[:, :-1], reset=reset, head=False, output_final_state=not self.training)
+        with write_gates(self.model, collect=self.write_cost > 0 and weight is None) as gates:
+            x, _ = self.model(ids[:, :-1], reset=reset, head=False, output_final_state=not self.training)
         targets = ids[:, 1:]
         if weight is None and self._fused(x):
             loss = _liger(self.z_loss)(self.model.head.weight, x.flatten(0, 1), targets.flatten(), self._bias(x))
@@ -79,7 +83,7 @@ class NextTokenLoss(nn.Module):
             if weight is not None:
                 return {"loss": with_weights(samples, weight)}
             loss = samples.mean()
-        return nan_unless_finite(loss)
+        return nan_unless_finite(with_write_cost(loss, gates, self.write_cost))
 
     def _fused(self, x: Tensor) -> bool:
         whole = self.cross_entropy is cross_entropy and self.model.head.weight.numel() > 0

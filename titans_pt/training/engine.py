@@ -109,6 +109,8 @@ def compiles(config: Config, device: torch.device) -> bool:
     """train.compile, resolved."""
     if config.train.compile is None:
         parallel, whole = config.parallel, config.train.wavefront is None
+        if config.model.memory.write_cost:
+            return False  # hooks, which read the gates, do not fire inside a compiled block
         return device.type == "cuda" and parallel.zero_stage < 3 and parallel.tensor == parallel.context == 1 and whole
     return config.train.compile
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
 from titans_pt.config import Config, config_hash
+from titans_pt.config_check import stop_condition
 from titans_pt.data_pipeline import Loader
 from titans_pt.data_pipeline.loader import collate
 from titans_pt.evaluation import runner
@@ -90,6 +91,7 @@ class Trainer:
         self.origin = state.origin if state else start.weights and start.weights.origin
         self.loss: float | None = None
         self.validation_loss: float | None = None
+        self.validation: dict[str, float] = {}
         self.validated_step: int | None = None
         self.evaluated_step: int | None = None
         self.last_step = train.stop_at or train.max_steps
@@ -116,7 +118,7 @@ class Trainer:
             if record["kind"] == "train":
                 self.loss = record["loss"]
             elif record["kind"] == "validation":
-                self.validation_loss, self.validated_step = record["validation_loss"], record["step"]
+                self._note_validation(record, record["step"])
             elif record["kind"] == "evaluation":
                 self.evaluated_step = record["step"]
         self.progress = Progress(self.step, max(self.step, self.last_step), shown=ranks.first)
@@ -153,7 +155,7 @@ class Trainer:
         train = self.config.train
         if self.step:
             self._evaluate()  # what a stop may have left undone
-        while self.step < self.last_step:
+        while self.step < self.last_step and not self._reached():
             signal = self._train_step()
             if signal:
                 self._save()
@@ -285,9 +287,21 @@ class Trainer:
         totals, count = self.engine.validate(batches)
         *sums, count = self.ranks.sum([*totals.values(), count])
         figures = {f"validation_{name}": total / count for name, total in zip(totals, sums, strict=True)}
-        self.validation_loss, self.validated_step = figures["validation_loss"], self.step
+        self._note_validation(figures, self.step)
         self._log("validation", **figures)
         log.info("step %d: validation loss %.4f", self.step, self.validation_loss)
+
+    def _note_validation(self, figures: dict[str, float], step: int):
+        self.validation, self.validated_step = figures, step
+        self.validation_loss = figures["validation_loss"]
+
+    def _reached(self) -> bool:
+        """Whether this step's validation has the figure of train.stop_when."""
+        if self.config.train.stop_when is None or self.validated_step != self.step:
+            return False
+        figure, sign, value = stop_condition(self.config.train.stop_when)
+        found = self.validation[f"validation_{figure}"]
+        return found >= value if sign == ">=" else found <= value
 
     def _validation_batches(
         self, samples: Samples, count: int
@@ -383,6 +397,8 @@ class Trainer:
         self._say(f"step {self.step} of {self.config.train.max_steps}: training loss {number(self.first_loss)} -> "
                   f"{number(self.loss)}, validation {number(self.validation_loss)}{known} ({self.task.unit}); "
                   f"{self.nonfinite} steps skipped")
+        if self._reached():
+            self._say(f"ended by train.stop_when={self.config.train.stop_when!r}")
         self._say(f"{self._saved_at()}; loss curve {plot}; metrics {self.folder.metrics}; log {self.folder.log}")
 
     def _saved_at(self) -> str:

@@ -1,0 +1,106 @@
+"""Suite needles: needles in noise, asked for in streams of any length, read in constant memory."""
+
+import time
+from collections import defaultdict
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from titans_pt.config import Config
+from titans_pt.errors import UserError
+from titans_pt.evaluation.long_context import read
+from titans_pt.run import LoadedRun
+from titans_pt.streaming import device_of
+from titans_pt.tasks.answers import EVALUATION_SEED, answered, stacked
+from titans_pt.tasks.needles import NeedlesInNoise
+from titans_pt.tools.plots import plot_accuracy
+from titans_pt.tools.records import digest
+from titans_pt.tools.statistics import wilson
+
+ROWS = 8
+"""Samples read at once."""
+
+
+class NeedleAnswers:
+    """A job is a batch of at most eight samples of one length and number of needles, the shortest first.
+
+    Raises:
+        UserError: more needles than the vocabulary has keys or a sample holds, or noise that training did not hold out.
+    """
+
+    name = "needles"
+
+    def __init__(self, run: LoadedRun, config: Config):
+        self.loaded, self.settings = run, config.evaluation.needles
+        self.prefill_tokens, self.save_every = config.evaluation.prefill_tokens, config.evaluation.save_every
+        trained: NeedlesInNoise = run.task.questions(None)
+        unseen = self.settings.noise == "unseen"
+        if unseen and not trained.held_out:
+            raise UserError("evaluation.needles.noise: given 'unseen'; training drew every noise token: train with "
+                            "needles.held_out above 0")  # fmt: skip
+        self.jobs: list[tuple[NeedlesInNoise, int, int]] = []
+        for length in sorted(set(self.settings.lengths)):
+            for needles in dict.fromkeys(self.settings.needles or [trained.needles]):
+                asked = replace(trained, length=length, needles=needles, unseen=unseen)
+                self._check(asked)
+                samples = -(-self.settings.answers // needles)
+                self.jobs += [(asked, first, min(ROWS, samples - first)) for first in range(0, samples, ROWS)]
+        self.keys = [digest(self.name, asdict(asked), first, rows, run.identity) for asked, first, rows in self.jobs]
+
+    @staticmethod
+    def _check(asked: NeedlesInNoise):
+        keys, holds = asked.vocabulary // 4, asked.length // 6
+        if asked.needles > keys:
+            raise UserError(f"evaluation.needles.needles: given {asked.needles}; at most {keys}, the keys of "
+                            f"model.vocab_size={asked.vocabulary}")  # fmt: skip
+        if asked.needles > holds:
+            raise UserError(f"evaluation.needles.lengths: given {asked.length}, which holds {holds} needles; at least "
+                            f"{6 * asked.needles} for {asked.needles}")  # fmt: skip
+
+    def measure(self, index: int) -> dict:
+        """Reads samples that training does not draw, and counts right answers; continues a reading that was killed."""
+        asked, first, rows = self.jobs[index]
+        run, device = self.loaded, device_of(self.loaded.model)
+        ids, places = stacked(asked, EVALUATION_SEED, first, rows)
+        end, began = asked.length - asked.tail, time.perf_counter()
+        kept = run.folder.evaluation / f"reading-{self.keys[index][:16]}.safetensors"
+
+        def show(stretch: dict):
+            if stretch["tokens"] < end:
+                rate = rows * stretch["tokens_per_s"]
+                print(f"needles: {stretch['tokens']:,} of {asked.length:,} tokens, {rate:,.0f} tokens/s", flush=True)
+
+        reading = read(run.model, ids[:, :end], self.prefill_tokens, self.save_every, kept, show)
+        right = answered(run.model, ids[:, end:].to(device), places.to(device) - end, reading.state)
+        return {
+            "length": asked.length, "needles": asked.needles, "noise": self.settings.noise, "first": first,
+            "right": right.sum(1).tolist(), "seconds": (time.perf_counter() - began) / rows,
+        }  # fmt: skip
+
+    def summary(self, records: list[dict]) -> dict:
+        """For each number of needles accuracy by length, with its Wilson 95 % interval over the answers."""
+        found: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for record in records:
+            found[record["needles"]][record["length"]] += record["right"]
+        asked = []
+        for needles, lengths in sorted(found.items()):
+            by_length = []
+            for length, right in sorted(lengths.items()):
+                n = needles * len(right)
+                low, high = wilson(sum(right), n)
+                by_length.append({"length": length, "mean": sum(right) / n, "low": low, "high": high, "n": n})
+            asked.append({"needles": needles, "noise": self.settings.noise, "by_length": by_length})
+        return {"asked": asked, "chance": self.jobs[0][0].chance}
+
+    def table(self, summary: dict) -> str:
+        lines = [f"needles in {self.settings.noise} noise: accuracy % [Wilson 95 %] n; chance "
+                 f"{100 * summary['chance']:.1f} %"]  # fmt: skip
+        for row in summary["asked"]:
+            for cell in row["by_length"]:
+                lines.append(f"  {row['needles']:>4} needles in {cell['length']:>12,} tokens: {100 * cell['mean']:5.1f} "
+                             f"[{100 * cell['low']:.1f}, {100 * cell['high']:.1f}] {cell['n']}")  # fmt: skip
+        return "\n".join(lines)
+
+    def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
+        """Accuracy against length, a line for each number of needles."""
+        lines = {f"{row['needles']} needles": row["by_length"] for row in summary["asked"]}
+        return [plot_accuracy(lines, folder / "needles.png", f"needles in {self.settings.noise} noise\n{title}")]

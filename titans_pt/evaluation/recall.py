@@ -1,0 +1,110 @@
+"""Suite recall: accuracy of associative recall on new samples, with more pairs, and at more distance."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from titans_pt.config import Config
+from titans_pt.run import LoadedRun
+from titans_pt.streaming import device_of
+from titans_pt.tasks.answers import EVALUATION_SEED, answered, stacked
+from titans_pt.tasks.recall import MQAR
+from titans_pt.tools.plots import new_figure, save_figure
+from titans_pt.tools.records import digest
+from titans_pt.tools.statistics import wilson
+
+ROWS = 64
+"""Samples read at once."""
+
+
+class RecallAnswers:
+    """A job is a batch of samples of one kind: as in training, or with other pairs or another distance."""
+
+    name = "recall"
+
+    def __init__(self, run: LoadedRun, config: Config):
+        self.loaded, self.settings = run, config.evaluation.recall
+        self.trained: MQAR = run.task.mqar
+        self.jobs = [(*kind, first) for *kind, count in self._kinds() for first in range(0, count, ROWS)]
+        self.counts = {(by, value): count for by, value, _, count in self._kinds()}
+        self.keys = [self._key(*job) for job in self.jobs]
+
+    def _kinds(self) -> Iterator[tuple[str, int | None, MQAR, int]]:
+        """(what differs from training, its value, the questions, samples)."""
+        trained, count = self.trained, self.settings.sequences
+        fewer = -(-count // 4)
+        yield "", None, trained, count
+        for pairs in self.settings.pairs:
+            if pairs < trained.vocabulary // 2:
+                yield "pairs", pairs, self._resized(pairs=pairs), fewer
+        for distance in self.settings.distances:
+            yield "distance", distance, self._resized(distance=distance), fewer
+
+    def _resized(self, **changes: int) -> MQAR:
+        """The questions with other pairs or another distance, and as much room between queries, for each of them."""
+        trained, other = self.trained, replace(self.trained, **changes)
+        room = (trained.length - trained.shortest) * other.pairs // trained.pairs
+        return replace(other, length=other.shortest + room)
+
+    def _rows(self, by: str, value: int | None, first: int) -> int:
+        return min(ROWS, self.counts[by, value] - first)
+
+    def _key(self, by: str, value: int | None, questions: MQAR, first: int) -> str:
+        return digest(self.name, asdict(questions), first, self._rows(by, value, first), self.loaded.identity)
+
+    def measure(self, index: int) -> dict:
+        """Right answers of a batch of samples that training does not draw."""
+        by, value, questions, first = self.jobs[index]
+        device = device_of(self.loaded.model)
+        ids, places = (part.to(device) for part in stacked(questions, EVALUATION_SEED, first,
+                                                           self._rows(by, value, first)))  # fmt: skip
+        right = answered(self.loaded.model, ids, places)
+        return {"by": by, "value": value, "first": first, "rows": len(ids), "right": int(right.sum()),
+                "answers": right.numel()}  # fmt: skip
+
+    def summary(self, records: list[dict]) -> dict:
+        """Accuracy with its Wilson 95 % interval: as in training, by pairs, by distance."""
+        found: dict[tuple, list[int]] = {}
+        for record in records:
+            total = found.setdefault((record["by"], record["value"]), [0, 0])
+            total[0] += record["right"]
+            total[1] += record["answers"]
+        rows = {kind: self._figure(*total) for kind, total in found.items()}
+
+        def of(by: str) -> list[dict]:
+            return [{by: value} | row for (name, value), row in rows.items() if name == by]
+
+        return rows["", None] | {"chance": self.trained.chance, "trained": asdict(self.trained),
+                                 "by_pairs": of("pairs"), "by_distance": of("distance")}  # fmt: skip
+
+    @staticmethod
+    def _figure(right: int, answers: int) -> dict:
+        low, high = wilson(right, answers)
+        return {"mean": right / answers, "low": low, "high": high, "n": answers}
+
+    def table(self, summary: dict) -> str:
+        def shown(row: dict) -> str:
+            return f"{100 * row['mean']:5.1f} % [{100 * row['low']:.1f}, {100 * row['high']:.1f}], n = {row['n']}"
+
+        lines = [f"recall: accuracy [Wilson 95 %]; chance {100 * summary['chance']:.1f} %",
+                 f"  as in training: {shown(summary)}"]  # fmt: skip
+        lines += [f"  {row['pairs']:>4} pairs:       {shown(row)}" for row in summary["by_pairs"]]
+        lines += [f"  distance {row['distance']:>4}:    {shown(row)}" for row in summary["by_distance"]]
+        return "\n".join(lines)
+
+    def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
+        """Accuracy against pairs and against distance."""
+        figure = new_figure(10.0, 4.2)
+        for axes, by in zip(figure.subplots(1, 2, sharey=True), ("pairs", "distance"), strict=True):
+            rows = sorted(summary[f"by_{by}"], key=lambda row: row[by])
+            means = [100 * row["mean"] for row in rows]
+            bars = [[100 * (row["mean"] - row["low"]) for row in rows], [100 * (row["high"] - row["mean"]) for row in rows]]
+            axes.errorbar([row[by] for row in rows], means, yerr=bars, marker="o", capsize=3)
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+            axes.set_xlabel(f"{by} (trained with {summary['trained'][by]})")
+            axes.set_ylim(-3, 103)
+            axes.grid(alpha=0.3)
+        figure.axes[0].set_ylabel("accuracy (%; bars: Wilson 95 %)")
+        figure.suptitle(f"recall\n{title}")
+        return [save_figure(figure, folder / "recall.png")]

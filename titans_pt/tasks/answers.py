@@ -1,0 +1,198 @@
+"""What tasks share that ask a model for single tokens: short samples packed into rows, the loss at the answers, accuracy.
+
+A sample is a sequence of token ids in which a question stands before each answer. Nothing but the answers counts: the
+other tokens are random, and their loss is that of random draws.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from titans_pt.layers.loss import cross_entropy
+from titans_pt.models import LanguageModel, build_model
+from titans_pt.parallel import RankGroup
+from titans_pt.parallel.layers import vocabulary_best, vocabulary_cross_entropy
+from titans_pt.tasks.base import Task, TaskData, nan_unless_finite, with_weights
+from titans_pt.tasks.next_token import NextTokenLoss
+from titans_pt.tasks.writing import with_write_cost, write_gates
+from titans_pt.tools.records import digest
+
+EVALUATION_SEED = 2**31
+"""Seed of the samples of validation and evaluation: far from any usual run.seed, whose samples training draws."""
+ENOUGH = 0.99
+"""Share of a row's answers that must be right before its writes cost something. A cost from the first step on would
+close gates before the model knows what they are good for."""
+
+
+class Questions(Protocol):
+    """A task's samples as a pure function of (seed, index).
+
+    length: tokens of a sample.
+    """
+
+    length: int
+
+    def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """ids (length,) int64, and the places (P,) int64 of the questions' last tokens; an answer follows each."""
+
+
+def stacked(questions: Questions, seed: int, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Samples first .. first + rows - 1: ids (rows, length) and places (rows, P), both int64."""
+    samples = [questions.sample(seed, first + row) for row in range(rows)]
+    ids, places = (np.stack(part) for part in zip(*samples, strict=True))
+    return torch.from_numpy(ids), torch.from_numpy(places)
+
+
+class PackedQuestions:
+    """Rows of ``seq_len`` tokens that hold as many whole samples as fit, each a document of its own.
+
+    Args:
+        at: position of a row -> the questions of its samples, which may become longer in the course of a training.
+        seed: of the samples.
+    """
+
+    def __init__(self, at: Callable[[int], Questions], seq_len: int, seed: int):
+        self.at, self.seq_len, self.seed = at, seq_len, seed
+
+    def __len__(self) -> int:
+        return 2**31  # samples are drawn: none repeats
+
+    def sample(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """ids (T + 1,) int64; reset (T,) bool, True where a sample starts; asked (T,) bool, True where the next token is
+        an answer. What is left of a row is token 0."""
+        questions = self.at(position)
+        fit = self.seq_len // questions.length
+        ids = np.zeros(self.seq_len + 1, dtype=np.int64)
+        reset, asked = np.zeros((2, self.seq_len), dtype=bool)
+        for n in range(fit):
+            start = n * questions.length
+            ids[start : start + questions.length], places = questions.sample(self.seed, position * fit + n)
+            reset[start], asked[start + places] = True, True
+        if fit * questions.length < self.seq_len:
+            reset[fit * questions.length] = True
+        return ids, reset, asked
+
+    def describe(self, position: int) -> dict:
+        return {"seed": self.seed, "length": self.at(position).length, "position": position}
+
+
+def equal_samples(reset: Tensor) -> tuple[int, int] | None:
+    """reset (B, T) bool of rows that hold the same whole samples -> (samples of a row, tokens of each); None where rows
+    differ or their samples do."""
+    starts = reset[0].nonzero().flatten()
+    length = int(starts[1]) if len(starts) > 1 else reset.shape[1]
+    regular = torch.arange(reset.shape[1], device=reset.device) % length == 0
+    return (reset.shape[1] // length, length) if torch.equal(reset, regular.expand_as(reset)) else None
+
+
+def apart(x: Tensor, samples: int, length: int) -> Tensor:
+    """(B, T) -> (B * samples, length): a row for each sample. They run side by side and need no masks."""
+    return x[:, : samples * length].unflatten(1, (samples, length)).flatten(0, 1)
+
+
+class AnswerLoss(NextTokenLoss):
+    """Mean cross-entropy of the answers in fp32 and nats, and the share of answers that are the best guess.
+
+    Args:
+        best: fp32 logits (N, V), or a rank's part of them, -> the token with the highest, (N,) int64.
+        write_cost: gradient of so many times the mean write gate of rows whose answers are right (:data:`ENOUGH`).
+    """
+
+    def __init__(self, model: nn.Module, cross_entropy: Callable[..., Tensor], best: Callable[[Tensor], Tensor],
+                 z_loss: float, write_cost: float):  # fmt: skip
+        super().__init__(model, cross_entropy, z_loss)
+        self.best, self.write_cost = best, write_cost
+
+    def forward(
+        self, ids: Tensor, reset: Tensor, asked: Tensor, weight: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
+        """
+        Args:
+            ids: (B, T + 1) int64.
+            reset: (B, T) bool, True where a sample starts, best on the CPU.
+            asked: (B, T) bool, True where the next token is an answer; every row has one.
+            weight: (B,) fp32 weight of each row in the means; None: all count the same.
+
+        Returns:
+            The mean loss, a scalar, NaN where it is infinite; with weights {"loss": ..., "accuracy": ...} as it is.
+        """
+        rows, samples = len(ids), equal_samples(reset)
+        ids, targets = ids[:, :-1], ids[:, 1:]
+        if samples:
+            ids, targets, asked = (apart(part, *samples) for part in (ids, targets, asked))
+            reset = None
+        with write_gates(self.model, collect=self.write_cost > 0 and weight is None) as gates:
+            x, _ = self.model(ids, reset=reset, head=False, output_final_state=not self.training)
+        found = self._few_at_a_time(x, targets)
+        share = asked.to(found.dtype) / asked.sum(1, keepdim=True)
+        figures = (found * share.unsqueeze(-1)).sum(1)  # loss and accuracy of each sample or row
+        loss, accuracy = figures.view(rows, -1, 2).mean(1).unbind(-1)
+        if weight is not None:
+            return {"loss": with_weights(loss, weight), "accuracy": with_weights(accuracy, weight)}
+        paying = (accuracy >= ENOUGH).to(loss.dtype)
+        return nan_unless_finite(with_write_cost(loss.mean(), gates, self.write_cost, paying))
+
+    def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """x (b, t, d_model), targets (b, t) -> of each token its loss and whether it is the best guess, (b, t, 2) fp32."""
+        logits = self.model.head(x).flatten(0, 1).float()
+        right = self.best(logits.detach()) == targets.flatten()
+        losses = self.cross_entropy(logits, targets.flatten(), "none", self.z_loss)
+        return torch.stack([losses, right.to(losses.dtype)], -1).unflatten(0, targets.shape)
+
+    def _fused(self, x: Tensor) -> bool:
+        return False  # the fused head has no logits, of which accuracy is the best one
+
+
+class AnswerTask(Task):
+    """A task whose samples are questions and answers among token ids. Subclasses say what a sample is."""
+
+    unit = "nats per answer"
+    baseline_name = "chance"
+    figures = ("loss", "accuracy")
+
+    @abstractmethod
+    def questions(self, position: int | None) -> Questions:
+        """The samples of the row at a position of training; None: of validation."""
+
+    @property
+    @abstractmethod
+    def chance(self) -> float:
+        """Accuracy of a guesser who knows which tokens are answers, and nothing else."""
+
+    def build_model(self) -> LanguageModel:
+        return build_model(self.config.model)
+
+    def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
+        whole = tensor.size == 1
+        loss = cross_entropy if whole else partial(vocabulary_cross_entropy, group=tensor)
+        best = partial(vocabulary_best, group=tensor)
+        cost = self.config.model.memory.write_cost / tensor.size
+        return AnswerLoss(model, loss, best, self.config.train.z_loss, cost)
+
+    def open(self) -> TaskData:
+        length, seed = self.config.data.seq_len, self.config.run.seed
+        told = digest(self.settings.model_dump(mode="json"), self.config.model.vocab_size)
+        return TaskData(
+            PackedQuestions(self.questions, length, seed),
+            PackedQuestions(lambda position: self.questions(None), length, EVALUATION_SEED),
+            {"data": told}, -math.log(self.chance),
+        )  # fmt: skip
+
+    def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
+        """Samples are counted on the host: their starts stay there."""
+        ids, reset, asked = batch
+        return ids.to(device, non_blocking=True), reset, asked.to(device, non_blocking=True)
+
+
+@torch.no_grad()
+def answered(model: nn.Module, ids: Tensor, places: Tensor, state: object = None) -> Tensor:
+    """ids (B, T), places (B, P) of questions -> (B, P) bool: the best guess after each is the answer that follows it."""
+    logits, _ = model(ids, state)
+    row = torch.arange(len(ids), device=ids.device)[:, None]
+    return logits[row, places].argmax(-1) == ids[row, places + 1]

@@ -1,0 +1,119 @@
+"""Needles in noise: keys and values hidden among random tokens and asked for at the end, at lengths that grow.
+
+    noise .. MARK k3 v3 .. noise .. MARK k1 v1 .. noise .. | ASK k1 v1 ASK k3 v3 ...
+        needles at uniform places among random noise              the questions, in a random order
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from titans_pt.config import Config, NonNegative, Positive, Section
+from titans_pt.models.mixers.base import Need
+from titans_pt.tasks.answers import AnswerTask
+from titans_pt.tasks.base import TASKS
+
+MARK, ASK = 0, 1
+
+
+@dataclass(frozen=True)
+class NeedlesInNoise:
+    """A quarter of the vocabulary are keys, a quarter values, and the rest is noise, except for the two signs."""
+
+    vocabulary: int = 256
+    length: int = 1024
+    needles: int = 4
+    held_out: int = 0
+    """The last tokens of the vocabulary, which are noise that training does not draw."""
+    unseen: bool = False
+    """Draw noise from the held-out tokens alone."""
+
+    @property
+    def tail(self) -> int:
+        """Tokens of the questions and their answers, at the end."""
+        return 3 * self.needles
+
+    @property
+    def chance(self) -> float:
+        return 1 / (self.vocabulary // 4)
+
+    def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """ids (length,) int64 and the places (needles,) of the asked keys, ascending; the answer follows each.
+
+        Equal arguments give equal samples, whatever was drawn before.
+        """
+        draw = np.random.default_rng([seed, index])
+        quarter = self.vocabulary // 4
+        keys = quarter + draw.choice(quarter, self.needles, replace=False)
+        values = 2 * quarter + draw.choice(quarter, self.needles, replace=False)
+        noise = np.concatenate([np.arange(2, quarter), np.arange(3 * quarter, self.vocabulary)])
+        drawn = len(noise) - self.held_out
+        ids = draw.choice(noise[drawn:] if self.unseen else noise[:drawn], self.length)
+        end = self.length - self.tail
+        # Three tokens each at random places: choose among the places left when each is one token wide.
+        free = end - 2 * self.needles
+        places = np.sort(draw.choice(free, self.needles, replace=False)) + 2 * np.arange(self.needles)
+        ids[places], ids[places + 1], ids[places + 2] = MARK, keys, values
+        order = draw.permutation(self.needles)
+        asked = end + 3 * np.arange(self.needles)
+        ids[asked], ids[asked + 1], ids[asked + 2] = ASK, keys[order], values[order]
+        return ids, asked + 1
+
+
+def stages(lengths: str) -> list[tuple[int, int]]:
+    """(length, parts) of each stage of needles.lengths: "96:8,256" -> [(96, 8), (256, 1)]."""
+    pairs = [word.split(":") for word in lengths.split(",")]
+    return [(int(pair[0]), int(pair[1]) if len(pair) == 2 else 1) for pair in pairs]
+
+
+@TASKS.register
+class Needles(AnswerTask):
+    """Needles shown once in noise and asked for at the end: first in short samples, in longer ones later."""
+
+    name = "needles"
+    suites = {"needles": "titans_pt.evaluation.needles:NeedleAnswers"}
+    usual = ("needles",)
+
+    class Settings(Section):
+        needles: Positive = 8
+        """Needles of a sample, a key and its value each."""
+        lengths: Annotated[str, Field(pattern=r"^[1-9]\d*(:[1-9]\d*)?(,[1-9]\d*(:[1-9]\d*)?)*$")] = (
+            "96:8,256,512,1024,2048"
+        )
+        """Tokens of a sample, LENGTH or LENGTH:PARTS with commas between: one after the other, each for its parts of
+        train.max_steps. As many whole samples as fit share a row of data.seq_len tokens."""
+        held_out: NonNegative = 0
+        """Noise tokens that training never draws, for ``evaluation.needles.noise=unseen``."""
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        settings, size = cls.Settings.model_validate(config.section(cls.name)), config.model.vocab_size
+        lengths = [length for length, _ in stages(settings.lengths)]
+        need(size >= 8, "model.vocab_size", size, "signs, keys, values and noise need at least 8")
+        need(settings.held_out < size // 4, "needles.held_out", settings.held_out,
+             f"below {size // 4}, a quarter of model.vocab_size={size}")
+        fits = min(size // 4, min(lengths) // 6)
+        need(settings.needles <= fits, "needles.needles", settings.needles,
+             f"at most {fits}: model.vocab_size={size} has {size // 4} keys, and the shortest sample, of {min(lengths)} "
+             f"tokens, holds {min(lengths) // 6}")
+        need(max(lengths) <= config.data.seq_len, "needles.lengths", settings.lengths,
+             f"each at most data.seq_len={config.data.seq_len}, the tokens of a row; set data.seq_len={max(lengths)}")
+
+    def drawn(self, length: int) -> NeedlesInNoise:
+        """What training draws at a length."""
+        return NeedlesInNoise(self.config.model.vocab_size, length, self.settings.needles, self.settings.held_out)
+
+    def questions(self, position: int | None) -> NeedlesInNoise:
+        """Samples of one step have one length; those of validation the last one."""
+        every = [length for length, parts in stages(self.settings.lengths) for _ in range(parts)]
+        if position is None:
+            return self.drawn(every[-1])
+        train = self.config.train
+        step = position // (train.batch_tokens // self.config.data.seq_len)
+        return self.drawn(every[min(step * len(every) // train.max_steps, len(every) - 1)])
+
+    @property
+    def chance(self) -> float:
+        return self.questions(None).chance

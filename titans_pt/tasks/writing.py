@@ -1,0 +1,61 @@
+"""A cost of writing (model.memory.write_cost): it penalises writes that the task does not need."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titans_pt.layers.memory import MemoryGates
+
+
+@contextmanager
+def write_gates(model: nn.Module, collect: bool = True) -> Iterator[list[Tensor]]:
+    """Collects the write gates of every memory that reads inside the block: each (rows, ...), 0 to 1, fp32.
+
+    A gate is theta / (bound (1 - eta)). A cost of theta alone would be paid with more momentum, and no gate would close.
+
+    Args:
+        collect: False collects nothing and costs nothing.
+    """
+    gates: list[Tensor] = []
+
+    def note(module: MemoryGates, _: Any, made: tuple[Tensor, ...]):
+        theta, eta, _ = made
+        gates.append(theta / (module.bound * (1 - eta)))
+
+    watched = [module for module in model.modules() if isinstance(module, MemoryGates)] if collect else []
+    hooks = [module.register_forward_hook(note) for module in watched]
+    try:
+        yield gates
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def with_write_cost(loss: Tensor, gates: list[Tensor], cost: float, rows: Tensor | None = None) -> Tensor:
+    """``loss``, to whose gradient that of ``cost`` times the mean write gate is added; its value stays the same.
+
+    Args:
+        loss: a scalar.
+        gates: of :func:`write_gates`; none where no memory reads.
+        cost: of the mean gate. A tensor rank sees the gates of its own heads alone and passes cost / ranks.
+        rows: (B,) fp32 weight of each row's gates in the mean; None: 1. Gates that belong to no row, those of
+            persistent tokens, get the mean weight.
+    """
+    if not gates or not cost:
+        return loss
+    if rows is None:
+        total = sum(gate.sum() for gate in gates)
+    else:
+        total = sum((gate.flatten(1).sum(1) * _spread(rows, len(gate))).sum() for gate in gates)
+    term = cost * total / sum(gate.numel() for gate in gates)
+    return loss + (term - term.detach())
+
+
+def _spread(rows: Tensor, count: int) -> Tensor:
+    """The weights of ``count`` rows of gates: segments of one row stand next to each other."""
+    if count % len(rows):
+        return rows.mean()
+    return torch.repeat_interleave(rows, count // len(rows))
