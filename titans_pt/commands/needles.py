@@ -1,27 +1,31 @@
 import click
 
-from titans_pt.commands._arguments import COUNTS, NAMES, real, settings, whole
+from titans_pt.commands._arguments import COUNTS, NAMES, config_name, overrides, real, whole
 
 SECTION = "study"
 WRITES = "run.dir"
 
 
 @click.command()
-@settings
+@config_name
+@overrides()
 @click.option(
     "--models", type=NAMES, metavar="NAMES",
     help="the models to train: mixers, or several in turns as in mamba+swa (default: model.mixers if it is given, "
     "else lmm,mac,mag,mal,swa)",
 )  # fmt: skip
-@click.option("--needles", "count", type=whole(1), default=8, metavar="N", help="needles in a training sample")
+@click.option("--needles", "count", type=whole(1), metavar="N", help="needles in a training sample (needles.needles)")
 @click.option(
-    "--lengths", default="96:8,256,512,1024,2048", metavar="TOKENS[:PARTS],...",
-    help="training lengths in order, each with its share of the steps",
+    "--lengths", metavar="TOKENS[:PARTS],...",
+    help="training lengths in order, each with its share of the steps (needles.lengths)",
 )  # fmt: skip
-@click.option("--held-out", type=whole(0), default=0, metavar="N", help="noise tokens that training never draws")
 @click.option(
-    "--write-cost", type=real(lambda x: 0 <= x <= 1000, "a number from 0 to 1000"), default=0.0, metavar="X",
-    help="times the mean gate of writing: added to the loss of a step whose answers are right",
+    "--held-out", type=whole(0), metavar="N", help="noise tokens that training never draws (needles.held_out)"
+)
+@click.option(
+    "--write-cost", type=real(lambda x: 0 <= x <= 1000, "a number from 0 to 1000"), metavar="X",
+    help="model.memory.write_cost; above 0 training goes on to train.max_steps, since gates close long after all "
+    "answers are right",
 )  # fmt: skip
 @click.option(
     "--asked", type=COUNTS, default="1024,2048,4096,8192,16384,32768,65536", metavar="TOKENS,...",
@@ -35,17 +39,18 @@ WRITES = "run.dir"
     "--noise", type=click.Choice(["seen", "unseen"]), default="seen",
     help="unseen: ask in the held-out noise tokens alone",
 )  # fmt: skip
+@click.option("--ranks", type=whole(1), metavar="N", help="processes of a training (default: one for each GPU)")
 def needles(
-    config, models: list[str] | None, count: int, lengths: str, held_out: int, write_cost: float, asked: list[int],
-    asked_needles: list[int] | None, answers: int, noise: str,
-):  # fmt: skip
+    config: str, overrides: tuple[str, ...], models: list[str] | None, count: int | None, lengths: str | None,
+    held_out: int | None, write_cost: float | None, asked: list[int], asked_needles: list[int] | None, answers: int,
+    noise: str, ranks: int | None,
+) -> int:  # fmt: skip
     """Train small models on needles and ask far beyond their training length."""
-    from titans_pt.experiments.needles import Questions, train_and_ask
-    from titans_pt.experiments.needles_in_noise import Curriculum, NeedlesInNoise
-    from titans_pt.experiments.study import models_of
+    from titans_pt.reproduce import shorthand
 
-    models = models or models_of(config) or ["lmm", "mac", "mag", "mal", "swa"]
-    curriculum = Curriculum(lengths)
-    task = NeedlesInNoise(config.model.vocab_size, min(curriculum.lengths), count, held_out)
-    questions = Questions(asked, asked_needles or [count], answers, unseen=noise == "unseen")
-    train_and_ask(config, models, task, curriculum, questions, write_cost)
+    given = {
+        "needles.needles": count, "needles.lengths": lengths and f"'{lengths}'", "needles.held_out": held_out,
+        "model.memory.write_cost": write_cost, "train.stop_when": "null" if write_cost else None,
+    }  # fmt: skip
+    words = (*overrides, *(f"{key}={value}" for key, value in given.items() if value is not None))
+    return shorthand.needles(config, words, models, asked, asked_needles or (), answers, noise, ranks)

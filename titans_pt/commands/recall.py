@@ -1,13 +1,14 @@
 import click
 
-from titans_pt.commands._arguments import NAMES, settings, whole
+from titans_pt.commands._arguments import NAMES, config_name, overrides, whole
 
 SECTION = "study"
 WRITES = "run.dir"
 
 
 @click.command()
-@settings
+@config_name
+@overrides()
 @click.option(
     "--models", type=NAMES, metavar="NAMES",
     help="the models to train: mixers, or several in turns as in mamba+swa (default: model.mixers if it is given, "
@@ -15,17 +16,21 @@ WRITES = "run.dir"
 )  # fmt: skip
 @click.option(
     "--changes", type=NAMES, metavar="NAMES",
-    help="what to remove from them: plain, memory-off, no-momentum, no-forgetting, linear-memory, no-conv, no-ln "
-    "(default: plain and, of Titans, memory-off)",
+    help="variants to train: plain, memory-off, no-momentum, no-forgetting, depth-1, no-conv, no-ln "
+    "(default: plain and, for Titans, memory-off)",
 )  # fmt: skip
-@click.option("--pairs", type=whole(1), default=8, metavar="N", help="key-value pairs in a sample")
-@click.option("--distance", type=whole(0), default=40, metavar="N", help="least tokens between pairs and queries")
-def recall(config, models: list[str] | None, changes: list[str] | None, pairs: int, distance: int):
+@click.option("--pairs", type=whole(1), metavar="N", help="key-value pairs in a sample (recall.pairs)")
+@click.option(
+    "--distance", type=whole(0), metavar="N", help="least tokens between pairs and queries (recall.distance)"
+)
+@click.option("--ranks", type=whole(1), metavar="N", help="processes of a training (default: one for each GPU)")
+def recall(
+    config: str, overrides: tuple[str, ...], models: list[str] | None, changes: list[str] | None, pairs: int | None,
+    distance: int | None, ranks: int | None,
+) -> int:  # fmt: skip
     """Train small models to recall, with memory and without."""
-    from titans_pt.experiments import recall
-    from titans_pt.experiments.mqar import MQAR
-    from titans_pt.experiments.study import models_of
+    from titans_pt.reproduce import shorthand
 
-    models = models or models_of(config) or ["lmm", "mac", "mag", "mal"]
-    task = MQAR(config.model.vocab_size, config.data.seq_len, pairs, distance)
-    recall.recall(config, recall.chosen(models, changes), task)
+    given = {"recall.pairs": pairs, "recall.distance": distance}
+    words = (*overrides, *(f"{key}={value}" for key, value in given.items() if value is not None))
+    return shorthand.recall(config, words, models, changes, ranks)

@@ -16,8 +16,9 @@ def _list_of(number: Checked, allowed: str) -> Checked:
 
 @click.command()
 @click.argument(
-    "target", metavar="TARGET", help="table1, table2, table5, figure7, figure8, figure9, babilong or chunks"
-)
+    "target", metavar="TARGET",
+    help="table1, table2, table5, figure7, figure8, figure9, babilong, chunks, recall or needles",
+)  # fmt: skip
 @overrides("settings for every run, e.g. data.dir=/fast/fineweb")
 @click.option(
     "--size", type=click.Choice(["tiny", "170m", "340m", "400m", "760m", "1.3b"]), required=True,
@@ -47,14 +48,16 @@ def reproduce(
 ) -> int:  # fmt: skip
     """Train, measure and tabulate what a table or figure of the paper has."""
     from titans_pt.reproduce import reproduce
-    from titans_pt.reproduce.studies import Order
+    from titans_pt.reproduce.order import Order
+    from titans_pt.reproduce.studies import study
 
+    whole = study(target, size)
     order = Order(out or Path("runs/reproduce") / size, models, seeds, tokens, rates or (), overrides)
     if dry_run:
-        reproduce.show_plan(target, size, order)
+        reproduce.show_plan(whole, order)
         return 0
     if submit:
-        reproduce.planned(target, size, order)  # what is wrong with the words is said here, not in the jobs' logs
+        reproduce.planned(whole, order)  # what is wrong with the words is said here, not in the jobs' logs
         given = {
             "--size": size, "--out": order.out, "--ranks": ranks, "--tokens": tokens, "--models": _joined(models),
             "--seeds": _joined(seeds), "--rates": _joined(rates),
@@ -62,7 +65,7 @@ def reproduce(
         own = [word for name, value in given.items() if value is not None for word in (name, str(value))]
         reproduce.submit([target, *own, *overrides], submit, shlex.split(sbatch))
         return 0
-    return reproduce.reproduce(target, size, order, ranks)
+    return reproduce.reproduce(whole, order, ranks)
 
 
 def _joined(words: list | None) -> str | None:

@@ -96,8 +96,8 @@ class NeedleAnswers:
                  f"{100 * summary['chance']:.1f} %"]  # fmt: skip
         for row in summary["asked"]:
             for cell in row["by_length"]:
-                lines.append(f"  {row['needles']:>4} needles in {cell['length']:>12,} tokens: {100 * cell['mean']:5.1f} "
-                             f"[{100 * cell['low']:.1f}, {100 * cell['high']:.1f}] {cell['n']}")  # fmt: skip
+                share = f"{100 * cell['mean']:5.1f} [{100 * cell['low']:.1f}, {100 * cell['high']:.1f}] {cell['n']}"
+                lines.append(f"  {row['needles']:>4} needles in {cell['length']:>12,} tokens: {share}")
         return "\n".join(lines)
 
     def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:

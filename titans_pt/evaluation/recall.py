@@ -9,7 +9,7 @@ from titans_pt.run import LoadedRun
 from titans_pt.streaming import device_of
 from titans_pt.tasks.answers import EVALUATION_SEED, answered, stacked
 from titans_pt.tasks.recall import MQAR
-from titans_pt.tools.plots import new_figure, save_figure
+from titans_pt.tools.plots import new_figure, own_style, save_figure
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import wilson
 
@@ -92,14 +92,16 @@ class RecallAnswers:
         lines += [f"  distance {row['distance']:>4}:    {shown(row)}" for row in summary["by_distance"]]
         return "\n".join(lines)
 
+    @own_style()
     def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
         """Accuracy against pairs and against distance."""
         figure = new_figure(10.0, 4.2)
         for axes, by in zip(figure.subplots(1, 2, sharey=True), ("pairs", "distance"), strict=True):
             rows = sorted(summary[f"by_{by}"], key=lambda row: row[by])
             means = [100 * row["mean"] for row in rows]
-            bars = [[100 * (row["mean"] - row["low"]) for row in rows], [100 * (row["high"] - row["mean"]) for row in rows]]
-            axes.errorbar([row[by] for row in rows], means, yerr=bars, marker="o", capsize=3)
+            below = [100 * (row["mean"] - row["low"]) for row in rows]
+            above = [100 * (row["high"] - row["mean"]) for row in rows]
+            axes.errorbar([row[by] for row in rows], means, yerr=[below, above], marker="o", capsize=3)
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:,.0f}")
             axes.set_xlabel(f"{by} (trained with {summary['trained'][by]})")

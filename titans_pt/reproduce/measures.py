@@ -21,6 +21,8 @@ from titans_pt.run import load_run
 from titans_pt.streaming import best_device
 from titans_pt.tools.statistics import standard_error
 
+TRAINING = "training"
+"""Measure of columns whose figure is in the record of the training itself."""
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")
 CHUNKS = (16, 32, 64, 128, 512)
 """At which a run is evaluated crosswise."""
@@ -166,5 +168,35 @@ def mean_of(tasks: tuple[str, ...], lengths: tuple[int, ...]) -> Find:
         if not all(found):
             return None
         return Figure("number", 100 * sum(f.value for f in found) / len(found), sum(f.n for f in found))
+
+    return find
+
+
+def recalled(result: dict) -> Figure:
+    """Accuracy on samples like those of training."""
+    return Figure("accuracy", result["mean"], result["n"])
+
+
+def first_at(accuracy: float) -> Find:
+    """The tokens of training after which validation reached an accuracy first; None where it never did."""
+
+    def find(trained: dict) -> Figure | None:
+        points = trained.get("figures", {}).get("accuracy", [])
+        return next((Figure("number", tokens, 1) for tokens, value in points if value >= accuracy), None)
+
+    return find
+
+
+def tokens_trained(trained: dict) -> Figure:
+    return Figure("number", trained["tokens"], 1)
+
+
+def found_at(length: int, needles: int | None = None) -> Find:
+    """Accuracy on needles in noise at a length; None: with the first number of needles that was asked."""
+
+    def find(result: dict) -> Figure | None:
+        rows = [row for row in result["asked"] if needles in (None, row["needles"])]
+        cells = rows[0]["by_length"] if rows else []
+        return next((Figure("accuracy", cell["mean"], cell["n"]) for cell in cells if cell["length"] == length), None)
 
     return find

@@ -23,12 +23,14 @@ def decisive(tree: dict) -> dict:
     model = dict(tree["model"])
     if not any_memory(model["mixers"]):
         del model["memory"]  # its defaults may change, the results of a model without one do not
+    task = tree.get("task", "language")
     return {
+        "task": task, task: tree.get(task, {}),
         "model": model,
         "train": {key: tree["train"][key] for key in DECISIVE},
         "data": {key: tree["data"][key] for key in ("seq_len", "reset_at_documents")},
         "run": {"seed": tree["run"]["seed"]},
-    }
+    }  # fmt: skip
 
 
 class Records:

@@ -1,6 +1,5 @@
 """The command: plan, prepare what is missing, train and measure it, write the pages."""
 
-import os
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -10,39 +9,40 @@ from pathlib import Path
 import torch
 
 from titans_pt.config import Config
-from titans_pt.data_pipeline import TokenFiles, prepare
-from titans_pt.data_pipeline.manifest import read_manifest
 from titans_pt.errors import UserError
 from titans_pt.reproduce import page
 from titans_pt.reproduce.claims import claim
+from titans_pt.reproduce.order import RATES, Order, chosen, run_name, runs_of, seeds_of
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.runs import Run
-from titans_pt.reproduce.studies import RATES, Order, Study, chosen, run_name, runs_of, seeds_of, study
+from titans_pt.reproduce.study import Study
 from titans_pt.reproduce.tables import Table
 from titans_pt.reproduce.work import work
+from titans_pt.tasks import TASKS
 from titans_pt.tools.files import check_room
 
 MFU = (0.4, 0.1)
 """Shares of a GPU's peak for which the plan gives hours: what Transformers reach, and what TNT says of small chunks."""
 
 
-def planned(target: str, size: str, order: Order) -> tuple[Study, list[Run]]:
-    """The study and its runs; without learning rates in ``order`` with those of the size.
+def planned(whole: Study, order: Order) -> tuple[Study, list[Run]]:
+    """What of a study is asked for, and its runs; without learning rates in ``order`` with the study's own.
 
     Raises:
-        UserError: there is no such study, model or setting.
+        UserError: there is no such model or setting.
     """
-    asked = chosen(study(target, size), order)
-    return asked, runs_of(asked, order if order.rates else replace(order, rates=RATES.get(size, ())))
+    asked = chosen(whole, order)
+    rates = order.rates or (RATES.get(whole.size, ()) if whole.rated else ())
+    return asked, runs_of(asked, replace(order, rates=rates))
 
 
-def show_plan(target: str, size: str, order: Order):
+def show_plan(whole: Study, order: Order):
     """``titans reproduce --dry-run``: prints what there is to do; writes nothing."""
-    _, runs = planned(target, size, order)
+    _, runs = planned(whole, order)
     print(plan(runs, Records(order.out / "records")).markdown(), end="")
 
 
-def reproduce(target: str, size: str, order: Order, ranks: int | None) -> int:
+def reproduce(whole: Study, order: Order, ranks: int | None) -> int:
     """``titans reproduce``. Returns 0, or 128 + the signal that stopped it.
 
     Args:
@@ -51,20 +51,20 @@ def reproduce(target: str, size: str, order: Order, ranks: int | None) -> int:
     Raises:
         UserError: something is wrong with a setting, a record, or the data.
     """
-    (asked, runs), records = planned(target, size, order), Records(order.out / "records")
+    (asked, runs), records = planned(whole, order), Records(order.out / "records")
     check_room(order.out, "--out", folder=True)
     to_do = not asked.timed and any(run.missing(run.record(records)) for run in runs)
 
     def on_the_page() -> tuple[Study, list[Run]]:
-        shown = with_others(order, study(target, size), records)
-        return (asked, runs) if shown == order else planned(target, size, shown)
+        shown = with_others(order, whole, records)
+        return (asked, runs) if shown == order else planned(whole, shown)
 
     def write_pages() -> list[Path]:
         return page.write(*on_the_page(), records, order.out)
 
     def write():
         # Every process writes the same from the same records; one at a time.
-        with claim(order.out / "claims" / f"{target}.pages") as mine:
+        with claim(order.out / "claims" / f"{whole.target}.pages") as mine:
             if mine is not None:
                 write_pages()
 
@@ -89,10 +89,10 @@ def with_others(order: Order, whole: Study, records: Records) -> Order:
 
 
 def _data(config: Config) -> str:
-    """Prepares the token files if there are none, and sees that those there are fit; their fingerprint."""
-    if read_manifest(Path(config.data.dir)) is None:
-        prepare(config, workers=len(os.sched_getaffinity(0)))
-    return TokenFiles.open(config).fingerprint
+    """Prepares the data if there is none, and sees that what is there fits; its fingerprint."""
+    task = TASKS.find(config.task)(config)
+    task.prepare()
+    return task.open().identity["data"]
 
 
 def one_text(runs: Sequence[Run], records: Records, fingerprint: str | None):

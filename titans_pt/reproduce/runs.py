@@ -159,6 +159,16 @@ def describe(config: Config, folder: RunFolder, parameters: int, began: int, sec
         "versions": about,
         "curve": [[row["step"] * tokens, row["loss"], row["grad_norm"]] for row in train],
         "validation": [[row["step"] * tokens, row["validation_loss"]] for row in validation],
+        "figures": _figures(validation, tokens),
+    }
+
+
+def _figures(validation: list[dict], tokens: int) -> dict[str, list]:
+    """Figures of validation other than the loss, by name: [tokens of training, value]."""
+    names = {key for row in validation for key in row if key.startswith("validation_")} - {"validation_loss"}
+    return {
+        name.removeprefix("validation_"): [[row["step"] * tokens, row[name]] for row in validation if name in row]
+        for name in sorted(names)
     }
 
 

@@ -1,103 +1,17 @@
-"""What each table and figure consists of: rows (models and variants of them), columns (figures), and at which size."""
+"""Every target: the tables and figures of the paper, and the studies of recall."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-from titans_pt.config import Config
-from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
-from titans_pt.reproduce import measures
-from titans_pt.reproduce.measures import CHUNKS, NEEDLES, Find, Measure
-from titans_pt.reproduce.runs import PROBE_SHARE, Run
-from titans_pt.reproduce.timing import SPEED, Timing, speed_at
+from titans_pt.reproduce import measures, pictures
+from titans_pt.reproduce.measures import CHUNKS, NEEDLES, TRAINING, Measure
+from titans_pt.reproduce.study import MODELS, TITANS, Column, Row, Study
+from titans_pt.reproduce.timing import SPEED, speed_at
 
 SIZES = ("tiny", "170m", "340m", "400m", "760m", "1.3b")
-TITANS = ("lmm", "mac", "mag", "mal")
-MODELS = (
-    "transformer", "swa", *TITANS, "samba", "mamba2", "gated_deltanet", "ttt_linear", "deltanet", "mamba",
-    "gated_deltanet_h2", "gated_deltanet_h1", "ttt_mlp", "retnet", "gla", "hgrn2", "linear_attention", "longhorn",
-    "rmt",
-)  # fmt: skip
-"""configs/SIZE/NAME.yaml, those of the first table first."""
 TWICE = ("transformer", "swa", "samba", "mamba2", "gated_deltanet", "ttt_linear", *TITANS)
 """Trained with two seeds in the tiny study's table1; elsewhere a model stands beside variants, which have one."""
-VARIANTS = {
-    "": (),
-    "depth-1": ("model.memory.depth=1",),
-    "depth-3": ("model.memory.depth=3",),
-    "depth-4": ("model.memory.depth=4",),
-    "no-conv": ("model.conv_width=1",),
-    "no-momentum": ("model.memory.momentum=false",),
-    "no-forgetting": ("model.memory.forgetting=false",),
-    "no-persistent": ("model.persistent_tokens=0",),
-    "chunk-32": ("model.memory.chunk_size=32",),
-    "chunk-64": ("model.memory.chunk_size=64",),
-    "chunk-128": ("model.memory.chunk_size=128",),
-}
-"""Named changes of a model's settings. The models as they are have memories of depth 2 and chunks of 16."""
-NAMES = {
-    "transformer": "Transformer++", "swa": "sliding window", "samba": "Samba", "mamba": "Mamba", "mamba2": "Mamba2",
-    "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "gated_deltanet_h1": "Gated DeltaNet-H1",
-    "gated_deltanet_h2": "Gated DeltaNet-H2", "ttt_linear": "TTT-Linear", "ttt_mlp": "TTT-MLP", "retnet": "RetNet",
-    "linear_attention": "linear attention", "longhorn": "Longhorn",
-} | {name: name.upper() for name in (*TITANS, "gla", "hgrn2", "rmt")}  # fmt: skip
-"""Of models, as papers write them."""
-CHANGES = {
-    "depth-1": "linear memory (depth 1)", "depth-3": "depth 3", "depth-4": "depth 4", "no-conv": "without convolutions",
-    "no-momentum": "without momentum", "no-forgetting": "without forgetting",
-    "no-persistent": "without persistent memory", "chunk-32": "chunk 32", "chunk-64": "chunk 64",
-    "chunk-128": "chunk 128",
-}  # fmt: skip
-"""Of variants."""
-RATES = {"tiny": (2e-3, 4e-3, 8e-3)}
-"""Learning rates that are tried, for sizes where nobody has published one for each model."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A model, or a variant of it."""
-
-    model: str
-    variant: str = ""
-
-    @property
-    def key(self) -> str:
-        """As in published.yaml."""
-        return f"{self.model}/{self.variant}" if self.variant else self.model
-
-    @property
-    def name(self) -> str:
-        """For a reader."""
-        return f"{NAMES[self.model]}, {CHANGES[self.variant]}" if self.variant else NAMES[self.model]
-
-
-@dataclass(frozen=True)
-class Column:
-    """``find`` looks for its figure in what ``measure`` found; ``published``: its name in published.yaml."""
-
-    title: str
-    measure: str
-    find: Find
-    published: str | None = None
-
-
-@dataclass(frozen=True)
-class Study:
-    """A table or figure at one size. ``compared``: the size of the published models beside it."""
-
-    target: str
-    title: str
-    size: str
-    rows: tuple[Row, ...]
-    columns: tuple[Column, ...]
-    measures: tuple[Measure, ...]
-    compared: str
-    note: str = ""
-    timed: tuple[int, ...] = ()
-    """Lengths of a study of throughput, for which nothing is trained."""
-
-
 SUITES = {
     "commonsense": Measure("commonsense", "commonsense"),
     "needle": Measure(
@@ -151,7 +65,7 @@ def _table1(size: str) -> Study:
     if size == "tiny":
         note = "The paper's figures are perplexities of WikiText, of models of 340M parameters: compare their order."
         return Study("table1", "Language models at equal parameters and tokens", size, rows, _text_columns(),
-                     _tiny("text", "long"), "340m", note)  # fmt: skip
+                     _tiny("text", "long"), "340m", note, seeds=dict.fromkeys(TWICE, (0, 1)))  # fmt: skip
     accuracies = {
         "piqa": "acc", "hellaswag": "acc_norm", "winogrande": "acc", "arc_easy": "acc", "arc_challenge": "acc_norm",
         "social_iqa": "acc", "boolq": "acc",
@@ -248,6 +162,54 @@ def _chunks(size: str) -> Study:
     return Study("chunks", title, size, rows, columns, _measures(size, "chunks"), size, note)
 
 
+def _recall(size: str) -> Study:
+    _small(size, "recall")
+    variants = [Row(model, "memory-off") for model in TITANS]
+    variants += [Row("lmm", name) for name in ("no-momentum", "no-forgetting", "depth-1", "no-conv", "no-ln")]
+    columns = (
+        Column("accuracy (%)", "recall", measures.recalled),
+        Column("tokens to 95 %", TRAINING, measures.first_at(0.95)),
+        Column("tokens in all", TRAINING, measures.tokens_trained),
+    )
+    note = "Eight pairs, at least 40 tokens of filler, eight queries (docs/recall.md)."
+    rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"), *variants)
+    return Study(
+        "recall", "Associative recall outside the attention window", size, rows, columns,
+        (Measure("recall", "recall"),), size, note, folder="recall", rated=False,
+        seeds=dict.fromkeys(TITANS, (0, 1, 2)), pictures=(pictures.training, pictures.recall),
+    )  # fmt: skip
+
+
+def _needles(size: str) -> Study:
+    _small(size, "needles")
+    near = Measure("needles", "needles", ("evaluation.needles.lengths=[2048,16384,65536]",
+                                          "evaluation.needles.answers=128"))  # fmt: skip
+    far = Measure("far", "needles", ("evaluation.needles.lengths=[1048576]", "evaluation.needles.answers=64"))
+    study = needles_in_noise((near, far), {"needles": (2048, 16384, 65536), "far": (1048576,)})
+    rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"))
+    return replace(study, rows=rows, seeds=dict.fromkeys(TITANS, (0, 1)))
+
+
+def needles_in_noise(
+    taken: tuple[Measure, ...], lengths: dict[str, Sequence[int]], needles: Sequence[int] = ()
+) -> Study:
+    """The study of needles with these measures; columns are the lengths of each, with each number of needles."""
+    columns = tuple(
+        Column(f"{count} needles, {length:,}" if count else f"{length:,}", name, measures.found_at(length, count))
+        for name, asked in lengths.items() for count in (needles or (None,)) for length in asked
+    )  # fmt: skip
+    note = "Percent right of needles shown once in noise; trained at no more than 2,048 tokens."
+    return Study(
+        "needles", "Needles in noise, far beyond the training length", "tiny", (), columns, taken, "tiny", note,
+        folder="needles", rated=False, pictures=(pictures.training, pictures.needles),
+    )  # fmt: skip
+
+
+def _small(size: str, target: str):
+    if size != "tiny":
+        raise UserError(f"--size: given {size!r}; {target} has models of one size: tiny")
+
+
 def _measures(size: str, *names: str) -> tuple[Measure, ...]:
     return tuple((TINY if size == "tiny" else SUITES)[name] for name in names)
 
@@ -258,100 +220,5 @@ def _tiny(*names: str) -> tuple[Measure, ...]:
 
 TARGETS = {
     "table1": _table1, "table2": _table2, "table5": _table5, "figure7": _figure7, "figure8": _figure8,
-    "figure9": _figure9, "babilong": _babilong, "chunks": _chunks,
+    "figure9": _figure9, "babilong": _babilong, "chunks": _chunks, "recall": _recall, "needles": _needles,
 }  # fmt: skip
-
-
-# ---- the runs of a study
-
-
-@dataclass(frozen=True)
-class Order:
-    """What the command line asks for.
-
-    models: as in configs/SIZE, None for all of the study. seeds: None for the study's own. tokens: of each run, None
-    for the configured. rates: learning rates to choose from, () for the configured one. words: KEY=VALUE for every run.
-    """
-
-    out: Path
-    models: Sequence[str] | None = None
-    seeds: Sequence[int] | None = None
-    tokens: int | None = None
-    rates: Sequence[float] = ()
-    words: Sequence[str] = ()
-
-
-def chosen(study: Study, order: Order) -> Study:
-    """``study`` with the rows of the models asked for.
-
-    Raises:
-        UserError: the study has none of a model.
-    """
-    if order.models is None:
-        return study
-    known = list(dict.fromkeys(row.model for row in study.rows))
-    for model in order.models:
-        if model not in known:
-            raise UserError(f"--models: given {model!r}; {study.target} has {', '.join(known)}")
-    rows = tuple(row for model in order.models for row in study.rows if row.model == model)
-    return replace(study, rows=rows)
-
-
-def seeds_of(study: Study, row: Row, order: Order) -> tuple[int, ...]:
-    if order.seeds is not None:
-        return tuple(order.seeds)
-    return (0, 1) if (study.target, study.size) == ("table1", "tiny") and row.model in TWICE else (0,)
-
-
-def run_name(row: Row, seed: int) -> str:
-    return f"{row.model}{'-' + row.variant if row.variant else ''}-s{seed}"
-
-
-def runs_of(study: Study, order: Order) -> list[Run]:
-    """The runs of a study, in the order in which they are worth having: first seeds first, each after its probes.
-
-    Raises:
-        UserError: a setting that is wrong.
-    """
-    if study.timed:
-        return [_timing(study, row, order) for row in study.rows]
-    planned = [(row, seed) for row in study.rows for seed in seeds_of(study, row, order)]
-    runs, probes = [], {}
-    for row, seed in sorted(planned, key=lambda item: item[1]):  # stable: the study's order within a seed
-        if row.model not in probes:
-            probes[row.model] = tuple(_probe(study, row.model, rate, order) for rate in order.rates)
-            runs += probes[row.model]
-        config = _config(study, row, seed, order, order.tokens, run_name(row, seed), ())
-        runs.append(Run(run_name(row, seed), row.model, row.variant, config, study.measures, probes[row.model]))
-    return runs
-
-
-def _timing(study: Study, row: Row, order: Order) -> Timing:
-    name = f"speed-{row.key.replace('/', '-')}"
-    config = _config(study, row, 0, order, None, name, ())
-    words = (*VARIANTS[row.variant], *order.words)
-    return Timing(name, row.model, row.variant, config, file=f"{study.size}/{{model}}", words=words,
-                  lengths=study.timed, tokens=max(study.timed))  # fmt: skip
-
-
-def _probe(study: Study, model: str, rate: float, order: Order) -> Run:
-    """A tenth of the tokens of the model as it is, at seed 0; its variants use the same rate."""
-    name, row = f"{model}-lr{rate:g}", Row(model)
-    whole = _config(study, row, 0, order, order.tokens, name, ())
-    tokens = whole.train.max_steps * whole.train.batch_tokens // PROBE_SHARE
-    return Run(name, model, "", _config(study, row, 0, order, tokens, name, (f"train.lr={rate!r}",)), is_probe=True)
-
-
-def _config(
-    study: Study, row: Row, seed: int, order: Order, tokens: int | None, name: str, more: tuple[str, ...]
-) -> Config:
-    own = (f"run.dir={order.out / 'runs' / name}", f"run.seed={seed}")
-    words = [*VARIANTS[row.variant], *order.words, *more, *own]
-    file = f"{study.size}/{row.model}"
-    config = load_config(file, words)
-    if tokens is None:
-        return config
-    steps = max(1, tokens // config.train.batch_tokens)
-    # A warm-up of more than a fifth of a short run would leave little of it.
-    warmup = min(config.train.warmup_steps, steps // 5)
-    return load_config(file, [*words, f"train.max_steps={steps}", f"train.warmup_steps={warmup}"])

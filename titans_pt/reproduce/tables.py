@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from titans_pt.reproduce.figures import Pooled, pool
+from titans_pt.reproduce.measures import TRAINING
 from titans_pt.reproduce.published import published
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.runs import Run
-from titans_pt.reproduce.studies import Column, Row, Study
+from titans_pt.reproduce.study import Column, Row, Study
 from titans_pt.tools.statistics import half_width, standard_error
 
 NOT_RUN = "not run"
@@ -59,13 +60,19 @@ def cells(study: Study, runs: Sequence[Run], records: Records) -> list[Cell]:
             figures = {
                 seed: figure
                 for seed, record in kept.items()
-                if column.measure in record["measured"]
-                and (figure := column.find(record["measured"][column.measure])) is not None
+                if (result := _result(record, column)) is not None and (figure := column.find(result)) is not None
             }
             ours = pool(figures) if figures else None
             used = tuple(kept[seed] for seed in figures)
             found.append(Cell(row, column, paper, ours, "" if ours else _why(kept, column), used))
     return found
+
+
+def _result(record: dict, column: Column) -> dict | None:
+    """What a column's figure is looked for in; None: it was not measured."""
+    if column.measure == TRAINING:
+        return None if record["failed"] else record["trained"]
+    return record["measured"].get(column.measure)
 
 
 def _why(kept: dict[int, dict], column: Column) -> str:
@@ -74,7 +81,7 @@ def _why(kept: dict[int, dict], column: Column) -> str:
         return NOT_RUN
     if failed := [record["failed"] for record in kept.values() if record["failed"]]:
         return f"failed ({failed[0]})"
-    return NONE if any(column.measure in record["measured"] for record in kept.values()) else "not measured"
+    return NONE if any(_result(record, column) is not None for record in kept.values()) else "not measured"
 
 
 def overview(study: Study, found: Sequence[Cell]) -> Table:

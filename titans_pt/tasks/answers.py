@@ -1,4 +1,4 @@
-"""What tasks share that ask a model for single tokens: short samples packed into rows, the loss at the answers, accuracy.
+"""Tasks that ask for single tokens: short samples packed into rows, the loss at the answers, accuracy.
 
 A sample is a sequence of token ids in which a question stands before each answer. Nothing but the answers counts: the
 other tokens are random, and their loss is that of random draws.
@@ -64,8 +64,10 @@ class PackedQuestions:
         return 2**31  # samples are drawn: none repeats
 
     def sample(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """ids (T + 1,) int64; reset (T,) bool, True where a sample starts; asked (T,) bool, True where the next token is
-        an answer. What is left of a row is token 0."""
+        """ids (T + 1,) int64; reset (T,) bool, True where a sample starts; asked (T,) bool, True where an answer is next.
+
+        What is left of a row is token 0.
+        """
         questions = self.at(position)
         fit = self.seq_len // questions.length
         ids = np.zeros(self.seq_len + 1, dtype=np.int64)
@@ -139,7 +141,7 @@ class AnswerLoss(NextTokenLoss):
         return nan_unless_finite(with_write_cost(loss.mean(), gates, self.write_cost, paying))
 
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """x (b, t, d_model), targets (b, t) -> of each token its loss and whether it is the best guess, (b, t, 2) fp32."""
+        """x (b, t, d_model), targets (b, t) -> (b, t, 2) fp32: each target's loss, and 1 where it is the best guess."""
         logits = self.model.head(x).flatten(0, 1).float()
         right = self.best(logits.detach()) == targets.flatten()
         losses = self.cross_entropy(logits, targets.flatten(), "none", self.z_loss)
@@ -192,7 +194,7 @@ class AnswerTask(Task):
 
 @torch.no_grad()
 def answered(model: nn.Module, ids: Tensor, places: Tensor, state: object = None) -> Tensor:
-    """ids (B, T), places (B, P) of questions -> (B, P) bool: the best guess after each is the answer that follows it."""
+    """ids (B, T), places (B, P) of questions -> (B, P) bool: the best guess after each is its answer."""
     logits, _ = model(ids, state)
     row = torch.arange(len(ids), device=ids.device)[:, None]
     return logits[row, places].argmax(-1) == ids[row, places + 1]

@@ -119,6 +119,9 @@ class Task:
 
     # ---- data
 
+    def prepare(self):
+        """Makes what :meth:`open` reads, where it is missing and can be made from the settings alone."""
+
     def open(self) -> TaskData:
         """
         Raises:

@@ -1,6 +1,7 @@
 """Language modelling: the next token of packed documents, from the token files of ``titans prepare``."""
 
 import hashlib
+import os
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.config import Config
-from titans_pt.data_pipeline import Mixture, TokenFiles
+from titans_pt.data_pipeline import Mixture, TokenFiles, prepare
+from titans_pt.data_pipeline.manifest import read_manifest
 from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.layers.loss import cross_entropy
@@ -66,6 +68,11 @@ class Language(Task):
         tensor = self.config.parallel.tensor
         rows, length = at_once(rows, length, vocabulary, whole=tensor == 1)
         return {"logits": rows * length * -(-vocabulary // tensor) * (2 * width + 12)}
+
+    def prepare(self):
+        """Token files from the text of data.sources."""
+        if read_manifest(Path(self.config.data.dir)) is None:
+            prepare(self.config, workers=len(os.sched_getaffinity(0)))
 
     def open(self) -> TaskData:
         files = TokenFiles.open(self.config)

@@ -96,8 +96,8 @@ class Needles(AnswerTask):
              f"below {size // 4}, a quarter of model.vocab_size={size}")
         fits = min(size // 4, min(lengths) // 6)
         need(settings.needles <= fits, "needles.needles", settings.needles,
-             f"at most {fits}: model.vocab_size={size} has {size // 4} keys, and the shortest sample, of {min(lengths)} "
-             f"tokens, holds {min(lengths) // 6}")
+             f"at most {fits}: model.vocab_size={size} has {size // 4} keys, and the shortest sample "
+             f"({min(lengths)} tokens) holds {min(lengths) // 6}")
         need(max(lengths) <= config.data.seq_len, "needles.lengths", settings.lengths,
              f"each at most data.seq_len={config.data.seq_len}, the tokens of a row; set data.seq_len={max(lengths)}")
 

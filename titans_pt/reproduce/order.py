@@ -1,0 +1,138 @@
+"""What a command asks for, and the runs that it comes to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from titans_pt.config import Config
+from titans_pt.config_file import load_config
+from titans_pt.errors import UserError
+from titans_pt.models.mixers.common import any_memory
+from titans_pt.reproduce.runs import PROBE_SHARE, Run
+from titans_pt.reproduce.study import TITANS, VARIANTS, Row, Study
+from titans_pt.reproduce.timing import Timing
+from titans_pt.tasks import TASKS
+
+RATES = {"tiny": (2e-3, 4e-3, 8e-3)}
+"""Learning rates that are tried, for sizes where nobody has published one for each model."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the command line asks for.
+
+    models: as in the study's folder of configs/, None for all of the study. seeds: None for the study's own. tokens: of
+    each run, None for the configured. rates: learning rates to choose from, () for the study's. words: KEY=VALUE for
+    every run. variants: of every model, None for those of the study. config: a file or the name of one that all models
+    start from, which then are mixers, ``mamba+swa`` those in turns; None for the study's.
+    """
+
+    out: Path
+    models: Sequence[str] | None = None
+    seeds: Sequence[int] | None = None
+    tokens: int | None = None
+    rates: Sequence[float] = ()
+    words: Sequence[str] = ()
+    variants: Sequence[str] | None = None
+    config: str | None = None
+
+
+def chosen(study: Study, order: Order) -> Study:
+    """``study`` with the rows of the models and variants asked for.
+
+    Raises:
+        UserError: the study has none of a model, or a model has no such variant.
+    """
+    if order.models is None and order.variants is None:
+        return study
+    known = list(dict.fromkeys(row.model for row in study.rows))
+    models = known if order.models is None else order.models
+    for model in models:
+        if order.config is None and model not in known:
+            raise UserError(f"--models: given {model!r}; {study.target} has {', '.join(known)}")
+    if order.variants is None and order.config is None:
+        return replace(study, rows=tuple(row for model in models for row in study.rows if row.model == model))
+    return replace(study, rows=tuple(Row(model, variant) for variant in order.variants or [""] for model in models))
+
+
+def seeds_of(study: Study, row: Row, order: Order) -> tuple[int, ...]:
+    return tuple(order.seeds) if order.seeds is not None else study.seeds.get(row.key, (0,))
+
+
+def run_name(row: Row, seed: int) -> str:
+    return f"{row.model}{'-' + row.variant if row.variant else ''}-s{seed}"
+
+
+def runs_of(study: Study, order: Order) -> list[Run]:
+    """The runs of a study, in the order in which they are worth having: first seeds first, each after its probes.
+
+    Raises:
+        UserError: a setting that is wrong.
+    """
+    if study.timed:
+        return [_timing(study, row, order) for row in study.rows]
+    planned = [(row, seed) for row in study.rows for seed in seeds_of(study, row, order)]
+    runs, probes = [], {}
+    for row, seed in sorted(planned, key=lambda item: item[1]):  # stable: the study's order within a seed
+        if row.model not in probes:
+            probes[row.model] = tuple(_probe(study, row.model, rate, order) for rate in order.rates)
+            runs += probes[row.model]
+        config = _config(study, row, seed, order, order.tokens, run_name(row, seed), ())
+        runs.append(Run(run_name(row, seed), row.model, row.variant, config, study.measures, probes[row.model]))
+    return runs
+
+
+def equal_size(file: str, mixers: str, words: Sequence[str]) -> tuple[str, ...]:
+    """Settings that make a model of ``mixers``, as in ``mamba+swa``, from the config ``file``.
+
+    A model without a memory, unless model.mlp_hidden is given, gets MLPs so wide that none with a memory has more
+    parameters.
+    """
+    pattern = f"model.mixers=[{mixers.replace('+', ',')}]"
+    config = load_config(file, [*words, pattern])
+    if config.model.mlp_hidden or any_memory(config.model.kinds):
+        return (pattern,)
+    others = (load_config(file, [*words, f"model.mixers=[{name}]"]) for name in TITANS)
+    missing = max(map(_parameters, others)) - _parameters(config)
+    model = config.model
+    wider = model.hidden + max(0, -(-missing // (3 * model.d_model * model.n_layers)))
+    return pattern, f"model.mlp_hidden={wider}"
+
+
+def _parameters(config: Config) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in TASKS.find(config.task)(config).build_model().parameters())
+
+
+def _timing(study: Study, row: Row, order: Order) -> Timing:
+    name = f"speed-{row.key.replace('/', '-')}"
+    config = _config(study, row, 0, order, None, name, ())
+    words = (*VARIANTS[row.variant], *order.words)
+    return Timing(name, row.model, row.variant, config, file=f"{study.size}/{{model}}", words=words,
+                  lengths=study.timed, tokens=max(study.timed))  # fmt: skip
+
+
+def _probe(study: Study, model: str, rate: float, order: Order) -> Run:
+    """A tenth of the tokens of the model as it is, at seed 0; its variants use the same rate."""
+    name, row = f"{model}-lr{rate:g}", Row(model)
+    whole = _config(study, row, 0, order, order.tokens, name, ())
+    tokens = whole.train.max_steps * whole.train.batch_tokens // PROBE_SHARE
+    return Run(name, model, "", _config(study, row, 0, order, tokens, name, (f"train.lr={rate!r}",)), is_probe=True)
+
+
+def _config(
+    study: Study, row: Row, seed: int, order: Order, tokens: int | None, name: str, more: tuple[str, ...]
+) -> Config:
+    own = (f"run.dir={order.out / 'runs' / name}", f"run.seed={seed}")
+    file = order.config or f"{study.folder or study.size}/{row.model}"
+    size = equal_size(file, row.model, order.words) if order.config else ()
+    words = [*size, *VARIANTS[row.variant], *order.words, *more, *own]
+    config = load_config(file, words)
+    if tokens is None:
+        return config
+    steps = max(1, tokens // config.train.batch_tokens)
+    # A warm-up of more than a fifth of a short run would leave little of it.
+    warmup = min(config.train.warmup_steps, steps // 5)
+    return load_config(file, [*words, f"train.max_steps={steps}", f"train.warmup_steps={warmup}"])

@@ -1,0 +1,165 @@
+"""Pictures of a study's records."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from titans_pt.tools.plots import legend, new_figure, own_style, plot_accuracy, save_figure, styles
+from titans_pt.tools.statistics import wilson
+
+THICK = ("lmm", "mac", "mag", "mal")
+"""Models whose lines stand out."""
+Seeds = dict[str, list[dict]]
+"""Model or variant, for a reader -> the records of its seeds that did not fail, the first seed first."""
+Picture = Callable[[Seeds, Path], list[Path]]
+"""Writes one picture or several from the records, into files whose names begin with a path's; returns them."""
+
+
+def _named(start: Path, name: str) -> Path:
+    return start.with_name(f"{start.name}-{name}.png")
+
+
+def _style(n: int, record: dict) -> dict:
+    """The n-th model's line. Dots are for memories that are off."""
+    width = 2.2 if record["model"] in THICK else 1.1
+    return {"color": f"C{n % 10}", "linestyle": ("-", "--", "-.")[n // 10 % 3], "linewidth": width}
+
+
+@own_style()
+def training(shown: Seeds, start: Path) -> list[Path]:
+    """Training and validation loss against tokens, of the first seed of each model."""
+    first = {name: seeds[0] for name, seeds in shown.items() if seeds[0]["trained"]["curve"]}
+    if not first:
+        return []
+    figure = new_figure(12.5, 4.6)
+    loss, validation = figure.subplots(1, 2)
+    drawn = []
+    for n, record in enumerate(first.values()):
+        for axes, points in ((loss, record["trained"]["curve"]), (validation, record["trained"]["validation"])):
+            (line,) = axes.plot([point[0] for point in points], [point[1] for point in points], **_style(n, record))
+        drawn.append(line)
+    for axes, label in ((loss, "training loss (nats per token)"), (validation, "validation loss (nats per token)")):
+        axes.set_xlabel("tokens")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    legend(figure, drawn, list(first), fontsize=8, loc="outside right upper")
+    return [save_figure(figure, _named(start, "training"))]
+
+
+@own_style()
+def positions(shown: Seeds, start: Path) -> list[Path]:
+    """Loss by position in a long text, of the first seed of each model; dotted with the memory never written. Beside it
+    how far each model is from the best one: what all of them find hard in this text is not in the difference."""
+    long = {name: seeds[0] for name, seeds in shown.items() if "long" in seeds[0]["measured"]}
+    if not long:
+        return []
+    figure = new_figure(13.5, 5.0)
+    loss, above = figure.subplots(1, 2)
+    found = {name: record["measured"]["long"] for name, record in long.items()}
+    best = min(found, key=lambda name: found[name]["loss"])
+    least = _by_place(found[best]["positions"])
+    lines = {}
+    for n, (name, result) in enumerate(found.items()):
+        style, means = _style(n, long[name]), _by_place(result["positions"])
+        (lines[name],) = loss.plot(list(means), list(means.values()), **style)
+        common = [place for place in means if place in least]
+        above.plot(common, [means[place] - least[place] for place in common], **style)
+        if (off := next((row for row in result["frozen"] if row["after"] == 0), None)) and off["positions"]:
+            means = _by_place(off["positions"])
+            loss.plot(list(means), list(means.values()), ":", color=style["color"])
+    for axes, label in ((loss, "validation loss (nats per token)"), (above, f"nats per token above {best}")):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("tokens before the scored one")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    loss.set_title("dotted: the memory is never written", fontsize=9)
+    above.set_ylim(top=min(1.0, above.get_ylim()[1]))  # what fails leaves the picture, and the others room
+    worst_first = sorted(found, key=lambda name: -found[name]["loss"])
+    legend(figure, [lines[name] for name in worst_first], worst_first, fontsize=8, loc="outside right upper")
+    return [save_figure(figure, _named(start, "positions"))]
+
+
+def _by_place(rows: list[dict]) -> dict[float, float]:
+    """Mean losses by position, without the first thousandth of the text: few tokens, and hard ones for all."""
+    longest = max(row["last"] for row in rows)
+    return {(row["first"] * row["last"]) ** 0.5: row["mean"] for row in rows if 1000 * row["first"] >= longest}
+
+
+@own_style()
+def recall(shown: Seeds, start: Path) -> list[Path]:
+    """Accuracy against tokens of training, a line for each seed; against pairs and distance, means and a dot a seed.
+
+    Variants other than a memory that is off are in the first alone.
+    """
+    figure = new_figure(15.0, 4.6)
+    learning, *others = figure.subplots(1, 3, sharey=True)
+    models = sorted({seeds[0]["model"] for seeds in shown.values()})
+    variants = sorted({seeds[0]["variant"] for seeds in shown.values()})
+    inks = dict(zip(models, styles(len(models)), strict=True))
+    dashes = ("-", ":", "--", "-.", (0, (5, 1)), (0, (1, 3)), (0, (3, 1, 1, 1)))
+    drawn = {}
+    for name, seeds in shown.items():
+        model, variant = seeds[0]["model"], seeds[0]["variant"]
+        dash = dashes[variants.index(variant) % len(dashes)]
+        style = inks[model] | {"linestyle": dash, "markersize": 4}
+        for record in seeds:
+            points = record["trained"]["figures"].get("accuracy", [])
+            (drawn[name],) = learning.plot([x for x, _ in points], [100 * y for _, y in points], **style)
+        measured = [record["measured"]["recall"] for record in seeds if "recall" in record["measured"]]
+        if variant not in ("", "memory-off") or not measured:
+            continue
+        for axes, by in zip(others, ("pairs", "distance"), strict=True):
+            places = [row[by] for row in measured[0][f"by_{by}"]]
+            each = [[100 * row["mean"] for row in result[f"by_{by}"]] for result in measured]
+            axes.plot(places, [sum(column) / len(measured) for column in zip(*each, strict=True)], **style)
+            if len(measured) > 1:
+                axes.plot(places, list(zip(*each, strict=True)), ".", color=inks[model]["color"], alpha=0.5)
+    learning.set_xlabel("tokens of training")
+    learning.set_ylabel("accuracy (%)")
+    legend(figure, list(drawn.values()), list(drawn), fontsize=7, loc="outside right upper")
+    trained = next((seeds[0]["config"]["recall"] for seeds in shown.values()), {})
+    others[0].set_xlabel(f"pairs (trained with {trained.get('pairs')})")
+    others[0].set_xscale("log", base=2)
+    others[0].xaxis.set_major_formatter("{x:,.0f}")
+    others[1].set_xlabel(f"least tokens from pairs to queries (trained with {trained.get('distance')})")
+    for axes in (learning, *others):
+        axes.grid(alpha=0.3)
+        axes.set_ylim(-3, 103)
+    return [save_figure(figure, _named(start, "accuracy"))]
+
+
+def needles(shown: Seeds, start: Path) -> list[Path]:
+    """Accuracy against length, one picture for each number of needles and kind of noise."""
+    cells: dict[tuple[str, int], dict[str, dict[int, list[dict]]]] = {}
+    for name, seeds in shown.items():
+        for record in seeds:
+            for row in needles_asked(record):
+                lengths = cells.setdefault((row["noise"], row["needles"]), {}).setdefault(name, {})
+                for cell in row["by_length"]:
+                    lengths.setdefault(cell["length"], []).append(cell)
+    written = []
+    for (noise, count), models in sorted(cells.items()):
+        lines = {name: [_over_seeds(n, cells) for n, cells in sorted(of.items())] for name, of in models.items()}
+        path = _named(start, f"{count}-{noise}")
+        written.append(plot_accuracy(lines, path, f"{count} needles in {noise} noise"))
+    return written
+
+
+def needles_asked(record: dict) -> list[dict]:
+    """What all measures of a record have asked: rows of needles, noise, by_length."""
+    return [row for result in record["measured"].values() for row in result.get("asked", ())]
+
+
+def _over_seeds(length: int, cells: Sequence[dict]) -> dict:
+    """A row of plot_accuracy: answers of all seeds count together."""
+    right, n = sum(round(cell["mean"] * cell["n"]) for cell in cells), sum(cell["n"] for cell in cells)
+    low, high = wilson(right, n)
+    return {"length": length, "mean": right / n, "low": low, "high": high, "each": [cell["mean"] for cell in cells]}
+
+
+def by_row(records: Sequence[tuple[str, dict]]) -> Seeds:
+    """(name, record) pairs, those of one name together -> the records that did not fail by name."""
+    found = {name: [record for _, record in pairs if not record["failed"]]
+             for name, pairs in groupby(records, lambda pair: pair[0])}  # fmt: skip
+    return {name: seeds for name, seeds in found.items() if seeds}

@@ -1,0 +1,97 @@
+"""``titans recall`` and ``titans needles``: short spellings of these studies, with models of one config file."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from titans_pt.config import Config
+from titans_pt.config_file import load_config
+from titans_pt.errors import UserError
+from titans_pt.models.mixers import MIXERS
+from titans_pt.models.mixers.common import any_memory
+from titans_pt.reproduce.measures import Measure
+from titans_pt.reproduce.order import Order
+from titans_pt.reproduce.reproduce import reproduce
+from titans_pt.reproduce.studies import needles_in_noise, study
+from titans_pt.reproduce.study import TITANS, VARIANTS, Row, Study
+
+PLAIN = "plain"
+"""A model as it is, on the command line."""
+
+
+def recall(
+    file: str, words: Sequence[str], models: Sequence[str] | None, changes: Sequence[str] | None, ranks: int | None
+) -> int:
+    """Trains every model with every change, one change after the other; without changes as it is and, if it has a
+    Titan's memory, with that off. Returns 0, or 128 + the signal that stopped it.
+
+    Args:
+        file: a config or its name; its run.dir holds everything, its run.seed is that of the runs.
+        words: settings over the file's.
+
+    Raises:
+        UserError: an unknown model or change, a change of the memory of a model that has none, or a wrong setting.
+    """
+    config = load_config(file, words)
+    models = models or models_of(config) or list(TITANS)
+    memory = {model: any_memory(mixers_of(model)) for model in models}
+    for change in changes or ():
+        if change != PLAIN and change not in VARIANTS:
+            raise UserError(f"--changes: given {change!r}; allowed: {', '.join([PLAIN, *filter(None, VARIANTS)])}")
+        without = [model for model in models if not memory[model]]
+        if without and any(word.startswith("model.memory.") for word in VARIANTS.get(change, ())):
+            raise UserError(f"--changes: given {change!r}, but {without[0]} has no Titan's memory; give it plain")
+    if changes:
+        rows = [Row(model, "" if change == PLAIN else change) for change in changes for model in models]
+    else:
+        rows = [Row(model) for model in models] + [Row(model, "memory-off") for model in models if memory[model]]
+    return _run(study("recall", "tiny"), rows, config, file, words, ranks)
+
+
+def needles(
+    file: str, words: Sequence[str], models: Sequence[str] | None, asked: Sequence[int], counts: Sequence[int],
+    answers: int, noise: str, ranks: int | None,
+) -> int:  # fmt: skip
+    """Trains every model and asks it at every length; as :func:`recall`.
+
+    Args:
+        asked: lengths in tokens.
+        counts: needles of a sample that is asked; (): as in training.
+        answers: at least so many for each length and count.
+        noise: "seen" or "unseen".
+    """
+    config = load_config(file, words)
+    models = models or models_of(config) or [*TITANS, "swa"]
+    for model in models:
+        mixers_of(model)
+    told = [f"evaluation.needles.lengths={sorted(asked)}", f"evaluation.needles.answers={answers}",
+            f"evaluation.needles.noise={noise}"]  # fmt: skip
+    told += [f"evaluation.needles.needles={list(counts)}"] if counts else []
+    measure = Measure("-".join(["needles", *map(str, counts), *(["unseen"] if noise == "unseen" else [])]), "needles",
+                      tuple(told))  # fmt: skip
+    whole = needles_in_noise((measure,), {measure.name: sorted(asked)}, counts)
+    return _run(whole, [Row(model) for model in models], config, file, words, ranks)
+
+
+def _run(whole: Study, rows: Sequence[Row], config: Config, file: str, words: Sequence[str], ranks: int | None) -> int:
+    order = Order(Path(config.run.dir), seeds=[config.run.seed], words=words, config=file)
+    return reproduce(replace(whole, rows=tuple(rows)), order, ranks)
+
+
+def models_of(config: Config) -> list[str]:
+    """The model that its file or the command line names, ``mamba+swa`` if its layers differ; none if model.mixers was
+    not given."""
+    return ["+".join(config.model.mixers)] if "mixers" in config.model.model_fields_set else []
+
+
+def mixers_of(model: str) -> list[str]:
+    """What model.mixers is for a model by name: ``mamba+swa`` has the two in turns.
+
+    Raises:
+        UserError: one of them is unknown.
+    """
+    mixers = model.split("+")
+    for name in mixers:
+        if name not in MIXERS.names():
+            raise UserError(f"--models: given {name!r}; allowed: {', '.join(MIXERS.names())}, several as in mamba+swa")
+    return mixers

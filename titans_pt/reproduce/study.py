@@ -1,0 +1,98 @@
+"""What a study consists of: rows (models and variants of them), columns (figures), measures, pictures."""
+
+from dataclasses import dataclass, field
+
+from titans_pt.reproduce import pictures
+from titans_pt.reproduce.measures import Find, Measure
+from titans_pt.reproduce.pictures import Picture
+
+TITANS = ("lmm", "mac", "mag", "mal")
+MODELS = (
+    "transformer", "swa", *TITANS, "samba", "mamba2", "gated_deltanet", "ttt_linear", "deltanet", "mamba",
+    "gated_deltanet_h2", "gated_deltanet_h1", "ttt_mlp", "retnet", "gla", "hgrn2", "linear_attention", "longhorn",
+    "rmt",
+)  # fmt: skip
+"""configs/SIZE/NAME.yaml, those of the first table first."""
+VARIANTS = {
+    "": (),
+    "depth-1": ("model.memory.depth=1",),
+    "depth-3": ("model.memory.depth=3",),
+    "depth-4": ("model.memory.depth=4",),
+    "no-conv": ("model.conv_width=1",),
+    "no-momentum": ("model.memory.momentum=false",),
+    "no-forgetting": ("model.memory.forgetting=false",),
+    "no-persistent": ("model.persistent_tokens=0",),
+    "chunk-32": ("model.memory.chunk_size=32",),
+    "chunk-64": ("model.memory.chunk_size=64",),
+    "chunk-128": ("model.memory.chunk_size=128",),
+    "memory-off": ("model.memory.writes=false",),
+    "no-ln": ("model.memory.norm=false", "model.memory.init_std=null"),  # M_0's scale is chosen for a LayerNorm
+}
+"""Named changes of a model's settings. The models as they are have memories of depth 2 and chunks of 16."""
+NAMES = {
+    "transformer": "Transformer++", "swa": "sliding window", "samba": "Samba", "mamba": "Mamba", "mamba2": "Mamba2",
+    "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "gated_deltanet_h1": "Gated DeltaNet-H1",
+    "gated_deltanet_h2": "Gated DeltaNet-H2", "ttt_linear": "TTT-Linear", "ttt_mlp": "TTT-MLP", "retnet": "RetNet",
+    "linear_attention": "linear attention", "longhorn": "Longhorn", "lmm-hierarchy": "LMM, hierarchy",
+} | {name: name.upper() for name in (*TITANS, "gla", "hgrn2", "rmt")}  # fmt: skip
+"""Models as papers write them; others are shown as their mixers."""
+CHANGES = {
+    "depth-1": "linear memory (depth 1)", "depth-3": "depth 3", "depth-4": "depth 4", "no-conv": "without convolutions",
+    "no-momentum": "without momentum", "no-forgetting": "without forgetting",
+    "no-persistent": "without persistent memory", "chunk-32": "chunk 32", "chunk-64": "chunk 64",
+    "chunk-128": "chunk 128", "memory-off": "memory off", "no-ln": "without the LayerNorm inside",
+}  # fmt: skip
+"""Variants, for a reader."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model, or a variant of it."""
+
+    model: str
+    variant: str = ""
+
+    @property
+    def key(self) -> str:
+        """As in published.yaml."""
+        return f"{self.model}/{self.variant}" if self.variant else self.model
+
+    @property
+    def name(self) -> str:
+        """For a reader."""
+        name = NAMES.get(self.model, self.model.upper())
+        return f"{name}, {CHANGES[self.variant]}" if self.variant else name
+
+
+@dataclass(frozen=True)
+class Column:
+    """``find`` looks for its figure in what ``measure`` found; ``published``: its name in published.yaml."""
+
+    title: str
+    measure: str
+    find: Find
+    published: str | None = None
+
+
+@dataclass(frozen=True)
+class Study:
+    """A table or figure at one size. ``compared``: the size of the published models beside it; ``pictures``: what draws
+    the records of its runs."""
+
+    target: str
+    title: str
+    size: str
+    rows: tuple[Row, ...]
+    columns: tuple[Column, ...]
+    measures: tuple[Measure, ...]
+    compared: str
+    note: str = ""
+    timed: tuple[int, ...] = ()
+    """Lengths of a study of throughput, for which nothing is trained."""
+    folder: str = ""
+    """Folder of configs/ that has the models. "": the size's."""
+    rated: bool = True
+    """Whether the learning rates of its size are tried; False: the configured one is taken."""
+    seeds: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Seeds of a row by its key; 0 for all others."""
+    pictures: tuple[Picture, ...] = (pictures.training, pictures.positions)
