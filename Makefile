@@ -30,8 +30,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 # that wait for each other spin, a hundred times faster (docs/notebook.md, Threads).
 export OMP_NUM_THREADS ?= 1
 TRAIN := $(BIN)/torchrun --standalone --nproc_per_node 2 -m titans_pt train configs/quickstart.yaml
-NEEDLES := $(BIN)/titans needles configs/quickstart-needles.yaml run.dir=$(RUN)/needles --lengths 64:3,128,256:2 \
-	--write-cost 0.3 --asked 64,256,1024,4096,16384 --answers 128
+NEEDLES := $(BIN)/titans needles configs/quickstart-needles.yaml run.dir=$(RUN)/needles --write-cost 0.3 --asked 64,256,1024,4096,16384 --answers 128
 
 quickstart: install
 	$(BIN)/titans prepare configs/quickstart.yaml

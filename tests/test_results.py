@@ -1,27 +1,24 @@
-"""docs/results.md says what the records say. ``python -m tests.test_results`` writes its tables anew."""
+"""docs/results.md says what the records say. ``python -m tests.test_results`` writes its tables again."""
 
+import json
 import math
 import re
 from pathlib import Path
 
 import pytest
 
-from titans_pt.experiments import needles, recall
+from titans_pt.reproduce.order import Order
+from titans_pt.reproduce.pictures import needles_asked
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.reproduce import plan, planned
 from titans_pt.reproduce.runs import Run
-from titans_pt.reproduce.studies import CHANGES, NAMES, Order, Study
+from titans_pt.reproduce.studies import study as target_study
+from titans_pt.reproduce.study import CHANGES, MODELS, NAMES, Study
 from titans_pt.reproduce.tables import Cell, behind, cells, number
-from titans_pt.tools.records import read_records
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
 PAGE = ROOT / "docs/results.md"
-MIXERS = {
-    "attention": "transformer", "mamba+swa": "samba", "gated_deltanet+swa": "gated_deltanet_h1",
-    "mamba2+gated_deltanet+swa": "gated_deltanet_h2",
-}  # fmt: skip
-"""Mixers of models that have another name than these."""
 
 
 def told(cell: Cell) -> str:
@@ -36,7 +33,7 @@ def seeds(cell: Cell) -> str:
 
 def found(target: str) -> tuple[Study, list[Run], list[list[Cell]]]:
     """A study, its runs, and the cells of every row of which something was run."""
-    study, runs = planned(target, "tiny", Order(Path("out")))
+    study, runs = planned(target_study(target, "tiny"), Order(Path("out")))
     each = cells(study, runs, Records(RESULTS / "records"))
     rows = [[cell for cell in each if cell.row == row] for row in study.rows]
     return study, runs, [row for row in rows if row[0].ours]
@@ -99,33 +96,58 @@ def throughput() -> list[str]:
     return [line(row[0].row.name, *map(told, row)) for row in reversed(lowest_first(rows))]
 
 
-def renamed(text: str) -> list[str]:
-    """A table's lines with the models' names."""
-    lines = [line.removeprefix("| ").partition(" | ") for line in text.splitlines()[2:]]
-    return [f"| {NAMES[MIXERS.get(mixers.lower(), mixers.lower())]} | {rest}" for mixers, _, rest in lines]
+def of_models(folder: str) -> list[list[dict]]:
+    """The records of each model as it is, seed by seed."""
+    found = {}
+    for path in sorted((RESULTS / folder).glob("*.json")):
+        record = json.loads(path.read_text())
+        if not record["variant"] and record["model"] in MODELS:
+            found.setdefault(record["model"], []).append(record)
+    return [sorted(seeds, key=lambda record: record["seed"]) for seeds in found.values()]
+
+
+def spanned(percent: list[float]) -> str:
+    """The mean over seeds and, where they differ, the lowest and the highest."""
+    low, high, mean = f"{min(percent):.1f}", f"{max(percent):.1f}", f"{sum(percent) / len(percent):.1f}"
+    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def recalled() -> list[str]:
     """A line for each model, the most accurate first."""
-    models = {}
-    for record in recall.finished(RESULTS / "recall"):
-        models.setdefault(record["model"], []).append(record)
-    seeds = [sorted(each, key=lambda r: r["seed"]) for each in models.values()]
-    return renamed(recall.table(sorted(seeds, key=lambda each: -sum(r["accuracy"] for r in each) / len(each))))
+    lines = []
+    for seeds in of_models("recall"):
+        each = [100 * record["measured"]["recall"]["mean"] for record in seeds]
+        steps, first = [], []
+        for record in seeds:
+            batch = record["config"]["train"]["batch_tokens"]
+            steps.append(f"{record['trained']['steps']:,}")
+            reached = (n // batch for n, share in record["trained"]["figures"]["accuracy"] if share >= 0.95)
+            first.append(f"{step:,}" if (step := next(reached, None)) else "-")
+        most = seeds[0]["config"]["train"]["max_steps"]
+        shown = line(
+            NAMES[seeds[0]["model"]], ", ".join(str(record["seed"]) for record in seeds), spanned(each),
+            ", ".join(first), f"{', '.join(steps)} of {most:,}", f"{seeds[0]['trained']['parameters']:,}",
+        )  # fmt: skip
+        lines.append((-sum(each) / len(each), shown))
+    return [shown for _, shown in sorted(lines)]
 
 
 def found_in_noise() -> list[str]:
-    """A line for each model, the most needles at the longest length of all first."""
-    rows = []
-    for path in (RESULTS / "needles").glob("*.jsonl"):
-        records = read_records([path]).values()
-        trained = {record["sha256"]: record for record in records if record["kind"] == "trained"}
-        rows += [trained[record["sha256"]] | record for record in records if record["kind"] == "asked"]
-    lines = needles.by_model(rows)
-    everywhere = max(set.intersection(*({row["length"] for row in line["by_length"]} for line in lines)))
-    return renamed(needles.table(sorted(
-        lines, key=lambda line: -next(row["mean"] for row in line["by_length"] if row["length"] == everywhere)
-    )))  # fmt: skip
+    """A line for each model, the most needles at the longest length that all were asked at first."""
+    lengths, lines = (2048, 16384, 65536, 1048576), []
+    for seeds in of_models("needles"):
+        cells: dict[int, list[float]] = {}
+        for record in seeds:
+            for row in needles_asked(record):
+                for cell in row["by_length"] if (row["needles"], row["noise"]) == (8, "seen") else ():
+                    cells.setdefault(cell["length"], []).append(100 * cell["mean"])
+        shown = line(
+            NAMES[seeds[0]["model"]], f"{seeds[0]['trained']['parameters']:,}",
+            ", ".join(str(record["seed"]) for record in seeds),
+            *(spanned(cells[length]) if length in cells else "-" for length in lengths),
+        )  # fmt: skip
+        lines.append((-sum(cells[65536]) / len(cells[65536]), -sum(cells[16384]) / len(cells[16384]), shown))
+    return [shown for *_, shown in sorted(lines)]
 
 
 FULL_SIZE = ("table1 340m", "table1 760m", "table2 340m", "table5 400m", "figure7 340m", "chunks 340m", "babilong 340m")
@@ -135,7 +157,7 @@ def costs() -> list[str]:
     """What studies of full size take, from the last line of their plans."""
     lines = []
     for target, size in map(str.split, FULL_SIZE):
-        _, runs = planned(target, size, Order(Path("out")))
+        _, runs = planned(target_study(target, size), Order(Path("out")))
         _, _, *total, _ = plan(runs, Records(Path("none"))).rows[-1]
         lines.append(line(f"`titans reproduce {target} --size {size} --dry-run`", f"{len(runs)}", *total))
     return lines

@@ -23,6 +23,8 @@ def decisive(tree: dict) -> dict:
     model = dict(tree["model"])
     if not any_memory(model["mixers"]):
         del model["memory"]  # its defaults may change, the results of a model without one do not
+    # What rounding adds to the vocabulary counts, not the multiple that it is rounded up to.
+    model["vocab_multiple"] = -model["vocab_size"] % model["vocab_multiple"]
     task = tree.get("task", "language")
     return {
         "task": task, task: tree.get(task, {}),
@@ -70,8 +72,8 @@ class Records:
         was, now = decisive(completed(record["config"])), decisive(config.model_dump(mode="json"))
         for key, old, new in differences(was, now):
             raise UserError(
-                f"{self.path(name)}: of a run with {key}={old!r}, asked for is {new!r}; choose another --out, or "
-                "delete the record to run it again"
+                f"{self.path(name)}: of a run with {key}={old!r}, asked for is {new!r}; choose another folder (--out; "
+                "run.dir of titans recall and needles), or delete the record to run it again"
             )
         return record
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from titans_pt.config import Config
+from titans_pt.config_check import mixers_of
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
-from titans_pt.models.mixers import MIXERS
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.measures import Measure
 from titans_pt.reproduce.order import Order
@@ -60,13 +60,13 @@ def needles(
         answers: at least so many for each length and count.
         noise: "seen" or "unseen".
     """
-    config = load_config(file, words)
-    models = models or models_of(config) or [*TITANS, "swa"]
-    for model in models:
-        mixers_of(model)
     told = [f"evaluation.needles.lengths={sorted(asked)}", f"evaluation.needles.answers={answers}",
             f"evaluation.needles.noise={noise}"]  # fmt: skip
     told += [f"evaluation.needles.needles={list(counts)}"] if counts else []
+    config = load_config(file, [*words, *told])  # questions that cannot be asked are refused before training
+    models = models or models_of(config) or [*TITANS, "swa"]
+    for model in models:
+        mixers_of(model)
     measure = Measure("-".join(["needles", *map(str, counts), *(["unseen"] if noise == "unseen" else [])]), "needles",
                       tuple(told))  # fmt: skip
     whole = needles_in_noise((measure,), {measure.name: sorted(asked)}, counts)
@@ -82,16 +82,3 @@ def models_of(config: Config) -> list[str]:
     """The model that its file or the command line names, ``mamba+swa`` if its layers differ; none if model.mixers was
     not given."""
     return ["+".join(config.model.mixers)] if "mixers" in config.model.model_fields_set else []
-
-
-def mixers_of(model: str) -> list[str]:
-    """What model.mixers is for a model by name: ``mamba+swa`` has the two in turns.
-
-    Raises:
-        UserError: one of them is unknown.
-    """
-    mixers = model.split("+")
-    for name in mixers:
-        if name not in MIXERS.names():
-            raise UserError(f"--models: given {name!r}; allowed: {', '.join(MIXERS.names())}, several as in mamba+swa")
-    return mixers

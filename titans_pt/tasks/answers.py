@@ -64,7 +64,7 @@ class PackedQuestions:
         return 2**31  # samples are drawn: none repeats
 
     def sample(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """ids (T + 1,) int64; reset (T,) bool, True where a sample starts; asked (T,) bool, True where an answer is next.
+        """ids (T + 1,) int64; reset (T,) bool, True where a sample starts; asked (T,) bool, True before an answer.
 
         What is left of a row is token 0.
         """
@@ -143,8 +143,8 @@ class AnswerLoss(NextTokenLoss):
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """x (b, t, d_model), targets (b, t) -> (b, t, 2) fp32: each target's loss, and 1 where it is the best guess."""
         logits = self.model.head(x).flatten(0, 1).float()
-        right = self.best(logits.detach()) == targets.flatten()
-        losses = self.cross_entropy(logits, targets.flatten(), "none", self.z_loss)
+        losses = self.cross_entropy(logits, targets.flatten(), "none", self.z_loss, self.model.tokens)
+        right = self.best(logits.detach()) == targets.flatten()  # rows that stand for no token are hidden by now
         return torch.stack([losses, right.to(losses.dtype)], -1).unflatten(0, targets.shape)
 
     def _fused(self, x: Tensor) -> bool:

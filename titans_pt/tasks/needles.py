@@ -101,6 +101,19 @@ class Needles(AnswerTask):
         need(max(lengths) <= config.data.seq_len, "needles.lengths", settings.lengths,
              f"each at most data.seq_len={config.data.seq_len}, the tokens of a row; set data.seq_len={max(lengths)}")
 
+        cls._check_questions(config, settings, need)
+
+    @staticmethod
+    def _check_questions(config: Config, settings: "Needles.Settings", need: Need):
+        asked, keys = config.evaluation.needles, config.model.vocab_size // 4
+        counts = asked.needles or [settings.needles]
+        need(asked.noise == "seen" or settings.held_out > 0, "evaluation.needles.noise", asked.noise,
+             "training drew every noise token: train with needles.held_out above 0")
+        need(max(counts) <= keys, "evaluation.needles.needles", max(counts),
+             f"at most {keys}, the keys of model.vocab_size={config.model.vocab_size}")
+        need(min(asked.lengths) >= 6 * max(counts), "evaluation.needles.lengths", min(asked.lengths),
+             f"at least {6 * max(counts)} for {max(counts)} needles")
+
     def drawn(self, length: int) -> NeedlesInNoise:
         """What training draws at a length."""
         return NeedlesInNoise(self.config.model.vocab_size, length, self.settings.needles, self.settings.held_out)

@@ -14,7 +14,7 @@ from titans_pt.layers.memory import MemoryGates
 def write_gates(model: nn.Module, collect: bool = True) -> Iterator[list[Tensor]]:
     """Collects the write gates of every memory that reads inside the block: each (rows, ...), 0 to 1, fp32.
 
-    A gate is theta / (bound (1 - eta)): a cost of theta alone would be paid with more momentum, and no gate would close.
+    A gate is theta / (bound (1 - eta)). More momentum lowers theta: a cost of theta alone would close no gate.
 
     Args:
         collect: False collects nothing and costs nothing.

@@ -9,8 +9,9 @@ from tests.titans_pt.reproduce.records import record, text
 from titans_pt.errors import UserError
 from titans_pt.reproduce import page
 from titans_pt.reproduce.figures import Figure, pool
+from titans_pt.reproduce.order import Order, chosen, runs_of
 from titans_pt.reproduce.records import Records
-from titans_pt.reproduce.studies import Order, chosen, runs_of, study
+from titans_pt.reproduce.studies import study
 from titans_pt.reproduce.tables import behind, cells, details, overview, rates
 from titans_pt.tools.statistics import wilson
 

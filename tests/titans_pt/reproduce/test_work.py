@@ -136,7 +136,7 @@ def test_a_study_is_done_once(prepared, tmp_path, ranks, monkeypatch, capsys):
     assert (out / "table1.md").read_text() == table
 
     assert titans(words(prepared, out, 20)) == 2
-    assert "of a run with train.max_steps=1, asked for is 2; choose another --out" in capsys.readouterr().err
+    assert "of a run with train.max_steps=1, asked for is 2; choose another folder" in capsys.readouterr().err
 
     record["trained"]["data"]["data"] = "of another edition"
     Records(out / "records").write("swa-s0", record)

@@ -1,0 +1,137 @@
+"""Tasks with answers: packed samples are apart, loss and accuracy are those of the answers, ranks change nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.processes import ENVIRONMENT, curve, run_jobs
+from titans_pt import checkpoints
+from titans_pt.config_file import load_config
+from titans_pt.config_yaml import resolved_yaml
+from titans_pt.data_pipeline.loader import collate
+from titans_pt.layers.memory import MemoryGates
+from titans_pt.parallel import RankGroup
+from titans_pt.tasks import TASKS
+from titans_pt.tasks.answers import PackedQuestions, answered, apart, equal_samples
+from titans_pt.training.metrics import read_metrics
+
+SMALL = [
+    "model.d_model=16", "model.vocab_size=64", "model.n_layers=1", "model.window=8", "model.memory.chunk_size=8",
+    "model.mac.segment=8", "model.mac.memory_tokens=4", "needles.held_out=0", "needles.needles=2",
+    "needles.lengths='24,48'", "data.seq_len=64", "train.batch_tokens=256", "train.micro_batch=2", "train.max_steps=8",
+    "train.warmup_steps=1", "train.eval_every=4", "train.eval_samples=4", "train.log_every=1",
+    "train.checkpoint_every=4", "train.stop_when=null",
+]  # fmt: skip
+
+
+def objective(*words):
+    task = TASKS.find("needles")(load_config("configs/needles.yaml", [*SMALL, *words]))
+    torch.manual_seed(0)
+    return task, task.objective(task.build_model(), RankGroup())
+
+
+@pytest.mark.parametrize("mixer", ["lmm", "mac", "swa"])
+def test_loss_and_accuracy_are_those_of_the_answers_of_each_sample_alone(mixer):
+    """Two samples of 24 tokens and a rest of 16 in a row of 64."""
+    task, loss = objective(f"model.mixers=[{mixer}]")
+    rows = collate([task.open().train.sample(n) for n in range(3)])
+    losses, right = [], []
+    for row in range(3):
+        for n in range(2):
+            ids, places = task.questions(0).sample(0, 2 * row + n)
+            logits = loss.model(torch.from_numpy(ids)[None])[0][0]
+            losses.append(F.cross_entropy(logits[places], torch.from_numpy(ids)[places + 1]))
+            right.append(answered(loss.model, torch.from_numpy(ids)[None], torch.from_numpy(places)[None]))
+    assert float(loss(*rows)) == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+    weighted = loss(*rows, weight=torch.tensor([1.0, 1.0, 0.0]))
+    assert float(weighted["loss"]) == pytest.approx(float(torch.stack(losses[:4]).mean()), rel=1e-5)
+    assert float(weighted["accuracy"]) == pytest.approx(float(torch.stack(right[:4]).float().mean()))
+
+
+def test_rows_of_unlike_samples_are_documents_and_give_the_same():
+    task, loss = objective("model.mixers=[lmm]")
+    data = task.open().train
+    short, long = collate([data.sample(0)]), collate([data.sample(31)])
+    assert equal_samples(short[1]) == (2, 24) and equal_samples(long[1]) == (1, 48)
+    both = collate([data.sample(0), data.sample(31)])
+    assert equal_samples(both[1]) is None
+    expected = (loss(*short) + loss(*long)) / 2
+    assert float(loss(*both)) == pytest.approx(float(expected), rel=1e-5)
+    x = torch.arange(2 * 7).view(2, 7)
+    assert apart(x, 2, 3).tolist() == [[0, 1, 2], [3, 4, 5], [7, 8, 9], [10, 11, 12]]
+
+
+def test_a_length_that_fills_the_row_leaves_no_rest():
+    fixed = SimpleNamespace(length=8, sample=lambda seed, index: (np.full(8, index), np.array([6])))
+    ids, reset, asked = PackedQuestions(lambda position: fixed, 16, 0).sample(3)
+    assert ids.tolist() == [6] * 8 + [7] * 8 + [0]
+    assert np.flatnonzero(reset).tolist() == [0, 8] and np.flatnonzero(asked).tolist() == [6, 14]
+
+
+def test_writes_cost_only_rows_whose_answers_are_right_and_move_gradients_alone():
+    def gradients(cost, right):
+        task, loss = objective("model.mixers=[lmm]", f"model.memory.write_cost={cost}")
+        rows = collate([task.open().train.sample(n) for n in range(2)])
+        targets = apart(rows[0][:, 1:], 2, 24).flatten()
+        loss.best = lambda logits: targets if right else targets + 1
+        value = loss(*rows)
+        value.backward()
+        (gates,) = (module for module in loss.model.modules() if isinstance(module, MemoryGates))
+        return float(value), gates.linear.weight.grad.clone()
+
+    free, wrong, dear = gradients(0, True), gradients(10, False), gradients(10, True)
+    assert free[0] == wrong[0] == dear[0]
+    assert torch.equal(free[1], wrong[1])
+    assert (free[1] - dear[1]).abs().max() > 1e-4
+
+
+@pytest.fixture(scope="module")
+def needles(tmp_path_factory):
+    """A config file of the small task."""
+    path = tmp_path_factory.mktemp("needles") / "needles.yaml"
+    words = [*SMALL, "model.mixers=[lmm]", "model.memory.write_cost=0.1", "train.lr=0.01"]
+    path.write_text(resolved_yaml(load_config("configs/needles.yaml", words)))
+    return path
+
+
+def test_ranks_change_nothing_and_a_figure_ends_a_training(needles, tmp_path):
+    run_jobs(1, needles, tmp_path, {
+        "whole": [], "parts@1": ["train.stop_at=3"], "parts@2": [], "ended@1": ["train.stop_when=loss <= 100"],
+        "ended@2": ["train.stop_when=loss <= 100"],
+    })  # fmt: skip
+    run_jobs(2, needles, tmp_path, {"tensor": ["parallel.tensor=2"], "data": ["parallel.zero_stage=2"]})
+    whole, parts = (tmp_path / run / "checkpoints" / "step-00000008" / checkpoints.MODEL for run in ("whole", "parts"))
+    assert whole.read_bytes() == parts.read_bytes()
+    reference = curve(tmp_path / "whole", "loss", "grad_norm")
+    for name in ("tensor", "data"):
+        for a, b in zip(reference, curve(tmp_path / name, "loss", "grad_norm"), strict=True):
+            assert b == pytest.approx(a, rel=1e-4)
+    rows = {name: [r for r in read_metrics(tmp_path / name / "metrics.jsonl") if r["kind"] == "validation"]
+            for name in ("whole", "tensor", "ended")}  # fmt: skip
+    assert [r["step"] for r in rows["whole"]] == [4, 8] and [r["step"] for r in rows["ended"]] == [4]
+    for a, b in zip(rows["whole"], rows["tensor"], strict=True):
+        assert b["validation_loss"] == pytest.approx(a["validation_loss"], rel=1e-4)
+        assert b["validation_accuracy"] == pytest.approx(a["validation_accuracy"], abs=0.05)
+    log = (tmp_path / "ended" / "log.txt").read_text()
+    assert log.count("ended by train.stop_when='loss <= 100'") == 2, "the second start trains nothing"
+
+
+def test_a_killed_training_goes_on(needles, tmp_path):
+    """kill -9 between two checkpoints, then the same command: the weights are those of one go."""
+    more = ["train.max_steps=60", "train.checkpoint_every=20"]
+    words = [sys.executable, "-m", "titans_pt", "train", str(needles), f"run.dir={tmp_path / 'cut'}", *more]
+    with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not (tmp_path / "cut/checkpoints/step-00000020/manifest.json").exists() and process.poll() is None:
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+    run_jobs(1, needles, tmp_path, dict.fromkeys(("cut", "whole"), more))
+    weights = [tmp_path / name / "checkpoints/step-00000060" / checkpoints.MODEL for name in ("cut", "whole")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -1,0 +1,71 @@
+"""A cost of writing: the gates that it reads, the gradient that it adds, tasks without answers."""
+
+import pytest
+import torch
+
+from titans_pt.config_file import load_config
+from titans_pt.errors import UserError
+from titans_pt.layers.memory import MemoryGates
+from titans_pt.models import build_model
+from titans_pt.parallel import RankGroup
+from titans_pt.tasks import TASKS
+from titans_pt.tasks.writing import with_write_cost, write_gates
+
+MODEL = ["model.mixers=[lmm,swa]", "model.d_model=16", "model.n_layers=2", "model.vocab_size=64"]
+
+
+def test_gates_are_shares_of_the_step_bound():
+    model = build_model(load_config("configs/recall.yaml", MODEL).model)
+    with write_gates(model) as gates:
+        model(torch.zeros(3, 10, dtype=torch.int64))
+    assert sum(len(gate) == 3 for gate in gates) == 1, "one memory over the rows; its persistent tokens are a row apart"
+    for gate in gates:
+        assert gate.min() > 0 and gate.max() < 1
+        assert float(gate.mean()) == pytest.approx(0.5, abs=0.1), "model.memory.theta_init"
+    with write_gates(model, collect=False) as none:
+        model(torch.zeros(3, 10, dtype=torch.int64))
+    assert none == []
+
+
+def test_the_gradient_is_that_of_the_weighted_mean_and_the_value_stays():
+    gates = [torch.rand(2, 3, 4, requires_grad=True), torch.rand(4, 5, requires_grad=True),
+             torch.rand(1, 6, requires_grad=True)]  # fmt: skip
+    loss, rows = torch.tensor(1.5), torch.tensor([1.0, 0.0])
+    found = with_write_cost(loss, gates, 2.0, rows)
+    assert float(found) == 1.5
+    found.backward()
+    count = 24 + 20 + 6
+    assert torch.allclose(gates[0].grad, (2.0 / count) * torch.tensor([1.0, 0.0])[:, None, None].expand(2, 3, 4))
+    assert torch.allclose(gates[1].grad, (2.0 / count) * torch.tensor([1.0, 1.0, 0.0, 0.0])[:, None].expand(4, 5))
+    assert torch.allclose(gates[2].grad, torch.full((1, 6), 2.0 * 0.5 / count)), "no row's own: the mean weight"
+    assert with_write_cost(loss, [], 2.0) is loss and with_write_cost(loss, gates, 0.0) is loss
+
+
+def test_language_pays_at_every_token():
+    def gradient(cost):
+        words = [*MODEL, "task=language", "train.stop_when=null", f"model.memory.write_cost={cost}"]
+        task = TASKS.find("language")(load_config("configs/recall.yaml", words))
+        torch.manual_seed(0)
+        loss = task.objective(task.build_model(), RankGroup())
+        value = loss(torch.arange(2 * 11).view(2, 11) % 64, None)
+        value.backward()
+        (gates,) = (module for module in loss.model.modules() if isinstance(module, MemoryGates))
+        return float(value), gates.linear.bias.grad[0]
+
+    (free, before), (dear, after) = gradient(0), gradient(3)
+    assert free == dear and float(after - before) > 0.01, "descent then lowers the gate"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.memory.write_cost=0.1", "train.compile=true"], "train.compile: .*write_cost"),
+        (["model.memory.write_cost=0.1", "model.memory.theta=free"], "model.memory.write_cost: .*theta=bounded"),
+        (["train.stop_when=accuracy > 0.99"], "train.stop_when: given"),
+        (["train.stop_when=accuracy >= e"], "train.stop_when: given"),
+        (["train.stop_when=bleu >= 1"], "train.stop_when: .*figures of task=recall: loss, accuracy"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        load_config("configs/recall.yaml", [*MODEL, *words])

@@ -1,1 +1,0 @@
-"""Experiments: small questions about the models, each with its task, its command and its picture."""
