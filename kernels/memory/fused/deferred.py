@@ -16,6 +16,7 @@ from titans_pt.kernels.memory.fused.functions import (
     VECTORS,
     A,
     B,
+    accumulate,
     activate,
     bend_error,
     curvature,
@@ -190,8 +191,7 @@ def chunks_backward(
             dg, f, key.to(tl.float32), value, norm, head, H, D, NORM, RESIDUAL
         )  # fmt: skip
         if NORM:
-            tl.store(d_norm + d, tl.load(d_norm + d) + d_gain)
-            tl.store(d_norm + D + d, tl.load(d_norm + D + d) + d_shift)
+            accumulate(d_norm, d_gain, d_shift, D)
         own_tokens = own[:, None] * (H * D) + d[None, :]
         tl.store(d_v + own_tokens, (-dy).to(d_v.dtype.element_ty), mask=there[:, None])
         tl.store(d_error + own_width, df, mask=inside[:, None])

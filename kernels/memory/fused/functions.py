@@ -4,6 +4,8 @@ A place in a tensor is a 64-bit scalar, added to the pointer first, and a 32-bit
 Tiles are (c, D) or (c, hidden slice); arithmetic is fp32. kernels.memory.mlp states the same functions in PyTorch.
 """
 
+import os
+
 import triton
 import triton.language as tl
 
@@ -18,6 +20,21 @@ START, LENGTH, CHUNK, DOCUMENT, LEFT, FIELDS = (tl.constexpr(n) for n in range(6
 
 A, B, M, P_END, E_END, THETA, VECTORS = (tl.constexpr(n) for n in range(7))
 """Rows of a block's coefficient vectors, and their number: see coefficients.py."""
+
+
+COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
+
+
+@triton.jit
+def once(x):
+    """x. Triton likes to move what makes an operand of a product behind the exchange between threads that the product
+    asks for, where several threads hold each number: they would all evaluate the activation. It does not move this."""
+    if COMPILED:
+        if x.dtype == tl.float32:
+            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+        else:
+            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
 
 
 @triton.jit
@@ -176,6 +193,20 @@ def inner_error(f, key, value, norm, head, H, D: tl.constexpr, NORM: tl.constexp
     if NORM:
         error = unit_vjp(error * gain, normalised, scale, D)
     return error
+
+
+@triton.jit
+def accumulate(sums, gain, shift, D: tl.constexpr):
+    """Adds gain and shift (D,) to sums (2, D) in memory, which the program alone uses: in registers they would cost a
+    tile's worth. Several threads hold each number: all have read it before one stores it, and what was stored before is
+    there when they read."""
+    d = tl.arange(0, D)
+    tl.debug_barrier()
+    gain += tl.load(sums + d)
+    shift += tl.load(sums + D + d)
+    tl.debug_barrier()
+    tl.store(sums + d, gain)
+    tl.store(sums + D + d, shift)
 
 
 @triton.jit

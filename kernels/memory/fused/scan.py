@@ -27,12 +27,14 @@ from titans_pt.kernels.memory.fused.functions import (
     A,
     B,
     M,
+    accumulate,
     activate,
     bend_error,
     curvature,
     hidden_places,
     inner_error,
     inner_places,
+    once,
     outer_places,
     product,
     slope,
@@ -146,7 +148,7 @@ def scan(
                     inner = whole(frozen, base, inner_places(j, D, HIDDEN, SLICE), TO_START)
                     z = tl.dot(key, inner, input_precision=PRECISION).to(OPERAND)
                     tl.store(block_hidden + hidden_places(j, BLOCK, HIDDEN, SLICE), z)
-                    x = activate(z.to(tl.float32), ACTIVATION).to(OPERAND)
+                    x = once(activate(z.to(tl.float32), ACTIVATION).to(OPERAND))
                 outer = whole(frozen, base, outer_places(j, D, HIDDEN, SLICE, LAYERS), TO_START)
                 f = tl.dot(x, outer, f, input_precision=PRECISION)
             value = tokens(v, token, H, length, D, BLOCK).to(tl.float32)
@@ -171,8 +173,8 @@ def scan(
                     pull = tl.dot(g, tl.trans(outer), input_precision=PRECISION).to(OPERAND)
                     tl.store(block_pulled + here, pull)
                 z = tl.load(block_hidden + here).to(tl.float32)
-                x = activate(z, ACTIVATION).to(OPERAND)
-                g1 = pull * slope(z, ACTIVATION)
+                x = once(activate(z, ACTIVATION).to(OPERAND))
+                g1 = pull * once(slope(z, ACTIVATION))
                 g1_p = (g1 * (SCALE * vector(vectors, at * GATES, P_END, BLOCK))).to(OPERAND)
                 g1_e = (g1 * (SCALE * vector(vectors, at * GATES, E_END, BLOCK))).to(OPERAND)
                 _write(W, S, F, next_w, next_s, begin, inner_places(j, D, HIDDEN, SLICE), vectors, at * GATES,
@@ -204,8 +206,8 @@ def _turn(dW, dS, dF, d_begin, places, vectors, at, left, right, right_a, right_
         dw, ds = dw + of_w, ds + of_s
     if RESET:
         if not TO_START:
-            once = where_all(new, places)
-            tl.store(d_begin + places, dw + tl.load(d_begin + places, mask=once, other=0.0), mask=once)
+            here = where_all(new, places)
+            tl.store(d_begin + places, dw + tl.load(d_begin + places, mask=here, other=0.0), mask=here)
         dw, ds = tl.where(new, 0.0, dw), tl.where(new, 0.0, ds)
     tl.store(dW + places, dw)
     tl.store(dS + places, ds)
@@ -244,10 +246,9 @@ def scan_backward(
     SIZE: tl.constexpr = LAYERS * D * HIDDEN
     dW, dS, dF, d_begin = dW + row * SIZE, dS + row * SIZE, dF + row * SIZE, d_begin + row * SIZE
     info, base = info + batch * N * FIELDS, base + head * SIZE
-    d = tl.arange(0, D)
     c = tl.arange(0, BLOCK)
     OPERAND: tl.constexpr = k.dtype.element_ty
-    d_norm += row * 2 * D + d
+    d_norm += row * 2 * D
 
     blocks = tl.minimum(tl.load(info + first * FIELDS + LEFT), K)
     for back in range(blocks):
@@ -287,7 +288,7 @@ def scan_backward(
             x = key
             if LAYERS == 2:
                 z = tl.load(hidden + wide + here).to(tl.float32)
-                x = activate(z, ACTIVATION).to(OPERAND)
+                x = once(activate(z, ACTIVATION).to(OPERAND))
             dw, ds = tl.load(dW + places), tl.load(dS + places)
             da, db, dm = _inner_products(dw, ds, block_w, block_s, places)
             da2, db2, dm2 = da2 + da, db2 + db, dm2 + dm
@@ -298,8 +299,8 @@ def scan_backward(
             to_x = tl.dot(g, tl.trans(ds), input_precision=PRECISION)
             de2 -= tl.sum(x * to_x, 1)
             dx -= e2 * to_x
-            dg += product((-SCALE * p2 * x).to(OPERAND), dw, SCALE, PRECISION)
-            dg += product((-SCALE * e2 * x).to(OPERAND), ds, SCALE, PRECISION)
+            dg += product(once((-SCALE * p2 * x).to(OPERAND)), dw, SCALE, PRECISION)
+            dg += product(once((-SCALE * e2 * x).to(OPERAND)), ds, SCALE, PRECISION)
             if LAYERS == 2:
                 tl.store(d_input + wide + here, tl.load(d_input + wide + here) + dx)
                 places = inner_places(j, D, HIDDEN, SLICE)
@@ -307,7 +308,7 @@ def scan_backward(
                 da, db, dm = _inner_products(dw, ds, block_w, block_s, places)
                 da1, db1, dm1 = da1 + da, db1 + db, dm1 + dm
                 dw, ds = dw.to(OPERAND), ds.to(OPERAND)
-                bend = slope(z, ACTIVATION)
+                bend = once(slope(z, ACTIVATION))
                 g1 = tl.load(pulled + wide + here) * bend
                 to_g = tl.dot(key, dw, input_precision=PRECISION)
                 dp1 -= tl.sum(g1 * to_g, 1)
@@ -316,11 +317,11 @@ def scan_backward(
                 de1 -= tl.sum(g1 * to_g, 1)
                 dg1 -= e1 * to_g
                 tl.store(d_hidden + wide + here, dg1)
-                dk += product((-SCALE * p1 * g1).to(OPERAND), tl.trans(dw), SCALE, PRECISION)
-                dk += product((-SCALE * e1 * g1).to(OPERAND), tl.trans(ds), SCALE, PRECISION)
+                dk += product(once((-SCALE * p1 * g1).to(OPERAND)), tl.trans(dw), SCALE, PRECISION)
+                dk += product(once((-SCALE * e1 * g1).to(OPERAND)), tl.trans(ds), SCALE, PRECISION)
                 if STEP == BLOCK:
                     outer = whole(frozen, base, outer_places(j, D, HIDDEN, SLICE, LAYERS), TO_START)
-                    dg = tl.dot((dg1 * bend).to(OPERAND), outer, dg, input_precision=PRECISION)
+                    dg = tl.dot(once((dg1 * bend).to(OPERAND)), outer, dg, input_precision=PRECISION)
             else:
                 dk = dx
         own = d_vectors + (at * LAYERS + LAYERS - 1) * VECTORS * BLOCK
@@ -340,18 +341,15 @@ def scan_backward(
             tl.store(own + 2, dm1)
 
         if NORM:
-            # Sums over the row's blocks, in memory: in registers they would cost a tile's worth.
-            tl.store(d_norm, tl.load(d_norm) + tl.load(d_norm_read + at * 2 * D + d))
-            tl.store(d_norm + D, tl.load(d_norm + D) + tl.load(d_norm_read + at * 2 * D + D + d))
-            # The next sum is added to what is stored here, perhaps by other threads.
-            tl.debug_barrier()
+            read = d_norm_read + at * 2 * D + tl.arange(0, D)
+            accumulate(d_norm, tl.load(read), tl.load(read + D), D)
         if STEP < BLOCK:
             tl.store(d_error + narrow + width, dg)
             tl.store(d_key + narrow + width, tl.load(d_key + narrow + width) + dk)
             tl.debug_barrier()
             chunks_backward(
                 k, v, base, norm, P, vectors, frozen, block_w, block_s, hidden, pulled, output, error, d_input,
-                d_hidden, d_error, d_key, d_norm - d, d_mix, d_vectors, d_v, token, length, at, head, H,
+                d_hidden, d_error, d_key, d_norm, d_mix, d_vectors, d_v, token, length, at, head, H,
                 D, HIDDEN, BLOCK, SLICE, LAYERS, GATES, NORM, RESIDUAL, TO_START, ACTIVATION, PRECISION, SCALE,
                 STEP, SUB,
             )  # fmt: skip
@@ -367,8 +365,7 @@ def scan_backward(
                 tokens(v, token, H, length, D, BLOCK).to(tl.float32), norm, head, H, D, NORM, RESIDUAL,
             )  # fmt: skip
             if NORM:
-                tl.store(d_norm, tl.load(d_norm) + d_gain)
-                tl.store(d_norm + D, tl.load(d_norm + D) + d_shift)
+                accumulate(d_norm, d_gain, d_shift, D)
             store_tokens(d_v, token, H, length, -dy, D, BLOCK)
             if RESIDUAL:
                 dk += dy
@@ -386,11 +383,11 @@ def scan_backward(
             x, z_x = key, query
             if LAYERS == 2:
                 z = tl.load(hidden + wide + here).to(tl.float32)
-                x = activate(z, ACTIVATION).to(OPERAND)
-                z_x = activate(tl.load(query_hidden + wide + here).to(tl.float32), ACTIVATION).to(OPERAND)
-                bend = slope(z, ACTIVATION)
+                x = once(activate(z, ACTIVATION).to(OPERAND))
+                z_x = once(activate(tl.load(query_hidden + wide + here).to(tl.float32), ACTIVATION).to(OPERAND))
+                bend = once(slope(z, ACTIVATION))
                 dg1 = tl.load(d_hidden + wide + here)
-                d_pull = (dg1 * bend).to(OPERAND)
+                d_pull = once((dg1 * bend).to(OPERAND))
                 d_outer = tl.dot(tl.trans(d_pull), g, input_precision=PRECISION)
                 d_outer = tl.dot(tl.trans(x), df, d_outer, input_precision=PRECISION)
                 of_w, of_s = d_outer, d_outer
@@ -404,8 +401,8 @@ def scan_backward(
                 else:
                     outer = whole(frozen, base, places, TO_START)
                     dx = tl.dot(df, tl.trans(outer), input_precision=PRECISION) + tl.load(d_input + wide + here)
-                    dh = dx * bend + dg1 * tl.load(pulled + wide + here) * curvature(z, ACTIVATION)
-                    dh = dh.to(OPERAND)
+                    dh = dx * bend + dg1 * tl.load(pulled + wide + here) * once(curvature(z, ACTIVATION))
+                    dh = once(dh.to(OPERAND))
                     inner = whole(frozen, base, inner_tile, TO_START)
                     dk = tl.dot(dh, tl.trans(inner), dk, input_precision=PRECISION)
                 dz1 = tl.load(d_query_hidden + wide + here)

@@ -55,6 +55,7 @@ def resources(kernel: str, N=16, dtype="bf16", mamba=True, reset=False, **change
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
         "spills": int(re.search(r"(\d+) bytes spill stores", said)[1]),
         "shared": made.metadata.shared,
+        "triton": triton.__version__,
     }
 
 

@@ -12,13 +12,21 @@ SHARED = 227 * 1024
 """Bytes of shared memory that one program may have on sm_90."""
 
 
+OLDER = {"3.6": 4, "3.7": 4}
+"""Bytes a thread that these versions of Triton spill where 3.9 spills none; other versions were not measured."""
+
+
 def check(cases: list[dict], spills: int = 0):
     pytest.importorskip("triton", reason="pip install triton")
     words = [sys.executable, str(Path(__file__).with_name("compile_offline.py")), json.dumps(cases)]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
     assert done.returncode == 0, done.stderr[-3000:]
     for found in map(json.loads, done.stdout.splitlines()):
-        assert found["spills"] <= spills and found["registers"] <= 255 and found["shared"] <= SHARED, found
+        assert found["registers"] <= 255 and found["shared"] <= SHARED, found
+        version = ".".join(found["triton"].split(".")[:2])
+        if version not in ("3.9", *OLDER):
+            pytest.skip(f"compiled, but nobody measured the spills under Triton {version}")
+        assert found["spills"] <= spills + OLDER.get(version, 0), found
 
 
 def test_mamba_backward():
