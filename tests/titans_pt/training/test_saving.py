@@ -86,8 +86,8 @@ def spoilt(monkeypatch):
         def hook(_module, _args, output):
             return (output[0] * float("nan"), output[1]) if current[0] in steps else None
 
-        def build_spoilt(config):
-            model = build(config)
+        def build_spoilt(*settings):
+            model = build(*settings)
             model.register_forward_hook(hook)
             return model
 

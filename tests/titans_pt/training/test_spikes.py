@@ -52,8 +52,8 @@ def trained(tiny, tmp_path, ranks, monkeypatch):
     def hook(_module, _args, output):
         return (output[0] * 1e3, output[1]) if current[0] in current[1] else None
 
-    def build_spoilt(config):
-        model = build(config)
+    def build_spoilt(*settings):
+        model = build(*settings)
         model.register_forward_hook(hook)
         return model
 

@@ -67,8 +67,8 @@ def nan_logits(step: int):
             return output[0] * float("nan"), output[1]
         return None
 
-    def build_spoilt(config):
-        model = build(config)
+    def build_spoilt(*settings):
+        model = build(*settings)
         model.register_forward_hook(spoilt)
         return model
 
