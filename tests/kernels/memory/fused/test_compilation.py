@@ -15,7 +15,7 @@ SPILLS = {
     "3.9": {
         "coefficients": 600, "coefficients_backward": 320, "scan": {32: 100, 64: 0, 128: 400},
         "read": {32: 0, 64: 0, 128: 300}, "read_backward": {32: 200, 64: 500, 128: 1800},
-        "scan_backward": {32: 1500, 64: 1400, 128: 3800}, "step": 0,
+        "scan_backward": {32: 1500, 64: 800, 128: 2500}, "step": 0,
     },
     "3.7": {"scan": {64: 0}, "read": {64: 16}, "step": {64: 0}},
     "3.6": {"scan": {64: 0}, "read": {64: 16}, "step": {64: 0}, "scan_backward": {64: 2016}},
