@@ -131,7 +131,7 @@ def tiny(prepared, tmp_path):
 @pytest.fixture
 def recurrent():
     """A small model with a state, for tests that need no memory."""
-    from tests.stand_ins import Recurrent
+    from tests.helpers.stand_ins import Recurrent
 
     torch.manual_seed(0)
     return Recurrent().eval()

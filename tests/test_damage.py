@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.conftest import TINY, merged
-from tests.untrained import untrained_run
+from tests.helpers.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.tools.sealed import seal
 

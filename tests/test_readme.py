@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import leaves, parsed
+from tests.helpers.command_line import leaves, parsed
 from titans_pt.cli import program
 from titans_pt.config import FORMER_NAMES
 from titans_pt.config_docs import whole_tree

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import parsed
-from tests.processes import ENVIRONMENT, ROOT
-from tests.untrained import untrained_run
+from tests.helpers.command_line import parsed
+from tests.helpers.processes import ENVIRONMENT, ROOT
+from tests.helpers.untrained import untrained_run
 from titans_pt import checkpoints
 from titans_pt.training.metrics import read_metrics
 

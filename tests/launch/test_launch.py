@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import parsed
+from tests.helpers.command_line import parsed
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/*.sh")])
+SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/**/*.sh")])
 
 
 def test_shellcheck():

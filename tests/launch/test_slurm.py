@@ -1,4 +1,4 @@
-"""The SLURM scripts under a real SLURM, on two nodes of one machine (tests/slurm_cluster.py).
+"""The SLURM scripts under a real SLURM, on two nodes of one machine (tests/helpers/slurm_cluster.py).
 
 Slow: ten minutes, most of them SLURM's own. They need root, and install Debian's SLURM if it is missing.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY, merged
-from tests.processes import ROOT, run
-from tests.slurm_cluster import GRACE, Cluster, why_not
+from tests.helpers.processes import ROOT, run
+from tests.helpers.slurm_cluster import GRACE, Cluster, why_not
 from titans_pt import checkpoints
 from titans_pt.training.metrics import read_metrics
 

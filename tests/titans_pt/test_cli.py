@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import titans_pt
-from tests.command_line import leaves, parsed
+from tests.helpers.command_line import leaves, parsed
 from titans_pt import checkpoints, cli
 from titans_pt.__main__ import usable_home, usable_streams
 from titans_pt.config_file import load_config

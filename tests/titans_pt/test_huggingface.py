@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from tests.conftest import TINY
-from tests.untrained import untrained_run
+from tests.helpers.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.errors import UserError
 from titans_pt.models.mixers import MIXERS

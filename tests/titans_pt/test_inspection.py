@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.untrained import untrained_run
+from tests.helpers.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config import ModelConfig
 from titans_pt.errors import UserError

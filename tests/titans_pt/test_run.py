@@ -9,7 +9,7 @@ import tempfile
 import pytest
 import torch
 
-from tests.untrained import untrained_run
+from tests.helpers.untrained import untrained_run
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
 from titans_pt.config import config_hash

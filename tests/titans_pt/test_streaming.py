@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.mixers import NAMES, small_model
-from tests.stand_ins import Recurrent, Scripted
+from tests.helpers.mixers import NAMES, small_model
+from tests.helpers.stand_ins import Recurrent, Scripted
 from titans_pt import streaming
 from titans_pt.config import ModelConfig
 from titans_pt.layers.state import state_bytes

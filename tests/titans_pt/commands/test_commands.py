@@ -8,7 +8,7 @@ import sys
 import click
 import pytest
 
-from tests.command_line import leaves, parsed
+from tests.helpers.command_line import leaves, parsed
 from titans_pt import cli, commands
 from titans_pt.commands._arguments import NAMES, Checked, Output, PathName
 from titans_pt.config_words import known_paths

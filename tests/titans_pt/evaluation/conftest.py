@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.stand_ins import EOS, ESSAY, Characters, Scripted
+from tests.helpers.stand_ins import EOS, ESSAY, Characters, Scripted
 from titans_pt.config_file import load_config
 from titans_pt.data_pipeline.indexed import IndexedDataset, IndexedWriter
 from titans_pt.data_pipeline.tokenizers import train_tokenizer

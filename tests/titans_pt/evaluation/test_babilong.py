@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.stand_ins import ESSAY, Characters, Scripted
-from tests.untrained import untrained_run
+from tests.helpers.stand_ins import ESSAY, Characters, Scripted
+from tests.helpers.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config import Config
 from titans_pt.data_pipeline.tokenizers import load_tokenizer

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.stand_ins import Characters, Scripted, copies
-from tests.untrained import untrained_run
+from tests.helpers.stand_ins import Characters, Scripted, copies
+from tests.helpers.untrained import untrained_run
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import evaluate, ruler

@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from tests.mixers import small_model
-from tests.stand_ins import Recurrent, Scripted
+from tests.helpers.mixers import small_model
+from tests.helpers.stand_ins import Recurrent, Scripted
 from titans_pt import cli, evaluation, streaming
 from titans_pt.data_pipeline.tokenizers import StreamDecoder, load_tokenizer
 from titans_pt.errors import UserError

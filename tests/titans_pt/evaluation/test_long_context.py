@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.untrained import untrained_run
+from tests.helpers.untrained import untrained_run
 from titans_pt.evaluation import long_context
 from titans_pt.run import load_run
 from titans_pt.streaming import prefill

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
-from tests.stand_ins import Recurrent
-from tests.untrained import untrained_run
+from tests.helpers.stand_ins import Recurrent
+from tests.helpers.untrained import untrained_run
 from titans_pt.config_file import load_config
 from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, load_tokenizer
 from titans_pt.errors import UserError

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stand_ins import EOS, ESSAY, Characters, OverLines, Recurrent, Scripted, copies
+from tests.helpers.stand_ins import EOS, ESSAY, Characters, OverLines, Recurrent, Scripted, copies
 from titans_pt.config import NEEDLE_TASKS, Config
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.image import imread
 
 import titans_pt.evaluation
-from tests.stand_ins import Scripted, copies
+from tests.helpers.stand_ins import Scripted, copies
 from titans_pt import cli
 from titans_pt.config import EvaluationConfig
 from titans_pt.errors import UserError

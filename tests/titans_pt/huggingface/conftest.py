@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.untrained import untrained_run
+from tests.helpers.untrained import untrained_run
 
 pytest.importorskip("transformers")
 

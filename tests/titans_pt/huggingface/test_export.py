@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.untrained import untrained_run
+from tests.helpers.untrained import untrained_run
 from titans_pt import cli, huggingface
 from titans_pt.errors import UserError
 from titans_pt.run import load_run

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers import pipeline as hf_pipeline
 
-from tests.untrained import untrained_run
+from tests.helpers.untrained import untrained_run
 from titans_pt import huggingface
 from titans_pt.errors import UserError
 from titans_pt.layers.state import tensors

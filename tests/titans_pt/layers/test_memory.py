@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.mixers import small_config
+from tests.helpers.mixers import small_config
 from titans_pt.config import MemoryConfig
 from titans_pt.kernels.memory import neural_memory
 from titans_pt.layers.memory import MemoryGates, NeuralMemory, Projection, _hard, default_step_bound, network_shape

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.conftest import TINY, merged
-from tests.mixers import own_settings
+from tests.helpers.mixers import own_settings
 from titans_pt.config import Config
 from titans_pt.layers.state import take_rows, tensors
 from titans_pt.models import build_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.mixers import NAMES, small_config
+from tests.helpers.mixers import NAMES, small_config
 from titans_pt.models import build_model
 
 

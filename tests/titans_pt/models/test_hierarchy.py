@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.mixers import small_config
+from tests.helpers.mixers import small_config
 from tests.titans_pt.parallel.test_split import built_one_by_one, check  # noqa: F401 - a fixture
 from titans_pt import cli
 from titans_pt.config import HierarchyConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.mixers import BASELINES
+from tests.helpers.mixers import BASELINES
 from titans_pt.config_file import load_config
 from titans_pt.models import build_model
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.mixers import small_config
+from tests.helpers.mixers import small_config
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model

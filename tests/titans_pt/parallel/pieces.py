@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from tests.mixers import small_model
+from tests.helpers.mixers import small_model
 from titans_pt.parallel import Context, TensorParallel, Topology
 
 T = 42  # three pieces of 14: cuts inside chunks of 4, segments of 8 and windows of 6

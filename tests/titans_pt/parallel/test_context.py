@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from tests import matrix
 from tests.conftest import prepare_corpus
-from tests.mixers import NAMES
-from tests.processes import curve, run, torchrun
+from tests.helpers import matrix
+from tests.helpers.mixers import NAMES
+from tests.helpers.processes import curve, run, torchrun
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError
 from titans_pt.kernels.memory.state import MemoryState

@@ -3,7 +3,7 @@ resumes."""
 
 import pytest
 
-from tests import matrix
+from tests.helpers import matrix
 from titans_pt import checkpoints
 
 

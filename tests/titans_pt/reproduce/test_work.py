@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ENVIRONMENT
+from tests.helpers.processes import ENVIRONMENT
 from titans_pt.cli import run as titans
 from titans_pt.errors import UserError
 from titans_pt.reproduce import work as working

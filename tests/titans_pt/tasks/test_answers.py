@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.processes import ENVIRONMENT, curve, run_jobs
+from tests.helpers.processes import ENVIRONMENT, curve, run_jobs
 from titans_pt import checkpoints
 from titans_pt.config_file import load_config
 from titans_pt.config_yaml import resolved_yaml

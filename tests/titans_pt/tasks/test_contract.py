@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import nn
 
-from tests.processes import curve, run_jobs
+from tests.helpers.processes import curve, run_jobs
 from titans_pt import checkpoints, cli
 from titans_pt.config import Section
 from titans_pt.config_file import load_config

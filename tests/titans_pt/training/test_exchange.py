@@ -4,8 +4,8 @@ reach every topology."""
 import pytest
 import torch
 
-from tests.processes import curve, run_jobs
-from tests.untrained import untrained_run
+from tests.helpers.processes import curve, run_jobs
+from tests.helpers.untrained import untrained_run
 from titans_pt import checkpoints
 from titans_pt.config_file import load_config
 from titans_pt.run import load_run
@@ -20,7 +20,7 @@ BUCKETS = ["parallel.overlap=true", "parallel.reduce_bucket=3000"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, prepared):
-    from tests.matrix import write_config
+    from tests.helpers.matrix import write_config
 
     folder = tmp_path_factory.mktemp("runs")
     source = untrained_run(folder / "source", prepared)
@@ -101,7 +101,7 @@ def test_the_settings_reach_deepspeed(tiny, ranks, stage):
 @pytest.mark.slow
 def test_two_nodes_of_two_ranks_under_zero_3(tmp_path, prepared):
     """Losses and a resume are those of ZeRO 3 over all four."""
-    from tests.matrix import write_config
+    from tests.helpers.matrix import write_config
 
     hybrid = ["parallel.zero_stage=3", "parallel.node_ranks=2", *SHARDS]
     jobs = {"flat": ["parallel.zero_stage=3"], "hybrid@1": [*hybrid, "train.stop_at=2"], "hybrid@2": hybrid}

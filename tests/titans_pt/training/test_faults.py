@@ -11,7 +11,7 @@ from subprocess import PIPE
 import psutil
 import pytest
 
-from tests.processes import ENVIRONMENT, ROOT, curve, run, run_jobs, torchrun
+from tests.helpers.processes import ENVIRONMENT, ROOT, curve, run, run_jobs, torchrun
 from titans_pt import checkpoints
 from titans_pt.config_file import load_config
 from titans_pt.training.metrics import read_metrics

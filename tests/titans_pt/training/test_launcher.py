@@ -13,7 +13,7 @@ from subprocess import PIPE
 import pytest
 from torch.distributed import TCPStore
 
-from tests.processes import ENVIRONMENT
+from tests.helpers.processes import ENVIRONMENT
 from titans_pt.errors import UserError
 from titans_pt.training import launcher
 

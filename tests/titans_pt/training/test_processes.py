@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ENVIRONMENT, run, torchrun
+from tests.helpers.processes import ENVIRONMENT, run, torchrun
 from titans_pt import checkpoints
 from titans_pt.training.metrics import read_metrics
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.untrained import untrained_run
+from tests.helpers.untrained import untrained_run
 from titans_pt import checkpoints, cli
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.processes import run, torchrun
+from tests.helpers.processes import run, torchrun
 from titans_pt.training.watchdog import Watchdog
 
 SCRIPT = """

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.mixers import BASELINES, NAMES, OWN, small_config, small_model
+from tests.helpers.mixers import BASELINES, NAMES, OWN, small_config, small_model
 from tests.titans_pt.parallel.test_split import built_one_by_one, check  # noqa: F401 - a fixture
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError

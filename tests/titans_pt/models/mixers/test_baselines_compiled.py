@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.mixers import BASELINES, small_config
+from tests.helpers.mixers import BASELINES, small_config
 from titans_pt.config import ModelConfig
 from titans_pt.kernels.channel_scan import dispatch as scan
 from titans_pt.kernels.linear_memory import dispatch as linear

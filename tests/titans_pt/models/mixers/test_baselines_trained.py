@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.conftest import TINY, merged
-from tests.mixers import BASELINES, own_settings
-from tests.processes import curve, run_jobs
+from tests.helpers.mixers import BASELINES, own_settings
+from tests.helpers.processes import curve, run_jobs
 from titans_pt import checkpoints
 
 STOPPED, ZERO = "train.stop_at=2", "parallel.zero_stage=3"

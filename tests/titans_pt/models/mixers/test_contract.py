@@ -10,8 +10,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.processes import curve, run_jobs
-from tests.untrained import untrained_run
+from tests.helpers.processes import curve, run_jobs
+from tests.helpers.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config import ModelConfig, Section
 from titans_pt.config_file import load_config

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad
 
+from tests.helpers.mixers import small_model
 from tests.kernels.conftest import _Double, reference  # noqa: F401 - a fixture
-from tests.mixers import small_model
 
 B, T, D, H = 2, 37, 32, 4
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.mixers import small_config, small_model
+from tests.helpers.mixers import small_config, small_model
 from tests.titans_pt.models.test_flops import UNKNOWN
 from titans_pt.config_file import load_config
 from titans_pt.errors import UserError

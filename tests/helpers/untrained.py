@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from tests.conftest import TINY, merged
-from tests.mixers import own_settings
+from tests.helpers.mixers import own_settings
 from titans_pt import checkpoints
 from titans_pt.config import Config, config_hash
 from titans_pt.data_pipeline.tokenizers import saved_tokenizer

@@ -1,6 +1,8 @@
 """Tensor x context x data x ZeRO stage: training must not depend on it, nor on a change of it in the middle of a run.
 
-    python -m tests.matrix [equality | resume] [MODEL ...]    prints both tables or one, of all models or those named
+    python -m tests.helpers.matrix [equality | resume] [MODEL ...]
+
+prints both tables or one, of all models or of those named.
 
 Equality: 20 steps under every combination against one process. Resume: 10 steps under each combination, saved, then
 10 under each other one, against 20 steps of one process.
@@ -13,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from tests.conftest import TINY, merged, prepare_corpus
-from tests.processes import curve, run_jobs
+from tests.helpers.processes import curve, run_jobs
 
 MODELS = {
     "lmm": "[lmm]", "mac": "[mac]", "mag": "[mag]", "mal": "[mal]", "transformer": "[attention]",

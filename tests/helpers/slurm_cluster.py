@@ -1,6 +1,6 @@
 """A SLURM cluster of two nodes on one machine, out of network namespaces. Needs root and Debian's packages.
 
-    python -m tests.slurm_cluster [COMMAND ...]
+    python -m tests.helpers.slurm_cluster [COMMAND ...]
 
 brings it up, runs a command on node 1 (a shell without one), and takes all of it down again. Missing packages are
 installed with apt-get. Each node says that it has 64 CPUs and 8 GPUs, so that launch/*.sh can be submitted as they are.

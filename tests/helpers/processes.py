@@ -7,7 +7,7 @@ from pathlib import Path
 
 from titans_pt.training.metrics import read_metrics
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 
@@ -29,7 +29,7 @@ def run(command: list[str], timeout: float = 600) -> subprocess.CompletedProcess
 def run_jobs(processes: int, config: Path, folder: Path, jobs: dict[str, list[str]], timeout: float = 600):
     """Trains ``config`` once for each job, {name of its run folder under ``folder``: overrides}, in one start."""
     words = [word for name, overrides in jobs.items() for word in (f"--{name}", *overrides)]
-    result = run([*torchrun(processes), "-m", "tests.jobs", str(config), str(folder), *words], timeout)
+    result = run([*torchrun(processes), "-m", "tests.helpers.jobs", str(config), str(folder), *words], timeout)
     assert result.returncode == 0, result.stderr[-6000:]
 
 

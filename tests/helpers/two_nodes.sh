@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two "nodes" on one machine: network namespaces joined by a veth pair. Needs root and iproute2.
-#     [LAUNCHER=deepspeed] tests/two_nodes.sh CONFIG [KEY=VALUE ...]
+#     [LAUNCHER=deepspeed] tests/helpers/two_nodes.sh CONFIG [KEY=VALUE ...]
 # Trains on both, kills everything of node 2 with SIGKILL after step KILL_AT (8), brings it back, and lets the job end.
 # LAUNCHER   torchrun (the default): one in each node, which restarts by itself. deepspeed: from node 1, over ssh; it
 #            needs sshd and pdsh, and is started again after the loss
@@ -8,7 +8,7 @@
 set -euo pipefail
 config=$(realpath "${1:?CONFIG is missing}")
 shift
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 export PYTHON=${PYTHON:-python}
 run=$("$PYTHON" -c 'import sys; from titans_pt.config_file import load_config; print(load_config(sys.argv[1], sys.argv[2:]).run.dir)' "$config" "$@")
 name=titans$$
