@@ -74,10 +74,12 @@ def test_shards_of_one_topology_are_read_by_another(runs):
     assert load_run(runs / "moved").step == 4
 
 
-def test_sums_of_two_in_fp32_are_those_in_bf16(runs):
-    """A sum of two is rounded once in either; only more ranks make a difference."""
+def test_an_exchange_in_fp32_leaves_out_the_rounding_to_bf16(runs):
+    """Micro-batches are summed in fp32 before it, so a bf16 exchange rounds even one rank's gradients."""
     rough, better = (curve(runs / name, "loss", "grad_norm") for name in ("bf16", "bf16-fp32"))
-    assert len(rough) == 4 and better == rough
+    assert len(rough) == 4 and better[0][1] == rough[0][1] and better[0][2] != rough[0][2]
+    assert better[0][2] == pytest.approx(rough[0][2], rel=2e-3)
+    assert [x[1] for x in better] == pytest.approx([x[1] for x in rough], rel=1e-2)
 
 
 def test_given_weights_under_tensor_parallelism_and_zero_3(runs):
