@@ -1,6 +1,6 @@
 # make quickstart: install, prepare text, train a small Titans, resume it, evaluate it; a memory and a window in one plot
 # make test:       install, run the tests
-# make settings:   write configs/schema.json and docs/settings.md again, after a change of titans_pt/config.py
+# make settings:   write configs/schema.json and docs/settings.md again, after a change of titans_pt/config/tree.py
 # Not from the environment, where other programs have a PYTHON and a RUN: make install PYTHON=python3.12
 PYTHON = python3
 # The CPU build; on a GPU node name your own, e.g. make install TORCH=torch==2.11.0
@@ -59,7 +59,7 @@ lint: install
 	$(BIN)/ruff check .
 
 settings: install
-	$(BIN)/python -m titans_pt.config_docs
+	$(BIN)/python -m titans_pt.config.docs
 
 clean:
 	rm -rf $(VENV) build *.egg-info

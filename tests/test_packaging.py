@@ -101,7 +101,7 @@ def test_a_wheel_of_the_sdist_is_that_of_the_checkout(sdist, wheel, tmp_path):
 
 def test_a_config_is_found_by_its_name_outside_the_checkout(site, tmp_path):
     program = (
-        "from titans_pt.config_file import CONFIGS, load_config\n"
+        "from titans_pt.config.files import CONFIGS, load_config\n"
         "print(CONFIGS, load_config('configs/170m/mac.yaml').model.d_model)"
     )
     environment = os.environ | {"PYTHONPATH": str(site)}
@@ -127,7 +127,7 @@ def test_another_package_called_kernels_is_found(site, tmp_path, place, order):
 THEIRS = ["transformers==5.20.2", "kernels==0.17.2"]
 TOGETHER = """
 from kernels import get_kernel
-import titans_pt.kernels.memory, titans_pt.data_pipeline, titans_pt.huggingface, titans_pt.config_file
+import titans_pt.kernels.memory, titans_pt.data_pipeline, titans_pt.huggingface, titans_pt.config.files
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import is_kernels_available
@@ -135,7 +135,7 @@ from transformers.utils import is_kernels_available
 assert is_kernels_available()
 sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
 assert LlamaForCausalLM(LlamaConfig(**sizes))(torch.arange(8)[None]).logits.shape == (1, 8, 32)
-print(titans_pt.__file__, titans_pt.config_file.load_config("quickstart").run.dir)
+print(titans_pt.__file__, titans_pt.config.files.load_config("quickstart").run.dir)
 """
 WHOLE = """
 import base64, hashlib, importlib.metadata, importlib.util

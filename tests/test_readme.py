@@ -9,9 +9,9 @@ import pytest
 from tests.helpers.command_line import leaves, parsed
 from titans_pt.cli import program
 from titans_pt.config import FORMER_NAMES
-from titans_pt.config_docs import whole_tree
-from titans_pt.config_file import load_config
-from titans_pt.config_words import known_paths
+from titans_pt.config.docs import whole_tree
+from titans_pt.config.files import load_config
+from titans_pt.config.words import known_paths
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from titans_pt import checkpoints
 from titans_pt.config import Config
-from titans_pt.config_check import completed
-from titans_pt.config_file import load_stored
+from titans_pt.config.checks import completed
+from titans_pt.config.files import load_stored
 from titans_pt.errors import UserError
 from titans_pt.models.backbone import check_packages
 from titans_pt.run_folder import RunFolder

@@ -8,7 +8,7 @@ Each trains in the folder FOLDER/NAME; --NAME@1 and --NAME@2 are two in the same
 import sys
 from contextlib import nullcontext
 
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.training import engine, loop
 from titans_pt.training.ranks import process_group
 

@@ -10,7 +10,7 @@ config=$(realpath "${1:?CONFIG is missing}")
 shift
 cd "$(dirname "$0")/../.."
 export PYTHON=${PYTHON:-python}
-run=$("$PYTHON" -c 'import sys; from titans_pt.config_file import load_config; print(load_config(sys.argv[1], sys.argv[2:]).run.dir)' "$config" "$@")
+run=$("$PYTHON" -c 'import sys; from titans_pt.config.files import load_config; print(load_config(sys.argv[1], sys.argv[2:]).run.dir)' "$config" "$@")
 name=titans$$
 scratch=$(mktemp -d)
 # Threads of processes that share two cores wait for each other.

@@ -19,7 +19,7 @@ import titans_pt
 from tests.helpers.command_line import leaves, parsed
 from titans_pt import checkpoints, cli
 from titans_pt.__main__ import usable_home, usable_streams
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.tasks import language
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
@@ -255,9 +255,9 @@ def test_a_full_disk(run_copy, failing, monkeypatch):
 
 
 @pytest.mark.parametrize(("words", "action", "place"), [
-    ("config c.yaml", "titans_pt.config_file.explained", None),
-    ("prepare c.yaml", "titans_pt.config_file.load_config", "data.dir"),
-    ("recall c.yaml", "titans_pt.config_file.load_config", "run.dir"),
+    ("config c.yaml", "titans_pt.config.files.explained", None),
+    ("prepare c.yaml", "titans_pt.config.files.load_config", "data.dir"),
+    ("recall c.yaml", "titans_pt.config.files.load_config", "run.dir"),
     ("evaluate run", "titans_pt.evaluation.evaluate", "--out"),
     ("checkpoint list run", "titans_pt.checkpoint_tools.list_run", None),
     ("benchmark memory --out {}/out", "titans_pt.benchmarks.memory.benchmark_memory", "--out"),
@@ -405,7 +405,7 @@ def test_another_pipe_that_breaks_is_our_fault(monkeypatch, capfd):
     def broken(*_):
         raise BrokenPipeError(errno.EPIPE, "a socket's")
 
-    monkeypatch.setattr("titans_pt.config_file.explained", broken)
+    monkeypatch.setattr("titans_pt.config.files.explained", broken)
     with pytest.raises(BrokenPipeError):
         cli.run(["config", "170m/mac"])
 

@@ -13,7 +13,7 @@ from tests.helpers.untrained import untrained_run
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
 from titans_pt.config import config_hash
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import evaluate
 from titans_pt.inspection import inspect
@@ -205,7 +205,7 @@ def test_a_run_of_before_a_setting_existed(run, tiny, monkeypatch):
     state.config["model"]["memory"].pop("writes")
     checkpoints.save(folder.checkpoints, weights, {}, state)
     folder.config.write_text(folder.config.read_text().replace("    writes: true\n", ""))
-    monkeypatch.setattr("titans_pt.config_history.FORMER_DEFAULTS", {"model.memory.writes": False})
+    monkeypatch.setattr("titans_pt.config.history.FORMER_DEFAULTS", {"model.memory.writes": False})
     assert load_run(folder.path).config.model.memory.writes is False
     config = find_start(Language(load_config(tiny())), folder, state.identity).config
     assert config.model.memory.writes is False

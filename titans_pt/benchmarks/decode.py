@@ -11,8 +11,8 @@ import torch
 
 from titans_pt.benchmarks.process import write_csv
 from titans_pt.config import Config
-from titans_pt.config_check import mixers_of
-from titans_pt.config_file import load_config
+from titans_pt.config.checks import mixers_of
+from titans_pt.config.files import load_config
 from titans_pt.layers.state import state_bytes
 from titans_pt.models import build_model
 from titans_pt.run_folder import versions
@@ -45,7 +45,7 @@ def benchmark_decode(
     turns, so that a machine that slows down slows all of them.
 
     Args:
-        config, overrides: as of :func:`titans_pt.config_file.load_config`.
+        config, overrides: as of :func:`titans_pt.config.files.load_config`.
         models: mixers, or several in turns as in mamba+swa; None: what ``overrides`` say of model.mixers, or
             ATTENTION_AND_TITANS.
 

@@ -16,7 +16,7 @@ import torch
 
 from titans_pt.benchmarks.process import check_any, peak_mib, write_csv
 from titans_pt.config import Config
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.models.backbone import check_packages

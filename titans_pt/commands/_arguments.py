@@ -75,7 +75,7 @@ class PathName(click.Path):
     "-" is standard input where the action says so."""
 
     def convert(self, value, param, ctx):
-        from titans_pt.config_values import expanded  # imports pydantic, which --help does not need
+        from titans_pt.config.values import expanded  # imports pydantic, which --help does not need
 
         where = param.opts[-1] if param.param_type_name == "option" else param.human_readable_name
         return super().convert(expanded(str(value), where), param, ctx)
@@ -124,7 +124,7 @@ def settings(action, model: bool = True):
     @overrides()
     @functools.wraps(action)
     def loaded(config: str, overrides: tuple[str, ...], **options):
-        from titans_pt.config_file import load_config
+        from titans_pt.config.files import load_config
 
         return action(load_config(config, overrides, model=model), **options)
 

@@ -9,7 +9,7 @@ SECTION = "tools"
 
 def _print_schema(context: click.Context, _parameter: click.Parameter, value: bool):
     if value and not context.resilient_parsing:
-        from titans_pt.config_docs import json_schema
+        from titans_pt.config.docs import json_schema
 
         click.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
         context.exit()
@@ -24,6 +24,6 @@ def _print_schema(context: click.Context, _parameter: click.Parameter, value: bo
 )  # fmt: skip
 def config(config: str, overrides: tuple[str, ...]):
     """Print the resolved settings as YAML, with where each value came from."""
-    from titans_pt.config_file import explained
+    from titans_pt.config.files import explained
 
     click.echo(explained(config, overrides), nl=False)

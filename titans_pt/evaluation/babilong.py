@@ -16,7 +16,7 @@ from random import Random
 from types import SimpleNamespace
 
 from titans_pt.config import Config, SourceConfig
-from titans_pt.config_file import load_stored
+from titans_pt.config.files import load_stored
 from titans_pt.data_pipeline.sources import documents
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babi

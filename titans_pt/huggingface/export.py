@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 
 from titans_pt import checkpoints
 from titans_pt.config import Config, config_hash
-from titans_pt.config_file import validated
-from titans_pt.config_history import as_stored
+from titans_pt.config.files import validated
+from titans_pt.config.history import as_stored
 from titans_pt.data_pipeline.tokenizers import FILES, saved_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.huggingface.card import model_card

@@ -18,7 +18,7 @@ from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
 from titans_pt.config import ModelConfig, with_todays_names
-from titans_pt.config_history import as_stored
+from titans_pt.config.history import as_stored
 from titans_pt.data_pipeline.tokenizers import FILES, StreamDecoder, load_tokenizer, saved_tokenizer
 from titans_pt.layers.state import take_rows
 from titans_pt.models import build_model

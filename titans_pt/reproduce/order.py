@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from titans_pt.config import Config
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.runs import PROBE_SHARE, Run

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_pt.config import Config
-from titans_pt.config_check import completed
+from titans_pt.config.checks import completed
 from titans_pt.errors import UserError
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.run import differences

@@ -18,7 +18,7 @@ import torch
 
 from titans_pt import checkpoints
 from titans_pt.config import Config
-from titans_pt.config_yaml import resolved_yaml
+from titans_pt.config.yaml import resolved_yaml
 from titans_pt.errors import UserError
 from titans_pt.reproduce.measures import Measure
 from titans_pt.reproduce.records import Records

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from titans_pt.config import Config
-from titans_pt.config_check import mixers_of
-from titans_pt.config_file import load_config
+from titans_pt.config.checks import mixers_of
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.measures import Measure

@@ -15,7 +15,7 @@ from torch import Tensor
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
 from titans_pt.config import Config, config_hash
-from titans_pt.config_check import stop_condition
+from titans_pt.config.checks import stop_condition
 from titans_pt.data_pipeline import Loader
 from titans_pt.data_pipeline.loader import collate
 from titans_pt.evaluation import runner

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from titans_pt import checkpoints
 from titans_pt.checkpoints import TrainerState
 from titans_pt.config import Config, TrainConfig
-from titans_pt.config_check import completed
-from titans_pt.config_history import as_begun
+from titans_pt.config.checks import completed
+from titans_pt.config.history import as_begun
 from titans_pt.errors import UserError
 from titans_pt.run import differences, load_weights
 from titans_pt.run_folder import RunFolder

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from titans_pt import checkpoints
 from titans_pt.config import Config
-from titans_pt.config_check import completed
+from titans_pt.config.checks import completed
 from titans_pt.data_pipeline import saved_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.run import differences, with_rows

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.command_line import leaves, parsed
 from titans_pt import cli, commands
 from titans_pt.commands._arguments import NAMES, Checked, Output, PathName
-from titans_pt.config_words import known_paths
+from titans_pt.config.words import known_paths
 
 LEAVES = dict(leaves())
 

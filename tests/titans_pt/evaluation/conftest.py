@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.stand_ins import EOS, ESSAY, Characters, Scripted
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.data_pipeline.indexed import IndexedDataset, IndexedWriter
 from titans_pt.data_pipeline.tokenizers import train_tokenizer
 from titans_pt.evaluation import babilong, generation, perplexity, ruler, runner

@@ -12,7 +12,7 @@ from sentencepiece import SentencePieceTrainer
 
 from tests.helpers.stand_ins import Recurrent
 from tests.helpers.untrained import untrained_run
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, load_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.evaluation import perplexity

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.stand_ins import EOS, ESSAY, Characters, OverLines, Recurrent, Scripted, copies
 from titans_pt.config import NEEDLE_TASKS, Config
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import ruler
 from titans_pt.evaluation.haystack import Haystack, prompt_text

@@ -7,7 +7,7 @@ from tests.helpers.mixers import small_config
 from tests.titans_pt.parallel.test_split import built_one_by_one, check  # noqa: F401 - a fixture
 from titans_pt import cli
 from titans_pt.config import HierarchyConfig
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.run import load_run

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.mixers import BASELINES
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.models import build_model
 
 CONFIGS = Path(__file__).parents[3] / "configs"

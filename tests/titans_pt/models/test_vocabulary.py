@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from titans_pt.config import Config, ModelConfig
-from titans_pt.config_check import checked
-from titans_pt.config_history import as_begun
+from titans_pt.config.checks import checked
+from titans_pt.config.history import as_begun
 from titans_pt.models import build_model
 from titans_pt.streaming import greedy, prefill, sample
 from titans_pt.tasks import next_token as module

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers.mixers import small_config
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.models.wavefront import wavefront

@@ -9,7 +9,7 @@ from tests.conftest import prepare_corpus
 from tests.helpers import matrix
 from tests.helpers.mixers import NAMES
 from tests.helpers.processes import curve, run, torchrun
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.kernels.memory.state import MemoryState
 from titans_pt.layers.state import tensors

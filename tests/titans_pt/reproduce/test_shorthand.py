@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titans_pt import cli
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.evaluation import long_context
 from titans_pt.reproduce.order import Order, _parameters, equal_size
 from titans_pt.reproduce.shorthand import models_of

@@ -128,7 +128,7 @@ def test_the_rule_for_the_learning_rate():
 
 def test_a_record_counts_as_long_as_the_settings_of_its_own_model_stay(tmp_path, monkeypatch):
     """A run of before a setting of the memory existed: that of a model without one still is what would be run now."""
-    monkeypatch.setattr("titans_pt.config_history.FORMER_DEFAULTS", {"model.memory.writes": False})
+    monkeypatch.setattr("titans_pt.config.history.FORMER_DEFAULTS", {"model.memory.writes": False})
     records = Records(tmp_path)
     for model, counts in (("transformer", True), ("lmm", False)):
         run = runs(models=[model], rates=(1e-3,))[0]

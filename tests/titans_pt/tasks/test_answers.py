@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from tests.helpers.processes import ENVIRONMENT, curve, run_jobs
 from titans_pt import checkpoints
-from titans_pt.config_file import load_config
-from titans_pt.config_yaml import resolved_yaml
+from titans_pt.config.files import load_config
+from titans_pt.config.yaml import resolved_yaml
 from titans_pt.data_pipeline.loader import collate
 from titans_pt.layers.memory import MemoryGates
 from titans_pt.parallel import RankGroup

@@ -15,7 +15,7 @@ from torch import nn
 from tests.helpers.processes import curve, run_jobs
 from titans_pt import checkpoints, cli
 from titans_pt.config import Section
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.layers.flops import product
 from titans_pt.layers.sharding import Shard

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.tasks import TASKS
 from titans_pt.tasks.needles import ASK, MARK, NeedlesInNoise

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.reproduce.study import VARIANTS

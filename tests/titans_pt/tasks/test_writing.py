@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.layers.memory import MemoryGates
 from titans_pt.models import build_model

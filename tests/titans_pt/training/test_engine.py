@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from titans_pt.config import ModelConfig
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.data_pipeline import Loader
 from titans_pt.errors import UserError
 from titans_pt.models import build_model

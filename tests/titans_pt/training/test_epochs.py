@@ -1,7 +1,7 @@
 import pytest
 
 from titans_pt import cli
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.tasks import TaskData
 from titans_pt.tasks.language import Language
 from titans_pt.training.epochs import epochs_text, repeated

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.kernels import native
 from titans_pt.kernels.memory import chunked, dispatch

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from titans_pt import checkpoints, shards
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.tasks import language
 from titans_pt.training import loop

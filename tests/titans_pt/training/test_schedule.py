@@ -1,7 +1,7 @@
 import pytest
 
 from titans_pt.config import TrainConfig
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.training.schedule import learning_rate
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from tests.helpers.jobs import shard_everything
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.tasks import language
 from titans_pt.training import loop
 from titans_pt.training.ranks import process_group

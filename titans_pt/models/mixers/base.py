@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig, Section
-from titans_pt.config_values import typed
-from titans_pt.config_words import one_line
+from titans_pt.config.values import typed
+from titans_pt.config.words import one_line
 from titans_pt.errors import UserError
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops

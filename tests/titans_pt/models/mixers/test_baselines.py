@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.mixers import BASELINES, NAMES, OWN, small_config, small_model
 from tests.titans_pt.parallel.test_split import built_one_by_one, check  # noqa: F401 - a fixture
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.kernels import linear_memory as linear_memory_package
 from titans_pt.layers.state import map_tensors, state_bytes

@@ -14,7 +14,7 @@ from tests.helpers.processes import curve, run_jobs
 from tests.helpers.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config import ModelConfig, Section
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.sharding import Shard

@@ -3,8 +3,8 @@
 import pytest
 
 from titans_pt.config import config_hash
-from titans_pt.config_check import checked, completed
-from titans_pt.config_file import load_config
+from titans_pt.config.checks import checked, completed
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.models.mixers import MIXERS
 

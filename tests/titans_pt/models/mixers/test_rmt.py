@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.mixers import small_config, small_model
 from tests.titans_pt.models.test_flops import UNKNOWN
-from titans_pt.config_file import load_config
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.layers.flops import attention_flops, mean_keys
 from titans_pt.models import build_model

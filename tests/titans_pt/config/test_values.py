@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from titans_pt.config import Config
-from titans_pt.config_file import load_config
-from titans_pt.config_values import expanded, mapped, typed
-from titans_pt.config_yaml import parse_yaml
+from titans_pt.config.files import load_config
+from titans_pt.config.values import expanded, mapped, typed
+from titans_pt.config.yaml import parse_yaml
 from titans_pt.errors import UserError
 
 EVERYWHERE = """

@@ -2,10 +2,10 @@ import copy
 
 import pytest
 
-from titans_pt import config_history as module
 from titans_pt.config import Config, MemoryConfig, ModelConfig, config_hash
-from titans_pt.config_check import checked, completed
-from titans_pt.config_history import as_begun
+from titans_pt.config import history as module
+from titans_pt.config.checks import checked, completed
+from titans_pt.config.history import as_begun
 
 
 def test_settings_cannot_be_changed_in_place():

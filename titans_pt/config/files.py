@@ -6,15 +6,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titans_pt.config import Config, config_hash, with_todays_names
-from titans_pt.config_check import checked
-from titans_pt.config_history import as_stored
-from titans_pt.config_names import CONFIGS, find_config
-from titans_pt.config_place import in_its_place, is_of_a_run
-from titans_pt.config_plain import usual
-from titans_pt.config_values import expanded, typed
-from titans_pt.config_words import one_line
-from titans_pt.config_yaml import parse_override, parse_yaml, write_yaml
+from titans_pt.config.checks import checked
+from titans_pt.config.history import as_stored
+from titans_pt.config.names import CONFIGS, find_config
+from titans_pt.config.place import in_its_place, is_of_a_run
+from titans_pt.config.plain import usual
+from titans_pt.config.tree import Config, config_hash, with_todays_names
+from titans_pt.config.values import expanded, typed
+from titans_pt.config.words import one_line
+from titans_pt.config.yaml import parse_override, parse_yaml, write_yaml
 from titans_pt.errors import UserError
 from titans_pt.tools.files import read_text
 
@@ -27,7 +27,7 @@ def load_config(name: str | Path, overrides: list[str] = (), model: bool = True)
     ``name`` is a path, or one of the configs that come with the package (:func:`find_config`). ``inherit: FILE`` or
     ``inherit: [FILE, ...]`` at the top of a file names files relative to it, or again configs of the package; later
     ones and the file itself win, key by key; lists are replaced whole. A value is read as its setting wants it
-    (config_values.py). The config.yaml of a run's folder means that run, wherever it now lies (config_place.py).
+    (values.py). The config.yaml of a run's folder means that run, wherever it now lies (config/place.py).
 
     Args:
         model: False skips the checks of mixers and task, which preparing data does not need: they take two seconds to

@@ -4,9 +4,9 @@ import pytest
 
 from titans_pt import cli
 from titans_pt.config import Config, config_hash
-from titans_pt.config_check import checked
-from titans_pt.config_file import CONFIGS, explained, load_config
-from titans_pt.config_yaml import resolved_yaml
+from titans_pt.config.checks import checked
+from titans_pt.config.files import CONFIGS, explained, load_config
+from titans_pt.config.yaml import resolved_yaml
 from titans_pt.errors import UserError
 
 

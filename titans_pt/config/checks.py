@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titans_pt.config import Config
-from titans_pt.config_history import as_stored
-from titans_pt.config_names import named, packaged
-from titans_pt.config_plain import usual
-from titans_pt.config_values import typed
-from titans_pt.config_words import known_paths, one_line, unknown_key
-from titans_pt.config_yaml import parse_yaml
+from titans_pt.config.history import as_stored
+from titans_pt.config.names import named, packaged
+from titans_pt.config.plain import usual
+from titans_pt.config.tree import Config
+from titans_pt.config.values import typed
+from titans_pt.config.words import known_paths, one_line, unknown_key
+from titans_pt.config.yaml import parse_yaml
 from titans_pt.errors import UserError
 
 

@@ -1,7 +1,7 @@
-"""The settings tree (config_file.py reads it from YAML).
+"""The settings tree (files.py reads it from YAML).
 
 Every section is a pydantic model that refuses unknown keys and silent type conversions. The doc of a
-field follows it: config_docs.py makes docs/settings.md and the JSON schema from them. Nothing here
+field follows it: docs.py makes docs/settings.md and the JSON schema from them. Nothing here
 imports the rest of the project: config is plain data.
 """
 
@@ -27,7 +27,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 PATH = "path"
 PathName = Annotated[str, PATH]
-"""A file or folder: ``~`` and ``$VARIABLES`` in it are expanded where settings are read (config_values.py)."""
+"""A file or folder: ``~`` and ``$VARIABLES`` in it are expanded where settings are read (values.py)."""
 
 
 FORMER_NAMES = {"model.segment": "model.mac.segment", "model.memory_tokens": "model.mac.memory_tokens"}
@@ -597,7 +597,7 @@ class WandbConfig(Section):
 
 
 class Config(Section):
-    """The whole tree. Built by :func:`titans_pt.config_file.load_config`; ``Config()`` alone is valid.
+    """The whole tree. Built by :func:`titans_pt.config.files.load_config`; ``Config()`` alone is valid.
 
     A task's own settings are a section with its name, which the task itself validates.
     """

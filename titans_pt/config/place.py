@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titans_pt.config import Config
-from titans_pt.config_values import mapped
+from titans_pt.config.tree import Config
+from titans_pt.config.values import mapped
 
 SETTINGS, ABOUT = "config.yaml", "versions.json"
 """The files of a run's folder that hold its settings, and what made it."""

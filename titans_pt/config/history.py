@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from titans_pt.config import Config, Section
+from titans_pt.config.tree import Config, Section
 
 FORMER_DEFAULTS: dict[str, Any] = {
     "model.vocab_multiple": 1,

@@ -4,9 +4,9 @@ import pytest
 import yaml
 
 from titans_pt.config import Config, RunConfig, WandbConfig
-from titans_pt.config_file import load_config
-from titans_pt.config_plain import usual
-from titans_pt.config_yaml import parse_override, parse_yaml, resolved_yaml, write_yaml
+from titans_pt.config.files import load_config
+from titans_pt.config.plain import usual
+from titans_pt.config.yaml import parse_override, parse_yaml, resolved_yaml, write_yaml
 from titans_pt.errors import UserError
 
 

@@ -1,7 +1,7 @@
-"""The settings as a JSON schema, for editors, and as a page, for readers: both made from config.py and from the
+"""The settings as a JSON schema, for editors, and as a page, for readers: both made from tree.py and from the
 sections of mixers and tasks.
 
-``python -m titans_pt.config_docs`` in the root of the repository writes configs/schema.json and docs/settings.md.
+``python -m titans_pt.config.docs`` in the root of the repository writes configs/schema.json and docs/settings.md.
 Sections inside sections, lists and dicts are followed everywhere; nothing here knows a section by name.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from titans_pt.config import Config, ModelConfig, Section
+from titans_pt.config.tree import Config, ModelConfig, Section
 from titans_pt.registry import Registry
 
 SCHEMA, PAGE = "configs/schema.json", "docs/settings.md"
@@ -23,8 +23,8 @@ _INHERIT = {
 _INTRODUCTION = """\
 # All settings
 
-`make settings` writes this page from [titans_pt/config.py](../titans_pt/config.py) and the settings of mixers and
-tasks; do not edit it here.
+`make settings` writes this page from [titans_pt/config/tree.py](../titans_pt/config/tree.py) and the settings of
+mixers and tasks; do not edit it here.
 
 A YAML file holds them as a tree; `key.path=value` on the command line wins over the file. A setting that is left out
 has its default. `inherit: FILE` or `inherit: [FILE, ...]` at the top of a file inherits the settings of other files.

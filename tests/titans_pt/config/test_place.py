@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from titans_pt.config_file import load_config, load_stored
-from titans_pt.config_place import ABOUT, STARTED_IN
+from titans_pt.config.files import load_config, load_stored
+from titans_pt.config.place import ABOUT, STARTED_IN
 from titans_pt.run_folder import RunFolder
 
 TEXT = """

@@ -6,8 +6,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from titans_pt.config import Config
-from titans_pt.config_plain import usual
+from titans_pt.config.plain import usual
+from titans_pt.config.tree import Config
 
 
 def known_paths(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:

@@ -9,17 +9,17 @@ import pytest
 from pydantic import Field
 
 from titans_pt.config import Config, Section
-from titans_pt.config_docs import PAGE, SCHEMA, json_schema, settings_page, whole_tree
-from titans_pt.config_plain import usual
-from titans_pt.config_words import known_paths
-from titans_pt.config_yaml import parse_yaml
+from titans_pt.config.docs import PAGE, SCHEMA, json_schema, settings_page, whole_tree
+from titans_pt.config.plain import usual
+from titans_pt.config.words import known_paths
+from titans_pt.config.yaml import parse_yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
 def test_what_is_committed_is_current():
-    remedy = "titans_pt/config.py has changed: run `make settings`"
+    remedy = "titans_pt/config/tree.py has changed: run `make settings`"
     assert json.loads((ROOT / SCHEMA).read_text()) == json_schema(), remedy
     assert (ROOT / PAGE).read_text() == settings_page(), remedy
 
@@ -28,7 +28,7 @@ def test_every_setting_has_a_doc():
     schema = json_schema()
     for name, section in {"the whole tree": schema, **schema["$defs"]}.items():
         for key, field in section["properties"].items():
-            assert field.get("description"), f"{key} of {name}: write its doc under it in titans_pt/config.py"
+            assert field.get("description"), f"{key} of {name}: write its doc under it in titans_pt/config/tree.py"
 
 
 def test_the_page_has_every_setting():

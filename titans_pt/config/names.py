@@ -5,7 +5,7 @@ from pathlib import Path
 
 from titans_pt.errors import UserError
 
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).parents[1] / "configs"
 """configs/ of the repository."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from titans_pt.config_plain import FLOAT, INT, Plain
+from titans_pt.config.plain import FLOAT, INT, Plain
 from titans_pt.errors import UserError
 
 MOST_VALUES = 100_000
