@@ -1,5 +1,7 @@
 # make quickstart: install, prepare text, train a small Titans, resume it, evaluate it; a memory and a window in one plot
 # make test:       install, run the tests
+# make slow:       install, run the tests that take minutes
+# make lint:       install, run the linter and the type checker
 # make settings:   write configs/schema.json and docs/settings.md again, after a change of titans_pt/config/tree.py
 # Not from the environment, where other programs have a PYTHON and a RUN: make install PYTHON=python3.12
 PYTHON = python3
@@ -15,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 # DeepSpeed compiles nothing here and must not look for a GPU compiler while it installs.
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 
-.PHONY: install quickstart test lint settings clean
+.PHONY: install quickstart test slow lint settings clean
 
 install: $(INSTALLED)
 
@@ -55,8 +57,12 @@ quickstart: install
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 
+slow: install
+	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadfile --durations=30
+
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 settings: install
 	$(BIN)/python -m titans_pt.config.docs

@@ -7,7 +7,8 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 
 
 def test_the_citation_is_of_this_version():
@@ -28,3 +29,49 @@ def test_the_workflow_runs_the_checks_on_the_oldest_python():
     assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run"]
     oldest = job["strategy"]["matrix"]["python-version"][0]
     assert PROJECT["requires-python"] == f">={oldest}"
+
+
+def test_slow_tests_run_every_week():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/slow.yml").read_text())
+    (trigger,) = workflow[True]["schedule"]  # YAML reads "on" as true
+    minute, hour, day_of_month, month, day_of_week = trigger["cron"].split()
+    assert (day_of_month, month) == ("*", "*") and day_of_week in "0123456"
+    assert [step["run"] for step in workflow["jobs"]["slow"]["steps"] if "run" in step] == ["make slow"]
+    assert '-m "slow and not gpu"' in _recipe("slow")
+
+
+def test_lint_checks_style_and_types_and_so_does_each_commit():
+    assert "$(BIN)/ruff check ." in _recipe("lint")
+    assert "$(BIN)/mypy" in _recipe("lint").splitlines()
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"  # nothing is downloaded
+    (hook,) = repository["hooks"]
+    assert (hook["entry"], hook["language"], hook["pass_filenames"]) == ("make lint", "system", False)
+
+
+def test_types_of_whole_rooms_are_checked():
+    """Every file of them: no room is left out, no error is hidden."""
+    settings = PYPROJECT["tool"]["mypy"]
+    checked = {path for pattern in settings["files"] for path in ROOT.glob(pattern)}
+    assert {ROOT / "titans_pt/config", ROOT / "titans_pt/tasks"} <= checked
+    assert not {"exclude", "ignore_errors", "disable_error_code"} & settings.keys()
+    assert all(override.keys() == {"module", "follow_imports"} for override in settings["overrides"])
+    assert not any(name.startswith("titans_pt") for override in settings["overrides"] for name in override["module"])
+
+
+def test_users_of_the_package_get_its_types():
+    assert (ROOT / "titans_pt/py.typed").is_file()
+    assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"]["titans_pt"]
+
+
+def test_an_ignored_type_error_has_a_code_and_a_reason():
+    for file in (ROOT / "titans_pt").rglob("*.py"):
+        for line in file.read_text().splitlines():
+            if "# type: ignore" in line:
+                assert re.search(r"# type: ignore\[[a-z, -]+\]  # \w+", line), f"{file}: {line}"
+
+
+def _recipe(target: str) -> str:
+    """The commands of a target of the Makefile, a line each."""
+    (found,) = re.findall(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
+    return found.replace("\t", "")

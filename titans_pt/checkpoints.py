@@ -296,7 +296,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def step_of(path: Path) -> int:
-    return int(_NAME.fullmatch(path.name)[1])
+    name = _NAME.fullmatch(path.name)
+    assert name, path
+    return int(name[1])
 
 
 def outdated(folder: Path, keep_last: int, keep_every: int | None = None, keep: Path | None = None) -> list[Path]:

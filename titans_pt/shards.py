@@ -83,7 +83,7 @@ def join_shards(
     Returns:
         Size and SHA-256 of every file by name, as those who wrote them computed them; {} when ``stop()`` became true.
     """
-    files = {}
+    files: dict[str, dict[str, Any]] = {}
     for number in range(count):
         told = folder / shard_file(number, "json")
         while not told.is_file():
@@ -106,7 +106,8 @@ class ShardReader:
         for told in sorted(folder.glob("shard-*.json")):
             for name, (part, start) in json.loads(told.read_text())["places"].items():
                 self._places[name, part].append((start, told.with_suffix(".safetensors")))
-        self._stack, self._files = ExitStack(), {}
+        self._stack = ExitStack()
+        self._files: dict[Path, Any] = {}
 
     def __enter__(self):
         return self

@@ -133,7 +133,9 @@ def stop_condition(text: str) -> tuple[str, str, float]:
     Raises:
         UserError: its number is none.
     """
-    figure, sign, value = re.fullmatch(r"\s*(\w+)\s*([<>]=)\s*(\S+)\s*", text).groups()
+    parts = re.fullmatch(r"\s*(\w+)\s*([<>]=)\s*(\S+)\s*", text)
+    assert parts  # the setting's own pattern
+    figure, sign, value = parts.groups()
     try:
         return figure, sign, float(value)
     except ValueError:

@@ -8,6 +8,7 @@ Sections inside sections, lists and dicts are followed everywhere; nothing here 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, Field, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
@@ -59,7 +60,7 @@ def whole_tree() -> type[Section]:
 
 def _with_sections(section: type[Section], registry: Registry) -> type[Section]:
     own = {name: registry.find(name).Settings for name in registry.built_in()}
-    fields = {
+    fields: dict[str, Any] = {
         name: (settings, Field(default=settings(), description=f"The settings of {name}, if it is used."))
         for name, settings in own.items()
         if settings.model_fields

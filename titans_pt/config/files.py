@@ -21,7 +21,7 @@ from titans_pt.tools.files import read_text
 __all__ = ["CONFIGS", "explained", "find_config", "load_config", "load_stored", "validated"]
 
 
-def load_config(name: str | Path, overrides: list[str] = (), model: bool = True) -> Config:
+def load_config(name: str | Path, overrides: Sequence[str] = (), model: bool = True) -> Config:
     """Reads a YAML file with its ancestors, applies ``key.path=value`` overrides, validates.
 
     ``name`` is a path, or one of the configs that come with the package (:func:`find_config`). ``inherit: FILE`` or
@@ -39,7 +39,7 @@ def load_config(name: str | Path, overrides: list[str] = (), model: bool = True)
     return validated(_merged(find_config(name)), overrides, model)
 
 
-def load_stored(path: Path, overrides: list[str] = ()) -> Config:
+def load_stored(path: Path, overrides: Sequence[str] = ()) -> Config:
     """As :func:`load_config`, of the config.yaml in a run's folder, which an earlier version may have written: what it
     lacks is what that version did."""
     return validated(as_stored(_merged(Path(path))), overrides, model=True)

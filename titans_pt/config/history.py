@@ -1,9 +1,11 @@
 """Settings stored by earlier versions: what their missing settings meant."""
 
 import copy
-from typing import Any
+from typing import Any, TypeVar
 
 from titans_pt.config.tree import Config, Section
+
+S = TypeVar("S", bound=Section)
 
 FORMER_DEFAULTS: dict[str, Any] = {
     "model.vocab_multiple": 1,
@@ -21,7 +23,7 @@ def as_stored(tree: dict) -> dict:
     tree = copy.deepcopy(tree)
     for path, value in FORMER_DEFAULTS.items():
         *sections, key = path.split(".")
-        section = tree
+        section: Any = tree
         for name in sections:
             section = section.get(name) if isinstance(section, dict) else None
         if isinstance(section, dict) and key not in section:
@@ -38,7 +40,7 @@ def as_begun(config: Config, tree: dict) -> Config:
     return config
 
 
-def _unless_given(section: Section, keys: list[str], tree: Any) -> Section:
+def _unless_given(section: S, keys: list[str], tree: Any) -> S:
     """The section with the value that ``tree`` has at the place ``keys``, unless the section was given one."""
     key, *deeper = keys
     if not isinstance(tree, dict) or key not in tree or (not deeper and key in section.model_fields_set):

@@ -8,14 +8,15 @@ imports the rest of the project: config is plain data.
 import copy
 import json
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-NEEDLE_TASKS = (
+NeedleTask = Literal[
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
     "niah_multivalue", "niah_multiquery",
-)  # fmt: skip
+]  # fmt: skip
+NEEDLE_TASKS: tuple[str, ...] = get_args(NeedleTask)
 """What ``evaluation.needle.tasks`` may name; titans_pt.evaluation.ruler builds exactly these."""
 
 Positive = Annotated[int, Field(ge=1)]
@@ -38,7 +39,7 @@ def with_todays_names(tree: dict) -> dict:
     """A tree of settings, as far as it goes, with FORMER_NAMES replaced; what has today's name as well keeps that."""
     for former, today in FORMER_NAMES.items():
         *sections, key = former.split(".")
-        node = tree
+        node: Any = tree
         for section in sections:
             node = node.get(section) if isinstance(node, dict) else None
         if not isinstance(node, dict) or key not in node:
@@ -479,7 +480,7 @@ class PerplexityConfig(Section):
 
 
 class NeedleConfig(Section):
-    tasks: Annotated[list[Literal[NEEDLE_TASKS]], Field(min_length=1), Once] = ["niah_single_1"]
+    tasks: Annotated[list[NeedleTask], Field(min_length=1), Once] = ["niah_single_1"]
     """RULER's. All but niah_single_1, niah_multikey_2 and niah_multikey_3 hide the needles in essays."""
     lengths: Annotated[list[Positive], Field(min_length=1), Once] = [2048, 4096, 8192, 16384]
     """Tokens of a sample, new tokens included, with the model's own tokenizer; to 10 million and beyond."""

@@ -5,6 +5,7 @@ from types import UnionType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from titans_pt.config.plain import usual
 from titans_pt.config.tree import Config
@@ -55,7 +56,7 @@ _ALLOWED = {
 """What is allowed, by pydantic's names of errors whose own words are Python's."""
 
 
-def _with_alternatives_joined(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_alternatives_joined(errors: list[ErrorDetails]) -> list[dict[str, Any]]:
     """Errors in which a value that fits no alternative of its setting (``"auto" | int``) is one error, not several.
 
     pydantic names the alternative at the end of the place: ('train', 'resume', "literal['auto']").
@@ -68,7 +69,7 @@ def _with_alternatives_joined(errors: list[dict[str, Any]]) -> list[dict[str, An
         message = error["msg"].removeprefix("Input should be ")
         if alternative and loc in joined:
             message = f"{joined[loc]['msg']}, or {message}"
-        joined[loc] = error | {"loc": loc, "msg": message}
+        joined[loc] = {**error, "loc": loc, "msg": message}
     return list(joined.values())
 
 

@@ -36,7 +36,8 @@ class Questions(Protocol):
     length: tokens of a sample.
     """
 
-    length: int
+    @property
+    def length(self) -> int: ...
 
     def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """ids (length,) int64, and the places (P,) int64 of the questions' last tokens; an answer follows each."""
@@ -111,7 +112,7 @@ class AnswerLoss(NextTokenLoss):
         super().__init__(model, cross_entropy, z_loss)
         self.best, self.write_cost = best, write_cost
 
-    def forward(
+    def forward(  # type: ignore[override]  # its batches have a third part
         self, ids: Tensor, reset: Tensor, asked: Tensor, weight: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
         """
@@ -128,9 +129,8 @@ class AnswerLoss(NextTokenLoss):
         ids, targets = ids[:, :-1], ids[:, 1:]
         if samples:
             ids, targets, asked = (apart(part, *samples) for part in (ids, targets, asked))
-            reset = None
         with write_gates(self.model, collect=self.write_cost > 0 and weight is None) as gates:
-            x, _ = self.model(ids, reset=reset, head=False, output_final_state=not self.training)
+            x, _ = self.model(ids, reset=None if samples else reset, head=False, output_final_state=not self.training)
         found = self._few_at_a_time(x, targets)
         share = asked.to(found.dtype) / asked.sum(1, keepdim=True)
         figures = (found * share.unsqueeze(-1)).sum(1)  # loss and accuracy of each sample or row

@@ -53,7 +53,7 @@ class Language(Task):
 
     def build_model(self) -> LanguageModel:
         """The model predicts what the tokenizer has an entry for; before there is one, all of model.vocab_size."""
-        return build_model(self.config.model, self.tokenizer and self.tokenizer.vocab_size)
+        return build_model(self.config.model, self.tokenizer.vocab_size if self.tokenizer else None)
 
     def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
         whole = tensor.size == 1
@@ -87,9 +87,9 @@ class Language(Task):
     def _sources(self, mixture: Mixture) -> dict[str, tuple[int, float]]:
         """As in TaskData."""
         sources = self.config.data.sources
-        total = sum(source.weight for source in sources)
+        weights = [source.weight or 0.0 for source in sources]  # all sources of a mixture have one
         return {
-            f"data.sources[{i}] ({source.path or source.kind})": (len(mixture.streams[i]), source.weight / total)
+            f"data.sources[{i}] ({source.path or source.kind})": (len(mixture.streams[i]), weights[i] / sum(weights))
             for i, source in enumerate(sources)
         }
 
@@ -113,6 +113,7 @@ class Language(Task):
 
     def keep(self, folder: RunFolder):
         """A copy of the tokenizer."""
+        assert self.tokenizer
         keep_tokenizer(self.tokenizer.path, self.config, folder)
 
     def restore(self, folder: RunFolder, identity: dict[str, str]):

@@ -87,6 +87,8 @@ class Needles(AnswerTask):
         held_out: NonNegative = 0
         """Noise tokens that training never draws, for ``evaluation.needles.noise=unseen``."""
 
+    settings: Settings
+
     @classmethod
     def check(cls, config: Config, need: Need):
         settings, size = cls.Settings.model_validate(config.section(cls.name)), config.model.vocab_size

@@ -1,14 +1,16 @@
 """Next-token cross-entropy around a model."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from titans_pt.layers.loss import cross_entropy
+from titans_pt.models import LanguageModel
 from titans_pt.tasks.base import nan_unless_finite, with_weights
 from titans_pt.tasks.writing import with_write_cost, write_gates
 
@@ -30,7 +32,7 @@ def at_once(rows: int, length: int, vocabulary: int, whole: bool = True) -> tupl
 
 
 @cache
-def _liger(z_loss: float) -> nn.Module | None:
+def _liger(z_loss: float) -> Callable[..., Any] | None:
     """liger-kernel's head and cross-entropy in one, (weight, x, targets) -> mean; with z_loss its output's ``loss`` and
     ``z_loss``, of which the first holds the second. None where it is not installed."""
     if importlib.util.find_spec("liger_kernel") is None:
@@ -59,7 +61,8 @@ class NextTokenLoss(nn.Module):
         write_cost: float = 0.0,
     ):  # fmt: skip
         super().__init__()
-        self.model, self.cross_entropy, self.z_loss, self.write_cost = model, cross_entropy, z_loss, write_cost
+        self.model = cast(LanguageModel, model)
+        self.cross_entropy, self.z_loss, self.write_cost = cross_entropy, z_loss, write_cost
 
     def forward(self, ids: Tensor, reset: Tensor | None, weight: Tensor | None = None) -> Tensor | dict[str, Tensor]:
         """Mean cross-entropy, in fp32 and nats per token.
@@ -76,7 +79,9 @@ class NextTokenLoss(nn.Module):
             x, _ = self.model(ids[:, :-1], reset=reset, head=False, output_final_state=not self.training)
         targets = ids[:, 1:]
         if weight is None and self._fused(x):
-            loss = _liger(self.z_loss)(self.model.head.weight, x.flatten(0, 1), targets.flatten(), self._bias(x))
+            fused = _liger(self.z_loss)
+            assert fused
+            loss = fused(self.model.head.weight, x.flatten(0, 1), targets.flatten(), self._bias(x))
             loss = loss.loss - loss.z_loss.detach() if self.z_loss else loss
         else:
             samples = self._few_at_a_time(x, targets).mean(1)
@@ -100,12 +105,12 @@ class NextTokenLoss(nn.Module):
     def _few_at_a_time(self, x: Tensor, targets: Tensor) -> Tensor:
         """:meth:`_losses` of all, with no more logits at a time than at_once allows."""
         whole = self.cross_entropy is cross_entropy
-        rows, length = at_once(*targets.shape, self.model.config.vocab_rows, whole)
+        rows, length = at_once(targets.shape[0], targets.shape[1], self.model.config.vocab_rows, whole)
         if (rows, length) == targets.shape:
             return self._losses(x, targets)
         found = []
         for pair in zip(x.split(rows), targets.split(rows), strict=True):
-            parts = [pair]
+            parts: Iterable[tuple[Tensor, ...]] = [pair]
             if length < targets.shape[1]:  # x has fewer tokens here where sequence-parallel ranks hold parts of them
                 parts = zip(*(y.split(length, 1) for y in pair), strict=True)
             found.append(torch.cat([checkpoint(self._losses, *part, use_reentrant=False) for part in parts], 1))

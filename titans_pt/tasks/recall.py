@@ -80,6 +80,8 @@ class Recall(AnswerTask):
         length: Positive | None = None
         """Tokens of a sample; as many whole samples as fit share a row of data.seq_len. Null: data.seq_len."""
 
+    settings: Settings
+
     @classmethod
     def check(cls, config: Config, need: Need):
         settings, size = cls.Settings.model_validate(config.section(cls.name)), config.model.vocab_size

@@ -46,6 +46,7 @@ def with_write_cost(loss: Tensor, gates: list[Tensor], cost: float, rows: Tensor
     """
     if not gates or not cost:
         return loss
+    total: Any  # a tensor, since there are gates
     if rows is None:
         total = sum(gate.sum() for gate in gates)
     else:
