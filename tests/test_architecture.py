@@ -128,6 +128,7 @@ def row_of(path: str) -> tuple[int, str]:
         for room in rooms
         if (path.startswith(room) if room.endswith("/") else fnmatch(path, room))
     ]
+    found = [row for row in found if row[1] == path] or found  # a file that is named leaves its folder's row
     assert len(found) == 1, f"{path}: in no row of docs/architecture.md, or in several: {found}"
     return found[0]
 

@@ -7,11 +7,11 @@ import torch
 
 from tests.conftest import TINY, merged
 from tests.helpers.mixers import own_settings
-from titans_pt import checkpoints
 from titans_pt.config import Config, config_hash
 from titans_pt.data_pipeline.tokenizers import saved_tokenizer
 from titans_pt.models import build_model
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs import checkpoints
+from titans_pt.runs.folder import RunFolder
 from titans_pt.tasks.language import keep_tokenizer
 
 

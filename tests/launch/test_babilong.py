@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.command_line import parsed
 from tests.helpers.processes import ENVIRONMENT, ROOT
 from tests.helpers.untrained import untrained_run
-from titans_pt import checkpoints
+from titans_pt.runs import checkpoints
 from titans_pt.training.metrics import read_metrics
 
 SCRIPT = str(ROOT / "launch" / "babilong.sh")

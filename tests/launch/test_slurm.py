@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import TINY, merged
 from tests.helpers.processes import ROOT, run
 from tests.helpers.slurm_cluster import GRACE, Cluster, why_not
-from titans_pt import checkpoints
+from titans_pt.runs import checkpoints
 from titans_pt.training.metrics import read_metrics
 
 pytestmark = [

@@ -17,9 +17,10 @@ import torch
 
 import titans_pt
 from tests.helpers.command_line import leaves, parsed
-from titans_pt import checkpoints, cli
+from titans_pt import cli
 from titans_pt.__main__ import usable_home, usable_streams
 from titans_pt.config.files import load_config
+from titans_pt.runs import checkpoints
 from titans_pt.tasks import language
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
@@ -220,7 +221,7 @@ def test_damaged_checkpoints_are_never_a_silent_restart(run_copy, failing):
 
 
 def test_a_folder_in_use(trained, failing):
-    from titans_pt.run_folder import RunFolder
+    from titans_pt.runs.folder import RunFolder
 
     config, folder = trained
     with RunFolder(folder).lock():
@@ -259,7 +260,7 @@ def test_a_full_disk(run_copy, failing, monkeypatch):
     ("prepare c.yaml", "titans_pt.config.files.load_config", "data.dir"),
     ("recall c.yaml", "titans_pt.config.files.load_config", "run.dir"),
     ("evaluate run", "titans_pt.evaluation.evaluate", "--out"),
-    ("checkpoint list run", "titans_pt.checkpoint_tools.list_run", None),
+    ("checkpoint list run", "titans_pt.runs.tools.list_run", None),
     ("benchmark memory --out {}/out", "titans_pt.benchmarks.memory.benchmark_memory", "--out"),
     ("generate run --prompt a", "titans_pt.evaluation.generate", "--save-state"),
 ])  # fmt: skip

@@ -18,7 +18,7 @@ from tests.helpers.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.errors import UserError
 from titans_pt.models.mixers import MIXERS
-from titans_pt.run import load_run
+from titans_pt.runs.loaded import load_run
 from titans_pt.streaming import greedy, prefill
 from titans_pt.training.transfer import find_weights
 

@@ -19,7 +19,7 @@ from titans_pt.inspection.table import table
 from titans_pt.kernels.memory import MemoryState
 from titans_pt.layers.memory import MemoryGates
 from titans_pt.models import build_model
-from titans_pt.run import load_run
+from titans_pt.runs.loaded import load_run
 from titans_pt.training.probes import find
 
 CASES = {name: ([name], {}) for name in ("lmm", "mac", "mag", "mal")}

@@ -15,7 +15,7 @@ from titans_pt.config.checks import mixers_of
 from titans_pt.config.files import load_config
 from titans_pt.layers.state import state_bytes
 from titans_pt.models import build_model
-from titans_pt.run_folder import versions
+from titans_pt.runs.folder import versions
 from titans_pt.streaming import best_device, greedy, prefill
 from titans_pt.tools.files import write_text
 

@@ -21,7 +21,7 @@ from torch.nn.functional import normalize
 from titans_pt.benchmarks.process import check_any, write_csv
 from titans_pt.kernels.linear_memory import linear_memory
 from titans_pt.kernels.memory import dual, neural_memory
-from titans_pt.run_folder import versions
+from titans_pt.runs.folder import versions
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import new_figure, own_style, save_figure
 

@@ -18,7 +18,7 @@ import torch
 from titans_pt.benchmarks.process import memory_mib, write_csv
 from titans_pt.config import MemoryConfig
 from titans_pt.layers.memory import NeuralMemory
-from titans_pt.run_folder import versions
+from titans_pt.runs.folder import versions
 from titans_pt.tools.files import write_text
 
 WIDTH, HEADS, CHUNK = 256, 4, 16

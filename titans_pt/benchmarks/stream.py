@@ -14,7 +14,7 @@ from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.layers.state import state_bytes
 from titans_pt.models import build_model
-from titans_pt.run_folder import versions
+from titans_pt.runs.folder import versions
 from titans_pt.streaming import best_device, prefill
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import from_zero, new_figure, own_style, save_figure

@@ -22,7 +22,7 @@ from titans_pt.models import build_model
 from titans_pt.models.backbone import check_packages
 from titans_pt.models.mixers import MIXERS
 from titans_pt.models.mixers.common import MemoryMixer
-from titans_pt.run_folder import versions
+from titans_pt.runs.folder import versions
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import from_zero, legend, new_figure, own_style, save_figure
 from titans_pt.training.metrics import peak_flops

@@ -14,18 +14,18 @@ def checkpoint():
 @run_folder
 def list_(run: str):
     """Show step, size and the ranks that wrote it, for each checkpoint."""
-    from titans_pt import checkpoint_tools
+    from titans_pt.runs import tools
 
-    checkpoint_tools.list_run(run)
+    tools.list_run(run)
 
 
 @checkpoint.command()
 @run_folder
 def verify(run: str):
     """Read every byte of the checkpoints and name those that are damaged."""
-    from titans_pt import checkpoint_tools
+    from titans_pt.runs import tools
 
-    checkpoint_tools.verify_run(run)
+    tools.verify_run(run)
 
 
 @checkpoint.command()
@@ -33,9 +33,9 @@ def verify(run: str):
 @checkpoint_step
 def merge(run: str, step: int | None):
     """Make whole tensors of a checkpoint that was written in shards."""
-    from titans_pt import checkpoint_tools
+    from titans_pt.runs import tools
 
-    checkpoint_tools.merge_run(run, step)
+    tools.merge_run(run, step)
 
 
 @checkpoint.command()
@@ -44,6 +44,6 @@ def merge(run: str, step: int | None):
 @click.option("--keep-every", type=whole(1), metavar="N", help="also keep those whose step is a multiple of N")
 def prune(run: str, keep_last: int, keep_every: int | None):
     """Delete old checkpoints; the newest always stays."""
-    from titans_pt import checkpoint_tools
+    from titans_pt.runs import tools
 
-    checkpoint_tools.prune_run(run, keep_last, keep_every)
+    tools.prune_run(run, keep_last, keep_every)

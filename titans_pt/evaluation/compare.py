@@ -6,7 +6,7 @@ from pathlib import Path
 
 from titans_pt.config import NEEDLE_TASKS, BabilongConfig
 from titans_pt.errors import UserError
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs.folder import RunFolder
 from titans_pt.tools.plots import figure_format, plot_accuracy
 from titans_pt.tools.sealed import unseal
 

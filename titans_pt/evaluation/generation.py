@@ -13,8 +13,8 @@ from torch import Tensor
 from titans_pt.config import config_hash
 from titans_pt.data_pipeline import StreamDecoder, Tokenizer
 from titans_pt.errors import UserError
-from titans_pt.run import LoadedRun, load_run
-from titans_pt.state_file import load_state, read_about, save_state
+from titans_pt.runs.loaded import LoadedRun, load_run
+from titans_pt.runs.states import load_state, read_about, save_state
 from titans_pt.streaming import best_device, chooser, continuations, device_of, padded, prefill, sample
 
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}

@@ -20,8 +20,8 @@ from titans_pt.config import BabilongConfig, Config, NeedleConfig
 from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_cost, plot_heat
 from titans_pt.layers.state import state_bytes
-from titans_pt.run import LoadedRun
-from titans_pt.state_file import load_state, read_about, save_state
+from titans_pt.runs.loaded import LoadedRun
+from titans_pt.runs.states import load_state, read_about, save_state
 from titans_pt.streaming import continuation_logits, device_of, greedy, prefill
 from titans_pt.tools.plots import plot_accuracy
 from titans_pt.tools.records import digest

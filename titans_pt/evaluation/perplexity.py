@@ -17,7 +17,7 @@ from titans_pt.data_pipeline import TokenFiles, document_begins
 from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_positions
 from titans_pt.layers.memory import MemoryGates
-from titans_pt.run import LoadedRun
+from titans_pt.runs.loaded import LoadedRun
 from titans_pt.streaming import device_of
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import standard_error

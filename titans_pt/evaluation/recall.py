@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from titans_pt.config import Config
-from titans_pt.run import LoadedRun
+from titans_pt.runs.loaded import LoadedRun
 from titans_pt.streaming import device_of
 from titans_pt.tasks.answers import EVALUATION_SEED, answered, stacked
 from titans_pt.tasks.recall import MQAR

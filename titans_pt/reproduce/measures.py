@@ -17,7 +17,7 @@ from titans_pt.evaluation.perplexity import token_losses
 from titans_pt.layers.memory import NeuralMemory
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.figures import Figure
-from titans_pt.run import load_run
+from titans_pt.runs.loaded import load_run
 from titans_pt.streaming import best_device
 from titans_pt.tools.statistics import standard_error
 

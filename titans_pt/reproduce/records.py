@@ -8,7 +8,7 @@ from titans_pt.config import Config
 from titans_pt.config.checks import completed
 from titans_pt.errors import UserError
 from titans_pt.models.mixers.common import any_memory
-from titans_pt.run import differences
+from titans_pt.runs.loaded import differences
 from titans_pt.tools.files import write_text
 from titans_pt.tools.sealed import seal, unseal
 

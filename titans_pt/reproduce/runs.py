@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from titans_pt import checkpoints
 from titans_pt.config import Config
 from titans_pt.config.yaml import resolved_yaml
 from titans_pt.errors import UserError
 from titans_pt.reproduce.measures import Measure
 from titans_pt.reproduce.records import Records
-from titans_pt.run_folder import RunFolder, versions
+from titans_pt.runs import checkpoints
+from titans_pt.runs.folder import RunFolder, versions
 from titans_pt.tools.files import write_text
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics

@@ -9,7 +9,7 @@ from titans_pt.reproduce.figures import Figure
 from titans_pt.reproduce.measures import Find
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.runs import Run, hardware
-from titans_pt.run_folder import versions
+from titans_pt.runs.folder import versions
 
 SPEED = "speed"
 

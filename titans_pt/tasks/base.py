@@ -13,7 +13,7 @@ from titans_pt.models.backbone import Backbone
 from titans_pt.models.mixers.base import Need, NoSettings
 from titans_pt.parallel import RankGroup
 from titans_pt.registry import Registry
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs.folder import RunFolder
 
 TASKS: "Registry[type[Task]]" = Registry("titans_pt.tasks", "task")
 """Every task by the name that the setting ``task`` gives it."""

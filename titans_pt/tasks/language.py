@@ -18,7 +18,7 @@ from titans_pt.models import LanguageModel, build_model
 from titans_pt.models.mixers.base import Need
 from titans_pt.parallel import RankGroup
 from titans_pt.parallel.layers import vocabulary_cross_entropy
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs.folder import RunFolder
 from titans_pt.tasks.base import TASKS, Task, TaskData
 from titans_pt.tasks.next_token import NextTokenLoss, at_once
 

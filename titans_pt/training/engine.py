@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titans_pt.checkpoints import MOMENTS, WEIGHT, Tensors
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.models.backbone import check_packages, exempt_from_decay
 from titans_pt.parallel import Context, TensorParallel, Topology
-from titans_pt.shards import Whole
+from titans_pt.runs.checkpoints import MOMENTS, WEIGHT, Tensors
+from titans_pt.runs.shards import Whole
 from titans_pt.tasks import TASKS
 from titans_pt.tasks.base import backbone_of
 from titans_pt.training.ranks import Ranks
@@ -278,7 +278,7 @@ class Engine:
         return found
 
     def pieces(self) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
-        """What this rank holds of weights and moments, as titans_pt.shards.write_shard takes it; copies on the CPU.
+        """What this rank holds of weights and moments, as runs.shards.write_shard takes it; copies on the CPU.
 
         Not collective. Over all ranks every number is there once.
         """

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titans_pt import checkpoints
-from titans_pt.checkpoints import TrainerState
 from titans_pt.config import Config, config_hash
 from titans_pt.config.checks import stop_condition
 from titans_pt.data_pipeline import Loader
 from titans_pt.data_pipeline.loader import collate
 from titans_pt.evaluation import runner
 from titans_pt.layers.memory import NeuralMemory
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs import checkpoints
+from titans_pt.runs.checkpoints import TrainerState
+from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.tensorboard_log import TensorBoardLog
+from titans_pt.runs.wandb_log import WandbLog
 from titans_pt.tasks import TASKS, Samples, Task, TaskData
-from titans_pt.tensorboard_log import TensorBoardLog
 from titans_pt.tools.screen import say
 from titans_pt.training.epochs import epochs_text, repeated
 from titans_pt.training.gauges import Gauges, lost_to
@@ -38,7 +39,6 @@ from titans_pt.training.schedule import learning_rate
 from titans_pt.training.signals import StopSignals
 from titans_pt.training.spikes import SpikeGuard
 from titans_pt.training.watchdog import Watchdog
-from titans_pt.wandb_log import WandbLog
 
 log = logging.getLogger(__name__)
 

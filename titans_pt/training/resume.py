@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from titans_pt import checkpoints
-from titans_pt.checkpoints import TrainerState
 from titans_pt.config import Config, TrainConfig
 from titans_pt.config.checks import completed
 from titans_pt.config.history import as_begun
 from titans_pt.errors import UserError
-from titans_pt.run import differences, load_weights
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs import checkpoints
+from titans_pt.runs.checkpoints import TrainerState
+from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.loaded import differences, load_weights
 from titans_pt.tasks import Task
 from titans_pt.training.engine import Engine
 from titans_pt.training.ranks import Ranks

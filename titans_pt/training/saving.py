@@ -8,12 +8,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from titans_pt import checkpoints
-from titans_pt.checkpoints import TrainerState
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.run_folder import RunFolder
-from titans_pt.shards import Whole, write_shard
+from titans_pt.runs import checkpoints
+from titans_pt.runs.checkpoints import TrainerState
+from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.shards import Whole, write_shard
 from titans_pt.training.background import BackgroundTask
 from titans_pt.training.engine import Engine
 from titans_pt.training.ranks import Ranks

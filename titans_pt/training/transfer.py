@@ -15,13 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from titans_pt import checkpoints
 from titans_pt.config import Config
 from titans_pt.config.checks import completed
 from titans_pt.data_pipeline import saved_tokenizer
 from titans_pt.errors import UserError
-from titans_pt.run import differences, with_rows
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs import checkpoints
+from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.loaded import differences, with_rows
 from titans_pt.tasks import Task
 from titans_pt.tools.tensor_files import check_sums
 
@@ -38,7 +38,7 @@ class Weights:
     origin: what they are, for the record.
     path: a checkpoint, or an exported folder, whose names begin with EXPORTED.
     config: the settings tree that they were trained with.
-    identity: as in :class:`~titans_pt.checkpoints.TrainerState`.
+    identity: as in :class:`~titans_pt.runs.checkpoints.TrainerState`.
     """
 
     origin: str

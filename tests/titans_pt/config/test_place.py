@@ -8,7 +8,7 @@ import pytest
 
 from titans_pt.config.files import load_config, load_stored
 from titans_pt.config.place import ABOUT, STARTED_IN
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs.folder import RunFolder
 
 TEXT = """
 run: {dir: runs/short}

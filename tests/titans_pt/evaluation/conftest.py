@@ -12,7 +12,7 @@ from titans_pt.config.files import load_config
 from titans_pt.data_pipeline.indexed import IndexedDataset, IndexedWriter
 from titans_pt.data_pipeline.tokenizers import train_tokenizer
 from titans_pt.evaluation import babilong, generation, perplexity, ruler, runner
-from titans_pt.run import LoadedRun
+from titans_pt.runs.loaded import LoadedRun
 from titans_pt.tasks.language import Language
 
 

@@ -13,7 +13,7 @@ from titans_pt.config import Config
 from titans_pt.data_pipeline.tokenizers import load_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babi, babilong
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs.folder import RunFolder
 
 
 def made(tokenizer, essays, model=None, **changes):

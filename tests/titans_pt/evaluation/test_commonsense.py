@@ -12,7 +12,7 @@ from tests.helpers.untrained import untrained_run
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import evaluate, ruler
-from titans_pt.run import load_run
+from titans_pt.runs.loaded import load_run
 
 lm_eval = pytest.importorskip("lm_eval")
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers.untrained import untrained_run
 from titans_pt.evaluation import long_context
-from titans_pt.run import load_run
+from titans_pt.runs.loaded import load_run
 from titans_pt.streaming import prefill
 
 

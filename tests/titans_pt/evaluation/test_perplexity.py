@@ -17,7 +17,7 @@ from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, load_tokenize
 from titans_pt.errors import UserError
 from titans_pt.evaluation import perplexity
 from titans_pt.layers.memory import MemoryGates
-from titans_pt.run import load_run
+from titans_pt.runs.loaded import load_run
 
 TOKENS, LENGTH = 200, 64
 RECURRENT = Recurrent().eval()

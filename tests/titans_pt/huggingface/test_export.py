@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.helpers.untrained import untrained_run
 from titans_pt import cli, huggingface
 from titans_pt.errors import UserError
-from titans_pt.run import load_run
+from titans_pt.runs.loaded import load_run
 
 
 @pytest.fixture(scope="module")

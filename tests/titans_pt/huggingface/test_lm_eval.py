@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titans_pt import huggingface
-from titans_pt.run import load_run
+from titans_pt.runs.loaded import load_run
 from titans_pt.streaming import continuation_logits, greedy, prefill
 
 pytest.importorskip("accelerate")

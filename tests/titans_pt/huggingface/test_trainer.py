@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 from titans_pt import huggingface
-from titans_pt.run import load_run
+from titans_pt.runs.loaded import load_run
 
 pytest.importorskip("accelerate")
 

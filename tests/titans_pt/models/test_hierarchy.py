@@ -10,7 +10,7 @@ from titans_pt.config import HierarchyConfig
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
-from titans_pt.run import load_run
+from titans_pt.runs.loaded import load_run
 from titans_pt.training.plan import make_plan
 
 MIXERS = ["lmm", "mag", "mal"]

@@ -4,7 +4,7 @@ resumes."""
 import pytest
 
 from tests.helpers import matrix
-from titans_pt import checkpoints
+from titans_pt.runs import checkpoints
 
 
 @pytest.fixture(scope="module")

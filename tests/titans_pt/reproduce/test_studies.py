@@ -20,7 +20,7 @@ from titans_pt.reproduce.runs import best_learning_rate
 from titans_pt.reproduce.studies import SIZES, TARGETS, TWICE, study
 from titans_pt.reproduce.study import MODELS, VARIANTS, Row
 from titans_pt.reproduce.tables import cells
-from titans_pt.run import differences
+from titans_pt.runs.loaded import differences
 
 OUT = Path("out")
 

@@ -13,14 +13,15 @@ from pydantic import Field
 from torch import nn
 
 from tests.helpers.processes import curve, run_jobs
-from titans_pt import checkpoints, cli
+from titans_pt import cli
 from titans_pt.config import Section
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.layers.flops import product
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.backbone import Backbone, initialise
-from titans_pt.run import load_run
+from titans_pt.runs import checkpoints
+from titans_pt.runs.loaded import load_run
 from titans_pt.tasks.base import TASKS, Task, TaskData, nan_unless_finite, with_weights
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics

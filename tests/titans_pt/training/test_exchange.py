@@ -6,9 +6,9 @@ import torch
 
 from tests.helpers.processes import curve, run_jobs
 from tests.helpers.untrained import untrained_run
-from titans_pt import checkpoints
 from titans_pt.config.files import load_config
-from titans_pt.run import load_run
+from titans_pt.runs import checkpoints
+from titans_pt.runs.loaded import load_run
 from titans_pt.tasks.language import Language
 from titans_pt.training.engine import Engine
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from tests.helpers.processes import ENVIRONMENT, ROOT, curve, run, run_jobs, torchrun
-from titans_pt import checkpoints
 from titans_pt.config.files import load_config
+from titans_pt.runs import checkpoints
 from titans_pt.training.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(900)  # starting processes takes its time on a busy machine

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import ENVIRONMENT, run, torchrun
-from titans_pt import checkpoints
+from titans_pt.runs import checkpoints
 from titans_pt.training.metrics import read_metrics
 
 WORKER = Path(__file__).with_name("worker.py")

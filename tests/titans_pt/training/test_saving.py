@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from titans_pt import checkpoints, shards
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
+from titans_pt.runs import checkpoints, shards
 from titans_pt.tasks import language
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics

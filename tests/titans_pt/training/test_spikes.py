@@ -5,9 +5,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from titans_pt import checkpoints
 from titans_pt.config import TrainConfig
 from titans_pt.config.files import load_config
+from titans_pt.runs import checkpoints
 from titans_pt.tasks import language
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tests.helpers.untrained import untrained_run
-from titans_pt import checkpoints, cli
+from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
+from titans_pt.runs import checkpoints
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 

@@ -15,7 +15,7 @@ from titans_pt.layers.state import map_tensors, state_bytes
 from titans_pt.models import build_model
 from titans_pt.models.backbone import exempt_from_decay
 from titans_pt.models.mixers import MIXERS
-from titans_pt.state_file import load_state, save_state
+from titans_pt.runs.states import load_state, save_state
 from titans_pt.training.plan import make_plan
 
 T = 41  # ragged for chunk 4, segment 8, window 6 and mini-batches of 4

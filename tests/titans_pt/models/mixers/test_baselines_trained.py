@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import TINY, merged
 from tests.helpers.mixers import BASELINES, own_settings
 from tests.helpers.processes import curve, run_jobs
-from titans_pt import checkpoints
+from titans_pt.runs import checkpoints
 
 STOPPED, ZERO = "train.stop_at=2", "parallel.zero_stage=3"
 RMT = ["model.mixers=[rmt]", "model.n_layers=2", "model.rmt={segment: 5, memory_tokens: 2}"]

@@ -22,8 +22,8 @@ from titans_pt.models import build_model
 from titans_pt.models.backbone import check_packages, exempt_from_decay
 from titans_pt.models.mixers.base import MIXERS, Mixer
 from titans_pt.parallel import RankGroup, TensorParallel
-from titans_pt.run import load_run
-from titans_pt.state_file import load_state, save_state
+from titans_pt.runs.loaded import load_run
+from titans_pt.runs.states import load_state, save_state
 from titans_pt.training.plan import make_plan
 
 HERE = ".".join(Path(__file__).with_suffix("").parts[-5:])  # tests.titans_pt.models.mixers.test_contract

@@ -6,7 +6,7 @@
 
 A tensor is cut into ``parts`` equal ones along ``dim`` (tensor parallelism; zeros fill the last ones if its size does
 not divide), and each part, flat, into pieces (ZeRO): a piece is [start, start + its length) of a part. What stands for
-a KIND, checkpoints.py says.
+a KIND, runs/checkpoints.py says.
 """
 
 import json

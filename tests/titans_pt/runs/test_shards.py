@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.titans_pt.test_checkpoints import STATE
-from titans_pt import checkpoints, cli
-from titans_pt.shards import ShardReader, Whole, shard_file, write_shard
+from tests.titans_pt.runs.test_checkpoints import STATE
+from titans_pt import cli
+from titans_pt.runs import checkpoints
+from titans_pt.runs.shards import ShardReader, Whole, shard_file, write_shard
 
 WHOLE = {"a": torch.randn(4, 6), "b": torch.randn(6, 4), "c": torch.randn(5)}
 CUTS = {"a": Whole((4, 6), 0, 2), "b": Whole((6, 4), 1, 2), "c": Whole((5,))}

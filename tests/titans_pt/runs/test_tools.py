@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.titans_pt.test_checkpoints import MOMENTS, STATE, WEIGHTS
-from titans_pt import checkpoints, cli
+from tests.titans_pt.runs.test_checkpoints import MOMENTS, STATE, WEIGHTS
+from titans_pt import cli
+from titans_pt.runs import checkpoints
 
 
 @pytest.fixture

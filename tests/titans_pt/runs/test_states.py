@@ -17,8 +17,8 @@ from titans_pt.errors import UserError
 from titans_pt.layers.state import compact, fork, map_tensors, state_bytes
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
-from titans_pt.run import load_run
-from titans_pt.state_file import FORMAT, READABLE, load_state, read_about, save_state
+from titans_pt.runs.loaded import load_run
+from titans_pt.runs.states import FORMAT, READABLE, load_state, read_about, save_state
 from titans_pt.streaming import greedy, prefill
 from titans_pt.training.probes import find
 

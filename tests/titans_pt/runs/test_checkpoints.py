@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from titans_pt import checkpoints
-from titans_pt.checkpoints import TrainerState
 from titans_pt.errors import UserError
+from titans_pt.runs import checkpoints
+from titans_pt.runs.checkpoints import TrainerState
 
 WEIGHTS = {"a.weight": torch.tensor([[1.0, -0.0], [float("inf"), 1e-45]]), "b": torch.randn(3)}
 MOMENTS = {f"{key}.{name}": torch.randn_like(w) for key in ("exp_avg", "exp_avg_sq") for name, w in WEIGHTS.items()}

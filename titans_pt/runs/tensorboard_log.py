@@ -3,7 +3,7 @@
 from typing import Any
 
 from titans_pt.errors import UserError
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs.folder import RunFolder
 
 
 class TensorBoardLog:

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from tests.helpers.untrained import untrained_run
-from titans_pt import checkpoints
-from titans_pt.checkpoints import TrainerState
 from titans_pt.config import config_hash
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import evaluate
 from titans_pt.inspection import inspect
 from titans_pt.models import build_model
-from titans_pt.run import differences, load_run
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs import checkpoints
+from titans_pt.runs.checkpoints import TrainerState
+from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.loaded import differences, load_run
 from titans_pt.tasks.language import Language, keep_tokenizer
 from titans_pt.training.resume import find_start
 
@@ -162,7 +162,7 @@ def test_two_runs_on_one_folder_are_refused(tmp_path):
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
-    code = "import sys, time; from titans_pt.run_folder import RunFolder\nwith RunFolder(sys.argv[1]).lock(): "
+    code = "import sys, time; from titans_pt.runs.folder import RunFolder\nwith RunFolder(sys.argv[1]).lock(): "
     code += "print('held', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
@@ -178,7 +178,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
     def none(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr("titans_pt.run_folder.fcntl.flock", none)
+    monkeypatch.setattr("titans_pt.runs.folder.fcntl.flock", none)
     with RunFolder(tmp_path).lock():
         assert "a second run here would not be noticed" in caplog.text
 

@@ -6,7 +6,7 @@
         trainer.json            step, position in the data, counters, hashes, the settings
         manifest.json           size and SHA-256 of each file above; written last
 
-With train.checkpoint_shards the first two are shards, one file per rank (titans_pt/shards.py), and the format is 2.
+With train.checkpoint_shards the first two are shards, one file per rank (shards.py), and the format is 2.
 
 A checkpoint is built in a hidden sibling folder and renamed, so a crash or a full disk leaves the earlier ones alone.
 Nothing here knows about ranks or DeepSpeed. docs/checkpoints.md describes the layout.
@@ -29,7 +29,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from titans_pt.errors import UserError
-from titans_pt.shards import INDEX, ShardReader, Whole, join_shards
+from titans_pt.runs.shards import INDEX, ShardReader, Whole, join_shards
 from titans_pt.tools.files import flush_to_disk
 from titans_pt.tools.tensor_files import describe, save_tensors, sha256
 
@@ -121,7 +121,7 @@ def save(folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], s
 
 
 def shard_folder(folder: Path, step: int) -> Path:
-    """Where all ranks write their shards of checkpoint ``step`` (titans_pt.shards.write_shard)."""
+    """Where all ranks write their shards of checkpoint ``step`` (titans_pt.runs.shards.write_shard)."""
     return folder / f".{checkpoint_path(folder, step).name}.tmp"
 
 

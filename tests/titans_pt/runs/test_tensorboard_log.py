@@ -3,8 +3,8 @@ import sys
 import pytest
 
 from titans_pt.errors import UserError
-from titans_pt.run_folder import RunFolder
-from titans_pt.tensorboard_log import TensorBoardLog
+from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.tensorboard_log import TensorBoardLog
 
 
 def read(folder: RunFolder) -> dict[str, list[tuple[int, float]]]:

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from titans_pt import checkpoints
 from titans_pt.errors import UserError
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs import checkpoints
+from titans_pt.runs.folder import RunFolder
 
 
 def list_run(run: str):

@@ -8,8 +8,8 @@ import pytest
 import wandb
 
 from titans_pt.config import Config
-from titans_pt.run_folder import RunFolder
-from titans_pt.wandb_log import WandbLog, resolve_mode
+from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.wandb_log import WandbLog, resolve_mode
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_a_nonsensical_wandb_mode_is_a_warning_and_loses_nothing(monkeypatch, tm
     log = WandbLog(Config.model_validate({"wandb": {"mode": mode}}), RunFolder(tmp_path), None)
     log.write(1, {"loss": 1.0})
     log.close()
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "titans_pt.wandb_log"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "titans_pt.runs.wandb_log"]
     assert line == "WANDB_MODE: given 'onlin'; allowed: online, offline, disabled, shared, dryrun, run"
     assert list((tmp_path / "wandb").glob(f"offline-run-*{log.id}"))
 
@@ -106,13 +106,13 @@ def test_a_server_that_cannot_be_reached_leaves_the_metrics_in_files(monkeypatch
         server = f"127.0.0.1:{closed.getsockname()[1]}"
         monkeypatch.setenv("WANDB_BASE_URL", f"http://{server}")
         log_in(tmp_path, server)
-        monkeypatch.setattr("titans_pt.wandb_log.INIT_TIMEOUT", 2.0)
+        monkeypatch.setattr("titans_pt.runs.wandb_log.INIT_TIMEOUT", 2.0)
         folder = RunFolder(tmp_path / "run")
         folder.path.mkdir()
         log = WandbLog(Config(), folder, None)
         log.write(1, {"loss": 1.0})
         log.close()
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "titans_pt.wandb_log"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "titans_pt.runs.wandb_log"]
     assert warning.startswith("W&B is not online (")
     assert "connection refused" in warning
     assert warning.endswith(f"metrics are kept for `wandb sync` in {folder.wandb}")

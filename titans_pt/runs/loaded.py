@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from titans_pt import checkpoints
 from titans_pt.config import Config
 from titans_pt.config.checks import completed
 from titans_pt.config.files import load_stored
 from titans_pt.errors import UserError
 from titans_pt.models.backbone import check_packages
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs import checkpoints
+from titans_pt.runs.folder import RunFolder
 from titans_pt.tasks import TASKS, Task
 from titans_pt.tasks.base import backbone_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_pt.config import Config, WandbConfig
-from titans_pt.run_folder import RunFolder
+from titans_pt.runs.folder import RunFolder
 
 INIT_TIMEOUT = 30.0
 """Seconds for which a run tries to reach the server when it starts."""
