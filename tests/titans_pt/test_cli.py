@@ -258,7 +258,7 @@ def test_a_full_disk(run_copy, failing, monkeypatch):
 @pytest.mark.parametrize(("words", "action", "place"), [
     ("config c.yaml", "titans_pt.config.files.explained", None),
     ("prepare c.yaml", "titans_pt.config.files.load_config", "data.dir"),
-    ("recall c.yaml", "titans_pt.config.files.load_config", "run.dir"),
+    ("recall c.yaml", "titans_pt.reproduce.shorthand.load_config", "run.dir"),
     ("evaluate run", "titans_pt.evaluation.evaluate", "--out"),
     ("checkpoint list run", "titans_pt.runs.tools.list_run", None),
     ("benchmark memory --out {}/out", "titans_pt.benchmarks.memory.benchmark_memory", "--out"),
@@ -300,8 +300,8 @@ def test_our_own_faults_keep_their_traceback(tiny, monkeypatch):
 def test_too_many_nonfinite_steps_stop_without_a_checkpoint(tiny, failing, monkeypatch):
     build = language.build_model
 
-    def spoilt(config):
-        model = build(config)
+    def spoilt(*given):
+        model = build(*given)
         model.register_forward_hook(lambda _m, _a, output: (output[0] * float("inf"), output[1]))
         return model
 
