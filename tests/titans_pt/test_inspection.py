@@ -18,9 +18,9 @@ from titans_pt.inspection.picture import COLUMNS, EXCERPT, ROWS, draw, excerpt, 
 from titans_pt.inspection.table import table
 from titans_pt.kernels.memory import MemoryState
 from titans_pt.layers.memory import MemoryGates
+from titans_pt.layers.state import find
 from titans_pt.models import build_model
 from titans_pt.runs.loaded import load_run
-from titans_pt.training.probes import find
 
 CASES = {name: ([name], {}) for name in ("lmm", "mac", "mag", "mal")}
 CASES["hybrid"] = (["lmm", "swa", "mac"], {"per_layer_gates": True})

@@ -1,6 +1,6 @@
 """What layers carry from one call to the next, as nested dataclasses of tensors: any mixer's state, a whole model's."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -10,6 +10,31 @@ SHARED = {"shared": True}
 """Metadata of a dataclass's field whose tensor has no rows of its own."""
 
 
+def parts(state: Any) -> list[tuple[str, Any]] | None:
+    """(name, value) of each field of a dataclass, of each item of a tuple or list; None of a leaf."""
+    if is_dataclass(state):
+        return [(f.name, getattr(state, f.name)) for f in fields(state)]
+    if isinstance(state, (tuple, list)):
+        return [(str(n), item) for n, item in enumerate(state)]
+    return None
+
+
+def with_parts(state: Any, values: Iterable[Any]) -> Any:
+    """``state``, which is no leaf, with other values of its :func:`parts`."""
+    if is_dataclass(state):
+        return replace(state, **{f.name: value for f, value in zip(fields(state), values, strict=True)})
+    return type(state)(values)
+
+
+def find(state: Any, kind: type) -> Iterator[Any]:
+    """Every instance of ``kind`` in ``state``, in order."""
+    if isinstance(state, kind):
+        yield state
+    else:
+        for _, part in parts(state) or ():
+            yield from find(part, kind)
+
+
 def map_tensors(state: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``state`` with ``fn`` applied to every tensor; dataclasses, tuples, lists and None keep their shape.
 
@@ -17,23 +42,13 @@ def map_tensors(state: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """
     if isinstance(state, torch.Tensor):
         return fn(state)
-    if is_dataclass(state):
-        return replace(state, **{f.name: map_tensors(getattr(state, f.name), fn) for f in fields(state)})
-    if isinstance(state, (tuple, list)):
-        return type(state)(map_tensors(item, fn) for item in state)
-    return state
+    inner = parts(state)
+    return state if inner is None else with_parts(state, [map_tensors(part, fn) for _, part in inner])
 
 
 def tensors(state: Any) -> Iterator[torch.Tensor]:
     """Every tensor of ``state``, in order."""
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif is_dataclass(state):
-        for f in fields(state):
-            yield from tensors(getattr(state, f.name))
-    elif isinstance(state, (tuple, list)):
-        for item in state:
-            yield from tensors(item)
+    return find(state, torch.Tensor)
 
 
 def rows(state: Any) -> int | None:
@@ -60,15 +75,12 @@ def take_rows(state: Any, index: torch.Tensor) -> Any:
     """
     if isinstance(state, torch.Tensor):
         return state.index_select(0, index.to(state.device))
-    if is_dataclass(state):
-        if hasattr(state, "take_rows"):
-            return state.take_rows(index)
-        taken = {f.name: fork(value) if f.metadata.get("shared") else take_rows(value, index)
-                 for f in fields(state) for value in (getattr(state, f.name),)}  # fmt: skip
-        return replace(state, **taken)
-    if isinstance(state, (tuple, list)):
-        return type(state)(take_rows(item, index) for item in state)
-    return state
+    if hasattr(state, "take_rows"):
+        return state.take_rows(index)
+    if (inner := parts(state)) is None:
+        return state
+    shared = {f.name for f in fields(state) if f.metadata.get("shared")} if is_dataclass(state) else ()
+    return with_parts(state, [fork(part) if name in shared else take_rows(part, index) for name, part in inner])
 
 
 def fork(state: Any) -> Any:

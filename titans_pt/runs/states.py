@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from titans_pt.errors import UserError
+from titans_pt.layers.state import parts
 from titans_pt.models.mixers import MIXERS
 from titans_pt.tools.files import write_atomically
 
@@ -133,18 +134,18 @@ def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict:
         kind = type(value)
         if not _ours(kind.__module__):
             raise TypeError(f"{kind.__module__}.{kind.__qualname__}: not a class of {_PACKAGE} or of a mixer's module")
-        inner = {f.name: _flatten(getattr(value, f.name), _join(name, f.name), tensors) for f in fields(value)}
+        inner = {key: _flatten(part, _join(name, key), tensors) for key, part in parts(value)}
         return {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": inner}
     if type(value) in (list, tuple):
-        items = [_flatten(item, _join(name, i), tensors) for i, item in enumerate(value)]
+        items = [_flatten(part, _join(name, key), tensors) for key, part in parts(value)]
         return {type(value).__name__: items}
     if value is None or type(value) in (bool, int, float, str):
         return {"value": value}
     raise TypeError(f"{name or 'state'}: {type(value).__qualname__} cannot be saved")
 
 
-def _join(name: str, part: str | int) -> str:
-    return f"{name}.{part}" if name else str(part)
+def _join(name: str, part: str) -> str:
+    return f"{name}.{part}" if name else part
 
 
 def _build(form: dict, file: Any, device: torch.device, path: Path) -> Any:

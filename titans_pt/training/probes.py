@@ -1,9 +1,6 @@
 """A look into the memory on the steps that are logged, without a word in the model's own files."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +8,7 @@ from torch import nn
 from titans_pt.kernels.memory import MemoryState
 from titans_pt.layers.memory import MemoryGates
 from titans_pt.layers.memory_observer import observe_memories
+from titans_pt.layers.state import find
 
 SURPRISE_TOKENS = 16
 
@@ -56,15 +54,3 @@ def memory_probe(model: nn.Module):
         observing.close()
         for handle in (first, *handles):
             handle.remove()
-
-
-def find(tree: Any, kind: type) -> Iterator[Any]:
-    """Every instance of ``kind`` in nested dataclasses, lists and tuples."""
-    if isinstance(tree, kind):
-        yield tree
-    elif is_dataclass(tree):
-        for field in fields(tree):
-            yield from find(getattr(tree, field.name), kind)
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from find(item, kind)
