@@ -11,5 +11,9 @@ class UserError(Exception):
     """
 
 
+class Diverged(UserError):
+    """A training ended because too many steps in a row had a loss or gradient that is not finite."""
+
+
 class Unreachable(UserError):
     """Something on the network cannot be reached now; what is known of it from before may do."""

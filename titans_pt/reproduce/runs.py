@@ -18,7 +18,7 @@ import torch
 
 from titans_pt.config import Config
 from titans_pt.config.yaml import resolved_yaml
-from titans_pt.errors import UserError
+from titans_pt.errors import Diverged, UserError
 from titans_pt.reproduce.measures import Measure
 from titans_pt.reproduce.records import Records
 from titans_pt.runs import checkpoints
@@ -95,9 +95,7 @@ class Run:
             try:
                 status = loop.train(config) if ranks == 1 else _torchrun(config, ranks, claim)
                 failed = ""
-            except UserError as error:  # any other setting that is wrong stops the study
-                if not str(error).startswith("train.max_nonfinite"):
-                    raise
+            except Diverged as error:  # any setting that is wrong stops the study
                 status, failed = 0, str(error).partition(";")[0]
             if status:
                 return status

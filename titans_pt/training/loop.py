@@ -49,7 +49,8 @@ def train(config: Config) -> int:
     Runs in every process of a torchrun, or alone. Returns the exit status: 0, or 128 + the signal that stopped it.
 
     Raises:
-        UserError: settings, files or a run folder that do not fit together; too many non-finite steps in a row.
+        UserError: settings, files or a run folder that do not fit together.
+        Diverged: too many non-finite steps in a row.
         OSError: a checkpoint or log could not be written; earlier checkpoints are intact.
     """
     with ExitStack() as stack:

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from titans_pt.config import Config
-from titans_pt.errors import UserError
+from titans_pt.errors import Diverged
 from titans_pt.runs import checkpoints
 from titans_pt.runs.checkpoints import TrainerState
 from titans_pt.runs.folder import RunFolder
@@ -150,14 +150,14 @@ class Saver:
         these steps may already be ruined, and every checkpoint written now would push out a healthy one.
 
         Raises:
-            UserError: always.
+            Diverged: always.
         """
         self.wait()
         step, in_a_row = self.state().step, self.state().nonfinite_in_a_row
         train, end = self.config.train, step - in_a_row
         early = in_a_row < train.max_nonfinite and end > 0
         steps = self.ranks.on_first(lambda: checkpoints.steps_of(self.folder.checkpoints))
-        raise UserError(
+        raise Diverged(
             f"train.max_nonfinite: the last {in_a_row} steps (to {step}) had a loss or gradient that is not finite; "
             f"nothing was saved since, steps with a checkpoint: {steps}. "
             + (f"train.stop_at={end} ends with a checkpoint before them. Otherwise lower " if early else "Lower ")

@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.processes import ENVIRONMENT
 from titans_pt.cli import run as titans
-from titans_pt.errors import UserError
+from titans_pt.errors import Diverged, UserError
 from titans_pt.reproduce import work as working
 from titans_pt.reproduce.claims import claim
 from titans_pt.reproduce.records import Records
@@ -164,15 +164,19 @@ def test_a_model_more_is_a_row_more(prepared, tmp_path, ranks, monkeypatch):
 def test_a_run_that_diverges_has_a_record_and_any_other_error_none(prepared, tmp_path, monkeypatch, capsys):
     said = "train.max_nonfinite: the last 10 steps (to 12) had a loss that is not finite; nothing was saved since"
 
-    def diverges(config):
-        raise UserError(said)
+    def ends_with(kind):
+        def train(config):
+            raise kind(said)
 
-    monkeypatch.setattr(loop, "train", diverges)
+        monkeypatch.setattr(loop, "train", train)
+
+    ends_with(Diverged)
     assert titans(words(prepared, tmp_path, 10)) == 0
     records = Records(tmp_path / "records")
     assert records.read("swa-s0")["failed"] == said.partition(";")[0] and not records.read("swa-s0")["measured"]
     assert f"failed ({said.partition(';')[0]})" in (tmp_path / "table1.md").read_text()
-    said = "train.micro_batch: too large"
+    ends_with(UserError)
+    said = "train.max_nonfinite: any other error of the same words"
     for path in records.folder.iterdir():
         path.unlink()
     assert titans(words(prepared, tmp_path, 10)) == 2

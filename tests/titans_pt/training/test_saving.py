@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from titans_pt.config.files import load_config
-from titans_pt.errors import UserError
+from titans_pt.errors import Diverged, UserError
 from titans_pt.runs import checkpoints, shards
 from titans_pt.tasks import language
 from titans_pt.training import loop
@@ -69,7 +69,7 @@ def test_a_divergence_leaves_the_healthy_checkpoints(run):
     before = contents(run.folder / "checkpoints")
     assert run.steps() == [10, 15, 20]
     for _ in range(2):
-        with pytest.raises(UserError, match=r"the last 10 steps \(to \d+\) .* steps with a checkpoint: 10, 15, 20"):
+        with pytest.raises(Diverged, match=r"the last 10 steps \(to \d+\) .* steps with a checkpoint: 10, 15, 20"):
             run("train.lr=1e3")
         assert contents(run.folder / "checkpoints") == before
     assert run("train.resume=15", "train.stop_at=17") == 0
@@ -111,7 +111,7 @@ def test_a_checkpoint_that_is_due_at_a_nonfinite_step_is_taken_after_the_next_fi
 
 def test_a_run_whose_last_steps_are_not_finite_says_where_to_end_it(tiny, tmp_path, spoilt):
     spoilt(9, 10)
-    with pytest.raises(UserError, match=r"the last 2 steps \(to 10\) .* 4, 8\. train.stop_at=8 ends with a checkpoint"):
+    with pytest.raises(Diverged, match=r"the last 2 steps \(to 10\) .* 4, 8\. train.stop_at=8 ends with a checkpoint"):
         loop.train(load_config(tiny(train={"checkpoint_every": 4})))
     assert steps(tmp_path / "run") == [4, 8]
 
