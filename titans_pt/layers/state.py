@@ -10,17 +10,19 @@ SHARED = {"shared": True}
 """Metadata of a dataclass's field whose tensor has no rows of its own."""
 
 
-def parts(state: Any) -> list[tuple[str, Any]] | None:
-    """(name, value) of each field of a dataclass, of each item of a tuple or list; None of a leaf."""
+def parts(state: Any) -> list[tuple[str, Any]]:
+    """(name, value) of each field of a dataclass, of each item of a tuple or list; a leaf has none."""
     if is_dataclass(state):
         return [(f.name, getattr(state, f.name)) for f in fields(state)]
     if isinstance(state, (tuple, list)):
         return [(str(n), item) for n, item in enumerate(state)]
-    return None
+    return []
 
 
 def with_parts(state: Any, values: Iterable[Any]) -> Any:
-    """``state``, which is no leaf, with other values of its :func:`parts`."""
+    """``state`` with other values of its :func:`parts`."""
+    if not parts(state):
+        return state
     if is_dataclass(state):
         return replace(state, **{f.name: value for f, value in zip(fields(state), values, strict=True)})
     return type(state)(values)
@@ -31,7 +33,7 @@ def find(state: Any, kind: type) -> Iterator[Any]:
     if isinstance(state, kind):
         yield state
     else:
-        for _, part in parts(state) or ():
+        for _, part in parts(state):
             yield from find(part, kind)
 
 
@@ -42,8 +44,7 @@ def map_tensors(state: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """
     if isinstance(state, torch.Tensor):
         return fn(state)
-    inner = parts(state)
-    return state if inner is None else with_parts(state, [map_tensors(part, fn) for _, part in inner])
+    return with_parts(state, [map_tensors(part, fn) for _, part in parts(state)])
 
 
 def tensors(state: Any) -> Iterator[torch.Tensor]:
@@ -77,10 +78,8 @@ def take_rows(state: Any, index: torch.Tensor) -> Any:
         return state.index_select(0, index.to(state.device))
     if hasattr(state, "take_rows"):
         return state.take_rows(index)
-    if (inner := parts(state)) is None:
-        return state
     shared = {f.name for f in fields(state) if f.metadata.get("shared")} if is_dataclass(state) else ()
-    return with_parts(state, [fork(part) if name in shared else take_rows(part, index) for name, part in inner])
+    return with_parts(state, [fork(part) if name in shared else take_rows(part, index) for name, part in parts(state)])
 
 
 def fork(state: Any) -> Any:

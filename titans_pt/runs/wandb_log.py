@@ -68,7 +68,7 @@ class WandbLog:
         except (Exception, SystemExit) as error:
             self._give_up(error)
 
-    def _init(self, config: Config, folder: RunFolder, mode: str) -> Any:
+    def _init(self, config: Config, folder: RunFolder, mode: Any) -> Any:  # wandb refuses modes that it does not know
         import wandb
 
         project, default = config.wandb.project, WandbConfig().project
