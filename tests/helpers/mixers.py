@@ -36,8 +36,9 @@ BASELINES = sorted(OWN.keys() - {"rmt"})
 
 def small_config(mixers: list[str], **changes) -> ModelConfig:
     settings = dict(
-        mixers=mixers, vocab_size=52, d_model=32, n_layers=2, n_heads=4, mlp_hidden=24, window=6, persistent_tokens=3,
-        memory={"chunk_size": 4, "expansion": 2, "save_every": 2}, mac={"segment": 8, "memory_tokens": 4},
+        mixers=mixers, vocab_size=52, vocab_multiple=1, d_model=32, n_layers=2, n_heads=4, mlp_hidden=24, window=6,
+        persistent_tokens=3, memory={"chunk_size": 4, "expansion": 2, "save_every": 2},
+        mac={"segment": 8, "memory_tokens": 4},
     )  # fmt: skip
     return ModelConfig(**settings | {name: OWN[name] for name in mixers if name in OWN} | changes)
 
