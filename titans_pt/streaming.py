@@ -1,7 +1,8 @@
 """Reads text of any length through a model in constant memory, and generates tokens.
 
 Every function here takes a model called as ``model(ids, state, last_only=...) -> (logits, state)`` with
-ids (B, T) int64 and logits (B, T, V), or (B, 1, V) with ``last_only=True``.
+ids (B, T) int64 and logits (B, T, V), or (B, 1, V) with ``last_only=True``. Those that generate put token plans on it
+(titans_pt.token_plans).
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.layers.state import fork
+from titans_pt.token_plans import put_on
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -85,6 +87,7 @@ def continuation_logits(model: nn.Module, last_logits: Tensor, state: Any, ids: 
     """
     if len(ids) <= 1:
         return last_logits[: len(ids)]
+    put_on(model)
     more, _ = model(torch.tensor([ids[:-1]], device=last_logits.device), fork(state))
     return torch.cat([last_logits, more[0]])
 
@@ -109,6 +112,7 @@ def continuation(
     Returns:
         (as a generator does) the last logits and the state after them.
     """
+    put_on(model)
     device = device_of(model)
     for left in range(max_new_tokens, 0, -1):
         token = choose(last_logits[0])
@@ -136,6 +140,7 @@ def continuations(
         last_logits: (B, V), and the state after them, as :func:`prefill` returns.
         choose: for each row, logits (V,) -> id.
     """
+    put_on(model)
     found: list[list[int]] = [[] for _ in choose]
     going = list(range(len(choose)))
     last = [0] * len(choose)  # what a row that has ended reads matters to nobody

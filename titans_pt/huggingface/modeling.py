@@ -22,6 +22,7 @@ from titans_pt.config.history import as_stored
 from titans_pt.data_pipeline.tokenizers import FILES, StreamDecoder, load_tokenizer, saved_tokenizer
 from titans_pt.layers.state import take_rows
 from titans_pt.models import build_model
+from titans_pt.token_plans import put_on
 
 MODELING = "modeling_titans"
 """This file's name, without .py, in exported folders."""
@@ -213,6 +214,8 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             if state is not None:
                 raise ValueError("state, past_key_values: two names of one thing; give one")
             state = past_key_values
+        if state is not None:  # not before: whoever wraps or places blocks finds them by the name of their class
+            put_on(self.model.blocks)
         keep = self.config.use_cache if use_cache is None else use_cache
         starts = {}
         if attention_mask is not None and not bool(attention_mask.all()):

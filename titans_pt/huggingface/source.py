@@ -20,6 +20,7 @@ from titans_pt.config import ModelConfig
 from titans_pt.errors import UserError
 from titans_pt.huggingface.modeling import MODELING
 from titans_pt.models.mixers import MIXERS
+from titans_pt.token_plans.mixers import planner_of
 
 CARRIED = "titans_pt_carried"
 _START = "titans_pt.huggingface.modeling"
@@ -59,15 +60,17 @@ def source_files(model: ModelConfig) -> dict[str, str]:
         UserError: a mixer whose source is not a file, or that imports a module of ours without ``from``.
     """
     mixers = [MIXERS.find(kind) for kind in model.kinds]
-    ours = {name.partition(".")[0] for name in (_START, *(mixer.__module__ for mixer in mixers))}
+    plans = [planner.__module__ for planner in map(planner_of, mixers) if planner is not None]
+    first = [_START, *(mixer.__module__ for mixer in mixers), *plans]
+    ours = {name.partition(".")[0] for name in first}
     modules: dict[str, _Module] = {}
-    first = [_START, *(mixer.__module__ for mixer in mixers)]
     _collect(first, ours, modules, lambda module: module.needs)  # without what functions import
     others = sorted({top for module in modules.values() for top in module.outside})
     _collect(first, ours, modules, lambda module: module.needs | module.may_need)
     lines = [
-        "", "", "# The mixers register themselves.",
+        "", "", "# The mixers register themselves, and so do their token plans.",
         *(f"from .{_flat(mixer.__module__)} import {mixer.__qualname__}  # noqa: E402, F401" for mixer in mixers),
+        *(f"from .{_flat(name)} import __name__ as _  # noqa: E402, F401" for name in dict.fromkeys(plans)),
         "", f"# Here transformers looks for packages that are missing: {', '.join(others)}.",
         *(f"import {top}  # noqa: E402, F401" for top in others),
     ]  # fmt: skip

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from titans_pt.kernels.attention import AttentionToken, Prefix, causal_attention
-from titans_pt.kernels.one_token import Map, Maps, Rotation
+from titans_pt.kernels.attention import Prefix, causal_attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, attention_flops, product
 from titans_pt.layers.rotary import rotate, rotation_from
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.token_plan import TokenPlan, weight_of
 
 
 @dataclass
@@ -84,37 +82,12 @@ class Attention(nn.Module):
         bounds = None if documents is None else documents.bounds
         y = causal_attention(q, k, v, window=self.window, prefix=always, first=first, bounds=bounds)
         read = k.shape[1]
-        k, v = self._newest(k, v, self.window and self.window - 1)
+        k, v = self.newest(k, v, self.window and self.window - 1)
         visible = None if first is None else (read - first[:, -1]).clamp(max=k.shape[1])
         return y.flatten(-2), AttentionState(k, v, prefix_k, prefix_v, visible, position + length)
 
-    def token_plan(self, x: Tensor, prefix: bool) -> TokenPlan:
-        """x (B, d_model) -> what :meth:`forward` makes of it, after states with a prefix or without."""
-        q, k, v = (weight_of(part) for part in (self.q, self.k, self.v))
-        shape = len(x), 1, self.n_heads, len(q) // self.n_heads
-        rotation = Rotation(shape[-1], self.rope_base, x)
-        inputs = Maps(len(x), Map(x, q, rotation=rotation), Map(x, k, rotation=rotation), Map(x, v))
-        q, k, v = inputs.out
-        queries = [inputs.unturned[0], q] if prefix else [q]
-        attend, k, v = AttentionToken(self.n_heads, *queries), k.view(shape), v.view(shape)
-
-        def accepts(state: AttentionState) -> bool:
-            fits = state.k.shape[2:] == state.v.shape[2:] == shape[2:]
-            return fits and state.visible is None and (state.prefix_k is not None) == prefix
-
-        def advance(state: AttentionState) -> AttentionState:
-            rotation.at(state.position)
-            inputs()
-            keys, values = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
-            keys, values = self._newest(keys, values, self.window)
-            attend(*([(state.prefix_k, state.prefix_v)] if prefix else []), (keys, values))
-            keys, values = self._newest(keys, values, self.window and self.window - 1)
-            return AttentionState(keys, values, state.prefix_k, state.prefix_v, None, state.position + 1)
-
-        return TokenPlan(attend.out, accepts, advance)
-
     @staticmethod
-    def _newest(k: Tensor, v: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
+    def newest(k: Tensor, v: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
         """The newest ``count`` of keys and values (B, n, H, D); all for None."""
         past = 0 if count is None else max(0, k.shape[1] - count)
         return (k[:, past:], v[:, past:]) if past else (k, v)

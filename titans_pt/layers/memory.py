@@ -1,7 +1,6 @@
 """The neural long-term memory as a layer: projections, gates and the learned M_0 around kernels.memory."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,15 +10,12 @@ from torch import Tensor, nn
 from titans_pt.config import MemoryConfig
 from titans_pt.kernels.memory import MemoryState, NetworkShape, channelwise, memory_read, neural_memory, unserved
 from titans_pt.kernels.memory.chunked import MAX_BLOCK
-from titans_pt.kernels.memory.native import token as memory_token
 from titans_pt.kernels.memory.state import state_dtype
-from titans_pt.kernels.one_token import Map, Maps, memory_gates
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.token_plan import TokenPlan, Unplanned, plain, weight_of
 
 DEEP = 3
 """Weight matrices from which on a memory is chaotic at the steps that two take: a small change of M_0 grows from chunk
@@ -118,7 +114,7 @@ class _Cut(torch.autograd.Function):
         return d_gate
 
 
-def _share_for(v: Tensor) -> Tensor:
+def share_for(v: Tensor) -> Tensor:
     """v (B, T, H, D) -> which share of theta a deep memory takes to write it, (B, T, H) in fp32 (fp64)."""
     short = 0.5 * v.shape[-1] ** 0.5
     return short / torch.linalg.vector_norm(v.to(state_dtype(v)), dim=-1).clamp(min=short)
@@ -205,33 +201,13 @@ class MemoryGates(nn.Module):
             alpha = torch.zeros_like(alpha)
         theta = F.softplus(raw[..., 0]) if self.config.theta == "free" else self.bound * (1 - eta) * theta
         if self.damped:
-            theta = theta * _share_for(v).unsqueeze(-1)
+            theta = theta * share_for(v).unsqueeze(-1)
         if not self.writes:  # times 0: every parameter keeps a gradient, which data parallelism counts on
             theta, eta, alpha = 0 * theta, 0 * eta, 0 * alpha
         if self.layers == 1:
             theta, eta = theta.squeeze(-1), eta.squeeze(-1)
             alpha = alpha.squeeze(-1) if self.alpha_out is None else alpha
         return theta, eta, alpha
-
-    def token_step(self, raw: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], object]]:
-        """What :meth:`forward` makes of ``linear``'s output, (B, n), and the values, (B, d_model), as (B, 1, H, 1 or L)
-        each, and the step that fills them."""
-        config = self.config
-        if self.alpha_out is not None:
-            raise Unplanned
-        made, fill = memory_gates(
-            raw.view(len(raw), -1, self.kinds), hard=config.gates == "hard", free=config.theta == "free",
-            momentum=config.momentum, forgetting=config.forgetting, bound=self.bound, stretch=STRETCH,
-        )  # fmt: skip
-        gates = tuple(gate.view(len(raw), 1, self.n_heads, self.layers) for gate in made)
-        values = v.view(len(v), 1, self.n_heads, -1)
-
-        def step():
-            fill(self.writes)
-            if self.damped:
-                gates[0].mul_(_share_for(values).unsqueeze(-1))
-
-        return gates, step
 
     def flops(self) -> Flops:
         """Per token."""
@@ -266,12 +242,6 @@ class Projection(nn.Module):
         width = y.shape[-1] // self.n_heads
         y, state = self.conv(y, state, documents, silu=True, unit=width if self.unit else 0)
         return y.unflatten(-1, (self.n_heads, width)), state
-
-    def token_map(self, x: Tensor) -> Map:
-        """What :meth:`forward` makes of a token x (B, d_model), heads side by side."""
-        weight, conv = weight_of(self.linear), plain(self.conv, ShortConvolution)
-        unit = len(weight) // self.n_heads if self.unit else 0
-        return Map(x, weight, taps=conv.weight if conv.width > 1 else None, activation="silu", unit=unit)
 
 
 class MemoryNetwork(nn.Module):
@@ -376,54 +346,6 @@ class NeuralMemory(nn.Module):
         if start and self.config.forget_to == "start":
             kept = tuple(w.expand(len(x), *w.shape) for w in start)
         return self._normalised(y).flatten(-2), NeuralMemoryState(memory, q_state, k_state, v_state, kept)
-
-    def token_plan(self, x: Tensor) -> TokenPlan:
-        """x (B, d_model) -> what :meth:`forward` makes of it."""
-        if memory_token.unserved(x, self.shape):
-            raise Unplanned
-        gates = plain(self.gates, MemoryGates)
-        maps = [plain(part, Projection).token_map(x) for part in (self.q, self.k, self.v)]
-        inputs = Maps(len(x), *maps, Map(x, weight_of(gates.linear), gates.linear.bias))
-        q, k, v, raw = inputs.out
-        made, make_gates = gates.token_step(raw, v)
-        weights, norm = plain(self.network, MemoryNetwork).learned()
-        memory = memory_token.MemoryToken(
-            q, k, v, made, network=self.shape, norm=norm, chunk_size=self.config.chunk_size,
-            to_start=self.config.forget_to == "start",
-        )  # fmt: skip
-        heads = memory.out.view(-1, self.shape.width)
-        normal, normalise = plain(self.output_norm, RMSNorm).token_step(heads)
-        past = len(x), self.q.conv.width - 1, q.shape[1]
-        shapes = [*((len(x), *w.shape) for w in weights), past, past, past]
-
-        def accepts(state: NeuralMemoryState) -> bool:
-            tensors = (*state.memory.weights, state.q, state.k, state.v)
-            return [t.shape for t in tensors] == shapes and all(t.dtype == x.dtype for t in tensors)
-
-        def advance(state: NeuralMemoryState) -> NeuralMemoryState:
-            convolved = [inputs.follow(n, past) for n, past in enumerate((state.q, state.k, state.v))]
-            start = tuple(w[0] for w in state.start) if state.start else weights
-            inputs()
-            make_gates()
-            after = memory(start, state.memory)
-            normalise()
-            return NeuralMemoryState(after, *convolved, state.start)
-
-        return TokenPlan(normal.view(len(x), -1), accepts, advance)
-
-    def recall_step(self, queries: Tensor) -> tuple[Callable[[tuple[Tensor, ...]], object], Tensor]:
-        """queries (B, d_model) -> the step that fills what :meth:`read` makes of them at given weights, and that."""
-        if memory_token.unserved(queries, self.shape):
-            raise Unplanned
-        _, norm = plain(self.network, MemoryNetwork).learned()
-        recall = memory_token.MemoryRecall(queries, self.q.n_heads, network=self.shape, norm=norm)
-        normal, normalise = plain(self.output_norm, RMSNorm).token_step(recall.out.view(-1, self.shape.width))
-
-        def step(weights: tuple[Tensor, ...]):
-            recall(weights)
-            normalise()
-
-        return step, normal.view(len(queries), -1)
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """prefix (1, P, d_model) -> its outputs (1, P, d_model) and the weights (H, d_in, d_out) after writing it."""

@@ -1,12 +1,11 @@
 """The backbone: blocks of a sequence mixer and an MLP each, between a task's input and output ends."""
 
 import importlib.util
-from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from titans_pt.config import ModelConfig
 from titans_pt.errors import UserError
@@ -16,9 +15,9 @@ from titans_pt.layers.mlp import SwiGLU
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.state import check_rows, compact, rows
-from titans_pt.layers.token_plan import TokenPlan, plain, plan_of, through_plan
 from titans_pt.models.mixers import MIXERS, Mixer
-from titans_pt.models.wavefront import wavefront
+from titans_pt.models.wavefront import Wavefront
+from titans_pt.models.ways import WAYS, Call, Compiled, Way, around, in_turn, plainly, recomputed
 
 
 class Block(nn.Module):
@@ -40,56 +39,12 @@ class Block(nn.Module):
 
     def mix(self, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
         """The first half."""
-        if state is not None and documents is None:
-            found = through_plan(self, (self.mixer_norm, self.mixer), self.mixing_plan, x, state)
-            if found is not None:
-                return found
         y, state = self.mixer(self.mixer_norm(x), state=state, documents=documents)
         return x + y, state
 
     def feed(self, x: Tensor) -> Tensor:
         """The second half, in which tokens are apart."""
-        found = through_plan(self, (self.mlp_norm, self.mlp), self.feeding_plan, x, None)
-        return x + self.mlp(self.mlp_norm(x)) if found is None else found[0]
-
-    def mixing_plan(self, x: Tensor) -> TokenPlan:
-        """The first half of one token x (B, d_model)."""
-        if isinstance(self.mixer_norm, nn.Identity):
-            return plan_of(self.mixer, x, x)
-        return self._plan(x, self.mixer_norm, self.mixer)
-
-    def feeding_plan(self, x: Tensor) -> TokenPlan:
-        """The second half of one token x (B, d_model)."""
-        return self._plan(x, self.mlp_norm, self.mlp)
-
-    @staticmethod
-    def _plan(x: Tensor, norm: RMSNorm, part: nn.Module) -> TokenPlan:
-        normal, normalise = plain(norm, RMSNorm).token_step(x)
-        plan = plan_of(part, normal, x)
-
-        def advance(state: Any) -> Any:
-            normalise()
-            return plan.advance(state)
-
-        return TokenPlan(plan.out, plan.accepts, advance)
-
-
-def whole_sequence(block: Block, x: Tensor, documents: Documents | None) -> Tensor:
-    """A block over whole sequences, which no later call continues: (B, T, d_model) -> (B, T, d_model)."""
-    return block(x, None, documents)[0]
-
-
-class Neighbours(Protocol):
-    """Those who have the pieces of a sequence before and behind this one (titans_pt.parallel.context)."""
-
-    def begin(self):
-        """Called before the first block."""
-
-    def receive(self, x: Tensor, block: "Block") -> tuple[Tensor, Any]:
-        """A block's input, and the state of its mixer that the neighbour before ends with; None at the start."""
-
-    def send(self, x: Tensor, state: Any) -> Tensor:
-        """x with what a block's mixer added; ``state``, which that ends with, is for the neighbour behind."""
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Backbone(nn.ModuleList):
@@ -104,27 +59,29 @@ class Backbone(nn.ModuleList):
         mixers = [block.mixer for block in self]
         for mixer in mixers:
             mixer.bind(mixers)
-        self.activation_checkpointing = False
-        self.neighbours: Neighbours | None = None
-        self.wavefront: int | None = None
-        self._whole_sequence = whole_sequence
+        self.call: Call = plainly
+        self._ways: dict[str, Way] = {}
+        if type(mixers[0]).around is not Mixer.around:
+            self.put_on("around", around)
+
+    def put_on(self, name: str, way: Way | None):
+        """Calls then go ``way``, by one of the names in WAYS; None takes it off.
+
+        Raises:
+            ValueError: another name.
+        """
+        if name not in WAYS:
+            raise ValueError(f"name: given {name!r}; allowed: {', '.join(WAYS)}")
+        ways = self._ways | {name: way}
+        self._ways = {name: ways[name] for name in WAYS if ways.get(name) is not None}
 
     def set_activation_checkpointing(self, on: bool):
         """Training then keeps only the blocks' inputs and computes each block again in the backward pass."""
-        self.activation_checkpointing = on
-
-    def set_neighbours(self, neighbours: Neighbours | None):
-        """Calls without a state then take one piece of sequences whose other pieces the neighbours take."""
-        self.neighbours = neighbours
+        self.call = recomputed if on else plainly
 
     def set_wavefront(self, tokens: int | None):
         """Longer calls then go through the layers in pieces of so many tokens, layers side by side; None: whole."""
-        self.wavefront = tokens
-
-    def set_progress(self, done: float):
-        """Tells mixers which share of the training is behind: before each step, and with the weights of any step."""
-        for block in self:
-            block.mixer.set_progress(done)
+        self.put_on("wavefront", tokens and Wavefront(tokens))
 
     def set_compiled(self, on: bool):
         """Whole sequences (no state in, none out) then pass each block through torch.compile.
@@ -132,9 +89,14 @@ class Backbone(nn.ModuleList):
         Blocks of one kind share their code. The shape is compiled in: a new one is compiled again. Sequences
         that documents cut are compiled only in blocks whose mixer says so (``compiles_documents``).
         """
-        self._whole_sequence = torch.compile(whole_sequence, dynamic=False) if on else whole_sequence
+        self.put_on("compiled", Compiled() if on else None)
         for block in self:
             block.mixer.set_compiled(on)
+
+    def set_progress(self, done: float):
+        """Tells mixers which share of the training is behind: before each step, and with the weights of any step."""
+        for block in self:
+            block.mixer.set_progress(done)
 
     def forward(
         self,
@@ -162,48 +124,19 @@ class Backbone(nn.ModuleList):
             raise ValueError(f"x: given shape {tuple(x.shape)}; must have at least one row and one token")
 
         def blocks(x: Tensor, state: list[Any] | None, documents: Documents | None):
-            return self._through(x, state, documents, output_final_state)
-
-        x, after = self[0].mixer.around(blocks, x, state, documents)
-        return x, after if output_final_state else None
-
-    def _through(
-        self, x: Tensor, state: list[Any] | None, documents: Documents | None, output_final_state: bool
-    ) -> tuple[Tensor, list[Any] | None]:
-        """x through the blocks, one after the other."""
-        if state is None and self.neighbours is not None:
-            return self._piece(x, documents), None
-        if self.wavefront and x.shape[1] > self.wavefront:
             check_rows(rows(state), x)
-            x, after = wavefront(self._run, self, x, state, documents, self.wavefront)
-            return x, [compact(block_state) for block_state in after]
-        if state is None and not output_final_state:
-            for block in self:
-                compiled = documents is None or block.mixer.compiles_documents
-                x = self._run(self._whole_sequence if compiled else whole_sequence, block, x, documents)
-            return x, None
-        check_rows(rows(state), x)
-        after = []
-        for block, before in zip(self, state or [None] * len(self), strict=True):
-            x, block_state = self._run(block, x, before, documents)
-            # One token's tensors have no tails that could keep much alive.
-            after.append(compact(block_state) if x.shape[1] > 1 else block_state)
-        return x, after
+            after = []
+            for block, before in zip(self, state or [None] * len(self), strict=True):
+                x, block_state = self.call(in_turn, block, x, before, documents)
+                if output_final_state:
+                    # One token's tensors have no tails that could keep much alive.
+                    after.append(compact(block_state) if x.shape[1] > 1 else block_state)
+            return x, after if output_final_state else None
 
-    def _piece(self, x: Tensor, documents: Documents | None) -> Tensor:
-        """x through the blocks, each mixer's state from the neighbour before and to the one behind."""
-        self.neighbours.begin()
-        for block in self:
-            x, before = self.neighbours.receive(x, block)
-            x, after = self._run(block.mix, x, before, documents)
-            x = self._run(block.feed, self.neighbours.send(x, after))
-        return x
-
-    def _run(self, part: Callable, *arguments):
-        """part(*arguments), computed again in the backward pass under activation checkpointing."""
-        if self.activation_checkpointing and self.training and torch.is_grad_enabled():
-            return checkpoint(part, *arguments, use_reentrant=False, preserve_rng_state=False)
-        return part(*arguments)
+        for way in self._ways.values():
+            blocks = partial(way, self, blocks, output_final_state)
+        x, after = blocks(x, state, documents)
+        return x, after if output_final_state else None
 
     def flops(self, length: int) -> Flops:
         """Per token, mean over a sequence of ``length`` (one document, prefix not counted as tokens)."""

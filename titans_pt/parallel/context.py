@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titans_pt.layers.documents import Documents
+from titans_pt.models.ways import Blocks
 from titans_pt.parallel.topology import RankGroup
 
 ALIGNED = 16
@@ -22,7 +24,8 @@ ALIGNED = 16
 
 
 class Context:
-    """The exchanges of one context group, which a backbone calls between its blocks.
+    """A backbone's way (titans_pt.models.ways) for calls without a state, which take one piece of sequences: the other
+    ranks of the group have the others.
 
     Args:
         group: the ranks that share a sequence, in its order.
@@ -35,6 +38,18 @@ class Context:
         self._before = ranks[group.rank - 1] if group.rank else None
         self._behind = ranks[group.rank + 1] if group.rank + 1 < group.size else None
         self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    def __call__(
+        self, backbone, blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
+    ) -> tuple[Tensor, Any]:
+        if state is not None:
+            return blocks(x, state, documents)
+        self.begin()
+        for block in backbone:
+            x, before = self.receive(x, block)
+            x, after = backbone.call(_mix, block, x, before, documents)
+            x = backbone.call(_feed, block, self.send(x, after))
+        return x, None
 
     def begin(self):
         """Before the first block: what the last pass sent has arrived, or this waits for it."""
@@ -95,6 +110,14 @@ class Context:
     def _post(self, message: Tensor, rank: int, group: dist.ProcessGroup):
         """Sends without waiting: the rank that receives may be a layer behind."""
         self._sent.append((dist.isend(message, rank, group), message))
+
+
+def _mix(block: nn.Module, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
+    return block.mix(x, state, documents)
+
+
+def _feed(block: nn.Module, x: Tensor) -> Tensor:
+    return block.feed(x)
 
 
 class _Received(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Generation on a CPU: what a part of a model does with one token, prepared once as calls of C on tensors that stay.
 
 The ordinary way of a token through a block is hundreds of calls of Python and PyTorch, most of which take longer than
-what they compute. A plan is made of the same weights where they lie, and thrown away when they lie elsewhere.
+what they compute. A plan is made of the same weights where they lie, and thrown away when they lie elsewhere. Models
+and layers do not know of plans: titans_pt.token_plans.block puts them on.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from titans_pt.kernels.one_token import Maps, unserved
 
 Module = TypeVar("Module", bound=nn.Module)
+Owner = TypeVar("Owner", bound=nn.Module)
 MOST_ROWS = 8
 """With more, the product of two matrices takes less time than so many of a matrix and a vector."""
 MOST_FOR_ONE_THREAD = 2_000_000
@@ -86,11 +88,11 @@ _plans: WeakKeyDictionary[nn.Module, dict[tuple, _Plans]] = WeakKeyDictionary()
 
 
 def through_plan(
-    owner: nn.Module, parts: tuple[nn.Module, ...], make: Callable[[Tensor], TokenPlan], x: Tensor, state: Any
+    owner: Owner, parts: tuple[nn.Module, ...], make: Callable[[Owner, Tensor], TokenPlan], x: Tensor, state: Any
 ) -> tuple[Tensor, Any] | None:
     """x (B, 1, d_model) through ``owner``'s ``parts`` by a plan, and the state after it; None if none serves.
 
-    make: (B, d_model), the plan's input -> the plan. It may raise Unplanned.
+    make: (owner, the plan's input, (B, d_model)) -> the plan. It may raise Unplanned.
     """
     if x.shape[1] != 1 or x.shape[0] > MOST_ROWS or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
@@ -106,7 +108,7 @@ def through_plan(
     if plans.waited_for():
         return None
     # Taken and put back whole, so that threads that share a model do not share a plan.
-    found = plans.free.pop() if plans.free else _made(make, x) if plans.like(x) else None
+    found = plans.free.pop() if plans.free else _made(owner, make, x) if plans.like(x) else None
     try:
         if found is None or not found[1].accepts(state):
             return None
@@ -118,28 +120,15 @@ def through_plan(
         plans.free.append(found)
 
 
-def _made(make: Callable[[Tensor], TokenPlan], x: Tensor) -> tuple[Tensor, TokenPlan] | None:
+def _made(
+    owner: Owner, make: Callable[[Owner, Tensor], TokenPlan], x: Tensor
+) -> tuple[Tensor, TokenPlan] | None:
     with torch.inference_mode(False), torch.no_grad():  # what is made here is written to in and out of that mode
         place = torch.empty(x.shape[0], x.shape[2], dtype=x.dtype)
         try:
-            return place, make(place)
+            return place, make(owner, place)
         except Unplanned:
             return None
-
-
-def plan_of(module: nn.Module, *arguments: Any, **more: Any) -> TokenPlan:
-    """``module.token_plan(*arguments)``, if that is the way of its own ``forward``.
-
-    Raises:
-        Unplanned: it has none, or a class derived from the one that has it goes another way.
-    """
-    kinds = type(module).__mro__
-    of_plan, of_forward = (
-        next((kind for kind in kinds if name in vars(kind)), None) for name in ("token_plan", "forward")
-    )
-    if of_plan is None or not issubclass(of_plan, of_forward):
-        raise Unplanned
-    return module.token_plan(*arguments, **more)
 
 
 def plain(module: Module, kind: type) -> Module:
@@ -156,3 +145,14 @@ def plain(module: Module, kind: type) -> Module:
 def weight_of(linear: nn.Linear) -> Tensor:
     """The weight of a :func:`plain` linear layer."""
     return plain(linear, nn.Linear).weight
+
+
+def own(module: nn.Module, kind: type[Module]) -> Module:
+    """``module`` itself, for a plan of what ``kind.forward`` does.
+
+    Raises:
+        Unplanned: it is no ``kind``, or goes another way.
+    """
+    if not isinstance(module, kind) or type(module).forward is not kind.forward:
+        raise Unplanned
+    return module

@@ -167,7 +167,7 @@ class Engine:
         self.backbone.set_wavefront(config.train.wavefront)
         self.backbone.set_compiled(self.compiled)
         if self.topology.context.size > 1:
-            self.backbone.set_neighbours(Context(self.topology.context, self.topology.host_context))
+            self.backbone.put_on("context", Context(self.topology.context, self.topology.host_context))
         objective = TASKS.find(config.task)(config).objective(model, self.topology.tensor)
         for name, p in model.named_parameters():
             p.tensor_model_parallel = name in self.split.dims  # else DeepSpeed's norm counts only one rank's

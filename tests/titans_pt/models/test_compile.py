@@ -15,7 +15,7 @@ from titans_pt.kernels.attention import providers
 from titans_pt.kernels.memory.fused import fused_memory
 from titans_pt.layers.documents import Documents
 from titans_pt.models import build_model
-from titans_pt.models.backbone import whole_sequence
+from titans_pt.models.ways import whole_sequence
 from titans_pt.tasks.next_token import NextTokenLoss
 
 

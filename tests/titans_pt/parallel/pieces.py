@@ -37,7 +37,7 @@ def difference(mixer: str, grid: Topology) -> float:
 
     whole, expected = run(slice(0, T), upstream)
     split = TensorParallel(model, grid.tensor)
-    model.blocks.set_neighbours(Context(grid.context, grid.host_context))
+    model.blocks.put_on("context", Context(grid.context, grid.host_context))
     model.blocks.set_activation_checkpointing(True)
     length = T // grid.context.size
     piece = slice(grid.context.rank * length, (grid.context.rank + 1) * length)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib
 import threading
 import weakref
 
@@ -9,13 +10,20 @@ import pytest
 import torch
 
 from titans_pt.config import MemoryConfig, ModelConfig
+from titans_pt.huggingface.modeling import MODELING
+from titans_pt.huggingface.source import source_files
 from titans_pt.kernels.one_token import unserved
-from titans_pt.layers import token_plan
 from titans_pt.layers.mlp import SwiGLU
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.state import map_tensors
 from titans_pt.models import build_model
+from titans_pt.models.backbone import Block
 from titans_pt.models.mixers.lmm import LMM
+from titans_pt.streaming import greedy
+from titans_pt.token_plans import plan as token_plan
+from titans_pt.token_plans import plans, put_on
+from titans_pt.token_plans.lmm import lmm_plan
+from titans_pt.token_plans.mixers import planner_of
 
 if reason := unserved(torch.zeros(1)):
     pytest.skip(f"no C: {reason}", allow_module_level=True)
@@ -50,6 +58,7 @@ def small(mixer, settings=(), memory=(), seed=0, layers=2):
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn_like(p))
+    put_on(model)
     return model
 
 
@@ -79,7 +88,7 @@ def taken(monkeypatch):
             calls.append((make.__name__, found is not None))
         return found
 
-    monkeypatch.setattr("titans_pt.models.backbone.through_plan", watched)
+    monkeypatch.setattr("titans_pt.token_plans.block.through_plan", watched)
     return calls
 
 
@@ -294,3 +303,65 @@ def test_plans_go_with_their_model():
     del model
     gc.collect()
     assert gone() is None and len(token_plan._plans) == before
+
+
+@torch.no_grad()
+def test_who_generates_puts_them_on(taken):
+    model = small(*FORMS["lmm"])
+    for block in model.blocks:
+        block.__class__ = Block
+    expected, _ = token_by_token(model)
+    assert taken == []
+    logits, state = model(ids()[:1, :5], last_only=True)
+    tokens = list(greedy(model, logits[:, -1], state, 4))
+    assert len(tokens) == 4 and len(taken) == 3 * 2 * 2 and all(served for _, served in taken)
+    torch.testing.assert_close(token_by_token(model)[0], expected, rtol=0, atol=1e-11)
+
+
+@torch.no_grad()
+def test_a_mixer_from_elsewhere_brings_its_own(taken):
+    """Found by its class, and by those derived from it that go its way."""
+
+    class Strange(LMM):
+        name = "strange"
+
+        def forward(self, x, state=None, documents=None):
+            return super().forward(x, state, documents)
+
+    model = small(*FORMS["lmm"], layers=1)
+    model.blocks[0].mixer = Strange(model.config).double()
+    expected, _ = token_by_token(model)
+    assert {served for half, served in taken if half == "mixing_plan"} == {False}
+    assert planner_of(Strange) is None
+    planner = plans(Strange)(lambda mixer, x, term: lmm_plan(mixer, x, term))
+    assert planner_of(type("Derived", (Strange,), {})) is planner
+    model.blocks[0].mixer = copy.deepcopy(model.blocks[0].mixer)  # another module: its plan is sought again
+    taken.clear()
+    torch.testing.assert_close(token_by_token(model)[0], expected, rtol=0, atol=1e-11)
+    assert {served for _, served in taken} == {True}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("mixer", "others"), [("mac", {"lmm", "mal"}), ("swa", {"memory", "mac"})])
+def test_exported_files_have_the_plans_of_their_mixers(mixer, others, tmp_path, monkeypatch):
+    """And no others'; there they serve as here."""
+    files = source_files(small(*FORMS[mixer]).config)
+    plan = {"mac": "mac", "swa": "attention"}[mixer]
+    assert f"titans_pt_token_plans_{plan}.py" in files
+    assert not {f"titans_pt_token_plans_{other}.py" for other in others} & files.keys()
+    folder = tmp_path / f"exported_{mixer}"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    carried = importlib.import_module(f"{folder.name}.{MODELING}")
+    model, served = small(*FORMS[mixer]), []
+    theirs = carried.build_model(carried.ModelConfig(**model.config.model_dump())).double().eval()
+    theirs.load_state_dict(model.state_dict())
+    carried.put_on(theirs)
+    blocks = importlib.import_module(f"{folder.name}.titans_pt_token_plans_block")
+    ordinary = blocks.through_plan
+    monkeypatch.setattr(blocks, "through_plan", lambda *given: served.append(ordinary(*given)) or served[-1])
+    torch.testing.assert_close(token_by_token(theirs)[0], token_by_token(model)[0], rtol=0, atol=1e-11)
+    alone = served[2:]  # without the prompt's
+    assert len(alone) == 2 * 2 * (T - 5) and all(found is not None for found in alone)

@@ -5,12 +5,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig
-from titans_pt.kernels.one_token import Map, Maps
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.token_plan import TokenPlan, plan_of, weight_of
 from titans_pt.models.mixers.base import MIXERS, Mixer, Need
 from titans_pt.models.mixers.common import check_attention, fitting_attention
 
@@ -40,10 +38,6 @@ class AttentionMixer(Mixer):
     ) -> tuple[Tensor, AttentionState]:
         y, state = self.attention(x, state, documents)
         return self.out(y), state
-
-    def token_plan(self, x: Tensor, term: Tensor) -> TokenPlan:
-        plan = plan_of(self.attention, x, prefix=False)
-        return plan.then(Maps(len(x), Map(plan.out, weight_of(self.out), term=term)))
 
     def flops(self, length: int) -> Flops:
         d = self.out.in_features

@@ -1,6 +1,5 @@
 """The contract of a sequence mixer: everything that the rest of the project uses of one."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -14,7 +13,7 @@ from titans_pt.errors import UserError
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
 from titans_pt.layers.sharding import Sharding
-from titans_pt.layers.token_plan import TokenPlan, Unplanned
+from titans_pt.models.ways import Blocks
 from titans_pt.registry import Registry
 
 MIXERS: "Registry[type[Mixer]]" = Registry("titans_pt.models.mixers", "model.mixers")
@@ -23,10 +22,6 @@ MIXERS: "Registry[type[Mixer]]" = Registry("titans_pt.models.mixers", "model.mix
 
 class NoSettings(Section):
     """For mixers without settings."""
-
-
-Blocks = Callable[[Tensor, Any, Documents | None], tuple[Tensor, Any]]
-"""All blocks of a model: (x, their states or None, where documents start in x) -> (x, their states or None)."""
 
 
 class Need(Protocol):
@@ -119,15 +114,6 @@ class Mixer(nn.Module):
             (B, T, d_model) in x's dtype, and the state after the last token.
         """
         raise NotImplementedError
-
-    def token_plan(self, x: Tensor, term: Tensor) -> TokenPlan:
-        """A faster way for generation on a CPU, which a mixer may have (see titans_pt.layers.token_plan): x, term
-        (B, d_model) -> term + what :meth:`forward` makes of x, with the same states.
-
-        Raises:
-            Unplanned: it has none, or not with these settings.
-        """
-        raise Unplanned
 
     def bind(self, mixers: "list[Mixer]"):
         """Called once, when the backbone is built, with the mixers of all blocks in order, itself included: for

@@ -8,13 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig, Section
-from titans_pt.kernels.one_token import Map, Maps, blend
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.hierarchy import HierarchicalMemory, HierarchyState
 from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState
 from titans_pt.layers.norm import RMSNorm
-from titans_pt.layers.token_plan import Unplanned, plain, weight_of
 from titans_pt.models.mixers.base import MIXERS, Mixer, Need
 
 
@@ -199,23 +197,6 @@ class BranchGate(nn.Module):
         a, b = (y.unflatten(-1, (self.n_heads, -1)) for y in (a, b))
         share = torch.sigmoid(self.linear(x)).unsqueeze(-1)
         return torch.lerp(a, b, share.to(a.dtype)).flatten(-2)
-
-    def token_step(self, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Callable[[], object]]:
-        """o, (B, d_model) as x, a and b are, and the step that fills it."""
-        if self.linear is None:
-            raise Unplanned
-        a, normalise_a = plain(self.norm_a, RMSNorm).token_step(a)
-        b, normalise_b = plain(self.norm_b, RMSNorm).token_step(b)
-        share = Maps(len(x), Map(x, weight_of(self.linear), activation="sigmoid"))
-        out, mix = blend(a, b, share.out[0])
-
-        def step():
-            normalise_a()
-            normalise_b()
-            share()
-            mix()
-
-        return out, step
 
     def flops(self) -> Flops:
         return Flops(0, 0) if self.linear is None else product(self.d_model, self.n_heads)

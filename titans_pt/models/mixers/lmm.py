@@ -3,12 +3,10 @@
 from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig
-from titans_pt.kernels.one_token import Map, Maps
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.memory import NeuralMemoryState
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.token_plan import TokenPlan, plan_of, weight_of
 from titans_pt.models.mixers.base import MIXERS
 from titans_pt.models.mixers.common import (
     ACTIVATIONS,
@@ -45,11 +43,6 @@ class LMM(MemoryMixer):
     ) -> tuple[Tensor, NeuralMemoryState]:
         y, state = remember(self.memory, x, self.persistent, state, documents)
         return self.out(y * ACTIVATIONS[self.output_gate](self.gate(x))), state
-
-    def token_plan(self, x: Tensor, term: Tensor) -> TokenPlan:
-        plan = plan_of(self.memory, x)
-        gate = Map(x, weight_of(self.gate), activation=self.output_gate, factor=plan.out)
-        return plan.then(Maps(len(x), gate, Map(0, weight_of(self.out), term=term)))
 
     def flops(self, length: int) -> Flops:
         d = self.out.in_features

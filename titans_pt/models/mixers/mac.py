@@ -10,17 +10,15 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig, Positive
-from titans_pt.kernels.attention import AttentionToken, Prefix, masked_attention, segment_attention
+from titans_pt.kernels.attention import Prefix, masked_attention, segment_attention
 from titans_pt.kernels.memory.state import choose, state_dtype
-from titans_pt.kernels.one_token import Map, Maps, Rotation, add
 from titans_pt.layers.attention import Attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
-from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState, Projection
+from titans_pt.layers.memory import NeuralMemoryState, Projection
 from titans_pt.layers.rotary import rotate, rotation_from
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.state import SHARED
-from titans_pt.layers.token_plan import TokenPlan, plain, plan_of, weight_of
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
     BranchGate,
@@ -232,69 +230,6 @@ class MAC(MemoryMixer):
             persistent,
         )  # fmt: skip
         return self.out(torch.cat(outputs, 1)), state
-
-    def token_plan(self, x: Tensor, term: Tensor) -> TokenPlan:
-        attention = self.attention
-        q, k, v = (weight_of(part) for part in (attention.q, attention.k, attention.v))
-        heads, conv = (attention.n_heads, len(q) // attention.n_heads), (len(x), self.read.conv.width - 1, len(q))
-        rotation = Rotation(heads[1], attention.rope_base, x)
-        own = (Map(x, q, rotation=rotation), Map(x, k, rotation=rotation), Map(x, v))
-        inputs = Maps(len(x), plain(self.read, Projection).token_map(x), *own)
-        queries, turned, *new = inputs.out
-        recall, recalled = plain(self.memory, NeuralMemory).recall_step(queries)
-        group = Maps(len(x), Map(recalled, k, rotation=rotation), Map(recalled, v))
-        prefix = self.persistent is not None
-        attend = AttentionToken(attention.n_heads, *([inputs.unturned[1]] if prefix else []), turned, turned)
-        written = joined = attend.out
-        steps = []
-        if self.write is not None:
-            written, write = add(x, self.write, attend.out)
-            joined, join = add(x, None, attend.out)
-            steps = [write, join]
-        memory = plan_of(self.memory, written)
-        gated, gate = plain(self.gate, BranchGate).token_step(x, joined, memory.out)
-        out = Maps(len(x), Map(gated, weight_of(self.out), term=term))
-        new, of_group = ([y.view(len(x), 1, *heads) for y in made] for made in (new, group.out))
-
-        def accepts(state: MACState) -> bool:
-            if not memory.accepts(state.memory) or (state.persistent is not None) != prefix:
-                return False
-            alike = [w.shape for w in state.read_weights] == [w.shape for w in state.memory.memory.weights]
-            alike = alike and state.read_conv.shape == conv and state.k.shape[2:] == state.h_k.shape[2:] == heads
-            alike = alike and all(t.dtype == x.dtype for t in (*state.read_weights, state.read_conv))
-            return alike and len(set(state.offset.tolist())) == 1  # else rows have segments of their own
-
-        def advance(state: MACState) -> MACState:
-            read, place = state.offset.tolist()[0], state.position
-            rotation.at(place)
-            read_conv = inputs.follow(0, state.read_conv)
-            inputs()
-            # What is kept is what the token's own segment has.
-            kept = (state.k, state.v), (state.h_k, state.h_v)
-            tokens, memories = ([x.to(turned.dtype) for x in pair] for pair in kept)
-            places, weights = state.h_place, state.read_weights
-            if read == 0:
-                weights = state.memory.memory.weights
-            if read % self.stride == 0:
-                recall(weights)
-                group()
-                memories = [torch.cat(pair, 1) for pair in zip(memories, of_group, strict=True)]
-                places = torch.cat([places, torch.tensor([place])])
-            tokens = [torch.cat(pair, 1) for pair in zip(tokens, new, strict=True)]
-            attend(*([state.persistent] if prefix else []), memories, tokens)
-            for step in steps:
-                step()
-            after = memory.advance(state.memory)
-            gate()
-            out()
-            if read + 1 == self.segment:
-                tokens, memories, places = [t[:, :0] for t in tokens], [t[:, :0] for t in memories], places[:0]
-            offset = torch.full_like(state.offset, (read + 1) % self.segment)
-            return MACState(
-                after, weights, read_conv, *tokens, *memories, places, offset, place + 1, state.persistent
-            )
-
-        return TokenPlan(out.out[0], accepts, advance)
 
     def _recall(self, queries: Tensor, turn: list[Tensor], weights, norm) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, (B, m, H, D), of the memory tokens read with queries (B, m, H, D)."""

@@ -6,13 +6,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig
-from titans_pt.kernels.one_token import Map, Maps
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.memory import NeuralMemoryState
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.token_plan import TokenPlan, plain, plan_of, weight_of
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
     BranchGate,
@@ -70,20 +68,6 @@ class MAG(MemoryMixer):
         a, attention = self.attention(x, state and state.attention, documents, prefix)
         m, memory = remember(self.memory, x, self.persistent, state and state.memory, documents)
         return self.out(self.gate(x, a, m)), MAGState(attention, memory)
-
-    def token_plan(self, x: Tensor, term: Tensor) -> TokenPlan:
-        attention = plan_of(self.attention, x, prefix=self.persistent is not None)
-        memory = plan_of(self.memory, x)
-        gated, gate = plain(self.gate, BranchGate).token_step(x, attention.out, memory.out)
-        out = Maps(len(x), Map(gated, weight_of(self.out), term=term))
-
-        def advance(state: MAGState) -> MAGState:
-            state = MAGState(attention.advance(state.attention), memory.advance(state.memory))
-            gate()
-            out()
-            return state
-
-        return TokenPlan(out.out[0], lambda s: attention.accepts(s.attention) and memory.accepts(s.memory), advance)
 
     def flops(self, length: int) -> Flops:
         d, prefix = self.out.in_features, 0 if self.persistent is None else len(self.persistent)

@@ -6,14 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig
-from titans_pt.kernels.one_token import Map, Maps, add
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
 from titans_pt.layers.memory import NeuralMemoryState
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
-from titans_pt.layers.token_plan import TokenPlan, plain, plan_of, weight_of
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
     ACTIVATIONS,
@@ -101,29 +99,6 @@ class MAL(MemoryMixer):
 
     def _recalled(self, x: Tensor, m: Tensor) -> Tensor:
         return self.memory_out(m * ACTIVATIONS[self.output_gate](self.gate(x)))
-
-    def token_plan(self, x: Tensor, term: Tensor) -> TokenPlan:
-        memory = plan_of(self.memory, x)
-        gate = Map(x, weight_of(self.gate), activation=self.output_gate, factor=memory.out)
-        recall = Maps(len(x), gate, Map(0, weight_of(self.memory_out)))
-        seen, see = add(x, None, recall.out[1]) if self.residual else (recall.out[1], None)
-        normal, normalise = plain(self.norm, RMSNorm).token_step(seen)
-        attention = plan_of(self.attention, normal, prefix=self.persistent is not None)
-        rest, join = add(term, None, recall.out[1]) if self.residual else (term, None)
-        out = Maps(len(x), Map(attention.out, weight_of(self.out), term=rest))
-
-        def advance(state: MALState) -> MALState:
-            of_memory = memory.advance(state.memory)
-            recall()
-            if self.residual:
-                see()
-                join()
-            normalise()
-            of_attention = attention.advance(state.attention)
-            out()
-            return MALState(of_memory, of_attention)
-
-        return TokenPlan(out.out[0], lambda s: attention.accepts(s.attention) and memory.accepts(s.memory), advance)
 
     def flops(self, length: int) -> Flops:
         d, prefix = self.out.in_features, 0 if self.persistent is None else len(self.persistent)

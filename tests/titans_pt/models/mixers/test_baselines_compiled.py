@@ -14,7 +14,7 @@ from titans_pt.kernels.channel_scan import dispatch as scan
 from titans_pt.kernels.linear_memory import dispatch as linear
 from titans_pt.layers.documents import Documents
 from titans_pt.models import build_model
-from titans_pt.models.backbone import whole_sequence
+from titans_pt.models.ways import whole_sequence
 from titans_pt.tasks.next_token import NextTokenLoss
 
 

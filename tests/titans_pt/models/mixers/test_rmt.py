@@ -10,7 +10,7 @@ from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.layers.flops import attention_flops, mean_keys
 from titans_pt.models import build_model
-from titans_pt.models.backbone import whole_sequence
+from titans_pt.models.ways import whole_sequence
 from titans_pt.training.plan import make_plan
 
 S, M, T = 8, 3, 28

@@ -1,0 +1,66 @@
+"""Ways through the blocks other than one after the other, and calls of a block other than plainly: put on a backbone
+from outside. Further ways are titans_pt.models.wavefront and titans_pt.parallel.context."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from titans_pt.layers.documents import Documents
+
+WAYS = ("compiled", "wavefront", "context", "around")
+"""Names of what a backbone may have put on, the innermost first: what one way does not take, it leaves to the next."""
+
+Blocks = Callable[[Tensor, Any, Documents | None], tuple[Tensor, Any]]
+"""All blocks of a model: (x, their states or None, where documents start in x) -> (x, their states or None)."""
+
+Way = Callable[[Iterable[nn.Module], Blocks, bool, Tensor, Any, Documents | None], tuple[Tensor, Any]]
+"""(backbone, the blocks by the ways further in, whether states are wanted, x, states, documents) -> as Blocks."""
+
+Call = Callable[..., Any]
+"""(part, block, *arguments) -> part(block, *arguments): a block's, or half of one's, as :func:`plainly` calls it."""
+
+
+def in_turn(block: nn.Module, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
+    """A block's part in a loop over blocks."""
+    return block(x, state, documents)
+
+
+def whole_sequence(block: nn.Module, x: Tensor, documents: Documents | None) -> Tensor:
+    """A block over whole sequences, which no later call continues: (B, T, d_model) -> (B, T, d_model)."""
+    return block(x, None, documents)[0]
+
+
+def plainly(part: Callable, block: nn.Module, *arguments: Any) -> Any:
+    return part(block, *arguments)
+
+
+def recomputed(part: Callable, block: nn.Module, *arguments: Any) -> Any:
+    """Activation checkpointing: in training only the inputs are kept, and the backward pass computes the rest again."""
+    if block.training and torch.is_grad_enabled():
+        return checkpoint(part, block, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return part(block, *arguments)
+
+
+def around(backbone, blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None):
+    """The way of the first block's mixer (``Mixer.around``)."""
+    return backbone[0].mixer.around(blocks, x, state, documents)
+
+
+class Compiled:
+    """Whole sequences (no state in, none out) pass each block through torch.compile."""
+
+    def __init__(self):
+        self._whole_sequence = torch.compile(whole_sequence, dynamic=False)
+
+    def __call__(
+        self, backbone, blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
+    ) -> tuple[Tensor, Any]:
+        if state is not None or states:
+            return blocks(x, state, documents)
+        for block in backbone:
+            compiled = documents is None or block.mixer.compiles_documents
+            x = backbone.call(self._whole_sequence if compiled else whole_sequence, block, x, documents)
+        return x, None

@@ -1,0 +1,45 @@
+"""The plans of attention: the layer, and the mixer that is nothing else."""
+
+import torch
+from torch import Tensor, nn
+
+from titans_pt.kernels.attention import AttentionToken
+from titans_pt.kernels.one_token import Map, Maps, Rotation
+from titans_pt.layers.attention import Attention, AttentionState
+from titans_pt.models.mixers.attention import AttentionMixer
+from titans_pt.token_plans.mixers import plans
+from titans_pt.token_plans.plan import TokenPlan, own, weight_of
+
+
+def attention_plan(attention: nn.Module, x: Tensor, prefix: bool) -> TokenPlan:
+    """x (B, d_model) -> what attention makes of it, after states with a prefix or without."""
+    attention = own(attention, Attention)
+    window = attention.window
+    q, k, v = (weight_of(part) for part in (attention.q, attention.k, attention.v))
+    shape = len(x), 1, attention.n_heads, len(q) // attention.n_heads
+    rotation = Rotation(shape[-1], attention.rope_base, x)
+    inputs = Maps(len(x), Map(x, q, rotation=rotation), Map(x, k, rotation=rotation), Map(x, v))
+    q, k, v = inputs.out
+    queries = [inputs.unturned[0], q] if prefix else [q]
+    attend, k, v = AttentionToken(attention.n_heads, *queries), k.view(shape), v.view(shape)
+
+    def accepts(state: AttentionState) -> bool:
+        fits = state.k.shape[2:] == state.v.shape[2:] == shape[2:]
+        return fits and state.visible is None and (state.prefix_k is not None) == prefix
+
+    def advance(state: AttentionState) -> AttentionState:
+        rotation.at(state.position)
+        inputs()
+        keys, values = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
+        keys, values = Attention.newest(keys, values, window)
+        attend(*([(state.prefix_k, state.prefix_v)] if prefix else []), (keys, values))
+        keys, values = Attention.newest(keys, values, window and window - 1)
+        return AttentionState(keys, values, state.prefix_k, state.prefix_v, None, state.position + 1)
+
+    return TokenPlan(attend.out, accepts, advance)
+
+
+@plans(AttentionMixer)
+def attention_mixer_plan(mixer: AttentionMixer, x: Tensor, term: Tensor) -> TokenPlan:
+    plan = attention_plan(mixer.attention, x, prefix=False)
+    return plan.then(Maps(len(x), Map(plan.out, weight_of(mixer.out), term=term)))

@@ -1,0 +1,77 @@
+"""The plan of MAC."""
+
+import torch
+from torch import Tensor
+
+from titans_pt.kernels.attention import AttentionToken
+from titans_pt.kernels.one_token import Map, Maps, Rotation, add
+from titans_pt.layers.attention import Attention
+from titans_pt.models.mixers.mac import MAC, MACState
+from titans_pt.token_plans.gate import gate_step
+from titans_pt.token_plans.memory import memory_plan, projection_map, recall_step
+from titans_pt.token_plans.mixers import plans
+from titans_pt.token_plans.plan import TokenPlan, plain, weight_of
+
+
+@plans(MAC)
+def mac_plan(mixer: MAC, x: Tensor, term: Tensor) -> TokenPlan:
+    attention = plain(mixer.attention, Attention)
+    q, k, v = (weight_of(part) for part in (attention.q, attention.k, attention.v))
+    heads, conv = (attention.n_heads, len(q) // attention.n_heads), (len(x), mixer.read.conv.width - 1, len(q))
+    rotation = Rotation(heads[1], attention.rope_base, x)
+    own = (Map(x, q, rotation=rotation), Map(x, k, rotation=rotation), Map(x, v))
+    inputs = Maps(len(x), projection_map(mixer.read, x), *own)
+    queries, turned, *new = inputs.out
+    recall, recalled = recall_step(mixer.memory, queries)
+    group = Maps(len(x), Map(recalled, k, rotation=rotation), Map(recalled, v))
+    prefix = mixer.persistent is not None
+    attend = AttentionToken(attention.n_heads, *([inputs.unturned[1]] if prefix else []), turned, turned)
+    written = joined = attend.out
+    steps = []
+    if mixer.write is not None:
+        written, write = add(x, mixer.write, attend.out)
+        joined, join = add(x, None, attend.out)
+        steps = [write, join]
+    memory = memory_plan(mixer.memory, written)
+    gated, gate = gate_step(mixer.gate, x, joined, memory.out)
+    out = Maps(len(x), Map(gated, weight_of(mixer.out), term=term))
+    new, of_group = ([y.view(len(x), 1, *heads) for y in made] for made in (new, group.out))
+    segment, stride = mixer.segment, mixer.stride
+
+    def accepts(state: MACState) -> bool:
+        if not memory.accepts(state.memory) or (state.persistent is not None) != prefix:
+            return False
+        alike = [w.shape for w in state.read_weights] == [w.shape for w in state.memory.memory.weights]
+        alike = alike and state.read_conv.shape == conv and state.k.shape[2:] == state.h_k.shape[2:] == heads
+        alike = alike and all(t.dtype == x.dtype for t in (*state.read_weights, state.read_conv))
+        return alike and len(set(state.offset.tolist())) == 1  # else rows have segments of their own
+
+    def advance(state: MACState) -> MACState:
+        read, place = state.offset.tolist()[0], state.position
+        rotation.at(place)
+        read_conv = inputs.follow(0, state.read_conv)
+        inputs()
+        # What is kept is what the token's own segment has.
+        kept = (state.k, state.v), (state.h_k, state.h_v)
+        tokens, memories = ([x.to(turned.dtype) for x in pair] for pair in kept)
+        places, weights = state.h_place, state.read_weights
+        if read == 0:
+            weights = state.memory.memory.weights
+        if read % stride == 0:
+            recall(weights)
+            group()
+            memories = [torch.cat(pair, 1) for pair in zip(memories, of_group, strict=True)]
+            places = torch.cat([places, torch.tensor([place])])
+        tokens = [torch.cat(pair, 1) for pair in zip(tokens, new, strict=True)]
+        attend(*([state.persistent] if prefix else []), memories, tokens)
+        for step in steps:
+            step()
+        after = memory.advance(state.memory)
+        gate()
+        out()
+        if read + 1 == segment:
+            tokens, memories, places = [t[:, :0] for t in tokens], [t[:, :0] for t in memories], places[:0]
+        offset = torch.full_like(state.offset, (read + 1) % segment)
+        return MACState(after, weights, read_conv, *tokens, *memories, places, offset, place + 1, state.persistent)
+
+    return TokenPlan(out.out[0], accepts, advance)

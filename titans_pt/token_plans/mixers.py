@@ -1,0 +1,50 @@
+"""Which mixers have a plan: found by class."""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from titans_pt.models.mixers.base import Mixer
+from titans_pt.token_plans.plan import TokenPlan, Unplanned
+
+Planner = Callable[[Mixer, Tensor, Tensor], TokenPlan]
+"""(mixer, x, term), both (B, d_model) -> the plan of term + what the mixer's ``forward`` makes of x, with the same
+states. It raises Unplanned where these settings have none."""
+_MIXERS, _HERE = "titans_pt.models.mixers.", "titans_pt.token_plans."
+_planners: dict[type[Mixer], Planner] = {}
+
+
+def plans(kind: type[Mixer]) -> Callable[[Planner], Planner]:
+    """Decorates the planner of ``kind``, and of the classes derived from it that keep its ``forward``."""
+
+    def registered(planner: Planner) -> Planner:
+        _planners[kind] = planner
+        return planner
+
+    return registered
+
+
+def planner_of(kind: type[Mixer]) -> Planner | None:
+    """The planner of a class's ``forward``; None if that has none."""
+    for base in kind.__mro__:
+        name = base.__module__.removeprefix(_MIXERS)
+        if base not in _planners and name != base.__module__ and find_spec(_HERE + name):
+            import_module(_HERE + name)
+        if base in _planners:
+            return _planners[base]
+        if "forward" in vars(base):
+            return None
+    return None
+
+
+def mixer_plan(mixer: Mixer, x: Tensor, term: Tensor) -> TokenPlan:
+    """
+    Raises:
+        Unplanned: there is none.
+    """
+    planner = planner_of(type(mixer))
+    if planner is None:
+        raise Unplanned
+    return planner(mixer, x, term)
