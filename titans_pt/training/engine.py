@@ -167,15 +167,17 @@ class Engine:
         self.backbone.set_wavefront(config.train.wavefront)
         self.backbone.set_compiled(self.compiled)
         if self.topology.context.size > 1:
+            assert self.topology.host_context is not None
             self.backbone.put_on("context", Context(self.topology.context, self.topology.host_context))
         objective = TASKS.find(config.task)(config).objective(model, self.topology.tensor)
+        p: Any  # DeepSpeed adds attributes to parameters
         for name, p in model.named_parameters():
             p.tensor_model_parallel = name in self.split.dims  # else DeepSpeed's norm counts only one rank's
         # bf16 training casts the module before DeepSpeed copies its fp32 masters from it: keep the exact weights.
         weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
         optimizer = torch.optim.AdamW(
             parameter_groups(model, config.train.weight_decay),
-            lr=config.train.lr, betas=tuple(config.train.betas), eps=config.train.eps,
+            lr=config.train.lr, betas=(config.train.betas[0], config.train.betas[1]), eps=config.train.eps,
         )  # fmt: skip
         own = sum(p.numel() for p in weights.values())
         with _one_optimizer_for_all_stages():
@@ -186,7 +188,8 @@ class Engine:
                 mpu=ModelParallelUnit(self.topology),
                 dist_init_required=False,
             )
-        self._trainable = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        parameters: list[tuple[str, Any]] = list(self.model.named_parameters())
+        self._trainable = [(name, p) for name, p in parameters if p.requires_grad]
         self._create_optimizer_state()
         for name, p in self._trainable:
             start, count = self._own(p)
@@ -309,7 +312,7 @@ class Engine:
                 self._put(p, tensors.span(key, name, cuts[name], part, start, start + count), key)
         self._set_adam_step(adam_step)
 
-    def _own(self, p: nn.Parameter) -> tuple[int, int]:
+    def _own(self, p: Any) -> tuple[int, int]:
         """(start, count) of what this rank's optimiser holds of a parameter (of its tensor rank's part, flat)."""
         if self.stage == 3:
             size = p.ds_tensor.ds_numel
@@ -318,7 +321,7 @@ class Engine:
         mapping = p._hp_mapping
         return (0, 0) if mapping is None else (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
 
-    def _fragment(self, p: nn.Parameter, key: str | None) -> Tensor:
+    def _fragment(self, p: Any, key: str | None) -> Tensor:
         """That, flat: the fp32 weights, or the state ``key``; under ZeRO 3 with padding after it."""
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
@@ -326,7 +329,7 @@ class Engine:
             return safe_get_local_fp32_param(p) if key is None else safe_get_local_optimizer_state(p, key)
         return p._hp_mapping.get_hp_fragment(key)
 
-    def _put(self, p: nn.Parameter, fragment: Tensor, key: str | None):
+    def _put(self, p: Any, fragment: Tensor, key: str | None):
         """Sets it; ``fragment`` is flat, without padding."""
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 

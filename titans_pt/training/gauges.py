@@ -23,7 +23,8 @@ class Gauges:
         self.ranks = ranks
         self._losses: list[float] = []
         self._lost: dict[str, float] = {}
-        self._doing, self._since = None, 0.0
+        self._doing: str | None = None
+        self._since = 0.0
 
     def step(self, loss: float):
         """Counts the loss of a step, as all ranks know it."""

@@ -59,6 +59,7 @@ class Agent(LocalElasticAgent):
         super()._shutdown()
 
     def _pass_on(self, number: int, _frame):
+        assert self._pcontext
         for process in self._pcontext.pids().values():
             try:
                 os.kill(process, number)
@@ -167,7 +168,7 @@ def check_master(environment: Mapping[str, str], program: Sequence[str]):
 
 def _store(host: str, port: int) -> TCPStore | None:
     """torch's store on a port that something listens on; None: it is something else."""
-    found = queue.SimpleQueue()
+    found: queue.SimpleQueue[TCPStore | None] = queue.SimpleQueue()
 
     def connect():
         try:
@@ -202,7 +203,7 @@ def launch(program: Sequence[str]) -> int:
     # A separate store for every start of the processes: in a shared one, restarted processes find the addresses of
     # those that were killed, and never meet (torch 2.13 with gloo).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    api.LocalElasticAgent = Agent
+    api.LocalElasticAgent = Agent  # type: ignore[misc]  # torch has no other place for an agent of one's own
     try:
         grace(os.environ)  # its errors now rather than at a stop
         words = options(os.environ, program)

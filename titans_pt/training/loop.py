@@ -89,7 +89,7 @@ class Trainer:
         self.nonfinite_in_a_row = state.nonfinite_in_a_row if state else 0
         self.first_loss = state.first_loss if state else None
         self.spikes = SpikeGuard(train, state.spikes if state else {})
-        self.origin = state.origin if state else start.weights and start.weights.origin
+        self.origin = state.origin if state else start.weights.origin if start.weights else None
         self.loss: float | None = None
         self.validation_loss: float | None = None
         self.validation: dict[str, float] = {}
@@ -103,7 +103,7 @@ class Trainer:
 
         self.engine = build_engine(task, start, ranks)
         self.saver = Saver(
-            folder, config, self.engine, ranks, watch, state and state.step, self._state, self._send_checkpoint
+            folder, config, self.engine, ranks, watch, state.step if state else None, self._state, self._send_checkpoint
         )
         self.batch_samples = train.batch_tokens // seq_len
         grid = self.engine.topology
@@ -111,10 +111,13 @@ class Trainer:
             data.train, self.engine.micro_batch, grid.data.rank, grid.data.size, self.batch_samples
         )
         with torch.device("meta"):
-            self.flops_per_token = task.build_model().flops(seq_len).total
+            model: Any = task.build_model()  # a module with flops
+            self.flops_per_token = model.flops(seq_len).total
         peak = peak_flops(ranks.device)
         self.peak_flops = peak and peak * ranks.world_size
-        self.wandb = self.tensorboard = self.metrics = None
+        self.wandb: WandbLog | None = None
+        self.tensorboard: TensorBoardLog | None = None
+        self.metrics: MetricsLog | None = None
         for record in ranks.on_first(lambda: self._open_logs(state, start.branch)):
             if record["kind"] == "train":
                 self.loss = record["loss"]
@@ -135,7 +138,7 @@ class Trainer:
         self.task.keep(self.folder)
         self.metrics = MetricsLog(self.folder.metrics, self.step)
         records = read_metrics(self.folder.metrics)
-        self.wandb = WandbLog(self.config, self.folder, state and state.wandb_id, branch)
+        self.wandb = WandbLog(self.config, self.folder, state.wandb_id if state else None, branch)
         if self.wandb.begins:  # its curves begin where the run's do
             for record in records:
                 self.wandb.write(record["step"], _numbers(record["kind"], record))
@@ -187,7 +190,9 @@ class Trainer:
         torch.manual_seed((self.config.run.seed * 1_000_003 + self.step) % 2**63)
 
         logged = self.step == 1 or self.step % train.log_every == 0 or self.step == self.last_step
-        losses, memory, stopwatch = [], {}, Stopwatch(self.ranks.device)
+        losses: list[Tensor] = []
+        memory: dict[str, Any] = {}
+        stopwatch = Stopwatch(self.ranks.device)
         limit = self.spikes.limit
         compiling = self.engine.compiled and self.step == self.first_step
         self.profiler.before(self.step)
@@ -339,14 +344,17 @@ class Trainer:
             if self.ranks.first:
                 log.warning("step %d is not evaluated: it has no checkpoint, since it was not finite", self.step)
             return
-        found = {}
+        found: dict[str, Any] = {}
         for suite in settings.suites:
             part = partial(runner.evaluate, self.folder.path, step=self.step, suite=suite, at=self.watch.at)
             own = part()
             self.watch.at(f"{suite} after step {self.step}, the samples of other ranks")
             self.ranks.sum([0.0])
-            # Only the rank that ends last has a result.
-            found |= self.ranks.on_first(lambda own=own, part=part: own or part())
+
+            def result(own: Any = own, part: Any = part) -> Any:
+                return own or part()  # only the rank that ends last has one
+
+            found |= self.ranks.on_first(result)
         self.evaluated_step = self.step
         self._log("evaluation", **runner.figures(found))
 
@@ -360,7 +368,7 @@ class Trainer:
         return TrainerState(
             step=self.step, samples=self.samples, adam_step=self.engine.adam_step(), nonfinite=self.nonfinite,
             nonfinite_in_a_row=self.nonfinite_in_a_row, first_loss=self.first_loss,
-            wandb_id=self.wandb and self.wandb.id, origin=self.origin,
+            wandb_id=self.wandb.id if self.wandb else None, origin=self.origin,
             spikes=self.spikes.numbers(),
             model_hash=config_hash(config.model), config_hash=config_hash(config),
             config=config.model_dump(mode="json"), identity=self.data.identity,
@@ -372,6 +380,7 @@ class Trainer:
 
     def _send_checkpoint(self, path: Path):
         if self.config.wandb.checkpoints:
+            assert self.wandb
             self.wandb.send("checkpoint", "model", path)
 
     def _finish(self):
@@ -410,6 +419,7 @@ class Trainer:
 
     def _log(self, kind: str, **values):
         if self.ranks.first:
+            assert self.metrics and self.wandb and self.tensorboard
             try:
                 self.metrics.write(kind, self.step, **values)
             except OSError as error:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.models import Backbone
+from titans_pt.models.backbone import Block
 from titans_pt.models.mixers import Mixer
 from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.parallel.topology import grid_shape, grid_text
@@ -141,7 +143,7 @@ def cost_of(config: Config) -> Cost:
     """The cost of training ``config`` to train.max_steps."""
     train = config.train
     with torch.device("meta"):
-        model = TASKS.find(config.task)(config).build_model()
+        model: Any = TASKS.find(config.task)(config).build_model()  # a module with flops
     parameters = sum(p.numel() for p in model.parameters())
     tokens = train.max_steps * train.batch_tokens
     kept = train.keep_last + (train.max_steps // train.keep_every if train.keep_every else 0)
@@ -215,14 +217,19 @@ def _one_of_each(config: Config, device: str) -> Backbone:
     return backbone
 
 
+def _blocks(backbone: Backbone) -> list[Block]:
+    return [block for block in backbone if isinstance(block, Block)]
+
+
 def _mixers(config: Config) -> dict[str, Mixer]:
-    return {block.mixer.name: block.mixer for block in _one_of_each(config, "meta")}
+    return {block.mixer.name: block.mixer for block in _blocks(_one_of_each(config, "meta"))}
 
 
 def _kept(config: Config, rows: int, length: int, device: str = "cpu") -> dict[str, int]:
     """Bytes that autograd keeps in one block of each kind, by kind; on "meta" the GPU path, without computing."""
-    backbone, kept = _one_of_each(config, device), {}
-    for block in backbone:
+    backbone = _one_of_each(config, device)
+    blocks, kept = _blocks(backbone), dict[str, int]()
+    for block in blocks:
         kept[block.mixer.name] = 0
 
         def before(_block, _arguments, kind=block.mixer.name):
@@ -234,7 +241,7 @@ def _kept(config: Config, rows: int, length: int, device: str = "cpu") -> dict[s
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after)
     here = length // config.parallel.tensor if config.parallel.sequence else length
-    weight = backbone[0].mlp_norm.weight
+    weight = blocks[0].mlp_norm.weight
     x = torch.zeros(rows, here, config.model.d_model, dtype=weight.dtype, device=weight.device, requires_grad=True)
     with contextlib.nullcontext() if device == "cpu" else _FusedNorms(), _Saved(backbone) as saved:
         backbone(x, output_final_state=False)
@@ -267,7 +274,8 @@ class _Saved:
 
     def __init__(self, model: torch.nn.Module):
         self._seen = {p.untyped_storage()._cdata for p in model.parameters()}
-        self._kept, self.total = [], 0
+        self._kept: list[torch.UntypedStorage] = []
+        self.total = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def __enter__(self):

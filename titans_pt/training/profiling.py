@@ -69,6 +69,7 @@ class Stopwatch:
         self.mark("")
 
     def mark(self, name: str):
+        event: Any
         if self._gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -163,7 +163,7 @@ def _meet(mine: Place, patience: timedelta) -> dist.Store:
         dist.DistError, TimeoutError: there is none. torch alone would wait forever for a program that listens there and
             says nothing.
     """
-    answers = queue.SimpleQueue()
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def meet():
         try:

@@ -83,6 +83,7 @@ def build_engine(task: Task, start: Start, ranks: Ranks) -> Engine:
         start.weights.load(model, train.init_fresh)
     if start.state is None:
         return Engine(model, task.config, ranks)
+    assert start.checkpoint
     load_weights(model, checkpoints.read_weights(start.checkpoint))
     engine = Engine(model, task.config, ranks)
     with checkpoints.Tensors(start.checkpoint) as tensors:

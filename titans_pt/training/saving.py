@@ -133,7 +133,8 @@ class Saver:
     def _gather(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """On rank 0 model and optimiser as checkpoints.save takes them, empty on the others."""
         self.watch.at(f"the checkpoint of step {step}, gathering")
-        model, optimizer = {}, {}
+        model: dict[str, Tensor] = {}
+        optimizer: dict[str, Tensor] = {}
 
         def take(kind: str, name: str, tensor: Tensor):
             if self.ranks.first:

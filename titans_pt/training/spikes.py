@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from titans_pt.config import TrainConfig
 
@@ -26,7 +27,7 @@ class SpikeGuard:
         numbers: what :meth:`numbers` was at the checkpoint; {} at the start.
     """
 
-    def __init__(self, settings: TrainConfig, numbers: dict[str, float]):
+    def __init__(self, settings: TrainConfig, numbers: dict[str, Any]):
         self.deviations, self.window = settings.spike_deviations, settings.spike_window
         self._numbers = Numbers(**numbers)
 

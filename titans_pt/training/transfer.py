@@ -185,8 +185,8 @@ def check_fit(weights: Weights, task: Task, config: Config, identity: dict[str, 
         if was != now and not _matches(name, fresh):
             raise UserError(f"{task.differs(key, Path(weights.origin), was, now)}; use that one (for a tokenizer: "
                             f"data.tokenizer.path), or let {name} start fresh: train.init_fresh=[{name}]")  # fmt: skip
-    for key, was, now in different:
-        log.warning("train.init_from: model.%s is %r, %s was trained with %r", key, now, weights.origin, was)
+    for key, there_is, here_is in different:
+        log.warning("train.init_from: model.%s is %r, %s was trained with %r", key, here_is, weights.origin, there_is)
 
 
 def _matches(name: str, patterns: list[str]) -> bool:

@@ -44,7 +44,7 @@ class Watchdog:
         self._began = time.monotonic()
         self._stood = 0.0
         self._unanswered = 0
-        self._store = None
+        self._store: dist.Store  # from __enter__ on, where there are other ranks: no thread asks for it before
         self._threads: list[threading.Thread] = []
         self._stacks: Path | None = None
         self.at("the start", slow=True)  # imports, from a busy file system perhaps
