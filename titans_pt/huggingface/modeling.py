@@ -214,7 +214,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             if state is not None:
                 raise ValueError("state, past_key_values: two names of one thing; give one")
             state = past_key_values
-        if state is not None:  # not before: whoever wraps or places blocks finds them by the name of their class
+        if state is not None:  # not before: FSDP and device_map find blocks by the name of their class
             put_on(self.model.blocks)
         keep = self.config.use_cache if use_cache is None else use_cache
         starts = {}
