@@ -23,6 +23,7 @@ from titans_pt.models.backbone import check_packages
 from titans_pt.models.mixers import MIXERS
 from titans_pt.models.mixers.common import MemoryMixer
 from titans_pt.runs.folder import versions
+from titans_pt.tasks import task_of
 from titans_pt.tools.files import write_text
 from titans_pt.tools.plots import from_zero, legend, new_figure, own_style, save_figure
 from titans_pt.training.metrics import peak_flops
@@ -186,7 +187,7 @@ def measure(case: Case, config: Config) -> Measurement:
         model = build_model(config.model)
         check_packages(model.blocks, ranks.device)
         parameters = sum(p.numel() for p in model.parameters())
-        engine = Engine(model, config, ranks)
+        engine = Engine(task_of(config), model, ranks)
         engine.set_lr(1e-4)
         tokens = config.train.batch_tokens
         shape = (tokens // config.data.seq_len, config.data.seq_len)

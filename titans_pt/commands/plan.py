@@ -18,14 +18,15 @@ SECTION = "train"
 def plan(config, ranks: int | None, memory: float | None):
     """Show what a training run would need, without starting it."""
     from titans_pt.errors import UserError
-    from titans_pt.tasks import TASKS
+    from titans_pt.tasks import task_of
     from titans_pt.training.epochs import epochs_text, repeated
     from titans_pt.training.plan import make_plan
 
-    plan = make_plan(config, ranks, gpu=None if memory is None else True)
+    task = task_of(config)
+    plan = make_plan(task, ranks, gpu=None if memory is None else True)
     print(plan.text())
     try:
-        data = TASKS.find(config.task)(config).open()
+        data = task.open()
         print("\n".join([epochs_text(config, data), *(f"plan: warning: {line}" for line in repeated(config, data))]))
     except UserError as error:  # a plan needs no data
         print(f"plan: how often the data is read is not known: {error}")

@@ -13,7 +13,7 @@ from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.runs import PROBE_SHARE, Run
 from titans_pt.reproduce.study import TITANS, VARIANTS, Row, Study
 from titans_pt.reproduce.timing import Timing
-from titans_pt.tasks import TASKS
+from titans_pt.tasks import task_of
 
 RATES = {"tiny": (2e-3, 4e-3, 8e-3)}
 """Learning rates that are tried, for sizes where nobody has published one for each model."""
@@ -103,7 +103,7 @@ def equal_size(file: str, mixers: str, words: Sequence[str]) -> tuple[str, ...]:
 
 def _parameters(config: Config) -> int:
     with torch.device("meta"):
-        return sum(p.numel() for p in TASKS.find(config.task)(config).build_model().parameters())
+        return sum(p.numel() for p in task_of(config).build_model().parameters())
 
 
 def _timing(study: Study, row: Row, order: Order) -> Timing:

@@ -18,7 +18,7 @@ from titans_pt.reproduce.runs import Run
 from titans_pt.reproduce.study import Study
 from titans_pt.reproduce.tables import Table
 from titans_pt.reproduce.work import work
-from titans_pt.tasks import TASKS
+from titans_pt.tasks import task_of
 from titans_pt.tools.files import check_room
 
 MFU = (0.4, 0.1)
@@ -90,7 +90,7 @@ def with_others(order: Order, whole: Study, records: Records) -> Order:
 
 def _data(config: Config) -> str:
     """Prepares the data if there is none, and sees that what is there fits; its fingerprint."""
-    task = TASKS.find(config.task)(config)
+    task = task_of(config)
     task.prepare()
     return task.open().identity["data"]
 

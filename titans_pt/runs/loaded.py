@@ -16,7 +16,7 @@ from titans_pt.errors import UserError
 from titans_pt.models.backbone import check_packages
 from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder
-from titans_pt.tasks import TASKS, Task
+from titans_pt.tasks import Task, task_of
 from titans_pt.tasks.base import backbone_of
 
 
@@ -85,7 +85,7 @@ def load_run(
     state = checkpoints.read_state(checkpoint)
     for key, was, now in differences(completed(state.config)["model"], config.model.model_dump(mode="json")):
         raise UserError(f"model.{key}: given {now!r}, but {checkpoint} was trained with {was!r}; leave it as it is")
-    task = TASKS.find(config.task)(config)
+    task = task_of(config)
     task.restore(folder, state.identity)
     model = task.build_model()
     check_packages(backbone_of(model), torch.device(device))

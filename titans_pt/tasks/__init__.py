@@ -1,5 +1,5 @@
 """What is learned: one task per file, found by name; base.py has their contract."""
 
-from titans_pt.tasks.base import TASKS, Samples, Task, TaskData
+from titans_pt.tasks.base import TASKS, Samples, Task, TaskData, task_of
 
-__all__ = ["TASKS", "Samples", "Task", "TaskData"]
+__all__ = ["TASKS", "Samples", "Task", "TaskData", "task_of"]

@@ -158,6 +158,11 @@ class Task:
         """
 
 
+def task_of(config: Config) -> Task:
+    """The task that the setting ``task`` names, with these settings. It is built once and passed on."""
+    return TASKS.find(config.task)(config)
+
+
 def backbone_of(model: nn.Module) -> Backbone:
     """The one backbone of a task's model."""
     (found,) = [module for module in model.modules() if isinstance(module, Backbone)]

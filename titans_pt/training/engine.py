@@ -21,7 +21,7 @@ from titans_pt.models.backbone import check_packages, exempt_from_decay
 from titans_pt.parallel import Context, TensorParallel, Topology
 from titans_pt.runs.checkpoints import MOMENTS, WEIGHT, Tensors
 from titans_pt.runs.shards import Whole
-from titans_pt.tasks import TASKS
+from titans_pt.tasks import Task
 from titans_pt.tasks.base import backbone_of
 from titans_pt.training.ranks import Ranks
 
@@ -146,12 +146,13 @@ class Engine:
     """A model under tensor parallelism and ZeRO 1, 2 or 3, with its AdamW.
 
     Args:
+        task: brings the objective; of its settings train, data and parallel are read.
         model: fp32, the same weights on every rank; taken over by the engine, and cut to the rank's part.
-        config: the tree; train, data and parallel are read.
         ranks: the process group, already up.
     """
 
-    def __init__(self, model: nn.Module, config: Config, ranks: Ranks):
+    def __init__(self, task: Task, model: nn.Module, ranks: Ranks):
+        config = task.config
         deepspeed = _import_deepspeed()
         self.stage = config.parallel.zero_stage
         sizes = {"tensor": config.parallel.tensor, "context": config.parallel.context}
@@ -169,7 +170,7 @@ class Engine:
         if self.topology.context.size > 1:
             assert self.topology.host_context is not None
             self.backbone.put_on("context", Context(self.topology.context, self.topology.host_context))
-        objective = TASKS.find(config.task)(config).objective(model, self.topology.tensor)
+        objective = task.objective(model, self.topology.tensor)
         p: Any  # DeepSpeed adds attributes to parameters
         for name, p in model.named_parameters():
             p.tensor_model_parallel = name in self.split.dims  # else DeepSpeed's norm counts only one rank's

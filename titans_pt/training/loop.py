@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from titans_pt.runs.checkpoints import TrainerState
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.tensorboard_log import TensorBoardLog
 from titans_pt.runs.wandb_log import WandbLog
-from titans_pt.tasks import TASKS, Samples, Task, TaskData
+from titans_pt.tasks import Samples, Task, TaskData, task_of
 from titans_pt.tools.screen import say
 from titans_pt.training.epochs import epochs_text, repeated
 from titans_pt.training.gauges import Gauges, lost_to
@@ -57,9 +58,9 @@ def train(config: Config) -> int:
         ranks = stack.enter_context(process_group(config.train.timeout))
         signals = stack.enter_context(StopSignals())
         watch = stack.enter_context(Watchdog(ranks, config.train.timeout))
-        ranks.on_first(lambda: _announce(config, ranks))  # before anything is written
+        task = task_of(config)
+        ranks.on_first(lambda: _announce(task, ranks))  # before anything is written
         folder = RunFolder(config.run.dir)
-        task = TASKS.find(config.task)(config)
         data = task.open()
         ranks.on_first(lambda: stack.enter_context(folder.opened()) and None)
         ranks.on_first(lambda: _announce_epochs(config, data))
@@ -67,6 +68,24 @@ def train(config: Config) -> int:
         trainer = Trainer(task, data, folder, ranks, signals, watch)
         stack.callback(trainer.close)
         return trainer.run()
+
+
+@dataclass
+class _Step:
+    """A step under way.
+
+    began: the clock when it did.
+    logged: whether the metrics get it.
+    limit: a loss above it is a spike.
+    memory: what memory_probe found, if it looked.
+    """
+
+    began: float
+    lr: float
+    logged: bool
+    limit: float
+    stopwatch: Stopwatch
+    memory: dict[str, float] = field(default_factory=dict)
 
 
 class Trainer:
@@ -181,6 +200,18 @@ class Trainer:
 
     def _train_step(self) -> int:
         """One optimiser step, or a skipped one. Returns the number of a signal to stop for, or 0."""
+        step = self._begin()
+        losses = self._micro_steps(step)
+        loss, failed, signal = self._agree(losses)
+        speed = self._record(step, loss)
+        if failed:
+            self.saver.wait()
+        self.profiler.after(self.step)
+        self.progress.update(loss, speed)
+        return signal
+
+    def _begin(self) -> _Step:
+        """Goes on to the next step: its learning rate, its random numbers."""
         train, began = self.config.train, time.perf_counter()
         self.step += 1
         lr = learning_rate(self.step, train)
@@ -188,12 +219,12 @@ class Trainer:
         self.engine.backbone.set_progress(self.step / train.max_steps)
         # Random numbers as a function of the step alone need no place in a checkpoint.
         torch.manual_seed((self.config.run.seed * 1_000_003 + self.step) % 2**63)
-
         logged = self.step == 1 or self.step % train.log_every == 0 or self.step == self.last_step
+        return _Step(began, lr, logged, self.spikes.limit, Stopwatch(self.ranks.device))
+
+    def _micro_steps(self, step: _Step) -> list[Tensor]:
+        """Forward and backward passes of this rank's samples, the last with the update; the losses."""
         losses: list[Tensor] = []
-        memory: dict[str, Any] = {}
-        stopwatch = Stopwatch(self.ranks.device)
-        limit = self.spikes.limit
         compiling = self.engine.compiled and self.step == self.first_step
         self.profiler.before(self.step)
         with self.out_of_memory:
@@ -201,46 +232,49 @@ class Trainer:
             for n, batch in enumerate(self.loader.batches(self.samples)):
                 self.watch.at(f"step {self.step}, micro-batch {n}", slow=compiling)
                 batch = self._own(batch)
-                stopwatch.mark("data")
-                if logged and n == 0:
-                    memory = self._look(batch)
-                    stopwatch.mark("probe")
-                guarded = limit < math.inf and n == self.engine.accumulation - 1  # all losses are known then
-                refuse = partial(self._is_spike, losses, limit) if guarded else None
-                losses.append(self.engine.micro_step(batch, stopwatch.mark, refuse))
+                step.stopwatch.mark("data")
+                if step.logged and n == 0:
+                    step.memory = self._look(batch)
+                    step.stopwatch.mark("probe")
+                guarded = step.limit < math.inf and n == self.engine.accumulation - 1  # all losses are known then
+                refuse = partial(self._is_spike, losses, step.limit) if guarded else None
+                losses.append(self.engine.micro_step(batch, step.stopwatch.mark, refuse))
+        return losses
+
+    def _agree(self, losses: list[Tensor]) -> tuple[float, float, int]:
+        """The mean loss, on how many ranks saving failed, the signal to stop for: the one exchange of a step, after
+        which all ranks know the same and do the same."""
         local_loss = self._local(losses)
         self.watch.at(f"step {self.step}, the sum of the losses")
-        # The one exchange of a step: after it all ranks know the same and do the same.
         loss, failed, *flags = self.ranks.sum([local_loss, float(self.saver.failed), *self.signals.flags()])
+        return loss, failed, self.signals.decide(flags)
+
+    def _record(self, step: _Step, loss: float) -> float:
+        """Notes what became of the step, and logs it where it is due. Returns the tokens per second."""
         applied = self.engine.update_applied() and math.isfinite(loss)
         if math.isfinite(loss):
             self.spikes.note(loss)
-
         first_sample, self.samples = self.samples, self.samples + self.batch_samples
-        self._unlogged_tokens += train.batch_tokens
-        self._unlogged_seconds += time.perf_counter() - began
+        self._unlogged_tokens += self.config.train.batch_tokens
+        self._unlogged_seconds += time.perf_counter() - step.began
         speed = self._unlogged_tokens / self._unlogged_seconds
         if applied:
             self.nonfinite_in_a_row = 0
             self.loss = loss
             self.gauges.step(loss)
             self.first_loss = loss if self.first_loss is None else self.first_loss
-            if logged:
-                parts = stopwatch.seconds()
-                self._log("train", loss=loss, grad_norm=self.engine.gradient_norm(), lr=lr,
+            if step.logged:
+                parts = step.stopwatch.seconds()
+                self._log("train", loss=loss, grad_norm=self.engine.gradient_norm(), lr=step.lr,
                           tokens=self.samples * self.config.data.seq_len, tokens_per_second=speed,
                           mfu=self.peak_flops and speed * self.flops_per_token / self.peak_flops,
                           **{f"{part}_seconds": spent for part, spent in parts.items()},
-                          **self.gauges.read(parts, speed), **memory, skipped=self.nonfinite)
+                          **self.gauges.read(parts, speed), **step.memory, skipped=self.nonfinite)
         else:
-            self._note_skipped(loss, first_sample, limit if limit < loss < math.inf else None)
-        if failed:
-            self.saver.wait()
-        if logged:
+            self._note_skipped(loss, first_sample, step.limit if step.limit < loss < math.inf else None)
+        if step.logged:
             self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
-        self.profiler.after(self.step)
-        self.progress.update(loss, speed)
-        return self.signals.decide(flags)
+        return speed
 
     def _local(self, losses: list[Tensor]) -> float:
         """This rank's part of the step's mean loss."""
@@ -451,13 +485,13 @@ def _numbers(kind: str, record: dict[str, Any]) -> dict[str, float]:
     return {f"{kind}/{k}": v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
 
 
-def _announce(config: Config, ranks: Ranks):
+def _announce(task: Task, ranks: Ranks):
     """Prints the plan of the run.
 
     Raises:
         UserError: ranks or batch do not divide, or the plan cannot fit the GPU.
     """
-    plan = make_plan(config, ranks.world_size)
+    plan = make_plan(task, ranks.world_size)
     print(plan.text(), flush=True)
     plan.check()
 

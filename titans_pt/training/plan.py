@@ -17,7 +17,7 @@ from titans_pt.models.backbone import Block
 from titans_pt.models.mixers import Mixer
 from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.parallel.topology import grid_shape, grid_text
-from titans_pt.tasks import TASKS, Task
+from titans_pt.tasks import Task, task_of
 from titans_pt.tools.processes import place
 from titans_pt.training.engine import local_batch, reduce_bucket, sums_in_fp32
 from titans_pt.training.metrics import PEAK_FLOPS
@@ -92,14 +92,15 @@ class TrainingPlan:
         )
 
 
-def make_plan(config: Config, ranks: int | None = None, gpu: bool | None = None) -> TrainingPlan:
-    """The plan of ``config`` on ``ranks`` processes; None takes WORLD_SIZE, else this machine's GPUs.
+def make_plan(task: Task, ranks: int | None = None, gpu: bool | None = None) -> TrainingPlan:
+    """The plan of a training of ``task`` on ``ranks`` processes; None takes WORLD_SIZE, else this machine's GPUs.
 
     gpu: whether it is for GPUs, whose kernels keep other tensors than operators on a CPU; None: whether there are any.
 
     Raises:
         UserError: the ranks or the batch do not divide.
     """
+    config = task.config
     tensor, context = config.parallel.tensor, config.parallel.context
     if (world := ranks) is None:
         world = place().size if os.environ.get("WORLD_SIZE") else torch.cuda.device_count() or tensor * context
@@ -107,7 +108,6 @@ def make_plan(config: Config, ranks: int | None = None, gpu: bool | None = None)
         raise UserError(f"--ranks: given {world}; at least 1")
     data, *_ = grid_shape({"tensor": tensor, "context": context}, world)
     micro, accumulation = local_batch(config, data)
-    task = TASKS.find(config.task)(config)
     with torch.device("meta"):
         model = task.build_model()
     parameters = sum(p.numel() for p in model.parameters())
@@ -143,7 +143,7 @@ def cost_of(config: Config) -> Cost:
     """The cost of training ``config`` to train.max_steps."""
     train = config.train
     with torch.device("meta"):
-        model: Any = TASKS.find(config.task)(config).build_model()  # a module with flops
+        model: Any = task_of(config).build_model()  # a module with flops
     parameters = sum(p.numel() for p in model.parameters())
     tokens = train.max_steps * train.batch_tokens
     kept = train.keep_last + (train.max_steps // train.keep_every if train.keep_every else 0)

@@ -82,10 +82,10 @@ def build_engine(task: Task, start: Start, ranks: Ranks) -> Engine:
     if start.weights:
         start.weights.load(model, train.init_fresh)
     if start.state is None:
-        return Engine(model, task.config, ranks)
+        return Engine(task, model, ranks)
     assert start.checkpoint
     load_weights(model, checkpoints.read_weights(start.checkpoint))
-    engine = Engine(model, task.config, ranks)
+    engine = Engine(task, model, ranks)
     with checkpoints.Tensors(start.checkpoint) as tensors:
         engine.load_moments(tensors, start.state.adam_step)
     return engine

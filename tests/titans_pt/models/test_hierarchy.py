@@ -11,6 +11,7 @@ from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 from titans_pt.runs.loaded import load_run
+from titans_pt.tasks import task_of
 from titans_pt.training.plan import make_plan
 
 MIXERS = ["lmm", "mag", "mal"]
@@ -48,7 +49,7 @@ def test_it_is_planned(gpu, tiny):
 
     def plan(length):
         train = {"precision": "bf16" if gpu else "fp32", "batch_tokens": length}
-        return make_plan(load_config(tiny(model=model, train=train, data={"seq_len": length})), 1, gpu).bytes
+        return make_plan(task_of(load_config(tiny(model=model, train=train, data={"seq_len": length}))), 1, gpu).bytes
 
     short, long = plan(256), plan(512)
     assert 1.8 < long["activations"] / short["activations"] < 2.2

@@ -12,6 +12,7 @@ from titans_pt.config.history import as_begun
 from titans_pt.models import build_model
 from titans_pt.streaming import greedy, prefill, sample
 from titans_pt.tasks import next_token as module
+from titans_pt.tasks import task_of
 from titans_pt.tasks.next_token import NextTokenLoss
 from titans_pt.training.plan import cost_of, make_plan
 
@@ -41,14 +42,14 @@ def test_runs_of_before_have_as_many_rows_as_entries():
 @pytest.mark.parametrize("size", [50_257, 100_278])
 def test_tensor_ranks_need_not_divide_it(size, tensor):
     config = checked(Config.model_validate({"model": {"vocab_size": size}, "parallel": {"tensor": tensor}}))
-    assert make_plan(config, ranks=tensor).parameters > 0
+    assert make_plan(task_of(config), ranks=tensor).parameters > 0
 
 
 def test_the_plan_counts_what_is_computed():
     def of(**vocabulary):
         config = Config.model_validate({"model": SMALL | vocabulary, "data": {"seq_len": 64},
                                         "train": {"batch_tokens": 64, "micro_batch": 1}})  # fmt: skip
-        return make_plan(checked(config), ranks=1), cost_of(config)
+        return make_plan(task_of(checked(config)), ranks=1), cost_of(config)
 
     (rounded, cost), (more, more_cost) = of(vocab_size=300), of(vocab_size=320)
     assert rounded.bytes == more.bytes and rounded.parameters == more.parameters and cost == more_cost

@@ -22,6 +22,7 @@ from titans_pt.layers.sharding import Shard
 from titans_pt.models.backbone import Backbone, initialise
 from titans_pt.runs import checkpoints
 from titans_pt.runs.loaded import load_run
+from titans_pt.tasks import task_of
 from titans_pt.tasks.base import TASKS, Task, TaskData, nan_unless_finite, with_weights
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
@@ -151,7 +152,7 @@ def test_its_settings_and_its_plan(config):
     }.items():
         with pytest.raises(UserError, match=message):
             load_config(config, [override, "train.batch_tokens=64"])
-    plan = make_plan(load_config(config), 1)
+    plan = make_plan(task_of(load_config(config)), 1)
     assert plan.bytes["activations"] > 0 and "logits" not in plan.bytes
 
 

@@ -8,7 +8,7 @@ from titans_pt.config.files import load_config
 from titans_pt.data_pipeline import Loader
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
-from titans_pt.tasks import TASKS
+from titans_pt.tasks import task_of
 from titans_pt.training.engine import Engine, check_node_ranks, deepspeed_config, local_batch, parameter_groups
 
 
@@ -93,9 +93,9 @@ def test_micro_batches_are_summed_in_fp32_and_steps_that_are_not_finite_are_skip
     count = 256
     train = {"precision": "bf16", "batch_tokens": 16 * count, "clip": 1e9}
     config = load_config(tiny(train=train, parallel={"zero_stage": zero_stage}))
-    task = TASKS.find(config.task)(config)
+    task = task_of(config)
     torch.manual_seed(0)
-    engine = Engine(task.build_model(), config, ranks)
+    engine = Engine(task, task.build_model(), ranks)
     engine.set_lr(1e-3)
     loader = Loader(task.open().train, 1, 0, 1, count)
     batches = [task.to_device(batch, ranks.device) for batch in loader.batches(0)]

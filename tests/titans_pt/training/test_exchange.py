@@ -92,7 +92,8 @@ def test_the_settings_reach_deepspeed(tiny, ranks, stage):
     given = {"overlap": stage == 1, "reduce_bucket": 300, "reduce_fp32": True, "zero_stage": stage}
     given |= {"gather_bucket": 400} if stage == 1 else {}
     config = load_config(tiny(parallel=given, train={"precision": "bf16"}))
-    engine = Engine(Language(config).build_model(), config, ranks)._engine
+    task = Language(config)
+    engine = Engine(task, task.build_model(), ranks)._engine
     zero = engine.optimizer
     assert zero.communication_data_type == torch.float32
     assert engine.zero_overlap_comm() == (stage == 1)

@@ -7,6 +7,7 @@ from titans_pt.kernels import native
 from titans_pt.kernels.memory import chunked, dispatch
 from titans_pt.kernels.memory.fused import fused_memory
 from titans_pt.models import build_model
+from titans_pt.tasks import task_of
 from titans_pt.tasks.language import Language
 from titans_pt.tasks.next_token import NextTokenLoss
 from titans_pt.training.plan import GIB, _activation_bytes, _FusedNorms, _mixers, _Saved, make_plan
@@ -25,20 +26,20 @@ def config(tiny):
 
 
 def test_the_grid_and_the_batch(config):
-    plan = make_plan(config(parallel={"tensor": 2, "zero_stage": 2}), ranks=4)
+    plan = make_plan(task_of(config(parallel={"tensor": 2, "zero_stage": 2})), ranks=4)
     assert (plan.tensor, plan.data, plan.micro_batch, plan.accumulation) == (2, 2, 1, 4)
     assert "4 ranks = 2 tensor x 2 data, ZeRO 2, fp32" in plan.text()
     assert "1,024 tokens per step = 2 data ranks x 4 micro-batches x 1 samples x 128 tokens" in plan.text()
-    whole = make_plan(config(), ranks=1)
+    whole = make_plan(task_of(config()), ranks=1)
     assert plan.parameters == whole.parameters == sum(p.numel() for p in build_model(config().model).parameters())
     assert plan.bytes["parameters"] < 0.6 * whole.bytes["parameters"]
     assert plan.bytes["optimiser"] < 0.3 * whole.bytes["optimiser"]
     assert plan.bytes["activations"] < 0.8 * whole.bytes["activations"]
-    pieces = make_plan(config(parallel={"tensor": 2, "context": 2}), ranks=8)
+    pieces = make_plan(task_of(config(parallel={"tensor": 2, "context": 2})), ranks=8)
     assert "8 ranks = 2 tensor x 2 context x 2 data, ZeRO 1, fp32" in pieces.text()
     assert pieces.bytes["activations"] < 0.6 * plan.bytes["activations"]
     assert pieces.bytes["optimiser"] < 0.6 * plan.bytes["optimiser"]
-    three = make_plan(config(parallel={"tensor": 2, "zero_stage": 3}), ranks=4)
+    three = make_plan(task_of(config(parallel={"tensor": 2, "zero_stage": 3})), ranks=4)
     assert three.bytes["parameters"] < 0.6 * plan.bytes["parameters"]
 
 
@@ -104,7 +105,7 @@ def test_what_the_kernels_do_not_serve_is_planned_as_on_a_cpu(config):
 
 
 def test_checkpointing_and_sequence_need_less(config):
-    size = {name: make_plan(config(**changes), ranks=2).bytes["activations"] for name, changes in {
+    size = {name: make_plan(task_of(config(**changes)), ranks=2).bytes["activations"] for name, changes in {
         "plain": {}, "checkpointed": {"train": {"batch_tokens": 1024, "activation_checkpointing": True}},
         "tensor": {"parallel": {"tensor": 2}}, "sequence": {"parallel": {"tensor": 2, "sequence": True}},
     }.items()}  # fmt: skip
@@ -113,11 +114,11 @@ def test_checkpointing_and_sequence_need_less(config):
 
 
 def test_what_cannot_fit_is_refused(config):
-    plan = make_plan(config(), ranks=1)
+    plan = make_plan(task_of(config()), ranks=1)
     plan.check(plan.total / GIB / 0.8)
     with pytest.raises(UserError, match=r"the plan needs about .* GiB per rank, of which \w+ .* may use 90%"):
         plan.check(plan.total / GIB)
     with pytest.raises(UserError, match="parallel.tensor: given 2; must divide the number of ranks, 3; set it to 1"):
-        make_plan(config(parallel={"tensor": 2}), ranks=3)
+        make_plan(task_of(config(parallel={"tensor": 2})), ranks=3)
     with pytest.raises(UserError, match="--ranks: given 0; at least 1"):
-        make_plan(config(), ranks=0)
+        make_plan(task_of(config()), ranks=0)

@@ -16,6 +16,7 @@ from titans_pt.models import build_model
 from titans_pt.models.backbone import exempt_from_decay
 from titans_pt.models.mixers import MIXERS
 from titans_pt.runs.states import load_state, save_state
+from titans_pt.tasks import task_of
 from titans_pt.training.plan import make_plan
 
 T = 41  # ragged for chunk 4, segment 8, window 6 and mini-batches of 4
@@ -177,7 +178,7 @@ def test_four_tensor_ranks_with_checkpointing(mixer):
 def test_heads_are_shared_out_or_refused(mixer, tiny):
     path = tiny(model={"d_model": 32, "mixers": [mixer], mixer: OWN[mixer], "vocab_size": 300, "mlp_hidden": 96})
     config = load_config(path, ["parallel.tensor=2"])
-    one, two = make_plan(load_config(path), 1), make_plan(config, 2)
+    one, two = make_plan(task_of(load_config(path)), 1), make_plan(task_of(config), 2)
     assert two.bytes["parameters"] < 0.75 * one.bytes["parameters"]
     with pytest.raises(UserError, match=f"parallel.tensor: given 3; must divide .*model.{mixer}"):
         load_config(path, ["parallel.tensor=3"])
@@ -200,7 +201,7 @@ def test_it_is_planned(mixer, gpu, tiny):
     def plan(length):
         model = {"d_model": 32, "n_layers": 2, "mixers": [mixer], mixer: OWN[mixer]}
         train = {"precision": "bf16" if gpu else "fp32", "batch_tokens": length}
-        return make_plan(load_config(tiny(model=model, train=train, data={"seq_len": length})), 1, gpu).bytes
+        return make_plan(task_of(load_config(tiny(model=model, train=train, data={"seq_len": length}))), 1, gpu).bytes
 
     short, long = plan(256), plan(512)
     assert 1.9 < long["activations"] / short["activations"] < 2.1

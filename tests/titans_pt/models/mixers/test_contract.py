@@ -24,6 +24,7 @@ from titans_pt.models.mixers.base import MIXERS, Mixer
 from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.runs.loaded import load_run
 from titans_pt.runs.states import load_state, save_state
+from titans_pt.tasks import task_of
 from titans_pt.training.plan import make_plan
 
 HERE = ".".join(Path(__file__).with_suffix("").parts[-5:])  # tests.titans_pt.models.mixers.test_contract
@@ -154,7 +155,8 @@ def test_its_flops(model):
 
 
 def test_it_is_planned(tiny):
-    one, two = (make_plan(load_config(tiny(), ["model.mixers=[leaky]", f"parallel.tensor={n}"]), n) for n in (1, 2))
+    words = ["model.mixers=[leaky]"]
+    one, two = (make_plan(task_of(load_config(tiny(), [*words, f"parallel.tensor={n}"])), n) for n in (1, 2))
     assert 0 < two.bytes["activations"] < one.bytes["activations"]
     assert two.bytes["parameters"] < one.bytes["parameters"]
 

@@ -11,6 +11,7 @@ from titans_pt.errors import UserError
 from titans_pt.layers.flops import attention_flops, mean_keys
 from titans_pt.models import build_model
 from titans_pt.models.ways import whole_sequence
+from titans_pt.tasks import task_of
 from titans_pt.training.plan import make_plan
 
 S, M, T = 8, 3, 28
@@ -72,7 +73,7 @@ def test_its_flops():
 
 
 def test_it_is_planned(tiny):
-    assert make_plan(load_config(tiny(**RMT)), 1).bytes["activations"] > 0
+    assert make_plan(task_of(load_config(tiny(**RMT))), 1).bytes["activations"] > 0
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
