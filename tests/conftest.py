@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,16 @@ def ranks():
 
     with process_group() as alone:
         yield alone
+
+
+@pytest.fixture(scope="module")
+def one_group(ranks):
+    """Trainings of a module run in the group of ``ranks``: a process has one group at a time."""
+    from titans_pt.training import loop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "process_group", lambda timeout: nullcontext(ranks))
+        yield
 
 
 @pytest.fixture

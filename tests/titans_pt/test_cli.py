@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +24,7 @@ from titans_pt.tasks import language
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_group(ranks):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "process_group", lambda timeout: nullcontext(ranks))
-        yield
+pytestmark = pytest.mark.usefixtures("one_group")
 
 
 @pytest.fixture

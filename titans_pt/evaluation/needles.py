@@ -43,7 +43,7 @@ class NeedleAnswers:
         run, device = self.loaded, device_of(self.loaded.model)
         ids, places = stacked(asked, EVALUATION_SEED, first, rows)
         end, began = asked.length - asked.tail, time.perf_counter()
-        kept = run.folder.evaluation / f"reading-{self.keys[index][:16]}.safetensors"
+        kept = run.results.evaluation / f"reading-{self.keys[index][:16]}.safetensors"
 
         def show(stretch: dict):
             if stretch["tokens"] < end:

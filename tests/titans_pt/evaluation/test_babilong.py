@@ -20,7 +20,8 @@ def made(tokenizer, essays, model=None, **changes):
     haystack = {"kind": "files", "path": str(essays)}
     section = {"lengths": [3000], "samples": 2, "haystack": haystack} | changes
     config = Config.model_validate({"evaluation": {"babilong": section}})
-    run = SimpleNamespace(tokenizer=tokenizer, identity="x", model=model, folder=RunFolder(essays))
+    folder = RunFolder(essays)
+    run = SimpleNamespace(tokenizer=tokenizer, identity="x", model=model, folder=folder, results=folder)
     return babilong.Babilong(run, config)
 
 

@@ -12,6 +12,7 @@ from titans_pt.streaming import continuation_logits, greedy, prefill
 pytest.importorskip("accelerate")
 datasets = pytest.importorskip("datasets")
 lm_eval = pytest.importorskip("lm_eval")
+pytest.importorskip("lm_eval.models")  # registers "hf", unless another test has registered models before
 
 TEXTS = ["abc dea fonk", "k", "abc dea fo" + " abc dea fo" * 300]  # the last has more than 2,048 tokens
 CHOICES = ["abc", "fonk dea"]

@@ -73,6 +73,7 @@ def test_what_does_not_fit_is_refused(word, message, tiny):
         load_config(path, [word])
 
 
+@pytest.mark.usefixtures("one_group")
 def test_a_run_changes_its_chunks_once_and_is_read_with_the_last_ones(tiny, tmp_path):
     levels = {"chunk": 4, "shard": 8, "locals": [4], "final_locals": [1], "final_share": 0.3}
     words = ["wandb.mode=disabled", "train.max_steps=10", "train.checkpoint_every=5", f"run.dir={tmp_path / 'run'}"]

@@ -21,14 +21,7 @@ NOISE = ["model.vocab_size=64", "data.seq_len=64", "train.batch_tokens=128", "tr
 ASKED = ["--needles", "2", "--lengths", "32:2,64", "--asked", "32", "--answers", "6"]
 
 
-@pytest.fixture(autouse=True)
-def _own_process_group(monkeypatch, ranks):
-    """Trainings of a test share the process group of the session."""
-    from contextlib import nullcontext
-
-    from titans_pt.training import loop
-
-    monkeypatch.setattr(loop, "process_group", lambda timeout: nullcontext(ranks))
+pytestmark = pytest.mark.usefixtures("one_group")
 
 
 def needles(folder, *more):

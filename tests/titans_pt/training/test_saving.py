@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,7 @@ from titans_pt.tasks import language
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_group(ranks):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "process_group", lambda timeout: nullcontext(ranks))
-        yield
+pytestmark = pytest.mark.usefixtures("one_group")
 
 
 @pytest.fixture(scope="module")
