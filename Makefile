@@ -1,7 +1,7 @@
 # make quickstart: install, prepare text, train a small Titans, resume it, evaluate it; a memory and a window in one plot
 # make test:       install, run the tests
 # make slow:       install, run the tests that take minutes
-# make lint:       install, run the linter and the type checker
+# make lint:       install, run the linter, the formatter's check and the type checker
 # make settings:   write configs/schema.json and docs/settings.md again, after a change of titans_pt/config/tree.py
 # Not from the environment, where other programs have a PYTHON and a RUN: make install PYTHON=python3.12
 PYTHON = python3
@@ -62,6 +62,7 @@ slow: install
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 settings: install

@@ -13,8 +13,21 @@ from titans_pt.data_pipeline.tokenizers import (
 )
 
 __all__ = [
-    "Document", "IndexedDataset", "IndexedWriter", "Loader", "Mixture", "PackedSamples", "StreamDecoder", "TokenFiles",
-    "Tokenizer", "document_begins", "documents", "load_tokenizer", "prepare", "saved_tokenizer", "train_tokenizer",
+    "Document",
+    "IndexedDataset",
+    "IndexedWriter",
+    "Loader",
+    "Mixture",
+    "PackedSamples",
+    "StreamDecoder",
+    "TokenFiles",
+    "Tokenizer",
+    "document_begins",
+    "documents",
+    "load_tokenizer",
+    "prepare",
+    "saved_tokenizer",
+    "train_tokenizer",
 ]
 
 

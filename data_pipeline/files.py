@@ -30,8 +30,10 @@ def _zstd(path: Path, _mode: str) -> io.BufferedReader:
 
 _OPEN = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
 """What opens a file, by the suffix of its compression."""
-ALLOWED = (".txt, .jsonl or .ndjson (each also with .gz, .bz2, .xz or .zst behind it), compressed .json with an object "
-           "per line, .parquet")
+ALLOWED = (
+    ".txt, .jsonl or .ndjson (each also with .gz, .bz2, .xz or .zst behind it), compressed .json with an object "
+    "per line, .parquet"
+)
 _ROWS = 1024
 """Rows of a parquet file that are turned into Python objects at once."""
 _HASHED = 1 << 22
@@ -39,8 +41,12 @@ _HASHED = 1 << 22
 _NEWLINE = rb"(?>\r\n|\n|\r)"
 _COLUMNS = 20
 """Names of columns that a message lists."""
-_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",  # first: UTF-16's begins as this one does
-          codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",  # first: UTF-16's begins as this one does
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 
 
 @dataclass(frozen=True)
@@ -191,8 +197,11 @@ def obstacle(path: Path) -> Rejected | None:
             return Rejected(str(path), f"{link}a folder that it is in itself", "remove the link")
     except OSError as error:
         if os.path.islink(path):
-            return Rejected(str(path), f"a link to {os.readlink(path)}, which cannot be followed ({error.strerror})",
-                            "restore what it leads to, or remove the link")
+            return Rejected(
+                str(path),
+                f"a link to {os.readlink(path)}, which cannot be followed ({error.strerror})",
+                "restore what it leads to, or remove the link",
+            )
         return Rejected(str(path), f"unreadable ({error.strerror})", "replace or remove it")
     if not stat.S_ISREG(mode):
         return Rejected(str(path), "a pipe or device, not a file", "write what it gives to a file, or remove it")
@@ -263,8 +272,11 @@ def rows(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iter
     except (EOFError, OSError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
         reason = getattr(error, "strerror", None) or str(error)
         if "too much memory for decoding" in reason:  # more than 128 MB of history; what the file says is not broken
-            yield Rejected(str(path), "compressed with too long a window (zstd --long)",
-                           f"decompress it: zstd -d --rm --long=31 {quote(str(path))}")
+            yield Rejected(
+                str(path),
+                "compressed with too long a window (zstd --long)",
+                f"decompress it: zstd -d --rm --long=31 {quote(str(path))}",
+            )
         else:
             yield Rejected(str(path), f"unreadable or truncated ({' '.join(reason.split())})", "replace or remove it")
 
@@ -369,8 +381,11 @@ def _jsonl(path: Path, start: int, stop: int | None) -> Iterator[Row | Rejected]
                 except ValueError:
                     yield Rejected(where, "an integer of more than 4,300 digits", "repair or remove the line")
                 except RecursionError:
-                    yield Rejected(where, "JSON nested deeper than can be read (about 1,000 brackets in one another)",
-                                   "remove the line or its nested field")
+                    yield Rejected(
+                        where,
+                        "JSON nested deeper than can be read (about 1,000 brackets in one another)",
+                        "remove the line or its nested field",
+                    )
                 else:
                     if isinstance(values, dict):
                         yield Row(where, str(path), at, values)
@@ -427,15 +442,21 @@ def _parquet(path: Path, source: SourceConfig, start: int, stop: int | None) -> 
                         if isinstance(values, UnicodeDecodeError):
                             yield Rejected(where, f"not UTF-8 at byte {values.start}", "repair or remove the row")
                         elif isinstance(values, Exception):  # such as a time that Python has none for
-                            yield Rejected(where, f"a value that cannot be read ({values})",
-                                           f"repair the row, or name columns other than {', '.join(columns)}")
+                            yield Rejected(
+                                where,
+                                f"a value that cannot be read ({values})",
+                                f"repair the row, or name columns other than {', '.join(columns)}",
+                            )
                         else:
                             yield Row(where, str(path), number, values)
                         number += 1
             except (pyarrow.ArrowException, OSError) as error:
                 reason = " ".join(str(error).split())
-                yield Rejected(f"{path}, rows {number} to {after - 1}", f"unreadable or truncated ({reason})",
-                               "replace or remove the file")
+                yield Rejected(
+                    f"{path}, rows {number} to {after - 1}",
+                    f"unreadable or truncated ({reason})",
+                    "replace or remove the file",
+                )
                 number = after
 
 
@@ -455,6 +476,9 @@ def missing(where: str, column: str, source: SourceConfig, there: list[str]) -> 
     """A row or a file that lacks a column which ``source`` names."""
     columns = abridged(there, most=_COLUMNS) or "none"
     if column == source.text_column:
-        return Rejected(where, f"has no column as text_column={column!r} says ({columns})",
-                        "set text_column to the one that holds the text")
+        return Rejected(
+            where,
+            f"has no column as text_column={column!r} says ({columns})",
+            "set text_column to the one that holds the text",
+        )
     return Rejected(where, f"has no column {column!r} ({columns})", "name an existing one in minimum")

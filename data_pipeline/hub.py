@@ -29,13 +29,13 @@ def files(source: SourceConfig) -> list[str]:
             raise ConnectionError("the hub cannot be reached")
         if source.split not in found:
             raise ValueError(f"no split {source.split!r}; there are {', '.join(map(str, found)) or 'none'}")
-        return [str(file) for file in found[source.split]][:source.max_files]
+        return [str(file) for file in found[source.split]][: source.max_files]
 
 
 def version(source: SourceConfig) -> list:
     """What changes when the dataset does: its files, with their entity tags or times. Raises as :func:`files`."""
     names = files(source)
-    tags = _builder(source).config.data_files[source.split].origin_metadata[:len(names)]
+    tags = _builder(source).config.data_files[source.split].origin_metadata[: len(names)]
     return [names, [list(tag) for tag in tags]]
 
 
@@ -106,9 +106,11 @@ def _streams(source: SourceConfig) -> bool:
     """
     if source.streaming and cached(source):
         if source.max_files:
-            raise Unreachable(f"data.sources: kind=hub path={source.path!r}: the hub cannot be reached, and the copy "
-                              "in the cache of datasets has all files; leave out "
-                              f"max_files={source.max_files}, or wait")
+            raise Unreachable(
+                f"data.sources: kind=hub path={source.path!r}: the hub cannot be reached, and the copy "
+                "in the cache of datasets has all files; leave out "
+                f"max_files={source.max_files}, or wait"
+            )
         return False
     return source.streaming
 
@@ -148,6 +150,7 @@ def _explained(source: SourceConfig):
     except Exception as error:
         what = " ".join(str(error).split())[:300] or type(error).__name__
         kind = Unreachable if isinstance(error, ConnectionError) else UserError
-        raise kind(f"data.sources: kind=hub path={source.path!r} name={source.name!r}: {what}; check path, name, "
-                   "split and revision, or the network, and run the same command again: what is finished is kept"
-                   ) from error
+        raise kind(
+            f"data.sources: kind=hub path={source.path!r} name={source.name!r}: {what}; check path, name, "
+            "split and revision, or the network, and run the same command again: what is finished is kept"
+        ) from error

@@ -101,12 +101,12 @@ class IndexedWriter:
     def _note(self, data: memoryview) -> None:
         """Carries the checksums of the pages on."""
         while data:
-            part = data[:PAGE - self._filled]
+            part = data[: PAGE - self._filled]
             self._page, self._filled = zlib.crc32(part, self._page), self._filled + len(part)
             if self._filled == PAGE:
                 self._pages.append(self._page)
                 self._page, self._filled = 0, 0
-            data = data[len(part):]
+            data = data[len(part) :]
 
     def finish(self) -> None:
         """Completes the index and gives the files their names; on failure removes what it wrote under other names."""
@@ -183,13 +183,15 @@ class IndexedDataset:
             raise UserError(f"{idx}: truncated ({idx_bytes} bytes, for {count} sequences); {_REMEDY}")
         self.dtype = np.dtype(DTYPES[code])
         raw = np.memmap(idx, np.uint8, "r")
-        self._sizes = raw[HEADER.size:][:4 * count].view("<i4")
-        self._pointers = raw[HEADER.size + 4 * count:][:8 * count].view("<i8")
-        documents = raw[HEADER.size + 12 * count:][:8 * document_count].view("<i8")
+        self._sizes = raw[HEADER.size :][: 4 * count].view("<i4")
+        self._pointers = raw[HEADER.size + 4 * count :][: 8 * count].view("<i8")
+        documents = raw[HEADER.size + 12 * count :][: 8 * document_count].view("<i8")
         self.tokens = self._check(idx, documents)
         if bin_bytes != self.tokens * self.dtype.itemsize:
-            raise UserError(f"{bin_}: {bin_bytes} bytes, but its .idx says {self.tokens * self.dtype.itemsize}: "
-                            f"truncated, or of another run; {_REMEDY}")
+            raise UserError(
+                f"{bin_}: {bin_bytes} bytes, but its .idx says {self.tokens * self.dtype.itemsize}: "
+                f"truncated, or of another run; {_REMEDY}"
+            )
         self.document_starts = _DocumentStarts(self, documents)
         self._stream = np.memmap(bin_, self.dtype, "r") if self.tokens else np.zeros(0, self.dtype)
         self._vocab_size, self._pages = vocab_size, self._checksums() if checked else None
@@ -209,13 +211,13 @@ class IndexedDataset:
         """Tokens in all, if sizes, pointers and documents agree."""
         tokens, sound = 0, len(documents) > 0 and documents[0] == 0 and documents[-1] == len(self._sizes)
         for start in range(0, len(self._sizes), _PIECE):
-            sizes = self._sizes[start:start + _PIECE].astype(np.int64)
+            sizes = self._sizes[start : start + _PIECE].astype(np.int64)
             ends = tokens + np.cumsum(sizes)
-            pointers = self._pointers[start:start + _PIECE]
+            pointers = self._pointers[start : start + _PIECE]
             sound &= sizes.min() >= 0 and np.array_equal(pointers, (ends - sizes) * self.dtype.itemsize)
             tokens = int(ends[-1])
         for start in range(0, len(documents), _PIECE):
-            sound &= bool((np.diff(documents[start:start + _PIECE + 1]) >= 0).all())
+            sound &= bool((np.diff(documents[start : start + _PIECE + 1]) >= 0).all())
         if not sound:
             raise UserError(f"{idx}: its sizes, pointers and documents contradict each other; {_REMEDY}")
         return tokens
@@ -240,8 +242,10 @@ class IndexedDataset:
         if self._pages is not None:
             self._check_pages(start, stop)
         if self._vocab_size and len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
-            raise UserError(f"{self.prefix}.bin: damaged: tokens {start} to {stop - 1} have ids from {tokens.min()} to "
-                            f"{tokens.max()}, and the vocabulary has {self._vocab_size}; {_REMEDY}")
+            raise UserError(
+                f"{self.prefix}.bin: damaged: tokens {start} to {stop - 1} have ids from {tokens.min()} to "
+                f"{tokens.max()}, and the vocabulary has {self._vocab_size}; {_REMEDY}"
+            )
         return tokens
 
     def _check_pages(self, start: int, stop: int) -> None:
@@ -251,10 +255,11 @@ class IndexedDataset:
         """
         size, content = self.dtype.itemsize, self._stream.view(np.uint8)
         for page in range(start * size // PAGE, -(-stop * size // PAGE)):
-            if zlib.crc32(content[page * PAGE:(page + 1) * PAGE]) != self._pages[page]:
+            if zlib.crc32(content[page * PAGE : (page + 1) * PAGE]) != self._pages[page]:
                 first, last = page * PAGE // size, min((page + 1) * PAGE // size, self.tokens) - 1
-                raise UserError(f"{self.prefix}.bin: damaged: tokens {first} to {last} are not those that were "
-                                f"written; {_REMEDY}")
+                raise UserError(
+                    f"{self.prefix}.bin: damaged: tokens {first} to {last} are not those that were written; {_REMEDY}"
+                )
 
     def document(self, j: int) -> np.ndarray:
         """Tokens of document ``j``, all its sequences joined, a read-only view."""
@@ -264,7 +269,7 @@ class IndexedDataset:
     def lengths(self) -> Iterator[np.ndarray]:
         """Yields int32 arrays, tokens of each sequence, at most a million at once."""
         for start in range(0, len(self), _PIECE):
-            yield self._sizes[start:start + _PIECE]
+            yield self._sizes[start : start + _PIECE]
 
     def _start(self, i: int) -> int:
         return int(self._pointers[i]) // self.dtype.itemsize if i < len(self) else self.tokens

@@ -21,7 +21,11 @@ _BAR = 40
 
 
 def inspect_data(
-    config: Config, sample: int | None = None, step: int | None = None, count: int = 1, documents: int = 3,
+    config: Config,
+    sample: int | None = None,
+    step: int | None = None,
+    count: int = 1,
+    documents: int = 3,
     verify: bool = False,
 ) -> None:
     """Prints what the token files of ``config`` hold; or with ``sample`` or ``step`` what training sees there.
@@ -78,12 +82,16 @@ def document_place(stream: IndexedDataset, j: int) -> dict:
 
 def _print_totals(config: Config, files: TokenFiles) -> None:
     manifest, data = files.manifest, config.data
-    print(f"{one_line(data.dir)}: {len(files.train)} training stream{'s' * (len(files.train) > 1)}, "
-          f"vocabulary {manifest['vocab_size']:,}, content {manifest['content'][:16]}")
+    print(
+        f"{one_line(data.dir)}: {len(files.train)} training stream{'s' * (len(files.train) > 1)}, "
+        f"vocabulary {manifest['vocab_size']:,}, content {manifest['content'][:16]}"
+    )
     for split, total in manifest["splits"].items():
         characters = total["characters"] / max(1, total["tokens"])
-        print(f"{split}: {total['documents']:,} documents, {total['tokens']:,} tokens, "
-              f"{total['characters']:,} characters ({characters:.2f} per token)")
+        print(
+            f"{split}: {total['documents']:,} documents, {total['tokens']:,} tokens, "
+            f"{total['characters']:,} characters ({characters:.2f} per token)"
+        )
     if left_out := manifest.get("dropped"):  # format 1 does not say
         dropped = ", ".join(f"{number:,} {kind}" for kind, number in left_out.items())
         print(f"dropped: {dropped}" + (f" (see {REJECTED})" if left_out.get("rejected") else ""))
@@ -93,14 +101,18 @@ def _print_totals(config: Config, files: TokenFiles) -> None:
         print(f"the tokenizer loses {', '.join(lost)}")
     samples = files.samples(config)
     batch = config.train.batch_tokens // data.seq_len
-    print(f"samples of {data.seq_len:,} tokens: {len(samples):,} per epoch, "
-          f"{len(samples) / batch:,.1f} batches of {batch}")
+    print(
+        f"samples of {data.seq_len:,} tokens: {len(samples):,} per epoch, "
+        f"{len(samples) / batch:,.1f} batches of {batch}"
+    )
     if isinstance(samples, Mixture):
         total = sum(source.weight for source in data.sources)
         for stream, source in zip(samples.streams, data.sources, strict=True):
             epochs = source.weight / total * config.train.max_steps * batch / len(stream)
-            print(f"  {stream.dataset.prefix.name}: {source.weight / total:.1%} of samples, {len(stream):,} per epoch, "
-                  f"{epochs:.2f} epochs in train.max_steps={config.train.max_steps}")
+            print(
+                f"  {stream.dataset.prefix.name}: {source.weight / total:.1%} of samples, {len(stream):,} per epoch, "
+                f"{epochs:.2f} epochs in train.max_steps={config.train.max_steps}"
+            )
 
 
 def _print_lengths(stream: IndexedDataset) -> None:
@@ -126,17 +138,21 @@ def _print_document(stream: IndexedDataset, j: int, ids: np.ndarray, tokenizer: 
     where = "(format 1: no place kept)"
     if place:
         where = one_line(f"{place['file']} row {place['row']} id {place['id'] or '-'}")
-    text = tokenizer.decode(ids[:4 * _EXCERPT].tolist())
-    print(f"  document {j} of {stream.prefix.name}: {where}, {len(ids):,} tokens: "
-          f"{text[:_EXCERPT]!r}{'...' * (len(text) > _EXCERPT)}")
+    text = tokenizer.decode(ids[: 4 * _EXCERPT].tolist())
+    print(
+        f"  document {j} of {stream.prefix.name}: {where}, {len(ids):,} tokens: "
+        f"{text[:_EXCERPT]!r}{'...' * (len(text) > _EXCERPT)}"
+    )
 
 
 def _print_sample(samples: PackedSamples | Mixture, position: int, tokenizer: Tokenizer) -> None:
     found = samples.describe(position)
     stream = samples.stream(position)
     start, stop = found["tokens"]
-    print(f"sample {position}: {one_line(found['file'])} epoch {found['epoch']} sample {found['sample']}, "
-          f"tokens {start} to {stop - 1}")
+    print(
+        f"sample {position}: {one_line(found['file'])} epoch {found['epoch']} sample {found['sample']}, "
+        f"tokens {start} to {stop - 1}"
+    )
     first, last = found["documents"]
     for j in range(first, last + 1):
         begin = stream.document_starts[j]
@@ -158,6 +174,8 @@ def _verify(folder: Path, manifest: dict) -> None:
     others = sorted(path.name for path in folder.iterdir() if path.name not in listed and path.is_file())
     for name in others:
         if name != MANIFEST and not name.startswith("."):
-            print(f"{name}: not in {MANIFEST}, so it has no checksum (another program's file, or token files of an "
-                  "earlier version: titans prepare CONFIG --force makes them again)")
+            print(
+                f"{name}: not in {MANIFEST}, so it has no checksum (another program's file, or token files of an "
+                "earlier version: titans prepare CONFIG --force makes them again)"
+            )
     refuse_damage(folder, wrong)

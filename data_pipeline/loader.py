@@ -71,5 +71,7 @@ def _indivisible(batch_samples: int, micro_batch: int, world_size: int, seq_len:
     if not rest:
         fits = max(b for b in range(1, min(micro_batch, share) + 1) if share % b == 0)
         remedy = f"set train.micro_batch={fits}, or {remedy}"
-    return (f"train.batch_tokens={batch_samples * seq_len}: its {batch_samples} samples of {seq_len} tokens do not "
-            f"divide into train.micro_batch={micro_batch} on each of {world_size} ranks; {remedy}")
+    return (
+        f"train.batch_tokens={batch_samples * seq_len}: its {batch_samples} samples of {seq_len} tokens do not "
+        f"divide into train.micro_batch={micro_batch} on each of {world_size} ranks; {remedy}"
+    )

@@ -118,8 +118,7 @@ def _one_file(then: str, now: str) -> bool:
 
 
 def streams(data: DataConfig) -> list[str]:
-    """For each of data.sources the name of the training stream that it goes to: one for all, unless they have weights.
-    """
+    """Name the training stream that each of data.sources goes to: one for all, unless they have weights."""
     weighted = data.sources[0].weight is not None
     return [f"train-{i}" if weighted else "train" for i in range(len(data.sources))]
 
@@ -130,14 +129,16 @@ def content_settings(data: DataConfig, vocab_size: int) -> dict:
     vocab_size: the tokenizer's entries.
     """
     newer = [data.near_duplicates, [_source(source) for source in data.validation_sources]]
-    return _clean({
-        "model.vocab_size": vocab_size,
-        "data.sources": [_source(source) for source in data.sources],
-        "data.tokenizer": data.tokenizer.model_dump(mode="json", exclude={"lossy"}, exclude_defaults=True),
-        "data.validation_fraction": data.validation_fraction,
-        "mixture": data.sources[0].weight is not None,
-        **{name: value for name, value in zip(_NEWER, newer, strict=True) if value},
-    })
+    return _clean(
+        {
+            "model.vocab_size": vocab_size,
+            "data.sources": [_source(source) for source in data.sources],
+            "data.tokenizer": data.tokenizer.model_dump(mode="json", exclude={"lossy"}, exclude_defaults=True),
+            "data.validation_fraction": data.validation_fraction,
+            "mixture": data.sources[0].weight is not None,
+            **{name: value for name, value in zip(_NEWER, newer, strict=True) if value},
+        }
+    )
 
 
 def _source(source: SourceConfig) -> dict:

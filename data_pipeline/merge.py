@@ -66,21 +66,29 @@ def merge(
     first = np.cumsum([0, *sizes])
     with ExitStack() as stack:
         writers = {name: stack.enter_context(_StreamWriter(out, name, vocab_size)) for name in names}
-        bar = stack.enter_context(tqdm(desc="merging", unit=" tokens", unit_scale=True, dynamic_ncols=True,
-                                       total=sum(summary["tokens"] for summary in summaries),
-                                       mininterval=0.5 if os.isatty(2) else 30))
+        bar = stack.enter_context(
+            tqdm(
+                desc="merging",
+                unit=" tokens",
+                unit_scale=True,
+                dynamic_ncols=True,
+                total=sum(summary["tokens"] for summary in summaries),
+                mininterval=0.5 if os.isatty(2) else 30,
+            )
+        )
         for index, part in enumerate(parts):
             document = int(first[index])
             for table, tokens in _with_tokens(folder, index, token_dtype(vocab_size), summaries[index]["sha256"]):
                 lengths, held_out = (np.asarray(table[name]) for name in ("tokens", "held_out"))
-                kept = ~duplicate[document:document + len(lengths)].astype(bool)
+                kept = ~duplicate[document : document + len(lengths)].astype(bool)
                 for split, chosen in (("train", kept & ~held_out), ("validation", kept & held_out)):
                     some = tokens[np.repeat(chosen, lengths)]
                     rows = table.filter(pyarrow.array(chosen)).select(DOCUMENTS.names)
                     writers[streams[part.source] if split == "train" else split].extend(some, lengths[chosen], rows)
                     seen[split] += np.bincount(some, minlength=vocab_size)
-                    counts[split].update(documents=len(rows), tokens=len(some),
-                                         characters=int(np.asarray(rows["characters"]).sum()))
+                    counts[split].update(
+                        documents=len(rows), tokens=len(some), characters=int(np.asarray(rows["characters"]).sum())
+                    )
                 document += len(lengths)
                 bar.update(len(tokens))
     round_trip = Counter(tried=0, equal=0)
@@ -181,7 +189,7 @@ def _with_tokens(folder: Path, index: int, dtype: np.dtype, sha256: str) -> Iter
     checksum, at = hashlib.sha256(), 0
     tokens = _mapped(part_path(folder, index, ".bin"), dtype)
     for table in _row_groups(part_path(folder, index, ".parquet")):
-        here = tokens[at:at + int(np.asarray(table["tokens"]).sum())]
+        here = tokens[at : at + int(np.asarray(table["tokens"]).sum())]
         checksum.update(here)
         at += len(here)
         yield table, here
@@ -190,8 +198,10 @@ def _with_tokens(folder: Path, index: int, dtype: np.dtype, sha256: str) -> Iter
 
 
 def _changed(folder: Path, index: int, suffix: str) -> UserError:
-    return UserError(f"{part_path(folder, index, suffix)}: not the file that was written; remove "
-                     f"{part_path(folder, index, '.json')} and run titans prepare again")
+    return UserError(
+        f"{part_path(folder, index, suffix)}: not the file that was written; remove "
+        f"{part_path(folder, index, '.json')} and run titans prepare again"
+    )
 
 
 def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
@@ -240,6 +250,9 @@ def _write_rejected(summaries: list[dict], out: Path) -> int:
     rejected = [item for summary in summaries for item in summary["rejected"]]
     if rejected:
         (out / REJECTED).write_text("".join(json.dumps(item) + "\n" for item in rejected), encoding="utf-8")
-        print(f"titans prepare: {len(rejected)} unusable inputs were left out; the first: {rejected[0]['where']}: "
-              f"{rejected[0]['reason']}; {rejected[0]['remedy']}; all are listed in {REJECTED}", file=sys.stderr)
+        print(
+            f"titans prepare: {len(rejected)} unusable inputs were left out; the first: {rejected[0]['where']}: "
+            f"{rejected[0]['reason']}; {rejected[0]['remedy']}; all are listed in {REJECTED}",
+            file=sys.stderr,
+        )
     return len(rejected)

@@ -19,8 +19,9 @@ SEQUENCE = 5
 FOUND = 0.99
 """Least chance that a pair at the threshold is compared."""
 _SEED = 42
-_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93,
-                     0xA0761D6478BD642F], np.uint64)  # odd numbers of random bits
+_FACTORS = np.array(
+    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F], np.uint64
+)  # odd numbers of random bits
 
 
 def sketch(documents: Sequence[np.ndarray]) -> np.ndarray:
@@ -32,8 +33,10 @@ def sketch(documents: Sequence[np.ndarray]) -> np.ndarray:
     try:
         from rensa import RMinHash
     except ImportError as error:
-        raise UserError(f"data.near_duplicates: needs rensa, which cannot be imported ({error}); install it: "
-                        "pip install 'titans-pt[data]'") from None
+        raise UserError(
+            f"data.near_duplicates: needs rensa, which cannot be imported ({error}); install it: "
+            "pip install 'titans-pt[data]'"
+        ) from None
     hashes = [_sequences(ids) for ids in documents]
     offsets = np.cumsum([0, *map(len, hashes)]).astype(np.uint64)
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(np.concatenate(hashes), offsets, PLACES, _SEED)
@@ -45,7 +48,7 @@ def _sequences(ids: np.ndarray) -> np.ndarray:
     ids = np.pad(ids, (0, max(0, SEQUENCE - len(ids)))).astype(np.uint64) + np.uint64(1)
     found = np.zeros(len(ids) - SEQUENCE + 1, np.uint64)
     for place, factor in enumerate(_FACTORS):
-        found += ids[place:place + len(found)] * factor
+        found += ids[place : place + len(found)] * factor
         found ^= found >> np.uint64(29)
         found *= np.uint64(0xBF58476D1CE4E5B9)
     return found ^ found >> np.uint64(32)

@@ -53,19 +53,24 @@ class TokenFiles:
         if manifest is None:
             raise UserError(f"{where}: no token files; run: titans prepare CONFIG, with the same config")
         if what := changed_setting(manifest, config):
-            raise UserError(f"{where}: token files made with other settings ({what}); set it back, choose another "
-                            "data.dir, or run: titans prepare CONFIG --force")
+            raise UserError(
+                f"{where}: token files made with other settings ({what}); set it back, choose another "
+                "data.dir, or run: titans prepare CONFIG --force"
+            )
         names = [*dict.fromkeys(streams(config.data)), "validation"]
         path = saved_tokenizer(folder)
         at_once = [path.name, "tokenizer_config.json", *(f"{name}{suffix}" for name in names for suffix in CHECKED)]
         refuse_damage(folder, damage(folder, manifest, at_once))
         if not path.is_file() or sha256(path) != manifest["tokenizer_sha256"]:  # a damaged one can end the process
-            raise UserError(f"{path}: not the tokenizer that made the token files next to it; "
-                            "put it back, or run: titans prepare CONFIG --force")
+            raise UserError(
+                f"{path}: not the tokenizer that made the token files next to it; "
+                "put it back, or run: titans prepare CONFIG --force"
+            )
         tokenizer = load_tokenizer(path, config.data.tokenizer.eos_token, config.data.tokenizer.add_bos)
         *train, validation = (
             IndexedDataset(folder / name, tokenizer.vocab_size, f"{name}.crc32" in manifest.get("files", {}))
-            for name in names)
+            for name in names
+        )
         fingerprint, weights = manifest["content"], [source.weight for source in config.data.sources]
         if len(train) > 1:
             fingerprint = hashlib.sha256(json.dumps([fingerprint, weights]).encode()).hexdigest()
@@ -113,10 +118,14 @@ class TokenFiles:
                 where = "data.validation_sources"
             elif name == "validation" and (fraction := ceil(200 * (data.seq_len + 1) / total) / 100) < 0.5:
                 fraction = max(fraction, data.validation_fraction + 0.01)
-                raise_ = (f"raise data.validation_fraction from {data.validation_fraction} to {fraction:.2f} or more "
-                          "and run: titans prepare CONFIG --force; or ")
-            found[name] = (f"data.seq_len: given {data.seq_len}; {stream.prefix} has {stream.tokens} tokens, and one "
-                           f"sample needs {data.seq_len + 1}: {raise_}lower data.seq_len, or add text in {where}")
+                raise_ = (
+                    f"raise data.validation_fraction from {data.validation_fraction} to {fraction:.2f} or more "
+                    "and run: titans prepare CONFIG --force; or "
+                )
+            found[name] = (
+                f"data.seq_len: given {data.seq_len}; {stream.prefix} has {stream.tokens} tokens, and one "
+                f"sample needs {data.seq_len + 1}: {raise_}lower data.seq_len, or add text in {where}"
+            )
         return found
 
 
@@ -138,8 +147,10 @@ class PackedSamples:
         self._n = (dataset.tokens - 1) // seq_len
         self._order: tuple[int, np.ndarray] | None = None
         if self._n < 1:
-            raise UserError(f"data.seq_len: given {seq_len}; {dataset.prefix} has {dataset.tokens} tokens, and one "
-                            f"sample needs {seq_len + 1}: lower data.seq_len, or add text in data.sources")
+            raise UserError(
+                f"data.seq_len: given {seq_len}; {dataset.prefix} has {dataset.tokens} tokens, and one "
+                f"sample needs {seq_len + 1}: lower data.seq_len, or add text in data.sources"
+            )
 
     def __len__(self) -> int:
         """Samples of one epoch."""
@@ -172,8 +183,14 @@ class PackedSamples:
         """
         start, stop = self._range(position)
         documents = [bisect_right(self.dataset.document_starts, token) - 1 for token in (start, stop - 1)]
-        return {"position": position, "epoch": position // self._n, "sample": self.index(position),
-                "tokens": [start, stop], "documents": documents, "file": f"{self.dataset.prefix}.bin"}
+        return {
+            "position": position,
+            "epoch": position // self._n,
+            "sample": self.index(position),
+            "tokens": [start, stop],
+            "documents": documents,
+            "file": f"{self.dataset.prefix}.bin",
+        }
 
     def _range(self, position: int) -> tuple[int, int]:
         start = self.index(position) * self.seq_len
@@ -237,4 +254,3 @@ class Mixture:
         """As :meth:`PackedSamples.describe`; ``position`` is that in the mixture, epoch and sample are the stream's."""
         stream, own = self.locate(position)
         return self.streams[stream].describe(own) | {"position": position}
-

@@ -38,15 +38,17 @@ from titans_pt.tools.files import flush_to_disk
 from titans_pt.tools.sealed import seal, unseal
 from titans_pt.tools.tensor_files import sha256
 
-SCHEMA = pyarrow.schema([
-    ("file", pyarrow.string()),  # the file that the document is in
-    ("row", pyarrow.int64()),  # its row there; in .jsonl the byte where its line begins
-    ("id", pyarrow.string()),  # from the source's id column, or empty
-    ("hash", pyarrow.binary(16)),  # first half of the SHA-256 of its text (of its ids, for kind=indexed)
-    ("tokens", pyarrow.int32()),
-    ("characters", pyarrow.int32()),
-    ("held_out", pyarrow.bool_()),  # in the validation split
-])
+SCHEMA = pyarrow.schema(
+    [
+        ("file", pyarrow.string()),  # the file that the document is in
+        ("row", pyarrow.int64()),  # its row there; in .jsonl the byte where its line begins
+        ("id", pyarrow.string()),  # from the source's id column, or empty
+        ("hash", pyarrow.binary(16)),  # first half of the SHA-256 of its text (of its ids, for kind=indexed)
+        ("tokens", pyarrow.int32()),
+        ("characters", pyarrow.int32()),
+        ("held_out", pyarrow.bool_()),  # in the validation split
+    ]
+)
 FORMAT = 2
 """Parts of another format are not continued. Since 2 the ids of kind=indexed are hashed without bos and eos."""
 ROW_GROUP = 8192
@@ -118,9 +120,11 @@ def _in_processes(job: Job, todo: list[tuple[int, Part]], processes: int, progre
                 raise failures.get()
             for process in team:
                 if process.exitcode and process.exitcode < 0:
-                    raise UserError(f"titans prepare: a process was ended by signal {-process.exitcode} (9: usually "
-                                    f"out of memory); run the same command again, with fewer --workers than "
-                                    f"{processes}: finished parts are kept")
+                    raise UserError(
+                        f"titans prepare: a process was ended by signal {-process.exitcode} (9: usually "
+                        f"out of memory); run the same command again, with fewer --workers than "
+                        f"{processes}: finished parts are kept"
+                    )
                 if process.exitcode:
                     raise RuntimeError("a process of titans prepare failed; its traceback is above")
         if not failures.empty():
@@ -172,8 +176,10 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
     round_trip, checksum = Counter(tried=0, equal=0), hashlib.sha256()
     # One name per process: after a kill, a second process may write the same part while the first still ends.
     sketched = job.data.near_duplicates is not None
-    scratch = {suffix: part_path(job.folder, index, f".{socket.gethostname()}.{os.getpid()}{suffix}")
-               for suffix in (".bin", ".parquet", *([".sketches"] if sketched else []), ".json")}
+    scratch = {
+        suffix: part_path(job.folder, index, f".{socket.gethostname()}.{os.getpid()}{suffix}")
+        for suffix in (".bin", ".parquet", *([".sketches"] if sketched else []), ".json")
+    }
     reject = sources.refuse if job.data.bad_input == "refuse" else rejected.append
     found = _readable(sources.documents(source, part, counts, reject), tokenizer, counts)
     try:
@@ -198,10 +204,16 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
                 flush_to_disk(path)
         read = hashlib.sha256()
         sources.hash_content(source, part, read.update)
-        summary = {"documents": writer.documents, "tokens": writer.tokens, "sha256": checksum.hexdigest(),
-                   "source_sha256": read.hexdigest(), **counts,
-                   "rejected": [asdict(item) for item in rejected], "round_trip": dict(round_trip),
-                   "files": {suffix: sha256(scratch[suffix]) for suffix in scratch if suffix in CHECKED}}
+        summary = {
+            "documents": writer.documents,
+            "tokens": writer.tokens,
+            "sha256": checksum.hexdigest(),
+            "source_sha256": read.hexdigest(),
+            **counts,
+            "rejected": [asdict(item) for item in rejected],
+            "round_trip": dict(round_trip),
+            "files": {suffix: sha256(scratch[suffix]) for suffix in scratch if suffix in CHECKED},
+        }
         write_json(scratch[".json"], seal(summary))
         for suffix, path in scratch.items():
             os.replace(path, part_path(job.folder, index, suffix))
@@ -229,10 +241,12 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, job: Job, round_trip: C
 def _changed(document: Document, back: str) -> str:
     """Where a document and what its tokens decode to begin to differ."""
     at = len(os.path.commonprefix([document.text, back]))
-    was, now = (repr(text[max(0, at - 10):at + 10]) for text in (document.text, back))
+    was, now = (repr(text[max(0, at - 10) : at + 10]) for text in (document.text, back))
     where = one_line(f"{document.file} row {document.row}")
-    return (f"data.tokenizer.path: the document at {where} does not come back from its tokens: {was} becomes {now} at "
-            f"character {at}; set another tokenizer, or data.tokenizer.lossy=warn")
+    return (
+        f"data.tokenizer.path: the document at {where} does not come back from its tokens: {was} becomes {now} at "
+        f"character {at}; set another tokenizer, or data.tokenizer.lossy=warn"
+    )
 
 
 def _readable(documents: Iterator[Document], tokenizer: Tokenizer, counts: Counter) -> Iterator[Document]:
@@ -255,9 +269,11 @@ def _bare(document: Document, tokenizer: Tokenizer) -> np.ndarray:
     """int64: the ids of a document that another program made, without bos before and eos behind."""
     ids = document.tokens.astype(np.int64)
     if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-        raise UserError(f"data.sources: kind=indexed path={document.file!r}: document {document.row} has ids from "
-                        f"{ids.min()} to {ids.max()}, but the tokenizer {tokenizer.path} has {tokenizer.vocab_size}; "
-                        "set data.tokenizer.path to the one that made the token files")
+        raise UserError(
+            f"data.sources: kind=indexed path={document.file!r}: document {document.row} has ids from "
+            f"{ids.min()} to {ids.max()}, but the tokenizer {tokenizer.path} has {tokenizer.vocab_size}; "
+            "set data.tokenizer.path to the one that made the token files"
+        )
     start, stop = 0, len(ids)
     while start < stop and ids[start] == tokenizer.bos_id:
         start += 1
@@ -296,8 +312,15 @@ def held_out(digest: bytes, fraction: float) -> bool:
 def _described(document: Document, tokens: int, fraction: float) -> tuple:
     """A row of SCHEMA."""
     digest = document_hash(document)
-    return (document.file, document.row, document.id, digest[:16], tokens, len(document.text),
-            held_out(digest, fraction))
+    return (
+        document.file,
+        document.row,
+        document.id,
+        digest[:16],
+        tokens,
+        len(document.text),
+        held_out(digest, fraction),
+    )
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -361,12 +384,22 @@ class _Progress:
     def __init__(self, folder: Path, parts: dict[int, Part], todo: dict[int, Part]):
         self._bytes = sum(_weight(part) for part in parts.values())
         done = [(part, read_summary(folder, index)) for index, part in parts.items() if index not in todo]
-        self._before = [sum(s["documents"] for _, s in done), sum(s["tokens"] for _, s in done),
-                        sum(_weight(part) for part, _ in done), sum(s["tokens"] for _, s in done)]
+        self._before = [
+            sum(s["documents"] for _, s in done),
+            sum(s["tokens"] for _, s in done),
+            sum(_weight(part) for part, _ in done),
+            sum(s["tokens"] for _, s in done),
+        ]
         self._now = [0, 0, 0, 0]
         self._began = time.perf_counter()
-        self._bar = tqdm(desc="tokenising", unit=" tokens", unit_scale=True, initial=self._before[1],
-                         mininterval=0.5 if os.isatty(2) else 30, dynamic_ncols=True)
+        self._bar = tqdm(
+            desc="tokenising",
+            unit=" tokens",
+            unit_scale=True,
+            initial=self._before[1],
+            mininterval=0.5 if os.isatty(2) else 30,
+            dynamic_ncols=True,
+        )
 
     def __enter__(self) -> "_Progress":
         return self

@@ -57,8 +57,10 @@ from titans_pt.tools.tensor_files import describe
 _BUILD = ".preparing"
 _NAMED = 100
 """Files that are not read whose names the manifest has."""
-_OURS = re.compile(r"(train(-\d+)?|validation)\.(bin|idx|crc32|documents\.parquet)|tokenizer(_config)?\.(model|json)|"
-                   r"rejected\.jsonl")
+_OURS = re.compile(
+    r"(train(-\d+)?|validation)\.(bin|idx|crc32|documents\.parquet)|tokenizer(_config)?\.(model|json)|"
+    r"rejected\.jsonl"
+)
 
 
 def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None = None, workers: int = 1) -> dict | None:
@@ -94,8 +96,11 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
         fingerprint, text = _fingerprints(config, settings=made)
     except Unreachable as error:
         if same:
-            print(f"{folder}: holds token files made with these settings, nothing to do; whether the text has changed "
-                  f"since cannot be told: {error}", file=sys.stderr)
+            print(
+                f"{folder}: holds token files made with these settings, nothing to do; whether the text has changed "
+                f"since cannot be told: {error}",
+                file=sys.stderr,
+            )
             return old
         fingerprint, text = _fingerprints(config, cached=True, settings=made)
     if old:
@@ -117,8 +122,10 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
             given = config.data.tokenizer
             kept = not given.path or load_tokenizer(given.path, given.eos_token).sha256 == old["tokenizer_sha256"]
             what = f"the {'text of data.sources' if kept else 'tokenizer in data.tokenizer.path'} has changed"
-        raise UserError(f"data.dir={config.data.dir}: holds token files made with other settings ({what}); "
-                        "choose another data.dir, or replace them with: titans prepare CONFIG --force")
+        raise UserError(
+            f"data.dir={config.data.dir}: holds token files made with other settings ({what}); "
+            "choose another data.dir, or replace them with: titans prepare CONFIG --force"
+        )
     if config.data.bad_input == "refuse":  # now, not after hours of work on what comes before it
         for rejected in (one for source in config.data.every_source for one in sources.obstacles(source)):
             sources.refuse(rejected)
@@ -138,10 +145,14 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
                 if shard is None:  # else other processes may be at work there
                     _keep_finished(build)
     except OSError as error:
-        reason = "disk full; free space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else (
-            f"{error.strerror or error}; make the folder writable")
-        raise UserError(f"data.dir={config.data.dir}: cannot write token files: {reason}, "
-                        "or choose another data.dir") from error
+        reason = (
+            "disk full; free space"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else (f"{error.strerror or error}; make the folder writable")
+        )
+        raise UserError(
+            f"data.dir={config.data.dir}: cannot write token files: {reason}, or choose another data.dir"
+        ) from error
     finally:
         if created:
             with contextlib.suppress(OSError):
@@ -156,16 +167,20 @@ def summary(manifest: dict, folder: Path, seconds: float) -> str:
     """What was prepared, for the reader: documents, tokens, what was left out, the time, and where it is."""
     shown = one_line(str(folder))
     lines = [f"{shown}: prepared in {seconds:,.0f} s"]
-    lines += [f"  {split}: {count['documents']:,} documents, {count['tokens']:,} tokens"
-              for split, count in manifest["splits"].items()]
+    lines += [
+        f"  {split}: {count['documents']:,} documents, {count['tokens']:,} tokens"
+        for split, count in manifest["splits"].items()
+    ]
     left_out = ", ".join(f"{number:,} {kind.replace('_', '-')}" for kind, number in manifest["dropped"].items())
     lines += [f"  left out: {left_out}" + (f" ({shown}/{REJECTED})" if manifest["dropped"]["rejected"] else "")]
     if count := manifest["ignored"]["count"]:
         names = files.abridged(manifest["ignored"]["files"], count)
         lines += [f"  not read, being hidden or of another suffix: {count:,} ({names})"]
     if losses := _losses(manifest):
-        lines.append(f"  WARNING: {losses}; set data.tokenizer.path to another tokenizer, or "
-                     "data.tokenizer.lossy=refuse to stop at such a document")
+        lines.append(
+            f"  WARNING: {losses}; set data.tokenizer.path to another tokenizer, or "
+            "data.tokenizer.lossy=refuse to stop at such a document"
+        )
     return "\n".join(lines)
 
 
@@ -173,8 +188,10 @@ def _losses(manifest: dict) -> str:
     """What the tokenizer does not give back; empty for one that loses nothing."""
     trip, lost = manifest.get("round_trip", {"tried": 0, "equal": 0}), ", ".join(manifest.get("lost_kinds", []))
     if changed := trip["tried"] - trip["equal"]:
-        return (f"the tokenizer is lossy: {changed:,} of {trip['tried']:,} documents do not come back from their "
-                f"tokens as they were (it loses {lost or 'rare characters'})")
+        return (
+            f"the tokenizer is lossy: {changed:,} of {trip['tried']:,} documents do not come back from their "
+            f"tokens as they were (it loses {lost or 'rare characters'})"
+        )
     return f"the tokenizer loses {lost}, of which no document here has any" if lost else ""
 
 
@@ -184,8 +201,10 @@ def _check_lossy(manifest: dict, config: Config) -> None:
         UserError: data.tokenizer.lossy=refuse, and a lossy tokenizer made these token files.
     """
     if config.data.tokenizer.lossy == "refuse" and (losses := _losses(manifest)):
-        raise UserError(f"data.tokenizer.lossy: given 'refuse', but {losses}; set data.tokenizer.path to another "
-                        "tokenizer, or data.tokenizer.lossy=warn")
+        raise UserError(
+            f"data.tokenizer.lossy: given 'refuse', but {losses}; set data.tokenizer.path to another "
+            "tokenizer, or data.tokenizer.lossy=warn"
+        )
 
 
 def _fingerprints(config: Config, cached: bool = False, settings: dict | None = None) -> tuple[str, str]:
@@ -201,9 +220,11 @@ def _fingerprints(config: Config, cached: bool = False, settings: dict | None = 
     if given.path:
         tokenizer = load_tokenizer(given.path, given.eos_token)
         if tokenizer.vocab_size > size:
-            raise UserError(f"model.vocab_size: given {size}, but the tokenizer {given.path} has "
-                            f"{tokenizer.vocab_size} entries: set model.vocab_size={tokenizer.vocab_size} or more, or "
-                            "another data.tokenizer.path")
+            raise UserError(
+                f"model.vocab_size: given {size}, but the tokenizer {given.path} has "
+                f"{tokenizer.vocab_size} entries: set model.vocab_size={tokenizer.vocab_size} or more, or "
+                "another data.tokenizer.path"
+            )
         size, sha256 = tokenizer.vocab_size, tokenizer.sha256  # room for more does not change the tokens
     parts = [FORMAT, sources.PART_BYTES, settings or content_settings(config.data, size), sha256]
     both = []
@@ -221,8 +242,10 @@ def _only_touched(manifest: dict, config: Config, text: str) -> bool:
     """
     if "source_sha256" not in manifest or manifest.get("text") != text:
         return False
-    print("titans prepare: files of data.sources have other modification times than before; comparing their content",
-          file=sys.stderr)
+    print(
+        "titans prepare: files of data.sources have other modification times than before; comparing their content",
+        file=sys.stderr,
+    )
     hashes = []
     for source in config.data.every_source:
         for part in sources.parts([source]):
@@ -249,8 +272,11 @@ def _build(config: Config, build: Path, fingerprints: dict, shard: tuple[int, in
     own = range(len(parts)) if shard is None else range(shard[0], len(parts), shard[1])
     write_parts(job, {index: parts[index] for index in own}, workers)
     if shard is not None:
-        print(f"titans prepare: shard {shard[0]} of {shard[1]}: its {len(own)} of {len(parts)} parts are complete; "
-              "when all shards are, run the same command without --shard", file=sys.stderr)
+        print(
+            f"titans prepare: shard {shard[0]} of {shard[1]}: its {len(own)} of {len(parts)} parts are complete; "
+            "when all shards are, run the same command without --shard",
+            file=sys.stderr,
+        )
         return None
     out = build / "merged"
     shutil.rmtree(out, ignore_errors=True)
@@ -263,11 +289,15 @@ def _build(config: Config, build: Path, fingerprints: dict, shard: tuple[int, in
             total = sum(count["documents"] for count in merged["splits"].values())
             if data.validation_sources:
                 given = "sources" if split == "train" else "validation_sources"
-                raise UserError(f"data.{given}: none of its documents is left for the {split} split, of {total} that "
-                                "are neither empty nor duplicates; add text")
-            raise UserError(f"data.validation_fraction={data.validation_fraction}: of {total} documents none "
-                            f"fell to the {split} split; add text in data.sources"
-                            + (", or raise the fraction (below 0.5)" if split == "validation" else ""))
+                raise UserError(
+                    f"data.{given}: none of its documents is left for the {split} split, of {total} that "
+                    "are neither empty nor duplicates; add text"
+                )
+            raise UserError(
+                f"data.validation_fraction={data.validation_fraction}: of {total} documents none "
+                f"fell to the {split} split; add text in data.sources"
+                + (", or raise the fraction (below 0.5)" if split == "validation" else "")
+            )
     tokenizer.save(out)
     hashes = [file["sha256"] for file in merged["files"].values()] + [tokenizer.sha256]
     manifest = {
@@ -280,8 +310,8 @@ def _build(config: Config, build: Path, fingerprints: dict, shard: tuple[int, in
         "ignored": _ignored(data),
         **merged,
         "lost_kinds": lost_kinds(tokenizer),
-        "files": merged["files"] | {path.name: describe(path) for path in sorted(out.iterdir())
-                                    if path.name not in merged["files"]},
+        "files": merged["files"]
+        | {path.name: describe(path) for path in sorted(out.iterdir()) if path.name not in merged["files"]},
         **fingerprints,
     }
     _check_lossy(manifest, config)  # parts may have been written before lossy=refuse was set
@@ -291,8 +321,12 @@ def _build(config: Config, build: Path, fingerprints: dict, shard: tuple[int, in
 
 def _ignored(data: DataConfig) -> dict:
     """Of the manifest: files under the sources that are not read, how many and the first of their names."""
-    names = [utf8(os.path.join(source.path, name)) for source in data.every_source if source.kind == "files"
-             for name in files.listing(source).ignored]
+    names = [
+        utf8(os.path.join(source.path, name))
+        for source in data.every_source
+        if source.kind == "files"
+        for name in files.listing(source).ignored
+    ]
     return {"count": len(names), "files": names[:_NAMED]}
 
 
@@ -300,8 +334,9 @@ def _tokenizer(config: Config, build: Path) -> Tokenizer:
     """The tokenizer in ``build``: a copy of the one that is given, or trained on the training split."""
     given = config.data.tokenizer
     if given.path is None and any(source.kind == "indexed" for source in config.data.every_source):
-        raise UserError("data.sources: kind=indexed holds ids, not text; set data.tokenizer.path to the tokenizer that "
-                        "made them")
+        raise UserError(
+            "data.sources: kind=indexed holds ids, not text; set data.tokenizer.path to the tokenizer that made them"
+        )
     path = saved_tokenizer(build)
     if not path.is_file():
         with tempfile.TemporaryDirectory(dir=build) as scratch:  # several nodes may be at it: each makes the same
@@ -314,8 +349,10 @@ def _tokenizer(config: Config, build: Path) -> Tokenizer:
                 os.replace(file, build / file.name)
     tokenizer = load_tokenizer(path, given.eos_token, given.add_bos)
     if given.lossy == "refuse" and (lost := lost_kinds(tokenizer)):
-        raise UserError(f"data.tokenizer.lossy: given 'refuse', but {given.path} loses {', '.join(lost)}; set "
-                        "data.tokenizer.path to another tokenizer, or data.tokenizer.lossy=warn")
+        raise UserError(
+            f"data.tokenizer.lossy: given 'refuse', but {given.path} loses {', '.join(lost)}; set "
+            "data.tokenizer.path to another tokenizer, or data.tokenizer.lossy=warn"
+        )
     return tokenizer
 
 
@@ -352,8 +389,9 @@ def _locked(folder: Path, exclusive: bool) -> Iterator[None]:
         try:
             fcntl.flock(handle, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"data.dir={folder}: another titans prepare is at work there; wait for it, "
-                            "or choose another data.dir") from None
+            raise UserError(
+                f"data.dir={folder}: another titans prepare is at work there; wait for it, or choose another data.dir"
+            ) from None
         except OSError:
             pass  # a file system without locks
         yield

@@ -173,15 +173,21 @@ def _document(row: Row | Rejected, source: SourceConfig, counts: Counter) -> Doc
     for column, least in source.minimum.items():
         value = row.values[column]
         if value is not None and not isinstance(value, int | float | Decimal):
-            return Rejected(f"{row.where}, column {column!r}", f"holds a {type(value).__name__}, not a number",
-                            "name another column in minimum")
+            return Rejected(
+                f"{row.where}, column {column!r}",
+                f"holds a {type(value).__name__}, not a number",
+                "name another column in minimum",
+            )
         if value is None or not value >= least:
             counts["filtered"] += 1
             return None
     text = row.values[source.text_column]
     if text is not None and not isinstance(text, str):
-        return Rejected(f"{row.where}, column {source.text_column!r}", f"holds a {type(text).__name__}, not text",
-                        "set text_column to the one that holds the text")
+        return Rejected(
+            f"{row.where}, column {source.text_column!r}",
+            f"holds a {type(text).__name__}, not text",
+            "set text_column to the one that holds the text",
+        )
     if not text or not visible(text):
         counts["empty"] += 1
         return None
@@ -229,7 +235,7 @@ def _state(path: Path, times: bool) -> list[int]:
     if files.obstacle(path):
         return []
     stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns][:1 + times]
+    return [stat.st_size, stat.st_mtime_ns][: 1 + times]
 
 
 def hash_content(source: SourceConfig, part: Part, update: Callable[[bytes], None]) -> None:

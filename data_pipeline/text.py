@@ -36,4 +36,4 @@ def one_line(name: str) -> str:
 
 def _escape(surrogate: str) -> str:
     code = ord(surrogate)
-    return f"\\x{code - 0xdc00:02x}" if 0xdc80 <= code <= 0xdcff else f"\\u{code:04x}"
+    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"

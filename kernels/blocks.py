@@ -53,9 +53,7 @@ def cut(offset: Tensor, reset: Tensor | None, length: int, chunk: int, block: in
     place = torch.arange(width)
     valid = place < table[..., 1:2]
     index = torch.where(valid, table[..., :1] + place, 0)
-    return Blocks(
-        [width] * count, index, valid, _agree(table[..., 2].bool()), _agree(table[..., 3].bool()), after
-    )
+    return Blocks([width] * count, index, valid, _agree(table[..., 2].bool()), _agree(table[..., 3].bool()), after)
 
 
 def _cut_row(offset: int, resets: list[int], length: int, chunk: int, block: int):

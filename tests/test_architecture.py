@@ -188,6 +188,10 @@ def test_parallelism_comes_from_outside():
         if name.startswith(("titans_pt.models", "titans_pt.layers", "titans_pt.kernels")):
             for imported, _ in imports(ast.parse((ROOT / path).read_text())):
                 assert not imported.startswith(("titans_pt.parallel", "torch.distributed", "deepspeed")), path
-    users = {path for path in modules().values()
-             for imported, _ in imports(ast.parse((ROOT / path).read_text())) if imported.startswith("deepspeed")}
+    users = {
+        path
+        for path in modules().values()
+        for imported, _ in imports(ast.parse((ROOT / path).read_text()))
+        if imported.startswith("deepspeed")
+    }
     assert users == {"titans_pt/training/engine.py"}

@@ -117,4 +117,4 @@ def test_names_of_models_are_spelled_out_where_they_first_stand(page):
     text = " ".join(page.read_text().split())
     for name, meant in MEANT.items():
         if first := re.search(rf"\b{name}\b", text):
-            assert meant in text[first.start():first.end() + 60], (page.name, name)
+            assert meant in text[first.start() : first.end() + 60], (page.name, name)

@@ -56,9 +56,7 @@ def models() -> list[str]:
     for first, *others in lowest_first(rows):
         row = first.row
         rate = f"{rates[row.model].settled(records).train.lr:.0e}".replace("e-0", "e-")
-        text.append(
-            line(row.name, rate, told(first), seeds(first), apart.get(row.name, "-"), *map(told, others))
-        )
+        text.append(line(row.name, rate, told(first), seeds(first), apart.get(row.name, "-"), *map(told, others)))
     return text
 
 

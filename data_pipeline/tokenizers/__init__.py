@@ -28,16 +28,22 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None, add_bos: bool
     try:
         model = Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"tokenizer {path}: {error.strerror}; set data.tokenizer.path to a SentencePiece .model "
-                        "file or a tokenizer.json, or to null to train one with: titans prepare CONFIG") from None
+        raise UserError(
+            f"tokenizer {path}: {error.strerror}; set data.tokenizer.path to a SentencePiece .model "
+            "file or a tokenizer.json, or to null to train one with: titans prepare CONFIG"
+        ) from None
     kind = HuggingFaceTokenizer if Path(path).suffix == ".json" else SentencePieceTokenizer
     tokenizer = kind(Path(path), model, eos_token)
     if tokenizer.eos_id < 0:
-        raise UserError(f"tokenizer {path}: has no end-of-text piece, which separates documents; set "
-                        "data.tokenizer.eos_token to one, or data.tokenizer.path to a model that has it")
+        raise UserError(
+            f"tokenizer {path}: has no end-of-text piece, which separates documents; set "
+            "data.tokenizer.eos_token to one, or data.tokenizer.path to a model that has it"
+        )
     if add_bos:
         if tokenizer.bos_id < 0:
-            raise UserError(f"data.tokenizer.add_bos: given true, but {path} has no begin-of-text piece; "
-                            "set it to false, or another data.tokenizer.path")
+            raise UserError(
+                f"data.tokenizer.add_bos: given true, but {path} has no begin-of-text piece; "
+                "set it to false, or another data.tokenizer.path"
+            )
         tokenizer.begin = (tokenizer.bos_id,)
     return tokenizer

@@ -38,8 +38,10 @@ class HuggingFaceTokenizer(Tokenizer):
             self.controls = _controls(tree, config) | ({eos_token} if eos_token else set())
             self._tokenizer = tokenizers.Tokenizer.from_buffer(_marked(tree, self.controls) or model)
         except Exception as error:  # the library raises Exception itself
-            raise UserError(f"tokenizer {path}: not a tokenizer.json ({' '.join(str(error).split())}); copy it again, "
-                            "or set data.tokenizer.path to another file") from None
+            raise UserError(
+                f"tokenizer {path}: not a tokenizer.json ({' '.join(str(error).split())}); copy it again, "
+                "or set data.tokenizer.path to another file"
+            ) from None
         self.path, self.sha256 = path, hashlib.sha256(model).hexdigest()
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text, not the end of a document
         self._tokenizer.no_truncation()
@@ -50,12 +52,16 @@ class HuggingFaceTokenizer(Tokenizer):
         self._ends = {"bos_token": config.get("bos_token"), "eos_token": eos_token or config.get("eos_token")}
         self.bos_id, self.eos_id = (self._id(self._ends[key]) for key in ("bos_token", "eos_token"))
         if eos_token and self.eos_id < 0:
-            raise UserError(f"data.tokenizer.eos_token: given {eos_token!r}, which is no piece of {path}; set it to "
-                            "one, or to null for that of tokenizer_config.json next to it")
+            raise UserError(
+                f"data.tokenizer.eos_token: given {eos_token!r}, which is no piece of {path}; set it to "
+                "one, or to null for that of tokenizer_config.json next to it"
+            )
         if self.eos_id >= 0 and self._is_text(self._ends["eos_token"], self.eos_id):
-            raise UserError(f"data.tokenizer.eos_token: {self._ends['eos_token']!r} of {path} is an ordinary piece, "
-                            "which text becomes in the middle of documents; set it to a token of the file's "
-                            f"added_tokens: {', '.join(sorted(self.controls - {eos_token})[:8]) or 'it has none'}")
+            raise UserError(
+                f"data.tokenizer.eos_token: {self._ends['eos_token']!r} of {path} is an ordinary piece, "
+                "which text becomes in the middle of documents; set it to a token of the file's "
+                f"added_tokens: {', '.join(sorted(self.controls - {eos_token})[:8]) or 'it has none'}"
+            )
         first = self.encode("a")
         self.dummy_prefix = bool(first) and self.pieces[first[0]].startswith(b" ")
 
@@ -83,8 +89,10 @@ class HuggingFaceTokenizer(Tokenizer):
         if "ByteLevel" in kinds:
             of_character = {character: byte for byte, character in _byte_level().items()}
         elif not kinds & {"Metaspace", "Replace"}:
-            raise UserError(f"tokenizer {self.path}: its decoder ({', '.join(sorted(kinds)) or 'none'}) does not give "
-                            "back the text; use byte-level BPE, or SentencePiece's kind with byte fallback")
+            raise UserError(
+                f"tokenizer {self.path}: its decoder ({', '.join(sorted(kinds)) or 'none'}) does not give "
+                "back the text; use byte-level BPE, or SentencePiece's kind with byte fallback"
+            )
         else:
             of_character = None
         added = self._tokenizer.get_added_tokens_decoder()

@@ -34,15 +34,19 @@ class SentencePieceTokenizer(Tokenizer):
             self.names = [sp.id_to_piece(i) for i in range(self.vocab_size)]
             self.pieces = [_piece_bytes(sp, i) for i in range(self.vocab_size)]
         except (RuntimeError, IndexError):
-            raise UserError(f"tokenizer {path}: not a SentencePiece model, or a truncated one; "
-                            "copy it again, or set data.tokenizer.path to another file") from None
+            raise UserError(
+                f"tokenizer {path}: not a SentencePiece model, or a truncated one; "
+                "copy it again, or set data.tokenizer.path to another file"
+            ) from None
         self.path, self.sha256, self._sp = path, hashlib.sha256(model).hexdigest(), sp
         self.bos_id, self.eos_id = sp.bos_id(), sp.eos_id()
         if eos_token is not None:
             self.eos_id = sp.piece_to_id(eos_token)
             if not sp.is_control(self.eos_id):
-                raise UserError(f"data.tokenizer.eos_token: given {eos_token!r}, which is no control piece of {path}; "
-                                "set it to one, or to null for the model's own")
+                raise UserError(
+                    f"data.tokenizer.eos_token: given {eos_token!r}, which is no control piece of {path}; "
+                    "set it to one, or to null for the model's own"
+                )
         self.dummy_prefix = sp.encode_as_pieces("a")[0].startswith(_SPACE)
         self._escaped_space = [sp.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
         self._escapes = sp.is_byte(self._escaped_space[0]) and not self.dummy_prefix
@@ -66,7 +70,7 @@ class SentencePieceTokenizer(Tokenizer):
             ids.extend(self._escaped_space if i else [])
             for start, stop in _stretches(part) if self._cuts else [(0, len(part))]:
                 lead = self._newline if start else []
-                ids.extend(self._sp.encode("\n" * bool(start) + part[start:stop])[len(lead):])
+                ids.extend(self._sp.encode("\n" * bool(start) + part[start:stop])[len(lead) :])
         return ids
 
     def save(self, folder: Path) -> Path:

@@ -30,10 +30,22 @@ def train_tokenizer(texts: Iterable[str], out_path: str | Path, vocab_size: int,
     failures: list[Exception] = []
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts, max_characters, failures), model_writer=model, vocab_size=vocab_size,
-            model_type="bpe", byte_fallback=True, split_digits=True, allow_whitespace_only_pieces=True,
-            normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
-            unk_id=0, bos_id=1, eos_id=2, pad_id=-1, max_sentence_length=4 * _LINE_CHARACTERS, minloglevel=2,
+            sentence_iterator=_lines(texts, max_characters, failures),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type="bpe",
+            byte_fallback=True,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            max_sentence_length=4 * _LINE_CHARACTERS,
+            minloglevel=2,
         )
     except RuntimeError as error:
         raise failures[0] if failures else _explain(str(error), vocab_size) from None
@@ -41,8 +53,9 @@ def train_tokenizer(texts: Iterable[str], out_path: str | Path, vocab_size: int,
     try:
         write_atomically(out_path, lambda temporary: temporary.write_bytes(model.getvalue()))
     except OSError as error:
-        raise UserError(f"tokenizer {out_path}: cannot be written: {error.strerror}; free space or choose another "
-                        "data.dir") from None
+        raise UserError(
+            f"tokenizer {out_path}: cannot be written: {error.strerror}; free space or choose another data.dir"
+        ) from None
     return SentencePieceTokenizer(out_path, model.getvalue())
 
 
@@ -55,7 +68,7 @@ def _lines(texts: Iterable[str], max_characters: int, failures: list[Exception])
         for text in texts:
             for line in text[:max_characters].split("\n"):
                 for start in range(0, len(line), _LINE_CHARACTERS):
-                    yield line[start:start + _LINE_CHARACTERS]
+                    yield line[start : start + _LINE_CHARACTERS]
             max_characters -= len(text)
             if max_characters <= 0:
                 return
@@ -67,11 +80,15 @@ def _lines(texts: Iterable[str], max_characters: int, failures: list[Exception])
 def _explain(error: str, vocab_size: int) -> Exception:
     """SentencePiece's message in terms of our settings."""
     if match := re.search(r"too high \(\d+\)\. Please set it to a value <= (\d+)", error):
-        return UserError(f"model.vocab_size: given {vocab_size}; the text is enough for at most {match[1]}: "
-                         "lower it, or add text in data.sources")
+        return UserError(
+            f"model.vocab_size: given {vocab_size}; the text is enough for at most {match[1]}: "
+            "lower it, or add text in data.sources"
+        )
     if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
-        return UserError(f"model.vocab_size: given {vocab_size}; bytes and the characters of the text alone need "
-                         f"{match[1]}: raise it")
+        return UserError(
+            f"model.vocab_size: given {vocab_size}; bytes and the characters of the text alone need "
+            f"{match[1]}: raise it"
+        )
     if "sentences_.empty()" in error:
         return UserError("data.sources: no text to train a tokenizer on; add text, or set data.tokenizer.path")
     return RuntimeError(error)

@@ -112,16 +112,24 @@ def _check(x, step, k, q, rate, initial_state, reset, backend):
         if not ok:
             raise ValueError(f"channel_scan: {message}")
 
-    need(x.dim() == 3 and x.shape == step.shape and x.shape[1] > 0,
-         f"x, step must share one shape (B, T, D) with T > 0, got {[tuple(t.shape) for t in (x, step)]}")
+    need(
+        x.dim() == 3 and x.shape == step.shape and x.shape[1] > 0,
+        f"x, step must share one shape (B, T, D) with T > 0, got {[tuple(t.shape) for t in (x, step)]}",
+    )
     batch, length, channels = x.shape
-    need(k.dim() == 3 and k.shape == q.shape and k.shape[:2] == x.shape[:2],
-         f"k, q must share one shape {(batch, length, 'N')}, got {[tuple(t.shape) for t in (k, q)]}")
+    need(
+        k.dim() == 3 and k.shape == q.shape and k.shape[:2] == x.shape[:2],
+        f"k, q must share one shape {(batch, length, 'N')}, got {[tuple(t.shape) for t in (k, q)]}",
+    )
     size = k.shape[2]
-    need(rate is None or rate.shape == (channels, size),
-         f"rate must be {(channels, size)}, got {rate is not None and tuple(rate.shape)}")
-    need(initial_state is None or initial_state.shape == (batch, channels, size),
-         f"initial_state must be {(batch, channels, size)}, "
-         f"got {initial_state is not None and tuple(initial_state.shape)}")
+    need(
+        rate is None or rate.shape == (channels, size),
+        f"rate must be {(channels, size)}, got {rate is not None and tuple(rate.shape)}",
+    )
+    need(
+        initial_state is None or initial_state.shape == (batch, channels, size),
+        f"initial_state must be {(batch, channels, size)}, "
+        f"got {initial_state is not None and tuple(initial_state.shape)}",
+    )
     need(reset is None or (reset.dtype == torch.bool and reset.shape == x.shape[:2]), "reset must be bool (B, T)")
     need(backend in BACKENDS, f"backend {backend!r} is none of {', '.join(BACKENDS)}")

@@ -109,14 +109,18 @@ def _check(q, k, v, decay, beta, initial_state, reset, backend):
         if not ok:
             raise ValueError(f"linear_memory: {message}")
 
-    need(q.dim() == 4 and q.shape == k.shape and q.shape[1] > 0,
-         f"q, k must share one shape (B, T, H, K) with T > 0, got {[tuple(x.shape) for x in (q, k)]}")
+    need(
+        q.dim() == 4 and q.shape == k.shape and q.shape[1] > 0,
+        f"q, k must share one shape (B, T, H, K) with T > 0, got {[tuple(x.shape) for x in (q, k)]}",
+    )
     batch, length, heads, width = q.shape
     token = (batch, length, heads)
 
     def fits(name: str, x: Tensor | None, *shapes: tuple):
-        need(x is None or tuple(x.shape) in shapes,
-             f"{name} must be {' or '.join(map(str, shapes))}, got {x is not None and tuple(x.shape)}")
+        need(
+            x is None or tuple(x.shape) in shapes,
+            f"{name} must be {' or '.join(map(str, shapes))}, got {x is not None and tuple(x.shape)}",
+        )
 
     fits("v", v, (*token, v.shape[-1]))
     fits("decay", decay, (heads,), token, (*token, width))

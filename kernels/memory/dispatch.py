@@ -90,8 +90,10 @@ def neural_memory(
     dtype = state_dtype(q)
     channelwise = alpha.dim() == 4 and alpha.shape != theta.shape
     if stale and (channelwise or backend in ("triton", "native")):
-        _wrong(f"stale: given with {'an alpha for each channel' if channelwise else f'backend {backend!r}'}; PyTorch's "
-               "operators alone serve it, with alpha=head")
+        _wrong(
+            f"stale: given with {'an alpha for each channel' if channelwise else f'backend {backend!r}'}; PyTorch's "
+            "operators alone serve it, with alpha=head"
+        )
     plain = channelwise or stale
     fused = None if stale else _fused(q, network, chunk_size, channelwise, backend)
     with no_autocast(q):
@@ -213,12 +215,16 @@ def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forge
     shapes = ((batch, length, heads), (batch, length, heads, 1), (batch, length, heads, len(weights)))
     channels = (batch, length, heads, network.channels)
     if theta.shape != eta.shape or theta.shape not in shapes or alpha.shape not in (theta.shape, channels):
-        _wrong(f"theta, eta, alpha must share one of the shapes {shapes}, or alpha have {channels}, "
-               f"got {[tuple(g.shape) for g in (theta, eta, alpha)]}")
+        _wrong(
+            f"theta, eta, alpha must share one of the shapes {shapes}, or alpha have {channels}, "
+            f"got {[tuple(g.shape) for g in (theta, eta, alpha)]}"
+        )
     ends = [width, *(w.shape[2] for w in weights)]
     if ends[-1] != width or any(w.shape[:2] != (heads, d) for w, d in zip(weights, ends[:-1], strict=True)):
-        _wrong(f"weights must chain (H, d_in, d_out) from D to D with H={heads}, D={width}, "
-               f"got {[tuple(w.shape) for w in weights]}")
+        _wrong(
+            f"weights must chain (H, d_in, d_out) from D to D with H={heads}, D={width}, "
+            f"got {[tuple(w.shape) for w in weights]}"
+        )
     if norm is not None and any(p.shape != (heads, width) for p in norm):
         _wrong(f"norm must be two ({heads}, {width})")
     own = NetworkShape.of(weights, norm, network.residual, network.activation)

@@ -163,9 +163,7 @@ class Deferrals:
     G: list[Tensor]
 
 
-def key_side(
-    k: Tensor, goal: Tensor, norm: Weights, F: Held | Deferred, network: NetworkShape
-) -> Keys:
+def key_side(k: Tensor, goal: Tensor, norm: Weights, F: Held | Deferred, network: NetworkShape) -> Keys:
     """The gradient of ||M(k) - v||^2 at the weights F. k, goal (see there) (..., c, D), norm two (..., 1, D) or
     none."""
     act, pulled_back = ACTIVATIONS[network.activation], PULLED_BACK[network.activation]

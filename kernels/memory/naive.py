@@ -37,8 +37,7 @@ def naive_memory(
     reset: Tensor | None,
     stale: bool = False,
 ) -> tuple[Tensor, MemoryState]:
-    """q, k, v (B, T, H, D); gates (B, T, H, 1 or L), alpha also (B, T, H, channels); weights (B, H, d_in, d_out): M_0.
-    """
+    """q, k, v (B, T, H, D); gates (B, T, H, 1 or L), alpha also (B, T, H, channels); M_0 (B, H, d_in, d_out)."""
     keep_graph = torch.is_grad_enabled()
     current, momentum, start = state.weights, state.momentum, state.chunk_weights
     offset = state.offset.to(q.device)

@@ -82,18 +82,25 @@ def _check(q, k, v, rate, tau, weights, biases, norm, reset, backend):
         if not ok:
             raise ValueError(f"ttt_memory: {message}")
 
-    need(q.dim() == 4 and q.shape == k.shape == v.shape and q.shape[1] > 0,
-         f"q, k, v must share one shape (B, T, H, D) with T > 0, got {[tuple(x.shape) for x in (q, k, v)]}")
+    need(
+        q.dim() == 4 and q.shape == k.shape == v.shape and q.shape[1] > 0,
+        f"q, k, v must share one shape (B, T, H, D) with T > 0, got {[tuple(x.shape) for x in (q, k, v)]}",
+    )
     heads, width = q.shape[2:]
     need(rate.shape == q.shape[:3], f"rate must be {tuple(q.shape[:3])}, got {tuple(rate.shape)}")
     need(tau.dim() == 1 and len(tau) > 0, f"tau must have one entry per token of a mini-batch, got {tuple(tau.shape)}")
     ends = [width, *(w.shape[2] for w in weights)]
-    need(len(weights) in (1, 2) and ends[-1] == width
-         and all(tuple(w.shape[:2]) == (heads, d) for w, d in zip(weights, ends[:-1], strict=True)),
-         f"weights must be one or two that chain (H, d_in, d_out) from D to D with H={heads}, D={width}, "
-         f"got {[tuple(w.shape) for w in weights]}")
-    need([tuple(b.shape) for b in biases] == [(heads, d) for d in ends[1:]],
-         f"biases must be {[(heads, d) for d in ends[1:]]}, got {[tuple(b.shape) for b in biases]}")
+    need(
+        len(weights) in (1, 2)
+        and ends[-1] == width
+        and all(tuple(w.shape[:2]) == (heads, d) for w, d in zip(weights, ends[:-1], strict=True)),
+        f"weights must be one or two that chain (H, d_in, d_out) from D to D with H={heads}, D={width}, "
+        f"got {[tuple(w.shape) for w in weights]}",
+    )
+    need(
+        [tuple(b.shape) for b in biases] == [(heads, d) for d in ends[1:]],
+        f"biases must be {[(heads, d) for d in ends[1:]]}, got {[tuple(b.shape) for b in biases]}",
+    )
     need(len(norm) == 2 and all(tuple(p.shape) == (heads, width) for p in norm), f"norm must be two ({heads}, {width})")
     need(reset is None or (reset.dtype == torch.bool and reset.shape == q.shape[:2]), "reset must be bool (B, T)")
     need(backend in BACKENDS, f"backend {backend!r} is none of {', '.join(BACKENDS)}")

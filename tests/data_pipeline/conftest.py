@@ -27,11 +27,18 @@ def config(tmp_path, corpus):
     """config(data={...}, model={...}): the corpus into tmp_path/data, with changes."""
 
     def build(data=None, model=None):
-        return Config.model_validate({
-            "data": {"dir": str(tmp_path / "data"), "sources": [{"kind": "files", "path": str(corpus)}],
-                     "validation_fraction": 0.2, "seq_len": 64, **(data or {})},
-            "model": {"vocab_size": VOCAB, "window": 16, "segment": 16, "memory_tokens": 16, **(model or {})},
-            "train": {"batch_tokens": 64 * 8},
-        })
+        return Config.model_validate(
+            {
+                "data": {
+                    "dir": str(tmp_path / "data"),
+                    "sources": [{"kind": "files", "path": str(corpus)}],
+                    "validation_fraction": 0.2,
+                    "seq_len": 64,
+                    **(data or {}),
+                },
+                "model": {"vocab_size": VOCAB, "window": 16, "segment": 16, "memory_tokens": 16, **(model or {})},
+                "train": {"batch_tokens": 64 * 8},
+            }
+        )
 
     return build

@@ -85,8 +85,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _tell(self, repository: str, kind: str | None, inside: str, query: dict, body: bytes):
         files, commit = self.hub.files(repository), self.hub.commit(repository)
-        entries = [{"type": "file", "path": name, "size": path.stat().st_size, "oid": oid(path)}
-                   for name, path in files.items()]
+        entries = [
+            {"type": "file", "path": name, "size": path.stat().st_size, "oid": oid(path)}
+            for name, path in files.items()
+        ]
         folders = sorted({parent.as_posix() for name in files for parent in Path(name).parents} - {"."})
         entries += [{"type": "directory", "path": name, "size": 0, "oid": "0" * 40} for name in folders]
         if kind == "paths-info":
@@ -98,8 +100,19 @@ class _Handler(BaseHTTPRequestHandler):
             depth = len(Path(inside).parts) + 1
             return [entry for entry in below if deep or len(Path(entry["path"]).parts) == depth]
         siblings = [{"rfilename": name} for name in files]
-        return {"id": repository, "_id": "0", "sha": commit, "private": False, "gated": False, "disabled": False,
-                "tags": [], "downloads": 0, "likes": 0, "siblings": siblings, "cardData": None}
+        return {
+            "id": repository,
+            "_id": "0",
+            "sha": commit,
+            "private": False,
+            "gated": False,
+            "disabled": False,
+            "tags": [],
+            "downloads": 0,
+            "likes": 0,
+            "siblings": siblings,
+            "cardData": None,
+        }
 
     def _form(self, body: bytes) -> dict:
         if "json" in self.headers.get("Content-Type", ""):
@@ -111,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
         size, status, span = len(content), 200, None
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             first, last = int(match[1]), min(int(match[2] or size - 1), size - 1)
-            content, status, span = content[first:last + 1], 206, f"bytes {first}-{last}/{size}"
+            content, status, span = content[first : last + 1], 206, f"bytes {first}-{last}/{size}"
         self.send_response(status)
         self.send_header("ETag", f'"{oid(path)}"')
         self.send_header("X-Repo-Commit", self.hub.commit(repository))
@@ -124,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.hub.breaks > 0 and len(content) > 1000:
             self.hub.breaks -= 1
-            self.wfile.write(content[:len(content) // 2])
+            self.wfile.write(content[: len(content) // 2])
             self.close_connection = True
             return
         self.wfile.write(content)

@@ -38,9 +38,18 @@ configs:
 def fineweb_row(text: str, identity: str, number: int) -> dict:
     """A row with the columns of FineWeb-Edu; its scores are made up."""
     score = 2.5 + number % 5 / 2
-    return {"text": text, "id": f"<urn:debian:{identity}>", "dump": "debian", "url": "", "file_path": identity,
-            "language": "en", "language_score": 0.6 + number % 40 / 100, "token_count": len(text) // 4,
-            "score": score, "int_score": round(score)}
+    return {
+        "text": text,
+        "id": f"<urn:debian:{identity}>",
+        "dump": "debian",
+        "url": "",
+        "file_path": identity,
+        "language": "en",
+        "language_score": 0.6 + number % 40 / 100,
+        "token_count": len(text) // 4,
+        "score": score,
+        "int_score": round(score),
+    }
 
 
 def write_layout(root: Path, rows: Iterator[dict], rows_a_file: int, row_group: int = 1000) -> Path:

@@ -58,16 +58,31 @@ LATIN = os.fsdecode(b"caf\xe9")
 
 
 def test_suffixes_in_any_case_and_compressions(tmp_path):
-    for name, pack in {"a.JSONL": bytes, "b.ndjson": bytes, "c.json.gz": gzip.compress, "d.jsonl.xz": lzma.compress,
-                       "e.ndjson.bz2": bz2.compress, "f.Jsonl.Zst": lambda data: zstd_frame(20, data),
-                       "g.json.ZST": lambda data: zstd_frame(27, data)}.items():
+    for name, pack in {
+        "a.JSONL": bytes,
+        "b.ndjson": bytes,
+        "c.json.gz": gzip.compress,
+        "d.jsonl.xz": lzma.compress,
+        "e.ndjson.bz2": bz2.compress,
+        "f.Jsonl.Zst": lambda data: zstd_frame(20, data),
+        "g.json.ZST": lambda data: zstd_frame(27, data),
+    }.items():
         (tmp_path / name).write_bytes(pack(line(name)))
     for name, pack in {"h.TXT": bytes, "i.txt.gz": gzip.compress, "j.txt.XZ": lzma.compress}.items():
         (tmp_path / name).write_bytes(pack(f"{name}\r\nof two lines\rof three".encode()))
     parquet.write_table(pa.table({"text": ["k"]}), tmp_path / "k.PARQUET")
     found, rejected = read(tmp_path)
-    assert found == ["a.JSONL", "b.ndjson", "c.json.gz", "d.jsonl.xz", "e.ndjson.bz2", "f.Jsonl.Zst", "g.json.ZST",
-                     *(f"{name}\nof two lines\nof three" for name in ("h.TXT", "i.txt.gz", "j.txt.XZ")), "k"]
+    assert found == [
+        "a.JSONL",
+        "b.ndjson",
+        "c.json.gz",
+        "d.jsonl.xz",
+        "e.ndjson.bz2",
+        "f.Jsonl.Zst",
+        "g.json.ZST",
+        *(f"{name}\nof two lines\nof three" for name in ("h.TXT", "i.txt.gz", "j.txt.XZ")),
+        "k",
+    ]
     assert not rejected and not readers.listing(files(tmp_path)).ignored
 
 
@@ -85,8 +100,17 @@ def test_what_is_not_read_is_named_hidden_ones_last(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     found = readers.listing(files(tmp_path))
     assert [path.name for path in found.files] == ["a.txt"]
-    assert found.ignored == ["README", "b.csv", LATIN + ".md", "info.json", "pipe", "sub/deep.html", "x.parquet.gz",
-                             ".git/", ".hidden.txt"]
+    assert found.ignored == [
+        "README",
+        "b.csv",
+        LATIN + ".md",
+        "info.json",
+        "pipe",
+        "sub/deep.html",
+        "x.parquet.gz",
+        ".git/",
+        ".hidden.txt",
+    ]
     assert readers.abridged(found.ignored, count=20, most=3) == "README, b.csv, caf\\xe9.md and 17 more"
     (tmp_path / "a.txt").unlink()
     fails(tmp_path, r"no usable file (there are: README, b.csv, caf\xe9.md", "and 1 more)", ".jsonl")
@@ -114,11 +138,15 @@ def test_linked_folders_and_files_are_read(tmp_path):
     assert read(tmp_path / "whole")[0] == ["near", "far", "far"]
 
 
-@pytest.mark.parametrize(("target", "reason"), [
-    *((target, "a folder that it is in itself") for target in ("..", ".", "/", "../sub")),
-    ("link", "cannot be followed (Too many levels"), ("/gone/x.jsonl", "cannot be followed (No such file"),
-    (os.fsdecode(b"/gone/caf\xe9\n"), r"to /gone/caf\xe9\n, which"),
-])
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        *((target, "a folder that it is in itself") for target in ("..", ".", "/", "../sub")),
+        ("link", "cannot be followed (Too many levels"),
+        ("/gone/x.jsonl", "cannot be followed (No such file"),
+        (os.fsdecode(b"/gone/caf\xe9\n"), r"to /gone/caf\xe9\n, which"),
+    ],
+)
 @pytest.mark.parametrize("name", ["link", "link.jsonl", "link.csv"])
 def test_links_that_lead_nowhere_or_back_are_refused(tmp_path, target, reason, name):
     """Whatever their name: a link to nothing may have been a folder, or a disk that is not mounted."""
@@ -180,7 +208,8 @@ def test_strange_file_names_of_every_format(tmp_path, name):
     assert sorted(document.text for document in found) == ["four", "one", "three", "two"]
     expected = {LATIN: "caf\\xe9"}.get(name, name)
     assert {document.file for document in found} == {
-        f"{tmp_path}/{expected}.{suffix}" for suffix in ("jsonl", "jsonl.zst", "parquet", "txt")}
+        f"{tmp_path}/{expected}.{suffix}" for suffix in ("jsonl", "jsonl.zst", "parquet", "txt")
+    }
     for suffix in ("jsonl", "jsonl.gz", "jsonl.xz", "parquet", "txt"):
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
@@ -231,7 +260,8 @@ def test_json_nested_deep_is_one_bad_line(tmp_path, nested):
 def test_numbers_and_keys_of_json(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(
         b'{"text": "one", "score": NaN}\n{"text": "two", "score": Infinity}\n{"text": "other", "text": "three"}\n'
-        b'{"text": "four", "score": 1e999}\n{"text": "five", "n": ' + b"9" * 5000 + b"}\n")
+        b'{"text": "four", "score": 1e999}\n{"text": "five", "n": ' + b"9" * 5000 + b"}\n"
+    )
     found, [rejected] = read(tmp_path)
     assert found == ["one", "two", "three", "four"]  # of equal keys the last counts
     assert rejected.reason == "an integer of more than 4,300 digits"

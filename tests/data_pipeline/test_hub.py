@@ -79,12 +79,15 @@ def test_each_document_can_be_traced(fineweb, config):
             assert place["tokens"] == len(stream[j]) and "_00000.parquet#" in place["file"]
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"name": "sample-11BT"}, ["sample-11BT", "name"]),
-    ({"split": "test"}, ["no split 'test'; there are train"]),
-    ({"path": "nobody/nothing"}, ["nobody/nothing"]),
-    ({"text_column": "body"}, ["text_column='body'", "text, id, dump"]),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": "sample-11BT"}, ["sample-11BT", "name"]),
+        ({"split": "test"}, ["no split 'test'; there are train"]),
+        ({"path": "nobody/nothing"}, ["nobody/nothing"]),
+        ({"text_column": "body"}, ["text_column='body'", "text, id, dump"]),
+    ],
+)
 def test_a_wrong_name_is_one_line(fineweb, monkeypatch, change, words):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError) as error:
@@ -149,8 +152,15 @@ def over_http(tmp_path):
             paths.append(str(path))
         ours = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "USE_TORCH": "NO"}  # else imported
         environment = os.environ | ours | environment
-        return subprocess.Popen([sys.executable, "-c", CALL, *paths], cwd=tmp_path, env=environment, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, "-c", CALL, *paths],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     def call(address, *configs, **environment):
         out, err = start(address, *configs, **environment).communicate(timeout=250)

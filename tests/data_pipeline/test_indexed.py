@@ -26,9 +26,9 @@ def read_by_the_format(prefix):
     assert idx[:9] == b"MMIDIDX\x00\x00"
     version, code, count, document_count = struct.unpack("<QBQQ", idx[9:34])
     assert version == 1
-    sizes = struct.unpack(f"<{count}i", idx[34:34 + 4 * count])
-    pointers = struct.unpack(f"<{count}q", idx[34 + 4 * count:34 + 12 * count])
-    documents = struct.unpack(f"<{document_count}q", idx[34 + 12 * count:])
+    sizes = struct.unpack(f"<{count}i", idx[34 : 34 + 4 * count])
+    pointers = struct.unpack(f"<{count}q", idx[34 + 4 * count : 34 + 12 * count])
+    documents = struct.unpack(f"<{document_count}q", idx[34 + 12 * count :])
     dtype = {8: np.uint16, 4: np.int32}[code]
     found = [np.frombuffer(tokens, dtype, n, at).tolist() for n, at in zip(sizes, pointers, strict=True)]
     return code, found, documents
@@ -85,10 +85,17 @@ def test_missing_or_truncated_files(tmp_path):
     flipped[34] = 4  # the first size
     pointer = bytearray(good[idx])
     pointer[34 + 8] = 2  # the first pointer
-    cases = [(idx, None, "No such file"), (bin_, None, "No such file"), (idx, b"", "truncated"),
-             (idx, good[idx][:-1], "truncated"), (idx, b"X" + good[idx][1:], "not an indexed dataset"),
-             (bin_, good[bin_][:-1], "truncated"), (bin_, good[bin_] * 2, "truncated, or of another run"),
-             (idx, bytes(flipped), "contradict"), (idx, bytes(pointer), "contradict")]
+    cases = [
+        (idx, None, "No such file"),
+        (bin_, None, "No such file"),
+        (idx, b"", "truncated"),
+        (idx, good[idx][:-1], "truncated"),
+        (idx, b"X" + good[idx][1:], "not an indexed dataset"),
+        (bin_, good[bin_][:-1], "truncated"),
+        (bin_, good[bin_] * 2, "truncated, or of another run"),
+        (idx, bytes(flipped), "contradict"),
+        (idx, bytes(pointer), "contradict"),
+    ]
     for path, data, what in cases:
         for name, content in good.items():
             name.write_bytes(content)
@@ -133,9 +140,18 @@ def full_disk(suffix):
     def fake(path, mode):
         file = open(path, mode)  # noqa: SIM115
         if str(path).endswith(suffix):
-            return type("Full", (), {"write": refuse, "flush": refuse, "seek": lambda *_: None,
-                                     "close": lambda _: file.close(),
-                                     "__enter__": lambda self: self, "__exit__": lambda *_: file.close()})()
+            return type(
+                "Full",
+                (),
+                {
+                    "write": refuse,
+                    "flush": refuse,
+                    "seek": lambda *_: None,
+                    "close": lambda _: file.close(),
+                    "__enter__": lambda self: self,
+                    "__exit__": lambda *_: file.close(),
+                },
+            )()
         return file
 
     return fake
@@ -148,8 +164,10 @@ def test_an_id_that_does_not_fit_is_refused(tmp_path):
 
 
 @settings(max_examples=30)
-@given(st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=20), min_size=1, max_size=20),
-       st.sampled_from([1000, 100_000]))
+@given(
+    st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=20), min_size=1, max_size=20),
+    st.sampled_from([1000, 100_000]),
+)
 def test_megatron_core_reads_what_is_written_here(tmp_path_factory, documents, vocab_size):
     """NVIDIA's own reader, by both of its ways."""
     prefix = write(tmp_path_factory.mktemp("indexed") / "train", documents, vocab_size)
@@ -162,8 +180,10 @@ def test_megatron_core_reads_what_is_written_here(tmp_path_factory, documents, v
 
 
 @settings(max_examples=30)
-@given(st.lists(st.lists(st.lists(st.integers(0, 999), max_size=9), min_size=1, max_size=4), min_size=1, max_size=9),
-       st.sampled_from([np.uint16, np.int32]))
+@given(
+    st.lists(st.lists(st.lists(st.integers(0, 999), max_size=9), min_size=1, max_size=4), min_size=1, max_size=9),
+    st.sampled_from([np.uint16, np.int32]),
+)
 def test_what_megatron_core_writes_is_read_here(tmp_path_factory, documents, dtype):
     """Documents of one or more sentences, empty ones among them."""
     prefix = tmp_path_factory.mktemp("indexed") / "theirs"
@@ -175,4 +195,5 @@ def test_what_megatron_core_writes_is_read_here(tmp_path_factory, documents, dty
     dataset = IndexedDataset(prefix)
     assert dataset.dtype == dtype and len(dataset) == sum(map(len, documents))
     assert [dataset.document(j).tolist() for j in range(len(documents))] == [
-        [token for sentence in sentences for token in sentence] for sentences in documents]
+        [token for sentence in sentences for token in sentence] for sentences in documents
+    ]

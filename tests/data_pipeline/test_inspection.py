@@ -30,8 +30,10 @@ def test_what_a_sample_contains(config, capsys, corpus):
         inspect_data(config(), sample=position)
         shown = capsys.readouterr().out.splitlines()
         found = samples.describe(position)
-        assert shown[0] == (f"sample {position}: {found['file']} epoch {found['epoch']} sample {found['sample']}, "
-                            f"tokens {found['tokens'][0]} to {found['tokens'][1] - 1}")
+        assert shown[0] == (
+            f"sample {position}: {found['file']} epoch {found['epoch']} sample {found['sample']}, "
+            f"tokens {found['tokens'][0]} to {found['tokens'][1] - 1}"
+        )
         first, last = found["documents"]
         assert len(shown) == 2 + last - first
         for line, j in zip(shown[1:], range(first, last + 1), strict=True):
@@ -124,8 +126,13 @@ def test_commands(config, tmp_path, capsys):
     capsys.readouterr()
     assert cli.run(["data", "inspect", str(path), "--sample", "2", "--count", "3", "data.seq_len=32"]) == 0
     assert capsys.readouterr().out.count("sample ") >= 3
-    for words in (["prepare", str(path), "--shard", "2/2"], ["prepare", str(path), "--workers", "0"],
-                  ["data", "inspect", str(path), "--step", "0"], ["data", "inspect"], ["data"],
-                  ["data", "inspect", str(path), "--step", "1", "--sample", "1"]):
+    for words in (
+        ["prepare", str(path), "--shard", "2/2"],
+        ["prepare", str(path), "--workers", "0"],
+        ["data", "inspect", str(path), "--step", "0"],
+        ["data", "inspect"],
+        ["data"],
+        ["data", "inspect", str(path), "--step", "1", "--sample", "1"],
+    ):
         assert cli.run(words) == 2
         assert capsys.readouterr().err.startswith("titans: error: ")

@@ -38,12 +38,15 @@ def test_jumping_back_and_leaving_a_batch_early():
     assert [ids.tolist() for ids, _ in loader.batches(8)] == first
 
 
-@pytest.mark.parametrize(("batch", "micro", "world", "parts"), [
-    (12, 8, 1, ["train.batch_tokens=120", "train.micro_batch=8", "1 ranks", "set train.micro_batch=6", "=160"]),
-    (12, 4, 2, ["train.micro_batch=3", "train.batch_tokens=160"]),
-    (10, 2, 4, ["4 ranks", "set train.batch_tokens=160"]),
-    (2, 4, 4, ["set train.batch_tokens=160"]),
-])
+@pytest.mark.parametrize(
+    ("batch", "micro", "world", "parts"),
+    [
+        (12, 8, 1, ["train.batch_tokens=120", "train.micro_batch=8", "1 ranks", "set train.micro_batch=6", "=160"]),
+        (12, 4, 2, ["train.micro_batch=3", "train.batch_tokens=160"]),
+        (10, 2, 4, ["4 ranks", "set train.batch_tokens=160"]),
+        (2, 4, 4, ["set train.batch_tokens=160"]),
+    ],
+)
 def test_indivisible_batch(batch, micro, world, parts):
     samples = PackedSamples(dataset([200]), 10, seed=0)
     with pytest.raises(UserError) as error:

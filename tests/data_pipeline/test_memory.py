@@ -35,8 +35,10 @@ def peak(config, folder, lines):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(config, tokenizer, tmp_path):
-    small, large = (peak(config, tmp_path / str(count), (f"{i} {text}" for i in range(count // 100)
-                                                         for text in make_texts(100))) for count in (20_000, 160_000))
+    small, large = (
+        peak(config, tmp_path / str(count), (f"{i} {text}" for i in range(count // 100) for text in make_texts(100)))
+        for count in (20_000, 160_000)
+    )
     assert large < small + 40, (small, large)
 
 

@@ -17,16 +17,25 @@ def test_duplicates_are_found_across_parts_and_buckets(tmp_path_factory, tokeniz
     folder = tmp_path_factory.mktemp("merge")
     texts = [f"document {number} of some words" for number in [*range(100, 120), *chosen]]
     write_jsonl(folder / "a.jsonl", texts)
-    config = Config.model_validate({"data": {
-        "dir": str(folder / "data"), "sources": [{"kind": "files", "path": str(folder / "a.jsonl")}],
-        "tokenizer": {"path": str(tokenizer.path)}, "validation_fraction": 0.3}, "model": {"vocab_size": 320}})
+    config = Config.model_validate(
+        {
+            "data": {
+                "dir": str(folder / "data"),
+                "sources": [{"kind": "files", "path": str(folder / "a.jsonl")}],
+                "tokenizer": {"path": str(tokenizer.path)},
+                "validation_fraction": 0.3,
+            },
+            "model": {"vocab_size": 320},
+        }
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merge, "_BUCKET_DOCUMENTS", bucket)
         patch.setattr(sources, "PART_BYTES", part_bytes)
         manifest = prepare(config)
     assert manifest["dropped"]["duplicate"] == len(texts) - len(set(texts))
     files = TokenFiles.open(config)
-    train, validation = ([tokenizer.decode(ids.tolist()) for ids in stream]
-                         for stream in (files.train[0], files.validation))
+    train, validation = (
+        [tokenizer.decode(ids.tolist()) for ids in stream] for stream in (files.train[0], files.validation)
+    )
     assert Counter(train + validation) == Counter(dict.fromkeys(texts, 1))
     assert train == [text for text in dict.fromkeys(texts) if text in set(train)]

@@ -40,7 +40,7 @@ def test_order_is_a_function_of_seed_and_position():
     one, two = (PackedSamples(data, 10, seed=3) for _ in range(2))
     order = [one.index(i) for i in range(3 * len(one))]
     assert [two.index(i) for i in reversed(range(3 * len(one)))] == order[::-1]  # whatever was asked before
-    epochs = [order[i:i + len(one)] for i in range(0, len(order), len(one))]
+    epochs = [order[i : i + len(one)] for i in range(0, len(order), len(one))]
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert [PackedSamples(data, 10, seed=4).index(i) for i in range(len(one))] != epochs[0]
     assert [PackedSamples(data, 10, 3, shuffle=False).index(i) for i in (0, 1, 98, 99)] == [0, 1, 98, 0]
@@ -63,9 +63,21 @@ def test_order_never_changes():
 def test_describe_names_the_documents():
     samples = PackedSamples(dataset([7, 3, 11, 20]), 10, seed=0, shuffle=False)
     assert samples.describe(0) == {
-        "position": 0, "epoch": 0, "sample": 0, "tokens": [0, 11], "documents": [0, 2], "file": "stream.bin"}
+        "position": 0,
+        "epoch": 0,
+        "sample": 0,
+        "tokens": [0, 11],
+        "documents": [0, 2],
+        "file": "stream.bin",
+    }
     assert samples.describe(5) == {
-        "position": 5, "epoch": 1, "sample": 1, "tokens": [10, 21], "documents": [2, 2], "file": "stream.bin"}
+        "position": 5,
+        "epoch": 1,
+        "sample": 1,
+        "tokens": [10, 21],
+        "documents": [2, 2],
+        "file": "stream.bin",
+    }
     json.dumps(samples.describe(3))
 
 
@@ -112,8 +124,10 @@ def test_weights_may_change_without_new_token_files(config, corpus, tmp_path):
     other = write_jsonl(tmp_path / "other.jsonl", make_texts(60, seed=9))
 
     def weighted(*weights):
-        sources = [{"kind": "files", "path": str(path), "weight": weight}
-                   for path, weight in zip((corpus, other), weights, strict=True)]
+        sources = [
+            {"kind": "files", "path": str(path), "weight": weight}
+            for path, weight in zip((corpus, other), weights, strict=True)
+        ]
         return config(data={"sources": sources})
 
     manifest = prepare(weighted(0.7, 0.3))
@@ -133,8 +147,12 @@ def test_token_files_of_format_1_can_be_trained_on(config, tmp_path):
     manifest = prepare(config())
     path = tmp_path / "data" / "manifest.json"
     source = {"kind": "files", "path": str(tmp_path / "corpus.jsonl"), "text_column": "text"}
-    settings = {"model.vocab_size": 320, "data.sources": [source], "data.validation_fraction": 0.2,
-                "data.tokenizer": {"path": None, "train_characters": 20_000_000}}
+    settings = {
+        "model.vocab_size": 320,
+        "data.sources": [source],
+        "data.validation_fraction": 0.2,
+        "data.tokenizer": {"path": None, "train_characters": 20_000_000},
+    }
     kept = {key: manifest[key] for key in ("content", "tokenizer_sha256", "vocab_size", "splits", "unigram_loss")}
     path.write_text(json.dumps({"format": 1, "settings": settings, **kept}))
     assert TokenFiles.open(config()).samples(config()).sample(0)[0].shape == (65,)

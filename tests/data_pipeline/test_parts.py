@@ -33,7 +33,7 @@ def many(config, tmp_path, small_parts):
     (tmp_path / "text").mkdir()
     texts = make_texts(300)
     for i in range(3):
-        write_jsonl(tmp_path / "text" / f"{i}.jsonl", texts[100 * i:100 * i + 100] + texts[:7] + ["", " "])
+        write_jsonl(tmp_path / "text" / f"{i}.jsonl", texts[100 * i : 100 * i + 100] + texts[:7] + ["", " "])
 
     def build(name, **more):
         source = {"kind": "files", "path": str(tmp_path / "text")}

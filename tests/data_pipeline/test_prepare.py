@@ -25,8 +25,18 @@ from titans_pt.data_pipeline.tokenizers import train_tokenizer
 from titans_pt.errors import UserError
 
 module = importlib.import_module("titans_pt.data_pipeline.prepare")  # the package has a function of the same name
-FILES = ["manifest.json", "tokenizer.model", "train.bin", "train.crc32", "train.documents.parquet", "train.idx",
-         "validation.bin", "validation.crc32", "validation.documents.parquet", "validation.idx"]
+FILES = [
+    "manifest.json",
+    "tokenizer.model",
+    "train.bin",
+    "train.crc32",
+    "train.documents.parquet",
+    "train.idx",
+    "validation.bin",
+    "validation.crc32",
+    "validation.documents.parquet",
+    "validation.idx",
+]
 
 
 def names(folder):
@@ -57,8 +67,10 @@ def test_all_text_arrives_once_in_order(config, texts):
     assert sorted(train + validation) == sorted(texts)
     for split, found in (("train", train), ("validation", validation)):
         assert manifest["splits"][split] == {
-            "documents": len(found), "characters": sum(map(len, found)),
-            "tokens": IndexedDataset(Path(folder) / split).tokens}
+            "documents": len(found),
+            "characters": sum(map(len, found)),
+            "tokens": IndexedDataset(Path(folder) / split).tokens,
+        }
     assert manifest["vocab_size"] == VOCAB and not any(manifest["dropped"].values())
     assert manifest["tokenizer_sha256"] == load_tokenizer(Path(folder) / "tokenizer.model").sha256
 
@@ -255,8 +267,13 @@ def test_user_errors_leave_nothing(config, corpus, tmp_path):
     folder = tmp_path / "data"
     fails(config(model={"vocab_size": 30000}), folder, "model.vocab_size", "at most")
     fails(config(data={"tokenizer": {"path": "nowhere.model"}}), folder, "nowhere.model")
-    fails(config(data={"validation_fraction": 1e-9}), folder, "data.validation_fraction", "none fell to the validation",
-          "raise the fraction")
+    fails(
+        config(data={"validation_fraction": 1e-9}),
+        folder,
+        "data.validation_fraction",
+        "none fell to the validation",
+        "raise the fraction",
+    )
     corpus.write_text(corpus.read_text() + "{broken\n")
     fails(config(), folder, f"{corpus}:201", "not valid JSON")
     corpus.write_text('{"text": " "}\n')
@@ -362,11 +379,13 @@ def test_standard_library_end_to_end(tmp_path, monkeypatch):
     """Every 15th document of the real source: the default config, apart from its size."""
     some = list(documents(SourceConfig()))[::15]
     monkeypatch.setattr(module.sources, "documents", lambda *_, **__: iter(some))
-    config = Config.model_validate({
-        "data": {"dir": str(tmp_path / "data"), "validation_fraction": 0.2}, "model": {"vocab_size": 1024}})
+    config = Config.model_validate(
+        {"data": {"dir": str(tmp_path / "data"), "validation_fraction": 0.2}, "model": {"vocab_size": 1024}}
+    )
     manifest = prepare(config)
     assert sum(split["characters"] for split in manifest["splits"].values()) == sum(
-        map(len, {document.text for document in some}))
+        map(len, {document.text for document in some})
+    )
     assert 3.0 < manifest["unigram_loss"] < math.log(1024)
 
 
@@ -384,8 +403,13 @@ def test_token_files_of_others_are_a_source(config, tokenizer, texts, tmp_path):
     fails(config(data={"sources": [source]}), tmp_path / "data", "kind=indexed holds ids", "data.tokenizer.path")
     with IndexedWriter(tmp_path / "theirs", VOCAB) as writer:
         writer.add([5, VOCAB])
-    fails(config(data={"sources": [source], "tokenizer": given}), tmp_path / "data", "document 0 has ids from 5 to 320",
-          "has 320", "data.tokenizer.path")
+    fails(
+        config(data={"sources": [source], "tokenizer": given}),
+        tmp_path / "data",
+        "document 0 has ids from 5 to 320",
+        "has 320",
+        "data.tokenizer.path",
+    )
 
 
 def test_ids_are_compared_without_bos_and_eos(config, tokenizer, texts, tmp_path):
@@ -469,7 +493,8 @@ def test_a_validation_shorter_than_a_sample_is_told_at_once_with_a_remedy_that_w
     remedy = capsys.readouterr().err.splitlines()[-1]
     assert remedy.startswith(
         f"titans prepare: warning: data.seq_len: given 512; {tmp_path}/data/validation has {tokens} tokens, and one "
-        "sample needs 513: raise data.validation_fraction from 0.01 to 0.")
+        "sample needs 513: raise data.validation_fraction from 0.01 to 0."
+    )
     assert remedy.endswith("lower data.seq_len, or add text in data.sources; titans train will refuse it")
     prepare(short)
     assert remedy in capsys.readouterr().err
@@ -557,15 +582,25 @@ def test_bos_that_the_tokenizer_does_not_have(config, tmp_path):
         hard_vocab_limit=False, bos_id=-1, minloglevel=2,
     )  # fmt: skip
     given = {"path": str(tmp_path / "a.model"), "add_bos": True}
-    fails(config(data={"tokenizer": given}), tmp_path / "data", "data.tokenizer.add_bos: given true, but",
-          "a.model has no begin-of-text piece", "set it to false")
+    fails(
+        config(data={"tokenizer": given}),
+        tmp_path / "data",
+        "data.tokenizer.add_bos: given true, but",
+        "a.model has no begin-of-text piece",
+        "set it to false",
+    )
 
 
-@pytest.mark.parametrize("wrong", [
-    {"kind": "files"}, {"kind": "stdlib", "path": "x"}, {"kind": "files", "path": "x", "name": "sample-10BT"},
-    {"kind": "indexed", "path": "x", "minimum": {"a": 1}},
-    {"kind": "hub", "path": "x", "streaming": False, "max_files": 2},
-])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": "files"},
+        {"kind": "stdlib", "path": "x"},
+        {"kind": "files", "path": "x", "name": "sample-10BT"},
+        {"kind": "indexed", "path": "x", "minimum": {"a": 1}},
+        {"kind": "hub", "path": "x", "streaming": False, "max_files": 2},
+    ],
+)
 def test_settings_that_a_source_does_not_use_are_refused(wrong):
     with pytest.raises(ValueError, match="kind=|max_files"):
         SourceConfig(**wrong)

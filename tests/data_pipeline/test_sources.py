@@ -131,14 +131,14 @@ def test_truncated_parquet(tmp_path, keep):
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"text": [f"row {i}" for i in range(1000)]}), path)
     data = path.read_bytes()
-    path.write_bytes(data[:keep if keep in (0, 3) else int(keep * len(data))])
+    path.write_bytes(data[: keep if keep in (0, 3) else int(keep * len(data))])
     fails(path, str(path), "truncated")
 
 
 def test_truncated_or_foreign_gzip(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     data = gzip.compress(b"".join(b'{"text": "line %d"}\n' % i for i in range(5000)))
-    for broken in (data[:len(data) // 2], data[:40] + b"\0" * 9 + data[49:], b"not gzip"):
+    for broken in (data[: len(data) // 2], data[:40] + b"\0" * 9 + data[49:], b"not gzip"):
         path.write_bytes(broken)
         fails(path, str(path))
 
@@ -168,10 +168,15 @@ def test_skipping_goes_on_behind_what_is_broken(tmp_path):
     assert [text for text in found if text != "three"] == ["one", "two", "four"]
     wrong = [(item.where.removeprefix(f"{tmp_path}/"), item.reason.split(" (")[0]) for item in rejected]
     assert wrong == [
-        ("a.jsonl:2", "not valid JSON"), ("a.jsonl:3", "not valid JSON"),
-        ("a.jsonl:4", "has no column as text_column='text' says"), ("b.txt", "not UTF-8 at byte 0"),
-        ("c.jsonl", "an empty file"), ("d.jsonl.gz", "unreadable or truncated"),
-        ("e.parquet", "unreadable or truncated"), ("f.parquet", "has no column as text_column='text' says")]
+        ("a.jsonl:2", "not valid JSON"),
+        ("a.jsonl:3", "not valid JSON"),
+        ("a.jsonl:4", "has no column as text_column='text' says"),
+        ("b.txt", "not UTF-8 at byte 0"),
+        ("c.jsonl", "an empty file"),
+        ("d.jsonl.gz", "unreadable or truncated"),
+        ("e.parquet", "unreadable or truncated"),
+        ("f.parquet", "has no column as text_column='text' says"),
+    ]
 
 
 def test_parquet_rows_that_are_not_utf8(tmp_path):
@@ -184,12 +189,14 @@ def test_parquet_rows_that_are_not_utf8(tmp_path):
 
 def test_a_broken_row_group_costs_only_its_rows(tmp_path):
     path = tmp_path / "a.parquet"
-    parquet.write_table(pa.table({"text": [f"row {i} {i * i}" for i in range(400)]}), path, row_group_size=100,
-                        use_dictionary=False)
+    parquet.write_table(
+        pa.table({"text": [f"row {i} {i * i}" for i in range(400)]}), path, row_group_size=100, use_dictionary=False
+    )
     column = parquet.read_metadata(path).row_group(1).column(0)
     data = bytearray(path.read_bytes())
-    data[column.data_page_offset:column.data_page_offset + column.total_compressed_size] = bytes(
-        column.total_compressed_size)
+    data[column.data_page_offset : column.data_page_offset + column.total_compressed_size] = bytes(
+        column.total_compressed_size
+    )
     path.write_bytes(data)
     found, [rejected] = skipped(path)
     assert found == [f"row {i} {i * i}" for i in range(400) if not 100 <= i < 200]
@@ -197,33 +204,49 @@ def test_a_broken_row_group_costs_only_its_rows(tmp_path):
 
 
 @settings(max_examples=60)
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=12), st.integers(1, 90),
-       st.sampled_from(["\n", "\r\n", "\n\n"]))
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=12),
+    st.integers(1, 90),
+    st.sampled_from(["\n", "\r\n", "\n\n"]),
+)
 def test_pieces_of_jsonl_are_the_whole(tmp_path_factory, texts, target, newline):
     path = tmp_path_factory.mktemp("pieces") / "a.jsonl"
     path.write_bytes("".join(json.dumps({"text": text}, ensure_ascii=False) + newline for text in texts).encode())
-    rows = [row for start, stop, _ in readers.pieces(path, files(path), target)
-            for row in readers.rows(path, files(path), start, stop)]
+    rows = [
+        row
+        for start, stop, _ in readers.pieces(path, files(path), target)
+        for row in readers.rows(path, files(path), start, stop)
+    ]
     assert [row.values["text"] for row in rows if isinstance(row, readers.Row)] == texts
 
 
 @settings(max_examples=80)
-@given(st.lists(st.text("ab \n\u00e9", max_size=12), max_size=9), st.integers(1, 40), st.sampled_from(["\n", "\r\n"]),
-       st.sampled_from([None, "<|end|>", "\n---\n"]))
+@given(
+    st.lists(st.text("ab \n\u00e9", max_size=12), max_size=9),
+    st.integers(1, 40),
+    st.sampled_from(["\n", "\r\n"]),
+    st.sampled_from([None, "<|end|>", "\n---\n"]),
+)
 def test_pieces_of_txt_are_the_whole(tmp_path_factory, texts, target, newline, separator):
     path = tmp_path_factory.mktemp("pieces") / "a.txt"
     joined = (separator or "\n\n").join(texts)
     path.write_bytes(joined.replace("\n", newline).encode())
     source = files(path, separator=separator)
-    documents = [part.strip("\n") for text in ([joined] if separator else texts)
-                 for part in text.split(separator or "\n\n")]
+    documents = [
+        part.strip("\n") for text in ([joined] if separator else texts) for part in text.split(separator or "\n\n")
+    ]
     for size in (target, 10**9):
-        rows = [row for start, stop, _ in readers.pieces(path, source, size)
-                for row in readers.rows(path, source, start, stop)]
+        rows = [
+            row
+            for start, stop, _ in readers.pieces(path, source, size)
+            for row in readers.rows(path, source, start, stop)
+        ]
         assert [row.values["text"] for row in rows] == [text for text in documents if text and not text.isspace()]
         content = path.read_bytes()
-        assert all(content[row.number:].replace(b"\r\n", b"\n").lstrip(b"\n").startswith(row.values["text"].encode())
-                   for row in rows)
+        assert all(
+            content[row.number :].replace(b"\r\n", b"\n").lstrip(b"\n").startswith(row.values["text"].encode())
+            for row in rows
+        )
 
 
 def test_one_text_file_is_cut_into_paragraphs_and_a_folder_of_them_is_not(tmp_path):
@@ -245,12 +268,14 @@ def test_one_bad_document_of_a_text_file(tmp_path):
 
 def test_pieces_of_parquet_are_the_whole(tmp_path):
     path = tmp_path / "a.parquet"
-    parquet.write_table(pa.table({"text": [f"row {i}" for i in range(1000)], "id": range(1000)}), path,
-                        row_group_size=64)
+    parquet.write_table(
+        pa.table({"text": [f"row {i}" for i in range(1000)], "id": range(1000)}), path, row_group_size=64
+    )
     pieces = list(readers.pieces(path, files(path), 1500))
     rows = [row for start, stop, _ in pieces for row in readers.rows(path, files(path), start, stop)]
     assert len(pieces) > 4 and [(row.number, row.values["text"]) for row in rows] == [
-        (i, f"row {i}") for i in range(1000)]
+        (i, f"row {i}") for i in range(1000)
+    ]
     assert [document.id for document in documents(files(path))] == [str(i) for i in range(1000)]
 
 

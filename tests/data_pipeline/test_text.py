@@ -12,10 +12,24 @@ def test_names_that_are_not_utf8():
     assert utf8("a\nb") == "a\nb" and one_line("a\nb\t\x85\u2028\x00") == "a\\nb\\t\\x85\\u2028\\x00"
 
 
-@pytest.mark.parametrize("text", [
-    "", " \n", "\u200b", "\ufeff", "\u00ad", "\0", "\0 \u2060\r\n\u3000", "\u3164", "\u2800", "\u200e\u202e", "\ufe0f",
-    "\U000e0001", "\x1b\x7f\x9f",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " \n",
+        "\u200b",
+        "\ufeff",
+        "\u00ad",
+        "\0",
+        "\0 \u2060\r\n\u3000",
+        "\u3164",
+        "\u2800",
+        "\u200e\u202e",
+        "\ufe0f",
+        "\U000e0001",
+        "\x1b\x7f\x9f",
+    ],
+)
 def test_text_that_nobody_can_see(text):
     assert not visible(text)
 

@@ -22,6 +22,7 @@ OWN = {
 }
 """Settings of four heads, where a mixer has settings; d_model is 32."""
 
+
 def own_settings(mixers: list[str]) -> dict:
     """Model settings under which ``mixers`` are small: their sections, and the width that these are made for."""
     sections = {name: OWN[name] for name in mixers if name in OWN}

@@ -69,7 +69,7 @@ def test_a_bare_machine_with_what_the_head_names_collects_every_gpu_test(tmp_pat
 def test_the_gpu_check_keeps_its_results_in_one_file_and_within_ten_minutes(tmp_path):
     """Limits of every part leave two minutes to install; what a cut run had is in the archive."""
     text = (ROOT / "launch/gpu_check.sh").read_text()
-    parts = re.findall(r"^    (\w+)\)\n((?:        .*\n)+)", text[text.rindex('case $part in'):], re.M)
+    parts = re.findall(r"^    (\w+)\)\n((?:        .*\n)+)", text[text.rindex("case $part in") :], re.M)
     limits = {name: sum(map(int, re.findall(r"(?:tests|benchmark|step) [\w-]+ (\d+) ", body))) for name, body in parts}
     assert set(limits) == {"kernels", "models", "training", "lengths", "sweeps", "hierarchy", "long"}
     assert all(0 < seconds <= 500 for seconds in limits.values()), limits
@@ -144,12 +144,15 @@ SLURM = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_
 
 def slurm(stand_ins, tmp_path, srun: str, job: str = "JobState=RUNNING PreemptTime=None"):
     stand_ins("srun", srun)
-    stand_ins("scontrol", f"""
+    stand_ins(
+        "scontrol",
+        f"""
         case "$*" in
         "show hostnames"*) printf "n1\\nn2\\n" ;;
         "--oneliner show job 77") echo "JobId=77 {job} NumNodes=2" ;;
         *) echo "$@" >> {tmp_path}/asked ;;
-        esac""")
+        esac""",
+    )
     stand_ins("scancel", f'echo "$@" >> {tmp_path}/cancelled; kill -TERM "$(cat {tmp_path}/step)"')
 
 

@@ -45,8 +45,14 @@ class Job:
 
     def __init__(self, cluster: Cluster, folder: Path, script: str, *words: str, flags: str = "", **variables: str):
         self.cluster, self.folder = cluster, folder
-        variables = {"PYTHON": sys.executable, "PYTHONPATH": f"{ROOT}:{folder}", "PROCESSES": "1",
-                     "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "between"} | variables
+        variables = {
+            "PYTHON": sys.executable,
+            "PYTHONPATH": f"{ROOT}:{folder}",
+            "PROCESSES": "1",
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "between",
+        } | variables
         path = str(ROOT / "launch" / script)
         submitted = cluster.run("sbatch", "--parsable", *flags.split(), path, *words, folder=folder, **variables)
         self.number = submitted.strip()

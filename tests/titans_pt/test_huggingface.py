@@ -362,8 +362,13 @@ def test_every_damaged_file_of_an_export_is_found(folders, fails, tmp_path, dama
     for path in files:
         content = path.read_bytes()
         half = len(content) // 2
-        path.write_bytes({"flip": content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :],
-                          "zero": content[:half] + bytes(len(content) - half), "cut": content[:half]}[damage])
+        path.write_bytes(
+            {
+                "flip": content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :],
+                "zero": content[:half] + bytes(len(content) - half),
+                "cut": content[:half],
+            }[damage]
+        )
         words = f"{path}: not the file that SHA256SUMS names: damaged, or changed since; copy or export it again"
         assert words in fails("import", tmp_path / "hf", "--out", tmp_path / "run")
         with pytest.raises(UserError, match="not the file that SHA256SUMS names"):

@@ -31,8 +31,17 @@ def test_prefill_in_pieces_equals_one_call(length, piece):
 def test_prefill_of_the_project_models(mixer):
     torch.manual_seed(0)
     model = build_model(
-        ModelConfig(mixers=[mixer], vocab_size=50, d_model=16, n_layers=2, n_heads=2, window=8, segment=16,
-                    memory_tokens=4, persistent_tokens=2)  # fmt: skip
+        ModelConfig(
+            mixers=[mixer],
+            vocab_size=50,
+            d_model=16,
+            n_layers=2,
+            n_heads=2,
+            window=8,
+            segment=16,
+            memory_tokens=4,
+            persistent_tokens=2,
+        )  # fmt: skip
     ).eval()
     ids = torch.randint(50, (1, 45))
     with torch.no_grad():
@@ -88,6 +97,7 @@ def test_sampling_is_a_function_of_the_seed(recurrent):
 def test_draws_follow_temperature_top_k_and_top_p():
     p = torch.tensor([0.1, 0.5, 0.0, 0.4])
     generator = torch.Generator().manual_seed(0)
+
     def count(temperature=1.0, top_k=None, top_p=1.0):
         drawn = [streaming.draw(p.log(), temperature, top_k, top_p, generator) for _ in range(2000)]
         return torch.bincount(torch.tensor(drawn), minlength=4) / 2000

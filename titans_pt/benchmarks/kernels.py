@@ -75,9 +75,11 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
     lengths = sorted({n for n in LENGTHS if n <= longest} | ({longest} if longest < LENGTHS[0] else set()))
     rows = []
     ceilings = measured_ceilings(device, dtype)
-    title = (f"D = {WIDTH}, {HEADS} heads, C = {CHUNK}, {tokens:,} tokens per call, "
-             f"{str(dtype).removeprefix('torch.')}; matmul {ceilings['matmul_tflops']:.1f} TFLOP/s, "
-             f"copy {ceilings['copy_gigabytes']:.0f} GB/s")
+    title = (
+        f"D = {WIDTH}, {HEADS} heads, C = {CHUNK}, {tokens:,} tokens per call, "
+        f"{str(dtype).removeprefix('torch.')}; matmul {ceilings['matmul_tflops']:.1f} TFLOP/s, "
+        f"copy {ceilings['copy_gigabytes']:.0f} GB/s"
+    )
     write_text(out / "kernels.json", json.dumps(versions() | _fla_version() | ceilings, indent=1) + "\n")
     for name, expansion, build, chunk in implementations():
         with compiled_blocks() if name == COMPILED else nullcontext():

@@ -57,13 +57,17 @@ def benchmark_memory(out: Path, rounds: int = 3, longest: int = 65_536):
     training = [_in_a_process("titans_pt", n) for n in lengths]
     streaming = [_in_a_process("stream", n) for n in lengths]
 
-    print(f"memory layer, B=1, {HEADS} heads of {WIDTH // HEADS}, C={CHUNK}, L_M=2, expansion 4, fp32, "
-          f"{torch.get_num_threads()} threads, median of {rounds} processes")
+    print(
+        f"memory layer, B=1, {HEADS} heads of {WIDTH // HEADS}, C={CHUNK}, L_M=2, expansion 4, fp32, "
+        f"{torch.get_num_threads()} threads, median of {rounds} processes"
+    )
     _table(best.values())
     if len(best) == 2:
         ours, other = best.values()
-        print(f"titans-pytorch / titans_pt: time {other.seconds / ours.seconds:.1f}, "
-              f"memory {other.memory_mib / ours.memory_mib:.1f}")
+        print(
+            f"titans-pytorch / titans_pt: time {other.seconds / ours.seconds:.1f}, "
+            f"memory {other.memory_mib / ours.memory_mib:.1f}"
+        )
     else:
         print("titans-pytorch is not installed (pip install titans-pytorch==0.5.5): no comparison")
     print("\nforward + backward of one call, by length")
@@ -80,8 +84,10 @@ def benchmark_memory(out: Path, rounds: int = 3, longest: int = 65_536):
 def _table(rows):
     print(f"{'case':>16}{'tokens':>9}{'forward s':>11}{'backward s':>12}{'us/token':>10}{'MiB':>8}")
     for m in rows:
-        print(f"{m.case:>16}{m.tokens:>9}{m.forward_seconds:>11.3f}{m.backward_seconds:>12.3f}"
-              f"{m.microseconds_per_token:>10.1f}{m.memory_mib:>8.0f}")
+        print(
+            f"{m.case:>16}{m.tokens:>9}{m.forward_seconds:>11.3f}{m.backward_seconds:>12.3f}"
+            f"{m.microseconds_per_token:>10.1f}{m.memory_mib:>8.0f}"
+        )
 
 
 def _median(runs: list[Measurement]) -> Measurement:
@@ -104,9 +110,7 @@ def _build(case: str):
         from titans_pytorch import NeuralMemory as Other
 
         mlp = MemoryMLP(WIDTH // HEADS, depth=2, expansion_factor=4.0)
-        return Other(
-            dim=WIDTH, heads=HEADS, dim_head=WIDTH // HEADS, chunk_size=CHUNK, batch_size=CHUNK, model=mlp
-        )
+        return Other(dim=WIDTH, heads=HEADS, dim_head=WIDTH // HEADS, chunk_size=CHUNK, batch_size=CHUNK, model=mlp)
     return NeuralMemory(WIDTH, HEADS, 4, MemoryConfig(chunk_size=CHUNK, depth=2, expansion=4), 1e-5)
 
 

@@ -69,7 +69,6 @@ NAMES = Checked(lambda words: list(dict.fromkeys(words.split(","))), "names with
 """A list of str from words such as mac,mag, each once; the action knows which are allowed."""
 
 
-
 class PathName(click.Path):
     """A path to be read, as str; ``~`` and ``$VARIABLES`` in it are expanded, which shells do not do after a "=".
     "-" is standard input where the action says so."""
@@ -133,9 +132,7 @@ def settings(action, model: bool = True):
 
 data_settings = functools.partial(settings, model=False)
 
-run_folder = click.argument(
-    "run", metavar="RUN", type=PATH, callback=_subject, help="the run.dir of a training run"
-)
+run_folder = click.argument("run", metavar="RUN", type=PATH, callback=_subject, help="the run.dir of a training run")
 
 checkpoint_step = click.option(
     "--checkpoint", "step", type=whole(0), metavar="STEP",

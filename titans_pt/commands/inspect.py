@@ -10,9 +10,7 @@ WRITES = "--out"
 
 @click.command()
 @run_folder
-@click.option(
-    "--text", type=PATH, required=True, metavar="FILE", help="a text file (UTF-8); - is standard input"
-)
+@click.option("--text", type=PATH, required=True, metavar="FILE", help="a text file (UTF-8); - is standard input")
 @click.option("--max-tokens", type=whole(2), default=2048, metavar="N", help="tokens of the text to read at most")
 @checkpoint_step
 @click.option(

@@ -45,15 +45,27 @@ def checked(config: Config) -> Config:
         _need(suite in task.suites, "evaluation.suites", suite, f"allowed: {', '.join(task.suites) or 'none'}")
     if config.train.stop_when:
         figure, _, _ = stop_condition(config.train.stop_when)
-        _need(figure in task.figures, "train.stop_when", config.train.stop_when,
-              f"figures of task={config.task}: {', '.join(task.figures)}")
+        _need(
+            figure in task.figures,
+            "train.stop_when",
+            config.train.stop_when,
+            f"figures of task={config.task}: {', '.join(task.figures)}",
+        )
     _tensor_parallel(config, mixers)
     if config.parallel.context > 1:
         for name, mixer in mixers.items():
-            _need(mixer.around is Mixer.around, "parallel.context", config.parallel.context,
-                  f"must be 1 with the mixer {name!r}, whose last block's outputs go to the first")
-        _need(task.cut is not Task.cut, "parallel.context", config.parallel.context,
-              f"must be 1 with task={config.task}, whose samples cannot be cut")
+            _need(
+                mixer.around is Mixer.around,
+                "parallel.context",
+                config.parallel.context,
+                f"must be 1 with the mixer {name!r}, whose last block's outputs go to the first",
+            )
+        _need(
+            task.cut is not Task.cut,
+            "parallel.context",
+            config.parallel.context,
+            f"must be 1 with task={config.task}, whose samples cannot be cut",
+        )
     return config
 
 
@@ -127,6 +139,8 @@ def _unless_given(section: Any, keys: list[str], value: Any) -> Any:
     if after == before or (not deeper and key in section.model_fields_set):
         return section
     return section.model_copy(update={key: after})
+
+
 def stop_condition(text: str) -> tuple[str, str, float]:
     """train.stop_when in parts: "accuracy >= 0.99" -> ("accuracy", ">=", 0.99).
 
@@ -181,16 +195,24 @@ def _tensor_parallel(config: Config, mixers: dict[str, Any]):
     if tensor == 1:
         return
     for name, mixer in mixers.items():
-        _need(mixer.sharding is not None, "parallel.tensor", tensor,
-              f"the mixer {name!r} does not say how it is cut over tensor ranks; set parallel.tensor=1")
+        _need(
+            mixer.sharding is not None,
+            "parallel.tensor",
+            tensor,
+            f"the mixer {name!r} does not say how it is cut over tensor ranks; set parallel.tensor=1",
+        )
     split = {path: size for mixer in mixers.values() for path, size in mixer.split_sizes(model).items()}
     split |= {"model.mlp_hidden": model.hidden}
     if config.parallel.sequence:
         split["data.seq_len"] = config.data.seq_len // config.parallel.context
     for path, size in split.items():
-        _need(size % tensor == 0, "parallel.tensor", tensor,
-              f"must divide {path}={size}, which is split over the tensor ranks; set it to "
-              f"{math.gcd(tensor, *split.values())}, or change {path}")
+        _need(
+            size % tensor == 0,
+            "parallel.tensor",
+            tensor,
+            f"must divide {path}={size}, which is split over the tensor ranks; set it to "
+            f"{math.gcd(tensor, *split.values())}, or change {path}",
+        )
 
 
 def _import(module: str):

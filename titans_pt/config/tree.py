@@ -118,8 +118,10 @@ class SourceConfig(Section):
             if key not in used and (given := getattr(self, key)) != type(self).model_fields[key].default:
                 raise ValueError(f"{key}: given {given!r} with kind={self.kind!r}, which does not use it; remove it")
         if self.max_files and not self.streaming:
-            raise ValueError(f"max_files: given {self.max_files} with streaming=false, which downloads all files; "
-                             "remove it, or set streaming=true")
+            raise ValueError(
+                f"max_files: given {self.max_files} with streaming=false, which downloads all files; "
+                "remove it, or set streaming=true"
+            )
         return self
 
 
@@ -168,8 +170,10 @@ class DataConfig(Section):
     def _check(self):
         weighted = [source.weight is not None for source in self.sources]
         if any(weighted) and not all(weighted):
-            raise ValueError(f"sources.{weighted.index(False)}.weight: given none, but other sources have one; "
-                             "give every source a weight, or none")
+            raise ValueError(
+                f"sources.{weighted.index(False)}.weight: given none, but other sources have one; "
+                "give every source a weight, or none"
+            )
         if any(source.weight is not None for source in self.validation_sources):
             raise ValueError("validation_sources: given a weight, but validation is one stream of all; remove it")
         return self
@@ -635,51 +639,126 @@ class Config(Section):
             if not ok:
                 raise ValueError(f"{path}: given {given!r}; {allowed}")
 
-        need(t.batch_tokens % self.data.seq_len == 0, "train.batch_tokens", t.batch_tokens,
-             f"must be a multiple of data.seq_len={self.data.seq_len}")
-        need(t.init_from is not None or not t.init_fresh, "train.init_fresh", t.init_fresh,
-             "only with train.init_from; leave it out")
-        need(t.warmup_steps < t.max_steps, "train.warmup_steps", t.warmup_steps,
-             f"must be below train.max_steps={t.max_steps}")
-        need(t.decay_steps is None or t.schedule == "wsd", "train.decay_steps", t.decay_steps,
-             f"only with train.schedule=wsd, not with {t.schedule}")
-        need((t.decay_steps or 0) <= t.max_steps - t.warmup_steps, "train.decay_steps", t.decay_steps,
-             f"at most train.max_steps - train.warmup_steps = {t.max_steps - t.warmup_steps}")
-        need(t.stop_at is None or t.stop_at <= t.max_steps, "train.stop_at", t.stop_at,
-             f"at most train.max_steps={t.max_steps}")
-        need(not (t.compile and self.model.memory.write_cost), "train.compile", True,
-             "not with model.memory.write_cost, whose gates are read between a block's kernels; leave it at null")
-        need(self.model.memory.theta == "bounded" or not self.model.memory.write_cost, "model.memory.write_cost",
-             self.model.memory.write_cost, "only with model.memory.theta=bounded; leave it out")
-        need(self.parallel.node_ranks is None or (self.parallel.zero_stage == 3 and self.parallel.tensor == 1),
-             "parallel.node_ranks", self.parallel.node_ranks, "only with parallel.zero_stage=3 and parallel.tensor=1")
-        need(self.parallel.gather_bucket is None or self.parallel.zero_stage < 3, "parallel.gather_bucket",
-             self.parallel.gather_bucket, "ZeRO 3 has no such exchange; leave it out")
+        need(
+            t.batch_tokens % self.data.seq_len == 0,
+            "train.batch_tokens",
+            t.batch_tokens,
+            f"must be a multiple of data.seq_len={self.data.seq_len}",
+        )
+        need(
+            t.init_from is not None or not t.init_fresh,
+            "train.init_fresh",
+            t.init_fresh,
+            "only with train.init_from; leave it out",
+        )
+        need(
+            t.warmup_steps < t.max_steps,
+            "train.warmup_steps",
+            t.warmup_steps,
+            f"must be below train.max_steps={t.max_steps}",
+        )
+        need(
+            t.decay_steps is None or t.schedule == "wsd",
+            "train.decay_steps",
+            t.decay_steps,
+            f"only with train.schedule=wsd, not with {t.schedule}",
+        )
+        need(
+            (t.decay_steps or 0) <= t.max_steps - t.warmup_steps,
+            "train.decay_steps",
+            t.decay_steps,
+            f"at most train.max_steps - train.warmup_steps = {t.max_steps - t.warmup_steps}",
+        )
+        need(
+            t.stop_at is None or t.stop_at <= t.max_steps,
+            "train.stop_at",
+            t.stop_at,
+            f"at most train.max_steps={t.max_steps}",
+        )
+        need(
+            not (t.compile and self.model.memory.write_cost),
+            "train.compile",
+            True,
+            "not with model.memory.write_cost, whose gates are read between a block's kernels; leave it at null",
+        )
+        need(
+            self.model.memory.theta == "bounded" or not self.model.memory.write_cost,
+            "model.memory.write_cost",
+            self.model.memory.write_cost,
+            "only with model.memory.theta=bounded; leave it out",
+        )
+        need(
+            self.parallel.node_ranks is None or (self.parallel.zero_stage == 3 and self.parallel.tensor == 1),
+            "parallel.node_ranks",
+            self.parallel.node_ranks,
+            "only with parallel.zero_stage=3 and parallel.tensor=1",
+        )
+        need(
+            self.parallel.gather_bucket is None or self.parallel.zero_stage < 3,
+            "parallel.gather_bucket",
+            self.parallel.gather_bucket,
+            "ZeRO 3 has no such exchange; leave it out",
+        )
         context = self.parallel.context
-        need(self.data.seq_len % context == 0, "parallel.context", context,
-             f"must divide data.seq_len={self.data.seq_len}, of which each rank has a piece; set it to "
-             f"{math.gcd(self.data.seq_len, context)}")
-        need(context == 1 or self.parallel.zero_stage < 3, "parallel.zero_stage", self.parallel.zero_stage,
-             f"at most 2 with parallel.context={context}: its ranks are at different layers, and ZeRO 3 gathers a "
-             "layer's parameters from all of them")
-        need(context == 1 or self.parallel.reduce_bucket is None, "parallel.reduce_bucket", self.parallel.reduce_bucket,
-             f"must be null with parallel.context={context}: its ranks are at different layers, and can exchange "
-             "gradients at the end alone")
-        need(context == 1 or not t.compile, "train.compile", True,
-             f"not with parallel.context={context}, where states go from rank to rank between blocks; leave it at null")
-        need(t.wavefront is None or context == 1, "train.wavefront", t.wavefront,
-             f"must be null with parallel.context={context}, whose ranks are at different layers anyway")
-        need(t.wavefront is None or self.parallel.zero_stage < 3, "train.wavefront", t.wavefront,
-             "must be null with parallel.zero_stage=3, which gathers parameters layer after layer")
-        need(t.wavefront is None or self.parallel.reduce_bucket is None or bool(self.parallel.overlap),
-             "parallel.reduce_bucket", self.parallel.reduce_bucket,
-             "must be null with train.wavefront, whose layers hand over gradients from several streams; or set "
-             "parallel.overlap=true, with which an exchange waits for all of them")
-        need(t.wavefront is None or not t.compile, "train.compile", True,
-             "not with train.wavefront, whose pieces have states; leave it at null")
-        need(not (t.compile and self.parallel.zero_stage == 3), "train.compile", True,
-             "ZeRO 3 gathers parameters in the middle of a block, which cannot be compiled; set "
-             "parallel.zero_stage=2, or leave train.compile at null")
+        need(
+            self.data.seq_len % context == 0,
+            "parallel.context",
+            context,
+            f"must divide data.seq_len={self.data.seq_len}, of which each rank has a piece; set it to "
+            f"{math.gcd(self.data.seq_len, context)}",
+        )
+        need(
+            context == 1 or self.parallel.zero_stage < 3,
+            "parallel.zero_stage",
+            self.parallel.zero_stage,
+            f"at most 2 with parallel.context={context}: its ranks are at different layers, and ZeRO 3 gathers a "
+            "layer's parameters from all of them",
+        )
+        need(
+            context == 1 or self.parallel.reduce_bucket is None,
+            "parallel.reduce_bucket",
+            self.parallel.reduce_bucket,
+            f"must be null with parallel.context={context}: its ranks are at different layers, and can exchange "
+            "gradients at the end alone",
+        )
+        need(
+            context == 1 or not t.compile,
+            "train.compile",
+            True,
+            f"not with parallel.context={context}, where states go from rank to rank between blocks; leave it at null",
+        )
+        need(
+            t.wavefront is None or context == 1,
+            "train.wavefront",
+            t.wavefront,
+            f"must be null with parallel.context={context}, whose ranks are at different layers anyway",
+        )
+        need(
+            t.wavefront is None or self.parallel.zero_stage < 3,
+            "train.wavefront",
+            t.wavefront,
+            "must be null with parallel.zero_stage=3, which gathers parameters layer after layer",
+        )
+        need(
+            t.wavefront is None or self.parallel.reduce_bucket is None or bool(self.parallel.overlap),
+            "parallel.reduce_bucket",
+            self.parallel.reduce_bucket,
+            "must be null with train.wavefront, whose layers hand over gradients from several streams; or set "
+            "parallel.overlap=true, with which an exchange waits for all of them",
+        )
+        need(
+            t.wavefront is None or not t.compile,
+            "train.compile",
+            True,
+            "not with train.wavefront, whose pieces have states; leave it at null",
+        )
+        need(
+            not (t.compile and self.parallel.zero_stage == 3),
+            "train.compile",
+            True,
+            "ZeRO 3 gathers parameters in the middle of a block, which cannot be compiled; set "
+            "parallel.zero_stage=2, or leave train.compile at null",
+        )
         return self
 
 

@@ -249,9 +249,7 @@ class Babilong(LongContext):
             inside = context(self.haystack, units, facts, lead="", start=start)
             return [*([head] if head else []), *inside, tail]
 
-        filled = fill(
-            self.tokenizer, self.haystack, arrange, length - s.max_new_tokens, "evaluation.babilong.lengths"
-        )
+        filled = fill(self.tokenizer, self.haystack, arrange, length - s.max_new_tokens, "evaluation.babilong.lengths")
         log = {
             "units": filled.units, "facts": len(story.facts), "question": story.question,
             "haystack": s.haystack.path or s.haystack.kind,

@@ -29,6 +29,7 @@ from titans_pt.tools.statistics import wilson
 
 log = logging.getLogger(__name__)
 
+
 @dataclass(frozen=True)
 class Sample:
     """A prompt of T = len(ids) tokens, and what its answer must hold."""

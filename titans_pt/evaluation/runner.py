@@ -66,8 +66,10 @@ def evaluate(
     for override in overrides:
         key = override.partition("=")[0]
         if key.partition(".")[0] != "evaluation" and key != "data.dir":
-            raise UserError(f"override {override!r}: only evaluation.KEY=VALUE and data.dir=FOLDER can be set here; "
-                            "the rest is the run's")
+            raise UserError(
+                f"override {override!r}: only evaluation.KEY=VALUE and data.dir=FOLDER can be set here; "
+                "the rest is the run's"
+            )
     if out is None:
         check_room(Path(run_dir) / "evaluation", "RUN; give --out DIR, a folder that gets the results", folder=True)
     mine = place()

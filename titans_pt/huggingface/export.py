@@ -48,9 +48,7 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
     stale = _replaced(folder)
     run = load_run(run_dir, step, precision="fp32")
     given = run.config.data.tokenizer
-    tokenizer = TitansTokenizer(
-        str(run.tokenizer.path), eos_token=given.eos_token, begin_with_bos=given.add_bos
-    )
+    tokenizer = TitansTokenizer(str(run.tokenizer.path), eos_token=given.eos_token, begin_with_bos=given.add_bos)
     # The embedding and the head as the tokenizer has entries: other rows count nowhere.
     exact = run.config.model.model_copy(update={"vocab_size": run.tokenizer.vocab_size})
     run = replace(run, config=run.config.model_copy(update={"model": exact}))
@@ -137,16 +135,22 @@ def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str]
     try:
         model, found = TitansForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     except (SafetensorError, ValidationError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder}: damaged, or of a later version ({' '.join(str(error).split())[:200]}); copy or "
-                        "export it again") from None
+        raise UserError(
+            f"{folder}: damaged, or of a later version ({' '.join(str(error).split())[:200]}); copy or export it again"
+        ) from None
     if different := sorted({*found["missing_keys"], *found["unexpected_keys"], *map(str, found["mismatched_keys"])}):
-        raise UserError(f"{folder}: its weights are not those of the model in config.json: {len(different)} differ, "
-                        f"such as {different[0]}; copy or export it again")
+        raise UserError(
+            f"{folder}: its weights are not those of the model in config.json: {len(different)} differ, "
+            f"such as {different[0]}; copy or export it again"
+        )
     stored = as_stored(model.config.settings)
     settings = validated(stored | {"run": stored.get("run", {}) | {"dir": str(run.path)}}, overrides)
     weights = {name: p.detach().clone().contiguous() for name, p in model.model.named_parameters()}
-    weights |= {name: with_rows(weights[name], settings.model.vocab_rows)
-                for name in model.model.counted_rows if name in weights}
+    weights |= {
+        name: with_rows(weights[name], settings.model.vocab_rows)
+        for name in model.model.counted_rows
+        if name in weights
+    }
     state = checkpoints.TrainerState(
         step=model.config.step, samples=0, adam_step=0, nonfinite=0, nonfinite_in_a_row=0,
         model_hash=config_hash(settings.model), config_hash=config_hash(settings),
@@ -185,11 +189,14 @@ def _check_exported(folder: Path) -> Path:
     if trained:
         found = [path for path in found if hashlib.sha256(path.read_bytes()).hexdigest() == trained]
         if not found:
-            raise UserError(f"{saved_tokenizer(folder)}: not the tokenizer of this model (sha256 {trained[:12]}...); "
-                            "copy or export it again")
+            raise UserError(
+                f"{saved_tokenizer(folder)}: not the tokenizer of this model (sha256 {trained[:12]}...); "
+                "copy or export it again"
+            )
     elif len(found) > 1:  # folders from before config.json said which
-        raise UserError(f"{folder}: holds {' and '.join(path.name for path in found)}; delete the one that is not this "
-                        "model's")
+        raise UserError(
+            f"{folder}: holds {' and '.join(path.name for path in found)}; delete the one that is not this model's"
+        )
     return found[0]
 
 

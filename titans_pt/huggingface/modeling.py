@@ -282,8 +282,10 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
     def _get_deprecated_gen_repo(self, generation_mode: GenerationMode, *rest: Any) -> str | None:
         """Called first of all with the way of generating; most versions would send the user to code on the hub."""
         if generation_mode not in self._supported_generation_modes:
-            raise ValueError(f"generate(): {generation_mode.value.replace('_', ' ')} needs to go back to earlier "
-                             "tokens, or is not made for a state; use greedy search, sampling or beam search")
+            raise ValueError(
+                f"generate(): {generation_mode.value.replace('_', ' ')} needs to go back to earlier "
+                "tokens, or is not made for a state; use greedy search, sampling or beam search"
+            )
         return super()._get_deprecated_gen_repo(generation_mode, *rest)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]):
@@ -409,8 +411,10 @@ class TitansTokenizer(PreTrainedTokenizer):
 
     def _check(self, tokens: list[Any]):
         if unknown := [str(token) for token in tokens if str(token) and str(token) not in self._ids]:
-            raise ValueError(f"{', '.join(unknown)}: no token of this vocabulary, which training has settled; use one "
-                             "of get_vocab(), such as eos_token, or train with a tokenizer that has it")
+            raise ValueError(
+                f"{', '.join(unknown)}: no token of this vocabulary, which training has settled; use one "
+                "of get_vocab(), such as eos_token, or train with a tokenizer that has it"
+            )
 
     def _tokenize(self, text: str, **unused: Any) -> list[str]:
         return [self.inner.names[i] for i in self.inner.encode(text)]

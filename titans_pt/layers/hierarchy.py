@@ -119,9 +119,7 @@ class HierarchicalMemory(nn.Module):
             q, k, v, x = (t.reshape(rows, shard, *t.shape[2:]) for t in (q, k, v, x))
             reset = None
         if self.hierarchy.projection:
-            q, keys = linear_memory(
-                q, k, k, initial_state=state and state.keys, output_final_state=True, reset=reset
-            )
+            q, keys = linear_memory(q, k, k, initial_state=state and state.keys, output_final_state=True, reset=reset)
             q = F.normalize(q, dim=-1, eps=1e-6)
         total = 0
         for n in range(1, len(self.memories)):

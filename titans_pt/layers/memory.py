@@ -50,9 +50,7 @@ def default_init_std(shape: NetworkShape, d_in: int) -> float:
 
 def network_shape(width: int, config: MemoryConfig) -> NetworkShape:
     """The memory's network in heads of this width."""
-    return NetworkShape(
-        width, config.expansion * width, config.depth, config.norm, config.residual, config.activation
-    )
+    return NetworkShape(width, config.expansion * width, config.depth, config.norm, config.residual, config.activation)
 
 
 def _products(shape: NetworkShape) -> list[int]:

@@ -15,6 +15,7 @@ from titans_pt.models.backbone import Backbone, initialise
 OWN_LOGIT = 4.0
 """Of the token just read, in an untrained model: exp(4) among the V exponentials of the others."""
 
+
 @dataclass
 class LanguageModelState:
     """blocks: the mixer's state of each block. Constant in sequence length, but for full attention."""

@@ -106,9 +106,7 @@ class Topology:
         return self.groups["tensor"]
 
 
-def _own_group(
-    lines: Tensor, rank: int, patience: timedelta | None, backend: str | None = None
-) -> dist.ProcessGroup:
+def _own_group(lines: Tensor, rank: int, patience: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
     """The group of the one of ``lines``, ranks each, that ``rank`` is in. All ranks take part in making all of them."""
     made = [(line, dist.new_group(line, timeout=patience, backend=backend)) for line in lines.tolist()]
     return next(group for line, group in made if rank in line)

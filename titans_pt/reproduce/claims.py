@@ -35,4 +35,3 @@ def claim(path: Path) -> Iterator[int | None]:
         file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         file.flush()
         yield file.fileno()
-

@@ -127,7 +127,6 @@ class RunFolder:
         write_text(self.config, head + text)
         write_text(self.versions, json.dumps(versions() | {STARTED_IN: os.getcwd()}, indent=1) + "\n")
 
-
     def check_settings(self):
         """Warns if config.yaml is not as a training wrote it: a half of it would be read as a whole one.
 

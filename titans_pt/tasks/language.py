@@ -48,8 +48,12 @@ class Language(Task):
     def check(cls, config: Config, need: Need):
         for name in ("needle", "babilong"):
             section = getattr(config.evaluation, name)
-            need(min(section.lengths) > section.max_new_tokens, f"evaluation.{name}.lengths", section.lengths,
-                 f"each must be above evaluation.{name}.max_new_tokens={section.max_new_tokens}")
+            need(
+                min(section.lengths) > section.max_new_tokens,
+                f"evaluation.{name}.lengths",
+                section.lengths,
+                f"each must be above evaluation.{name}.max_new_tokens={section.max_new_tokens}",
+            )
 
     def build_model(self) -> LanguageModel:
         """The model predicts what the tokenizer has an entry for; before there is one, all of model.vocab_size."""
@@ -58,9 +62,7 @@ class Language(Task):
     def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
         whole = tensor.size == 1
         loss = cross_entropy if whole else partial(vocabulary_cross_entropy, group=tensor)
-        return NextTokenLoss(
-            model, loss, self.config.train.z_loss, self.config.model.memory.write_cost / tensor.size
-        )
+        return NextTokenLoss(model, loss, self.config.train.z_loss, self.config.model.memory.write_cost / tensor.size)
 
     def output_bytes(self, rows: int, length: int, width: int) -> dict[str, int]:
         """The head's output, the same in fp32, its softmax, and their two gradients; of the samples taken at once."""
@@ -108,8 +110,10 @@ class Language(Task):
         if key == "tokenizer":
             return (f"data.dir: its tokenizer (sha256 {now[:12]}...) is not the one {path} was trained with "
                     f"({was[:12]}...), so ids mean other words")  # fmt: skip
-        return (f"data.dir: {self.config.data.dir} holds other token files than {path} was trained on, so samples "
-                "would be repeated or left out")
+        return (
+            f"data.dir: {self.config.data.dir} holds other token files than {path} was trained on, so samples "
+            "would be repeated or left out"
+        )
 
     def keep(self, folder: RunFolder):
         """A copy of the tokenizer."""

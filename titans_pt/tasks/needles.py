@@ -1,7 +1,7 @@
 """Needles in noise: keys and values hidden among random tokens and asked for at the end, at lengths that grow.
 
-    noise .. MARK k3 v3 .. noise .. MARK k1 v1 .. noise .. | ASK k1 v1 ASK k3 v3 ...
-        needles at uniform places among random noise              the questions, in a random order
+noise .. MARK k3 v3 .. noise .. MARK k1 v1 .. noise .. | ASK k1 v1 ASK k3 v3 ...
+    needles at uniform places among random noise              the questions, in a random order
 """
 
 from dataclasses import dataclass
@@ -94,14 +94,26 @@ class Needles(AnswerTask):
         settings, size = cls.Settings.model_validate(config.section(cls.name)), config.model.vocab_size
         lengths = [length for length, _ in stages(settings.lengths)]
         need(size >= 8, "model.vocab_size", size, "signs, keys, values and noise need at least 8")
-        need(settings.held_out < size // 4, "needles.held_out", settings.held_out,
-             f"below {size // 4}, a quarter of model.vocab_size={size}")
+        need(
+            settings.held_out < size // 4,
+            "needles.held_out",
+            settings.held_out,
+            f"below {size // 4}, a quarter of model.vocab_size={size}",
+        )
         fits = min(size // 4, min(lengths) // 6)
-        need(settings.needles <= fits, "needles.needles", settings.needles,
-             f"at most {fits}: model.vocab_size={size} has {size // 4} keys, and the shortest sample "
-             f"({min(lengths)} tokens) holds {min(lengths) // 6}")
-        need(max(lengths) <= config.data.seq_len, "needles.lengths", settings.lengths,
-             f"each at most data.seq_len={config.data.seq_len}, the tokens of a row; set data.seq_len={max(lengths)}")
+        need(
+            settings.needles <= fits,
+            "needles.needles",
+            settings.needles,
+            f"at most {fits}: model.vocab_size={size} has {size // 4} keys, and the shortest sample "
+            f"({min(lengths)} tokens) holds {min(lengths) // 6}",
+        )
+        need(
+            max(lengths) <= config.data.seq_len,
+            "needles.lengths",
+            settings.lengths,
+            f"each at most data.seq_len={config.data.seq_len}, the tokens of a row; set data.seq_len={max(lengths)}",
+        )
 
         cls._check_questions(config, settings, need)
 
@@ -109,12 +121,24 @@ class Needles(AnswerTask):
     def _check_questions(config: Config, settings: "Needles.Settings", need: Need):
         asked, keys = config.evaluation.needles, config.model.vocab_size // 4
         counts = asked.needles or [settings.needles]
-        need(asked.noise == "seen" or settings.held_out > 0, "evaluation.needles.noise", asked.noise,
-             "training drew every noise token: train with needles.held_out above 0")
-        need(max(counts) <= keys, "evaluation.needles.needles", max(counts),
-             f"at most {keys}, the keys of model.vocab_size={config.model.vocab_size}")
-        need(min(asked.lengths) >= 6 * max(counts), "evaluation.needles.lengths", min(asked.lengths),
-             f"at least {6 * max(counts)} for {max(counts)} needles")
+        need(
+            asked.noise == "seen" or settings.held_out > 0,
+            "evaluation.needles.noise",
+            asked.noise,
+            "training drew every noise token: train with needles.held_out above 0",
+        )
+        need(
+            max(counts) <= keys,
+            "evaluation.needles.needles",
+            max(counts),
+            f"at most {keys}, the keys of model.vocab_size={config.model.vocab_size}",
+        )
+        need(
+            min(asked.lengths) >= 6 * max(counts),
+            "evaluation.needles.lengths",
+            min(asked.lengths),
+            f"at least {6 * max(counts)} for {max(counts)} needles",
+        )
 
     def drawn(self, length: int) -> NeedlesInNoise:
         """What training draws at a length."""

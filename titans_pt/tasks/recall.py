@@ -85,14 +85,26 @@ class Recall(AnswerTask):
     @classmethod
     def check(cls, config: Config, need: Need):
         settings, size = cls.Settings.model_validate(config.section(cls.name)), config.model.vocab_size
-        need(settings.pairs < size // 2, "recall.pairs", settings.pairs,
-             f"below {size // 2}: model.vocab_size={size} has {size // 2 - 1} keys")
+        need(
+            settings.pairs < size // 2,
+            "recall.pairs",
+            settings.pairs,
+            f"below {size // 2}: model.vocab_size={size} has {size // 2 - 1} keys",
+        )
         length, path = settings.length or config.data.seq_len, "recall.length" if settings.length else "data.seq_len"
         shortest = MQAR(size, length, settings.pairs, settings.distance).shortest
-        need(length >= shortest, path, length,
-             f"at least {shortest}: {settings.pairs} pairs at distance {settings.distance} need as many tokens")
-        need(length <= config.data.seq_len, "recall.length", length,
-             f"at most data.seq_len={config.data.seq_len}, the tokens of a row")
+        need(
+            length >= shortest,
+            path,
+            length,
+            f"at least {shortest}: {settings.pairs} pairs at distance {settings.distance} need as many tokens",
+        )
+        need(
+            length <= config.data.seq_len,
+            "recall.length",
+            length,
+            f"at most data.seq_len={config.data.seq_len}, the tokens of a row",
+        )
 
     @property
     def mqar(self) -> MQAR:

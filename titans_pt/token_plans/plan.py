@@ -120,9 +120,7 @@ def through_plan(
         plans.free.append(found)
 
 
-def _made(
-    owner: Owner, make: Callable[[Owner, Tensor], TokenPlan], x: Tensor
-) -> tuple[Tensor, TokenPlan] | None:
+def _made(owner: Owner, make: Callable[[Owner, Tensor], TokenPlan], x: Tensor) -> tuple[Tensor, TokenPlan] | None:
     with torch.inference_mode(False), torch.no_grad():  # what is made here is written to in and out of that mode
         place = torch.empty(x.shape[0], x.shape[2], dtype=x.dtype)
         try:

@@ -126,9 +126,7 @@ class Trainer:
         )
         self.batch_samples = train.batch_tokens // seq_len
         grid = self.engine.topology
-        self.loader = Loader(
-            data.train, self.engine.micro_batch, grid.data.rank, grid.data.size, self.batch_samples
-        )
+        self.loader = Loader(data.train, self.engine.micro_batch, grid.data.rank, grid.data.size, self.batch_samples)
         with torch.device("meta"):
             model: Any = task.build_model()  # a module with flops
             self.flops_per_token = model.flops(seq_len).total
@@ -183,8 +181,9 @@ class Trainer:
             if signal:
                 self._save()
                 self.saver.wait()
-                self._say(f"stopped by signal {signal} at step {self.step}; {self._saved_at()}; "
-                          "the same command continues")
+                self._say(
+                    f"stopped by signal {signal} at step {self.step}; {self._saved_at()}; the same command continues"
+                )
                 return 128 + signal
             if self.nonfinite_in_a_row >= train.max_nonfinite:
                 self.saver.give_up()
@@ -265,11 +264,19 @@ class Trainer:
             self.first_loss = loss if self.first_loss is None else self.first_loss
             if step.logged:
                 parts = step.stopwatch.seconds()
-                self._log("train", loss=loss, grad_norm=self.engine.gradient_norm(), lr=step.lr,
-                          tokens=self.samples * self.config.data.seq_len, tokens_per_second=speed,
-                          mfu=self.peak_flops and speed * self.flops_per_token / self.peak_flops,
-                          **{f"{part}_seconds": spent for part, spent in parts.items()},
-                          **self.gauges.read(parts, speed), **step.memory, skipped=self.nonfinite)
+                self._log(
+                    "train",
+                    loss=loss,
+                    grad_norm=self.engine.gradient_norm(),
+                    lr=step.lr,
+                    tokens=self.samples * self.config.data.seq_len,
+                    tokens_per_second=speed,
+                    mfu=self.peak_flops and speed * self.flops_per_token / self.peak_flops,
+                    **{f"{part}_seconds": spent for part, spent in parts.items()},
+                    **self.gauges.read(parts, speed),
+                    **step.memory,
+                    skipped=self.nonfinite,
+                )
         else:
             self._note_skipped(loss, first_sample, step.limit if step.limit < loss < math.inf else None)
         if step.logged:
@@ -343,9 +350,7 @@ class Trainer:
         found = self.validation[f"validation_{figure}"]
         return found >= value if sign == ">=" else found <= value
 
-    def _validation_batches(
-        self, samples: Samples, count: int
-    ) -> Iterator[tuple[tuple[Tensor | None, ...], Tensor]]:
+    def _validation_batches(self, samples: Samples, count: int) -> Iterator[tuple[tuple[Tensor | None, ...], Tensor]]:
         """This rank's (batch, weight): as many on every rank, filled up with samples of weight 0."""
         micro, grid = self.engine.micro_batch, self.engine.topology
         for first in range(0, count, micro * grid.data.size):
@@ -438,9 +443,11 @@ class Trainer:
 
         known = "" if baseline is None else f", {name} {number(baseline)}"
         self.progress.close()
-        self._say(f"step {self.step} of {self.config.train.max_steps}: training loss {number(self.first_loss)} -> "
-                  f"{number(self.loss)}, validation {number(self.validation_loss)}{known} ({self.task.unit}); "
-                  f"{self.nonfinite} steps skipped")
+        self._say(
+            f"step {self.step} of {self.config.train.max_steps}: training loss {number(self.first_loss)} -> "
+            f"{number(self.loss)}, validation {number(self.validation_loss)}{known} ({self.task.unit}); "
+            f"{self.nonfinite} steps skipped"
+        )
         if self._reached():
             self._say(f"ended by train.stop_when={self.config.train.stop_when!r}")
         self._say(f"{self._saved_at()}; loss curve {plot}; metrics {self.folder.metrics}; log {self.folder.log}")

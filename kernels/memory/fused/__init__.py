@@ -1,11 +1,11 @@
 """The memory in Triton kernels, for a GPU (or, slowly, for Triton's interpreter on a CPU).
 
-    coefficients.py   what the gates say about each block of tokens: parallel over blocks
-    scan.py           the state from block to block: serial, keys and values only
-    read.py           outputs: parallel over blocks
-    step.py           decoding, token by token
-    operators.py      the kernels as differentiable operators; states kept for the backward pass
-    configurations.py what is served, and with which launch parameters
+coefficients.py   what the gates say about each block of tokens: parallel over blocks
+scan.py           the state from block to block: serial, keys and values only
+read.py           outputs: parallel over blocks
+step.py           decoding, token by token
+operators.py      the kernels as differentiable operators; states kept for the backward pass
+configurations.py what is served, and with which launch parameters
 """
 
 import torch
@@ -70,9 +70,7 @@ def fused_memory(
         if to_start:  # weights as differences to M_0
             base = torch.stack([begin, torch.zeros_like(begin), begin]).unsqueeze(1)
             tensors[-1] = state - base
-        out, state, _ = memory(
-            *tensors, offset, reset, chunk_size, resets, *form, save_every or 0, keep
-        )
+        out, state, _ = memory(*tensors, offset, reset, chunk_size, resets, *form, save_every or 0, keep)
         if to_start:
             state = state + base
 

@@ -89,6 +89,8 @@ def unsupported(dtype: torch.dtype, network: NetworkShape, chunk: int, shared: i
     if needed > shared:
         name = str(dtype).removeprefix("torch.")
         less = " (train.precision=bf16 needs less)" if dtype.itemsize == 4 else ""
-        return (f"{name} at head width {width} and {network.depth} layers needs {needed:,} bytes of shared memory, "
-                f"this GPU has {shared:,}{less}")
+        return (
+            f"{name} at head width {width} and {network.depth} layers needs {needed:,} bytes of shared memory, "
+            f"this GPU has {shared:,}{less}"
+        )
     return None

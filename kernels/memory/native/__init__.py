@@ -107,8 +107,10 @@ class NativeScan(torch.autograd.Function):
         d_out = torch.zeros_like(tensors[0]) if d_out is None else d_out.contiguous()
         grads = [torch.empty_like(x) for x in tensors[:6]] + [torch.zeros_like(x) for x in tensors[6 : -3 * layers]]
         state = tensors[-3 * layers :]
-        d_state = [torch.zeros_like(w) if d is None else d.clone(memory_format=torch.contiguous_format)
-                   for w, d in zip(state, d_state, strict=True)]
+        d_state = [
+            torch.zeros_like(w) if d is None else d.clone(memory_format=torch.contiguous_format)
+            for w, d in zip(state, d_state, strict=True)
+        ]
         norm, begin = grads[6 : 6 + 2 * plan.network.norm], grads[6 + 2 * plan.network.norm :]
         pointers = dict(zip(("q", "k", "v", "theta", "eta", "alpha"), (g.data_ptr() for g in grads), strict=False))
         pointers |= dict(zip(("gamma", "beta"), (g.data_ptr() for g in norm), strict=False))

@@ -25,9 +25,15 @@ def byte_level(tmp_path_factory, texts):
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=["<|endoftext|>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     return saved(tmp_path_factory.mktemp("byte_level") / "a", tokenizer)
 
 
@@ -42,8 +48,9 @@ def llama(tmp_path_factory, texts):
     tokenizer = tokenizers.Tokenizer(models.BPE(pieces, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.add_special_tokens(["<s>", "</s>", "<unk>"])
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    tokenizer.decoder = decoders.Sequence([
-        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return saved(tmp_path_factory.mktemp("llama") / "a", tokenizer, "</s>")
 
 
@@ -155,8 +162,10 @@ def test_documents_that_spell_eos_hold_it_once(not_special, config, tmp_path):
     lines = [{"text": f"{i} before<|endoftext|>after <|endoftext|>"} for i in range(40)]
     text.write_text("".join(json.dumps(line) + "\n" for line in lines))
     size = load_tokenizer(not_special).vocab_size
-    settings = config(data={"tokenizer": {"path": str(not_special)}, "seq_len": 8,
-                            "sources": [{"kind": "files", "path": str(text)}]}, model={"vocab_size": size})
+    settings = config(
+        data={"tokenizer": {"path": str(not_special)}, "seq_len": 8, "sources": [{"kind": "files", "path": str(text)}]},
+        model={"vocab_size": size},
+    )
     prepare(settings)
     files = TokenFiles.open(settings)
     for stream in (*files.train, files.validation):

@@ -21,8 +21,15 @@ def llama(tmp_path_factory, texts):
     """A tokenizer that puts a space before the text, as Llama's do."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts), model_writer=model, vocab_size=VOCAB, model_type="bpe", byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2)
+        sentence_iterator=iter(texts),
+        model_writer=model,
+        vocab_size=VOCAB,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
     path = tmp_path_factory.mktemp("llama") / "llama.model"
     path.write_bytes(model.getvalue())
     return load_tokenizer(path)
@@ -144,7 +151,7 @@ def test_missing_broken_or_unfit_model(tmp_path, tokenizer):
     with pytest.raises(UserError, match="nowhere.model.*No such file.*data.tokenizer.path"):
         load_tokenizer(tmp_path / "nowhere.model")
     path = tmp_path / "broken.model"
-    for data in (b"", b"no model", good[:len(good) // 2], random.Random(0).randbytes(3000)):
+    for data in (b"", b"no model", good[: len(good) // 2], random.Random(0).randbytes(3000)):
         path.write_bytes(data)
         with pytest.raises(UserError, match="broken.model: not a SentencePiece model") as error:
             load_tokenizer(path)
@@ -153,8 +160,15 @@ def test_missing_broken_or_unfit_model(tmp_path, tokenizer):
 
 def test_model_without_end_of_text(tmp_path, texts):
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, vocab_size=300,
-                                             model_type="bpe", byte_fallback=True, eos_id=-1, minloglevel=2)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=model,
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        eos_id=-1,
+        minloglevel=2,
+    )
     (tmp_path / "a.model").write_bytes(model.getvalue())
     with pytest.raises(UserError, match="no end-of-text piece"):
         load_tokenizer(tmp_path / "a.model")
@@ -188,7 +202,7 @@ LANGUAGES = {
     "Chinese": "天地玄黃，宇宙洪荒。日月盈昃，辰宿列張。",
     "Japanese": "いろはにほへと ちりぬるを わかよたれそ つねならむ",
     "Korean": "키스의 고유조건은 입술끼리 만나야 하고 특별한 기술은 필요치 않다.",
-    "signs": "∀x ∈ ℝ: ⌈x⌉ = −⌊−x⌋ \U0001F600\u200d\U0001F9D1 e\u0301 \ufeff\u2028\r\n   ",
+    "signs": "∀x ∈ ℝ: ⌈x⌉ = −⌊−x⌋ \U0001f600\u200d\U0001f9d1 e\u0301 \ufeff\u2028\r\n   ",
 }
 
 

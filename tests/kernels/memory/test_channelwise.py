@@ -40,8 +40,10 @@ def test_equals_the_definition(
     if resets:
         options["reset"] = torch.rand(B, T, generator=gen) < 0.15
     if initial:
-        start = [[0.3 * torch.randn(B, *w.shape, generator=gen, dtype=w.dtype) for w in tensors[6 : 6 + depth]]
-                 for _ in range(3)]
+        start = [
+            [0.3 * torch.randn(B, *w.shape, generator=gen, dtype=w.dtype) for w in tensors[6 : 6 + depth]]
+            for _ in range(3)
+        ]
         options["initial"] = (*start, torch.randint(0, C, (B,), generator=gen))
     compare(tensors, depth, ["chunked"], **options)
 

@@ -65,8 +65,10 @@ def test_trace_equals_the_definition(depth, C, gates, norm, residual, activation
             **options,
         )  # fmt: skip
         begins = torch.zeros(B, dtype=torch.bool) if part is None else part[:, 0]
-        start = [torch.where(begins.view(-1, 1, 1, 1), w, torch.where((before.offset == 0).view(-1, 1, 1, 1), m, c))
-                 for w, m, c in zip(weights, before.weights, before.chunk_weights, strict=True)]
+        start = [
+            torch.where(begins.view(-1, 1, 1, 1), w, torch.where((before.offset == 0).view(-1, 1, 1, 1), m, c))
+            for w, m, c in zip(weights, before.weights, before.chunk_weights, strict=True)
+        ]
         expected = gradient_norm(k[:, t], v[:, t], start, affine, network)
         for figure, truth in ((trace.surprise, expected), (trace.weight_norm, norm_of(state.weights)),
                               (trace.momentum_norm, norm_of(state.momentum))):  # fmt: skip

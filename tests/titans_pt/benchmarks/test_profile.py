@@ -7,7 +7,7 @@ from titans_pt.benchmarks.profile import profile
 
 def test_a_profile(tmp_path):
     profile(tmp_path, once=False)
-    assert "Scan" in (tmp_path / "profile.txt").read_text() or "titans::memory" in (
-        tmp_path / "profile.txt"
-    ).read_text()
+    assert (
+        "Scan" in (tmp_path / "profile.txt").read_text() or "titans::memory" in (tmp_path / "profile.txt").read_text()
+    )
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

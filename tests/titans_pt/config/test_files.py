@@ -157,8 +157,10 @@ def test_a_config_that_is_not_there(name, message, tmp_path, monkeypatch):
 
 def test_where_every_value_came_from(file, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    file("model: {memory: {chunk_size: 8}, segment: 64, memory_tokens: 8}\ndata: {sources: [{kind: files, path: a}]}",
-         "parent.yaml")
+    file(
+        "model: {memory: {chunk_size: 8}, segment: 64, memory_tokens: 8}\ndata: {sources: [{kind: files, path: a}]}",
+        "parent.yaml",
+    )
     path = file("inherit: [parent.yaml, quickstart]\ntrain: {lr: 0.5}\nmodel: {d_model: 128}\nrun: {dir: 'runs/#1'}")
     words = ["train.max_steps=7", "train.warmup_steps=1", "model.segment=32"]
     assert cli.run(["config", path.name, *words]) == 0

@@ -55,7 +55,8 @@ def test_every_former_value_is_one_of_its_setting():
     for path, value in module.FORMER_DEFAULTS.items():
         section, _, key = path.rpartition(".")
         assert {"model": ModelConfig, "model.memory": MemoryConfig}[section](
-            **{key: value({}) if callable(value) else value})
+            **{key: value({}) if callable(value) else value}
+        )
 
 
 @pytest.mark.parametrize("depth, steps", [(1, "small"), (2, "small"), (3, "full"), (4, "full")])

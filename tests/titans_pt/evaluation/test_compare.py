@@ -50,9 +50,16 @@ def test_a_damaged_summary_is_one_line(tmp_path):
     path = folder / "evaluation/step-00000003/summary.json"
     whole = json.loads(path.read_text())
     sealed = json.dumps(seal(whole))
-    for text in ('{"step": 3, "nee', "[]", b"\xff", bytes(50), json.dumps(whole).replace("mean", "meaN"),
-                 json.dumps(whole).replace("by_length", "by_lengtH"),
-                 sealed.replace('"step": 3', '"step": 8'), sealed[1:]):
+    for text in (
+        '{"step": 3, "nee',
+        "[]",
+        b"\xff",
+        bytes(50),
+        json.dumps(whole).replace("mean", "meaN"),
+        json.dumps(whole).replace("by_length", "by_lengtH"),
+        sealed.replace('"step": 3', '"step": 8'),
+        sealed[1:],
+    ):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(UserError, match=r"summary.json: damaged .*; make it again with: titans evaluate"):
             compare([folder], task_of(whole), tmp_path / "c.png")
@@ -66,8 +73,11 @@ def task_of(summary):
 
 
 def test_without_results(tmp_path):
-    with pytest.raises(UserError, match=r"holds no results of qa1; make them with: titans evaluate RUN --out .* "
-                                        r"--suite babilong 'evaluation.babilong.tasks=\[qa1\]'$"):
+    with pytest.raises(
+        UserError,
+        match=r"holds no results of qa1; make them with: titans evaluate RUN --out .* "
+        r"--suite babilong 'evaluation.babilong.tasks=\[qa1\]'$",
+    ):
         compare([results(tmp_path / "a", 3, 0.25)], "qa1", tmp_path / "c.png")
 
 

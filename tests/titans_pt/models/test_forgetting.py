@@ -30,9 +30,7 @@ def gradient_norm(length, **memory):
 ])  # fmt: skip
 def test_the_outer_gradient_stays_bounded(alpha, depth, chunk_size, length, gates):
     """Toward zero it is 45 at alpha = 0.01 and NaN at 0.2, where depth is above 1 (docs/notebook.md)."""
-    norm = gradient_norm(
-        length, forget_to="start", gates=gates, alpha_init=alpha, depth=depth, chunk_size=chunk_size
-    )
+    norm = gradient_norm(length, forget_to="start", gates=gates, alpha_init=alpha, depth=depth, chunk_size=chunk_size)
     assert norm < 2
 
 

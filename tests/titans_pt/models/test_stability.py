@@ -122,8 +122,6 @@ def test_huge_values_stay_finite(scale, same_key, chunk):
     gates = [torch.full((1, 2000, 2), g) for g in (min(0.1, 1.9 / chunk) * 0.1, 0.9, 0.0)]
     weights = torch.randn(2, 16, 32, generator=gen), torch.randn(2, 32, 16, generator=gen)
     norm = torch.ones(2, 16), torch.zeros(2, 16)
-    out, state = neural_memory(
-        q, k, scale * v, *gates, weights, norm=norm, chunk_size=chunk, output_final_state=True
-    )
+    out, state = neural_memory(q, k, scale * v, *gates, weights, norm=norm, chunk_size=chunk, output_final_state=True)
     assert out.isfinite().all()
     assert all(w.isfinite().all() for w in (*state.weights, *state.momentum))

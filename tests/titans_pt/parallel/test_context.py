@@ -64,8 +64,10 @@ def test_a_state_travels_as_one_message():
         (["parallel.context=2", "parallel.zero_stage=3"], "parallel.zero_stage: given 3; at most 2 with parallel.cont"),
         (["parallel.context=2", "parallel.reduce_bucket=100"], "parallel.reduce_bucket: given 100; must be null with"),
         (["parallel.context=2", "train.compile=true"], "train.compile: given True; not with parallel.context=2"),
-        (["parallel.context=2", "model.mixers=[rmt]", "model.rmt={segment: 8, memory_tokens: 2}"],
-         "parallel.context: given 2; must be 1 with the mixer 'rmt'"),
+        (
+            ["parallel.context=2", "model.mixers=[rmt]", "model.rmt={segment: 8, memory_tokens: 2}"],
+            "parallel.context: given 2; must be 1 with the mixer 'rmt'",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused(tiny, settings, message):

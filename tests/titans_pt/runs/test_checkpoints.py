@@ -49,7 +49,10 @@ def test_steps_are_listed_in_order_and_found(tmp_path):
         save(tmp_path, step)
     (tmp_path / "notes").mkdir()
     assert [p.name for p in checkpoints.list_checkpoints(tmp_path)] == [
-        "step-00000005", "step-00000020", "step-100000000"]
+        "step-00000005",
+        "step-00000020",
+        "step-100000000",
+    ]
     assert checkpoints.find(tmp_path).name == "step-100000000"
     assert checkpoints.find(tmp_path, 20).name == "step-00000020"
     with pytest.raises(UserError, match="no such checkpoint; existing steps: 5, 20, 100000000"):

@@ -157,7 +157,7 @@ def test_every_flipped_bit_is_damage(tmp_path):
     whole = path.read_bytes()
     assert read_about(path) == {"from": "0" * 64, "sha256": "a test"}
     for at in range(len(whole)):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1:])
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1 :])
         for read in (load_state, read_about):
             with pytest.raises(UserError, match=r"state: .*titans generate RUN --save-state FILE"):
                 read(path)

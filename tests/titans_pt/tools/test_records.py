@@ -30,8 +30,9 @@ def test_first_of_two_records_counts(tmp_path):
     assert read_records([tmp_path / "b.jsonl", tmp_path / "a.jsonl"])["k"]["v"] == 2
 
 
-@pytest.mark.parametrize("line", [b"{broken", b"[1]", b'{"no": "key"}', b"\xff", bytes(50),
-                                  b'{"key": "b", "v": 1, "crc32": "00000000"}'])
+@pytest.mark.parametrize(
+    "line", [b"{broken", b"[1]", b'{"no": "key"}', b"\xff", bytes(50), b'{"key": "b", "v": 1, "crc32": "00000000"}']
+)
 def test_a_broken_whole_line_is_named(tmp_path, line):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"key": "a"}\n' + line + b"\n")

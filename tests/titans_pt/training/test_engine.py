@@ -1,4 +1,3 @@
-
 import pytest
 import torch
 from torch import nn
@@ -37,7 +36,11 @@ def test_norms_and_biases_do_not_decay():
     names = {id(p): name for name, p in model.named_parameters()}
     assert {names[id(p)] for p in decay["params"]} == {"embedding.weight", "linear.weight"}
     assert {names[id(p)] for p in keep["params"]} == {
-        "norm_weight", "output_norm.weight", "output_norm.bias", "linear.bias"}
+        "norm_weight",
+        "output_norm.weight",
+        "output_norm.bias",
+        "linear.bias",
+    }
     assert (decay["weight_decay"], keep["weight_decay"]) == (0.1, 0.0)
 
 
@@ -53,6 +56,7 @@ def test_deepspeed_settings_follow_the_tree(tiny):
 
 def test_layers_side_by_side_exchange_their_gradients_at_the_end(tiny):
     """DeepSpeed's exchange waits for one stream unless it overlaps: none may begin while layers still write to it."""
+
     def bucket(**parallel):
         config = load_config(tiny(train={"wavefront": 8}, parallel=parallel))
         return deepspeed_config(config, 3, 4, 10**9)["zero_optimization"]["reduce_bucket_size"]
@@ -65,7 +69,11 @@ def test_how_gradients_are_exchanged_is_passed_on(tiny):
     given = {"overlap": True, "reduce_bucket": 300, "gather_bucket": 400, "reduce_fp32": True}
     settings = deepspeed_config(load_config(tiny(parallel=given)), 3, 4, 1000)
     assert settings["zero_optimization"] == {
-        "stage": 1, "overlap_comm": True, "reduce_bucket_size": 300, "allgather_bucket_size": 400}
+        "stage": 1,
+        "overlap_comm": True,
+        "reduce_bucket_size": 300,
+        "allgather_bucket_size": 400,
+    }
     assert settings["communication_data_type"] == "fp32"
     assert deepspeed_config(load_config(tiny()), 3, 4, 1000)["communication_data_type"] is None
     config = load_config(tiny(parallel={"zero_stage": 3, "node_ranks": 2}))

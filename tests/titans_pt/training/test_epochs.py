@@ -14,6 +14,7 @@ def data(train, validation=9, **sources):
 @pytest.fixture
 def config(tiny):
     """A step reads 64 samples of 16 tokens."""
+
     def load(**changes):
         train = {"batch_tokens": 64 * 16, "max_steps": 100, "eval_every": 5} | changes.pop("train", {})
         return load_config(tiny(train=train, **changes))
@@ -24,7 +25,8 @@ def config(tiny):
 def test_the_plan_says_epochs(config):
     assert epochs_text(config(), data(640)) == (
         "plan: the training data: 640 samples of 16 tokens; 100 steps read 6,400, each 10.00 times (epochs)\n"
-        "plan: validation reads 5 of 9 samples")
+        "plan: validation reads 5 of 9 samples"
+    )
     assert repeated(config(), data(64)) == []
 
 
@@ -42,14 +44,16 @@ def test_each_source_of_a_mixture(config):
     mixed = data(1003, books=(1000, 0.75), notes=(3, 0.25))
     assert epochs_text(config(), mixed).splitlines()[:2] == [
         "plan: books: 1,000 samples of 16 tokens; 100 steps read 4,800, each 4.80 times (epochs)",
-        "plan: notes: 3 samples of 16 tokens; 100 steps read 1,600, each 533.33 times (epochs)"]
+        "plan: notes: 3 samples of 16 tokens; 100 steps read 1,600, each 533.33 times (epochs)",
+    ]
     [warning] = repeated(config(), mixed)
     assert "a step reads 16 samples of notes, and an epoch has 3" in warning and "lower its weight" in warning
 
 
 def test_fewer_validation_samples_than_asked_for(config):
     assert epochs_text(config(), data(640, validation=2)).endswith(
-        "\nplan: validation reads all 2 samples there are (train.eval_samples=5)")
+        "\nplan: validation reads all 2 samples there are (train.eval_samples=5)"
+    )
     assert "validation" not in epochs_text(config(train={"eval_every": 0}), data(640, validation=2))
 
 
@@ -58,8 +62,10 @@ def test_a_run_of_language_names_its_sources(tiny, prepared, tmp_path):
 
     text = str(prepared.parent / "text.jsonl")
     (tmp_path / "more.jsonl").write_text("".join(f'{{"text": "{"word " * 40}{n}"}}\n' for n in range(20)))
-    sources = [{"kind": "files", "path": text, "weight": 3}, {"kind": "files", "path": str(tmp_path / "more.jsonl"),
-                                                              "weight": 1}]
+    sources = [
+        {"kind": "files", "path": text, "weight": 3},
+        {"kind": "files", "path": str(tmp_path / "more.jsonl"), "weight": 1},
+    ]
     config = load_config(tiny(data={"dir": str(tmp_path / "data"), "sources": sources}))
     prepare(config)
     opened = Language(config).open()

@@ -58,8 +58,14 @@ def test_a_resume_from_shards_is_bit_for_bit_a_whole_run(runs, shards, whole):
     assert curve(runs / shards, "loss", "grad_norm") == curve(runs / whole, "loss", "grad_norm")
     written, one = (checkpoints.find(runs / name / "checkpoints", 4) for name in (shards, whole))
     assert {path.name for path in written.iterdir()} == {
-        "shard-00000.safetensors", "shard-00000.json", "shard-00001.safetensors", "shard-00001.json", "tensors.json",
-        "trainer.json", "manifest.json"}
+        "shard-00000.safetensors",
+        "shard-00000.json",
+        "shard-00001.safetensors",
+        "shard-00001.json",
+        "tensors.json",
+        "trainer.json",
+        "manifest.json",
+    }
     with checkpoints.Tensors(written) as found, checkpoints.Tensors(one) as expected:
         assert found.shapes() == expected.shapes()
         for name in expected.shapes():

@@ -152,7 +152,11 @@ def test_the_same_command_continues_what_it_has_done_and_another_one_goes_back(r
         assert [line for line in log.read_text().splitlines() if "resuming at" in line][-1].split()[6] == f"{at}:"
     aside = run.folder / "checkpoints" / "set-aside"
     assert sorted(path.name for path in aside.iterdir()) == [
-        "step-00000015", "step-00000015-2", "step-00000016", "step-00000020"]
+        "step-00000015",
+        "step-00000015-2",
+        "step-00000016",
+        "step-00000020",
+    ]
 
 
 def test_a_step_without_a_checkpoint_names_those_that_exist(run):

@@ -7,9 +7,7 @@ from titans_pt.training.schedule import learning_rate
 
 
 def lr(step, warmup=10, steps=110, ratio=0.1, **others):
-    return learning_rate(
-        step, TrainConfig(lr=2.0, warmup_steps=warmup, max_steps=steps, min_lr_ratio=ratio, **others)
-    )
+    return learning_rate(step, TrainConfig(lr=2.0, warmup_steps=warmup, max_steps=steps, min_lr_ratio=ratio, **others))
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])

@@ -20,8 +20,12 @@ def check_attention(config: Config, need: Need):
     """What a mixer with rotary attention calls in its :meth:`Mixer.check`."""
     width, heads = config.model.d_model, config.model.n_heads
     need(width % heads == 0, "model.n_heads", heads, f"must divide model.d_model={width}")
-    need((width // heads) % 2 == 0, "model.n_heads", heads,
-         f"head width d_model / n_heads = {width // heads} must be even for RoPE")
+    need(
+        (width // heads) % 2 == 0,
+        "model.n_heads",
+        heads,
+        f"head width d_model / n_heads = {width // heads} must be even for RoPE",
+    )
 
 
 def divisor(number: int, most: int, even: bool = False) -> int | None:
@@ -44,8 +48,12 @@ def check_window(config: Config, need: Need):
     """What a mixer with attention over ``model.window`` calls in its :meth:`Mixer.check`."""
     check_attention(config, need)
     length = config.data.seq_len
-    need(config.model.window <= length, "model.window", config.model.window,
-         f"at most data.seq_len={length}; a wider window never fills: lower it, or raise data.seq_len")
+    need(
+        config.model.window <= length,
+        "model.window",
+        config.model.window,
+        f"at most data.seq_len={length}; a wider window never fills: lower it, or raise data.seq_len",
+    )
 
 
 class MemoryMixer(Mixer):
@@ -74,28 +82,59 @@ class MemoryMixer(Mixer):
     def check(cls, config: Config, need: Need):
         model = config.model
         heads = "model.memory.n_heads" if model.memory.n_heads else "model.n_heads"
-        need(model.d_model % model.memory_heads == 0, heads, model.memory_heads,
-             f"must divide model.d_model={model.d_model}")
-        need(model.memory_heads < model.d_model or not model.memory.norm, heads, model.memory_heads,
-             f"at most model.d_model / 2 = {model.d_model // 2}: the LayerNorm of a head of width 1 is constant")
+        need(
+            model.d_model % model.memory_heads == 0,
+            heads,
+            model.memory_heads,
+            f"must divide model.d_model={model.d_model}",
+        )
+        need(
+            model.memory_heads < model.d_model or not model.memory.norm,
+            heads,
+            model.memory_heads,
+            f"at most model.d_model / 2 = {model.d_model // 2}: the LayerNorm of a head of width 1 is constant",
+        )
         chunk, length = model.memory.chunk_size, config.data.seq_len
         levels = model.memory.hierarchy
         if levels is None:
-            need(chunk <= length, "model.memory.chunk_size", chunk,
-                 f"at most data.seq_len={length}; in a longer chunk every gradient is taken at the memory's start")
+            need(
+                chunk <= length,
+                "model.memory.chunk_size",
+                chunk,
+                f"at most data.seq_len={length}; in a longer chunk every gradient is taken at the memory's start",
+            )
             return
-        need(levels.chunk < length, "model.memory.hierarchy.chunk", levels.chunk,
-             f"below data.seq_len={length}; nothing of the first chunk is read from the global memory")
-        need(levels.shard % levels.chunk == 0, "model.memory.hierarchy.shard", levels.shard,
-             f"must be a multiple of model.memory.hierarchy.chunk={levels.chunk}")
-        need(all(size <= levels.shard for size in levels.locals), "model.memory.hierarchy.locals", levels.locals,
-             f"each at most model.memory.hierarchy.shard={levels.shard}")
+        need(
+            levels.chunk < length,
+            "model.memory.hierarchy.chunk",
+            levels.chunk,
+            f"below data.seq_len={length}; nothing of the first chunk is read from the global memory",
+        )
+        need(
+            levels.shard % levels.chunk == 0,
+            "model.memory.hierarchy.shard",
+            levels.shard,
+            f"must be a multiple of model.memory.hierarchy.chunk={levels.chunk}",
+        )
+        need(
+            all(size <= levels.shard for size in levels.locals),
+            "model.memory.hierarchy.locals",
+            levels.locals,
+            f"each at most model.memory.hierarchy.shard={levels.shard}",
+        )
         final = levels.locals if levels.final_locals is None else levels.final_locals
-        need(len(final) == len(levels.locals) and all(a <= b for a, b in zip(final, levels.locals, strict=False)),
-             "model.memory.hierarchy.final_locals", final,
-             f"one for each of model.memory.hierarchy.locals={levels.locals}, none larger than it")
-        need(model.memory.alpha == "head", "model.memory.alpha", model.memory.alpha,
-             "must be head with model.memory.hierarchy")
+        need(
+            len(final) == len(levels.locals) and all(a <= b for a, b in zip(final, levels.locals, strict=False)),
+            "model.memory.hierarchy.final_locals",
+            final,
+            f"one for each of model.memory.hierarchy.locals={levels.locals}, none larger than it",
+        )
+        need(
+            model.memory.alpha == "head",
+            "model.memory.alpha",
+            model.memory.alpha,
+            "must be head with model.memory.hierarchy",
+        )
 
     @classmethod
     def split_sizes(cls, config: ModelConfig) -> dict[str, int]:

@@ -142,13 +142,25 @@ class MAC(MemoryMixer):
     def check(cls, config: Config, need: Need):
         super().check(config, need)
         check_attention(config, need)
-        need(config.model.memory.hierarchy is None, "model.memory.hierarchy", "set",
-             "must be null for mac, whose segments write and read one memory by turns: use lmm, mag or mal")
+        need(
+            config.model.memory.hierarchy is None,
+            "model.memory.hierarchy",
+            "set",
+            "must be null for mac, whose segments write and read one memory by turns: use lmm, mag or mal",
+        )
         own, length, chunk = cls.settings(config.model), config.data.seq_len, config.model.memory.chunk_size
-        need(own.segment % chunk == 0, "model.mac.segment", own.segment,
-             f"must be a multiple of model.memory.chunk_size={chunk}")
-        need(own.segment <= length, "model.mac.segment", own.segment,
-             f"at most data.seq_len={length}; with a longer one the memory is never read")
+        need(
+            own.segment % chunk == 0,
+            "model.mac.segment",
+            own.segment,
+            f"must be a multiple of model.memory.chunk_size={chunk}",
+        )
+        need(
+            own.segment <= length,
+            "model.mac.segment",
+            own.segment,
+            f"at most data.seq_len={length}; with a longer one the memory is never read",
+        )
 
     def set_compiled(self, on: bool):
         self.compiled = on

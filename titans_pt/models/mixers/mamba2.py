@@ -79,8 +79,12 @@ class Mamba2(LinearMemoryMixer):
     def check(cls, config: Config, need: Need):
         own = cls.settings(config.model)
         channels = own.expansion * config.model.d_model
-        need(channels % own.head_width == 0, f"model.{cls.name}.head_width", own.head_width,
-             f"must divide model.d_model * model.{cls.name}.expansion = {channels}")
+        need(
+            channels % own.head_width == 0,
+            f"model.{cls.name}.head_width",
+            own.head_width,
+            f"must divide model.d_model * model.{cls.name}.expansion = {channels}",
+        )
 
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None

@@ -95,13 +95,16 @@ class HeadWidthMixer(LinearMemoryMixer):
     @classmethod
     def check(cls, config: Config, need: Need):
         width = cls.settings(config.model).head_width
-        need(config.model.d_model % width == 0, f"model.{cls.name}.head_width", width,
-             f"must divide model.d_model={config.model.d_model}")
+        need(
+            config.model.d_model % width == 0,
+            f"model.{cls.name}.head_width",
+            width,
+            f"must divide model.d_model={config.model.d_model}",
+        )
 
 
 def fitting_width(mixer: type[Mixer], whole: int) -> dict[str, int]:
-    """The default of ``mixer``'s head_width, where the usual one does not divide ``whole``: for :meth:`Mixer.defaults`.
-    """
+    """``mixer``'s default head_width where the usual one does not divide ``whole``, for :meth:`Mixer.defaults`."""
     field = mixer.Settings.model_fields["head_width"]
     even = any(getattr(rule, "multiple_of", 1) == 2 for rule in field.metadata)
     width = divisor(whole, field.default, even)
@@ -118,8 +121,12 @@ def fitting_heads(mixer: type[Mixer], widths: Sequence[float]) -> dict[str, int]
 def check_heads(name: str, config: Config, heads: int, widths: dict[str, float], need: Need):
     """``widths``, by the settings that give them, must be whole and shared out over the heads."""
     for setting, width in widths.items():
-        need(width % heads == 0, f"model.{name}.n_heads", heads,
-             f"must divide model.d_model * model.{name}.{setting} = {width:g}")
+        need(
+            width % heads == 0,
+            f"model.{name}.n_heads",
+            heads,
+            f"must divide model.d_model * model.{name}.{setting} = {width:g}",
+        )
 
 
 def convolve(

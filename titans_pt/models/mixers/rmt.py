@@ -100,8 +100,12 @@ class RMT(AttentionMixer):
         super().check(config, need)
         own, length = cls.settings(config.model), config.data.seq_len
         need(config.model.kinds == [cls.name], "model.mixers", config.model.mixers, f"[{cls.name}] stands alone")
-        need(own.segment < length, f"model.{cls.name}.segment", own.segment,
-             f"below data.seq_len={length}; in a single segment the memory is never read")
+        need(
+            own.segment < length,
+            f"model.{cls.name}.segment",
+            own.segment,
+            f"below data.seq_len={length}; in a single segment the memory is never read",
+        )
 
     def around(
         self, blocks: Blocks, x: Tensor, state: RMTState | RMTRows | None, documents: Documents | None

@@ -95,6 +95,7 @@ class Compiler(CUDABackend):
     def add_stages(self, stages, *options):
         super().add_stages(stages, *options)
         if self.until_shared:
+
             def stop(source, metadata):
                 raise Allocated(metadata["shared"])
 

@@ -9,8 +9,10 @@ import torch
 from tests.kernels.memory.fused.cases import DEVICE, FLOORS, Case, assert_equal, run
 
 
-@pytest.fixture(params=FLOORS if DEVICE == "cuda" else [None],
-                ids=lambda dtype: {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, ""))
+@pytest.fixture(
+    params=FLOORS if DEVICE == "cuda" else [None],
+    ids=lambda dtype: {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, ""),
+)
 def to_dtype(request):
     """The case as it is in the interpreter, which multiplies no bf16; on a GPU in each dtype."""
     return lambda case: case if request.param is None else replace(case, dtype=request.param)

@@ -122,9 +122,7 @@ def test_decoding_is_the_sequence(case):
     leaves, options = inputs(case)
     weights = tuple(leaves[6 : 6 + case.depth])
     norm = tuple(leaves[6 + case.depth :]) or None
-    whole, end = neural_memory(
-        *leaves[:6], weights, norm=norm, **options, backend="chunked", output_final_state=True
-    )
+    whole, end = neural_memory(*leaves[:6], weights, norm=norm, **options, backend="chunked", output_final_state=True)
     at, state, pieces = 23, None, []
     with torch.no_grad():
         for begin, stop, backend in [(0, at, "chunked"), (at, 24, "triton"), (24, 27, "triton"), (27, 35, "triton"),

@@ -198,6 +198,7 @@ def test_heads_that_do_not_divide_the_width_are_refused(mixer, tiny):
 @pytest.mark.parametrize("mixer", BASELINES)
 def test_it_is_planned(mixer, gpu, tiny):
     """More tokens keep more, in proportion; on a GPU's paths without computing anything."""
+
     def plan(length):
         model = {"d_model": 32, "n_layers": 2, "mixers": [mixer], mixer: OWN[mixer]}
         train = {"precision": "bf16" if gpu else "fp32", "batch_tokens": length}
@@ -215,7 +216,7 @@ def test_what_is_needed_on_a_gpu():
     for name in BASELINES:
         mixer = build_model(small_config([name])).blocks[0].mixer
         assert (mixer.unserved(torch.bfloat16) is not None) == (name in ttt)
-        assert (mixer.unserved(torch.float64) is not None)
+        assert mixer.unserved(torch.float64) is not None
 
 
 # ---- FLOPs
