@@ -23,6 +23,7 @@ from titans_pt.reproduce.measures import Measure
 from titans_pt.reproduce.records import Records
 from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder, versions
+from titans_pt.tasks import task_of
 from titans_pt.tools.files import write_text
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
@@ -47,7 +48,7 @@ class Run:
 
     @cached_property
     def cost(self) -> Cost:
-        return cost_of(self.config)
+        return cost_of(task_of(self.config))
 
     def settled(self, records: Records) -> Config | None:
         """``config`` with the learning rate that the probes chose; None while one is not there."""

@@ -17,7 +17,7 @@ from titans_pt.models.backbone import Block
 from titans_pt.models.mixers import Mixer
 from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.parallel.topology import grid_shape, grid_text
-from titans_pt.tasks import Task, task_of
+from titans_pt.tasks import Task
 from titans_pt.tools.processes import place
 from titans_pt.training.engine import local_batch, reduce_bucket, sums_in_fp32
 from titans_pt.training.metrics import PEAK_FLOPS
@@ -46,6 +46,7 @@ class TrainingPlan:
     micro_batch: int
     accumulation: int
     bytes: dict[str, int]
+    cost: "Cost"
 
     @property
     def total(self) -> int:
@@ -61,7 +62,7 @@ class TrainingPlan:
             f"plan: {train.batch_tokens:,} tokens per step = {self.data} data ranks x {self.accumulation} "
             f"micro-batches x {self.micro_batch} samples x {self.config.data.seq_len} tokens\n"
             f"plan: estimated memory per rank {self.total / GIB:.2f} GiB: {kinds}\n"
-            f"plan: {cost_of(self.config).text()}"
+            f"plan: {self.cost.text()}"
         )
 
     def check(self, gib: float | None = None):
@@ -115,7 +116,7 @@ def make_plan(task: Task, ranks: int | None = None, gpu: bool | None = None) -> 
     own = sum(p.numel() for p in model.parameters())
     gpu = torch.cuda.is_available() if gpu is None else gpu
     sizes = _model_bytes(config, own, context * data, accumulation) | _activation_bytes(task, micro, gpu)
-    return TrainingPlan(config, parameters, tensor, context, data, micro, accumulation, sizes)
+    return TrainingPlan(config, parameters, tensor, context, data, micro, accumulation, sizes, cost_of(task))
 
 
 @dataclass(frozen=True)
@@ -139,11 +140,11 @@ class Cost:
         return self.flops / (mfu * PEAK_FLOPS["H100"] * 3600)
 
 
-def cost_of(config: Config) -> Cost:
-    """The cost of training ``config`` to train.max_steps."""
-    train = config.train
+def cost_of(task: Task) -> Cost:
+    """The cost of training ``task`` to train.max_steps."""
+    config, train = task.config, task.config.train
     with torch.device("meta"):
-        model: Any = task_of(config).build_model()  # a module with flops
+        model: Any = task.build_model()  # a module with flops
     parameters = sum(p.numel() for p in model.parameters())
     tokens = train.max_steps * train.batch_tokens
     kept = train.keep_last + (train.max_steps // train.keep_every if train.keep_every else 0)

@@ -49,7 +49,7 @@ def test_the_plan_counts_what_is_computed():
     def of(**vocabulary):
         config = Config.model_validate({"model": SMALL | vocabulary, "data": {"seq_len": 64},
                                         "train": {"batch_tokens": 64, "micro_batch": 1}})  # fmt: skip
-        return make_plan(task_of(checked(config)), ranks=1), cost_of(config)
+        return make_plan(task_of(checked(config)), ranks=1), cost_of(task_of(config))
 
     (rounded, cost), (more, more_cost) = of(vocab_size=300), of(vocab_size=320)
     assert rounded.bytes == more.bytes and rounded.parameters == more.parameters and cost == more_cost

@@ -7,9 +7,10 @@ from titans_pt.kernels import native
 from titans_pt.kernels.memory import chunked, dispatch
 from titans_pt.kernels.memory.fused import fused_memory
 from titans_pt.models import build_model
-from titans_pt.tasks import task_of
+from titans_pt.tasks import Task, task_of
 from titans_pt.tasks.language import Language
 from titans_pt.tasks.next_token import NextTokenLoss
+from titans_pt.training import loop
 from titans_pt.training.plan import GIB, _activation_bytes, _FusedNorms, _mixers, _Saved, make_plan
 
 SIZE = {"d_model": 64, "n_layers": 4, "n_heads": 4, "mlp_hidden": 96}
@@ -122,3 +123,13 @@ def test_what_cannot_fit_is_refused(config):
         make_plan(task_of(config(parallel={"tensor": 2})), ranks=3)
     with pytest.raises(UserError, match="--ranks: given 0; at least 1"):
         make_plan(task_of(config()), ranks=0)
+
+
+@pytest.mark.usefixtures("one_group")
+def test_a_training_builds_its_task_once(tmp_path, monkeypatch):
+    """Plan, engine, data and checkpoints share it."""
+    made, begin = [], Task.__init__
+    monkeypatch.setattr(Task, "__init__", lambda self, config: (made.append(self), begin(self, config))[1])
+    words = ["train.max_steps=1", "train.warmup_steps=0", "train.batch_tokens=160", "train.micro_batch=2"]
+    assert loop.train(load_config("configs/recall.yaml", [*words, f"run.dir={tmp_path}", "model.mixers=[swa]"])) == 0
+    assert len(made) == 1
