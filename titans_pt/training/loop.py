@@ -201,13 +201,13 @@ class Trainer:
         """One optimiser step, or a skipped one. Returns the number of a signal to stop for, or 0."""
         step = self._begin()
         losses = self._micro_steps(step)
-        loss, failed, signal = self._agree(losses)
+        loss, failed, *flags = self._agree(losses)
         speed = self._record(step, loss)
         if failed:
             self.saver.wait()
         self.profiler.after(self.step)
         self.progress.update(loss, speed)
-        return signal
+        return self.signals.decide(flags)
 
     def _begin(self) -> _Step:
         """Goes on to the next step: its learning rate, its random numbers."""
@@ -240,13 +240,12 @@ class Trainer:
                 losses.append(self.engine.micro_step(batch, step.stopwatch.mark, refuse))
         return losses
 
-    def _agree(self, losses: list[Tensor]) -> tuple[float, float, int]:
-        """The mean loss, on how many ranks saving failed, the signal to stop for: the one exchange of a step, after
-        which all ranks know the same and do the same."""
+    def _agree(self, losses: list[Tensor]) -> list[float]:
+        """The mean loss, on how many ranks saving failed, the flags of signals: the one exchange of a step, after which
+        all ranks know the same and do the same."""
         local_loss = self._local(losses)
         self.watch.at(f"step {self.step}, the sum of the losses")
-        loss, failed, *flags = self.ranks.sum([local_loss, float(self.saver.failed), *self.signals.flags()])
-        return loss, failed, self.signals.decide(flags)
+        return self.ranks.sum([local_loss, float(self.saver.failed), *self.signals.flags()])
 
     def _record(self, step: _Step, loss: float) -> float:
         """Notes what became of the step, and logs it where it is due. Returns the tokens per second."""

@@ -21,7 +21,10 @@ from titans_pt.parallel import RankGroup
 from titans_pt.runs import checkpoints
 from titans_pt.tasks import TASKS
 from titans_pt.tasks.answers import PackedQuestions, answered, apart, equal_samples
+from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("one_group")
 
 SMALL = [
     "model.d_model=16", "model.vocab_size=64", "model.n_layers=1", "model.window=8", "model.memory.chunk_size=8",
@@ -102,11 +105,20 @@ def needles(tmp_path_factory):
     return path
 
 
+def train(config, folder, *words):
+    """A training in this process."""
+    assert loop.train(load_config(config, [f"run.dir={folder}", *words])) == 0
+
+
 def test_ranks_change_nothing_and_a_figure_ends_a_training(needles, tmp_path):
-    run_jobs(1, needles, tmp_path, {
-        "whole": [], "parts@1": ["train.stop_at=3"], "parts@2": [], "ended@1": ["train.stop_when=loss <= 100"],
-        "ended@2": ["train.stop_when=loss <= 100"],
-    })  # fmt: skip
+    for name, words in (
+        ("whole", []),
+        ("parts", ["train.stop_at=3"]),
+        ("parts", []),
+        ("ended", ["train.stop_when=loss <= 100"]),
+        ("ended", ["train.stop_when=loss <= 100"]),
+    ):
+        train(needles, tmp_path / name, *words)
     run_jobs(2, needles, tmp_path, {"tensor": ["parallel.tensor=2"], "data": ["parallel.zero_stage=2"]})
     whole, parts = (tmp_path / run / "checkpoints" / "step-00000008" / checkpoints.MODEL for run in ("whole", "parts"))
     assert whole.read_bytes() == parts.read_bytes()
@@ -126,12 +138,13 @@ def test_ranks_change_nothing_and_a_figure_ends_a_training(needles, tmp_path):
 
 def test_a_killed_training_goes_on(needles, tmp_path):
     """kill -9 between two checkpoints, then the same command: the weights are those of one go."""
-    more = ["train.max_steps=60", "train.checkpoint_every=20"]
+    more = ["train.max_steps=40", "train.checkpoint_every=10"]
     words = [sys.executable, "-m", "titans_pt", "train", str(needles), f"run.dir={tmp_path / 'cut'}", *more]
     with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while not (tmp_path / "cut/checkpoints/step-00000020/manifest.json").exists() and process.poll() is None:
+        while not (tmp_path / "cut/checkpoints/step-00000010/manifest.json").exists() and process.poll() is None:
             time.sleep(0.02)
         os.kill(process.pid, signal.SIGKILL)
-    run_jobs(1, needles, tmp_path, dict.fromkeys(("cut", "whole"), more))
-    weights = [tmp_path / name / "checkpoints/step-00000060" / checkpoints.MODEL for name in ("cut", "whole")]
+    for name in ("cut", "whole"):
+        train(needles, tmp_path / name, *more)
+    weights = [tmp_path / name / "checkpoints/step-00000040" / checkpoints.MODEL for name in ("cut", "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
