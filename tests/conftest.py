@@ -24,8 +24,11 @@ if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
-LONGEST = ("test_processes", "test_faults", "test_matrix", "test_watchdog", "test_compile", "test_memory",
-           "test_training", "test_operators", "test_equality")  # fmt: skip
+LONGEST = (
+    "test_processes", "test_faults", "test_matrix", "test_watchdog", "test_exchange", "test_baselines_trained",
+    "test_compile", "test_memory", "test_training", "test_operators", "test_equality", "test_contract", "test_answers",
+    "test_context", "test_engine", "test_damage", "test_launch", "test_modeling", "test_huggingface", "test_results",
+)  # fmt: skip
 """Files that take longest come first: side by side, no process is then left with one of them at the end."""
 
 
