@@ -28,6 +28,7 @@ def test_two_tensor_ranks_two_context_ranks_and_two_resumes_train_as_one_process
     check({name: matrix.difference(tmp_path / name, tmp_path / "whole") for name in ("split", "changed")})
 
 
+@pytest.mark.slow  # three starts of processes; test_split.py, test_shards.py and test_transfer.py hold each part of it
 def test_rows_that_tensor_ranks_do_not_divide(config, tmp_path):
     """A run of 289 rows for 288 tokens in one process goes on at tensor=2, from whole tensors and from shards."""
     odd = ["model.vocab_multiple=17"]
