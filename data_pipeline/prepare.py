@@ -320,7 +320,7 @@ def _build(config: Config, build: Path, fingerprints: dict, shard: tuple[int, in
 
 
 def _ignored(data: DataConfig) -> dict:
-    """Of the manifest: files under the sources that are not read, how many and the first of their names."""
+    """The manifest's entry on files under the sources that are not read: how many, and the first names."""
     names = [
         utf8(os.path.join(source.path, name))
         for source in data.every_source

@@ -13,7 +13,7 @@ from titans_pt.tasks.answers import EVALUATION_SEED, answered, stacked
 from titans_pt.tasks.needles import NeedlesInNoise
 from titans_pt.tools.plots import plot_accuracy
 from titans_pt.tools.records import digest
-from titans_pt.tools.statistics import wilson
+from titans_pt.tools.statistics import proportion
 
 ROWS = 8
 """Samples read at once."""
@@ -67,8 +67,7 @@ class NeedleAnswers:
             by_length = []
             for length, right in sorted(lengths.items()):
                 n = needles * len(right)
-                low, high = wilson(sum(right), n)
-                by_length.append({"length": length, "mean": sum(right) / n, "low": low, "high": high, "n": n})
+                by_length.append({"length": length, **proportion(sum(right), n)})
             asked.append({"needles": needles, "noise": self.settings.noise, "by_length": by_length})
         return {"asked": asked, "chance": self.jobs[0][0].chance}
 

@@ -11,7 +11,7 @@ from titans_pt.tasks.answers import EVALUATION_SEED, answered, stacked
 from titans_pt.tasks.recall import MQAR
 from titans_pt.tools.plots import new_figure, own_style, save_figure
 from titans_pt.tools.records import digest
-from titans_pt.tools.statistics import wilson
+from titans_pt.tools.statistics import proportion
 
 ROWS = 64
 """Samples read at once."""
@@ -69,18 +69,13 @@ class RecallAnswers:
             total = found.setdefault((record["by"], record["value"]), [0, 0])
             total[0] += record["right"]
             total[1] += record["answers"]
-        rows = {kind: self._figure(*total) for kind, total in found.items()}
+        rows = {kind: proportion(*total) for kind, total in found.items()}
 
         def of(by: str) -> list[dict]:
             return [{by: value} | row for (name, value), row in rows.items() if name == by]
 
         return rows["", None] | {"chance": self.trained.chance, "trained": asdict(self.trained),
                                  "by_pairs": of("pairs"), "by_distance": of("distance")}  # fmt: skip
-
-    @staticmethod
-    def _figure(right: int, answers: int) -> dict:
-        low, high = wilson(right, answers)
-        return {"mean": right / answers, "low": low, "high": high, "n": answers}
 
     def table(self, summary: dict) -> str:
         def shown(row: dict) -> str:

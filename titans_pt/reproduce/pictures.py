@@ -5,7 +5,7 @@ from itertools import groupby
 from pathlib import Path
 
 from titans_pt.tools.plots import legend, new_figure, own_style, plot_accuracy, save_figure, styles
-from titans_pt.tools.statistics import wilson
+from titans_pt.tools.statistics import proportion
 
 THICK = ("lmm", "mac", "mag", "mal")
 """Models whose lines stand out."""
@@ -154,8 +154,7 @@ def needles_asked(record: dict) -> list[dict]:
 def _over_seeds(length: int, cells: Sequence[dict]) -> dict:
     """A row of plot_accuracy: answers of all seeds count together."""
     right, n = sum(round(cell["mean"] * cell["n"]) for cell in cells), sum(cell["n"] for cell in cells)
-    low, high = wilson(right, n)
-    return {"length": length, "mean": right / n, "low": low, "high": high, "each": [cell["mean"] for cell in cells]}
+    return {"length": length, **proportion(right, n), "each": [cell["mean"] for cell in cells]}
 
 
 def by_row(records: Sequence[tuple[str, dict]]) -> Seeds:

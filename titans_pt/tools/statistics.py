@@ -36,6 +36,12 @@ def wilson(successes: float, n: int, z: float = Z) -> tuple[float, float]:
     return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
 
 
+def proportion(successes: int, n: int) -> dict[str, float]:
+    """A record's entries of a share of right answers: mean, Wilson's 95 % interval (low, high) and n > 0."""
+    low, high = wilson(successes, n)
+    return {"mean": successes / n, "low": low, "high": high, "n": n}
+
+
 def standard_error(values: Sequence[float]) -> float | None:
     """Of the mean of independent values; None for a single one."""
     n = len(values)

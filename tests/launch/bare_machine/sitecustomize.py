@@ -18,7 +18,7 @@ THERE = {*ALWAYS.split(), *os.environ.get("BARE_MACHINE_HAS", "").split()}
 
 
 class Bare(PathFinder):
-    """Finds what the path finder does, but of site-packages only what is there."""
+    """Finds what the path finder does, except packages of site-packages that a bare machine lacks."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):

@@ -127,7 +127,7 @@ def test_a_fresh_clone_of_a_repository_is_exported_into(runs, tmp_path):
 
 
 def test_import_takes_the_tokenizer_that_the_model_was_trained_with(runs, tmp_path):
-    """Of two the right one; a single wrong one is refused; folders that do not say which must have one alone."""
+    """Import takes the right one of two tokenizers and refuses a single wrong one; older folders must hold just one."""
     folder = huggingface.export_run(runs / "bytes", tmp_path / "hf")
     shutil.copy(runs / "words/tokenizer.model", folder)
     back = load_run(huggingface.import_run(folder, tmp_path / "back"))

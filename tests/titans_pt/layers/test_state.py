@@ -14,7 +14,7 @@ from titans_pt.models.mixers import MIXERS
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("mixer", MIXERS.built_in())
 def test_rows_that_were_taken_go_on_as_they_would_have(mixer, cut):
-    """Of every mixer; where rows began together, and where they did not."""
+    """Every mixer's state, with rows that began together and with rows that did not."""
     torch.manual_seed(0)
     settings = own_settings([mixer]) | {"mixers": [mixer], "n_layers": 2}
     model = build_model(Config.model_validate(merged(TINY, {"model": settings})).model)

@@ -77,7 +77,7 @@ def test_a_run_starts_with_the_weights_it_is_given(start, source, tmp_path, what
 @pytest.mark.parametrize("multiple", [1, 64, 7])
 @pytest.mark.parametrize("rows", [{"vocab_multiple": 1}, {"vocab_size": 500}], ids=str)
 def test_rows_that_stand_for_no_token_are_added_or_left_out(start, prepared, tmp_path, rows, multiple):
-    """288 tokens: weights of a run of before, of as many rows, and of one with room for 500."""
+    """A model of 288 tokens takes weights of 288 rows and of a run with room for 500."""
     given = untrained_run(tmp_path / "given", prepared, **rows)
     if rows == {"vocab_multiple": 1}:  # as before there was the setting
         state = checkpoints.read_state(path := checkpoints.find(given / "checkpoints"))

@@ -131,7 +131,7 @@ FLOORS = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """The least that a limit may be, by dtype: the kernels round more than their inputs, activations above all. Twice as
 much for the gradients of eta and alpha, small differences of large sums."""
 DRAWS = {torch.float32: 1, torch.float16: 3, torch.bfloat16: 3}
-"""Of roundings: in fp32 they only tell whether a case diverges."""
+"""Draws of roundings; in fp32 they only tell whether a case diverges."""
 
 
 def limits(case: Case, exact: tuple[list[Tensor], list[Tensor], Tensor]) -> tuple[list[float], list[float]]:
