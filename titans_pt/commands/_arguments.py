@@ -136,5 +136,5 @@ run_folder = click.argument("run", metavar="RUN", type=PATH, callback=_subject, 
 
 checkpoint_step = click.option(
     "--checkpoint", "step", type=whole(0), metavar="STEP",
-    help="step of the checkpoint (default: the newest complete one)",
+    help="step of the checkpoint (default: the newest complete one; with train.patience the best)",
 )  # fmt: skip

@@ -362,6 +362,10 @@ class TrainConfig(Section):
     stop_when: Annotated[str, Field(pattern=r"^\s*\w+\s*[<>]=\s*[-+0-9.eE]+\s*$")] | None = None
     """End the training at the first validation (train.eval_every) whose figure reaches a value: "loss <= 3.2",
     "accuracy >= 0.99". The schedule stays that of max_steps. Null: train to max_steps."""
+    patience: Positive | None = None
+    """End the training once so many validations in a row (train.eval_every) were no better than the best one. The best
+    has a checkpoint, which is kept, and which ``titans evaluate`` and other commands take in place of the newest. Null:
+    train to max_steps, and the newest is taken."""
     resume: Literal["auto", "never"] | Positive = "auto"
     """auto: continue from the newest complete checkpoint of run.dir, or start if there is none.
     never: start, and refuse a run.dir that already holds checkpoints.
@@ -382,14 +386,15 @@ class TrainConfig(Section):
     """Samples that a rank puts through the model at once."""
     lr: Annotated[float, Field(gt=0.0)] = 4e-4
     """Peak learning rate of AdamW, reached after the warm-up."""
-    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    schedule: Literal["cosine", "linear", "wsd", "halving"] = "cosine"
     """How the learning rate falls from the peak to its end at max_steps. cosine, linear: from the warm-up on. wsd (warm
     up, stay, decay): it stays at the peak until the last decay_steps, then falls linearly; a run that was stopped
-    before them can be given more max_steps."""
+    before them can be given more max_steps. halving: it halves every decay_steps, an epoch for example, down to
+    min_lr_ratio of the peak."""
     decay_steps: Positive | None = None
-    """schedule=wsd: the steps in which it falls. Null: a tenth of max_steps."""
+    """schedule=wsd: the steps in which it falls. halving: those between two halvings. Null: a tenth of max_steps."""
     min_lr_ratio: Fraction = 0.1
-    """Learning rate at max_steps over the peak."""
+    """Learning rate at max_steps over the peak; with schedule=halving the least."""
     warmup_steps: NonNegative = 1000
     """Steps in which the learning rate rises to its peak, linearly."""
     betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
@@ -658,16 +663,22 @@ class Config(Section):
             f"must be below train.max_steps={t.max_steps}",
         )
         need(
-            t.decay_steps is None or t.schedule == "wsd",
+            t.decay_steps is None or t.schedule in ("wsd", "halving"),
             "train.decay_steps",
             t.decay_steps,
-            f"only with train.schedule=wsd, not with {t.schedule}",
+            f"only with train.schedule=wsd or halving, not with {t.schedule}",
         )
         need(
             (t.decay_steps or 0) <= t.max_steps - t.warmup_steps,
             "train.decay_steps",
             t.decay_steps,
             f"at most train.max_steps - train.warmup_steps = {t.max_steps - t.warmup_steps}",
+        )
+        need(
+            t.patience is None or t.eval_every > 0,
+            "train.patience",
+            t.patience,
+            "only with train.eval_every above 0, the steps between two validations",
         )
         need(
             t.stop_at is None or t.stop_at <= t.max_steps,

@@ -141,6 +141,8 @@ def describe(config: Config, folder: RunFolder, parameters: int, began: int, sec
     validation = [row for row in metrics if row["kind"] == "validation"]
     step, tokens = _steps(folder), config.train.batch_tokens
     about, newest = versions(), checkpoints.newest_complete(folder.checkpoints)
+    best = checkpoints.read_state(newest).best if newest else {}
+    last = validation[-1]["validation_loss"] if validation else None
     speeds = [row["tokens_per_second"] for row in train]
     done = (step - began) * tokens
     return {
@@ -148,12 +150,12 @@ def describe(config: Config, folder: RunFolder, parameters: int, began: int, sec
         "steps": step,
         "tokens": step * tokens,
         "lr": config.train.lr,
-        "validation_loss": validation[-1]["validation_loss"] if validation else None,
+        "validation_loss": best.get("loss", last),
         "skipped": sum(row["kind"] == "nonfinite" for row in metrics),
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "tokens_per_cpu_second": done / seconds if seconds and done > step * tokens / 4 else None,
         "hardware": hardware(about),
-        "checkpoint": weights_hash(newest) if newest else "",
+        "checkpoint": weights_hash(checkpoints.best(newest)) if newest else "",
         "data": checkpoints.read_state(newest).identity if newest else {},
         "versions": about,
         "curve": [[row["step"] * tokens, row["loss"], row["grad_norm"]] for row in train],

@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,6 +42,22 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MODEL, OPTIMIZER, TRAINER, MANIFEST = "model.safetensors", "optimizer.safetensors", "trainer.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best validation of a run with train.patience."""
+
+    step: int
+    """Of the best: the checkpoint that evaluation takes."""
+    loss: float
+    since: int
+    """Validations after it, none of them better."""
+    validated: int
+    """Step of the last validation."""
+
+    def numbers(self) -> dict[str, float]:
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,8 @@ class TrainerState:
     """What the run's first weights were taken from (train.init_from); None: they were drawn."""
     spikes: dict[str, float] = field(default_factory=dict)
     """Running figures of the loss, see titans_pt.training.spikes.SpikeGuard."""
+    best: dict[str, float] = field(default_factory=dict)
+    """What :class:`Best` holds; {} without train.patience."""
     topology: dict[str, Any] = field(default_factory=dict)
     """ranks, tensor, zero_stage, precision: for the reader; loading does not depend on it."""
     format: int = FORMAT
@@ -213,8 +231,20 @@ def newest_complete(folder: Path) -> Path | None:
     return None
 
 
+def best(newest: Path) -> Path:
+    """The checkpoint of the best validation up to ``newest``, with train.patience; else, or where it is damaged or
+    gone, ``newest`` itself."""
+    found = read_state(newest).best
+    path = checkpoint_path(newest.parent, int(found["step"])) if found else newest
+    if path != newest and (problems := verify(path)):
+        log.warning("the best checkpoint, %s, is not complete: %s; %s takes its place", path, "; ".join(problems),
+                    newest.name)  # fmt: skip
+        return newest
+    return path
+
+
 def find(folder: Path, step: int | None = None) -> Path:
-    """The checkpoint of ``step``, or the newest complete one.
+    """The checkpoint of ``step``, or the newest complete one; of a run with train.patience the best.
 
     Raises:
         UserError: there is none, or the one asked for is missing or damaged.
@@ -222,7 +252,7 @@ def find(folder: Path, step: int | None = None) -> Path:
     if step is None:
         if (path := newest_complete(folder)) is None:
             raise UserError(f"{folder}: holds no checkpoint yet; train first, or name the folder of another run")
-        return path
+        return best(path)
     path = checkpoint_path(folder, step)
     if not path.is_dir():
         raise UserError(f"{path}: no such checkpoint; existing steps: {steps_of(folder)}")
@@ -301,13 +331,13 @@ def step_of(path: Path) -> int:
     return int(name[1])
 
 
-def outdated(folder: Path, keep_last: int, keep_every: int | None = None, keep: Path | None = None) -> list[Path]:
+def outdated(folder: Path, keep_last: int, keep_every: int | None = None, keep: Collection[Path] = ()) -> list[Path]:
     """The checkpoints that :func:`prune` deletes, oldest first."""
     old = list_checkpoints(folder)[:-keep_last]
-    return [path for path in old if path != keep and not (keep_every and step_of(path) % keep_every == 0)]
+    return [path for path in old if path not in keep and not (keep_every and step_of(path) % keep_every == 0)]
 
 
-def prune(folder: Path, keep_last: int, keep_every: int | None = None, keep: Path | None = None) -> list[Path]:
+def prune(folder: Path, keep_last: int, keep_every: int | None = None, keep: Collection[Path] = ()) -> list[Path]:
     """Deletes all but the ``keep_last`` newest checkpoints, those of steps that divide by ``keep_every``, and ``keep``.
 
     Of a link only the link is deleted: what it points to is not the run's. One that cannot be deleted is a warning: the

@@ -43,7 +43,8 @@ def verify_run(run: str):
 
 
 def prune_run(run: str, keep_last: int, keep_every: int | None):
-    """Deletes what train.keep_last and train.keep_every would and prints it, but never the newest complete one.
+    """Deletes what train.keep_last and train.keep_every would and prints it, but never the newest complete one
+    nor, with train.patience, the best.
 
     Raises:
         UserError: none is complete, one could not be deleted, or the run is training.
@@ -52,9 +53,10 @@ def prune_run(run: str, keep_last: int, keep_every: int | None):
     folder = RunFolder(run)
     with folder.lock():
         newest = checkpoints.newest_complete(folder.checkpoints)
-        old = checkpoints.outdated(folder.checkpoints, keep_last, keep_every, newest)
+        keep = {newest, checkpoints.best(newest)} if newest else set()
+        old = checkpoints.outdated(folder.checkpoints, keep_last, keep_every, keep)
         links = {path: path.readlink() for path in old if path.is_symlink()}
-        gone = checkpoints.prune(folder.checkpoints, keep_last, keep_every, newest)
+        gone = checkpoints.prune(folder.checkpoints, keep_last, keep_every, keep)
         for path in gone:
             print(f"{path}: deleted" + (f" (a link; {links[path]} stays)" if path in links else ""))
         if rest := len(old) - len(gone):

@@ -29,6 +29,7 @@ from titans_pt.tools.screen import say
 from titans_pt.training.epochs import epochs_text, repeated
 from titans_pt.training.gauges import Gauges, lost_to
 from titans_pt.training.metrics import MetricsLog, Progress, peak_flops, read_metrics
+from titans_pt.training.patience import Patience
 from titans_pt.training.plan import make_plan
 from titans_pt.training.plots import plot_loss
 from titans_pt.training.probes import memory_probe
@@ -108,6 +109,7 @@ class Trainer:
         self.nonfinite_in_a_row = state.nonfinite_in_a_row if state else 0
         self.first_loss = state.first_loss if state else None
         self.spikes = SpikeGuard(train, state.spikes if state else {})
+        self.patience = Patience(train.patience, state.best if state else {})
         self.origin = state.origin if state else start.weights.origin if start.weights else None
         self.loss: float | None = None
         self.validation_loss: float | None = None
@@ -174,9 +176,11 @@ class Trainer:
     def run(self) -> int:
         """Steps to the end, or to a signal; returns the exit status."""
         train = self.config.train
-        if self.step:
-            self._evaluate()  # what a stop may have left undone
-        while self.step < self.last_step and not self._reached():
+        if self.step:  # what a stop may have left undone
+            if train.eval_every and self.step % train.eval_every == 0:
+                self._validate()
+            self._evaluate()
+        while self.step < self.last_step and not self._ended():
             signal = self._train_step()
             if signal:
                 self._save()
@@ -191,7 +195,7 @@ class Trainer:
                 break
             if train.eval_every and self.step % train.eval_every == 0:
                 self._validate()
-            if self.step % train.checkpoint_every == 0 or self.saver.postponed:
+            if self.step % train.checkpoint_every == 0 or self.saver.postponed or self._is_best():
                 self._save()
             self._evaluate()
         self._finish()
@@ -334,12 +338,31 @@ class Trainer:
         *sums, count = self.ranks.sum([*totals.values(), count])
         figures = {f"validation_{name}": total / count for name, total in zip(totals, sums, strict=True)}
         self._note_validation(figures, self.step)
+        train = self.config.train
+        due = self.step == train.max_steps or (train.eval_every and self.step % train.eval_every == 0)
+        # Not where train.stop_at happens to be: a run in two parts ends as one in one go. Nor after a step that was not
+        # finite: it has no checkpoint, which could be the best.
+        if due and not self.nonfinite_in_a_row:
+            self.patience.note(self.step, figures["validation_loss"])
         self._log("validation", **figures)
         log.info("step %d: validation loss %.4f", self.step, self.validation_loss)
 
     def _note_validation(self, figures: dict[str, float], step: int):
         self.validation, self.validated_step = figures, step
         self.validation_loss = figures["validation_loss"]
+
+    def _is_best(self) -> bool:
+        """Whether this step's validation is the best, with train.patience."""
+        return self.patience.best is not None and self.patience.best.step == self.step
+
+    def _ended(self) -> str:
+        """The setting that ends the training before train.max_steps, "" while none does."""
+        train, best = self.config.train, self.patience.best
+        if self._reached():
+            return f"train.stop_when={train.stop_when!r}"
+        if best and self.patience.exhausted:
+            return f"train.patience={train.patience}; the best validation loss is {best.loss:.4f}, of step {best.step}"
+        return ""
 
     def _reached(self) -> bool:
         """Whether this step's validation has the figure of train.stop_when."""
@@ -407,7 +430,7 @@ class Trainer:
             step=self.step, samples=self.samples, adam_step=self.engine.adam_step(), nonfinite=self.nonfinite,
             nonfinite_in_a_row=self.nonfinite_in_a_row, first_loss=self.first_loss,
             wandb_id=self.wandb.id if self.wandb else None, origin=self.origin,
-            spikes=self.spikes.numbers(),
+            spikes=self.spikes.numbers(), best=self.patience.numbers(),
             model_hash=config_hash(config.model), config_hash=config_hash(config),
             config=config.model_dump(mode="json"), identity=self.data.identity,
             topology={"ranks": self.ranks.world_size, "tensor": config.parallel.tensor,
@@ -422,6 +445,8 @@ class Trainer:
             self.wandb.send("checkpoint", "model", path)
 
     def _finish(self):
+        if self.patience.limit and not self.nonfinite_in_a_row:
+            self._validate()  # the last checkpoint says which one is the best
         self._save()
         if self.saver.step != self.step:
             self.saver.give_up()
@@ -447,8 +472,8 @@ class Trainer:
             f"{number(self.loss)}, validation {number(self.validation_loss)}{known} ({self.task.unit}); "
             f"{self.nonfinite} steps skipped"
         )
-        if self._reached():
-            self._say(f"ended by train.stop_when={self.config.train.stop_when!r}")
+        if ended := self._ended():
+            self._say(f"ended by {ended}")
         self._say(f"{self._saved_at()}; loss curve {plot}; metrics {self.folder.metrics}; log {self.folder.log}")
 
     def _saved_at(self) -> str:

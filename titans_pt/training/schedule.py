@@ -13,10 +13,13 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
     Linear from 0 to ``lr`` over ``warmup_steps``, then down to ``min_lr_ratio * lr`` at ``max_steps``, where it stays:
     along half a cosine, linearly, or (wsd: warm up, stay, decay; Hu et al., arXiv 2404.06395) at ``lr`` until the last
-    ``decay_steps`` and linearly then.
+    ``decay_steps`` and linearly then. halving: half of it every ``decay_steps`` after the warm-up.
     """
     if step <= train.warmup_steps:
         return train.lr * step / train.warmup_steps
+    if train.schedule == "halving":
+        halvings = (step - train.warmup_steps - 1) // (train.decay_steps or max(1, train.max_steps // 10))
+        return train.lr * max(train.min_lr_ratio, 0.5**halvings)
     decay = train.max_steps - train.warmup_steps
     if train.schedule == "wsd":
         decay = min(decay, train.decay_steps or max(1, train.max_steps // 10))

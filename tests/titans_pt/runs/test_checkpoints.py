@@ -175,7 +175,7 @@ def test_prune_keeps_the_newest_and_never_the_one_just_written(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     just_written = checkpoints.checkpoint_path(tmp_path, 1)
-    checkpoints.prune(tmp_path, 2, keep=just_written)
+    checkpoints.prune(tmp_path, 2, keep=[just_written])
     assert names(tmp_path) == ["step-00000001", "step-00000003", "step-00000004"]
 
 

@@ -10,7 +10,7 @@ def lr(step, warmup=10, steps=110, ratio=0.1, **others):
     return learning_rate(step, TrainConfig(lr=2.0, warmup_steps=warmup, max_steps=steps, min_lr_ratio=ratio, **others))
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "halving"])
 def test_warms_up_linearly_to_the_peak(schedule):
     assert [lr(s, schedule=schedule) for s in (1, 5, 10)] == pytest.approx([0.2, 1.0, 2.0])
 
@@ -42,8 +42,14 @@ def test_stays_and_then_decays():
     assert [lr(s, schedule="wsd", steps=1000) for s in (50, 99, 900)] == [2.0, 2.0, 2.0]
 
 
+def test_halves_every_epoch():
+    found = [lr(s, schedule="halving", warmup=0, decay_steps=20, ratio=0.2) for s in (1, 20, 21, 40, 41, 500)]
+    assert found == [2.0, 2.0, 1.0, 1.0, 0.5, 0.4]
+    assert [lr(s, schedule="halving", warmup=10, decay_steps=20) for s in (10, 30, 31)] == [2.0, 2.0, 1.0]
+
+
 @pytest.mark.parametrize(("words", "message"), [
-    (["train.decay_steps=5"], "train.decay_steps: given 5; only with train.schedule=wsd, not with cosine"),
+    (["train.decay_steps=5"], "train.decay_steps: given 5; only with train.schedule=wsd or halving, not with cosine"),
     (["train.schedule=wsd", "train.decay_steps=9"], "train.decay_steps: given 9; at most .* = 8"),
 ])  # fmt: skip
 def test_settings_that_do_not_go_together(tiny, words, message):

@@ -1,0 +1,86 @@
+"""train.patience: the run ends when validation no longer improves, and its best checkpoint is the one that counts."""
+
+import math
+import shutil
+
+import pytest
+
+from titans_pt import cli
+from titans_pt.config.files import load_config
+from titans_pt.errors import UserError
+from titans_pt.runs import checkpoints
+from titans_pt.runs.loaded import load_run
+from titans_pt.training import loop
+from titans_pt.training.metrics import read_metrics
+from titans_pt.training.patience import Patience
+
+pytestmark = pytest.mark.usefixtures("one_group")
+
+
+def test_it_counts_validations_since_the_best():
+    patience = Patience(2, {})
+    found = []
+    for step, loss in enumerate([math.nan, 3.0, 3.0, 2.9, math.nan, 2.9], 1):
+        patience.note(step, loss)
+        patience.note(step, 0.0)  # a second look at the same step counts nothing
+        found.append((patience.best.step, patience.best.since, patience.exhausted))
+    assert found == [(1, 0, False), (2, 0, False), (2, 1, False), (4, 0, False), (4, 1, False), (4, 2, True)]
+    again = Patience(3, patience.numbers())
+    assert again.best == patience.best and not again.exhausted
+    assert Patience(None, patience.numbers()).numbers() == {}
+
+
+@pytest.fixture
+def go(tiny, tmp_path, monkeypatch):
+    """Trains 14 steps with a validation every second one, whose losses are given; ``go(name, overrides)``."""
+    losses = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0, 10: 1.0, 12: 1.0, 14: 1.0}
+    given = loop.Trainer._note_validation
+
+    def note(self, figures, step):
+        figures["validation_loss"] = losses.get(step, 0.0)
+        given(self, figures, step)
+
+    monkeypatch.setattr(loop.Trainer, "_note_validation", note)
+    train = {"max_steps": 14, "eval_every": 2, "patience": 2, "checkpoint_every": 3, "keep_last": 1}
+    config = tiny(train=train)
+    return lambda name, *words: loop.train(load_config(config, [f"run.dir={tmp_path / name}", *words]))
+
+
+def steps(run):
+    return [checkpoints.step_of(path) for path in checkpoints.list_checkpoints(run / "checkpoints")]
+
+
+def test_a_run_ends_and_keeps_its_best_checkpoint(go, tmp_path, monkeypatch, capsys):
+    assert go("whole") == 0
+    run = tmp_path / "whole"
+    assert "ended by train.patience=2; the best validation loss is 2.0000, of step 4" in capsys.readouterr().out
+    assert steps(run) == [4, 8], "the best, and the newest: train.keep_last=1"
+    assert load_run(run).step == 4 and load_run(run, step=8).step == 8
+    assert cli.run(["checkpoint", "prune", str(run), "--keep-last", "1"]) == 0
+    assert steps(run) == [4, 8]
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["kind"] == "validation"] == [2, 4, 6, 8]
+
+    # Stopped between validations, at one, and by a signal before one: it ends as in one go, bit for bit.
+    signals = iter([0, 15])
+    for stop in ("train.stop_at=5", "train.stop_at=6", "", ""):
+        monkeypatch.setattr(loop.StopSignals, "decide", lambda self, sums: 0 if stop else next(signals, 0))  # noqa: B023
+        go("parts", *filter(None, [stop]))
+    for step in (4, 8):
+        one, other = (checkpoints.checkpoint_path(tmp_path / name / "checkpoints", step) / checkpoints.MODEL
+                      for name in ("whole", "parts"))  # fmt: skip
+        assert one.read_bytes() == other.read_bytes()
+    parts = read_metrics(tmp_path / "parts" / "metrics.jsonl")
+    assert [row["step"] for row in parts if row["kind"] == "validation"] == [2, 4, 5, 6, 8]
+
+    # More patience goes on from the end, to a better one.
+    assert go("whole", "train.patience=3") == 0
+    assert load_run(run).step == 10 and steps(run) == [10, 14]
+    # The best one is gone: a warning, and the newest.
+    shutil.rmtree(checkpoints.checkpoint_path(run / "checkpoints", 10))
+    assert load_run(run).step == 14
+
+
+def test_it_needs_validations(tiny):
+    with pytest.raises(UserError, match="train.patience: given 2; only with train.eval_every above 0"):
+        load_config(tiny(train={"patience": 2, "eval_every": 0}))
