@@ -45,7 +45,7 @@ def attention_flops(d_model: int, keys: float) -> Flops:
     return 2 * product(d_model, keys)
 
 
-def mean_keys(length: int, window: int) -> float:
-    """Keys that a token sees, itself included, mean over ``length`` tokens."""
-    full = min(length, window)
+def mean_keys(length: int, window: int | None) -> float:
+    """Keys that a token sees, itself included, mean over ``length`` tokens; window None: all before it."""
+    full = length if window is None else min(length, window)
     return (full * (full + 1) / 2 + (length - full) * full) / length

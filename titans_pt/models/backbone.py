@@ -1,8 +1,9 @@
 """The backbone: blocks of a sequence mixer and an MLP each, between a task's input and output ends."""
 
 import importlib.util
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -54,15 +55,23 @@ class Backbone(nn.ModuleList):
     evaluation and generation; causal, rows independent.
     """
 
+    if TYPE_CHECKING:  # what nn.ModuleList says is true of any module
+
+        def __iter__(self) -> Iterator[Block]: ...
+
     def __init__(self, config: ModelConfig):
         super().__init__(Block(mixer, config) for mixer in config.pattern)
-        mixers = [block.mixer for block in self]
-        for mixer in mixers:
-            mixer.bind(mixers)
+        for mixer in self.mixers:
+            mixer.bind(self.mixers)
         self.call: Call = plainly
         self._ways: dict[str, Way] = {}
-        if type(mixers[0]).around is not Mixer.around:
+        if type(self.mixers[0]).around is not Mixer.around:
             self.put_on("around", around)
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The mixer of each block, in order."""
+        return [block.mixer for block in self]
 
     def put_on(self, name: str, way: Way | None):
         """Calls then go ``way``, by one of the names in WAYS; None takes it off.
@@ -73,7 +82,7 @@ class Backbone(nn.ModuleList):
         if name not in WAYS:
             raise ValueError(f"name: given {name!r}; allowed: {', '.join(WAYS)}")
         ways = self._ways | {name: way}
-        self._ways = {name: ways[name] for name in WAYS if ways.get(name) is not None}
+        self._ways = {name: known for name in WAYS if (known := ways.get(name)) is not None}
 
     def set_activation_checkpointing(self, on: bool):
         """Training then keeps only the blocks' inputs and computes each block again in the backward pass."""
@@ -81,7 +90,7 @@ class Backbone(nn.ModuleList):
 
     def set_wavefront(self, tokens: int | None):
         """Longer calls then go through the layers in pieces of so many tokens, layers side by side; None: whole."""
-        self.put_on("wavefront", tokens and Wavefront(tokens))
+        self.put_on("wavefront", Wavefront(tokens) if tokens else None)
 
     def set_compiled(self, on: bool):
         """Whole sequences (no state in, none out) then pass each block through torch.compile.
@@ -155,11 +164,11 @@ def initialise(model: nn.Module, config: ModelConfig):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             smaller = (2 * config.n_layers) ** 0.5 if id(module) in ends else 1
             nn.init.normal_(module.weight, std=config.init_std / smaller)
-            if getattr(module, "bias", None) is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
     for module in model.modules():
-        if hasattr(module, "own_initialisation"):
-            module.own_initialisation()
+        if (own := getattr(module, "own_initialisation", None)) is not None:
+            own()
 
 
 def exempt_from_decay(model: nn.Module) -> set[str]:

@@ -9,7 +9,7 @@ pieces one after the other. Autograd runs each part of the backward pass in the 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.state import check_rows, compact, rows, tensors
 from titans_pt.models.ways import Blocks, in_turn
+
+if TYPE_CHECKING:
+    from titans_pt.models.backbone import Backbone
 
 
 class Wavefront:
@@ -26,12 +29,12 @@ class Wavefront:
         self.tokens = tokens
 
     def __call__(
-        self, backbone, blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
+        self, backbone: "Backbone", blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
     ) -> tuple[Tensor, Any]:
         if x.shape[1] <= self.tokens:
             return blocks(x, state, documents)
         check_rows(rows(state), x)
-        x, after = wavefront(partial(backbone.call, in_turn), backbone, x, state, documents, self.tokens)
+        x, after = wavefront(partial(backbone.call, in_turn), list(backbone), x, state, documents, self.tokens)
         return x, [compact(block_state) for block_state in after]
 
 

@@ -1,8 +1,8 @@
 """Ways through the blocks other than one after the other, and calls of a block other than plainly: put on a backbone
 from outside. Further ways are titans_pt.models.wavefront and titans_pt.parallel.context."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +10,16 @@ from torch.utils.checkpoint import checkpoint
 
 from titans_pt.layers.documents import Documents
 
+if TYPE_CHECKING:
+    from titans_pt.models.backbone import Backbone
+
 WAYS = ("compiled", "wavefront", "context", "around")
 """Names of what a backbone may have put on, the innermost first: what one way does not take, it leaves to the next."""
 
 Blocks = Callable[[Tensor, Any, Documents | None], tuple[Tensor, Any]]
 """All blocks of a model: (x, their states or None, where documents start in x) -> (x, their states or None)."""
 
-Way = Callable[[Iterable[nn.Module], Blocks, bool, Tensor, Any, Documents | None], tuple[Tensor, Any]]
+Way = Callable[["Backbone", Blocks, bool, Tensor, Any, Documents | None], tuple[Tensor, Any]]
 """(backbone, the blocks by the ways further in, whether states are wanted, x, states, documents) -> as Blocks."""
 
 Call = Callable[..., Any]
@@ -44,9 +47,11 @@ def recomputed(part: Callable, block: nn.Module, *arguments: Any) -> Any:
     return part(block, *arguments)
 
 
-def around(backbone, blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None):
+def around(
+    backbone: "Backbone", blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
+) -> tuple[Tensor, Any]:
     """The way of the first block's mixer (``Mixer.around``)."""
-    return backbone[0].mixer.around(blocks, x, state, documents)
+    return backbone.mixers[0].around(blocks, x, state, documents)
 
 
 class Compiled:
@@ -56,7 +61,7 @@ class Compiled:
         self._whole_sequence = torch.compile(whole_sequence, dynamic=False)
 
     def __call__(
-        self, backbone, blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
+        self, backbone: "Backbone", blocks: Blocks, states: bool, x: Tensor, state: Any, documents: Documents | None
     ) -> tuple[Tensor, Any]:
         if state is not None or states:
             return blocks(x, state, documents)

@@ -28,6 +28,11 @@ def test_tensor_ranks_have_every_gradient_of_the_whole_model(mixer):
     check(config(mixer), reset=True)
 
 
+def test_mac_is_not_built_around_a_hierarchy():
+    with pytest.raises(ValueError, match="memory.hierarchy: given one; must be None for mac"):
+        build_model(config("mac"))
+
+
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_streams_equal_one_call(mixer):
     torch.manual_seed(0)

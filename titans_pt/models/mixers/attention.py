@@ -1,6 +1,6 @@
 """Transformer++ (Llama-like): rotary softmax attention over everything before a token."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -8,7 +8,7 @@ from titans_pt.config import Config, ModelConfig
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
-from titans_pt.layers.sharding import Shard
+from titans_pt.layers.sharding import Shard, Sharding
 from titans_pt.models.mixers.base import MIXERS, Mixer, Need
 from titans_pt.models.mixers.common import check_attention, fitting_attention
 
@@ -18,7 +18,7 @@ class AttentionMixer(Mixer):
     """out(attention(x)); the state grows with the sequence."""
 
     name = "attention"
-    sharding = {"out": Shard.LAST_ROW}
+    sharding: ClassVar[Sharding | None] = {"out": Shard.LAST_ROW}
 
     def __init__(self, config: ModelConfig, window: int | None = None):
         super().__init__()
@@ -41,4 +41,4 @@ class AttentionMixer(Mixer):
 
     def flops(self, length: int) -> Flops:
         d = self.out.in_features
-        return self.attention.flops(mean_keys(length, self.attention.window or length)) + product(d, d)
+        return self.attention.flops(mean_keys(length, self.attention.window)) + product(d, d)

@@ -15,6 +15,12 @@ from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.models.mixers.base import MIXERS, Mixer, Need
 
+Memory = NeuralMemory | HierarchicalMemory
+"""The memory of a mixer: ``model.memory.hierarchy`` decides which."""
+
+AnyMemoryState = NeuralMemoryState | HierarchyState
+"""The state of either."""
+
 
 def check_attention(config: Config, need: Need):
     """What a mixer with rotary attention calls in its :meth:`Mixer.check`."""
@@ -59,7 +65,7 @@ def check_window(config: Config, need: Need):
 class MemoryMixer(Mixer):
     """A mixer around one :class:`NeuralMemory`, or a hierarchy of them, its attribute ``memory``."""
 
-    memory: NeuralMemory | HierarchicalMemory
+    memory: Memory
 
     @classmethod
     def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
@@ -154,7 +160,7 @@ class MemoryMixer(Mixer):
         return self.memory.kept_state_bytes(length)
 
 
-def build_memory(config: ModelConfig) -> NeuralMemory | HierarchicalMemory:
+def build_memory(config: ModelConfig) -> Memory:
     kind = NeuralMemory if config.memory.hierarchy is None else HierarchicalMemory
     return kind(config.d_model, config.memory_heads, config.conv_width, config.memory, config.norm_eps)
 
@@ -167,16 +173,15 @@ def persistent(config: ModelConfig) -> nn.Parameter | None:
 
 
 def remember(
-    memory: NeuralMemory,
+    memory: Memory,
     x: Tensor,
     tokens: Tensor | None,
-    state: NeuralMemoryState | HierarchyState | None,
+    state: AnyMemoryState | None,
     documents: Documents | None,
-) -> tuple[Tensor, NeuralMemoryState | HierarchyState]:
+) -> tuple[Tensor, AnyMemoryState]:
     """The memory along [persistent | x]; the persistent tokens are written only where a document can begin."""
-    start = None
-    if tokens is not None and (state is None or documents is not None):
-        _, start = memory.start_after(tokens[None])
+    begins = state is None or documents is not None
+    start = memory.start_after(tokens[None])[1] if begins and tokens is not None else None
     return memory(x, state, documents, start=start)
 
 

@@ -5,11 +5,11 @@ from torch import Tensor, nn
 from titans_pt.config import ModelConfig
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
-from titans_pt.layers.memory import NeuralMemoryState
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
 from titans_pt.models.mixers.common import (
     ACTIVATIONS,
+    AnyMemoryState,
     MemoryMixer,
     OutputGateSettings,
     build_memory,
@@ -39,10 +39,10 @@ class LMM(MemoryMixer):
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(
-        self, x: Tensor, state: NeuralMemoryState | None = None, documents: Documents | None = None
-    ) -> tuple[Tensor, NeuralMemoryState]:
-        y, state = remember(self.memory, x, self.persistent, state, documents)
-        return self.out(y * ACTIVATIONS[self.output_gate](self.gate(x))), state
+        self, x: Tensor, state: AnyMemoryState | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, AnyMemoryState]:
+        y, after = remember(self.memory, x, self.persistent, state, documents)
+        return self.out(y * ACTIVATIONS[self.output_gate](self.gate(x))), after
 
     def flops(self, length: int) -> Flops:
         d = self.out.in_features

@@ -1,7 +1,7 @@
 """MAC: what the memory recalls is put before each segment as context; what attention makes of it is written back."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from titans_pt.kernels.memory.state import choose, state_dtype
 from titans_pt.layers.attention import Attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
-from titans_pt.layers.memory import NeuralMemoryState, Projection
+from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState, Projection
 from titans_pt.layers.rotary import rotate, rotation_from
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.state import SHARED
@@ -29,7 +29,7 @@ from titans_pt.models.mixers.common import (
     fitting_attention,
     persistent,
 )
-from titans_pt.models.mixers.segments import Segments
+from titans_pt.models.mixers.segments import Piece, Segments
 
 
 @dataclass
@@ -56,6 +56,23 @@ class MACState:
     offset: Tensor
     position: int
     persistent: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass
+class MemoryTokens:
+    """Memory tokens h: rotated keys and values (B, m, H, D), and the places of the m tokens that they belong to."""
+
+    k: Tensor
+    v: Tensor
+    places: list[int]
+
+    def followed_by(self, k: Tensor, v: Tensor, places: list[int]) -> "MemoryTokens":
+        return MemoryTokens(torch.cat([self.k, k], 1), torch.cat([self.v, v], 1), self.places + places)
+
+    def since(self, oldest: int) -> "MemoryTokens":
+        """Those from the place ``oldest`` on."""
+        past = sum(place < oldest for place in self.places)
+        return MemoryTokens(self.k[:, past:], self.v[:, past:], self.places[past:])
 
 
 class MACSettings(GateSettings):
@@ -107,6 +124,7 @@ class MAC(MemoryMixer):
         "gate.linear": Shard.ENTER_COLUMN,
         "out": Shard.LAST_ROW,
     }  # fmt: skip
+    memory: NeuralMemory
     compiles_documents = False  # its segments end where documents do: each batch would be another program
 
     def __init__(self, config: ModelConfig):
@@ -118,7 +136,10 @@ class MAC(MemoryMixer):
         self.persistent = persistent(config)
         self.read = Projection(config.d_model, config.memory_heads, config.conv_width, unit=True)
         self.attention = Attention(config.d_model, config.n_heads, config.rope_base)
-        self.memory = build_memory(config)
+        memory = build_memory(config)
+        if not isinstance(memory, NeuralMemory):
+            raise ValueError("memory.hierarchy: given one; must be None for mac")
+        self.memory = memory
         self.write = nn.Parameter(torch.zeros(config.d_model)) if settings.write == "residual" else None
         self.join = nn.Flatten(-2)  # (B, T, H, D) -> (B, T, d_model)
         self.gate = BranchGate(config, settings)
@@ -183,93 +204,97 @@ class MAC(MemoryMixer):
     def forward(
         self, x: Tensor, state: MACState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, MACState]:
-        attention = self.attention
-        batch, length = x.shape[:2]
+        attention, length = self.attention, x.shape[1]
         base = state.position if state else 0
-        queries, read_conv = self.read(x, state=state and state.read_conv, documents=documents)
+        queries, read_conv = self.read(x, state and state.read_conv, documents)
         plain = attention.heads(attention.q(x))
         turn = rotation_from(base, plain, attention.rope_base)
         k, v = attention.keys_values(x)
         q, k = rotate(plain, *turn), rotate(k, *turn)
-        persistent = state and state.persistent
-        if persistent is None and self.persistent is not None:
-            kept = attention.keys_values(self.persistent[None])
-            persistent = tuple(p.expand(batch, -1, -1, -1) for p in kept)
-        initial, norm = self.memory.network()
-        initial = tuple(w.to(state_dtype(x)).expand(batch, *w.shape) for w in initial)
+        prefix = self._prefix(len(x), state)
+        learned, norm = self.memory.network()
+        initial = tuple(w.to(state_dtype(x)).expand(len(x), *w.shape) for w in learned)
         if state:
             memory, read_weights, offset = state.memory, state.read_weights, state.offset.tolist()
-            h_k, h_v, h_place = state.h_k.to(k.dtype), state.h_v.to(v.dtype), state.h_place.tolist()
+            h = MemoryTokens(state.h_k.to(k.dtype), state.h_v.to(v.dtype), state.h_place.tolist())
             k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
         else:
-            memory, read_weights, offset = None, initial, [0] * batch
-            h_k, h_v, h_place = k[:, :0], v[:, :0], []
+            memory, read_weights, offset = None, initial, [0] * len(x)
+            h = MemoryTokens(k[:, :0], v[:, :0], [])
         first = base + length - k.shape[1]  # place of the oldest token in k, v
 
         segments, outputs = Segments(self.segment, self.stride, base, length, offset, documents), []
-        pieces = list(segments)
-        cuts = [piece.end - piece.begin for piece in pieces]
-        # Cut once: the backward pass of every slice by itself would fill a tensor of the whole length.
-        tokens = (y.split(cuts, 1) for y in (x, q, plain, k[:, -length:], v[:, -length:]))
-        for piece, (*own, own_k, own_v) in zip(pieces, zip(*tokens, strict=True), strict=True):
+        for piece, *own, own_k, own_v in _cut(segments, x, q, plain, k[:, -length:], v[:, -length:]):
+            recall, write = self._steps(segments.whole(piece))
             current = memory.memory.weights if memory else initial
             read_weights = _choose(piece.new_segment, _choose(piece.new_document, initial, current), read_weights)
-            recall, write = MAC._recall, MAC._write
-            # Whole segments are all of one shape; what a stream or a document cuts off has any.
-            if self.compiled and segments.whole(piece) and not torch.compiler.is_compiling():
-                recall, write = _compiled(recall), _compiled(write)
-
             if piece.groups:
                 chosen = segments.selection(piece.groups, x.device)
                 new_k, new_v = recall(self, queries[:, chosen], [part[chosen] for part in turn], read_weights, norm)
-                h_k, h_v, h_place = torch.cat([h_k, new_k], 1), torch.cat([h_v, new_v], 1), h_place + piece.groups
-            h_k, h_v, h_place = _from(piece.oldest, h_k, h_v, h_place)
-
-            if piece.oldest < base + piece.begin:
+                h = h.followed_by(new_k, new_v, piece.groups)
+            h = h.since(piece.oldest)
+            if piece.oldest < base + piece.begin:  # the segment began before the piece
                 seen = slice(piece.oldest - first, base + piece.end - first)
                 own_k, own_v = k[:, seen], v[:, seen]
-            keys, values = torch.cat([h_k, own_k], 1), torch.cat([h_v, own_v], 1)
-            mask = segments.mask(piece, h_place, x.device)
-            here = documents.cut(piece.begin, piece.end) if any(piece.new_document) else None
-            o, memory = write(self, *own, keys, values, mask, persistent, memory, here)
+            keys, values = torch.cat([h.k, own_k], 1), torch.cat([h.v, own_v], 1)
+            mask = segments.mask(piece, h.places, x.device)
+            here = documents.cut(piece.begin, piece.end) if documents and any(piece.new_document) else None
+            o, memory = write(self, *own, keys, values, mask, prefix, memory, here)
             outputs.append(o)
 
+        assert memory is not None, "no token is in no piece"
         oldest = base + length - max(segments.offset)
-        h_k, h_v, h_place = _from(oldest, h_k, h_v, h_place)
-        state = MACState(
-            memory, read_weights, read_conv, k[:, oldest - first :], v[:, oldest - first :], h_k, h_v,
-            torch.tensor(h_place, dtype=torch.int64), torch.tensor(segments.offset), base + length,
-            persistent,
+        h, kept = h.since(oldest), slice(oldest - first, None)
+        after = MACState(
+            memory, read_weights, read_conv, k[:, kept], v[:, kept], h.k, h.v,
+            torch.tensor(h.places, dtype=torch.int64), torch.tensor(segments.offset), base + length, prefix,
         )  # fmt: skip
-        return self.out(torch.cat(outputs, 1)), state
+        return self.out(torch.cat(outputs, 1)), after
+
+    def _prefix(self, rows: int, state: MACState | None) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of the persistent tokens, (B, P, H, D) each; None where there are none."""
+        if state and state.persistent is not None:
+            return state.persistent
+        if self.persistent is None:
+            return None
+        k, v = self.attention.keys_values(self.persistent[None])
+        return k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)
+
+    def _steps(self, whole: bool) -> tuple[Callable, Callable]:
+        """:meth:`_recall` and :meth:`_write`, called with ``self``, for a piece that is a whole segment or a part."""
+        steps = MAC._recall, MAC._write
+        # Whole segments are all of one shape; what a stream or a document cuts off has any.
+        if self.compiled and whole and not torch.compiler.is_compiling():
+            return _compiled(steps[0]), _compiled(steps[1])
+        return steps
 
     def _recall(self, queries: Tensor, turn: list[Tensor], weights, norm) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, (B, m, H, D), of the memory tokens read with queries (B, m, H, D)."""
         k, v = self.attention.keys_values(self.join(self.memory.read(queries, weights, norm)))
         return rotate(k, *turn), v
 
-    def _write(
-        self, x, q, plain, keys, values, mask, persistent, memory, documents
-    ) -> tuple[Tensor, NeuralMemoryState]:
-        """A piece's attention, written to the memory and read by each token: outputs (B, t, d_model), the memory.
-
-        keys, values: of memory tokens, then of tokens. mask: which of them each token sees; None for a piece that
-        starts its segment, and for one token that sees all.
-        """
-        prefix = persistent and Prefix(plain, *persistent)
-        if mask is None and q.shape[1] > 1:
-            cut = [keys.shape[1] - q.shape[1], q.shape[1]]
-            (h_k, k), (h_v, v) = keys.split(cut, 1), values.split(cut, 1)
-            attended = segment_attention(q, k, v, h_k, h_v, self.stride, prefix=prefix)
-        else:
-            attended = masked_attention(q, keys, values, mask, prefix)
-        attended = self.join(attended)
+    def _write(self, x, q, plain, keys, values, mask, prefix, memory, documents) -> tuple[Tensor, NeuralMemoryState]:
+        """A piece's attention, written to the memory and read by each token: outputs (B, t, d_model), the memory."""
+        attended = self._attend(q, plain, keys, values, mask, prefix)
         if self.write is None:
             written = joined = attended
         else:
             written, joined = x + self.write * attended, x + attended
         m, memory = self.memory(written, memory, documents)
         return self.gate(x, joined, m), memory
+
+    def _attend(self, q, plain, keys, values, mask, prefix) -> Tensor:
+        """A piece's attention over [persistent | h | segment], (B, t, d_model).
+
+        keys, values: of memory tokens, then of tokens. mask: which of them each token sees; None for a piece that
+        starts its segment, and for one token that sees all.
+        """
+        always = prefix and Prefix(plain, *prefix)
+        if mask is None and q.shape[1] > 1:
+            cut = [keys.shape[1] - q.shape[1], q.shape[1]]
+            (h_k, k), (h_v, v) = keys.split(cut, 1), values.split(cut, 1)
+            return self.join(segment_attention(q, k, v, h_k, h_v, self.stride, prefix=always))
+        return self.join(masked_attention(q, keys, values, mask, always))
 
 
 @functools.cache
@@ -279,10 +304,12 @@ def _compiled(step: Callable) -> Callable:
     return torch.compile(step, dynamic=False)
 
 
-def _from(oldest: int, k: Tensor, v: Tensor, places: list[int]) -> tuple[Tensor, Tensor, list[int]]:
-    """Memory tokens k, v (B, m, H, D) without those at places before ``oldest``."""
-    past = sum(place < oldest for place in places)
-    return k[:, past:], v[:, past:], places[past:]
+def _cut(pieces: Iterable[Piece], *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Each piece and its tokens of every tensor (B, T, ...)."""
+    pieces = list(pieces)
+    sizes = [piece.end - piece.begin for piece in pieces]
+    # Cut once: the backward pass of every slice by itself would fill a tensor of the whole length.
+    return zip(pieces, *(y.split(sizes, 1) for y in tensors), strict=True)
 
 
 def _choose(rows: list[bool], yes: tuple[Tensor, ...], no: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

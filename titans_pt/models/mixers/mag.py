@@ -9,10 +9,10 @@ from titans_pt.config import Config, ModelConfig
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
-from titans_pt.layers.memory import NeuralMemoryState
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
+    AnyMemoryState,
     BranchGate,
     GateSettings,
     MemoryMixer,
@@ -27,7 +27,7 @@ from titans_pt.models.mixers.common import (
 @dataclass
 class MAGState:
     attention: AttentionState
-    memory: NeuralMemoryState
+    memory: AnyMemoryState
 
 
 @MIXERS.register
@@ -66,7 +66,7 @@ class MAG(MemoryMixer):
     ) -> tuple[Tensor, MAGState]:
         prefix = None if self.persistent is None else self.persistent[None]
         a, attention = self.attention(x, state and state.attention, documents, prefix)
-        m, memory = remember(self.memory, x, self.persistent, state and state.memory, documents)
+        m, memory = remember(self.memory, x, self.persistent, state.memory if state else None, documents)
         return self.out(self.gate(x, a, m)), MAGState(attention, memory)
 
     def flops(self, length: int) -> Flops:

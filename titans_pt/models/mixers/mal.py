@@ -6,15 +6,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig
+from titans_pt.kernels.memory.state import Weights
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, mean_keys, product
-from titans_pt.layers.memory import NeuralMemoryState
+from titans_pt.layers.hierarchy import Starts
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
     ACTIVATIONS,
+    AnyMemoryState,
     MemoryMixer,
     OutputGateSettings,
     build_memory,
@@ -26,7 +28,7 @@ from titans_pt.models.mixers.common import (
 
 @dataclass
 class MALState:
-    memory: NeuralMemoryState
+    memory: AnyMemoryState
     attention: AttentionState
 
 
@@ -82,7 +84,8 @@ class MAL(MemoryMixer):
     def forward(
         self, x: Tensor, state: MALState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, MALState]:
-        prefix = start = None
+        prefix: Tensor | None = None
+        start: Weights | Starts | None = None
         if self.persistent is not None and (state is None or documents is not None):
             tokens = self.persistent[None]
             remembered, start = self.memory.start_after(tokens)

@@ -61,10 +61,12 @@ class LinearMemoryMixer(Mixer):
         documents: Documents | None,
     ) -> tuple[Tensor, Tensor]:
         """Heads' outputs (B, T, H, V) and the memory after the last token; q is scaled by K^-1/2 by the caller."""
-        return linear_memory(
-            q, k, v, decay, beta, initial_state=state and state.memory, output_final_state=True,
+        y, memory = linear_memory(
+            q, k, v, decay, beta, initial_state=state.memory if state else None, output_final_state=True,
             reset=None if documents is None else documents.starts,
         )  # fmt: skip
+        assert memory is not None, "it was asked for"
+        return y, memory
 
     def flops(self, length: int) -> Flops:
         """Its linear layers, what is written, what is read, and with the delta rule what is read to be corrected."""

@@ -1,6 +1,8 @@
 """Recurrent Memory Transformer (Bulatov et al., arXiv 2207.06881): attention inside segments, memory tokens between."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -38,10 +40,13 @@ class RMTRows:
         return RMTRows([fork(self.rows[row]) for row in index.tolist()])
 
 
-def _rows(state: RMTState | RMTRows | None, rows: int) -> list[RMTState | None]:
+def _rows(state: RMTState | RMTRows | None, rows: int) -> Sequence[RMTState | None]:
+    """The state of each row by itself."""
     if isinstance(state, RMTRows):
         return state.rows
-    return [state and map_tensors(state, lambda x, row=row: x[row : row + 1]) for row in range(rows)]
+    if state is None:
+        return [None] * rows
+    return [map_tensors(state, itemgetter(slice(row, row + 1))) for row in range(rows)]
 
 
 class FirstMemory(nn.Module):
@@ -123,6 +128,7 @@ class RMT(AttentionMixer):
                     before = None if starts[row, begin] else before
                     y, before = self._segments(blocks, x[row : row + 1, begin:end], before)
                     outputs.append(y)
+                assert before is not None, "a row has a token"
                 after.append(before)
         return torch.cat(outputs, 1).view_as(x), RMTRows(after)
 

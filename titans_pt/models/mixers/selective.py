@@ -1,5 +1,7 @@
 """What Mamba and Longhorn share: all of the layer but what a channel's state forgets."""
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -55,7 +57,7 @@ class SelectiveMixer(Mixer):
         "D": Shard.COLUMN,
         "out": Shard.LAST_ROW,
     }
-    no_decay = ("D",)
+    no_decay: ClassVar[tuple[str, ...]] = ("D",)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -83,9 +85,10 @@ class SelectiveMixer(Mixer):
         raw, write, read = self.inputs(self.low(y))
         step, rate = self.steps(precise(raw), precise(write))
         read_out, memory = channel_scan(
-            y, step, write, read, rate, initial_state=state and state.memory, output_final_state=True,
+            y, step, write, read, rate, initial_state=state.memory if state else None, output_final_state=True,
             reset=None if documents is None else documents.starts,
         )  # fmt: skip
+        assert memory is not None, "it was asked for"
         return self.out((read_out + self.D * y) * F.silu(self.z(x))), RecurrentState(memory, inputs)
 
     def flops(self, length: int) -> Flops:
