@@ -22,6 +22,7 @@ from pyarrow import parquet
 from titans_pt.config import SourceConfig
 from titans_pt.data_pipeline.text import one_line, replace_surrogates
 from titans_pt.errors import UserError
+from titans_pt.genomics import fasta
 
 
 def _zstd(path: Path, _mode: str) -> io.BufferedReader:
@@ -95,12 +96,18 @@ class Listing:
 
 
 def listing(source: SourceConfig) -> Listing:
-    """Lists the files of a kind=files source. Links to folders are followed; hidden folders are not entered.
+    """Lists the files of a kind=files or fasta source. Links to folders are followed; hidden folders are not entered.
 
     Raises:
         UserError: the path does not exist, or holds no file with a known suffix.
     """
     given, root = f"data.sources: path={source.path!r}", Path(source.path)
+    of_fasta = source.kind == "fasta"
+    allowed = fasta.ALLOWED if of_fasta else ALLOWED
+
+    def read(path: Path, named: bool = False) -> bool:
+        return fasta.is_fasta(path) if of_fasta else _format(path, named) is not None
+
     try:
         mode = os.stat(root).st_mode
     except (OSError, ValueError) as error:  # ValueError: a NUL byte
@@ -110,22 +117,22 @@ def listing(source: SourceConfig) -> Listing:
     if not stat.S_ISDIR(mode):
         if not stat.S_ISREG(mode):
             raise UserError(f"{given}: a pipe or device, which cannot be read twice; write what it gives to a file")
-        if _format(root, named=True) is None:
-            raise UserError(f"{given}: no usable file; allowed are {ALLOWED}")
+        if not read(root, named=True):
+            raise UserError(f"{given}: no usable file; allowed are {allowed}")
         return Listing([root], [])
     found, ignored = [], []
     for path, folder in _walk(root, tuple(map(_identity, root.resolve().parents))):
         name = path.relative_to(root).as_posix()
         if path.name.startswith("."):
             ignored.append(name + "/" * folder)
-        elif _format(path) or folder or os.path.islink(path) and not os.path.exists(path):
+        elif read(path) or folder or os.path.islink(path) and not os.path.exists(path):
             found.append((name, path))
         else:
             ignored.append(name)
     ignored.sort(key=lambda name: (name.startswith(".") or "/." in name, name))  # hidden ones last
     if not found:
         beside = f" (there are: {abridged(ignored)})" if ignored else " (it is empty)"
-        raise UserError(f"{given}: no usable file{beside}; allowed are {ALLOWED}")
+        raise UserError(f"{given}: no usable file{beside}; allowed are {allowed}")
     return Listing([path for _, path in sorted(found)], ignored)
 
 

@@ -89,7 +89,7 @@ def changed_setting(manifest: dict, config: Config) -> str | None:
         old = DataConfig.model_validate({key: made[f"data.{key}"] for key in keys if f"data.{key}" in made})
         made = content_settings(old, made["model.vocab_size"]) | {"mixture": made.get("mixture", False)}
     size = config.model.vocab_size
-    if config.data.tokenizer.path:  # the model may have room for more than the tokenizer's entries
+    if not config.data.tokenizer.trained:  # the model may have room for more than the tokenizer's entries
         size = min(size, manifest["vocab_size"])
     today = content_settings(config.data, size)
     for name in dict.fromkeys([*today, *_NEWER]):

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from titans_pt.data_pipeline import near_duplicates
 from titans_pt.data_pipeline.indexed import IndexedWriter, token_dtype
 from titans_pt.data_pipeline.parts import ROW_GROUP, SCHEMA, part_path, read_summary
-from titans_pt.data_pipeline.sources import Part
+from titans_pt.data_pipeline.sources import LETTER, Part
 from titans_pt.errors import UserError
 from titans_pt.tools.tensor_files import sha256
 
@@ -45,7 +45,8 @@ def merge(
     Returns:
         Of the manifest: source_sha256 (see :func:`hash_parts`), files (bytes and sha256 of each .bin), splits
         (documents, tokens, characters), dropped (empty, duplicate, with ``near`` near_duplicate, filtered, rejected),
-        round_trip, unigram_loss.
+        round_trip, letters (of FASTA files, those that are not A, C, G or T: how often each was there),
+        unigram_loss.
 
     Raises:
         UserError: a part was changed. OSError: disk full, folder not writable.
@@ -91,8 +92,9 @@ def merge(
                     )
                 document += len(lengths)
                 bar.update(len(tokens))
-    round_trip = Counter(tried=0, equal=0)
+    round_trip, letters = Counter(tried=0, equal=0), Counter()
     for summary in summaries:
+        letters.update({key.removeprefix(LETTER): n for key, n in summary.items() if key.startswith(LETTER) and n})
         dropped.update({key: summary[key] for key in ("empty", "filtered")})
         round_trip.update(summary["round_trip"])
     del duplicate
@@ -103,6 +105,7 @@ def merge(
         "splits": {split: dict(counts[split]) for split in SPLITS},
         "dropped": dict(dropped) | {"rejected": _write_rejected(summaries, out)},
         "round_trip": dict(round_trip),
+        **({"letters": dict(sorted(letters.items()))} if letters else {}),
         "unigram_loss": unigram_loss(seen["train"], seen["validation"]) if seen["validation"].any() else None,
     }
 

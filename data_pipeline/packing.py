@@ -83,7 +83,9 @@ class TokenFiles:
             UserError: a stream is shorter than one sample.
         """
         self._check(config, [stream.prefix.name for stream in self.train])
-        packed = [PackedSamples(stream, config.data.seq_len, config.run.seed) for stream in self.train]
+        other_strand = self.tokenizer.complement if config.data.reverse_complement else None
+        packed = [PackedSamples(stream, config.data.seq_len, config.run.seed, complement=other_strand)
+                  for stream in self.train]  # fmt: skip
         if len(packed) == 1:
             return packed[0]
         return Mixture(packed, [source.weight for source in config.data.sources])
@@ -137,13 +139,19 @@ class PackedSamples:
 
     Args:
         dataset: the stream. seq_len: T. shuffle: False gives the order of the stream.
+        complement: id -> id of the other strand's base, int64: half of the samples are read from that strand, its end
+            first. None: none is.
 
     Raises:
         UserError: fewer than T + 1 tokens.
     """
 
-    def __init__(self, dataset: IndexedDataset, seq_len: int, seed: int, shuffle: bool = True):
+    def __init__(
+        self, dataset: IndexedDataset, seq_len: int, seed: int, shuffle: bool = True,
+        complement: np.ndarray | None = None,
+    ):  # fmt: skip
         self.dataset, self.seq_len, self.seed, self.shuffle = dataset, seq_len, seed, shuffle
+        self.complement = complement
         self._n = (dataset.tokens - 1) // seq_len
         self._order: tuple[int, np.ndarray] | None = None
         if self._n < 1:
@@ -169,8 +177,14 @@ class PackedSamples:
             is the first of a document.
         """
         start, stop = self._range(position)
-        reset = document_begins(self.dataset.document_starts, start, self.seq_len)
-        return self.dataset.read(start, stop).astype(np.int64), reset
+        ids, starts = self.dataset.read(start, stop).astype(np.int64), self.dataset.document_starts
+        if self.complement is None or not on_other_strand(self.seed, position):
+            return ids, document_begins(starts, start, self.seq_len)
+        # Read backwards, a document begins behind the eos of the one before it in the stream's order: the token at i
+        # does where the stream has an eos at i + 1, which is where a document begins at i + 2.
+        reset = document_begins(starts, start + 3, self.seq_len)[::-1].copy()
+        reset[1:2] |= stop == self.dataset.tokens  # behind the stream's last eos no document begins
+        return self.complement[ids[::-1]], reset
 
     def stream(self, position: int) -> IndexedDataset:
         """The stream that the sample at ``position`` is cut from."""
@@ -207,6 +221,11 @@ class PackedSamples:
             order = np.random.RandomState(words).permutation(self._n)
             self._order = cached = (epoch, order.astype(np.uint32) if self._n <= _WORD else order)
         return cached[1]
+
+
+def on_other_strand(seed: int, position: int) -> bool:
+    """Whether the sample at ``position`` is read from the other strand: half of them are."""
+    return bool(np.random.default_rng([seed, position]).random() < 0.5)
 
 
 class Mixture:

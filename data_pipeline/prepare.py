@@ -23,8 +23,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from titans_pt.config import Config, DataConfig
 from titans_pt.data_pipeline import files, sources
+from titans_pt.data_pipeline.indexed import IndexedDataset
 from titans_pt.data_pipeline.manifest import (
     FORMAT,
     MANIFEST,
@@ -48,13 +51,24 @@ from titans_pt.data_pipeline.parts import (
 )
 from titans_pt.data_pipeline.sources import Document
 from titans_pt.data_pipeline.text import one_line, utf8
-from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer, lost_kinds, saved_tokenizer, train_tokenizer
+from titans_pt.data_pipeline.tokenizers import (
+    FILES,
+    NucleotideTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    lost_kinds,
+    saved_tokenizer,
+    train_tokenizer,
+)
 from titans_pt.errors import Unreachable, UserError
+from titans_pt.genomics.markov import Floor, markov_floor
 from titans_pt.tools.files import write_atomically
 from titans_pt.tools.sealed import seal
 from titans_pt.tools.tensor_files import describe
 
 _BUILD = ".preparing"
+_COUNTED = 1 << 26
+"""Bases that Markov chains are counted on at most: 1.5 GB of memory, two minutes."""
 _NAMED = 100
 """Files that are not read whose names the manifest has."""
 _OURS = re.compile(
@@ -173,9 +187,14 @@ def summary(manifest: dict, folder: Path, seconds: float) -> str:
     ]
     left_out = ", ".join(f"{number:,} {kind.replace('_', '-')}" for kind, number in manifest["dropped"].items())
     lines += [f"  left out: {left_out}" + (f" ({shown}/{REJECTED})" if manifest["dropped"]["rejected"] else "")]
+    if letters := manifest.get("letters"):
+        shown = ", ".join(f"{count:,} {letter}" for letter, count in letters.items())
+        lines += [f"  letters other than A, C, G, T, all read as N: {shown}"]
     if count := manifest["ignored"]["count"]:
         names = files.abridged(manifest["ignored"]["files"], count)
         lines += [f"  not read, being hidden or of another suffix: {count:,} ({names})"]
+    if floor := manifest.get("markov"):
+        lines += [f"  floor: {floor['loss']:.4f} nats a base, by a Markov chain of order {floor['order']}"]
     if losses := _losses(manifest):
         lines.append(
             f"  WARNING: {losses}; set data.tokenizer.path to another tokenizer, or "
@@ -217,8 +236,14 @@ def _fingerprints(config: Config, cached: bool = False, settings: dict | None = 
     model.vocab_size.
     """
     given, size, sha256 = config.data.tokenizer, config.model.vocab_size, None
-    if given.path:
-        tokenizer = load_tokenizer(given.path, given.eos_token)
+    if not given.trained:
+        nucleotides = given.kind == "nucleotides"
+        tokenizer = NucleotideTokenizer(Path()) if nucleotides else load_tokenizer(given.path, given.eos_token)
+        if nucleotides and tokenizer.vocab_size > size:
+            raise UserError(
+                f"model.vocab_size: given {size}, but data.tokenizer.kind=nucleotides has {tokenizer.vocab_size} "
+                f"entries: set model.vocab_size={tokenizer.vocab_size}"
+            )
         if tokenizer.vocab_size > size:
             raise UserError(
                 f"model.vocab_size: given {size}, but the tokenizer {given.path} has "
@@ -314,9 +339,22 @@ def _build(config: Config, build: Path, fingerprints: dict, shard: tuple[int, in
         | {path.name: describe(path) for path in sorted(out.iterdir()) if path.name not in merged["files"]},
         **fingerprints,
     }
+    if tokenizer.complement is not None and (floor := _floor(out, list(dict.fromkeys(names)), tokenizer)):
+        manifest["markov"] = floor.as_dict()
     _check_lossy(manifest, config)  # parts may have been written before lossy=refuse was set
     write_json(out / MANIFEST, seal(manifest))
     return manifest
+
+
+def _floor(out: Path, names: list[str], tokenizer: Tokenizer) -> Floor | None:
+    """What Markov chains that read the training streams need for validation, of the first bases of each."""
+
+    def read(name: str, most: int) -> np.ndarray:
+        dataset = IndexedDataset(out / name, tokenizer.vocab_size)
+        return np.asarray(dataset.read(0, min(dataset.tokens, most)), np.uint8)
+
+    train = np.concatenate([read(name, _COUNTED // len(names)) for name in names])
+    return markov_floor(train, read("validation", _COUNTED // 8))
 
 
 def _ignored(data: DataConfig) -> dict:
@@ -324,7 +362,7 @@ def _ignored(data: DataConfig) -> dict:
     names = [
         utf8(os.path.join(source.path, name))
         for source in data.every_source
-        if source.kind == "files"
+        if source.kind in ("files", "fasta")
         for name in files.listing(source).ignored
     ]
     return {"count": len(names), "files": names[:_NAMED]}
@@ -333,14 +371,17 @@ def _ignored(data: DataConfig) -> dict:
 def _tokenizer(config: Config, build: Path) -> Tokenizer:
     """The tokenizer in ``build``: a copy of the one that is given, or trained on the training split."""
     given = config.data.tokenizer
-    if given.path is None and any(source.kind == "indexed" for source in config.data.every_source):
+    if given.trained and any(source.kind == "indexed" for source in config.data.every_source):
         raise UserError(
             "data.sources: kind=indexed holds ids, not text; set data.tokenizer.path to the tokenizer that made them"
         )
     path = saved_tokenizer(build)
     if not path.is_file():
         with tempfile.TemporaryDirectory(dir=build) as scratch:  # several nodes may be at it: each makes the same
-            if given.path is None:
+            if given.kind == "nucleotides":
+                NucleotideTokenizer(Path()).save(Path(scratch))
+                path = build / FILES[1]
+            elif given.path is None:
                 size, characters = config.model.vocab_size, given.train_characters
                 train_tokenizer(_sample(config.data), Path(scratch) / path.name, size, characters)
             else:

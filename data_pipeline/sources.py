@@ -20,9 +20,13 @@ from titans_pt.data_pipeline.files import Rejected, Row, source_files
 from titans_pt.data_pipeline.indexed import IndexedDataset
 from titans_pt.data_pipeline.text import replace_surrogates, utf8, visible
 from titans_pt.errors import UserError
+from titans_pt.genomics.fasta import Unusable, records
+from titans_pt.genomics.genomes import GENOMES
 
 PART_BYTES = 128 << 20
 """Text of one part, about: half a minute to a minute on one core, which is the most that a kill can cost."""
+LETTER = "letter "
+"""What counts of letters other than A, C, G and T begin with."""
 _PART_DOCUMENTS = 100_000
 """Documents of one part, for kind=indexed."""
 _HASHED_TOKENS = 1 << 21
@@ -101,6 +105,11 @@ def _pieces(source: SourceConfig) -> Iterator[tuple[str, int, int | None, int]]:
             for path in source_files(source):
                 for start, stop, size in files.pieces(path, source, PART_BYTES):
                     yield str(path), start, stop, size
+        case "fasta":
+            for path in source_files(source):
+                yield str(path), 0, None, 0 if files.obstacle(path) else path.stat().st_size
+        case "genome":
+            yield source.name, 0, None, 0
         case "hub":
             from titans_pt.data_pipeline import hub  # seconds to import, and only this kind needs it
 
@@ -115,7 +124,7 @@ def _pieces(source: SourceConfig) -> Iterator[tuple[str, int, int | None, int]]:
 
 def obstacles(source: SourceConfig) -> Iterator[Rejected]:
     """Yields the paths under a source that should be read and cannot be opened as files (links to nothing, pipes)."""
-    return files.obstacles(source) if source.kind == "files" else iter(())
+    return files.obstacles(source) if source.kind in ("files", "fasta") else iter(())
 
 
 def documents(
@@ -138,7 +147,7 @@ def documents(
     counts = Counter() if counts is None else counts
     for read in [part] if part else parts([source]):
         for piece in read.pieces:
-            for item in _read(source, *piece):
+            for item in _read(source, counts, *piece):
                 document = item if isinstance(item, Document) else _document(item, source, counts)
                 if isinstance(document, Rejected):
                     reject(document)
@@ -146,13 +155,19 @@ def documents(
                     yield document
 
 
-def _read(source: SourceConfig, file: str, start: int, stop: int | None) -> Iterator[Row | Rejected | Document]:
+def _read(
+    source: SourceConfig, counts: Counter, file: str, start: int, stop: int | None
+) -> Iterator[Row | Rejected | Document]:
     match source.kind:
         case "stdlib":
             for name, text in stdlib.read():
                 yield Row(name, name, 0, {source.text_column: text})
         case "files":
             yield from files.rows(Path(file), source, start, stop)
+        case "fasta":
+            yield from _blocks(Path(file), file, source.block, counts)
+        case "genome":
+            yield from _blocks(GENOMES[source.name].fasta(), file, source.block, counts)
         case "hub":
             from titans_pt.data_pipeline import hub
 
@@ -161,6 +176,31 @@ def _read(source: SourceConfig, file: str, start: int, stop: int | None) -> Iter
             dataset = IndexedDataset(file)
             for j in range(start, stop):
                 yield Document("", "", utf8(file), j, dataset.document(j))
+
+
+def _blocks(path: Path, name: str, block: int | None, counts: Counter) -> Iterator[Document | Rejected]:
+    """Blocks of the records of a FASTA file, in order. A record without a sequence, and a block of which no base is
+    known, is counted as empty; letters other than A, C, G and T are counted as LETTER and their own name."""
+    if rejected := files.obstacle(path):
+        yield rejected
+        return
+    number = 0
+    for record in records(path):
+        if isinstance(record, Unusable):
+            yield Rejected(record.where, record.reason, record.remedy)
+            continue
+        if not record.sequence:
+            counts["empty"] += 1
+        counts.update({LETTER + letter: count for letter, count in record.other.items()})
+        counts[LETTER + "N"] += record.sequence.count(b"N") - sum(record.other.values())
+        step = block or max(1, len(record.sequence))
+        for start in range(0, len(record.sequence), step):
+            bases = record.sequence[start : start + step]
+            if bases.count(b"N") == len(bases):
+                counts["empty"] += 1
+            else:
+                yield Document(bases.decode(), f"{record.name}:{start}", utf8(name), number)
+            number += 1
 
 
 def _document(row: Row | Rejected, source: SourceConfig, counts: Counter) -> Document | Rejected | None:
@@ -220,6 +260,11 @@ def fingerprint(source: SourceConfig, cached: bool = False, times: bool = True) 
         case "files":
             root = Path(source.path)
             rows = [[path.relative_to(root).as_posix(), *_state(path, times)] for path in source_files(source)]
+        case "fasta":
+            root = Path(source.path)
+            rows = [[path.relative_to(root).as_posix(), *_state(path, times)] for path in source_files(source)]
+        case "genome":
+            rows = [[source.name, GENOMES[source.name].package.sha256]]
         case "hub":
             from titans_pt.data_pipeline import hub
 
@@ -241,7 +286,7 @@ def _state(path: Path, times: bool) -> list[int]:
 def hash_content(source: SourceConfig, part: Part, update: Callable[[bytes], None]) -> None:
     """Hands the bytes that a part is read from to ``update``, where only modification times would tell a change."""
     for file, start, stop in part.pieces:
-        if source.kind == "files":
+        if source.kind in ("files", "fasta"):
             files.hash_piece(Path(file), start, stop, update)
         elif source.kind == "indexed":
             starts, tokens = (dataset := IndexedDataset(file)).document_starts, dataset.tokens

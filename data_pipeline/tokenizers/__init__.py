@@ -1,16 +1,18 @@
-"""Tokenizers whose decoding returns exactly the encoded text: SentencePiece's and Hugging Face's."""
+"""Tokenizers whose decoding returns exactly the encoded text: SentencePiece's, Hugging Face's, and of nucleotides."""
 
 from pathlib import Path
 
 from titans_pt.data_pipeline.tokenizers.base import FILES, StreamDecoder, Tokenizer, saved_tokenizer
 from titans_pt.data_pipeline.tokenizers.huggingface import HuggingFaceTokenizer
+from titans_pt.data_pipeline.tokenizers.nucleotides import MODEL, NucleotideTokenizer
 from titans_pt.data_pipeline.tokenizers.probe import lost_kinds
 from titans_pt.data_pipeline.tokenizers.sentencepiece import SentencePieceTokenizer
 from titans_pt.data_pipeline.tokenizers.training import train_tokenizer
 from titans_pt.errors import UserError
 
 __all__ = [
-    "FILES", "StreamDecoder", "Tokenizer", "load_tokenizer", "lost_kinds", "saved_tokenizer", "train_tokenizer",
+    "FILES", "NucleotideTokenizer", "StreamDecoder", "Tokenizer", "load_tokenizer", "lost_kinds", "saved_tokenizer",
+    "train_tokenizer",
 ]  # fmt: skip
 
 
@@ -32,8 +34,12 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None, add_bos: bool
             f"tokenizer {path}: {error.strerror}; set data.tokenizer.path to a SentencePiece .model "
             "file or a tokenizer.json, or to null to train one with: titans prepare CONFIG"
         ) from None
-    kind = HuggingFaceTokenizer if Path(path).suffix == ".json" else SentencePieceTokenizer
-    tokenizer = kind(Path(path), model, eos_token)
+    tokenizer: Tokenizer
+    if model == MODEL and eos_token is None:
+        tokenizer = NucleotideTokenizer(Path(path))
+    else:
+        kind = HuggingFaceTokenizer if Path(path).suffix == ".json" else SentencePieceTokenizer
+        tokenizer = kind(Path(path), model, eos_token)
     if tokenizer.eos_id < 0:
         raise UserError(
             f"tokenizer {path}: has no end-of-text piece, which separates documents; set "

@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 FILES = ("tokenizer.model", "tokenizer.json")
 """Names of a tokenizer in a folder of token files or of a run: SentencePiece's, Hugging Face's."""
 
@@ -19,6 +21,8 @@ class Tokenizer(ABC):
         names: each id's piece as the model file spells it; "" where an id has none.
         pieces: bytes (UTF-8) of each id; b"" for control pieces.
         dummy_prefix: a space is put before the text, which decoding must take away again (Llama's tokenizers).
+        is_text: False where its alphabet is that of a sequence, which no text could come back from.
+        complement: id -> id of the other strand's base, int64 (vocab_size,); None where there is no such thing.
     """
 
     path: Path
@@ -30,6 +34,8 @@ class Tokenizer(ABC):
     names: list[str]
     pieces: list[bytes]
     dummy_prefix: bool
+    is_text: bool = True
+    complement: np.ndarray | None = None
 
     @abstractmethod
     def encode_batch(self, texts: list[str], threads: int = 1) -> list[Sequence[int]]:

@@ -28,5 +28,7 @@ KINDS = {
 
 def lost_kinds(tokenizer: Tokenizer) -> list[str]:
     """The KINDS that ``tokenizer`` does not give back exactly; empty for one that loses nothing."""
+    if not tokenizer.is_text:
+        return []
     texts = {kind: (given,) if isinstance(given, str) else given for kind, given in KINDS.items()}
     return [kind for kind, tried in texts.items() if not all(tokenizer.gives_back(text) for text in tried)]

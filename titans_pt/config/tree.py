@@ -19,6 +19,9 @@ NeedleTask = Literal[
 NEEDLE_TASKS: tuple[str, ...] = get_args(NeedleTask)
 """What ``evaluation.needle.tasks`` may name; titans_pt.evaluation.ruler builds exactly these."""
 
+GenomeName = Literal["ecoli", "worm-x", "human-x"]
+"""What ``data.sources`` kind=genome may name; titans_pt.genomics.genomes has exactly these."""
+
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -78,14 +81,17 @@ class RunConfig(Section):
 
 
 class SourceConfig(Section):
-    kind: Literal["stdlib", "files", "hub", "indexed"] = "stdlib"
+    kind: Literal["stdlib", "files", "hub", "indexed", "fasta", "genome"] = "stdlib"
     """stdlib: the documentation that ships with Python (no download). files: .txt, .jsonl or .ndjson (also with .gz,
     .bz2, .xz or .zst) and .parquet under ``path``. hub: a dataset that ``datasets.load_dataset`` finds. indexed: token
-    files of Megatron's format."""
+    files of Megatron's format. fasta: nucleotide sequences (.fa, .fasta, .fna or .fas, also with .gz, .bz2 or .xz)
+    under ``path``, for data.tokenizer.kind=nucleotides. genome: a genome of this project's list, by ``name``, from a
+    package of Debian that is downloaded when it is first used (docs/dna.md)."""
     path: PathName | None = None
-    """files: a file or folder. hub: a dataset id or folder. indexed: the path of .bin and .idx without its suffix."""
+    """files, fasta: a file or folder. hub: a dataset id or folder. indexed: the path of .bin and .idx without its
+    suffix."""
     name: str | None = None
-    """hub: configuration of the dataset, such as sample-10BT."""
+    """hub: configuration of the dataset, such as sample-10BT. genome: ecoli, worm-x or human-x."""
     split: str = "train"
     """hub: split of the dataset."""
     revision: str | None = None
@@ -100,6 +106,9 @@ class SourceConfig(Section):
     """files: what stands between two documents of a .txt file, such as "<|endoftext|>"; "": nothing, a file is one
     document. Null: the same; but a path that is one .txt file, not a folder, is cut at empty lines into paragraphs,
     each a document."""
+    block: Positive | None = 131_072
+    """fasta, genome: bases of a document: a record is cut into blocks, of which data.validation_fraction is held out.
+    What a block lacks at a record's end is not filled up. Null: a record is a document."""
     id_column: str = "id"
     """Column that names a document, kept with its tokens; without one, file and row name it."""
     minimum: dict[str, float] = {}
@@ -110,11 +119,19 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        if (self.kind == "stdlib") != (self.path is None):
-            raise ValueError(f"path: given {self.path!r} with kind={self.kind!r}; kind=stdlib has none, others need it")
+        if (self.kind in ("stdlib", "genome")) != (self.path is None):
+            raise ValueError(
+                f"path: given {self.path!r} with kind={self.kind!r}; kind=stdlib and genome have none, others need it"
+            )
+        if self.kind == "genome" and self.name not in get_args(GenomeName):
+            raise ValueError(
+                f"name: given {self.name!r} with kind='genome'; allowed: {', '.join(get_args(GenomeName))}"
+            )
         rows, hub = ("text_column", "id_column", "minimum"), ("name", "split", "revision", "streaming", "max_files")
-        used = {"files": (*rows, "separator"), "hub": rows + hub}.get(self.kind, ())
-        for key in (*rows, *hub, "separator"):
+        used = {
+            "files": (*rows, "separator"), "hub": rows + hub, "fasta": ("block",), "genome": ("block", "name"),
+        }.get(self.kind, ())  # fmt: skip
+        for key in (*rows, *hub, "separator", "block"):
             if key not in used and (given := getattr(self, key)) != type(self).model_fields[key].default:
                 raise ValueError(f"{key}: given {given!r} with kind={self.kind!r}, which does not use it; remove it")
         if self.max_files and not self.streaming:
@@ -126,6 +143,8 @@ class SourceConfig(Section):
 
 
 class TokenizerConfig(Section):
+    kind: Literal["text", "nucleotides"] = "text"
+    """nucleotides: one token a base, twelve ids (A, C, G, T, N and seven specials), without a file."""
     path: PathName | None = None
     """A SentencePiece .model file (Llama-2's, for the paper's recipe) or a Hugging Face tokenizer.json.
     Null: train a SentencePiece model on the text."""
@@ -139,6 +158,18 @@ class TokenizerConfig(Section):
     prepare`` names what is lost and counts the documents that changed. refuse: it stops."""
     train_characters: Positive = 20_000_000
     """At most this many characters of the text are used to train a tokenizer."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        for key in ("path", "eos_token"):
+            if self.kind == "nucleotides" and (given := getattr(self, key)) is not None:
+                raise ValueError(f"{key}: given {given!r} with kind='nucleotides', which has its own; remove it")
+        return self
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is made from the text."""
+        return self.kind == "text" and self.path is None
 
 
 class DataConfig(Section):
@@ -162,6 +193,9 @@ class DataConfig(Section):
     ``sources`` have in common with it is left out of training."""
     seq_len: Positive = 4096
     """Tokens of one training sample, T."""
+    reverse_complement: bool = False
+    """Nucleotides: half of the training samples, drawn from the seed and the sample's place, are read from the other
+    strand. Validation is not."""
     reset_at_documents: bool = False
     """True: memory, convolutions and attention start again at each document of a packed sample.
     False (the paper is silent; usual in pretraining): state and attention are carried across."""
@@ -174,6 +208,17 @@ class DataConfig(Section):
                 f"sources.{weighted.index(False)}.weight: given none, but other sources have one; "
                 "give every source a weight, or none"
             )
+        nucleotides = self.tokenizer.kind == "nucleotides"
+        for i, source in enumerate(self.sources):
+            if source.kind in ("fasta", "genome") and not nucleotides:
+                raise ValueError(
+                    f"sources.{i}.kind: given {source.kind!r}, whose sequences need data.tokenizer.kind=nucleotides; "
+                    f"it is {self.tokenizer.kind!r}"
+                )
+        if self.reverse_complement and not nucleotides:
+            raise ValueError("reverse_complement: given True; only with data.tokenizer.kind=nucleotides")
+        if self.reverse_complement and self.tokenizer.add_bos:
+            raise ValueError("reverse_complement: given True; not with data.tokenizer.add_bos, which marks one end")
         if any(source.weight is not None for source in self.validation_sources):
             raise ValueError("validation_sources: given a weight, but validation is one stream of all; remove it")
         return self

@@ -67,7 +67,7 @@ class Task:
     """Its own section of the settings, of its name."""
     unit: ClassVar[str]
     """Of the loss, for messages, such as "nats per token"."""
-    baseline_name: ClassVar[str] = "baseline"
+    baseline_name: str = "baseline"
     """What :attr:`TaskData.baseline` is called."""
     figures: ClassVar[tuple[str, ...]] = ("loss",)
     """What the objective reports of validation samples, for train.stop_when; those with a loss in their name fall."""

@@ -79,10 +79,13 @@ class Language(Task):
     def open(self) -> TaskData:
         files = TokenFiles.open(self.config)
         self.tokenizer = files.tokenizer
+        baseline = files.manifest.get("unigram_loss")
+        if markov := files.manifest.get("markov"):  # of nucleotides
+            baseline, self.baseline_name = markov["loss"], f"Markov chain of order {markov['order']}"
         samples = files.samples(self.config)
         return TaskData(
             samples, files.validation_samples(self.config),
-            {"tokenizer": files.tokenizer.sha256, "data": files.fingerprint}, files.manifest.get("unigram_loss"),
+            {"tokenizer": files.tokenizer.sha256, "data": files.fingerprint}, baseline,
             self._sources(samples) if isinstance(samples, Mixture) else {},
         )  # fmt: skip
 

@@ -1,0 +1,109 @@
+"""Records of FASTA files, plain or compressed, with what is wrong in them as one line each."""
+
+import bz2
+import gzip
+import lzma
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from titans_pt.genomics.alphabet import CODES, ONLY_LETTERS, UPPER
+
+SUFFIXES = (".fa", ".fasta", ".fna", ".fas")
+_OPEN = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+ALLOWED = "FASTA files (.fa, .fasta, .fna or .fas, each also with .gz, .bz2 or .xz behind it)"
+_KNOWN = b"ACGTUN"
+_LEAST = 0.5
+"""Share of A, C, G, T, U and N below which a sequence is taken for a protein's."""
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Record:
+    """One sequence. sequence: upper-case A, C, G, T and N alone. other: how often each letter stood there that was
+    replaced by N. line: of its header."""
+
+    name: str
+    line: int
+    sequence: bytes
+    other: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """A record, or the rest of a file, that cannot be used: where, why, and what a user can do."""
+
+    where: str
+    reason: str
+    remedy: str
+
+
+def is_fasta(path: Path) -> bool:
+    """Whether a file is FASTA by its name."""
+    stem, last = os.path.splitext(path.name.lower())
+    return (os.path.splitext(stem)[1] if last in _OPEN and last else last) in SUFFIXES
+
+
+def records(path: Path) -> Iterator[Record | Unusable]:
+    """Every record of a file in its order, empty ones among them. What cannot be used comes in its place; nothing
+    comes after a file that is no FASTA or breaks off."""
+    try:
+        yield from _records(path)
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        yield Unusable(str(path), f"unreadable or truncated ({reason})", "replace or remove it")
+
+
+def _records(path: Path) -> Iterator[Record | Unusable]:
+    opener = _OPEN[last if (last := os.path.splitext(path.name.lower())[1]) in _OPEN else ""]
+    header, begun, lines, number = None, 0, [], 0
+    with opener(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.startswith(b">"):
+                if header is not None:
+                    yield _record(path, header, begun, lines)
+                header, begun, lines = line, number, []
+            elif line.startswith(b";"):
+                continue  # a comment, as the first FASTA programs wrote them
+            elif header is not None:
+                lines.append(line)
+            elif line.strip():
+                what = "a FASTQ file" if line.startswith(b"@") else "text without a header line"
+                remedy = "convert it: seqtk seq -a FILE > NEW.fa" if line.startswith(b"@") else (
+                    "a FASTA file begins with a line '>NAME'")  # fmt: skip
+                yield Unusable(f"{path}:{number}", f"no FASTA but {what}", remedy)
+                return
+    if header is not None:
+        yield _record(path, header, begun, lines)
+    else:
+        yield Unusable(str(path), "an empty file", "replace or remove it")
+
+
+def _record(path: Path, header: bytes, line: int, lines: list[bytes]) -> Record | Unusable:
+    words = header[1:].split(maxsplit=1)
+    name = words[0].decode(errors="replace") if words else ""
+    found = b"".join(lines).translate(UPPER, delete=b" \t\r\n\v\f")
+    counts = np.bincount(np.frombuffer(found, np.uint8), minlength=256)
+    where = f"{path}:{line}, record {name!r}"
+    if problem := _problem(counts, len(found)):
+        return Unusable(where, problem, "name a file of nucleotides, or remove the record")
+    other = {chr(byte): int(counts[byte]) for byte in np.flatnonzero(counts) if byte not in b"ACGTN"}
+    return Record(name, line, found.translate(ONLY_LETTERS), other)
+
+
+def _problem(counts: np.ndarray, length: int) -> str | None:
+    """Why letters that occur so often are no nucleotides; None: they are."""
+    foreign = [byte for byte in np.flatnonzero(counts) if byte not in CODES]
+    shown = ", ".join(repr(chr(byte)) if byte < 128 else f"byte {byte}" for byte in foreign[:_SHOWN])
+    if any(not (byte < 128 and (chr(byte).isalpha() or chr(byte) == "*")) for byte in foreign):
+        return f"holds what is no letter of a sequence ({shown})"
+    if foreign:
+        return f"looks like a protein: it holds letters that stand for no nucleotide ({shown})"
+    known = int(counts[list(_KNOWN)].sum())
+    if known < _LEAST * length:
+        return f"looks like a protein: only {known:,} of its {length:,} letters are A, C, G, T, U or N"
+    return None
