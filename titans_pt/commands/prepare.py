@@ -30,7 +30,13 @@ SHARE = Checked(_share, "I/N, with I from 0 to N - 1")
     help="only this share of the work, I from 0 to N - 1; run again without it when all are done",
 )  # fmt: skip
 def prepare(config, force: bool, workers: int, shard: tuple[int, int] | None):
-    """Turn text into token files."""
+    """Turn text into token files, or make what else the task reads."""
+    if config.task != "language":
+        from titans_pt.config.checks import checked
+        from titans_pt.tasks import task_of
+
+        task_of(checked(config)).prepare(force)
+        return
     from titans_pt import data_pipeline
 
     data_pipeline.prepare(config, force=force, shard=shard, workers=workers)

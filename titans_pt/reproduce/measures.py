@@ -187,6 +187,45 @@ def first_at(accuracy: float) -> Find:
     return find
 
 
+def steps_trained(trained: dict) -> Figure:
+    return Figure("number", trained["steps"], 1)
+
+
+def nats(result: dict) -> Figure:
+    """Loss of validation text, as it is."""
+    return Figure("number", result["loss"], result["tokens"])
+
+
+def classified(column: str) -> Find:
+    """Accuracy on a labelled set's test, or on the part of it that a column names."""
+
+    def find(result: dict) -> Figure | None:
+        row = result["columns"].get(column)
+        return row and Figure("accuracy", row["mean"], row["n"])
+
+    return find
+
+
+def correlation(column: str) -> Find:
+    """Matthews' correlation there."""
+
+    def find(result: dict) -> Figure | None:
+        row = result["columns"].get(column)
+        return row and Figure("number", row["mcc"], row["n"])
+
+    return find
+
+
+def baseline(name: str, column: str = "test") -> Find:
+    """Accuracy of one of a labelled set's baselines."""
+
+    def find(result: dict) -> Figure | None:
+        row = result["baselines"].get(name, {}).get(column)
+        return row and Figure("accuracy", row["accuracy"], row["n"])
+
+    return find
+
+
 def tokens_trained(trained: dict) -> Figure:
     return Figure("number", trained["tokens"], 1)
 

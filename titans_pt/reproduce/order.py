@@ -10,10 +10,11 @@ from titans_pt.config import Config
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.models.mixers.common import any_memory
+from titans_pt.reproduce.measures import Measure
 from titans_pt.reproduce.runs import PROBE_SHARE, Run
-from titans_pt.reproduce.study import TITANS, VARIANTS, Row, Study
+from titans_pt.reproduce.study import TITANS, Row, Study
 from titans_pt.reproduce.timing import Timing
-from titans_pt.tasks import task_of
+from titans_pt.tasks import TASKS, task_of
 
 RATES = {"tiny": (2e-3, 4e-3, 8e-3)}
 """Learning rates that are tried, for sizes where nobody has published one for each model."""
@@ -80,8 +81,24 @@ def runs_of(study: Study, order: Order) -> list[Run]:
             probes[row.model] = tuple(_probe(study, row.model, rate, order) for rate in order.rates)
             runs += probes[row.model]
         config = _config(study, row, seed, order, order.tokens, run_name(row, seed), ())
-        runs.append(Run(run_name(row, seed), row.model, row.variant, config, study.measures, probes[row.model]))
+        before = [run for run in runs if run.name == _before(study, row, order)]
+        runs.append(Run(run_name(row, seed), row.model, row.variant, config, _measures(study, config),
+                        probes[row.model], tuple(before)))  # fmt: skip
     return runs
+
+
+def _before(study: Study, row: Row, order: Order) -> str | None:
+    """The name of the run with whose weights a row's runs begin."""
+    if not row.after:
+        return None
+    first = Row(row.model, row.after)
+    return run_name(first, seeds_of(study, first, order)[0])
+
+
+def _measures(study: Study, config: Config) -> tuple[Measure, ...]:
+    """What of a study is measured of a run: what its task has a suite for."""
+    suites = TASKS.find(config.task).suites
+    return tuple(m for m in study.measures if m.suite in suites or m.suite == "chunks")
 
 
 def equal_size(file: str, mixers: str, words: Sequence[str]) -> tuple[str, ...]:
@@ -109,7 +126,7 @@ def _parameters(config: Config) -> int:
 def _timing(study: Study, row: Row, order: Order) -> Timing:
     name = f"speed-{row.key.replace('/', '-')}"
     config = _config(study, row, 0, order, None, name, ())
-    words = (*VARIANTS[row.variant], *order.words)
+    words = (*row.settings, *order.words)
     return Timing(name, row.model, row.variant, config, file=f"{study.size}/{{model}}", words=words,
                   lengths=study.timed, tokens=max(study.timed))  # fmt: skip
 
@@ -128,7 +145,9 @@ def _config(
     own = (f"run.dir={order.out / 'runs' / name}", f"run.seed={seed}")
     file = order.config or f"{study.folder or study.size}/{row.model}"
     size = equal_size(file, row.model, order.words) if order.config else ()
-    words = [*size, *VARIANTS[row.variant], *order.words, *more, *own]
+    before = _before(study, row, order)
+    start = (f"train.init_from={order.out / 'runs' / before}",) if before else ()
+    words = [*size, *row.settings, *start, *order.words, *more, *own]
     config = load_config(file, words)
     if tokens is None:
         return config

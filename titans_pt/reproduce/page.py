@@ -9,7 +9,7 @@ from titans_pt.reproduce.pictures import by_row
 from titans_pt.reproduce.published import published
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.runs import PROBE_SHARE, Run
-from titans_pt.reproduce.study import Row, Study
+from titans_pt.reproduce.study import Study
 from titans_pt.reproduce.tables import Table, behind, cells, details, overview, rates
 from titans_pt.tools.files import write_text
 
@@ -35,7 +35,7 @@ def write(study: Study, runs: Sequence[Run], records: Records, out: Path) -> lis
         words = f"Validation loss after one {PROBE_SHARE}th of the tokens, by learning rate; the lowest is taken"
         others.append((words, chosen))
     others.append(("Every figure", details(found)))
-    kept = [(Row(run.model, run.variant).name, record) for row in study.rows for run in runs
+    kept = [(row.name, record) for row in study.rows for run in runs
             if not run.is_probe and (run.model, run.variant) == (row.model, row.variant)
             and (record := run.record(records))]  # fmt: skip
     shown = by_row(kept)

@@ -146,6 +146,40 @@ def needles(shown: Seeds, start: Path) -> list[Path]:
     return written
 
 
+@own_style()
+def classes(shown: Seeds, start: Path) -> list[Path]:
+    """Accuracy of each run of a labelled set, a panel for each set: a bar for the mean over seeds, a dot for each seed,
+    lines for the baselines."""
+    sets: dict[str, dict[str, list[dict]]] = {}
+    for name, seeds in shown.items():
+        measured = [record for record in seeds if "classes" in record["measured"]]
+        if measured:
+            sets.setdefault(measured[0]["variant"].partition("-")[0], {})[name] = measured
+    if not sets:
+        return []
+    figure = new_figure(1.0 + 6.2 * len(sets), 4.6)
+    for axes, rows in zip(figure.subplots(1, len(sets), squeeze=False)[0], sets.values(), strict=True):
+        names = [name.split(", ") for name in rows]
+        each = [
+            [100 * r["measured"]["classes"]["columns"]["test"]["mean"] for r in records] for records in rows.values()
+        ]
+        colors = [f"C{list(dict.fromkeys(n[0] for n in names)).index(name[0])}" for name in names]
+        axes.barh(range(len(each)), [sum(found) / len(found) for found in each], color=colors, alpha=0.6)
+        for place, found in enumerate(each):
+            axes.plot(found, [place] * len(found), "k.", markersize=4)
+        baselines = next(iter(rows.values()))[0]["measured"]["classes"]["baselines"]
+        for n, (name, columns) in enumerate(baselines.items()):
+            axes.axvline(100 * columns["test"]["accuracy"], color="grey", linestyle=(":", "-.", "--", "-")[n % 4],
+                         linewidth=1, label=name)  # fmt: skip
+        axes.set_yticks(range(len(each)), [f"{name[0]}, {', '.join(name[-1:])}" for name in names], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlim(min(30.0, min(min(found) for found in each) - 5), 100)
+        axes.set_xlabel("accuracy of the test (%; dots: seeds)")
+        axes.set_title(", ".join(names[0][1:-1]), fontsize=9)
+        axes.legend(fontsize=7, loc="lower left")
+    return [save_figure(figure, _named(start, "classes"))]
+
+
 def needles_asked(record: dict) -> list[dict]:
     """What all measures of a record have asked: rows of needles, noise, by_length."""
     return [row for result in record["measured"].values() for row in result.get("asked", ())]

@@ -14,8 +14,11 @@ from titans_pt.tools.sealed import seal, unseal
 
 _NEEDED = ("failed", "trained", "measured", "config")
 DECISIVE = ("max_steps", "batch_tokens", "lr", "min_lr_ratio", "warmup_steps", "betas", "eps", "weight_decay", "clip",
-            "stop_when")  # fmt: skip
+            "stop_when", "patience")  # fmt: skip
 """Of ``train``: what changes a run's result. The rest is about speed, memory and files."""
+
+PATHS = ("path", "reference")
+"""Settings of tasks that name files."""
 
 
 def decisive(tree: dict) -> dict:
@@ -27,12 +30,17 @@ def decisive(tree: dict) -> dict:
     model["vocab_multiple"] = -model["vocab_size"] % model["vocab_multiple"]
     task = tree.get("task", "language")
     return {
-        "task": task, task: tree.get(task, {}),
+        "task": task, task: without_folders(tree.get(task, {})),
         "model": model,
         "train": {key: tree["train"][key] for key in DECISIVE},
-        "data": {key: tree["data"][key] for key in ("seq_len", "reset_at_documents")},
+        "data": {key: tree["data"][key] for key in ("seq_len", "reset_at_documents", "reverse_complement")},
         "run": {"seed": tree["run"]["seed"]},
     }  # fmt: skip
+
+
+def without_folders(section: dict) -> dict:
+    """A task's own settings, of paths their last names: where files lie is another matter on every machine."""
+    return {key: Path(value).name if key in PATHS and value else value for key, value in section.items()}
 
 
 class Records:

@@ -53,7 +53,6 @@ def reproduce(whole: Study, order: Order, ranks: int | None) -> int:
     """
     (asked, runs), records = planned(whole, order), Records(order.out / "records")
     check_room(order.out, "--out", folder=True)
-    to_do = not asked.timed and any(run.missing(run.record(records)) for run in runs)
 
     def on_the_page() -> tuple[Study, list[Run]]:
         shown = with_others(order, whole, records)
@@ -68,7 +67,9 @@ def reproduce(whole: Study, order: Order, ranks: int | None) -> int:
             if mine is not None:
                 write_pages()
 
-    one_text(on_the_page()[1], records, _data(runs[0].config) if to_do else None)
+    for shown in by_data(on_the_page()[1]):
+        own = [run for run in runs if run.data == shown[0].data and run.missing(run.record(records))]
+        one_text(shown, records, _data(own[0].config) if own and not asked.timed else None)
     write()
     status = work(runs, order.out, records, ranks or max(1, torch.cuda.device_count()), write)
     if not status:
@@ -86,6 +87,14 @@ def with_others(order: Order, whole: Study, records: Records) -> Order:
              if records.path(run_name(row, seed)).exists()}  # fmt: skip
     models = dict.fromkeys(row.model for row in whole.rows if row.model in there.union(order.models))
     return replace(order, models=list(models))
+
+
+def by_data(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that read the same data together."""
+    found: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        found.setdefault(run.data, []).append(run)
+    return list(found.values())
 
 
 def _data(config: Config) -> str:

@@ -20,7 +20,7 @@ from titans_pt.config import Config
 from titans_pt.config.yaml import resolved_yaml
 from titans_pt.errors import Diverged, UserError
 from titans_pt.reproduce.measures import Measure
-from titans_pt.reproduce.records import Records
+from titans_pt.reproduce.records import Records, without_folders
 from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder, versions
 from titans_pt.tasks import task_of
@@ -43,15 +43,24 @@ class Run:
     config: Config
     measures: tuple[Measure, ...] = ()
     probes: tuple["Run", ...] = ()
+    before: tuple["Run", ...] = ()
+    """Runs that come first: their weights are read."""
     is_probe: bool = False
     """A short run that only serves to choose a learning rate."""
+
+    @property
+    def data(self) -> tuple[str, str]:
+        """The task, and the folder of its data."""
+        return self.config.task, self.config.data.dir
 
     @cached_property
     def cost(self) -> Cost:
         return cost_of(task_of(self.config))
 
     def settled(self, records: Records) -> Config | None:
-        """``config`` with the learning rate that the probes chose; None while one is not there."""
+        """``config`` with the learning rate that the probes chose; None while one is not there, or a run before it."""
+        if not all(run.record(records) for run in self.before):
+            return None
         if not self.probes:
             return self.config
         found = [(probe, records.of(probe.name, probe.config)) for probe in self.probes]
@@ -191,6 +200,8 @@ def portable(config: Config) -> dict[str, Any]:
     tree["data"]["dir"] = Path(tree["data"]["dir"]).name
     for source in tree["data"]["sources"]:
         source["path"] = source["path"] and Path(source["path"]).name
+    tree["train"]["init_from"] = tree["train"]["init_from"] and Path(tree["train"]["init_from"]).name
+    tree |= {tree["task"]: without_folders(tree.get(tree["task"], {}))}
     tokenizer = tree["data"]["tokenizer"]
     tokenizer["path"] = tokenizer["path"] and Path(tokenizer["path"]).name
     return tree

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from titans_pt.errors import UserError
 from titans_pt.reproduce import measures, pictures
+from titans_pt.reproduce.dna import table4
 from titans_pt.reproduce.measures import CHUNKS, NEEDLES, TRAINING, Measure
 from titans_pt.reproduce.study import MODELS, TITANS, Column, Row, Study
 from titans_pt.reproduce.timing import SPEED, speed_at
@@ -60,6 +61,9 @@ def study(target: str, size: str) -> Study:
     """
     if target not in TARGETS:
         raise UserError(f"TARGET: given {target!r}; allowed: {', '.join(TARGETS)}")
+    if (size == "paper") != (target == "table4") and size != "tiny":
+        only = "tiny or paper" if target == "table4" else f"one of {', '.join(SIZES)}"
+        raise UserError(f"--size: given {size!r}; {target} has {only}")
     return TARGETS[target](size)
 
 
@@ -221,6 +225,6 @@ def _tiny(*names: str) -> tuple[Measure, ...]:
 
 
 TARGETS = {
-    "table1": _table1, "table2": _table2, "table5": _table5, "figure7": _figure7, "figure8": _figure8,
+    "table1": _table1, "table2": _table2, "table4": table4, "table5": _table5, "figure7": _figure7, "figure8": _figure8,
     "figure9": _figure9, "babilong": _babilong, "chunks": _chunks, "recall": _recall, "needles": _needles,
 }  # fmt: skip

@@ -47,10 +47,22 @@ CHANGES = {
 
 @dataclass(frozen=True)
 class Row:
-    """A model, or a variant of it."""
+    """A model, or a variant of it.
+
+    words: settings of the variant. None: those of VARIANTS. change: its name for a reader. "": that of CHANGES. after:
+    the variant of the same model, of the first seed, with whose trained weights it begins.
+    """
 
     model: str
     variant: str = ""
+    words: tuple[str, ...] | None = field(default=None, compare=False)
+    change: str = field(default="", compare=False)
+    after: str = field(default="", compare=False)
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What is set over the model's config."""
+        return VARIANTS[self.variant] if self.words is None else self.words
 
     @property
     def key(self) -> str:
@@ -61,7 +73,7 @@ class Row:
     def name(self) -> str:
         """For a reader."""
         name = NAMES.get(self.model, self.model.upper())
-        return f"{name}, {CHANGES[self.variant]}" if self.variant else name
+        return f"{name}, {self.change or CHANGES[self.variant]}" if self.variant else name
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,10 @@ class Task:
     bound: ClassVar[dict[str, str]] = {}
     """Entry of :attr:`TaskData.identity` -> the parameter that means something else under another one: train.init_from
     takes it only where the entry is the same."""
+    takes: ClassVar[tuple[str, ...]] = ()
+    """Other tasks whose weights train.init_from takes, too."""
+    own_end: ClassVar[tuple[str, ...]] = ()
+    """Patterns of parameters that train.init_from never fills: an output end whose meaning is another in every run."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -119,8 +123,12 @@ class Task:
 
     # ---- data
 
-    def prepare(self):
-        """Makes what :meth:`open` reads, where it is missing and can be made from the settings alone."""
+    def prepare(self, force: bool = False):
+        """Makes what :meth:`open` reads, where it is missing and can be made from the settings alone.
+
+        Args:
+            force: replace what other settings or sources made.
+        """
 
     def open(self) -> TaskData:
         """

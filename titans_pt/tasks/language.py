@@ -71,10 +71,10 @@ class Language(Task):
         rows, length = at_once(rows, length, vocabulary, whole=tensor == 1)
         return {"logits": rows * length * -(-vocabulary // tensor) * (2 * width + 12)}
 
-    def prepare(self):
+    def prepare(self, force: bool = False):
         """Token files from the text of data.sources."""
-        if read_manifest(Path(self.config.data.dir)) is None:
-            prepare(self.config, workers=len(os.sched_getaffinity(0)))
+        if force or read_manifest(Path(self.config.data.dir)) is None:
+            prepare(self.config, force, workers=len(os.sched_getaffinity(0)))
 
     def open(self) -> TaskData:
         files = TokenFiles.open(self.config)

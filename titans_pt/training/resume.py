@@ -19,7 +19,7 @@ from titans_pt.tasks import Task
 from titans_pt.training.engine import Engine
 from titans_pt.training.ranks import Ranks
 from titans_pt.training.schedule import SCHEDULE, learning_rate
-from titans_pt.training.transfer import Weights, check_fit, find_weights
+from titans_pt.training.transfer import Weights, check_fit, find_weights, fresh_of
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +76,10 @@ def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start
 
 def build_engine(task: Task, start: Start, ranks: Ranks) -> Engine:
     """The engine of a run with its weights and optimiser state as at ``start``; ``task.config`` is start.config."""
-    train = task.config.train
     torch.manual_seed(task.config.run.seed)
     model = task.build_model()
     if start.weights:
-        start.weights.load(model, train.init_fresh)
+        start.weights.load(model, fresh_of(task, task.config))
     if start.state is None:
         return Engine(task, model, ranks)
     assert start.checkpoint

@@ -138,6 +138,11 @@ def _exported(path: Path) -> list[Path]:
     return [path / name for name in sorted(names)]
 
 
+def fresh_of(task: Task, config: Config) -> list[str]:
+    """Patterns of the parameters that train.init_from does not fill: the user's and the task's."""
+    return [*config.train.init_fresh, *task.own_end]
+
+
 def check_fit(weights: Weights, task: Task, config: Config, identity: dict[str, str]):
     """Refuses weights that do not fill the model of ``config`` but for train.init_fresh; warns of other settings.
 
@@ -147,15 +152,16 @@ def check_fit(weights: Weights, task: Task, config: Config, identity: dict[str, 
     Raises:
         UserError: another task, parameters that differ in name or shape, another tokenizer.
     """
-    if (was := weights.config.get("task", task.name)) != task.name:
-        raise UserError(f"train.init_from: {weights.origin} was trained for the task {was!r}, not {task.name!r}; name "
-                        "a run of the same task")  # fmt: skip
-    fresh = config.train.init_fresh
+    if (was := weights.config.get("task", task.name)) not in (task.name, *task.takes):
+        known = " or ".join(map(repr, (task.name, *task.takes)))
+        raise UserError(f"train.init_from: {weights.origin} was trained for the task {was!r}, not {known}; name "
+                        f"a run of {'one of these' if task.takes else 'the same task'}")  # fmt: skip
+    fresh = fresh_of(task, config)
     with torch.device("meta"):
         model = task.build_model()
     here = {name: tuple(p.shape) for name, p in model.named_parameters()}
     there = weights.shapes()
-    for pattern in fresh:
+    for pattern in config.train.init_fresh:
         if not any(fnmatchcase(name, pattern) for name in here | there):
             raise UserError(f"train.init_fresh: {pattern!r} is the name of no parameter; there are {', '.join(here)}")
     different = list(differences(weights.config.get("model", {}), config.model.model_dump(mode="json")))

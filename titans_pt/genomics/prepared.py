@@ -1,0 +1,139 @@
+"""A labelled set as it lies in data.dir: sequences.npz, and set.json, which is written last and says what is in it."""
+
+import hashlib
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titans_pt.errors import UserError
+from titans_pt.genomics.alphabet import LETTERS, encoded
+from titans_pt.genomics.baselines import baselines, distinct
+from titans_pt.genomics.sets import SPLITS, LabelledSet, Split
+from titans_pt.tools.files import write_atomically, write_text
+from titans_pt.tools.sealed import seal, unseal
+
+FORMAT = 1
+MANIFEST, SEQUENCES = "set.json", "sequences.npz"
+_REMEDY = "make it again with: titans prepare CONFIG --force"
+
+
+@dataclass(frozen=True)
+class PreparedSet:
+    """given: the sequences. manifest: classes, counts, baselines, settings, sources. sha256: of the sequences."""
+
+    given: LabelledSet
+    manifest: dict[str, Any]
+
+    @property
+    def sha256(self) -> str:
+        return self.manifest["sha256"]
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """set.json of a folder; None where there is none.
+
+    Raises:
+        UserError: it is damaged, or of another version.
+    """
+    path = folder / MANIFEST
+    try:
+        found = unseal(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: damaged ({error}); {_REMEDY}") from None
+    if found.get("format") != FORMAT:
+        raise UserError(f"{path}: of format {found.get('format')}, this version reads {FORMAT}; {_REMEDY}")
+    return found
+
+
+def write(folder: Path, given: LabelledSet, middle: int, settings: dict, state: list) -> dict[str, Any]:
+    """Writes a set with its baselines and returns its manifest.
+
+    Args:
+        settings: what it was made with. state: of its sources, see titans_pt.genomics.sets.state_of.
+    """
+    arrays = {}
+    for name in SPLITS:
+        split: Split = getattr(given, name)
+        arrays[f"{name}_ids"] = encoded(b"".join(split.sequences))
+        arrays[f"{name}_lengths"] = np.array([len(sequence) for sequence in split.sequences], np.int32)
+        arrays[f"{name}_labels"] = split.labels.astype(np.int16)
+    checksum = hashlib.sha256(json.dumps(given.classes).encode())
+    for name in sorted(arrays):
+        checksum.update(arrays[name].tobytes())
+    manifest = {
+        "format": FORMAT, "sha256": checksum.hexdigest(), "classes": list(given.classes),
+        "counts": {name: np.bincount(getattr(given, name).labels, minlength=len(given.classes)).tolist()
+                   for name in SPLITS},
+        "lengths": {name: [int(f(arrays[f"{name}_lengths"])) for f in (np.min, np.median, np.max)] for name in SPLITS},
+        "copies": int((~distinct(given)).sum()), "middle": middle, "letters": given.letters,
+        "baselines": baselines(given, middle), "settings": settings, "state": state,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    packed = io.BytesIO()
+    np.savez_compressed(packed, allow_pickle=False, **arrays)
+    write_atomically(folder / SEQUENCES, lambda path: path.write_bytes(packed.getvalue()))
+    write_text(folder / MANIFEST, json.dumps(seal(manifest), indent=1) + "\n")
+    return manifest
+
+
+def read(folder: Path) -> PreparedSet:
+    """The set in a folder.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise UserError(f"data.dir={folder}: holds no labelled sequences; run: titans prepare CONFIG, with the same "
+                        "config")  # fmt: skip
+    checksum = hashlib.sha256(json.dumps(tuple(manifest["classes"])).encode())
+    try:
+        with np.load(folder / SEQUENCES, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        for name in sorted(arrays):
+            checksum.update(arrays[name].tobytes())
+        if checksum.hexdigest() != manifest["sha256"]:
+            raise ValueError(f"other sequences than {MANIFEST} says")
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder / SEQUENCES}: damaged ({' '.join(str(error).split())}); {_REMEDY}") from None
+    letters = np.zeros(256, np.uint8)
+    letters[encoded(LETTERS)] = np.frombuffer(LETTERS, np.uint8)
+    splits = []
+    for name in SPLITS:
+        ends = np.cumsum(arrays[f"{name}_lengths"]).tolist()
+        joined = letters[arrays[f"{name}_ids"]].tobytes()
+        sequences = [joined[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        splits.append(Split(sequences, arrays[f"{name}_labels"].astype(np.int64)))
+    return PreparedSet(LabelledSet(tuple(manifest["classes"]), *splits, manifest["letters"]), manifest)
+
+
+def told(manifest: dict[str, Any], folder: Path) -> str:
+    """What a set holds and what it gives away, for the reader."""
+    lines = [f"{folder}: {len(manifest['classes'])} classes ({', '.join(manifest['classes'])})"]
+    for name, counts in manifest["counts"].items():
+        least, usual, most = manifest["lengths"][name]
+        each = ", ".join(f"{n:,}" for n in counts)
+        lines.append(f"  {name}: {sum(counts):,} sequences ({each}) of {least} to {most} bases, "
+                     f"half of them up to {usual}")  # fmt: skip
+    if letters := manifest["letters"]:
+        lines.append("  letters other than A, C, G, T, N, all read as N: "
+                     + ", ".join(f"{count:,} {letter}" for letter, count in letters.items()))  # fmt: skip
+    lines.append(f"  test sequences that are copies of training ones: {manifest['copies']:,}")
+    return "\n".join([*lines, *baseline_table(manifest)])
+
+
+def baseline_table(manifest: dict[str, Any]) -> list[str]:
+    """Lines: each baseline's accuracy in percent, by column."""
+    found = manifest["baselines"]
+    names = list(next(iter(found.values())))
+    shown = {"test": "test", "distinct": "without copies", "middle": f"middle {manifest['middle']}"}
+    lines = [f"  {'accuracy (%)':<20}" + "".join(f"{shown[name]:>16}" for name in names)]
+    return lines + [f"  {baseline:<20}" + "".join(f"{100 * by[name]['accuracy']:>16.1f}" for name in names)
+                    for baseline, by in found.items()]  # fmt: skip
