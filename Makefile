@@ -1,4 +1,5 @@
 # make quickstart: install, prepare text, train a small Titans, resume it, evaluate it; a memory and a window in one plot
+# make dna:        install, pretrain a small LMM on a bacterium's genome, let it classify sequences, beside what needs no model
 # make test:       install, run the tests
 # make slow:       install, run the tests that take minutes
 # make lint:       install, run the linter, the formatter's check and the type checker
@@ -17,7 +18,7 @@ INSTALLED := $(VENV)/.installed
 # DeepSpeed compiles nothing here and must not look for a GPU compiler while it installs.
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 
-.PHONY: install quickstart test slow lint settings clean
+.PHONY: install quickstart dna test slow lint settings clean
 
 install: $(INSTALLED)
 
@@ -52,6 +53,21 @@ quickstart: install
 	@echo "== next: another model: titans train configs/quickstart.yaml run.dir=runs/lmm 'model.mixers=[lmm]'"
 	@echo "==       longer needles: $(NEEDLES:$(BIN)/%=%) --asked 65536"
 	@echo "==       170M on a GPU node: docs/pretraining.md"
+
+DNA = runs/dna
+dna: install
+	@echo "== a genome of 4.9 million bases, from a package of Debian (6 MB), and windows of another's, coding or not (42 MB)"
+	$(BIN)/titans prepare dna-tiny/lmm
+	$(BIN)/titans prepare dna-tiny/coding
+	@echo "== an LMM of 135,000 parameters reads the genome: its loss beside that of a Markov chain"
+	$(BIN)/titans train dna-tiny/lmm run.dir=$(DNA)/pretrain train.max_steps=300 train.warmup_steps=20
+	@echo "== it learns which windows are coding, and a second one does from scratch"
+	$(BIN)/titans train dna-tiny/coding run.dir=$(DNA)/coding train.init_from=$(DNA)/pretrain
+	$(BIN)/titans train dna-tiny/coding run.dir=$(DNA)/coding-scratch
+	@echo "== the test, from scratch and pretrained, beside what needs no model"
+	$(BIN)/titans evaluate $(DNA)/coding-scratch
+	$(BIN)/titans evaluate $(DNA)/coding
+	@echo "== everything is in $(DNA): pretrain/plots/loss.png, coding/plots/classes.png; docs/dna.md says what it is"
 
 # By files, not by tests: what a file's tests share is then set up once.
 test: install

@@ -202,8 +202,8 @@ def intervals(path: Path) -> Iterator[Interval]:
             ) from None
         if not 0 <= first < last:
             raise UserError(f"{place}: {region}:{first}-{last} holds no base; start must be at least 0 and below end")
-        if strand not in ("+", "-", "."):
-            raise UserError(f"{place}: strand {strand!r}; allowed: +, -, or . (read as +)")
+        if strand not in ("+", "-", ".", ""):
+            raise UserError(f"{place}: strand {strand!r}; allowed: +, -, and . or nothing (read as +)")
         yield Interval(region, first, last, strand, place)
 
 

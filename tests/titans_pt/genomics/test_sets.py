@@ -30,7 +30,7 @@ def folder(tmp_path) -> Path:
     root = tmp_path / "set"
     for split in ("train", "test"):
         (root / split).mkdir(parents=True)
-        (root / split / "negative.csv.gz").write_bytes(intervals("0,chr1,0,4,+", "1,chr2,4,8,-"))
+        (root / split / "negative.csv.gz").write_bytes(intervals("0,chr1,0,4,", "1,chr2,4,8,-"))
         (root / split / "positive.csv.gz").write_bytes(intervals("7,chr1,10,15,-"))
     return root
 
@@ -76,7 +76,7 @@ def broken(folder: Path, name: str, rows: bytes):
     (intervals("0,chr9,0,4,+"), r"genome.fa lacks chr9, which .*negative.csv.gz:2 and others are of"),
     (intervals("0,chr1,4,4,+"), "chr1:4-4 holds no base"),
     (intervals("0,chr1,a,4,+"), "start 'a' and end '4' must be whole numbers"),
-    (intervals("0,chr1,0,4,x"), r"strand 'x'; allowed: \+, -, or \."),
+    (intervals("0,chr1,0,4,x"), r"strand 'x'; allowed: \+, -, and \. or nothing"),
     (intervals("0,chr1,0,4"), "csv.gz:2: has 4 fields, its head has 5"),
     (intervals(), "the class 'negative' of train is empty"),
     (b"no gzip", "negative.csv.gz: unreadable"),

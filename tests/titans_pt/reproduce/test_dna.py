@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+from titans_pt.config.files import load_config
 from titans_pt.reproduce.order import Order
-from titans_pt.reproduce.records import Records
+from titans_pt.reproduce.records import Records, decisive
 from titans_pt.reproduce.reproduce import by_data, planned
 from titans_pt.reproduce.studies import study
 from titans_pt.reproduce.tables import cells
+from titans_pt.runs.loaded import differences
 
 
 def recorded(run, **measured) -> dict:
@@ -29,6 +31,17 @@ def test_runs_begin_with_pretrained_weights_and_wait_for_them(tmp_path):
     assert tuned.settled(records) == tuned.config
     assert [m.name for m in first.measures] == ["text"] and [m.name for m in tuned.measures] == ["classes"]
     assert [len(group) for group in by_data(runs)] == [1, 9, 9], "what reads the same data is compared"
+
+
+def test_the_config_of_one_set_is_that_of_the_study():
+    _, runs = planned(study("table4", "tiny"), Order(Path("out"), models=["lmm"], seeds=[0]))
+    (run,) = (run for run in runs if run.name == "lmm-coding-scratch-s0")
+    given = load_config("dna-tiny/coding")
+    assert not list(differences(decisive(run.config.model_dump(mode="json")), decisive(given.model_dump(mode="json"))))
+    assert (given.data.dir, given.data.validation_fraction) == (
+        run.config.data.dir,
+        run.config.data.validation_fraction,
+    )
 
 
 def test_a_folder_is_no_part_of_a_record(tmp_path):
