@@ -1,4 +1,5 @@
-"""docs/results.md says what the records say. ``python -m tests.test_results`` writes its tables again."""
+"""docs/results.md and docs/dna.md say what the records say. ``python -m tests.test_results`` writes their tables
+again."""
 
 import json
 import math
@@ -18,7 +19,7 @@ from titans_pt.reproduce.tables import Cell, behind, cells, number
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
-PAGE = ROOT / "docs/results.md"
+PAGE, DNA = ROOT / "docs/results.md", ROOT / "docs/dna.md"
 
 
 def told(cell: Cell) -> str:
@@ -161,6 +162,53 @@ def costs() -> list[str]:
     return lines
 
 
+def of_dna() -> dict[str, list[dict]]:
+    """Records of table4 by variant, in the study's order."""
+    asked, runs = planned(target_study("table4", "tiny"), Order(Path("out")))
+    records = Records(RESULTS / "dna")
+    found: dict[str, list[dict]] = {row.variant: [] for row in asked.rows}
+    for row in asked.rows:
+        found[row.variant] += [record for run in runs if (run.model, run.variant) == (row.model, row.variant)
+                               and (record := run.record(records))]  # fmt: skip
+    return found
+
+
+def read_genomes() -> list[str]:
+    """The lowest loss first."""
+    found = sorted(of_dna()["pretrain"], key=lambda record: record["measured"]["text"]["loss"])
+    return [line(NAMES[r["model"]], f"{r['trained']['parameters']:,}", f"{r['trained']['tokens']:,}",
+                 f"{r['measured']['text']['loss']:.4f}") for r in found]  # fmt: skip
+
+
+def classified() -> list[str]:
+    """Each set's models and baselines, the most accurate first."""
+    by_variant, text = of_dna(), []
+    for name in ("coding", "splice"):
+        lines, baselines = [], {}
+        for start in ("pretrained", "from scratch", "pretrained, memory off"):
+            suffix = {"pretrained": "", "from scratch": "-scratch"}.get(start, "-memory-off")
+            for model in dict.fromkeys(record["model"] for record in by_variant[name + suffix]):
+                seeds = sorted((r for r in by_variant[name + suffix] if r["model"] == model), key=lambda r: r["seed"])
+                results = [record["measured"]["classes"] for record in seeds]
+                baselines = results[0]["baselines"]
+                each = [100 * result["columns"]["test"]["mean"] for result in results]
+                new = [100 * r["columns"]["distinct"]["mean"] for r in results if "distinct" in r["columns"]]
+                mcc = [result["columns"]["test"]["mcc"] for result in results]
+                shown = line(
+                    name, NAMES[model], start, ", ".join(str(record["seed"]) for record in seeds),
+                    f"{sum(each) / len(each):.1f}", ", ".join(f"{x:.1f}" for x in each),
+                    f"{sum(new) / len(new):.1f}" if new else "-", f"{sum(mcc) / len(mcc):.3f}",
+                )  # fmt: skip
+                lines.append((-sum(each) / len(each), shown))
+        for kind, columns in baselines.items():
+            new = f"{100 * columns['distinct']['accuracy']:.1f}" if "distinct" in columns else "-"
+            test = columns["test"]
+            shown = line(name, f"*{kind}*", "-", "-", f"{100 * test['accuracy']:.1f}", "-", new, f"{test['mcc']:.3f}")
+            lines.append((-100 * test["accuracy"], shown))
+        text += [shown for _, shown in sorted(lines)]
+    return text
+
+
 TABLES = {
     "| | trainings | tokens | FLOPs |": costs,
     "| model | learning rate | perplexity |": models,
@@ -172,20 +220,27 @@ TABLES = {
     "| model | parameters | seeds | 2,048 | 16,384 |": found_in_noise,
 }
 """How a table's head begins, and what gives its lines."""
+OF_DNA = {
+    "| model that reads the genome |": read_genomes,
+    "| set | model | start |": classified,
+}
+PAGES = {PAGE: TABLES, DNA: OF_DNA}
 
 
 def table_of(head: str, text: str) -> re.Match[str]:
-    return re.search(f"({re.escape(head)}.*\n\\|[-|]*\n)((?:\\|.*\n)+)", text)
+    return re.search(f"({re.escape(head)}.*\n\\|[-|]*\n)((?:\\|.*\n)*)", text)
 
 
-@pytest.mark.parametrize("head", TABLES)
-def test_a_table_is_that_of_its_records(head):
-    assert table_of(head, PAGE.read_text())[2].splitlines() == TABLES[head]()
+@pytest.mark.parametrize(("page", "head"), [(page, head) for page, tables in PAGES.items() for head in tables])
+def test_a_table_is_that_of_its_records(page, head):
+    lines = PAGES[page][head]()
+    assert lines and table_of(head, page.read_text())[2].splitlines() == lines
 
 
 if __name__ == "__main__":
-    written = PAGE.read_text()
-    for each, of_records in TABLES.items():
-        old = table_of(each, written)
-        written = "\n".join([written[: old.end(1) - 1], *of_records(), written[old.end(2) :]])
-    PAGE.write_text(written)
+    for page, tables in PAGES.items():
+        written = page.read_text()
+        for each, of_records in tables.items():
+            old = table_of(each, written)
+            written = "\n".join([written[: old.end(1) - 1], *of_records(), written[old.end(2) :]])
+        page.write_text(written)

@@ -9,6 +9,7 @@ from titans_pt.data_pipeline.tokenizers.probe import lost_kinds
 from titans_pt.data_pipeline.tokenizers.sentencepiece import SentencePieceTokenizer
 from titans_pt.data_pipeline.tokenizers.training import train_tokenizer
 from titans_pt.errors import UserError
+from titans_pt.genomics.alphabet import EOS, TOKENS
 
 __all__ = [
     "FILES", "NucleotideTokenizer", "StreamDecoder", "Tokenizer", "load_tokenizer", "lost_kinds", "saved_tokenizer",
@@ -35,7 +36,7 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None, add_bos: bool
             "file or a tokenizer.json, or to null to train one with: titans prepare CONFIG"
         ) from None
     tokenizer: Tokenizer
-    if model == MODEL and eos_token is None:
+    if model == MODEL and eos_token in (None, TOKENS[EOS]):
         tokenizer = NucleotideTokenizer(Path(path))
     else:
         kind = HuggingFaceTokenizer if Path(path).suffix == ".json" else SentencePieceTokenizer

@@ -1,4 +1,5 @@
 import os
+import sys
 
 import click
 
@@ -33,9 +34,20 @@ def prepare(config, force: bool, workers: int, shard: tuple[int, int] | None):
     """Turn text into token files, or make what else the task reads."""
     if config.task != "language":
         from titans_pt.config.checks import checked
-        from titans_pt.tasks import task_of
+        from titans_pt.errors import UserError
+        from titans_pt.tasks import Task, task_of
 
-        task_of(checked(config)).prepare(force)
+        if shard:
+            raise UserError(
+                f"--shard: given {shard[0]}/{shard[1]}; only with task=language, whose text is cut in parts"
+            )
+        task = task_of(checked(config))
+        if type(task).prepare is Task.prepare:
+            print(f"task={config.task}: its samples are drawn, nothing to prepare", file=sys.stderr)
+        elif force:
+            task.prepare(force)
+        else:
+            task.prepare()
         return
     from titans_pt import data_pipeline
 

@@ -93,7 +93,7 @@ class ClassesOfTest:
             places = [i + (n - (len(bars) - 1) / 2) * width for i in range(len(names))]
             color = "C0" if n == 0 else str(0.75 - 0.12 * n)
             drawn = axes.bar(places, [100 * found[name] for name in names], width, label=kind, color=color)
-            axes.bar_label(drawn, fmt="%.1f", fontsize=7)
+            axes.bar_label(drawn, fmt="%.1f", fontsize=7, padding=6)
         rows = [summary["columns"][name] for name in names]
         below, above = ([100 * abs(row["mean"] - row[end]) for row in rows] for end in ("low", "high"))
         places = [i - (len(bars) - 1) / 2 * width for i in range(len(names))]
@@ -102,7 +102,8 @@ class ClassesOfTest:
         )
         axes.set_xticks(range(len(names)), [TITLES[name] for name in names], fontsize=8)
         axes.set_ylabel("accuracy (%; bar: Wilson 95 %)")
-        axes.set_ylim(0, 105)
-        axes.legend(fontsize=8, loc="lower right")
+        axes.set_ylim(0, 128)
+        axes.set_yticks(range(0, 101, 20))
+        axes.legend(fontsize=8, loc="upper center", ncol=3)
         axes.set_title(f"{', '.join(summary['classes'])}\n{title}", fontsize=9)
         return [save_figure(figure, folder / "classes.png")]

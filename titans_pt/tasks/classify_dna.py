@@ -239,8 +239,8 @@ class ClassifyDna(Task):
             return
         if old:
             changed = [key for key, value in made_with.items() if old["settings"].get(key) != value]
-            what = f"classify_dna.{changed[0]}" if changed else "the files"
-            raise UserError(f"data.dir={folder}: holds sequences of another set ({what} differs); choose another "
+            what = f"classify_dna.{changed[0]} differs" if changed else "the files have changed"
+            raise UserError(f"data.dir={folder}: holds sequences of another set ({what}); choose another "
                             "data.dir, or replace them with: titans prepare CONFIG --force")  # fmt: skip
         if (folder / "manifest.json").is_file():
             raise UserError(f"data.dir={folder}: holds token files; choose another data.dir")

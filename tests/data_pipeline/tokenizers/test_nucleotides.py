@@ -26,5 +26,6 @@ def test_saved_it_is_read_again_and_hugging_faces_library_agrees(tmp_path):
 
 def test_it_has_its_own_end_of_text(tmp_path):
     path = NucleotideTokenizer(tmp_path).save(tmp_path)
+    assert isinstance(load_tokenizer(path, "[SEP]"), NucleotideTokenizer), "as an exported folder names it"
     with pytest.raises(UserError, match="tokenizer.json"):
         load_tokenizer(path, "[CLS]")

@@ -176,7 +176,8 @@ def test_it_trains_resumes_and_is_evaluated(dna, tmp_path, capsys, one_group):
     """10 steps at once, or 5 and 5: the same weights, bit for bit. Tensor ranks and ZeRO 2: the same losses."""
     for name, *words in (("whole",), ("parts", "train.stop_at=5"), ("parts",)):
         assert cli.run(["train", str(dna), f"run.dir={tmp_path / name}", *words]) == 0
-    run_jobs(2, dna, tmp_path, {"tensor": ["parallel.tensor=2"], "zero": ["parallel.zero_stage=2"]})
+    run_jobs(2, dna, tmp_path, {"tensor": ["parallel.tensor=2", "parallel.zero_stage=2"],
+                               "zero": ["parallel.zero_stage=2"]})  # fmt: skip
     capsys.readouterr()
     for name in (checkpoints.MODEL, checkpoints.OPTIMIZER):
         whole, parts = (tmp_path / run / "checkpoints" / "step-00000010" / name for run in ("whole", "parts"))
@@ -204,7 +205,8 @@ def test_it_trains_resumes_and_is_evaluated(dna, tmp_path, capsys, one_group):
 
     assert "trained for the task 'classify_dna', which has no text" in error("generate", run, "--prompt", "A")
     (tmp_path / "set" / "train.csv").write_text((tmp_path / "set" / "test.csv").read_text())
-    assert "holds sequences of another set (the files differs)" in error("prepare", dna)
+    assert "holds sequences of another set (the files have changed)" in error("prepare", dna)
+    assert "--shard: given 0/2; only with task=language" in error("prepare", dna, "--shard", "0/2")
     assert cli.run(["prepare", str(dna), "--force"]) == 0
     assert "holds another set than" in error("evaluate", run)
     assert "holds another set than" in error("train", dna, f"run.dir={run}", "train.max_steps=20")
