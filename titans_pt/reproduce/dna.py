@@ -43,7 +43,7 @@ def _paper(name: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-_SETS = {"coding": _tiny("coding", 100, 64, 150, 25), "splice": _tiny("splice", 60, 64, 144, 18)}
+_SETS = {"coding": _tiny("coding", 100, 64, 225, 25), "splice": _tiny("splice", 60, 64, 432, 36)}
 _SETS |= {name: _paper(name) for name in BENCHMARKS}
 _NAMES = {"cohn": "enhancers (Cohn)", "ensembl": "enhancers (Ensembl)", "regulatory": "regulatory (Ensembl)",
           "nontata": "promoters without TATA box", "ocr": "open chromatin (Ensembl)",

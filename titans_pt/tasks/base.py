@@ -71,9 +71,9 @@ class Task:
     """What :attr:`TaskData.baseline` is called."""
     figures: ClassVar[tuple[str, ...]] = ("loss",)
     """What the objective reports of validation samples, for train.stop_when; those with a loss in their name fall."""
-    suites: ClassVar[dict[str, str]] = {}
+    suites: dict[str, str] = {}
     """Evaluation suites: name -> "module:class", imported when it is asked for (titans_pt.evaluation.runner)."""
-    usual: ClassVar[tuple[str, ...]] = ()
+    usual: tuple[str, ...] = ()
     """Those that run when none is named."""
 
     bound: ClassVar[dict[str, str]] = {}

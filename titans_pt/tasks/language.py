@@ -36,16 +36,22 @@ class Language(Task):
         "babilong": "titans_pt.evaluation.babilong:Babilong",
         "commonsense": "titans_pt.evaluation.commonsense:Commonsense",
     }
-    usual = ("perplexity", "needle")  # what needs no further packages or data
+    usual: tuple[str, ...] = ("perplexity", "needle")  # what needs no further packages or data
     bound = {"tokenizer": "embedding.weight"}
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.tokenizer: Tokenizer | None = None
         """There after :meth:`open` or :meth:`restore`."""
+        if config.data.tokenizer.kind == "nucleotides":  # the other suites ask in English
+            self.suites, self.usual = {"perplexity": self.suites["perplexity"]}, ("perplexity",)
 
     @classmethod
     def check(cls, config: Config, need: Need):
+        if config.data.tokenizer.kind == "nucleotides" and config.evaluation.every:
+            suites = config.evaluation.suites
+            allowed = "must be [perplexity] with data.tokenizer.kind=nucleotides"
+            need(suites == ["perplexity"], "evaluation.suites", suites, allowed)
         for name in ("needle", "babilong"):
             section = getattr(config.evaluation, name)
             need(

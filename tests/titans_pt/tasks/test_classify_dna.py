@@ -226,6 +226,11 @@ def test_weights_of_a_language_model(dna, tiny, tmp_path, one_group, capsys):
     assert cli.run(["prepare", str(language)]) == 0
     assert cli.run(["train", str(language)]) == 0
     assert "Markov chain of order" in capsys.readouterr().out
+    assert load_run(tmp_path / "lm").task.usual == ("perplexity",), "the other suites ask in English"
+    assert cli.run(["evaluate", str(tmp_path / "lm"), "--suite", "needle"]) == 2
+    assert "--suite: given 'needle'; allowed: perplexity" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"evaluation.suites: given \['needle'\]; must be \[perplexity\] with data.tok"):
+        load_config(language, ["evaluation.every=5"])
     assert cli.run(["train", str(language), f"run.dir={tmp_path / 'words'}", "data.tokenizer.kind=text",
                     "data.sources=[{kind: stdlib}]"]) == 2  # fmt: skip
     dna.write_text(text)
