@@ -36,8 +36,10 @@ DAYS = {"ETTm1": 96, "ETTm2": 96, "Weather": 144}
 """Rows of a day where these are not 24; of other series the dates say it."""
 
 
-def load(series: str, folder: Path, missing: str = "refuse", gaps: str = "refuse",
-         columns: Sequence[str] | None = None, date_column: str | None = None, date_format: str | None = None) -> Series:  # fmt: skip
+def load(
+    series: str, folder: Path, missing: str = "refuse", gaps: str = "refuse", columns: Sequence[str] | None = None,
+    date_column: str | None = None, date_format: str | None = None,
+) -> Series:  # fmt: skip
     """The series of a name or a CSV file.
 
     Args:
@@ -96,7 +98,7 @@ def _packaged(name: str) -> Series:
     if not generation:
         with path.open(encoding="utf-8") as file:
             columns = [cell for cell in file.readline().strip().split(";") if cell.endswith("_pload")]
-    found = read_csv(path, columns=columns)
+    found = read_csv(path, gaps="ignore", columns=columns)  # local time, with its two clock changes
     return Series(name, found.columns, found.values, found.dates, [PACKAGED[name], *found.notes])
 
 

@@ -100,8 +100,8 @@ def protocol(name: str, values: np.ndarray, lookback: int, horizon: int) -> Prot
     for split, (first, last) in ends.items():
         windows = Windows(scaled[max(0, first) : last], lookback, horizon, max(0, first))
         if first < 0 or not len(windows):
-            raise UserError(f"forecast.horizon: given {horizon} with a lookback of {lookback} rows; the {split} part of "
-                            f"{name} has {last - max(0, first)} rows with those before it, too few for one window; "
+            raise UserError(f"forecast.horizon: given {horizon} with a lookback of {lookback} rows; the {split} part "
+                            f"of {name} has {last - max(0, first)} rows with those before it, too few for one window; "
                             "lower forecast.horizon or data.seq_len")  # fmt: skip
         found.append(windows)
     return Protocol(scale, *found)

@@ -96,7 +96,7 @@ def read_csv(
         raise UserError(f"{path}: no column of numbers besides the date")
     values = _numbers(path, [header.index(name) for name in chosen], header, lines, rows)
     if dates:
-        _check_order(path, dates, lines)
+        _check_order(path, dates, lines, gaps == "ignore")
         values, dates = _regular(path, values, dates, lines, gaps, notes)
     return Series(path.stem, chosen, _complete(path, values, chosen, missing, gaps, notes), dates, notes)
 
@@ -197,12 +197,18 @@ def _numbers(path: Path, places: list[int], header: list[str], lines: list[int],
     return values
 
 
-def _check_order(path: Path, dates: list[datetime], lines: list[int]):
+def _check_order(path: Path, dates: list[datetime], lines: list[int], set_back: bool):
+    """set_back: rows may go back by an hour at most, as clocks do in autumn."""
     for at in range(1, len(dates)):
-        if dates[at] == dates[at - 1]:
-            raise UserError(f"{path}: line {lines[at]}: {dates[at]} is there twice; remove one of the two rows")
-        if dates[at] < dates[at - 1]:
-            raise UserError(f"{path}: line {lines[at]}: {dates[at]} comes after {dates[at - 1]}; sort the rows by date")
+        back = dates[at - 1] - dates[at]
+        hour = timedelta(0) <= back <= timedelta(hours=1) and dates[at].hour + dates[at].minute > 0
+        if back < timedelta(0) or (hour and set_back):
+            continue
+        clock = ", or if it is a clock set back: forecast.gaps=ignore" if hour else ""
+        if not back:
+            raise UserError(f"{path}: line {lines[at]}: {dates[at]} is there twice; remove one of the two rows{clock}")
+        raise UserError(f"{path}: line {lines[at]}: {dates[at]} comes after {dates[at - 1]}; sort the rows by "
+                        f"date{clock}")  # fmt: skip
 
 
 def _regular(

