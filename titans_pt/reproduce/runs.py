@@ -214,8 +214,13 @@ def _steps(folder: RunFolder) -> int:
 
 
 def _torchrun(config: Config, ranks: int, claim: int) -> int:
-    """Trains in several processes of this machine, which hold the claim as long as they live; returns their status."""
+    """Trains in several processes of this machine, which hold the claim as long as they live; returns their status.
+
+    Raises:
+        Diverged: as a training in this process does.
+    """
     folder = RunFolder(config.run.dir)
+    folder.diverged.unlink(missing_ok=True)
     settings = folder.path / "asked.yaml"
     write_text(settings, resolved_yaml(config))
     words = [sys.executable, "-m", "titans_pt.training.launcher", str(settings)]
@@ -224,6 +229,9 @@ def _torchrun(config: Config, ranks: int, claim: int) -> int:
     with subprocess.Popen(words, env=environment, pass_fds=[claim]) as process:
         before = signal.signal(signal.SIGTERM, lambda number, _frame: process.send_signal(number))
         try:
-            return process.wait()
+            status = process.wait()
         finally:
             signal.signal(signal.SIGTERM, before)
+    if folder.diverged.exists():
+        raise Diverged(folder.diverged.read_text().strip())
+    return status

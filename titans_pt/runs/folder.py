@@ -49,6 +49,8 @@ class RunFolder:
         self.wandb = self.path / "wandb"
         self.tensorboard = self.path / "tensorboard"
         self.stacks = self.path / "stacks"
+        self.diverged = self.path / "diverged.txt"
+        """Why the last training here was given up; other processes learn it from this file."""
 
     @property
     def tokenizer(self) -> Path:
@@ -97,6 +99,7 @@ class RunFolder:
     def opened(self):
         """:meth:`lock`, with our log going to ``log``, warnings to stderr as well."""
         with self.lock():
+            self.diverged.unlink(missing_ok=True)
             ours = logging.getLogger("titans_pt")
             to_file, to_screen = (
                 logging.FileHandler(self.log, encoding="utf-8", errors="backslashreplace"), logging.StreamHandler()

@@ -14,6 +14,7 @@ from titans_pt.runs import checkpoints
 from titans_pt.runs.checkpoints import TrainerState
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.shards import Whole, write_shard
+from titans_pt.tools.files import write_text
 from titans_pt.training.background import BackgroundTask
 from titans_pt.training.engine import Engine
 from titans_pt.training.ranks import Ranks
@@ -158,7 +159,7 @@ class Saver:
         train, end = self.config.train, step - in_a_row
         early = in_a_row < train.max_nonfinite and end > 0
         steps = self.ranks.on_first(lambda: checkpoints.steps_of(self.folder.checkpoints))
-        raise Diverged(
+        why = (
             f"train.max_nonfinite: the last {in_a_row} steps (to {step}) had a loss or gradient that is not finite; "
             f"nothing was saved since, steps with a checkpoint: {steps}. "
             + (f"train.stop_at={end} ends with a checkpoint before them. Otherwise lower " if early else "Lower ")
@@ -166,6 +167,8 @@ class Saver:
             "continue from a healthy checkpoint: train.resume=STEP; the samples of these steps are in "
             f"{self.folder.metrics}"
         )
+        self.ranks.on_first(lambda: write_text(self.folder.diverged, why + "\n"))
+        raise Diverged(why)
 
     def close(self):
         """Waits for the last checkpoint without raising what went wrong with it."""

@@ -183,6 +183,22 @@ def test_a_run_that_diverges_has_a_record_and_any_other_error_none(prepared, tmp
     assert said in capsys.readouterr().err and not list(records.folder.iterdir())
 
 
+def test_several_ranks_that_diverge_have_the_same_record(prepared, tmp_path, monkeypatch):
+    said = "train.max_nonfinite: the last 10 steps (to 12) had a loss that is not finite"
+    launcher = tmp_path / "launcher"  # in the place of torchrun: it is given -m, its module and the settings
+    launcher.write_text(f"#!/bin/sh\necho '{said}; nothing was saved since' > $(dirname $3)/diverged.txt\nexit 2\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(launcher))
+    more = [*words(prepared, tmp_path, 10), "--ranks", "2", "train.micro_batch=2"]
+    assert titans(more) == 0
+    record = Records(tmp_path / "records").read("swa-s0")
+    assert record["failed"] == said and not record["measured"]
+    (tmp_path / "records" / "swa-s0.json").unlink()
+    launcher.write_text("#!/bin/sh\nexit 2\n")
+    assert titans(more) == 2, "what an earlier training says does not count"
+    assert not (tmp_path / "records" / "swa-s0.json").exists()
+
+
 def _until(condition, process: subprocess.Popen):
     while not condition():
         assert process.poll() is None, process.stderr.read()[-3000:]

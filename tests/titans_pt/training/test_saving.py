@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -65,9 +66,11 @@ def test_a_divergence_leaves_the_healthy_checkpoints(run):
     for _ in range(2):
         with pytest.raises(Diverged, match=r"the last 10 steps \(to \d+\) .* steps with a checkpoint: 10, 15, 20"):
             run("train.lr=1e3")
+        assert re.search(r"the last 10 steps \(to \d+\) .*: 10, 15, 20", (run.folder / "diverged.txt").read_text())
         assert contents(run.folder / "checkpoints") == before
     assert run("train.resume=15", "train.stop_at=17") == 0
     assert run.steps() == [10, 15, 17]
+    assert not (run.folder / "diverged.txt").exists()
 
 
 @pytest.fixture
