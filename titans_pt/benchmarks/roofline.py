@@ -10,7 +10,7 @@ import argparse
 import os
 from collections import Counter, defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -42,11 +42,20 @@ GPUS = (GPU("H100", 798e12, 3.0e12), GPU("H200", 788e12, 4.3e12))
 
 @dataclass
 class Count:
-    """Of one block: bytes loaded and stored, bytes of distinct places, operations of matrix products."""
+    """Bytes loaded and stored, by the kernel's argument; bytes of distinct places; operations of matrix products."""
 
-    moved: float = 0.0
+    loaded: Counter = field(default_factory=Counter)
+    stored: Counter = field(default_factory=Counter)
     distinct: float = 0.0
     operations: float = 0.0
+
+    @property
+    def moved(self) -> float:
+        return sum(self.loaded.values()) + sum(self.stored.values())
+
+    def divided(self, by: int) -> "Count":
+        loaded, stored = (Counter({n: b / by for n, b in part.items()}) for part in (self.loaded, self.stored))
+        return Count(loaded, stored, self.distinct / by, self.operations / by)
 
 
 @contextmanager
@@ -56,17 +65,19 @@ def counting():
 
     found: dict[str, Count] = defaultdict(Count)
     running: list[str] = []
+    tensors: list[tuple[str, int, int]] = []  # of the launch: argument, first and last place
     seen: dict[str, list] = defaultdict(list)
     patched = "create_masked_load", "create_masked_store", "create_dot"
     plain = {name: getattr(InterpreterBuilder, name) for name in patched}
     launch = GridExecutor.__call__
 
-    def access(name: str, mask_at: int):
+    def access(name: str, mask_at: int, part: str):
         def counted(builder, pointers, *rest):
             size = pointers.get_element_ty().primitive_bitwidth // 8
             places = np.atleast_1d(pointers.data)[np.atleast_1d(rest[mask_at].data).astype(bool)]
-            # bf16 is fp16 here, of the same size.
-            found[running[-1]].moved += len(places) * size
+            if len(places):  # one access stays within one tensor
+                argument = next(n for n, begin, end in tensors if begin <= places[0] < end)
+                getattr(found[running[-1]], part)[argument] += len(places) * size
             seen[running[-1]].append((np.unique(places), size))
             return plain[name](builder, pointers, *rest)
 
@@ -78,13 +89,15 @@ def counting():
 
     def call(executor, *given, **named):
         running.append(executor.fn.__name__)
+        arguments = zip(executor.arg_names, given, strict=False)
+        tensors[:] = [(n, x.data_ptr(), x.data_ptr() + x.nbytes) for n, x in arguments if isinstance(x, torch.Tensor)]
         try:
             return launch(executor, *given, **named)
         finally:
             running.pop()
 
-    InterpreterBuilder.create_masked_load = access("create_masked_load", 0)
-    InterpreterBuilder.create_masked_store = access("create_masked_store", 1)
+    InterpreterBuilder.create_masked_load = access("create_masked_load", 0, "loaded")
+    InterpreterBuilder.create_masked_store = access("create_masked_store", 1, "stored")
     InterpreterBuilder.create_dot, GridExecutor.__call__ = dot, call
     try:
         yield found
@@ -116,10 +129,7 @@ def count(chunk: int = 64, expansion: int = 4, blocks: int = 2) -> dict[str, Cou
             q, k, v, *gates, weights, norm=norm, chunk_size=chunk, forget_to="start", backend="triton"
         )
         torch.autograd.grad(out.float().sum(), leaves)
-    for name, total in found.items():
-        launches = blocks * CALLS.get(name, 1)
-        found[name] = Count(total.moved / launches, total.distinct / launches, total.operations / launches)
-    return dict(found)
+    return {name: total.divided(blocks * CALLS.get(name, 1)) for name, total in found.items()}
 
 
 def bounds(name: str, one: Count, gpu: GPU, length: int, batch: int) -> dict[str, float]:
@@ -137,15 +147,16 @@ def bounds(name: str, one: Count, gpu: GPU, length: int, batch: int) -> dict[str
 
 
 def table(counts: dict[str, Count], length: int, batch: int) -> str:
-    """Markdown: counts of a block, and the bounds of a layer for each GPU."""
+    """Markdown: counts of a block, the bounds of a layer for each GPU, and the arguments that most bytes are of."""
     limits = ("HBM", "L2", "L2 to a processor", "products")
     heads = ["kernel", "launches", "KB a block", "distinct KB", "MFLOP"]
-    heads += [f"{g.name}: {n}, ms" for g in GPUS for n in limits]
+    heads += [f"{g.name}: {n}, ms" for g in GPUS for n in limits] + ["most KB"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, one in counts.items():
         times = [bounds(name, one, gpu, length, batch)[n] for gpu in GPUS for n in limits]
         cells = [name, CALLS.get(name, 1), f"{one.moved / 1e3:,.0f}", f"{one.distinct / 1e3:,.0f}",
-                 f"{one.operations / 1e6:.1f}", *(f"{t:.2f}" for t in times)]  # fmt: skip
+                 f"{one.operations / 1e6:.1f}", *(f"{t:.2f}" for t in times),
+                 ", ".join(f"{n} {b / 1e3:,.0f}" for n, b in (one.loaded + one.stored).most_common(4))]  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 

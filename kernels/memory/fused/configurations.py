@@ -26,25 +26,28 @@ KERNELS = {
     "coefficients": {D: Configuration(0, 8) for D in WIDTHS},
     "coefficients_backward": {D: Configuration(0, 8) for D in WIDTHS},
     "scan": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8)},
-    "read": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8)},
-    "read_backward": {32: Configuration(32, 8), 64: Configuration(32, 8), 128: Configuration(32, 8)},
+    "read": {32: Configuration(32, 4), 64: Configuration(32, 4), 128: Configuration(32, 4)},
+    "read_backward": {32: Configuration(16, 4), 64: Configuration(16, 4), 128: Configuration(32, 8)},
     "scan_backward": {32: Configuration(32, 8), 64: Configuration(32, 8), 128: Configuration(32, 8)},
     "step": {32: Configuration(32, 4), 64: Configuration(32, 4), 128: Configuration(32, 8)},
 }
-"""By kernel and D, for every architecture: Hopper's registers and shared memory are what they were chosen for."""
+"""By kernel and D, for every architecture: Hopper's registers and shared memory are what they were chosen for. The
+reads, of many programs, have 4 warps where they can: with 8 both warpgroups compute the same 64 rows of every product
+that another product follows, and a processor holds two programs of 4."""
 
 SHARED = 227 * 1024
 """Bytes of shared memory that one program may have on Hopper."""
 
 NEEDED = {
-    (2, 1): {32: 12_288, 64: 65_536, 128: 163_840},
+    (2, 1): {32: 32_768, 64: 65_536, 128: 163_840},
     (2, 2): {32: 53_248, 64: 114_688, 128: 212_992},
-    (4, 1): {32: 24_576, 64: 65_536, 128: 196_608},
+    (4, 1): {32: 49_152, 64: 65_536, 128: 196_608},
     (4, 2): {32: 196_608, 64: 376_832, 128: 737_280},
 }
-"""By (bytes of an operand, L) and D: bytes of shared memory of the largest program, scan_backward's in all of them, on
-Hopper. fp32 operands are three numbers each there, and narrower slices of the hidden layer save next to nothing: the
-tiles of D x D and of block x D are what is large. The slow tests compile every shape and hold this table to them."""
+"""By (bytes of an operand, L) and D: bytes of shared memory of the largest program on Hopper: scan_backward's, but at
+L = 1 and D = 32 that of the coefficients (fp16, bf16) or read_backward (fp32). fp32 operands are three numbers each
+there, and narrower slices of the hidden layer save next to nothing: the tiles of D x D and of block x D are what is
+large. The slow tests compile every shape and hold this table to them."""
 
 
 def block_tokens(chunk: int, length: int = MAX_BLOCK) -> int:

@@ -23,6 +23,7 @@ from titans_pt.kernels.memory.fused.functions import (
     hidden_places,
     inner_error,
     inner_places,
+    once,
     outer_places,
     product,
     slope,
@@ -58,7 +59,7 @@ def _earlier(hidden, pulled, earlier, j, BLOCK: tl.constexpr, HIDDEN: tl.constex
     places, mask = hidden_places(j, BLOCK, HIDDEN, SLICE), earlier[:, None]
     z = tl.load(hidden + places, mask=mask, other=0.0)
     g = tl.load(pulled + places, mask=mask, other=0.0) * slope(z.to(tl.float32), ACTIVATION)
-    return activate(z.to(tl.float32), ACTIVATION).to(z.dtype), g.to(z.dtype)
+    return once(activate(z.to(tl.float32), ACTIVATION).to(z.dtype)), once(g.to(z.dtype))
 
 
 @triton.jit
@@ -78,7 +79,8 @@ def chunks(
     for r in range(BLOCK // STEP):
         own, inside = r * STEP + sub, sub < STEP
         earlier = c < r * STEP
-        key = _tokens(k, token, H, own, inside & (own < length), D)
+        there = inside & (own < length)
+        key = _tokens(k, token, H, own, there, D)
         first = weights
         if r == 0:
             first = frozen
@@ -97,14 +99,15 @@ def chunks(
                 z = through(key, first, momenta, base, places, a1, b1, z, TO_START, PRECISION).to(OPERAND)
                 places = own[:, None] * HIDDEN + (j + s)[None, :]
                 tl.store(hidden + places, z, mask=inside[:, None])
-                x = activate(z.to(tl.float32), ACTIVATION).to(OPERAND)
+                x = once(activate(z.to(tl.float32), ACTIVATION).to(OPERAND))
             scores = tl.dot(x, tl.trans(x_earlier), scores, input_precision=PRECISION)
             places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
             f = through(x, first, momenta, base, places, a2, b2, f, TO_START, PRECISION)
         errors = tl.load(error + width_places(BLOCK, D), mask=earlier[:, None], other=0.0)
         f -= product((scores * m2).to(OPERAND), errors, SCALE, PRECISION)
-        value = _tokens(v, token, H, own, inside & (own < length), D).to(tl.float32)
-        g = inner_error(f, key.to(tl.float32), value, norm, head, H, D, NORM, RESIDUAL).to(OPERAND)
+        value = _tokens(v, token, H, own, there, D).to(tl.float32)
+        g = inner_error(f, key.to(tl.float32), value, norm, head, H, D, NORM, RESIDUAL)
+        g = tl.where(there[:, None], g, 0.0).to(OPERAND)  # see scan.scan
         own_width = own[:, None] * D + d[None, :]
         tl.store(output + own_width, f, mask=inside[:, None])
         tl.store(error + own_width, g, mask=inside[:, None])
@@ -175,7 +178,8 @@ def chunks_backward(
                 x_earlier, _ = _earlier(hidden, pulled, earlier, j, BLOCK, HIDDEN, SLICE, ACTIVATION)
                 here = own[:, None] * HIDDEN + (j + s)[None, :]
                 z = tl.load(hidden + here, mask=inside[:, None], other=0.0).to(tl.float32)
-                d_pull = (tl.load(d_hidden + here, mask=inside[:, None], other=0.0) * slope(z, ACTIVATION)).to(OPERAND)
+                d_pull = tl.load(d_hidden + here, mask=inside[:, None], other=0.0) * slope(z, ACTIVATION)
+                d_pull = once(d_pull.to(OPERAND))
                 places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
                 of_w = tl.dot(d_pull, tl.load(first + places), of_w, input_precision=PRECISION)
                 of_s = tl.dot(d_pull, tl.load(momenta + places), of_s, input_precision=PRECISION)
@@ -217,7 +221,7 @@ def chunks_backward(
                 x_earlier, g_earlier = _earlier(hidden, pulled, earlier, j, BLOCK, HIDDEN, SLICE, ACTIVATION)
                 here = own[:, None] * HIDDEN + (j + s)[None, :]
                 z = tl.load(hidden + here, mask=inside[:, None], other=0.0).to(tl.float32)
-                x = activate(z, ACTIVATION).to(OPERAND)
+                x = once(activate(z, ACTIVATION).to(OPERAND))
             scores2 = tl.dot(x, tl.trans(x_earlier), scores2, input_precision=PRECISION)
             da2 += tl.sum(x * to_x)
             db2 += tl.sum(x * to_s)
@@ -226,13 +230,13 @@ def chunks_backward(
                 dx = tl.dot(df, tl.trans(tl.load(base + places)), dx, input_precision=PRECISION)
             to_earlier = -tl.dot(tl.trans(mixed_f), x, input_precision=PRECISION)
             if LAYERS == 2:
-                bend = slope(z, ACTIVATION)
+                bend = once(slope(z, ACTIVATION))
                 dg1 = tl.load(d_hidden + here, mask=inside[:, None], other=0.0)
                 dx += tl.load(d_input + here, mask=inside[:, None], other=0.0)
                 pull = tl.load(pulled + here, mask=inside[:, None], other=0.0)
-                dh = dx * bend + dg1 * pull * curvature(z, ACTIVATION)
+                dh = dx * bend + dg1 * pull * once(curvature(z, ACTIVATION))
                 tl.store(d_input + here, dh, mask=inside[:, None])
-                dh = dh.to(OPERAND)
+                dh = once(dh.to(OPERAND))
                 to_earlier -= product(
                     tl.trans((by_g * m2).to(OPERAND)), (dg1 * bend).to(OPERAND), SCALE, PRECISION
                 )  # fmt: skip

@@ -17,6 +17,7 @@ from titans_pt.kernels.memory.fused.functions import (
     activate,
     hidden_places,
     inner_places,
+    once,
     outer_places,
     product,
     slope,
@@ -54,14 +55,14 @@ def _read(
         if LAYERS == 2:
             here = hidden_places(j, BLOCK, HIDDEN, SLICE)
             z = tl.load(hidden + wide + here).to(tl.float32)
-            x = activate(z, ACTIVATION).to(OPERAND)
-            g1 = (tl.load(pulled + wide + here) * slope(z, ACTIVATION)).to(OPERAND)
+            x = once(activate(z, ACTIVATION).to(OPERAND))
+            g1 = once((tl.load(pulled + wide + here) * slope(z, ACTIVATION)).to(OPERAND))
             z = -product(mixed1, g1, SCALE, PRECISION)
             places = inner_places(j, D, HIDDEN, SLICE)
             z = through(query, weights, momenta, base, places, a1, b1, z, TO_START, PRECISION).to(OPERAND)
             if KEEP:
                 tl.store(query_hidden + wide + here, z)
-            zx = activate(z.to(tl.float32), ACTIVATION).to(OPERAND)
+            zx = once(activate(z.to(tl.float32), ACTIVATION).to(OPERAND))
         scores = tl.dot(zx, tl.trans(x), scores, input_precision=PRECISION)
         places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
         out = through(zx, weights, momenta, base, places, a2, b2, out, TO_START, PRECISION)
@@ -180,9 +181,9 @@ def read_backward(
         x, zx = key, query
         if LAYERS == 2:
             z = tl.load(query_hidden + wide + here).to(tl.float32)
-            zx = activate(z, ACTIVATION).to(OPERAND)
+            zx = once(activate(z, ACTIVATION).to(OPERAND))
             z_key = tl.load(hidden + wide + here).to(tl.float32)
-            x = activate(z_key, ACTIVATION).to(OPERAND)
+            x = once(activate(z_key, ACTIVATION).to(OPERAND))
         back = tl.dot(dz, tl.trans(tl.load(weights + places)), input_precision=PRECISION)
         da2 += tl.sum(zx * back, 1)
         dzx = tl.dot(d_scores2, x, input_precision=PRECISION) + a2 * back
@@ -194,9 +195,9 @@ def read_backward(
         dx = tl.dot(tl.trans(d_scores2), zx, input_precision=PRECISION)
         if LAYERS == 2:
             tl.store(d_input + wide + here, dx)
-            dz1 = (dzx * slope(z, ACTIVATION)).to(OPERAND)
+            dz1 = once((dzx * once(slope(z, ACTIVATION))).to(OPERAND))
             tl.store(d_query_hidden + wide + here, dz1)
-            g1 = (tl.load(pulled + wide + here) * slope(z_key, ACTIVATION)).to(OPERAND)
+            g1 = once((tl.load(pulled + wide + here) * slope(z_key, ACTIVATION)).to(OPERAND))
             d_mixed1 -= tl.dot(dz1, tl.trans(g1), input_precision=PRECISION)
             tl.store(d_hidden + wide + here, -product(tl.trans(mixed1), dz1, SCALE, PRECISION))
             places = inner_places(j, D, HIDDEN, SLICE)

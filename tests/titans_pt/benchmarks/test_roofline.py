@@ -1,22 +1,27 @@
 """What the kernels move and multiply, counted in Triton's interpreter, and the least time of it."""
 
+from collections import Counter
+
 import pytest
 import torch
 
 from titans_pt.benchmarks import roofline
 from titans_pt.benchmarks.roofline import GPU, Count
-from titans_pt.kernels.memory import NetworkShape
-from titans_pt.kernels.memory.fused.traffic import scan_bytes
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts in Triton's interpreter")
 
 
 def test_counts_are_those_of_the_kernels(interpreter):
-    """The scan moves what traffic.py says of its weights, and tokens of 64 or 128 numbers each way besides."""
+    """The scan moves its state, the copies of it and the weights that keys meet (tests/kernels/memory/fused/
+    test_traffic.py), and 64 numbers a token each way besides."""
     counts = roofline.count(expansion=1)
     assert set(counts) == {"coefficients", "scan", "read", "read_backward", "scan_backward", "coefficients_backward"}
     scan = counts["scan"]
-    weights = roofline.BLOCK * sum(scan_bytes(NetworkShape(64, 64), 64).values())
+    size = 2 * 64 * 64
+    assert scan.loaded["W"] + scan.stored["W"] == pytest.approx(2 * 4 * size, rel=0.5)  # once a block, and the set-up
+    weights = size * (
+        2 * 2 * 4 + 2 * 2 + 1.5 * 2 * 2
+    )  # W and S; their copies; frozen weights and M_0, outer ones twice
     tokens = 64 * 64 * (4 * 2 + 2 * 2 + 4 + 4 * 2)  # k, v; hidden, pulled, there and back; f; error
     assert scan.moved == pytest.approx(weights + tokens, rel=0.25)  # the set-up of a group moves a set more
     assert scan.distinct < scan.moved
@@ -26,9 +31,10 @@ def test_counts_are_those_of_the_kernels(interpreter):
 
 def test_bounds_are_the_arithmetic_they_say():
     gpu = GPU("small", flops=1e12, hbm=1e9, l2=2e9, processors=10, clock=1e9, path=64)
-    one = Count(moved=6400, distinct=1000, operations=1e6)
+    one = Count(Counter(k=6000), Counter(out=400), distinct=1000, operations=1e6)
     read = roofline.bounds("read", one, gpu, length=640, batch=2)
     assert read == pytest.approx({"HBM": 0.24, "L2": 0.768, "L2 to a processor": 2.4e-3, "products": 0.24})
     scan = roofline.bounds("scan", one, gpu, length=640, batch=2)  # 24 rows: three rounds of ten blocks
     assert scan["L2 to a processor"] == pytest.approx(3e-3) and scan["HBM"] == read["HBM"]
     assert roofline.table({"scan": one}, 640, 2).splitlines()[2].startswith("| scan | 2 | 6 | 1 | 1.0 |")
+    assert roofline.table({"scan": one}, 640, 2).endswith(" | k 6, out 0 |")

@@ -15,7 +15,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class Case:
-    """One call; initial: from a state cut inside a chunk. extremes: a third of the gates are exactly 0 or 1."""
+    """One call; initial: from a state cut inside a chunk. extremes: a third of the gates are exactly 0 or 1. decode:
+    without gradients, for which few tokens take the kernel of step.py."""
 
     T: int
     C: int = 16
@@ -33,6 +34,7 @@ class Case:
     resets: bool = False
     extremes: bool = False
     save_every: int | None = None
+    decode: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -80,7 +82,8 @@ def arguments(case: Case) -> tuple[tuple, dict]:
 def run(
     case: Case, backend: str, dtype: torch.dtype | None = None, rounded: int | None = None
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Outputs without the residual and final state, gradients of a random weighting of all of them, final offset.
+    """Outputs without the residual and final state, gradients of a random weighting of all of them (of a case that
+    decodes one zero), final offset.
 
     dtype: of all inputs and the arithmetic, in place of the case's. rounded: number of a draw of :func:`rounding`.
     """
@@ -96,18 +99,22 @@ def run(
     state = None
     if offset is not None:
         state = MemoryState(*(tuple(rest[n * depth : (n + 1) * depth]) for n in range(3)), offset)
-    out, end = neural_memory(
-        *leaves[:6], tuple(leaves[6 : 6 + depth]), norm=norm, initial_state=state, output_final_state=True,
-        backend=backend, save_every=case.save_every, **options,
-    )  # fmt: skip
+    with torch.set_grad_enabled(not case.decode):
+        out, end = neural_memory(
+            *leaves[:6], tuple(leaves[6 : 6 + depth]), norm=norm, initial_state=state, output_final_state=True,
+            backend=backend, save_every=case.save_every, **options,
+        )  # fmt: skip
     results = [out, *end.weights, *end.momentum, *end.chunk_weights]
-    draw = torch.Generator().manual_seed(1)
-    total = sum((r * torch.randn(r.shape, generator=draw).to(r)).sum() for r in results)
-    gradients = list(torch.autograd.grad(total, leaves, materialize_grads=True))
+    if case.decode:
+        gradients = [torch.zeros(1)]
+    else:
+        draw = torch.Generator().manual_seed(1)
+        total = sum((r * torch.randn(r.shape, generator=draw).to(r)).sum() for r in results)
+        gradients = list(torch.autograd.grad(total, leaves, materialize_grads=True))
     if rounded is not None:  # what the kernels return in the case's dtype
         results[0], gradients[:3] = results[0].to(case.dtype), [g.to(case.dtype) for g in gradients[:3]]
     if case.residual:
-        results[0] = results[0].double() - leaves[0].double()
+        results[0] = results[0].double() - leaves[0].detach().double()
     return results, gradients, end.offset
 
 
@@ -129,7 +136,8 @@ def error(a: Tensor, b: Tensor) -> float:
 
 FLOORS = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """The least that a limit may be, by dtype: the kernels round more than their inputs, activations above all. Twice as
-much for the gradients of eta and alpha, small differences of large sums."""
+much for the gradients of eta and alpha, small differences of large sums; ten times for alpha's in half precision where
+it scales the last matrix under a LayerNorm, which hardly sees that (see :func:`limits`)."""
 DRAWS = {torch.float32: 1, torch.float16: 3, torch.bfloat16: 3}
 """Draws of roundings; in fp32 they only tell whether a case diverges."""
 
@@ -148,7 +156,10 @@ def limits(case: Case, exact: tuple[list[Tensor], list[Tensor], Tensor]) -> tupl
             near = run(case, "chunked", torch.float64, rounded=draw)[part]
             most = [max(m, error(a, b)) for m, a, b in zip(most, near, exact[part], strict=True)]
         assert max(most) <= 0.1, f"{name} {most.index(max(most))} moves by {max(most):.1e}: the case diverges"
-        floors = [FLOORS[case.dtype] * (1 + (part == 1 and n in (4, 5))) for n in range(len(most))]
+        floors = [FLOORS[case.dtype]] * len(most)
+        if part == 1:
+            cancels = case.norm and case.forget_to == "zero" and case.dtype != torch.float32
+            floors[4:6] = [2 * floors[4], (10 if cancels else 2) * floors[5]]
         found.append([max(floor, 3 * m) for floor, m in zip(floors, most, strict=True)])
     return found[0], found[1]
 

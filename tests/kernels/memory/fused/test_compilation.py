@@ -13,12 +13,18 @@ from titans_pt.kernels.memory.fused.configurations import KERNELS, NEEDED, SHARE
 
 SPILLS = {
     "3.9": {
-        "coefficients": 600, "coefficients_backward": 320, "scan": {32: 100, 64: 0, 128: 400},
-        "read": {32: 0, 64: 0, 128: 300}, "read_backward": {32: 200, 64: 500, 128: 1800},
-        "scan_backward": {32: 1500, 64: 800, 128: 2500}, "step": 0,
+        "coefficients": 600, "coefficients_backward": 320, "scan": {32: 0, 64: 0, 128: 250},
+        "read": {32: 0, 64: 0, 128: 400}, "read_backward": {32: 200, 64: 650, 128: 1500},
+        "scan_backward": {32: 1050, 64: 1000, 128: 1550}, "step": 0,
     },
-    "3.7": {"scan": {64: 0}, "read": {64: 16}, "step": {64: 0}},
-    "3.6": {"scan": {64: 0}, "read": {64: 16}, "step": {64: 0}, "scan_backward": {64: 2016}},
+    "3.7": {
+        "coefficients": 780, "coefficients_backward": 100, "scan": {64: 0}, "read": {64: 0},
+        "read_backward": {64: 520}, "scan_backward": {64: 1100}, "step": {64: 0},
+    },
+    "3.6": {
+        "coefficients": 520, "coefficients_backward": 100, "scan": {64: 0}, "read": {64: 0},
+        "read_backward": {64: 520}, "scan_backward": {64: 1200}, "step": {64: 0},
+    },
 }  # fmt: skip
 """Bytes a thread that the compiler may fail to keep in registers, by Triton's version, kernel and D: bf16, L = 2,
 hidden 2 D, both forms of forgetting, all chunks. Each figure a little above what was measured (docs/notebook.md)."""
@@ -51,8 +57,8 @@ def check(cases: list[dict]):
 
 
 def test_spills_are_held_for_versions_that_were_measured():
-    assert allowed("3.9.0", "scan", 128) == 400 and allowed("3.9.1+git7", "coefficients", 32) == 600
-    assert allowed("3.6.0", "read", 64) == 16 and allowed("3.6.0", "read", 128) is None
+    assert allowed("3.9.0", "read", 128) == 400 and allowed("3.9.1+git7", "coefficients", 32) == 600
+    assert allowed("3.6.0", "read_backward", 64) == 520 and allowed("3.6.0", "read", 128) is None
     assert allowed("3.5.1", "scan", 64) is None and allowed("4.0.0", "step", 64) is None
 
 
@@ -67,10 +73,15 @@ def test_many_chunks_in_a_block():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_each_activation_is_evaluated_by_one_thread():
-    """Two special functions for each of the 32 values that a thread has of a block: two activations in the scan, three
-    in its backward pass. Without functions.once there were two and eight times as many."""
-    scan, back = compiled([{"kernel": "scan", "trips": [1, 2]}, {"kernel": "scan_backward", "trips": [1, 4]}])
-    assert scan["special functions"] <= 250 and back["special functions"] <= 250, (scan, back)
+    """Two special functions for each value of a block that a thread has, 32 in the scans and 64 in the reads, and for
+    each activation: two in the scan (the first held by two threads), three in its backward pass, two in read, four in
+    its backward pass; of C = 16 one more for each chunk's tokens. Without functions.once up to eight times as many."""
+    cases = [({"kernel": "scan", "trips": [1, 2]}, 194), ({"kernel": "scan_backward", "trips": [1, 4]}, 194),
+             ({"kernel": "read", "trips": [4]}, 259), ({"kernel": "read_backward", "trips": [8]}, 515),
+             ({"kernel": "scan", "C": 16, "trips": [1, 4, 2]}, 712),
+             ({"kernel": "scan_backward", "C": 16, "trips": [1, 4, 4]}, 836)]  # fmt: skip
+    for found, (_, needed) in zip(compiled([case for case, _ in cases]), cases, strict=True):
+        assert found["special functions"] <= needed + 30, found
 
 
 @pytest.mark.slow
@@ -95,12 +106,14 @@ def shapes(D: int, depth: int, dtype: str) -> list[dict]:
     """What the dispatcher accepts, but for what only changes how often loops repeat: chunks of 2 to 8 (as those of 1
     and 16), of more than 64 (as 64), and most hidden widths. length: of a short call, whose blocks are smaller."""
     own = {"D": D, "depth": depth, "dtype": dtype}
-    read = [{"kernel": kernel} for kernel in ("read", "read_backward")]
+    read = [{"kernel": kernel, "plain": plain} for kernel in ("read", "read_backward") for plain in (False, True)]
     write = [{"kernel": kernel, "C": C} for kernel in ("scan", "scan_backward") for C in (64, 32, 16, 1)]
     short = [{"kernel": "scan_backward", "C": C, "length": length} for C, length in ((16, 16), (1, 16), (32, 32))]
     widths = (1, 4) if depth == 2 else ()
     other = [{"kernel": "scan_backward", "C": C, "expansion": width} for C in (64, 16) for width in widths]
-    return [own | s | {"forget_to": f} for s in (*read, *write, *short, *other) for f in ("start", "zero")]
+    other += [{"kernel": "scan_backward", "C": C, "plain": True} for C in (64, 16)]
+    made = [own | s | {"forget_to": f} for s in (*read, *write, *short, *other) for f in ("start", "zero")]
+    return [*made, *(own | {"kernel": kernel} for kernel in ("coefficients", "coefficients_backward", "step"))]
 
 
 def served(shape: dict) -> bool:

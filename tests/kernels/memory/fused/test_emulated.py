@@ -45,16 +45,21 @@ def emulate(*words: str):
     Case(T=60, C=16, H=1, depth=1, norm=False, activation="silu", dtype=BF16),
     Case(T=20, C=8, H=1, initial=True, resets=True, per_layer=True, save_every=1, forget_to="start", dtype=BF16),
     Case(T=9, C=1, H=1, expansion=4, forget_to="start", dtype=FP16),
-    Case(T=100, C=64, D=64, H=1, dtype=BF16),
+    Case(T=6, C=1, B=2, H=1, expansion=4, resets=True, per_layer=True),
+    Case(T=100, C=64, D=64, H=1, forget_to="start", dtype=BF16),
 ], ids=word)  # fmt: skip
 def test_gradients(case):
     emulate(word(case))
 
 
 def test_the_order_of_programs_is_nothing_to_the_result():
-    emulate("--reverse", word(Case(T=20, C=2, B=2, H=1, expansion=1, initial=True)))
+    emulate("--reverse", word(Case(T=12, C=2, B=2, H=1, expansion=1, initial=True)))
 
 
-def test_decoding():
-    long = Case(T=7, C=4, D=64, H=1, per_layer=True, initial=True, forget_to="start", dtype=BF16)
-    emulate("--decode", word(long), word(Case(T=5, H=1, initial=True)))
+@pytest.mark.parametrize("case", [
+    Case(T=7, C=4, D=64, H=1, per_layer=True, initial=True, forget_to="start", decode=True, dtype=BF16),
+    Case(T=5, H=1, initial=True, decode=True),
+    Case(T=3, C=2, D=128, depth=1, B=2, norm=False, activation="silu", initial=True, decode=True, dtype=FP16),
+], ids=word)  # fmt: skip
+def test_decoding(case):
+    emulate(word(case))

@@ -1,56 +1,44 @@
-"""The count of bytes that docs/notebook.md gives is what the interpreted kernel moves."""
-
-from collections import Counter
+"""What the forward scan moves: the interpreted kernel's loads and stores against a count from its source."""
 
 import pytest
-from triton.runtime.interpreter import InterpreterBuilder
 
 from tests.kernels.memory.fused.cases import DEVICE, Case, arguments
+from titans_pt.benchmarks.roofline import counting
 from titans_pt.kernels.memory import NetworkShape, neural_memory
-from titans_pt.kernels.memory.fused import operators, scan
-from titans_pt.kernels.memory.fused.traffic import scan_bytes
+from titans_pt.kernels.memory.fused.configurations import block_tokens
+
+
+def scan_bytes(network: NetworkShape, chunk: int, operand: int, to_start: bool) -> dict[str, float]:
+    """Bytes a token and head of a two-layer memory, of long sequences without documents, by kind.
+
+    state: W and S in fp32, read and written once a block. copies: of both as operands, written once a block, for keys
+    and queries. frozen: the weights that the keys of a chunk meet, whose outer matrix is read twice: one set where a
+    chunk fills its blocks, W and S where a block holds several chunks; to_start: M_0 beside each.
+    """
+    size, outer = sum(a * b for a, b in network.layers), network.hidden * network.width
+    block = block_tokens(chunk)
+    sets = (2 if chunk < block else 1) + to_start
+    return {
+        "state": 2 * 2 * 4 * size / block,
+        "copies": 2 * operand * size / block,
+        "frozen": sets * operand * (size + outer) / min(chunk, block),
+    }
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts in Triton's interpreter")
 @pytest.mark.parametrize("forget_to", ["start", "zero"])
 @pytest.mark.parametrize("C", [16, 128])
-def test_bytes_of_the_scan(C, forget_to, monkeypatch):
+def test_bytes_of_the_scan(C, forget_to):
     case = Case(T=512, C=C, H=1, forget_to=forget_to)
-    places, moved = {}, Counter()
-
-    def launch(call, kernel, number, *tensors, **options):
-        if kernel is scan.scan:
-            named = dict(zip(kernel.arg_names, tensors, strict=False))
-            kinds = {"W": "state", "S": "state", "weights": "copies", "momenta": "copies", "base": "base"}
-            places.update({kind: named[kind] for kind in kinds})
-        plain(call, kernel, number, *tensors, **options)
-        places.clear()
-
-    def count(kind):
-        original = getattr(InterpreterBuilder, kind)
-
-        def counted(builder, pointers, *rest):
-            mask = rest[0] if kind == "create_masked_load" else rest[1]
-            for name, tensor in places.items():
-                begin = tensor.data_ptr()
-                here = (pointers.data >= begin) & (pointers.data < begin + tensor.nbytes)
-                moved[kind[14:], name] += int((here & mask.data).sum()) * tensor.element_size()
-            return original(builder, pointers, *rest)
-
-        monkeypatch.setattr(InterpreterBuilder, kind, counted)
-
-    plain = operators.Call.launch
-    monkeypatch.setattr(operators.Call, "launch", launch)
-    for kind in ("create_masked_load", "create_masked_store"):
-        count(kind)
     given, options = arguments(case)
-    neural_memory(*given, **options, backend="triton")
-    expected = scan_bytes(NetworkShape(case.D, 2 * case.D), C, 4, forget_to == "start")
+    with counting() as counts:
+        neural_memory(*given, **options, backend="triton")
+    loaded, stored = counts["scan"].loaded, counts["scan"].stored
     found = {
-        "state": sum(n for (_, name), n in moved.items() if name in ("W", "S")),
-        "copies": moved["store", "weights"] + moved["store", "momenta"],
-        "frozen": moved["load", "weights"] + moved["load", "momenta"] + moved["load", "base"],
+        "state": loaded["W"] + loaded["S"] + stored["W"] + stored["S"],
+        "copies": stored["weights"] + stored["momenta"],
+        "frozen": loaded["weights"] + loaded["momenta"] + loaded["begin"],  # in fp32 M_0's operand is M_0, begin
     }
-    for kind, count in expected.items():
+    for kind, count in scan_bytes(NetworkShape(case.D, 2 * case.D), C, 4, forget_to == "start").items():
         # The set-up of a group of blocks moves a set more.
         assert found[kind] / case.T == pytest.approx(count, rel=0.25), kind
