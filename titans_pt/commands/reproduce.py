@@ -17,12 +17,12 @@ def _list_of(number: Checked, allowed: str) -> Checked:
 @click.command()
 @click.argument(
     "target", metavar="TARGET",
-    help="table1, table2, table4, table5, figure7, figure8, figure9, babilong, chunks, recall or needles",
+    help="table1, table2, table3, table4, table5, figure7, figure8, figure9, babilong, chunks, recall or needles",
 )  # fmt: skip
 @overrides("settings for every run, e.g. data.dir=/fast/fineweb")
 @click.option(
     "--size", type=click.Choice(["tiny", "170m", "340m", "400m", "760m", "1.3b", "paper"]), required=True,
-    help="the folder of configs/ whose models are trained; paper: that of table4",
+    help="the folder of configs/ whose models are trained; paper: that of table3 and table4",
 )  # fmt: skip
 @click.option("--models", type=NAMES, metavar="NAMES", help="only these models (default: all of the table)")
 @click.option(

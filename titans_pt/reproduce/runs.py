@@ -49,9 +49,10 @@ class Run:
     """A short run that only serves to choose a learning rate."""
 
     @property
-    def data(self) -> tuple[str, str]:
-        """The task, and the folder of its data."""
-        return self.config.task, self.config.data.dir
+    def data(self) -> tuple[str, ...]:
+        """The task, the folder of its data, and what it reads of it."""
+        config = self.config
+        return config.task, config.data.dir, config.section(config.task).get("series", "")
 
     @cached_property
     def cost(self) -> Cost:

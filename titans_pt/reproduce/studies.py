@@ -6,6 +6,7 @@ from dataclasses import replace
 from titans_pt.errors import UserError
 from titans_pt.reproduce import measures, pictures
 from titans_pt.reproduce.dna import table4
+from titans_pt.reproduce.forecast import table3
 from titans_pt.reproduce.measures import CHUNKS, NEEDLES, TRAINING, Measure
 from titans_pt.reproduce.study import MODELS, TITANS, Column, Row, Study
 from titans_pt.reproduce.timing import SPEED, speed_at
@@ -61,8 +62,8 @@ def study(target: str, size: str) -> Study:
     """
     if target not in TARGETS:
         raise UserError(f"TARGET: given {target!r}; allowed: {', '.join(TARGETS)}")
-    if (size == "paper") != (target == "table4") and size != "tiny":
-        only = "tiny or paper" if target == "table4" else f"one of {', '.join(SIZES)}"
+    if (size == "paper") != (target in OF_THEIR_OWN) and size != "tiny":
+        only = "tiny or paper" if target in OF_THEIR_OWN else f"one of {', '.join(SIZES)}"
         raise UserError(f"--size: given {size!r}; {target} has {only}")
     return TARGETS[target](size)
 
@@ -224,7 +225,10 @@ def _tiny(*names: str) -> tuple[Measure, ...]:
     return _measures("tiny", *names)
 
 
+OF_THEIR_OWN = ("table3", "table4")
+"""Studies whose large size is called paper."""
 TARGETS = {
-    "table1": _table1, "table2": _table2, "table4": table4, "table5": _table5, "figure7": _figure7, "figure8": _figure8,
+    "table1": _table1, "table2": _table2, "table3": table3, "table4": table4, "table5": _table5, "figure7": _figure7,
+    "figure8": _figure8,
     "figure9": _figure9, "babilong": _babilong, "chunks": _chunks, "recall": _recall, "needles": _needles,
 }  # fmt: skip

@@ -1,0 +1,135 @@
+"""Forecasting as a task: the model by its invariances, samples by hand, training, resume, evaluation, a user's file."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.processes import curve, run_jobs
+from titans_pt import cli
+from titans_pt.config.files import load_config
+from titans_pt.errors import UserError
+from titans_pt.forecasting.protocol import Windows, errors
+from titans_pt.runs import checkpoints
+from titans_pt.tasks import task_of
+from titans_pt.tasks.forecast import WindowSamples, forecast_with
+from titans_pt.training import loop
+
+SMALL = [
+    "data.seq_len=24", "forecast.patch=8", "forecast.horizon=6", "forecast.stride=4", "forecast.windows=40",
+    "model.d_model=16", "model.n_layers=1", "model.mlp_hidden=16", "model.memory.chunk_size=4", "model.window=8",
+    "train.max_steps=8",
+    "train.batch_tokens=192", "train.micro_batch=4", "train.decay_steps=4", "train.eval_every=4", "train.log_every=1",
+    "train.checkpoint_every=4",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def series(tmp_path_factory):
+    """A CSV file of 240 hours: two waves and a little noise."""
+    path = tmp_path_factory.mktemp("series") / "own.csv"
+    draw, t = np.random.default_rng(0), np.arange(240)
+    waves = np.stack([np.sin(0.5 * t), 10 + 3 * np.cos(0.26 * t)], 1) + 0.1 * draw.standard_normal((240, 2))
+    hours = np.datetime64("2020-01-01T00:00", "h") + t
+    with path.open("w") as file:
+        writer = csv.writer(file)
+        writer.writerow(["date", "a", "b"])
+        writer.writerows([str(hour).replace("T", " ") + ":00", *row] for hour, row in zip(hours, waves, strict=True))
+    return path
+
+
+def settings(series, folder, *words):
+    return load_config("forecast/lmm", [*SMALL, f"forecast.series={series}", f"run.dir={folder}", *words])
+
+
+@pytest.mark.parametrize("mixer", ["lmm", "mac", "mag", "mal", "attention", "mamba2", "gated_deltanet"])
+def test_a_forecast_follows_shift_and_scale_and_lookbacks_are_one_sequence(series, tmp_path, mixer):
+    torch.manual_seed(0)
+    model = task_of(settings(series, tmp_path, f"model.mixers=[{mixer}]")).build_model().eval()
+    x = torch.randn(3, 2, 48)
+    with torch.no_grad():
+        whole, _ = model(x)
+        first, state = model(x[..., :24])
+        second, _ = model(x[..., 24:], state)
+        moved, _ = model(5 * x - 7)
+        alone, _ = model(x[:, 1:, 24:])
+    assert whole.shape == (3, 2, 2, 6)
+    torch.testing.assert_close(torch.cat([first, second], 2), whole, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(moved, 5 * whole - 7, atol=2e-3, rtol=2e-3)
+    assert (alone - second[:, 1:]).abs().max() > 1e-4, "the first lookback is remembered in the second"
+
+
+def test_samples_by_hand():
+    rows = np.stack([np.arange(20), 100 + np.arange(20)], 1).astype(np.float32)
+    samples = WindowSamples(Windows(rows, 8, 3), 4, None, None)
+    x, y = samples.sample(2)
+    assert x.tolist() == [list(range(2, 10)), list(range(102, 110))]
+    assert y[0].tolist() == [[6, 7, 8], [10, 11, 12]], "behind each of two lookbacks"
+    drawn = WindowSamples(Windows(rows, 8, 3), 8, 5, 1)
+    epochs = [[drawn.index(5 * epoch + i) for i in range(5)] for epoch in range(2)]
+    assert all(len(set(epoch)) == 5 for epoch in epochs) and epochs[0] != epochs[1]
+    assert epochs[0] == [WindowSamples(Windows(rows, 8, 3), 8, 5, 1).index(i) for i in range(5)]
+
+
+def test_settings_that_do_not_go_together(series, tmp_path):
+    for words, message in (
+        (["data.seq_len=26", "train.batch_tokens=208"], "data.seq_len: given 26; must be .* such as 24"),
+        (["forecast.lookback=16"], "forecast.lookback: given 16; must divide data.seq_len=24"),
+        (["forecast.stride=9"], "forecast.stride|data.seq_len: given"),
+        (["train.z_loss=0.1"], "train.z_loss: given 0.1; not for task=forecast"),
+    ):
+        with pytest.raises(UserError, match=message):
+            settings(series, tmp_path, *words)
+    with pytest.raises(UserError, match="forecast.horizon: given 90 with a lookback of 24 rows; the validation part"):
+        task_of(settings(series, tmp_path, "forecast.horizon=90")).open()
+
+
+@pytest.fixture(scope="module")
+def run(series, tmp_path_factory, one_group):
+    """The folder of a small run."""
+    folder = tmp_path_factory.mktemp("forecast") / "whole"
+    assert loop.train(settings(series, folder)) == 0
+    return folder
+
+
+def test_it_resumes_bit_for_bit(run, series, tmp_path):
+    for words in (["train.stop_at=5"], []):
+        assert loop.train(settings(series, tmp_path / "parts", *words)) == 0
+    whole, parts = (f / "checkpoints/step-00000008" / checkpoints.MODEL for f in (run, tmp_path / "parts"))
+    assert whole.read_bytes() == parts.read_bytes()
+    with pytest.raises(UserError, match="forecast: horizon, lookback, patch, stride or windows differ"):
+        loop.train(settings(series, tmp_path / "parts", "forecast.windows=41"))
+
+
+def test_it_is_evaluated_beside_baselines(run, capsys):
+    assert cli.run(["evaluate", str(run)]) == 0
+    out = capsys.readouterr().out
+    for words in ("lmm (this run)", "ridge on the lookback", "last value", "last day", "state carried along"):
+        assert words in out
+    (folder,) = (run / "evaluation").iterdir()
+    found = json.loads((folder / "summary.json").read_text())["forecast"]
+    assert found["rows"]["model"]["n"] == 48 - 6 + 1 and found["channels"] == 2
+    assert (run / "plots/forecast.png").is_file()
+
+    from titans_pt.runs.loaded import load_run
+
+    loaded = load_run(run)
+    test = loaded.task.split(loaded.task.read(), 24).test
+    off = [forecast_with(loaded.model, test.window(i)[0][None])[0] - test.window(i)[1] for i in range(len(test))]
+    assert found["rows"]["model"]["mse"] == pytest.approx(np.mean(np.square(off)), rel=1e-4), "window by window"
+    assert errors(lambda x: forecast_with(loaded.model, x), test)[1].mean() == pytest.approx(
+        np.abs(off).mean(), rel=1e-4
+    )
+
+
+@pytest.mark.slow  # four processes
+def test_ranks_change_nothing(run, series, tmp_path):
+    from titans_pt.config.yaml import resolved_yaml
+
+    config = tmp_path / "config.yaml"
+    config.write_text(resolved_yaml(settings(series, tmp_path / "run")))
+    run_jobs(4, config, tmp_path, {"both": ["parallel.tensor=2", "parallel.zero_stage=2"]})
+    for a, b in zip(curve(run, "loss", "grad_norm"), curve(tmp_path / "both", "loss", "grad_norm"), strict=True):
+        assert b == pytest.approx(a, rel=1e-3)

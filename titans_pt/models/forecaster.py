@@ -1,0 +1,95 @@
+"""The forecaster: windows of a series, patches, backbone, a linear head. Channels are rows of the batch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from titans_pt.config import ModelConfig
+from titans_pt.layers.flops import Flops
+from titans_pt.layers.norm import RMSNorm
+from titans_pt.layers.sharding import Shard
+from titans_pt.models.backbone import Backbone, initialise
+
+EPS = 1e-5
+"""Added to a window's variance, as iTransformer does."""
+
+
+class Forecaster(nn.Module):
+    """Lookbacks of each channel -> the ``horizon`` steps behind each.
+
+    A lookback loses its mean and standard deviation, which the forecast gets back. It is cut into patches (its end
+    repeated by one stride, as in PatchTST); the output of its last patch is the forecast. Lookbacks that follow each
+    other are one sequence: what the mixers keep of one is there in the next.
+
+    Args:
+        channels: of the series, for the count of FLOPs alone.
+    """
+
+    sharding = {"norm": Shard.BETWEEN}
+
+    def __init__(self, config: ModelConfig, lookback: int, horizon: int, patch: int, stride: int, channels: int = 1):
+        super().__init__()
+        self.lookback, self.horizon, self.patch, self.stride, self.channels = lookback, horizon, patch, stride, channels
+        self.enter = nn.Linear(patch, config.d_model)
+        self.blocks = Backbone(config)
+        self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.leave = nn.Linear(config.d_model, horizon)
+        initialise(self, config)
+
+    @property
+    def patches(self) -> int:
+        """Of a lookback."""
+        return (self.lookback - self.patch) // self.stride + 2
+
+    def forward(
+        self, x: Tensor, state: list[Any] | None = None, output_final_state: bool = True
+    ) -> tuple[Tensor, list[Any] | None]:
+        """
+        Args:
+            x: (B, C, N * lookback), N lookbacks that follow each other.
+            state: what the call before returned, of the rows before; None at the start.
+
+        Returns:
+            (B, C, N, horizon) fp32, and the state after the last lookback.
+        """
+        x = x.float().unflatten(-1, (-1, self.lookback))
+        mean = x.mean(-1, keepdim=True)
+        deviation = (x.var(-1, keepdim=True, unbiased=False) + EPS).sqrt()
+        x = F.pad((x - mean) / deviation, (0, self.stride, 0, 0), mode="replicate")
+        patches = x.unfold(-1, self.patch, self.stride)  # (B, C, N, patches, patch)
+        tokens = self.enter(patches.flatten(2, 3).flatten(0, 1).to(self.enter.weight.dtype))
+        y, state = self.blocks(tokens, state, None, output_final_state)
+        y = y.unflatten(1, (-1, self.patches))[:, :, -1]
+        y = self.leave(self.norm(y)).float().unflatten(0, patches.shape[:2])
+        return y * deviation + mean, state
+
+    def flops(self, length: int) -> Flops:
+        """Per row of the series, all channels; without the two linear ends."""
+        tokens = length // self.lookback * self.patches
+        return self.blocks.flops(tokens) * (self.channels * tokens / length)
+
+
+def forecast_errors(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, ...) each -> mean squared and mean absolute error of every sample, (B,) fp32."""
+    off = (y - target).flatten(1)
+    return off.square().mean(1), off.abs().mean(1)
+
+
+class SquaredError(nn.Module):
+    """The mean squared error around a :class:`Forecaster`."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor | dict[str, Tensor]:
+        """x (B, C, N * lookback), target (B, C, N, horizon) -> the mean loss; with weights (B,) also "mae"."""
+        y, _ = self.model(x, output_final_state=not self.training)
+        squares, absolutes = forecast_errors(y, target)
+        if weight is None:
+            loss = squares.mean()
+            return loss * (1.0 + 0.0 * loss.detach())
+        total = weight.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        return {"loss": (squares * weight).sum() / total, "mae": (absolutes * weight).sum() / total}

@@ -1,0 +1,214 @@
+"""Long-term forecasting (paper, Table 3): the next rows of a series from those before them. docs/forecasting.md."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from titans_pt.config import Config, PathName, Positive, Section
+from titans_pt.errors import UserError
+from titans_pt.forecasting.datasets import load
+from titans_pt.forecasting.protocol import Protocol, Scale, Windows, errors, last_value, protocol
+from titans_pt.forecasting.series import Series, read_csv
+from titans_pt.models.forecaster import Forecaster, SquaredError
+from titans_pt.models.mixers.base import Need
+from titans_pt.parallel import RankGroup
+from titans_pt.runs.folder import RunFolder
+from titans_pt.tasks.base import TASKS, Task, TaskData
+from titans_pt.tools.files import write_text
+from titans_pt.tools.records import digest
+
+ABOUT = "series.json"
+"""In a run's folder: the channels, and what scales them."""
+
+
+class WindowSamples:
+    """Windows in an order that is a function of (seed, position).
+
+    Args:
+        windows: their lookback is all of data.seq_len.
+        lookback: rows between two forecasts of a window.
+        limit: windows of an epoch, drawn for each; None: all.
+        seed: None: in their own order.
+    """
+
+    def __init__(self, windows: Windows, lookback: int, limit: int | None, seed: int | None):
+        self.windows, self.lookback, self.seed = windows, lookback, seed
+        self.seq_len, self._count = windows.lookback, min(limit or len(windows), len(windows))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def index(self, position: int) -> int:
+        """Of the window at ``position``, counted over all epochs."""
+        epoch, i = divmod(position, self._count)
+        if self.seed is None:
+            return i * len(self.windows) // self._count  # evenly spaced
+        cached = getattr(self, "_cached", None)  # read once: the loader's thread may replace it
+        if cached is None or cached[0] != epoch:
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.windows))
+            self._cached = cached = (epoch, order[: self._count])
+        return int(cached[1][i])
+
+    def sample(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """(channels, seq_len), and the rows behind each of its lookbacks, (channels, lookbacks, horizon); fp32."""
+        x, y = self.windows.window(self.index(position))
+        rows, ends = np.concatenate([x, y], 1), range(self.lookback, self.seq_len + 1, self.lookback)
+        targets = np.stack([rows[:, end : end + self.windows.horizon] for end in ends], 1)
+        return np.ascontiguousarray(x), targets
+
+    def describe(self, position: int) -> dict:
+        return {"position": position, "first row": self.windows.start + self.index(position)}
+
+
+@TASKS.register
+class Forecast(Task):
+    """(B, channels, data.seq_len) -> the rows behind it, by the mean squared error of scaled values."""
+
+    name = "forecast"
+    unit = "mean squared error"
+    baseline_name = "last value"
+    figures = ("loss", "mae")
+    suites = {"forecast": "titans_pt.evaluation.forecast:Forecasts"}
+    usual = ("forecast",)
+
+    class Settings(Section):
+        series: PathName = "elecdemand"
+        """elecdemand, simbench-generation or simbench-loads, from a package that is downloaded when it is first used;
+        ETTh1, ETTh2, ETTm1, ETTm2, ECL, Traffic or Weather, whose file is in data.dir; or a CSV file."""
+        horizon: Positive = 96
+        """Rows that are forecast, H."""
+        lookback: Positive | None = None
+        """Rows that a forecast is made from, L. Null: data.seq_len. A divisor of data.seq_len: samples are then
+        several lookbacks that follow each other, with a forecast after each and the state carried along."""
+        patch: Positive = 16
+        """Rows of a token."""
+        stride: Positive = 8
+        """Rows between two tokens."""
+        windows: Positive | None = None
+        """Training windows of an epoch, drawn for each. Null: all."""
+        columns: list[str] | None = None
+        """Columns that are read. Null: all but the date."""
+        missing: Literal["refuse", "fill"] = "refuse"
+        """Cells without a number. fill: the number above, as far as there is one."""
+        gaps: Literal["refuse", "fill", "ignore"] = "refuse"
+        """Dates that are not at equal steps. fill: absent rows are added, with the numbers above. ignore: rows are
+        taken as they follow each other, which is done with benchmarks in any case."""
+        date_column: str | None = None
+        """Null: found by its name or its content, if there is one."""
+        date_format: str | None = None
+        """As in Python's strptime. Null: found."""
+
+    settings: Settings
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.columns: list[str] | None = None
+        """There after :meth:`open` or :meth:`restore`, as is the scale."""
+        self.scale: Scale | None = None
+        self.series_name = self.settings.series
+
+    @property
+    def lookback(self) -> int:
+        return self.settings.lookback or self.config.data.seq_len
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        settings, length = cls.Settings.model_validate(config.section(cls.name)), config.data.seq_len
+        lookback, patch, stride = settings.lookback or length, settings.patch, settings.stride
+        path = "forecast.lookback" if settings.lookback else "data.seq_len"
+        need(length % lookback == 0, "forecast.lookback", lookback, f"must divide data.seq_len={length}")
+        least = patch + max(0, lookback - patch) // stride * stride
+        need(
+            lookback == least,
+            path,
+            lookback,
+            f"must be forecast.patch={patch} and a multiple of forecast.stride={stride}, such as {least}",
+        )
+        need(stride <= patch, "forecast.stride", stride, f"at most forecast.patch={patch}")
+        for path, given in (
+            ("model.memory.write_cost", config.model.memory.write_cost),
+            ("train.z_loss", config.train.z_loss),
+            ("parallel.sequence", config.parallel.sequence),
+        ):
+            need(not given, path, given, "not for task=forecast; leave it out")
+
+    # ---- the model
+
+    def build_model(self) -> Forecaster:
+        settings, channels = self.settings, len(self.columns or [""])
+        return Forecaster(self.config.model, self.lookback, settings.horizon, settings.patch, settings.stride, channels)
+
+    def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
+        return SquaredError(model)
+
+    # ---- data
+
+    def read(self) -> Series:
+        """The series that the settings name.
+
+        Raises:
+            UserError: it is not there, or wrong.
+        """
+        settings = self.settings
+        return load(settings.series, Path(self.config.data.dir), settings.missing, settings.gaps, settings.columns,
+                    settings.date_column, settings.date_format)  # fmt: skip
+
+    def read_own(self, path: Path) -> Series:
+        """Another file with the same columns."""
+        settings = self.settings
+        return read_csv(path, settings.missing, settings.gaps, self.columns, settings.date_column, settings.date_format)
+
+    def split(self, series: Series, lookback: int) -> Protocol:
+        return protocol(series.name, series.values, lookback, self.settings.horizon)
+
+    def open(self) -> TaskData:
+        series = self.read()
+        parts = self.split(series, self.config.data.seq_len)
+        self.columns, self.scale, self.series_name = series.columns, parts.scale, series.name
+        for note in series.notes:
+            print(f"series {series.name}: {note}", flush=True)
+        settings = self.settings
+        windows = digest(settings.horizon, self.lookback, settings.patch, settings.stride, settings.windows)
+        baseline = float(errors(last_value(self.settings.horizon), parts.validation)[0].mean())
+        return TaskData(
+            WindowSamples(parts.train, self.lookback, self.settings.windows, self.config.run.seed),
+            WindowSamples(parts.validation, self.lookback, self.config.train.eval_samples, None),
+            {"data": hashlib.sha256(series.values.tobytes()).hexdigest(), "windows": windows}, baseline,
+        )  # fmt: skip
+
+    def differs(self, key: str, path: Path, was: str, now: str) -> str:
+        if key == "windows":
+            return f"forecast: horizon, lookback, patch, stride or windows differ from those of {path}"
+        return f"forecast.series: {self.settings.series} holds other numbers than {path} was trained on"
+
+    # ---- the run's folder
+
+    def keep(self, folder: RunFolder):
+        """Names and scales of the channels."""
+        assert self.columns and self.scale
+        about = {"name": self.series_name, "columns": self.columns, "mean": self.scale.mean.tolist(),
+                 "std": self.scale.std.tolist()}  # fmt: skip
+        write_text(folder.path / ABOUT, json.dumps(about, indent=1) + "\n")
+
+    def restore(self, folder: RunFolder, identity: dict[str, str]):
+        path = folder.path / ABOUT
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+            self.columns, self.series_name = about["columns"], about["name"]
+            self.scale = Scale(np.array(about["mean"]), np.array(about["std"]))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise UserError(f"{path}: missing or damaged ({error!r}); the same titans train command writes it "
+                            "again") from None  # fmt: skip
+
+
+@torch.no_grad()
+def forecast_with(model: nn.Module, x: np.ndarray) -> np.ndarray:
+    """(windows, channels, lookback) -> (windows, channels, horizon), each from an empty state."""
+    at = next(model.parameters()).device
+    y, _ = model(torch.from_numpy(np.array(x, np.float32)).to(at), output_final_state=False)
+    return y[:, :, -1].cpu().numpy()
