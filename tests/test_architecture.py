@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from titans_pt.config import Config
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.backbone import Backbone
 from titans_pt.models.mixers.base import MIXERS, Mixer
@@ -92,6 +93,11 @@ def test_the_entry_of_a_kernel(kernel, entry):
 # ---- names and paths
 
 
+def _is_setting(path: str) -> bool:
+    section, _, name = path.partition(".")
+    return section in Config.model_fields and name in type(getattr(Config(), section)).model_fields
+
+
 def test_everything_that_the_page_names_exists():
     members = public(Mixer) | public(Task)
     files = {word for cell in column("Recipe: add a kernel", "file") for word in words(cell)}
@@ -107,7 +113,7 @@ def test_everything_that_the_page_names_exists():
             word in files or word in members or word in keywords or hasattr(common, word) or hasattr(entry, word)
             or owner in CLASSES and (not member or member in public(CLASSES[owner]) | set(dir(CLASSES[owner])))
             or word in {"@MIXERS.register", "@TASKS.register", "@plans(CLASS)", "__init__(config)", "out", "titans"}
-            or re.match(r"make \w+$|titans train |task=NAME$|run\.imports$", word)
+            or re.match(r"make \w+$|titans train |torchrun |task=NAME$", word) or _is_setting(word.partition("=")[0])
         )  # fmt: skip
         assert known, word
 

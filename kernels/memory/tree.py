@@ -1,4 +1,5 @@
-"""Dataclasses and lists of tensors, as one."""
+"""Dataclasses and lists of tensors, as one: operands of the memory's block. Kernels import no layers, whose
+titans_pt.layers.state walks what is carried between calls."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass

@@ -1,4 +1,8 @@
-"""What layers carry from one call to the next, as nested dataclasses of tensors: any mixer's state, a whole model's."""
+"""What layers carry from one call to the next, as nested dataclasses of tensors: any mixer's state, a whole model's.
+
+Everything that walks a state uses :func:`parts` and :func:`with_parts`. torch.utils._pytree would need every class of
+states to be registered, those of mixers outside this repository included.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace

@@ -64,7 +64,7 @@ class Regressor(nn.Module):
         initialise(self, config)
 
     def forward(self, x, state=None):
-        x, state = self.blocks(self.enter(x), state)
+        x, state = self.blocks(self.enter(x.to(self.enter.weight.dtype)), state)
         return self.leave(self.norm(x)).squeeze(-1), state
 
     def flops(self, length):

@@ -41,6 +41,18 @@ def test_documents_that_end_within_the_sample():
     np.testing.assert_allclose(means()["surprise"], together.mean(), rtol=1e-5)
 
 
+def test_what_a_model_returns_beside_its_outputs_does_not_matter():
+    """A task's own model need not return its states."""
+    model = small(["lmm"])
+    ids = torch.zeros(1, 9, dtype=torch.int64)
+    with memory_probe(model) as whole:
+        model(ids)
+    model.register_forward_hook(lambda _model, _given, result: result[0])
+    with memory_probe(model) as outputs:
+        model(ids)
+    assert outputs() == whole() and whole()["memory_norm"] > 0
+
+
 def test_a_model_without_memory_has_no_means():
     model = small(["attention"])
     with memory_probe(model) as means:
