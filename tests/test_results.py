@@ -185,8 +185,9 @@ def classified() -> list[str]:
     by_variant, text = of_dna(), []
     for name in ("coding", "splice"):
         lines, baselines = [], {}
-        for start in ("pretrained", "from scratch", "pretrained, memory off"):
-            suffix = {"pretrained": "", "from scratch": "-scratch"}.get(start, "-memory-off")
+        starts = {"pretrained": "", "from scratch": "-scratch", "pretrained, memory off": "-memory-off",
+                  "from scratch, memory off": "-scratch-memory-off"}  # fmt: skip
+        for start, suffix in starts.items():
             for model in dict.fromkeys(record["model"] for record in by_variant[name + suffix]):
                 seeds = sorted((r for r in by_variant[name + suffix] if r["model"] == model), key=lambda r: r["seed"])
                 results = [record["measured"]["classes"] for record in seeds]

@@ -64,8 +64,9 @@ def member(package: Package, path: str) -> Path:
     Raises:
         UserError: the package cannot be downloaded, or is another one.
     """
-    # Two levels of the cache: what another process is fetching at the same time ends up the same.
-    folder = _cache() / f"debian-{package.name}-{package.version.replace(':', '%3a')}"
+    from titans_pt.tools.data_wheels import cache_folder  # imports pooch, which reading settings does not need
+
+    folder = cache_folder() / f"debian-{package.name}-{package.version.replace(':', '%3a')}"
     kept = folder / PurePosixPath(path).name
     if kept.is_file():
         return kept
@@ -77,12 +78,6 @@ def member(package: Package, path: str) -> Path:
         (made := Path(temporary) / kept.name).write_bytes(data)
         os.replace(made, kept)
     return kept
-
-
-def _cache() -> Path:
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("titans-pt", appauthor=False))
 
 
 def _download(package: Package, folder: Path) -> Path:

@@ -12,8 +12,9 @@ BENCHMARKS = {
     "regulatory": ("human_ensembl_regulatory", 832, 231_348), "nontata": ("human_nontata_promoters", 256, 27_097),
     "ocr": ("human_ocr_ensembl", 640, 139_804),
 }  # fmt: skip
-STARTS = {"": (), "scratch": (), "memory-off": ("model.memory.writes=false",)}
-"""How a set is learned: with the pretrained weights, without, or with them and a memory that is never written."""
+_OFF = ("model.memory.writes=false",)
+STARTS = {"": (), "scratch": (), "memory-off": _OFF, "scratch-memory-off": _OFF}
+"""How a set is learned: with the pretrained weights or without, the memory written or never."""
 TINY_MODELS, PAPER_MODELS = ("lmm", "transformer", "mamba2"), ("lmm", "transformer", "mamba", "mamba2")
 TINY_SETS = ("coding", "splice")
 SEEDS = {"tiny": (0, 1, 2), "paper": (0, 1, 2, 3, 4)}
@@ -48,13 +49,18 @@ _SETS |= {name: _paper(name) for name in BENCHMARKS}
 _NAMES = {"cohn": "enhancers (Cohn)", "ensembl": "enhancers (Ensembl)", "regulatory": "regulatory (Ensembl)",
           "nontata": "promoters without TATA box", "ocr": "open chromatin (Ensembl)",
           "coding": "E. coli, coding or not", "splice": "splice sites"}  # fmt: skip
-_STARTED = {"": "pretrained", "scratch": "from scratch", "memory-off": "pretrained, memory off"}
 
 
 def _row(model: str, name: str, start: str) -> Row:
     variant = f"{name}-{start}" if start else name
     words = (*_SETS[name], *STARTS[start])
-    return Row(model, variant, words, f"{_NAMES[name]}, {_STARTED[start]}", "" if start == "scratch" else PRETRAIN)
+    return Row(
+        model,
+        variant,
+        words,
+        f"{_NAMES[name]}, {pictures.STARTED[start]}",
+        "" if start.startswith("scratch") else PRETRAIN,
+    )
 
 
 def table4(size: str) -> Study:
@@ -62,7 +68,7 @@ def table4(size: str) -> Study:
     rows = [Row(model, PRETRAIN, (), "reads the genome") for model in models]
     for name in sets:
         rows += [_row(model, name, start) for start in ("", "scratch") for model in models]
-        rows.append(_row("lmm", name, "memory-off"))
+        rows += [_row("lmm", name, start) for start in ("memory-off", "scratch-memory-off")]
     baselines = {"majority": "majority", "length": "length", "look-up": "look-up", "5-mer regression": "5-mers"}
     columns = (
         Column("accuracy (%)", "classes", measures.classified("test"), "accuracy"),

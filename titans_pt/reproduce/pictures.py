@@ -9,6 +9,9 @@ from titans_pt.tools.statistics import proportion
 
 THICK = ("lmm", "mac", "mag", "mal")
 """Models whose lines stand out."""
+STARTED = {"": "pretrained", "scratch": "from scratch", "memory-off": "pretrained, memory off",
+           "scratch-memory-off": "from scratch, memory off"}  # fmt: skip
+"""How a run of a labelled set begins, by what its variant has behind the set's name."""
 Seeds = dict[str, list[dict]]
 """Model or variant, for a reader -> the records of its seeds that did not fail, the first seed first."""
 Picture = Callable[[Seeds, Path], list[Path]]
@@ -160,6 +163,8 @@ def classes(shown: Seeds, start: Path) -> list[Path]:
     figure = new_figure(1.0 + 6.2 * len(sets), 4.6)
     for axes, rows in zip(figure.subplots(1, len(sets), squeeze=False)[0], sets.values(), strict=True):
         names = [name.split(", ") for name in rows]
+        starts = [STARTED[records[0]["variant"].partition("-")[2]] for records in rows.values()]
+        labels = [f"{name[0]}, {start}" for name, start in zip(names, starts, strict=True)]
         each = [
             [100 * r["measured"]["classes"]["columns"]["test"]["mean"] for r in records] for records in rows.values()
         ]
@@ -171,7 +176,7 @@ def classes(shown: Seeds, start: Path) -> list[Path]:
         for n, (name, columns) in enumerate(baselines.items()):
             axes.axvline(100 * columns["test"]["accuracy"], color="grey", linestyle=(":", "-.", "--", "-")[n % 4],
                          linewidth=1, label=name)  # fmt: skip
-        axes.set_yticks(range(len(each)), [f"{name[0]}, {', '.join(name[-1:])}" for name in names], fontsize=8)
+        axes.set_yticks(range(len(each)), labels, fontsize=8)
         axes.invert_yaxis()
         axes.set_xlim(min(30.0, min(min(found) for found in each) - 5), 100)
         axes.set_xlabel("accuracy of the test (%; dots: seeds)")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from titans_pt.errors import UserError
-from titans_pt.genomics import packages
 from titans_pt.genomics.packages import BOWTIE, CCT, Package, member
+from titans_pt.tools.data_wheels import cache_folder
 
 
 def deb(files: dict[str, bytes]) -> bytes:
@@ -65,4 +65,4 @@ def test_another_archive_is_refused_and_nothing_is_left(mirror):
     with pytest.raises(UserError, match="cannot be downloaded .*does not match.* set TITANS_DEBIAN_MIRROR") as error:
         member(package, "usr/share/a.fa")
     assert "\n" not in str(error.value)
-    assert not [path for path in packages._cache().rglob("*") if path.is_file()]
+    assert not [path for path in cache_folder().rglob("*") if path.is_file()]

@@ -30,7 +30,7 @@ def test_runs_begin_with_pretrained_weights_and_wait_for_them(tmp_path):
     records.write(first.name, recorded(first, text={}))
     assert tuned.settled(records) == tuned.config
     assert [m.name for m in first.measures] == ["text"] and [m.name for m in tuned.measures] == ["classes"]
-    assert [len(group) for group in by_data(runs)] == [1, 9, 9], "what reads the same data is compared"
+    assert [len(group) for group in by_data(runs)] == [1, 12, 12], "what reads the same data is compared"
 
 
 def test_the_config_of_one_set_is_that_of_the_study():
