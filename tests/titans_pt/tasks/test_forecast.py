@@ -133,3 +133,25 @@ def test_ranks_change_nothing(run, series, tmp_path):
     run_jobs(4, config, tmp_path, {"both": ["parallel.tensor=2", "parallel.zero_stage=2"]})
     for a, b in zip(curve(run, "loss", "grad_norm"), curve(tmp_path / "both", "loss", "grad_norm"), strict=True):
         assert b == pytest.approx(a, rel=1e-3)
+
+
+def test_a_file_of_the_users_goes_on(run, series, tmp_path, capsys):
+    out = tmp_path / "next.csv"
+    assert cli.run(["forecast", str(run), "--csv", str(series), "--steps", "9", "--out", str(out)]) == 0
+    assert "rows after the first 6 (forecast.horizon) are forecast from forecasts" in capsys.readouterr().out
+    rows = list(csv.reader(out.open()))
+    assert rows[0] == ["date", "a", "b"] and len(rows) == 10
+    assert (rows[1][0], rows[9][0]) == ("2020-01-11 00:00:00", "2020-01-11 08:00:00")
+    assert all(6 < float(row[2]) < 14 for row in rows[1:]), "in the file's own units"
+    assert out.with_suffix(".png").is_file()
+
+    def error(*words):
+        assert cli.run(["forecast", str(run), *map(str, words)]) == 2
+        return capsys.readouterr().err
+
+    short = tmp_path / "short.csv"
+    short.write_text("\n".join(series.read_text().splitlines()[:20]))
+    assert "19 rows; the run forecasts from the last 24" in error("--csv", short)
+    short.write_text(series.read_text().replace("date,a,b", "date,a,c"))
+    assert "forecast.columns: given 'b'; " in error("--csv", short)
+    assert "cannot be read" in error("--csv", tmp_path / "nothing.csv")

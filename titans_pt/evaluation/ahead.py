@@ -1,0 +1,108 @@
+"""The next rows of a user's own series: a CSV file and a picture."""
+
+import csv
+import io
+from pathlib import Path
+
+import numpy as np
+
+from titans_pt.errors import UserError
+from titans_pt.forecasting.protocol import Windows, errors, last_value
+from titans_pt.runs.loaded import load_run
+from titans_pt.streaming import best_device
+from titans_pt.tasks.forecast import forecast_with
+from titans_pt.tools.files import check_room, write_text
+from titans_pt.tools.plots import new_figure, own_style, save_figure
+
+SHOWN = 4
+"""Columns in the picture, the first ones."""
+RECENT = 500
+"""Windows at the end of the file whose errors are drawn, at most."""
+
+
+def forecast_file(
+    run: str | Path, path: Path | None, steps: int | None, out: Path | None, step: int | None = None
+) -> Path:
+    """Writes the ``steps`` rows behind the last of the CSV file ``path`` (None: of the run's series); returns where.
+
+    A run forecasts forecast.horizon rows at a time. More are made of its own forecasts, and what comes of that is told.
+    The picture has the last rows, the forecast, what would have been forecast of the last rows that are known, and the
+    error of each row ahead over the windows at the end of the file.
+
+    Raises:
+        UserError: the run is of another task, a column is not in the file, or it has fewer rows than a lookback.
+    """
+    loaded = load_run(run, step=step, device=best_device())
+    task = loaded.task
+    if task.name != "forecast":
+        raise UserError(f"{loaded.folder.path}: trained for the task {task.name!r}; name the folder of a run with "
+                        "task=forecast")  # fmt: skip
+    series = task.read() if path is None else task.read_own(path)
+    name = path or series.name
+    lookback, horizon = task.lookback, task.settings.horizon
+    if len(series.values) < lookback:
+        raise UserError(f"{name}: {len(series.values)} rows; the run forecasts from the last {lookback}")
+    out = out or loaded.folder.path / "forecast" / f"{series.name}.csv"
+    check_room(out, "--out")
+    steps = steps or horizon
+    scaled = task.scale(series.values).astype(np.float32)
+    ahead = _ahead(loaded.model, scaled[-lookback:].T, horizon, steps)
+    rows = task.scale.back(ahead.T.astype(np.float64))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["date" if series.dates else "row", *series.columns])
+    writer.writerows(
+        [when, *(f"{x:.6g}" for x in row)] for when, row in zip(series.following(steps), rows, strict=True)
+    )
+    write_text(out, text.getvalue())
+    picture = _draw(loaded.model, series.columns, task.scale, scaled, ahead, lookback, horizon, out, series.name)
+    for note in series.notes:
+        print(f"{name}: {note}")
+    if steps > horizon:
+        print(f"--steps {steps}: rows after the first {horizon} (forecast.horizon) are forecast from forecasts")
+    print(f"{steps} rows behind the {len(series.values):,} of {name}: {out}; picture {picture}", flush=True)
+    return out
+
+
+def _ahead(model, x: np.ndarray, horizon: int, steps: int) -> np.ndarray:
+    """(channels, lookback) -> (channels, steps)."""
+    lookback, known = x.shape[1], x
+    while known.shape[1] < lookback + steps:
+        known = np.concatenate([known, forecast_with(model, known[None, :, -lookback:])[0]], 1)
+    return known[:, lookback : lookback + steps]
+
+
+@own_style()
+def _draw(model, columns, scale, scaled, ahead, lookback: int, horizon: int, out: Path, name: str) -> Path:
+    shown, n = min(SHOWN, len(columns)), len(scaled)
+    tested = n >= lookback + horizon
+    figure = new_figure(11.0, 2.2 + 1.6 * shown)
+    grid = figure.add_gridspec(shown, 2, width_ratios=(2, 1))
+    first = max(0, n - 2 * lookback)
+    whole = scale.back(scaled.astype(np.float64))
+    future = scale.back(ahead.T.astype(np.float64))
+    if tested:
+        before = forecast_with(model, scaled[None, n - horizon - lookback : n - horizon].transpose(0, 2, 1))[0]
+        known = scale.back(before.T.astype(np.float64))
+    for i in range(shown):
+        axes = figure.add_subplot(grid[i, 0])
+        axes.plot(range(first, n), whole[first:, i], color="black", label="truth")
+        if tested:
+            axes.plot(range(n - horizon, n), known[:, i], color="C1", label="forecast of known rows")
+        axes.plot(range(n, n + len(future)), future[:, i], color="C0", label="forecast")
+        axes.set_ylabel(columns[i], fontsize=8)
+        if i == 0:
+            axes.legend(fontsize=7)
+    axes.set_xlabel("row")
+    if tested:
+        windows = Windows(scaled[-(lookback + horizon + RECENT - 1) :], lookback, horizon)
+        axes = figure.add_subplot(grid[:, 1])
+        size = 1 << 20
+        axes.plot(range(1, horizon + 1), errors(lambda x: forecast_with(model, x), windows, size)[0], label="model")
+        axes.plot(range(1, horizon + 1), errors(last_value(horizon), windows)[0], color="0.6", label="last value")
+        axes.set_xlabel(f"rows ahead; the last {len(windows)} windows of the file")
+        axes.set_ylabel("mean squared error (scaled)")
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=7)
+    figure.suptitle(name, fontsize=9)
+    return save_figure(figure, out.with_suffix(".png"))
