@@ -166,4 +166,6 @@ def rates(runs: Sequence[Run], records: Records) -> Table | None:
 
 
 def number(value: float) -> str:
+    if abs(value) < 1:
+        return f"{value:.3f}"
     return f"{value:.2f}" if abs(value) < 1000 else f"{value:,.0f}"
