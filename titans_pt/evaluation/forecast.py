@@ -139,8 +139,8 @@ class Forecasts:
         left.set_xlabel("rows from the forecast on")
         left.set_ylabel(f"{self.series.columns[0]} (scaled)")
         left.legend(fontsize=8)
-        for name, steps in summary["steps"].items():
-            right.plot(ahead, [mse for mse, _ in steps], label=name, color="C0" if name == "model" else None)
+        for n, (name, steps) in enumerate(sorted(summary["steps"].items(), key=lambda item: item[0] != "model")):
+            right.plot(ahead, [mse for mse, _ in steps], label=name, color=f"C{n}")
         right.set_xlabel("rows ahead")
         right.set_ylabel("mean squared error (scaled)")
         right.set_ylim(bottom=0)
