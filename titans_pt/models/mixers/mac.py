@@ -206,7 +206,8 @@ class MAC(MemoryMixer):
     ) -> tuple[Tensor, MACState]:
         attention, length = self.attention, x.shape[1]
         base = state.position if state else 0
-        queries, read_conv = self.read(x, state and state.read_conv, documents)
+        # state by its name: of what is given by position, tensor ranks sum the gradient
+        queries, read_conv = self.read(x, state=state and state.read_conv, documents=documents)
         plain = attention.heads(attention.q(x))
         turn = rotation_from(base, plain, attention.rope_base)
         k, v = attention.keys_values(x)
