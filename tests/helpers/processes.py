@@ -16,6 +16,11 @@ def torchrun(processes: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
 
 
+def forked(processes: int) -> list[str]:
+    """The same, for a module's name or a file: without a torchrun, and with one process's imports for all of them."""
+    return [sys.executable, "-m", "tests.helpers.forked", str(processes)]
+
+
 def run(command: list[str], timeout: float = 600) -> subprocess.CompletedProcess:
     """Runs a command to its end; again if torchrun lost the race for a free port."""
 
@@ -29,7 +34,7 @@ def run(command: list[str], timeout: float = 600) -> subprocess.CompletedProcess
 def run_jobs(processes: int, config: Path, folder: Path, jobs: dict[str, list[str]], timeout: float = 600):
     """Trains ``config`` once for each job, {name of its run folder under ``folder``: overrides}, in one start."""
     words = [word for name, overrides in jobs.items() for word in (f"--{name}", *overrides)]
-    result = run([*torchrun(processes), "-m", "tests.helpers.jobs", str(config), str(folder), *words], timeout)
+    result = run([*forked(processes), "tests.helpers.jobs", str(config), str(folder), *words], timeout)
     assert result.returncode == 0, result.stderr[-6000:]
 
 

@@ -1,4 +1,4 @@
-"""Training in real processes, two ranks under torchrun on the CPU."""
+"""Training in real processes, two ranks on the CPU."""
 
 import json
 import signal
@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import ENVIRONMENT, run, torchrun
+from tests.helpers.processes import ENVIRONMENT, forked, run
 from titans_pt.runs import checkpoints
 from titans_pt.training.metrics import read_metrics
 
 WORKER = Path(__file__).with_name("worker.py")
-TORCHRUN = torchrun(2)
 LAUNCHER = ["env", "PROCESSES=2", sys.executable, "-m", "titans_pt.training.launcher"]
 
 
@@ -35,7 +34,7 @@ def work(folder: Path, prepared: Path, jobs: list[str]) -> Path:
     source = {"kind": "files", "path": str(prepared.parent / "text.jsonl")}
     config = folder / "config.json"  # JSON is YAML
     config.write_text(json.dumps(merged(TINY, {"data": {"dir": str(prepared), "sources": [source]}})))
-    result = run([*TORCHRUN, str(WORKER), str(config), str(folder), *jobs])
+    result = run([*forked(2), str(WORKER), str(config), str(folder), *jobs])
     assert result.returncode == 0, result.stderr
     return folder
 

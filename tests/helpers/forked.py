@@ -1,0 +1,49 @@
+"""torchrun for tests: the ranks are forked after the imports, which take longer than most of their trainings.
+
+python -m tests.helpers.forked RANKS MODULE|FILE.py [WORD ...]
+"""
+
+import os
+import runpy
+import signal
+import socket
+import sys
+
+# What every rank imports sooner or later.
+import deepspeed.ops.op_builder.all_ops  # noqa: F401
+import deepspeed.runtime.engine  # noqa: F401
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+import matplotlib.figure  # noqa: F401
+import torch._dynamo  # noqa: F401
+
+import titans_pt.training.loop  # noqa: F401
+
+
+def main(ranks: int, program: str, *words: str) -> int:
+    """Runs ``program`` in ``ranks`` processes; when one fails, the others are killed. Returns a status."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    running = set()
+    for rank in range(ranks):
+        if not (process := os.fork()):
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            os.environ.update({name: str(value) for name, value in numbers.items()})
+            os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+            sys.argv[:] = [program, *words]
+            (runpy.run_path if program.endswith(".py") else runpy.run_module)(program, run_name="__main__")
+            return 0
+        running.add(process)
+    failed = False
+    while running:
+        process, status = os.wait()
+        running.remove(process)
+        if status and not failed:
+            failed = True
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))
