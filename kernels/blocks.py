@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Blocks:
-    """Compute blocks of every row. A block lies inside one document, and inside one gradient chunk or on whole ones.
+    """Compute blocks of every row. A block lies inside one document and one gradient chunk.
 
     lengths: tokens of each block, when the cuts are the same in every row (index and valid are None then).
     index, valid: (B, N, c), the token of each place and whether there is one, when rows differ.
@@ -25,8 +25,6 @@ class Blocks:
 
 def cut(offset: Tensor, reset: Tensor | None, length: int, chunk: int, block: int) -> Blocks:
     """offset (B,), reset None or (B, T) bool -> the blocks, and the offset (B,) after ``length`` tokens.
-
-    A block of more tokens than ``chunk`` takes as many whole chunks as it can hold.
 
     Reads ``offset`` and ``reset`` on the host: the layout is data, known before the computation starts.
     """
@@ -65,8 +63,6 @@ def _cut_row(offset: int, resets: list[int], length: int, chunk: int, block: int
             pending.pop(0)
             offset = 0
         size = min(block, chunk - offset, pending[0] - t)
-        if offset == 0:
-            size = max(size, min(block, pending[0] - t) // chunk * chunk)
         pieces.append((t, size, offset == 0, document))
         t += size
         offset = (offset + size) % chunk
@@ -77,3 +73,57 @@ def _agree(flags: Tensor) -> list:
     """(B, N) -> per block a bool where all rows agree, else the column."""
     every, some = flags.all(0).tolist(), flags.any(0).tolist()
     return [flags[:, n] if some[n] and not every[n] else every[n] for n in range(flags.shape[1])]
+
+
+def runs(blocks: Blocks):
+    """(first block, one past the last, token range) of runs of equally long blocks."""
+    first = t = 0
+    while first < len(blocks.lengths):
+        last = first + 1
+        while last < len(blocks.lengths) and blocks.lengths[last] == blocks.lengths[first]:
+            last += 1
+        end = t + blocks.lengths[first] * (last - first)
+        yield first, last, slice(t, end)
+        first, t = last, end
+
+
+def join(outputs: list[Tensor], blocks: Blocks, length: int) -> Tensor:
+    """Per run (B, n c, H, D) -> (B, T, H, D)."""
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    if blocks.index is None:
+        return out
+    index, valid = blocks.index.flatten(1), blocks.valid.flatten(1)
+    place = torch.zeros(index.shape[0], length, dtype=torch.int64)
+    row, slot = valid.nonzero(as_tuple=True)
+    place[row, index[row, slot]] = slot
+    return torch.take_along_dim(out, place.to(out.device)[:, :, None, None], 1)
+
+
+class Layout:
+    """Between (B, T, H, F) and the blocks of a run, (n, B H, c, F)."""
+
+    def __init__(self, blocks: Blocks, first: int, last: int, tokens: slice, heads: int):
+        self.blocks, self.span, self.tokens, self.heads = blocks, slice(first, last), tokens, heads
+        self.count = last - first
+
+    def fold(self, x: Tensor) -> Tensor:
+        if self.blocks.index is None:
+            x = x[:, self.tokens].unflatten(1, (self.count, -1))
+        else:
+            index = self.blocks.index[:, self.span].to(x.device)
+            x = torch.take_along_dim(x, index.flatten(1)[:, :, None, None], 1).unflatten(1, index.shape[1:])
+        return x.permute(1, 0, 3, 2, 4).flatten(1, 2)
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """(n, B H, c, D) -> (B, n c, H, D)."""
+        return x.unflatten(1, (-1, self.heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)
+
+    def valid(self, device) -> Tensor | None:
+        """(n, B H, c) bool, or None where every place holds a token."""
+        if self.blocks.valid is None:
+            return None
+        return self.blocks.valid[:, self.span].to(device).transpose(0, 1).repeat_interleave(self.heads, 1)
+
+    def rows(self, flags: list, device) -> list:
+        """Per block of the run, flags of batch rows -> flags of (batch, head) rows."""
+        return [f if isinstance(f, bool) else f.to(device).repeat_interleave(self.heads) for f in flags[self.span]]

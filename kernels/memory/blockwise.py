@@ -1,66 +1,96 @@
-"""The recurrence over blocks by PyTorch operators and autograd: what channelwise.py and stale.py share."""
+"""The recurrence block by block, in PyTorch's operators and autograd: what chunked.py does not write out.
+
+An alpha for each channel
+    Row d of M (x @ M takes channel d of x there) decays with a_t[d] = 1 - alpha_t[d]. In a block that starts at (M, S),
+    with the gradients u_i = x_i g_i^T of the chunk's start, row d of the recurrence in naive.py unrolls to
+
+        M_t[d] = A_t[d] M[d] + B_t[d] S[d] - sum_{i<=t} P[t, i, d] theta_i x_i[d] g_i
+        P[t, i] = a_t P[t-1, i] + E[t, i]       E[t, i] = prod_{i<l<=t} eta_l
+        A_t = a_t A_{t-1}, A_0 = 1              B_t = a_t B_{t-1} + m_t, B_0 = 0, m_t = prod_{l<=t} eta_l
+
+    so that queries meet (A_t z_t) M + (B_t z_t) S - sum_i R[t, i] theta_i g_i with R[t, i] = sum_d z_t[d] P[t, i, d]
+    x_i[d], and no token has a weight set of its own. P is a tensor (block, block, d_in), made as it stands above: a
+    block is short, and gates of exactly 0 and 1 are ordinary. The scaled queries and keys of gated linear attention,
+    which need no such tensor, divide products of decays by one another; and momentum makes P a sum of such products,
+    which does not factor.
+
+Stale reads
+    Nothing of a chunk is seen before the next one, so its queries are one pass through the network, its keys another,
+    and what they write is a sum over the chunk, M' = a M + b S - sum_i p_i u_i and S' = m S - sum_i e_i u_i (the
+    letters are those of coefficients.py). It is the global memory of TNT (arXiv 2511.07343, Eq. 5), there without
+    momentum and forgetting, and close to LaCT (2505.23884).
+
+Backward: runs of ``save_every`` blocks are computed again; between them the state is kept.
+"""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from titans_pt.kernels.blocks import cut
-from titans_pt.kernels.memory.chunked import _join, _Layout, _runs
-from titans_pt.kernels.memory.network import NetworkShape
+from titans_pt.kernels.blocks import Layout, cut, join, runs
+from titans_pt.kernels.memory import mlp
+from titans_pt.kernels.memory.call import Backend, MemoryCall
+from titans_pt.kernels.memory.chunked import MAX_BLOCK
+from titans_pt.kernels.memory.coefficients import Ends
+from titans_pt.kernels.memory.dual import Aim, Keys, key_side
+from titans_pt.kernels.memory.rules import Own, Rule
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 
+CHANNELWISE_BLOCK = 16
+"""Tokens of a compute block at most where every channel has an alpha: P has as many times the numbers of the keys, for
+each layer."""
 
-@dataclass
-class Scan:
-    """The recurrence over blocks. Whoever inherits it says what one block does.
 
-    norm: two (N, 1, D), or None. begin: M_0, L tensors (N, d_in, d_out). to_start: whether forgetting leads to M_0, not
-    to zero; weights W are then differences to it, forgotten to zero, and queries meet M_0 + W.
+def blockwise_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
+    """Outputs (B, T, H, D) and the state after them.
+
+    Memory beyond inputs and outputs: the state (three weight sets) per ``save_every`` blocks, and what autograd keeps
+    of that many; None is the square root of the number of blocks.
     """
+    call = call.of_rows()
+    assert call.state is not None
+    batch, length, heads = call.q.shape[:3]
+    size = call.chunk_size if call.stale else min(call.chunk_size, CHANNELWISE_BLOCK)
+    blocks = cut(call.state.offset, call.reset, length, call.chunk_size, size)
+    device = call.q.device
 
-    network: NetworkShape
-    norm: Weights | None
-    begin: Weights
-    to_start: bool
+    def fold(tensors: Weights) -> Weights:
+        return tuple(w.reshape(batch * heads, *w.shape[2:]) for w in tensors)
 
-    def coefficients(self, theta: Tensor, eta: Tensor, alpha: Tensor, valid: Tensor | None) -> Sequence:
-        """What the gates of one layer, (n, N, c, .), say of each block. valid: (n, N, c), or None where all tokens are;
-        those that are not change nothing."""
-        raise NotImplementedError
+    def unfold(tensors: Weights) -> Weights:
+        return tuple(w.view(batch, heads, *w.shape[1:]) for w in tensors)
 
-    def block(
-        self, q: Tensor, k: Tensor, v: Tensor, coefficients: tuple[Any, ...], W: Weights, S: Weights, F: Weights
-    ) -> tuple[Tensor, Weights, Weights]:
-        """q, k, v (N, c, D), coefficients of each layer, F the chunk's first weights -> outputs, W and S after it."""
-        raise NotImplementedError
+    begin = fold(call.weights)
+    affine = () if call.norm is None else tuple(p.reshape(batch * heads, 1, -1) for p in call.norm)
+    scan = _Scan(call, affine, begin)
+    W, S, frozen = fold(call.state.weights), fold(call.state.momentum), fold(call.state.chunk_weights)
+    if call.to_start:
+        W = minus(W, begin)
+    outputs = []
+    for first, last, tokens in runs(blocks):
+        layout = Layout(blocks, first, last, tokens, heads)
+        tensors = [layout.fold(x) for x in (call.q, call.k, call.v, call.theta, call.eta, call.alpha, *call.own)]
+        valid = layout.valid(device)
+        new_chunk, new_document = (layout.rows(f, device) for f in (blocks.new_chunk, blocks.new_document))
+        every, parts = call.save_every or math.isqrt(layout.count), []
+        for begins in range(0, layout.count, every):
+            part = slice(begins, begins + every)
+            out, W, S, frozen = checkpoint(
+                scan.blocks, [x[part] for x in tensors], None if valid is None else valid[part], new_chunk[part],
+                new_document[part], W, S, frozen, use_reentrant=False, preserve_rng_state=False,
+            )  # fmt: skip
+            parts.append(out)
+        outputs.append(layout.unfold(torch.cat(parts)))
 
-    def blocks(
-        self, q, k, v, theta, eta, alpha, valid, new_chunk: list, new_document: list, W: Weights, S: Weights, F: Weights
-    ) -> tuple[Tensor, Weights, Weights, Weights]:
-        """Outputs (n, N, c, D) of n blocks, and the state after them.
-
-        q, k, v: (n, N, c, D). theta, eta, alpha: (n, N, c, .). valid: (n, N, c) or None. new_chunk, new_document: of
-        each block True, False or the rows (N,) where one begins.
-        """
-        layers = zip(*(self.network.per_layer(gate) for gate in (theta, eta, alpha)), strict=True)
-        # Of each block its layers'. Unbound, not indexed: the gradient of an index is as large as all blocks.
-        coefficients = list(zip(*(self.coefficients(*gates, valid) for gates in layers), strict=True))
-        outputs = []
-        for n, given in enumerate(zip(q.unbind(), k.unbind(), v.unbind(), coefficients, strict=True)):
-            if new_document[n] is not False:
-                zero = tuple(torch.zeros_like(s) for s in S)
-                W = choose(new_document[n], zero if self.to_start else self.begin, W)
-                S = choose(new_document[n], zero, S)
-            if new_chunk[n] is not False:
-                F = choose(new_chunk[n], plus(W, self.begin) if self.to_start else W, F)
-            out, W, S = self.block(*given, W, S, F)
-            outputs.append(out)
-        return torch.stack(outputs), W, S, F
+    if call.to_start:
+        W = plus(W, begin)
+    # A chunk that is complete ends here: the next one starts at the current weights.
+    frozen = choose((blocks.offset == 0).to(device).repeat_interleave(heads), W, frozen)
+    return join(outputs, blocks, length), MemoryState(unfold(W), unfold(S), unfold(frozen), blocks.offset)
 
 
 def plus(a: Weights, b: Weights) -> Weights:
@@ -71,63 +101,156 @@ def minus(a: Weights, b: Weights) -> Weights:
     return tuple(x - y for x, y in zip(a, b, strict=True))
 
 
-def blockwise_memory(
-    kind: Callable[..., Scan],
-    block: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    theta: Tensor,
-    eta: Tensor,
-    alpha: Tensor,
-    weights: Weights,
-    *,
-    network: NetworkShape,
-    norm: Weights | None,
-    chunk_size: int,
-    forget_to: str,
-    state: MemoryState,
-    reset: Tensor | None,
-    save_every: int | None,
-) -> tuple[Tensor, MemoryState]:
-    """Arguments as in :func:`titans_pt.kernels.memory.naive.naive_memory`, for blocks of ``block`` tokens at most.
+class _Scan:
+    """The recurrence over blocks, of N = B H rows.
 
-    Memory beyond inputs and outputs: the state (three weight sets) per ``save_every`` blocks, and what autograd keeps
-    of that many; None is the square root of the number of blocks.
+    norm: two (N, 1, D), or none. begin: M_0, L tensors (N, d_in, d_out). With forget_to="start" weights W are
+    differences to it, forgotten to zero, and queries meet M_0 + W.
     """
-    batch, length, heads = q.shape[:3]
-    blocks = cut(state.offset, reset, length, chunk_size, min(chunk_size, block))
 
-    def fold(tensors: Weights) -> Weights:
-        return tuple(w.reshape(batch * heads, *w.shape[2:]) for w in tensors)
+    def __init__(self, call: MemoryCall, norm: Weights, begin: Weights):
+        self.network, self.rule, self.stale, self.channelwise = call.network, call.rule, call.stale, call.channelwise
+        self.to_start, self.norm, self.begin = call.to_start, norm, begin
 
-    def unfold(tensors: Weights) -> Weights:
-        return tuple(w.view(batch, heads, *w.shape[1:]) for w in tensors)
+    def blocks(
+        self, tensors: list[Tensor], valid: Tensor | None, new_chunk: list, new_document: list, W: Weights, S: Weights,
+        frozen: Weights,
+    ) -> tuple[Tensor, Weights, Weights, Weights]:  # fmt: skip
+        """Outputs (n, N, c, D) of n blocks, and the state after them.
 
-    begin = fold(weights)
-    affine = None if norm is None else tuple(p.reshape(batch * heads, 1, -1) for p in norm)
-    scan = kind(network, affine, begin, forget_to == "start")
-    W, S, F = fold(state.weights), fold(state.momentum), fold(state.chunk_weights)
-    if scan.to_start:
-        W = minus(W, begin)
-    outputs = []
-    for first, last, tokens in _runs(blocks):
-        layout = _Layout(blocks, first, last, tokens, heads)
-        tensors = [layout.fold(x) for x in (q, k, v, theta, eta, alpha)]
-        valid = layout.valid(q.device)
-        new_chunk, new_document = (layout.rows(f, q.device) for f in (blocks.new_chunk, blocks.new_document))
-        every, parts = save_every or math.isqrt(layout.count), []
-        for begins in range(0, layout.count, every):
-            part = slice(begins, begins + every)
-            out, W, S, F = checkpoint(
-                scan.blocks, *(x[part] for x in tensors), None if valid is None else valid[part], new_chunk[part],
-                new_document[part], W, S, F, use_reentrant=False, preserve_rng_state=False,
-            )  # fmt: skip
-            parts.append(out)
-        outputs.append(layout.unfold(torch.cat(parts)))
+        tensors: q, k, v (n, N, c, D), theta, eta, alpha (n, N, c, .), own gates (n, N, c, 1). valid: (n, N, c), or None
+        where all tokens are; those that are not change nothing. new_chunk, new_document: of each block True, False or
+        the rows (N,) where one begins.
+        """
+        q, k, v, theta, eta, alpha, *own = tensors
+        make = channel_coefficients if self.channelwise else ends
+        layers = zip(*(self.network.per_layer(gate) for gate in (theta, eta, alpha)), strict=True)
+        # Of each block its layers'. Unbound, not indexed: the gradient of an index is as large as all blocks.
+        coefficients = list(zip(*(make(self.rule, *gates, tuple(own), valid) for gates in layers), strict=True))
+        owns = list(zip(*(gate.unbind() for gate in own), strict=True)) or [()] * len(q)
+        outputs = []
+        for n, (q_n, k_n, v_n, own_n, c) in enumerate(
+            zip(q.unbind(), k.unbind(), v.unbind(), owns, coefficients, strict=True)
+        ):
+            if new_document[n] is not False:
+                zero = tuple(torch.zeros_like(s) for s in S)
+                W = choose(new_document[n], zero if self.to_start else self.begin, W)
+                S = choose(new_document[n], zero, S)
+            if new_chunk[n] is not False:
+                frozen = choose(new_chunk[n], plus(W, self.begin) if self.to_start else W, frozen)
+            aim = Aim.of(k_n, v_n, own_n, self.norm, self.network)
+            keys = key_side(k_n, aim, self.norm, frozen, self.network, self.rule)
+            outputs.append(mlp.forward(q_n, frozen, self.norm or None, self.network) if self.stale
+                           else self._read(q_n, keys, c, W, S))  # fmt: skip
+            W, S = _written(keys, c, W, S)
+        return torch.stack(outputs), W, S, frozen
 
-    if scan.to_start:
-        W = plus(W, begin)
-    # A chunk that is complete ends here: the next one starts at the current weights.
-    frozen = choose((blocks.offset == 0).to(q.device).repeat_interleave(heads), W, F)
-    return _join(outputs, blocks, length), MemoryState(unfold(W), unfold(S), unfold(frozen), blocks.offset)
+    def _read(self, q: Tensor, keys: Keys, coefficients: "tuple[ChannelEnds, ...]", W: Weights, S: Weights) -> Tensor:
+        act, z = mlp.ACTIVATIONS[self.network.activation], q
+        for layer, c in enumerate(coefficients):
+            z = act(z) if layer else z
+            # (N, c, c, d) times (N, c, d, 1): R, in one pass over P.
+            scores = (c.P * keys.X[layer].unsqueeze(1) @ z.unsqueeze(-1)).squeeze(-1) * c.theta
+            seen = (c.A * z) @ W[layer] + (c.B * z) @ S[layer] - scores @ keys.G[layer]
+            z = seen + z @ self.begin[layer] if self.to_start else seen
+        return mlp.finish(z, q, self.norm or None, self.network)
+
+
+def _written(
+    keys: Keys, coefficients: "tuple[Ends | ChannelEnds, ...]", W: Weights, S: Weights
+) -> tuple[Weights, Weights]:
+    """W and S after a block."""
+    new_W, new_S = [], []
+    for layer, c in enumerate(coefficients):
+        x, g = keys.X[layer], keys.G[layer]
+        # p is a number of each token, or one of each of its channels.
+        new_W.append(c.a * W[layer] + c.b * S[layer] - (x.mT @ (c.p * g) if c.p.shape[-1] == 1 else (c.p * x).mT @ g))
+        new_S.append(c.m * S[layer] - x.mT @ (c.e * g))
+    return tuple(new_W), tuple(new_S)
+
+
+class ChannelEnds(NamedTuple):
+    """What the gates say of a block, for one layer whose channels have an alpha each; d is its d_in.
+
+    A, B: (N, c, d). P: (N, c, c, d). a, b: (N, d, 1), A and B of the last token. m: (N, 1, 1), of S in the last S.
+    p: (N, c, d), P of the last token, times theta. e: (N, c, 1), E of the last token, times theta. theta: (N, 1, c).
+    """
+
+    A: Tensor
+    B: Tensor
+    P: Tensor
+    a: Tensor
+    b: Tensor
+    m: Tensor
+    p: Tensor
+    e: Tensor
+    theta: Tensor
+
+
+def channel_coefficients(
+    rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None
+) -> list[ChannelEnds]:
+    """Of each of n blocks. theta, eta: (n, N, c, 1). alpha: (n, N, c, d). valid: (n, N, c), or None where all tokens
+    are; those that are not change nothing. Titans' own update; no other rule's comes here."""
+    keep, writes = 1 - alpha, torch.ones_like(eta)
+    if valid is not None:
+        valid = valid.unsqueeze(-1)
+        theta, eta, keep, writes = (
+            torch.where(valid, g, float(fill)) for g, fill in ((theta, 0), (eta, 1), (keep, 1), (writes, 0))
+        )
+    A, m = torch.cumprod(keep, -2), torch.cumprod(eta, -2)
+    each = torch.eye(eta.shape[-2], dtype=eta.dtype, device=eta.device).unsqueeze(-1)
+    E, b, p, B, P = torch.zeros_like(eta), torch.zeros_like(keep[..., 0, :]), torch.zeros_like(keep), [], []
+    tokens = zip(each, *(gate.unbind(-2) for gate in (eta, keep, writes, m)), strict=True)
+    for here, eta_t, keep_t, writes_t, m_t in tokens:
+        E = E * eta_t.unsqueeze(-2) + here
+        b = keep_t * b + writes_t * m_t
+        p = keep_t.unsqueeze(-2) * p + writes_t.unsqueeze(-2) * E
+        B.append(b)
+        P.append(p)
+    last = A[..., -1, :, None], b.unsqueeze(-1), m[..., -1:, :]
+    parts = A, torch.stack(B, -2), torch.stack(P, -3), *last, p * theta, E * theta, theta.mT
+    return [ChannelEnds(*block) for block in zip(*(part.unbind() for part in parts), strict=True)]
+
+
+def ends(rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None) -> list[Ends]:
+    """Of each of n blocks of any length. theta, eta, alpha, own: (n, N, c, 1); valid: (n, N, c) or None.
+
+    The rule's coefficients within pieces of MAX_BLOCK tokens, which are then joined from the last one backward: of a
+    longer block all products would be c x c numbers.
+    """
+    n, rows, c = theta.shape[:3]
+    size = min(c, MAX_BLOCK)
+    pieces = -(-c // size)
+    missing = pieces * size - c
+    if missing and valid is None:
+        valid = torch.ones(n, rows, c, dtype=torch.bool, device=theta.device)
+
+    def pieced(x: Tensor) -> Tensor:
+        """(n, N, c) -> (n pieces, N, size)."""
+        return F.pad(x, (0, missing)).unflatten(-1, (pieces, size)).transpose(1, 2).flatten(0, 1)
+
+    gates = (pieced(gate.squeeze(-1)).unsqueeze(0) for gate in (theta, eta, alpha))
+    owns = tuple(pieced(gate.squeeze(-1)).unsqueeze(-1) for gate in own)
+    found = rule.coefficients(*gates, owns, None if valid is None else pieced(valid))
+    A, B, mix, m, e = (x.squeeze(0).unflatten(0, (n, pieces)).unbind(1) for x in found)
+    one = torch.ones_like(m[0])
+    a, b, momentum, p, into_s = one, torch.zeros_like(one), one, [], []
+    for piece in range(pieces - 1, -1, -1):
+        p.append(a * mix[piece][..., -1, :, None] + b * e[piece])
+        into_s.append(momentum * e[piece])
+        a, b = a * A[piece][..., -1:, :], a * B[piece][..., -1:, :] + b * m[piece]
+        momentum = momentum * m[piece]
+    joined = (torch.cat(x[::-1], -2)[..., :c, :] for x in (p, into_s))
+    return [Ends(*block) for block in zip(*(x.unbind() for x in (a, b, momentum, *joined)), strict=True)]
+
+
+def _unserved(call: MemoryCall) -> str | None:
+    if call.channelwise and call.stale:
+        return "tokens read the memory of their chunk's start (stale), and alpha has one value per channel"
+    if call.channelwise and type(call.rule).coefficients is not Rule.coefficients:
+        return f"alpha has one value per channel, and the rule {call.rule.name} moves M its own way"
+    return None if call.channelwise or call.stale else "chunked.py serves it, faster"
+
+
+BLOCKWISE = Backend(_unserved, blockwise_memory)

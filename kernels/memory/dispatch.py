@@ -8,18 +8,16 @@ import torch
 from torch import Tensor
 
 from titans_pt.kernels.common import no_autocast, warn_once
-from titans_pt.kernels.memory import mlp, native
-from titans_pt.kernels.memory.channelwise import channelwise_memory
-from titans_pt.kernels.memory.chunked import chunked_memory
-from titans_pt.kernels.memory.naive import naive_memory
-from titans_pt.kernels.memory.native import token
+from titans_pt.kernels.memory import mlp
+from titans_pt.kernels.memory.blockwise import BLOCKWISE
+from titans_pt.kernels.memory.call import Backend, MemoryCall, rule_alone, wrong
+from titans_pt.kernels.memory.chunked import CHUNKED, NATIVE
+from titans_pt.kernels.memory.naive import NAIVE
+from titans_pt.kernels.memory.native.token import TOKEN
 from titans_pt.kernels.memory.network import NetworkShape
-from titans_pt.kernels.memory.stale import stale_memory
+from titans_pt.kernels.memory.rules import TITANS, Own, Rule
 from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
 
-FORGET_TO = ("start", "zero")
-CHANNELWISE = "alpha has one value per channel (model.memory.alpha=channel); alpha=head is served"
-"""Why neither the fused kernels nor those in C take a call."""
 BACKENDS = ("auto", "triton", "native", "chunked", "naive")
 HAS_TRITON = find_spec("triton") is not None
 GPU = ("cuda", "meta")
@@ -48,6 +46,8 @@ def neural_memory(
     backend: str = "auto",
     save_every: int | None = None,
     stale: bool = False,
+    rule: Rule = TITANS,
+    own: Own = (),
 ) -> tuple[Tensor, MemoryState | None]:
     """Reads and writes the long-term memory along a sequence; every token reads its own write (y_t = M_t(q_t)).
 
@@ -69,14 +69,17 @@ def neural_memory(
         reset: None or bool (B, T), True where a document starts: M_0, S_0 = 0, chunks count from there.
         max_resets: no row of ``reset`` has more; None: unknown. With it, "triton" does not wait for the GPU to count
             them. More than there are cost scratch memory, fewer give wrong results.
-        backend: "naive" (definition), "chunked" (exact dual form), "native" (the same in C, on a CPU), "triton" (fused
-            kernels, on a GPU), "auto": triton on a GPU where it serves (a warning, once, says why it does not), native
-            on a CPU where it does, else chunked.
+        backend: "naive" (definition), "chunked" (exact dual form, any rule), "native" (the same in C, on a CPU),
+            "triton" (fused kernels, on a GPU), "auto": triton on a GPU where it serves (a warning, once, says why it
+            does not), native on a CPU where it does, else chunked.
         save_every: blocks between two states kept for the backward pass, which computes those between again.
             None: at most the square root of the number of blocks, fewer where memory allows; triton: as many as
             kernels.memory.fused.operators.SCRATCH_BYTES holds.
         stale: tokens read the memory as it was at the start of their chunk, and nothing of the chunk itself. For large
-            chunks: a few matrix products each (stale.py), by PyTorch's operators on any device.
+            chunks: a few matrix products each, by PyTorch's operators on any device.
+        rule: the inner loss and what the gates do with its gradient; Titans' own by default, which alone "triton" and
+            "native" know.
+        own: the rule's own gates in its order, each (B, T, H).
 
     Returns:
         (B, T, H, D) in q's dtype, and the final state or None. State and arithmetic are fp32, fp64 for fp64 inputs;
@@ -85,84 +88,69 @@ def neural_memory(
     Raises:
         ValueError: shapes, network or backend that do not fit, or a backend that does not serve this.
     """
-    network = network or NetworkShape.of(weights, norm)
-    _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend)
     dtype = state_dtype(q)
-    channelwise = alpha.dim() == 4 and alpha.shape != theta.shape
-    if stale and (channelwise or backend in ("triton", "native")):
-        _wrong(
-            f"stale: given with {'an alpha for each channel' if channelwise else f'backend {backend!r}'}; PyTorch's "
-            "operators alone serve it, with alpha=head"
-        )
-    plain = channelwise or stale
-    fused = None if stale else _fused(q, network, chunk_size, channelwise, backend)
     with no_autocast(q):
-        gates = [g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha)]
-        if fused is not None:
-            out, state = fused(
-                q, k, v, *gates, weights, network=network, norm=norm, chunk_size=chunk_size, forget_to=forget_to,
-                initial_state=initial_state, reset=reset, max_resets=max_resets, save_every=save_every,
-            )  # fmt: skip
-            return out, state if output_final_state else None
-        inputs = [x.to(dtype) for x in (q, k, v)]
-        if not plain and backend in ("auto", "native") and token.serves(inputs[0], network, initial_state, reset):
-            affine = None if norm is None else tuple(p.to(dtype) for p in norm)
-            begin = tuple(w.to(dtype) for w in weights)
-            out, state = token.next_token(
-                *inputs, tuple(gates), begin, initial_state, network=network, norm=affine, chunk_size=chunk_size,
-                to_start=forget_to == "start",
-            )  # fmt: skip
-            return out.to(q.dtype), state if output_final_state else None
-        batch = q.shape[0]
-        start = tuple(w.to(dtype).expand(batch, *w.shape) for w in weights)
-        options = {
-            "network": network,
-            "norm": None if norm is None else tuple(p.to(dtype).expand(batch, *p.shape) for p in norm),
-            "chunk_size": chunk_size,
-            "forget_to": forget_to,
-            "state": initial_state or MemoryState.initial(weights, batch, dtype),
-            "reset": reset,
-        }
-        if backend == "naive":
-            out, state = naive_memory(*inputs, *gates, start, stale=stale, **options)
-        else:
-            reason = None
-            if backend == "native":
-                reason = CHANNELWISE if channelwise else native.unserved(inputs[0], network)
-            if reason is not None:
-                _wrong(f'backend "native" does not serve this: {reason}; use "auto" or "chunked"')
-            call, options["save_every"] = stale_memory if stale else channelwise_memory, save_every
-            if not plain:
-                call, options["in_c"] = chunked_memory, backend != "chunked"
-            if torch.compiler.is_compiling() and (backend == "auto" or plain):
-                # Not at the top: it imports torch's compiler, seconds that whoever does not compile need not wait.
-                from titans_pt.kernels.memory import uncompiled
+        theta, eta, alpha = (g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha))
+        call = MemoryCall(
+            q, k, v, theta, eta, alpha, weights, network or NetworkShape.of(weights, norm), norm, rule,
+            tuple(gate.to(dtype).unsqueeze(-1) for gate in own), chunk_size, forget_to, initial_state, reset,
+            max_resets, save_every, stale,
+        )  # fmt: skip
+        call.check()
+        serves = chosen(call, backend)
+        if torch.compiler.is_compiling() and serves is not TRITON and (backend == "auto" or serves is BLOCKWISE):
+            # Not at the top: it imports torch's compiler, seconds that whoever does not compile need not wait.
+            from titans_pt.kernels.memory import uncompiled
 
-                call = uncompiled.stale if stale else uncompiled.channelwise if channelwise else uncompiled.chunked
-            out, state = call(*inputs, *gates, start, **options)
+            out, state = uncompiled.run(serves, call)
+        else:
+            out, state = serves.run(call)
     return out.to(q.dtype), state if output_final_state else None
 
 
-def _fused(q: Tensor, network: NetworkShape, chunk_size: int, channelwise: bool, backend: str):
-    """The fused implementation if it is to be used, else None.
+def chosen(call: MemoryCall, backend: str) -> Backend:
+    """The implementation that serves a call.
 
     Raises:
-        ValueError: backend is "triton", which does not serve this call.
+        ValueError: there is no such backend, or it does not serve this call.
     """
-    if backend not in ("auto", "triton") or (backend == "auto" and q.device.type not in GPU):
-        return None
-    if q.device.type not in GPU and not INTERPRETED:
-        reason = f"tensors are on {q.device.type}, not on a GPU (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
+    if backend not in BACKENDS:
+        wrong(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
+    if backend != "auto":
+        names: tuple[str, ...] = (backend,)
+    elif call.stale:
+        names = ("chunked",)
     else:
-        reason = unserved(q.dtype, network, chunk_size, channelwise, q.device)
-        if reason is None:
-            from titans_pt.kernels.memory.fused import fused_memory
+        names = ("triton" if call.q.device.type in GPU else "native", "chunked")
+    reason = None
+    for name in names:
+        for each in _NAMED[name]:
+            if (reason := each.serves(call)) is None:
+                return each
+        if backend == "auto" and name == "triton":
+            warn_once(f"neural_memory: the fused kernels do not serve this, PyTorch operators do (slower): {reason}")
+    others = '"naive"' if backend in ("auto", "chunked") else '"auto" or "chunked"'
+    raise ValueError(f'neural_memory: backend "{backend}" does not serve this: {reason}; use {others}')
 
-            return fused_memory
-    if backend == "triton":
-        _wrong(f'backend "triton" does not serve this: {reason}; use "auto" or "chunked"')
-    warn_once(f"neural_memory: the fused kernels do not serve this, PyTorch operators do (slower): {reason}")
-    return None
+
+def _triton_serves(call: MemoryCall) -> str | None:
+    if call.q.device.type not in GPU and not INTERPRETED:
+        return (
+            f"tensors are on {call.q.device.type}, not on a GPU (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
+        )
+    return unserved(call.q.dtype, call.network, call.chunk_size, call.channelwise, call.q.device, call.rule, call.stale)
+
+
+def _run_triton(call: MemoryCall) -> tuple[Tensor, MemoryState]:
+    # Not at the top: it imports triton, which machines without a GPU need not have.
+    from titans_pt.kernels.memory.fused import fused_memory
+
+    return fused_memory(call)
+
+
+TRITON = Backend(_triton_serves, _run_triton)
+_NAMED = {"triton": (TRITON,), "native": (TOKEN, NATIVE), "chunked": (CHUNKED, BLOCKWISE), "naive": (NAIVE,)}
+"""Backend by its name -> implementations, of which the first that serves a call runs it."""
 
 
 def unserved(
@@ -171,13 +159,15 @@ def unserved(
     chunk_size: int,
     channelwise: bool = False,
     device: torch.device | None = None,
+    rule: Rule = TITANS,
+    stale: bool = False,
 ) -> str | None:
     """Why the fused kernels would not serve inputs of ``dtype`` on a GPU; None if they would.
 
     channelwise: whether alpha has one value per channel. device: which GPU; None for a Hopper one.
     """
-    if channelwise:
-        return CHANNELWISE
+    if reason := rule_alone(rule, channelwise, stale):
+        return reason
     if not HAS_TRITON:
         return "triton is not installed"
     # Not at the top: it imports triton, which machines without a GPU need not have.
@@ -201,44 +191,3 @@ def memory_read(
         affine = None if norm is None else tuple(p.to(dtype).unsqueeze(-2) for p in norm)
         out = mlp.forward(q.to(dtype).transpose(1, 2), weights, affine, network)
     return out.transpose(1, 2).to(q.dtype)
-
-
-def _wrong(message: str):
-    raise ValueError(f"neural_memory: {message}")
-
-
-def _check(q, k, v, theta, eta, alpha, weights, network, norm, chunk_size, forget_to, initial_state, reset, backend):
-    """A message is put together only where something is wrong: generation asks for every token."""
-    if q.dim() != 4 or q.shape != k.shape or q.shape != v.shape or not q.numel():
-        _wrong(f"q, k, v must share one shape (B, T, H, D) without zeros, got {[tuple(x.shape) for x in (q, k, v)]}")
-    batch, length, heads, width = q.shape
-    shapes = ((batch, length, heads), (batch, length, heads, 1), (batch, length, heads, len(weights)))
-    channels = (batch, length, heads, network.channels)
-    if theta.shape != eta.shape or theta.shape not in shapes or alpha.shape not in (theta.shape, channels):
-        _wrong(
-            f"theta, eta, alpha must share one of the shapes {shapes}, or alpha have {channels}, "
-            f"got {[tuple(g.shape) for g in (theta, eta, alpha)]}"
-        )
-    ends = [width, *(w.shape[2] for w in weights)]
-    if ends[-1] != width or any(w.shape[:2] != (heads, d) for w, d in zip(weights, ends[:-1], strict=True)):
-        _wrong(
-            f"weights must chain (H, d_in, d_out) from D to D with H={heads}, D={width}, "
-            f"got {[tuple(w.shape) for w in weights]}"
-        )
-    if norm is not None and any(p.shape != (heads, width) for p in norm):
-        _wrong(f"norm must be two ({heads}, {width})")
-    own = NetworkShape.of(weights, norm, network.residual, network.activation)
-    if own.layers != network.layers or own.norm != network.norm:
-        _wrong(f"weights and norm are those of {own}, not of {network}")
-    if network.activation not in mlp.ACTIVATIONS:
-        _wrong(f"activation {network.activation!r} is none of {', '.join(mlp.ACTIVATIONS)}")
-    if chunk_size < 1:
-        _wrong(f"chunk_size {chunk_size} must be at least 1")
-    if forget_to not in FORGET_TO:
-        _wrong(f"forget_to {forget_to!r} is none of {', '.join(FORGET_TO)}")
-    if initial_state is not None and len(initial_state.offset) != batch:
-        _wrong(f"initial_state has {len(initial_state.offset)} rows, q has {batch}")
-    if reset is not None and (reset.dtype != torch.bool or reset.shape != q.shape[:2]):
-        _wrong(f"reset must be bool ({batch}, {length})")
-    if backend not in BACKENDS:
-        _wrong(f"backend {backend!r} is none of {', '.join(BACKENDS)}")

@@ -20,6 +20,7 @@ from torch import Tensor
 from titans_pt.kernels.memory.coefficients import Coefficients, Ends
 from titans_pt.kernels.memory.mlp import ACTIVATIONS, CURVATURES, LN_EPS, PULLED_BACK
 from titans_pt.kernels.memory.network import NetworkShape
+from titans_pt.kernels.memory.rules import Own, Rule
 from titans_pt.kernels.memory.state import Weights
 
 _normalise = torch.ops.aten.native_layer_norm
@@ -52,7 +53,7 @@ class Keys:
     """The key side of blocks: of layer n, the gradient of the inner loss is the sum of X[n]^T G[n].
 
     hidden, slope, pulled: of layer n < L - 1, its output, the activation's slope there, the error before that slope.
-    error: of the memory's answer. norm: of the last layer, if it has one.
+    error: M(k) - v; top: the loss's gradient there. norm: of the last layer, if it has one.
     """
 
     X: list[Tensor]
@@ -61,7 +62,26 @@ class Keys:
     slope: list[Tensor]
     pulled: list[Tensor]
     error: Tensor
+    top: Tensor
     norm: Unit | None
+
+
+@dataclass
+class Aim:
+    """What blocks' keys are to lead to.
+
+    goal: what the last matrix should give, or the LayerNorm before its bias, for M(k) = v; a backward pass needs none.
+    v, own: what the rule's loss is given beside the error; own (..., c, 1) each.
+    """
+
+    goal: Tensor | None
+    v: Tensor
+    own: Own
+
+    @staticmethod
+    def of(k: Tensor, v: Tensor, own: Own, norm: Weights, network: NetworkShape) -> "Aim":
+        target = v - k if network.residual else v
+        return Aim(target - norm[1] if network.norm else target, v, own)
 
 
 @dataclass
@@ -77,115 +97,31 @@ class Queries:
     norm: Unit | None
 
 
-def goal(k: Tensor, v: Tensor, norm: Weights, network: NetworkShape) -> Tensor:
-    """What the last matrix should give, or the LayerNorm before its bias, for M(k) = v."""
-    target = v - k if network.residual else v
-    return target - norm[1] if network.norm else target
-
-
-class Held:
-    """Frozen weights as tensors: F, L of (..., d_in, d_out). dF: where their gradients are summed, None where nothing
-    is yet."""
-
-    def __init__(self, F: Weights, dF: list[Tensor | None] | None = None):
-        self.F, self.dF = F, dF
-
-    def through(self, n: int, x: Tensor) -> Tensor:
-        """x F_n."""
-        return x @ self.F[n]
-
-    def back(self, n: int, g: Tensor) -> Tensor:
-        """g F_n^T."""
-        return g @ self.F[n].mT
-
-    def add(self, n: int, x: Tensor, g: Tensor):
-        """x^T g is part of F_n's gradient."""
-        d = self.dF[n]
-        self.dF[n] = torch.bmm(x.mT, g) if d is None else d.baddbmm_(x.mT, g)
-
-
-class Deferred:
-    """Frozen weights that no tensor holds: those that the tokens before a chunk, of the same block, leave.
-
-    F_n = A W_n + B S_n - X^T (m G), with W and S at the block's start, and X, G, m (the row of the token before the
-    chunk in mix) of the block's tokens up to there. So a block's W and S are read and written once for all its chunks.
-
-    at: tokens of the block before the chunk. W, S: (N, d_in, d_out), base: M_0, if W is the difference to it. keys: of
-    the block; those before the chunk are read. gradients: of all of these, for :meth:`add`.
-    """
-
-    def __init__(self, at: int, keys: Keys, gates: list[Coefficients], W: Weights, S: Weights, base: Weights | None,
-                 gradients: "Deferrals | None" = None):  # fmt: skip
-        row = slice(at - 1, at)
-        self.at, self.W, self.S, self.base, self.gradients = at, W, S, base, gradients
-        self.X, self.G = ([x[:, :at] for x in xs] for xs in (keys.X, keys.G))
-        self.a, self.b = ([x[:, row] for x in xs] for xs in ([c.A for c in gates], [c.B for c in gates]))
-        self.m = [c.mix[:, row, :at] for c in gates]
-
-    def through(self, n: int, x: Tensor) -> Tensor:
-        y = (self.a[n] * torch.bmm(x, self.W[n])).addcmul_(self.b[n], torch.bmm(x, self.S[n]))
-        if self.base is not None:
-            y.baddbmm_(x, self.base[n])
-        return y.baddbmm_(torch.bmm(x, self.X[n].mT) * self.m[n], self.G[n], alpha=-1)
-
-    def back(self, n: int, g: Tensor) -> Tensor:
-        y = (self.a[n] * torch.bmm(g, self.W[n].mT)).addcmul_(self.b[n], torch.bmm(g, self.S[n].mT))
-        if self.base is not None:
-            y.baddbmm_(g, self.base[n].mT)
-        return y.baddbmm_(torch.bmm(g, self.G[n].mT) * self.m[n], self.X[n], alpha=-1)
-
-    def add(self, n: int, x: Tensor, g: Tensor):
-        d, at, row = self.gradients, self.at, slice(self.at - 1, self.at)
-        d.W[n].baddbmm_((self.a[n] * x).mT, g)
-        d.S[n].baddbmm_((self.b[n] * x).mT, g)
-        if self.base is not None:
-            d.base[n].baddbmm_(x.mT, g)
-        d.A[n][:, row] += (torch.bmm(x, self.W[n]) * g).sum((1, 2), keepdim=True)
-        d.B[n][:, row] += (torch.bmm(x, self.S[n]) * g).sum((1, 2), keepdim=True)
-        of_x, of_g = torch.bmm(self.X[n], x.mT), torch.bmm(self.G[n], g.mT)
-        d.mix[n][:, row, :at] -= (of_x * of_g).sum(-1).unsqueeze(1)
-        d.X[n][:, :at].baddbmm_(self.m[n].mT * of_g, x, alpha=-1)
-        d.G[n][:, :at].baddbmm_(self.m[n].mT * of_x, g, alpha=-1)
-
-
-@dataclass
-class Deferrals:
-    """Gradients that :class:`Deferred` adds to, in place, of a block: W, S at its start, M_0, the coefficients A, B and
-    mix of each layer, and its keys' X and G."""
-
-    W: list[Tensor]
-    S: list[Tensor]
-    base: list[Tensor]
-    A: list[Tensor]
-    B: list[Tensor]
-    mix: list[Tensor]
-    X: list[Tensor]
-    G: list[Tensor]
-
-
-def key_side(k: Tensor, goal: Tensor, norm: Weights, F: Held | Deferred, network: NetworkShape) -> Keys:
-    """The gradient of ||M(k) - v||^2 at the weights F. k, goal (see there) (..., c, D), norm two (..., 1, D) or
-    none."""
+def key_side(k: Tensor, aim: Aim, norm: Weights, F: Weights, network: NetworkShape, rule: Rule) -> Keys:
+    """The gradient of the rule's loss at the weights F, L of (..., d_in, d_out). k, and all of aim, (..., c, D); norm
+    two (..., 1, D) or none."""
     act, pulled_back = ACTIVATIONS[network.activation], PULLED_BACK[network.activation]
     X, hidden, slope = [k], [], []
-    f = F.through(0, k)
+    f = k @ F[0]
     for n in range(1, network.depth):
         hidden.append(f)
         X.append(act(f))
         slope.append(pulled_back(torch.ones_like(f), f))
-        f = F.through(n, X[-1])
+        f = X[-1] @ F[n]
     unit = None
     if network.norm:
         unit = Unit.of(f)
-        error = torch.addcmul(goal, unit.unit, norm[0], value=-1).mul_(-2)
-        g = unit.vjp(error * norm[0])
+        error = torch.addcmul(aim.goal, unit.unit, norm[0], value=-1).neg_()
+        top = rule.gradient(error, aim.v, aim.own)
+        g = unit.vjp(top * norm[0])
     else:
-        error = g = 2 * (f - goal)
+        error = f - aim.goal
+        top = g = rule.gradient(error, aim.v, aim.own)
     G, pulled = [g], []
     for n in range(network.depth - 1, 0, -1):
-        pulled.append(F.back(n, G[-1]))
+        pulled.append(G[-1] @ F[n].mT)
         G.append(pulled[-1] * slope[n - 1])
-    return Keys(X, G[::-1], hidden, slope, pulled[::-1], error, unit)
+    return Keys(X, G[::-1], hidden, slope, pulled[::-1], error, top, unit)
 
 
 def write(keys: Keys, gates: list[Ends], W: Weights, S: Weights, into: Weights):
@@ -324,7 +260,7 @@ class Bends:
         curve = [pulled * curvature(hidden) for pulled, hidden in zip(keys.pulled, keys.hidden, strict=True)]
         flat = tilt = along = None
         if network.norm:
-            upstream = keys.error * norm[0]
+            upstream = keys.top * norm[0]
             flat = -(upstream * keys.norm.unit).mean(-1, keepdim=True) * keys.norm.scale
             tilt = upstream * -keys.norm.scale
             along = keys.norm.unit * -keys.norm.scale
@@ -335,12 +271,15 @@ class Bends:
 
 @dataclass
 class Writes:
-    """One block's gradients: k without what the residual adds, y (N, c, D) of the memory's answer, upstream of the
-    LayerNorm's input before its affine part (None without one)."""
+    """One block's gradients: k without what the residual adds, error (N, c, D), upstream of the LayerNorm's input
+    before its affine part (None without one), v beyond what comes through the error (None: nothing), own gates
+    (N, c, 1)."""
 
     k: Tensor
-    y: Tensor
+    error: Tensor
     upstream: Tensor | None
+    v: Tensor | None
+    own: list[Tensor]
 
 
 def state_backward(
@@ -378,33 +317,40 @@ def write_backward(
 
 
 def key_side_backward(
-    keys: Keys, bends: Bends, dX: list[Tensor], dG: list[Tensor], norm: Weights, F: Held | Deferred,
-    network: NetworkShape,
+    keys: Keys, aim: Aim, bends: Bends, dX: list[Tensor], dG: list[Tensor], norm: Weights, F: Weights,
+    dF: list[Tensor | None], network: NetworkShape, rule: Rule,
 ) -> Writes:  # fmt: skip
-    """dX, dG: complete but for what comes from here; used up. The gradients of the frozen weights go to F.add."""
+    """dX, dG: complete but for what comes from here; used up. dF: where the gradients of the weights F are summed, None
+    where nothing is yet."""
     last = network.depth - 1
     d_hidden = []
     for n in range(last):
         pull = dG[n] * keys.slope[n]
         d_hidden.append(dG[n] * bends.curve[n])
-        dG[n + 1] += F.through(n + 1, pull)
-        F.add(n + 1, pull, keys.G[n + 1])
+        dG[n + 1] += pull @ F[n + 1]
+        _add(dF, n + 1, pull, keys.G[n + 1])
 
     d_g, upstream = dG[last], None
     if network.norm:
         ln = keys.norm
         upstream = ln.vjp(d_g)
-        d_y = upstream * norm[0]
-        d_y *= 2
-        d_unit = (d_y * norm[0]).addcmul_(d_g, bends.flat)
+        d_error, d_v, d_own = rule.gradient_backward(upstream * norm[0], keys.error, aim.v, aim.own)
+        d_unit = (d_error * norm[0]).addcmul_(d_g, bends.flat)
         d_unit.addcmul_(bends.tilt, (d_g * ln.unit).mean(-1, keepdim=True))
         df = ln.vjp(d_unit).addcmul_(bends.along, (d_g * keys.G[last]).mean(-1, keepdim=True))
     else:
-        d_y = df = 2 * d_g
+        d_error, d_v, d_own = rule.gradient_backward(d_g, keys.error, aim.v, aim.own)
+        df = d_error
 
     for n in range(last, -1, -1):
-        F.add(n, keys.X[n], df)
-        dX[n] += F.back(n, df)
+        _add(dF, n, keys.X[n], df)
+        dX[n] += df @ F[n].mT
         if n:
             df = d_hidden[n - 1].addcmul_(dX[n], keys.slope[n - 1])
-    return Writes(dX[0], d_y, upstream)
+    return Writes(dX[0], d_error, upstream, d_v, d_own)
+
+
+def _add(dF: list[Tensor | None], n: int, x: Tensor, g: Tensor):
+    """x^T g is part of F_n's gradient."""
+    d = dF[n]
+    dF[n] = torch.bmm(x.mT, g) if d is None else d.baddbmm_(x.mT, g)

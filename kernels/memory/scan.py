@@ -9,15 +9,15 @@ from torch import Tensor
 from titans_pt.kernels.memory import dual
 from titans_pt.kernels.memory.coefficients import Coefficients, Ends
 from titans_pt.kernels.memory.network import NetworkShape
+from titans_pt.kernels.memory.rules import Rule
 from titans_pt.kernels.memory.state import Weights, choose
-from titans_pt.kernels.memory.tree import each, joined, leaves, rebuilt, tokens
+from titans_pt.kernels.memory.tree import each, joined, leaves, rebuilt
 
 
 @dataclass
 class Plan:
     """What is known on the host about a run of n equally long blocks.
 
-    chunk: tokens of a gradient chunk; a block of more has its chunks at their multiples.
     new_chunk, new_document: per block, a bool for all rows or a bool tensor (B H,).
     to_start: whether forgetting leads to M_0, not to zero. gate_layers: 1 or L.
     group: blocks whose queries are read at once. keep: whether a forward pass keeps what its backward pass needs;
@@ -27,9 +27,9 @@ class Plan:
     new_chunk: list
     new_document: list
     network: NetworkShape
+    rule: Rule
     to_start: bool
     gate_layers: int
-    chunk: int
     group: int
     keep: bool
 
@@ -38,11 +38,11 @@ COEFFICIENTS = len(fields(Coefficients))
 
 
 class MemoryScan(torch.autograd.Function):
-    """apply(plan, q, k, v, *coefficients, *norm, *begin, *W, *S, *F) -> (out, *W, *S, *F).
+    """apply(plan, q, k, v, *own, *coefficients, *norm, *begin, *W, *S, *F) -> (out, *W, *S, *F).
 
-    q, k, v: (n, N, c, D). coefficients: the fields of Coefficients, (gate_layers, n, N, ...). norm: two (N, 1, D), or
-    none. begin: M_0, L weights (N, d_in, d_out) at which a document starts; none if no block needs it. W, S, F: the
-    state, likewise; with to_start W is its difference to M_0.
+    q, k, v: (n, N, c, D). own: the rule's own gates, (n, N, c, 1) each. coefficients: the fields of Coefficients,
+    (gate_layers, n, N, ...). norm: two (N, 1, D), or none. begin: M_0, L weights (N, d_in, d_out) at which a document
+    starts; none if no block needs it. W, S, F: the state, likewise; with to_start W is its difference to M_0.
     """
 
     @staticmethod
@@ -76,7 +76,10 @@ class MemoryScan(torch.autograd.Function):
             begun = kept.pop()
             work, frozen = begun if ctx.plan.keep else (scan.run(blocks, begun)[2], begun[2])
             grads.add(blocks, d_out[blocks.start : blocks.stop].flatten(0, 1), work, frozen)
-        return None, grads.q, grads.k, grads.v, *grads.coefficients, *grads.norm, *grads.begin, *grads.now, *grads.F
+        return (
+            None, grads.q, grads.k, grads.v, *grads.own, *grads.coefficients, *grads.norm, *grads.begin, *grads.now,
+            *grads.F,
+        )  # fmt: skip
 
 
 @dataclass
@@ -84,6 +87,7 @@ class _Work:
     """What a group of K blocks leaves for its backward pass; W, S: at each block's start, (K N, d_in, d_out)."""
 
     keys: dual.Keys
+    aim: dual.Aim
     queries: dual.Queries
     W: list[Tensor]
     S: list[Tensor]
@@ -95,6 +99,8 @@ class _Scan:
     def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, rest):
         layers = plan.network.depth
         self.plan, self.q, self.k, self.v = plan, q, k, v
+        own = len(plan.rule.gates)
+        self.own, rest = tuple(rest[:own]), rest[own:]
         self.coefficients, rest = rest[:COEFFICIENTS], rest[COEFFICIENTS:]
         cut = 2 if plan.network.norm else 0
         self.norm, self.begin, state = rest[:cut], rest[cut : -3 * layers], rest[-3 * layers :]
@@ -118,8 +124,9 @@ class _Scan:
         """State before the group -> outputs (K N, c, D), the state after it, what the backward pass needs."""
         network, layers, count = self.plan.network, self.plan.network.depth, len(blocks)
         gates, norm = self.gates(blocks), self.norms(blocks)
-        q, k, v = (x[blocks.start : blocks.stop].flatten(0, 1) for x in (self.q, self.k, self.v))
-        goals, of_blocks = each(dual.goal(k, v, norm, network), count), each(gates, count)
+        q, k, v, *own = (x[blocks.start : blocks.stop].flatten(0, 1) for x in (self.q, self.k, self.v, *self.own))
+        aim = dual.Aim.of(k, v, tuple(own), norm, network)
+        aims, of_blocks = each(aim, count), each(gates, count)
         W, S, F = state
         now = (*W, *S)
         starts = [w.new_empty(count, *w.shape) for w in now]
@@ -131,7 +138,7 @@ class _Scan:
                     slot.copy_(w)
             now = slots[i]
             F = self.frozen(n, now[:layers], F)
-            keys.append(self.key_side(n, goals[i], of_blocks[i], now[:layers], now[layers:], F))
+            keys.append(dual.key_side(self.k[n], aims[i], self.norm, F, network, self.plan.rule))
             ends = [Ends.of(c) for c in of_blocks[i]]
             dual.write(keys[i], ends, now[:layers], now[layers:], slots[i + 1])
             now = slots[i + 1]
@@ -139,23 +146,7 @@ class _Scan:
         starts = [w.flatten(0, 1) for w in starts]
         W, S = starts[:layers], starts[layers:]
         out, queries = dual.read(q, keys, gates, norm, W, S, self.base, network)
-        return out, (now[:layers], now[layers:], F), _Work(keys, queries, W, S)
-
-    def key_side(
-        self, n: int, goal: Tensor, gates: list[Coefficients], W: Weights, S: Weights, F: Weights
-    ) -> dual.Keys:
-        """Of block n, chunk by chunk; W, S: at its start, F: the weights at which its first gradients are taken."""
-        keys, network = None, self.plan.network
-        for part in self.chunks():
-            frozen = dual.Deferred(part.start, keys, gates, W, S, self.base) if part.start else dual.Held(F)
-            own = dual.key_side(self.k[n][:, part], goal[:, part], self.norm, frozen, network)
-            keys = own if keys is None else joined([keys, own], 1)
-        return keys
-
-    def chunks(self) -> list[slice]:
-        """The tokens of each chunk of a block."""
-        length, chunk = self.k.shape[2], self.plan.chunk
-        return [slice(at, min(at + chunk, length)) for at in range(0, length, chunk)]
+        return out, (now[:layers], now[layers:], F), _Work(keys, dual.Aim(None, aim.v, aim.own), queries, W, S)
 
     def _begun(self, n: int, now: Weights) -> Weights:
         """W and S before block n -> at its start: where a document begins there, at M_0 and 0."""
@@ -184,6 +175,7 @@ class _Gradients:
         layers = scan.plan.network.depth
         self.scan = scan
         self.q, self.k, self.v = (torch.empty_like(x) for x in (scan.q, scan.k, scan.v))
+        self.own = [torch.empty_like(x) for x in scan.own]
         self.coefficients = [torch.zeros_like(c) for c in scan.coefficients]
         self.norm = [torch.zeros_like(p) for p in scan.norm]
         self.begin = [torch.zeros_like(w) for w in scan.begin]
@@ -200,11 +192,10 @@ class _Gradients:
             d_out, work.keys, work.queries, gates, norm, work.W, work.S, scan.base, self.begin, network
         )
         bends = dual.Bends.of(work.keys, ends, norm, network)
-        parts = each([work.keys, bends, ends, read.X, read.G, work.queries.Z, read.A_dz, read.B_dz], count)
-        starts = each([work.W, work.S, gates, read.A, read.B, read.mix], count)
+        parts = each([work.keys, work.aim, bends, ends, read.X, read.G, work.queries.Z, read.A_dz, read.B_dz], count)
         frozen = []
-        for i, n in enumerate(blocks):
-            F = scan.frozen(n, starts[i][0], F)
+        for n, W in zip(blocks, each(work.W, count), strict=True):
+            F = scan.frozen(n, W, F)
             frozen.append(F)
 
         after = [w.new_empty(count, *w.shape) for w in self.now]
@@ -213,8 +204,7 @@ class _Gradients:
             slot.copy_(w)
         writes = [None] * count
         for i in reversed(range(count)):
-            keys, bend, end, dX, dG, Z, A_dz, B_dz = parts[i]
-            W, S, own, dA, dB, d_mix = starts[i]
+            keys, aim, bend, end, dX, dG, Z, A_dz, B_dz = parts[i]
             new_W, new_S = slots[i + 1][:layers], slots[i + 1][layers:]
             dW, dS = slots[i][:layers], slots[i][layers:]
             dual.state_backward(new_W, new_S, end, Z, A_dz, B_dz, (dW, dS))
@@ -222,15 +212,8 @@ class _Gradients:
             alone = scan.plan.new_chunk[blocks[i]] is True and scan.base is None and self.F[0] is None
             dF = list(dW) if alone else self.F
             HW, HS = dual.write_backward(keys, bend, dX, dG, new_W, new_S, end)
-            gradients = dual.Deferrals(dW, dS, self.begin, dA, dB, d_mix, dX, dG)
-            written = []
-            for part in reversed(scan.chunks()):
-                at = dual.Held(frozen[i], dF)
-                if part.start:
-                    at = dual.Deferred(part.start, keys, own, W, S, scan.base, gradients)
-                of_part = tokens([keys, bend, dX, dG], part)
-                written.insert(0, dual.key_side_backward(*of_part, scan.norm, at, network))
-            writes[i] = [joined(written, 1), HW, HS]
+            written = dual.key_side_backward(keys, aim, bend, dX, dG, scan.norm, frozen[i], dF, network, scan.plan.rule)
+            writes[i] = [written, HW, HS]
             if not alone:
                 self._thaw(scan.plan.new_chunk[blocks[i]], dW)
             self._forget(scan.plan.new_document[blocks[i]], slots[i])
@@ -271,8 +254,11 @@ class _Gradients:
         def of_blocks(x: Tensor) -> Tensor:
             return x.unflatten(0, (len(blocks), -1))
 
-        self.q[place], self.v[place] = of_blocks(read.q), of_blocks(-write.y)
-        self.k[place] = of_blocks(write.k + write.y if network.residual else write.k)
+        self.q[place] = of_blocks(read.q)
+        self.v[place] = of_blocks(-write.error if write.v is None else write.v - write.error)
+        self.k[place] = of_blocks(write.k + write.error if network.residual else write.k)
+        for total, part in zip(self.own, write.own, strict=True):
+            total[place] = of_blocks(part)
         for n in range(layers):
             G, W, S, dW, dS = work.keys.G[n], work.W[n], work.S[n], after[n], after[layers + n]
             read.A[n][:, -1:].add_(_inner(dW, W))
@@ -283,8 +269,8 @@ class _Gradients:
             for total, part in zip(self.coefficients, parts, strict=True):
                 total[min(n, len(total) - 1), place].add_(of_blocks(part))
         if network.norm:
-            weight = torch.addcmul(write.upstream * work.keys.error, write.y, work.keys.norm.unit)
-            of_keys = [x.sum(1, keepdim=True) for x in (weight, write.y)]
+            weight = torch.addcmul(write.upstream * work.keys.top, write.error, work.keys.norm.unit)
+            of_keys = [x.sum(1, keepdim=True) for x in (weight, write.error)]
             for total, x, y in zip(self.norm, read.norm, of_keys, strict=True):
                 total += of_blocks(x + y).sum(0)
 

@@ -41,8 +41,3 @@ def joined(each: list, dim: int = 0) -> Any:
     if len(each) == 1:
         return each[0]
     return rebuilt(each[0], (torch.cat(parts, dim) for parts in zip(*map(leaves, each), strict=True)))
-
-
-def tokens(x: Any, part: slice) -> Any:
-    """Tensors (N, c, ...) -> views of some of the c tokens."""
-    return rebuilt(x, (leaf[:, part] for leaf in leaves(x)))

@@ -31,13 +31,16 @@ def checked(config: Config) -> Config:
     for module in config.run.imports:
         _import(module)
     # Not at the top: they import torch, which takes seconds that preparing data, or a mistyped key, should not cost.
+    from titans_pt.kernels.memory.rules import RULES
     from titans_pt.models.mixers import MIXERS, Mixer
     from titans_pt.tasks import TASKS, Task
 
     task = TASKS.find(config.task)
     mixers = {name: find_mixer(name) for name in config.model.kinds}
     model = _with_defaults(config, mixers.values()).model
-    model = _with_sections(model, "model.", mixers, MIXERS)
+    rule = RULES.find(model.memory.rule)
+    memory = _with_sections(model.memory, "model.memory.", {rule.name: rule}, RULES)
+    model = _with_sections(model.model_copy(update={"memory": memory}), "model.", mixers, MIXERS)
     config = _with_sections(config.model_copy(update={"model": model}), "", {config.task: task}, TASKS)
     for owner in (*mixers.values(), task):
         owner.check(config, _need)

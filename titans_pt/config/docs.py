@@ -1,5 +1,5 @@
 """The settings as a JSON schema, for editors, and as a page, for readers: both made from tree.py and from the
-sections of mixers and tasks.
+sections of mixers, memory rules and tasks.
 
 ``python -m titans_pt.config.docs`` in the root of the repository writes configs/schema.json and docs/settings.md.
 Sections inside sections, lists and dicts are followed everywhere; nothing here knows a section by name.
@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, Field, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from titans_pt.config.tree import Config, ModelConfig, Section
+from titans_pt.config.tree import Config, MemoryConfig, ModelConfig, Section
 from titans_pt.registry import Registry
 
 SCHEMA, PAGE = "configs/schema.json", "docs/settings.md"
@@ -48,14 +48,21 @@ file that begins with `# yaml-language-server: $schema=PATH`, where PATH leads f
 
 
 def whole_tree() -> type[Section]:
-    """Config with the sections of all mixers and tasks as ordinary fields."""
+    """Config with the sections of all mixers, memory rules and tasks as ordinary fields."""
     # Not at the top: they import torch.
+    from titans_pt.kernels.memory.rules import RULES
     from titans_pt.models.mixers import MIXERS
     from titans_pt.tasks import TASKS
 
-    model = _with_sections(ModelConfig, MIXERS)
-    field = Field(default=model(), description=Config.model_fields["model"].description)
-    return create_model("Config", __base__=_with_sections(Config, TASKS), model=(model, field))
+    memory = _with_sections(MemoryConfig, RULES)
+    model = _with_field(_with_sections(ModelConfig, MIXERS), "memory", memory)
+    return _with_field(_with_sections(Config, TASKS), "model", model)
+
+
+def _with_field(section: type[Section], name: str, kind: type[Section]) -> type[Section]:
+    """``section`` whose section ``name`` is of ``kind``."""
+    field = Field(default=kind(), description=section.model_fields[name].description)
+    return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **{name: (kind, field)})
 
 
 def _with_sections(section: type[Section], registry: Registry) -> type[Section]:

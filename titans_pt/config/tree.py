@@ -66,6 +66,10 @@ class Section(BaseModel):
     )
 
 
+class NoSettings(Section):
+    """For mixers, tasks and memory rules without settings of their own."""
+
+
 class RunConfig(Section):
     dir: PathName = "runs/default"
     """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
@@ -247,6 +251,14 @@ class HierarchyConfig(Section):
 
 
 class MemoryConfig(Section):
+    """The settings that memory rules share. A rule's own settings are a section with its name, ``model.memory.NAME``,
+    which the rule itself validates."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]]
+
+    rule: str = "titans"
+    """What the memory learns by, by name. titans: the squared error, with momentum and forgetting."""
     n_heads: Positive | None = None
     """Memory heads, each with its own memory MLP of width d_model / n_heads. Null: model.n_heads."""
     depth: Annotated[int, Field(ge=1, le=4)] = 2
@@ -321,6 +333,10 @@ class MemoryConfig(Section):
     save_every: Positive | None = None
     """The backward pass keeps the memory's weights at every save_every-th block and computes those between again:
     less memory, the same result. Null: the square root of the number of blocks."""
+
+    def section(self, rule: str) -> dict[str, Any]:
+        """The given ones of a rule's own settings."""
+        return self.__pydantic_extra__.get(rule, {})
 
 
 class ModelConfig(Section):

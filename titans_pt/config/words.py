@@ -29,8 +29,9 @@ def one_line(error: ValidationError, prefix: str = "", section: type[BaseModel] 
     path = prefix + ".".join(str(part) for part in first["loc"])
     more = f" (and {len(others)} more)" if others else ""
     known = known_paths(section, prefix)
-    # Where sections of mixers and tasks are allowed, a single value can only be a mistyped name.
-    mistyped = first["type"] == "dict_type" and first["loc"][:-1] in ((), ("model",)) and path not in known
+    # Where sections of mixers, memory rules and tasks are allowed, a single value can only be a mistyped name.
+    open_sections = ((), ("model",), ("model", "memory"))
+    mistyped = first["type"] == "dict_type" and first["loc"][:-1] in open_sections and path not in known
     flat = "." in str(first["loc"][-1]) if first["loc"] else False
     if first["type"] == "extra_forbidden" or mistyped or (flat and first["type"] == "dict_type"):
         return unknown_key(path, first["input"], known, flat) + more

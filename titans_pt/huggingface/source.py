@@ -19,6 +19,7 @@ from titans_pt import __version__
 from titans_pt.config import ModelConfig
 from titans_pt.errors import UserError
 from titans_pt.huggingface.modeling import MODELING
+from titans_pt.kernels.memory.rules import RULES, Titans
 from titans_pt.models.mixers import MIXERS
 from titans_pt.token_plans.mixers import planner_of
 
@@ -61,16 +62,18 @@ def source_files(model: ModelConfig) -> dict[str, str]:
     """
     mixers = [MIXERS.find(kind) for kind in model.kinds]
     plans = [planner.__module__ for planner in map(planner_of, mixers) if planner is not None]
-    first = [_START, *(mixer.__module__ for mixer in mixers), *plans]
+    # Titans' own rule comes with every memory.
+    rules = [] if model.memory.rule == Titans.name else [RULES.find(model.memory.rule).__module__]
+    first = [_START, *(mixer.__module__ for mixer in mixers), *rules, *plans]
     ours = {name.partition(".")[0] for name in first}
     modules: dict[str, _Module] = {}
     _collect(first, ours, modules, lambda module: module.needs)  # without what functions import
     others = sorted({top for module in modules.values() for top in module.outside})
     _collect(first, ours, modules, lambda module: module.needs | module.may_need)
     lines = [
-        "", "", "# The mixers register themselves, and so do their token plans.",
+        "", "", "# The mixers register themselves, and so do their memory rule and token plans.",
         *(f"from .{_flat(mixer.__module__)} import {mixer.__qualname__}  # noqa: E402, F401" for mixer in mixers),
-        *(f"from .{_flat(name)} import __name__ as _  # noqa: E402, F401" for name in dict.fromkeys(plans)),
+        *(f"from .{_flat(name)} import __name__ as _  # noqa: E402, F401" for name in dict.fromkeys([*rules, *plans])),
         "", f"# Here transformers looks for packages that are missing: {', '.join(others)}.",
         *(f"import {top}  # noqa: E402, F401" for top in others),
     ]  # fmt: skip

@@ -135,10 +135,13 @@ class HierarchicalMemory(nn.Module):
         """Memory n along q, k, v (B, T, H, D); no row of ``reset`` has more than ``most`` starts."""
         memory = self.memories[n]
         weights, norm = memory.network()
+        theta, eta, alpha, *own = memory.gates(x, v)
         return neural_memory(
-            q, k, v, *memory.gates(x, v), start[n] if start else weights,
+            q, k, v, theta, eta, alpha, start[n] if start else weights,
             network=memory.shape,
             norm=norm,
+            rule=memory.gates.rule,
+            own=tuple(own),
             chunk_size=memory.chunk,
             forget_to=self.config.forget_to,
             initial_state=before,
@@ -184,7 +187,10 @@ class HierarchicalMemory(nn.Module):
 
     def unserved(self, dtype: torch.dtype) -> str | None:
         """Why the fused kernels would not serve the local memories on a GPU; None if they would."""
-        each = (unserved(dtype, memory.shape, memory.config.chunk_size) for memory in self.memories[1:])
+        each = (
+            unserved(dtype, memory.shape, memory.config.chunk_size, rule=memory.gates.rule)
+            for memory in self.memories[1:]
+        )
         return next((reason for reason in each if reason), None)
 
     def scratch_bytes(self) -> int:

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import MemoryConfig
-from titans_pt.kernels.memory import MemoryState, NetworkShape, channelwise, memory_read, neural_memory, unserved
+from titans_pt.kernels.memory import MemoryState, NetworkShape, memory_read, neural_memory, unserved
+from titans_pt.kernels.memory.blockwise import CHANNELWISE_BLOCK
 from titans_pt.kernels.memory.chunked import MAX_BLOCK
+from titans_pt.kernels.memory.rules import Rule
 from titans_pt.kernels.memory.state import state_dtype
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
@@ -33,7 +35,7 @@ def default_step_bound(config: MemoryConfig) -> float:
     A chunk takes C gradients at one point, so the step it makes grows with C: 0.1 holds up to C = 16, 0.03 at
     C = 64, and C times the bound stays below 2 beyond. A quarter of that for three matrices, an eighth for four.
     """
-    bound = min(0.1, 1.9 / config.chunk_size)
+    bound = min(0.1, 1.9 / config.chunk_size) * Rule.of(config).step
     return bound / 2 ** (config.depth - 1) if takes_small_steps(config) else bound
 
 
@@ -60,7 +62,7 @@ def _products(shape: NetworkShape) -> list[int]:
 
 def _block(config: MemoryConfig) -> int:
     """Tokens of a compute block."""
-    return min(config.chunk_size, MAX_BLOCK if config.alpha == "head" else channelwise.BLOCK)
+    return min(config.chunk_size, MAX_BLOCK if config.alpha == "head" else CHANNELWISE_BLOCK)
 
 
 def inner_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
@@ -79,7 +81,7 @@ def inner_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
 
 
 def stale_flops(shape: NetworkShape) -> Flops:
-    """Per token and head of a memory that is read as it was at its chunk's start (kernels/memory/stale.py): keys
+    """Per token and head of a memory that is read as it was at its chunk's start (kernels/memory/blockwise.py): keys
     forward and back, two sums over the chunk, queries forward; in the backward pass all of it again, and twice."""
     once = sum(4 * x for x in _products(shape)) + sum(_products(shape)[1:])
     return Flops(once, 3 * once)
@@ -130,8 +132,9 @@ def _logit(gate: float, hard: bool = False) -> float:
 
 
 class MemoryGates(nn.Module):
-    """x (B, T, d_model) -> theta, eta, alpha, each (B, T, H), or (B, T, H, L) with per_layer_gates; fp32. alpha is
-    (B, T, H, channels) with alpha="channel", from two linear layers of a low rank between them.
+    """x (B, T, d_model) -> theta, eta, alpha, each (B, T, H), or (B, T, H, L) with per_layer_gates, and the memory
+    rule's own gates, each (B, T, H); fp32. alpha is (B, T, H, channels) with alpha="channel", from two linear layers of
+    a low rank between them.
 
     theta = bound (1 - eta) gate(.): whatever the outer loop learns, the inner loop stays inside its stable region. What
     a token writes is theta times an error that grows with its value, and so does the curvature that a step meets; deep
@@ -140,7 +143,7 @@ class MemoryGates(nn.Module):
     non-linearity, and softplus is the usual one for a step without a bound (Mamba's, for example).
     """
 
-    sharding = {"linear": Shard.COLUMN, "alpha_in": Shard.SUMMED, "alpha_out": Shard.COLUMN}
+    sharding = {"linear": Shard.COLUMN, "alpha_in": Shard.SUMMED, "alpha_out": Shard.COLUMN, "own": Shard.COLUMN}
     per_rank = ("n_heads",)
 
     def __init__(self, d_model: int, n_heads: int, config: MemoryConfig, channels: int):
@@ -157,6 +160,8 @@ class MemoryGates(nn.Module):
             self.alpha_out = nn.Linear(config.alpha_rank, n_heads * channels)
         self.kinds = 3 if self.alpha_out is None else 2
         self.linear = nn.Linear(d_model, self.kinds * n_heads * self.layers)
+        self.rule = Rule.of(config)
+        self.own = nn.Linear(d_model, n_heads * len(self.rule.gates)) if self.rule.gates else None
 
     def own_initialisation(self):
         """Gates start nearly constant at their configured values.
@@ -175,11 +180,15 @@ class MemoryGates(nn.Module):
             self.linear.bias.view(self.n_heads, self.layers, self.kinds).copy_(torch.tensor(starts[: self.kinds]))
             if self.alpha_out is not None:
                 self.alpha_out.bias.fill_(starts[2])
+            if self.own is not None:
+                gates = self.rule.gates.values()
+                begin = [_logit(gate.start) if gate.share else math.log(math.expm1(gate.start)) for gate in gates]
+                self.own.bias.view(self.n_heads, -1).copy_(torch.tensor(begin))
             if hard:
                 linear = self.linear.weight.view(self.n_heads, self.layers, self.kinds, -1)[:, :, 2:]
                 (linear if self.alpha_out is None else self.alpha_out.weight).zero_()
 
-    def forward(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """v (B, T, H, D): the values that will be written."""
         raw = self.linear(x)
         raw = raw.to(state_dtype(x))
@@ -205,11 +214,18 @@ class MemoryGates(nn.Module):
         if self.layers == 1:
             theta, eta = theta.squeeze(-1), eta.squeeze(-1)
             alpha = alpha.squeeze(-1) if self.alpha_out is None else alpha
-        return theta, eta, alpha
+        return theta, eta, alpha, *self._own(x)
+
+    def _own(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.own is None:
+            return ()
+        raw = self.own(x).to(state_dtype(x)).unflatten(-1, (self.n_heads, -1)).unbind(-1)
+        gates = zip(self.rule.gates.values(), raw, strict=True)
+        return tuple(torch.sigmoid(r) if gate.share else F.softplus(r) for gate, r in gates)
 
     def flops(self) -> Flops:
         """Per token."""
-        linear = (self.linear, self.alpha_in, self.alpha_out)
+        linear = (self.linear, self.alpha_in, self.alpha_out, self.own)
         return sum((product(x.in_features, x.out_features) for x in linear if x is not None), Flops(0, 0))
 
 
@@ -328,10 +344,13 @@ class NeuralMemory(nn.Module):
         weights, norm = self.network()
         if start is None and state and state.start:
             start = tuple(w[0] for w in state.start)
+        theta, eta, alpha, *own = self.gates(x, v)
         y, memory = neural_memory(
-            q, k, v, *self.gates(x, v), start or weights,
+            q, k, v, theta, eta, alpha, start or weights,
             network=self.shape,
             norm=norm,
+            rule=self.gates.rule,
+            own=tuple(own),
             chunk_size=self.config.chunk_size,
             forget_to=self.config.forget_to,
             initial_state=state and state.memory,
@@ -375,7 +394,7 @@ class NeuralMemory(nn.Module):
 
     def unserved(self, dtype: torch.dtype) -> str | None:
         """Why the fused kernels would not serve it on a GPU, for inputs of ``dtype``; None if they would."""
-        return unserved(dtype, self.shape, self.config.chunk_size, self.config.alpha == "channel")
+        return unserved(dtype, self.shape, self.config.chunk_size, self.config.alpha == "channel", rule=self.gates.rule)
 
     def scratch_bytes(self) -> int:
         """Of the fused kernels, shared by all layers."""

@@ -36,7 +36,7 @@ class _Call:
 
     k: Tensor
     v: Tensor
-    gates: tuple[Tensor, Tensor, Tensor]
+    gates: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     norm: tuple[Tensor, Tensor] | None
     state: MemoryState | None
@@ -120,7 +120,7 @@ class MemoryObserver:
         if before:
             past, call = call.cut(before)
             _, state = neural_memory(
-                past.k, past.k, past.v, *past.gates, past.weights, output_final_state=True, **self._options(past)
+                past.k, past.k, past.v, *past.gates[:3], past.weights, output_final_state=True, **self._options(past)
             )
             call.state = state
         return MemoryFigures(*(figure.float().cpu() for figure in self._figures(call)))
@@ -128,6 +128,8 @@ class MemoryObserver:
     def _options(self, call: _Call) -> dict:
         return {
             "network": self.memory.shape,
+            "rule": self.memory.gates.rule,
+            "own": call.gates[3:],
             "norm": call.norm,
             "chunk_size": self.memory.config.chunk_size,
             "forget_to": self.memory.config.forget_to,
@@ -136,8 +138,8 @@ class MemoryObserver:
         }
 
     def _figures(self, call: _Call) -> tuple[Tensor, ...]:
-        trace = memory_trace(call.k, call.v, *call.gates, call.weights, **self._options(call))
-        gates = (gate.mean(-1) if gate.dim() == 4 else gate for gate in call.gates)
+        trace = memory_trace(call.k, call.v, *call.gates[:3], call.weights, **self._options(call))
+        gates = (gate.mean(-1) if gate.dim() == 4 else gate for gate in call.gates[:3])
         return trace.surprise, *gates, trace.weight_norm, trace.momentum_norm
 
     def close(self):

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titans_pt.config import Config, Section
+from titans_pt.config import Config, NoSettings, Section
 from titans_pt.models.backbone import Backbone
-from titans_pt.models.mixers.base import Need, NoSettings
+from titans_pt.models.mixers.base import Need
 from titans_pt.parallel import RankGroup
 from titans_pt.registry import Registry
 from titans_pt.runs.folder import RunFolder

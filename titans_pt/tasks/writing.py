@@ -22,7 +22,7 @@ def write_gates(model: nn.Module, collect: bool = True) -> Iterator[list[Tensor]
     gates: list[Tensor] = []
 
     def note(module: MemoryGates, _: Any, made: tuple[Tensor, ...]):
-        theta, eta, _ = made
+        theta, eta, *_ = made
         gates.append(theta / (module.bound * (1 - eta)))
 
     watched = [module for module in model.modules() if isinstance(module, MemoryGates)] if collect else []

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from titans_pt.kernels.memory.call import rule_alone
 from titans_pt.kernels.memory.native import token as memory_token
 from titans_pt.kernels.one_token import Map, Maps, memory_gates
 from titans_pt.layers.convolution import ShortConvolution
@@ -23,7 +24,7 @@ from titans_pt.token_plans.plan import TokenPlan, Unplanned, own, plain, weight_
 def memory_plan(memory: nn.Module, x: Tensor) -> TokenPlan:
     """x (B, d_model) -> what the memory makes of it."""
     memory = own(memory, NeuralMemory)
-    if memory_token.unserved(x, memory.shape):
+    if rule_alone(memory.gates.rule) or memory_token.unserved(x, memory.shape):
         raise Unplanned
     gates = plain(memory.gates, MemoryGates)
     maps = [projection_map(part, x) for part in (memory.q, memory.k, memory.v)]

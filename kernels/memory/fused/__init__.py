@@ -11,43 +11,27 @@ configurations.py what is served, and with which launch parameters
 import torch
 from torch import Tensor
 
+from titans_pt.kernels.memory.call import MemoryCall
 from titans_pt.kernels.memory.fused.configurations import STEP_TOKENS, unsupported
 from titans_pt.kernels.memory.fused.operators import memory, memory_step
-from titans_pt.kernels.memory.network import NetworkShape
-from titans_pt.kernels.memory.state import MemoryState, Weights, choose
+from titans_pt.kernels.memory.state import MemoryState, choose
 
 __all__ = ["fused_memory", "unsupported"]
 
 
-def fused_memory(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    theta: Tensor,
-    eta: Tensor,
-    alpha: Tensor,
-    weights: Weights,
-    *,
-    network: NetworkShape,
-    norm: Weights | None,
-    chunk_size: int,
-    forget_to: str,
-    initial_state: MemoryState | None,
-    reset: Tensor | None,
-    max_resets: int | None,
-    save_every: int | None,
-) -> tuple[Tensor, MemoryState]:
-    """Arguments as in :func:`titans_pt.kernels.memory.neural_memory`; gates (B, T, H, 1 or L). Memory: operators.Call.
+def fused_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
+    """Outputs (B, T, H, D) in q's dtype, and the state after them. Memory: operators.Call.
 
     Host and device do not wait for each other, except for a ``reset`` on the GPU without ``max_resets``: how many there
     are decides how much is allocated, so they are counted. The state's offset comes to the GPU and stays there.
     """
-    q, k, v = (x.to(q.dtype).contiguous() for x in (q, k, v))
-    gates = [g.float().contiguous() for g in (theta, eta, alpha)]
-    begin = torch.stack([w.float().flatten(1) for w in weights], 1)
-    affine = None if norm is None else torch.stack([p.float() for p in norm])
+    network, reset, chunk_size, initial_state = call.network, call.reset, call.chunk_size, call.state
+    q, k, v = (x.to(call.q.dtype).contiguous() for x in (call.q, call.k, call.v))
+    gates = [g.float().contiguous() for g in (call.theta, call.eta, call.alpha)]
+    begin = torch.stack([w.float().flatten(1) for w in call.weights], 1)
+    affine = None if call.norm is None else torch.stack([p.float() for p in call.norm])
     batch, length = q.shape[:2]
-    offset, resets, to_start = None, 0, forget_to == "start"
+    offset, resets, to_start = None, 0, call.to_start
     if initial_state is None:
         start = begin.expand(batch, *begin.shape)
         state = torch.stack([start, torch.zeros_like(start), start])
@@ -57,7 +41,7 @@ def fused_memory(
         state = torch.stack([torch.stack([w.float().flatten(2) for w in group], 2) for group in groups])
         before = offset = initial_state.offset.to(q.device, non_blocking=True)
     if reset is not None:
-        resets = int(reset.sum(1).max()) if max_resets is None else max_resets
+        resets = int(reset.sum(1).max()) if call.max_resets is None else call.max_resets
         reset = reset.to(q.device, non_blocking=True)
     after = _offset_after(before, reset, length, chunk_size)
 
@@ -70,7 +54,7 @@ def fused_memory(
         if to_start:  # weights as differences to M_0
             base = torch.stack([begin, torch.zeros_like(begin), begin]).unsqueeze(1)
             tensors[-1] = state - base
-        out, state, _ = memory(*tensors, offset, reset, chunk_size, resets, *form, save_every or 0, keep)
+        out, state, _ = memory(*tensors, offset, reset, chunk_size, resets, *form, call.save_every or 0, keep)
         if to_start:
             state = state + base
 

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from titans_pt.kernels import native
+from titans_pt.kernels.memory.call import Backend, MemoryCall, rule_alone
 from titans_pt.kernels.memory.native import ACTIVATIONS, MAX_LAYERS
 from titans_pt.kernels.memory.native import unserved as of_source
 from titans_pt.kernels.memory.network import NetworkShape
-from titans_pt.kernels.memory.state import MemoryState, Weights, choose
+from titans_pt.kernels.memory.state import MemoryState, Weights, choose, state_dtype
 
 SOURCE = Path(__file__).with_name("token.c")
 
@@ -34,15 +35,6 @@ class _Inputs(ctypes.Structure):
 
 class _Outputs(ctypes.Structure):
     _fields_ = [("out", ctypes.c_void_p), ("W", _Layers), ("S", _Layers)]
-
-
-def serves(q: Tensor, network: NetworkShape, state: MemoryState | None, reset: Tensor | None) -> bool:
-    """Whether :func:`next_token` takes a call with queries like these, (B, T, H, D)."""
-    if q.shape[1] != 1 or state is None or reset is not None or torch.is_grad_enabled():
-        return False
-    if torch.compiler.is_compiling() or any(w.dtype != q.dtype for w in state.weights):
-        return False
-    return unserved(q, network) is None
 
 
 def unserved(x: Tensor, network: NetworkShape) -> str | None:
@@ -132,28 +124,31 @@ class MemoryRecall:
         native.run(self._function, self._rows, self._operations, *self._arguments)
 
 
-def next_token(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: tuple[Tensor, Tensor, Tensor],
-    start: Weights,
-    state: MemoryState,
-    *,
-    network: NetworkShape,
-    norm: Weights | None,
-    chunk_size: int,
-    to_start: bool,
-) -> tuple[Tensor, MemoryState]:
-    """What a call of one token gives: nothing is cut into blocks, nothing is kept for gradients.
-
-    q, k, v (B, 1, H, D); gates (B, 1, H, 1 or L); start (H, d_in, d_out), M_0; norm two (H, D), all of one dtype.
-    """
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    gates, norm = (None if group is None else tuple(x.contiguous() for x in group) for group in (gates, norm))
-    token = MemoryToken(q, k, v, gates, network=network, norm=norm, chunk_size=chunk_size, to_start=to_start)
-    state = token(start, state)
+def next_token(call: MemoryCall) -> tuple[Tensor, MemoryState]:
+    """What a call of one token gives: nothing is cut into blocks, nothing is kept for gradients."""
+    dtype = state_dtype(call.q)
+    q, k, v, *gates = (x.to(dtype).contiguous() for x in (call.q, call.k, call.v, call.theta, call.eta, call.alpha))
+    norm = None if call.norm is None else tuple(p.to(dtype).contiguous() for p in call.norm)
+    token = MemoryToken(
+        q, k, v, tuple(gates), network=call.network, norm=norm, chunk_size=call.chunk_size, to_start=call.to_start
+    )
+    assert call.state is not None
+    state = token(tuple(w.to(dtype) for w in call.weights), call.state)
     return token.out, state
+
+
+def _unserved(call: MemoryCall) -> str | None:
+    dtype = state_dtype(call.q)
+    if reason := rule_alone(call.rule, call.channelwise, call.stale):
+        return reason
+    if call.q.shape[1] != 1 or call.state is None or call.reset is not None or torch.is_grad_enabled():
+        return "it is not one token of a stream, without gradients"
+    if torch.compiler.is_compiling() or any(w.dtype != dtype for w in call.state.weights):
+        return "a graph is being compiled, or the state has another dtype than its memory's"
+    return unserved(call.q.new_empty(0, dtype=dtype), call.network)
+
+
+TOKEN = Backend(_unserved, next_token)
 
 
 def _where(rows: list[bool], yes: Weights, no: Weights) -> Weights:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titans_pt.kernels.memory import MemoryState, NetworkShape, chunked, native, neural_memory
+from titans_pt.kernels.memory import MemoryState, NetworkShape, native, neural_memory
 
 DUAL = ["chunked", *([] if native.unserved(torch.zeros(1), NetworkShape(4, 4)) else ["native"])]
 """Implementations of the dual form that there are on this machine."""
@@ -122,9 +122,7 @@ def test_ragged_lengths(T, C):
 
 @pytest.mark.parametrize("forget_to", ["start", "zero"])
 @pytest.mark.parametrize(("C", "T"), [(1, 70), (5, 130), (8, 150), (16, 150)])
-def test_many_chunks_in_a_block(C, T, forget_to, monkeypatch):
-    """What a block writes is deferred to its end, in any number of chunks."""
-    monkeypatch.setattr(chunked, "DEFER_BELOW", 64)
+def test_short_chunks_cut_by_documents(C, T, forget_to):
     tensors = make(2, T, 1, 8, 12, 2, per_layer=True, seed=C)
     tensors[5] = 0.05 * tensors[5]  # a memory that forgets all is ill-conditioned
     reset = torch.zeros(2, T, dtype=torch.bool)

@@ -5,7 +5,6 @@ from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.kernels import native
 from titans_pt.kernels.memory import chunked, dispatch
-from titans_pt.kernels.memory.fused import fused_memory
 from titans_pt.models import build_model
 from titans_pt.tasks import Task, task_of
 from titans_pt.tasks.language import Language
@@ -82,7 +81,7 @@ def test_a_gpu_without_one_is_what_its_kernels_keep(config, monkeypatch):
     )
     monkeypatch.setattr("titans_pt.kernels.memory.fused.operators.SCRATCH_BYTES", 1 << 18)
     estimate = _activation_bytes(Language(settings), 2, gpu=True)
-    monkeypatch.setattr(dispatch, "_fused", lambda *_: fused_memory)
+    monkeypatch.setattr(dispatch, "chosen", lambda *_: dispatch.TRITON)
     model = build_model(settings.model).bfloat16()
     with _FusedNorms(), _Saved(model) as saved:
         model(torch.zeros(2, 128, dtype=torch.int64), head=False, output_final_state=False)

@@ -6,7 +6,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from titans_pt.config import Config, ModelConfig, Section
+from titans_pt.config import Config, ModelConfig, NoSettings, Section
 from titans_pt.config.values import typed
 from titans_pt.config.words import one_line
 from titans_pt.errors import UserError
@@ -18,10 +18,6 @@ from titans_pt.registry import Registry
 
 MIXERS: "Registry[type[Mixer]]" = Registry("titans_pt.models.mixers", "model.mixers")
 """Every mixer by the name that ``model.mixers`` gives it."""
-
-
-class NoSettings(Section):
-    """For mixers without settings."""
 
 
 class Need(Protocol):

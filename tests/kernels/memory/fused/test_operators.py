@@ -10,7 +10,7 @@ import torch
 from tests.kernels.memory.fused import cases
 from tests.kernels.memory.fused.cases import DEVICE, Case, arguments, assert_equal, error, inputs, limits, run
 from titans_pt.kernels.memory import NetworkShape, neural_memory
-from titans_pt.kernels.memory.fused import fused_memory, layout, operators, scan
+from titans_pt.kernels.memory.fused import layout, operators, scan
 
 SMALL = Case(T=20, H=1, depth=1)
 
@@ -71,19 +71,20 @@ def test_auto_on_a_cpu_is_the_dual_form_without_a_warning(monkeypatch):
 
 def test_what_falls_back_says_why_once():
     from titans_pt.kernels.memory import dispatch
+    from titans_pt.kernels.memory.call import MemoryCall
 
-    class OnGPU:
-        """As much of a tensor as the choice looks at."""
-
-        device, dtype = torch.device("cuda"), torch.float32
+    def on_gpu(width: int, **options) -> MemoryCall:
+        x, gate = torch.empty(1, 16, 1, width, device="meta"), torch.empty(1, 16, 1, 1, device="meta")
+        return MemoryCall(x, x, x, gate, gate, gate, (), NetworkShape(width, width, 1), **options)
 
     dispatch.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="head width 48 is none of"):
-        assert dispatch._fused(OnGPU, NetworkShape(48, 48, 1), 16, False, "auto") is None
+        assert dispatch.chosen(on_gpu(48), "auto") is dispatch.CHUNKED
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert dispatch._fused(OnGPU, NetworkShape(48, 48, 1), 16, False, "auto") is None
-    assert dispatch._fused(OnGPU, NetworkShape(32, 32, 1), 16, False, "auto") is fused_memory
+        assert dispatch.chosen(on_gpu(48), "auto") is dispatch.CHUNKED
+        assert dispatch.chosen(on_gpu(32, stale=True), "auto") is dispatch.BLOCKWISE  # never theirs: no warning
+    assert dispatch.chosen(on_gpu(32), "auto") is dispatch.TRITON
 
 
 def test_what_no_gpu_could_launch_is_refused(monkeypatch):

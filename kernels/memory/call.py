@@ -1,0 +1,136 @@
+"""One call of the memory, and what it means to serve one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from titans_pt.kernels.memory.mlp import ACTIVATIONS
+from titans_pt.kernels.memory.network import NetworkShape
+from titans_pt.kernels.memory.rules import TITANS, Own, Rule
+from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
+
+FORGET_TO = ("start", "zero")
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryCall:
+    """All that an implementation is given; see :func:`titans_pt.kernels.memory.neural_memory` for each.
+
+    q, k, v: (B, T, H, D). theta, eta: (B, T, H, 1 or L); alpha also (B, T, H, network.channels); own: each (B, T, H,
+    1); gates in the dtype of states. weights: L tensors (H, d_in, d_out). norm: two (H, D), or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    theta: Tensor
+    eta: Tensor
+    alpha: Tensor
+    weights: Weights
+    network: NetworkShape
+    norm: Weights | None = None
+    rule: Rule = TITANS
+    own: Own = ()
+    chunk_size: int = 16
+    forget_to: str = "zero"
+    state: MemoryState | None = None
+    reset: Tensor | None = None
+    max_resets: int | None = None
+    save_every: int | None = None
+    stale: bool = False
+
+    @property
+    def to_start(self) -> bool:
+        return self.forget_to == "start"
+
+    @property
+    def channelwise(self) -> bool:
+        """Whether every channel has an alpha."""
+        return self.alpha.shape[-1] != self.theta.shape[-1]
+
+    def of_rows(self) -> "MemoryCall":
+        """The same call as PyTorch's operators want it: everything in the dtype of states, weights (B, H, d_in, d_out)
+        and norm (B, H, D) of each row, and a state."""
+        batch, dtype = self.q.shape[0], state_dtype(self.q)
+        return replace(
+            self,
+            q=self.q.to(dtype),
+            k=self.k.to(dtype),
+            v=self.v.to(dtype),
+            weights=tuple(w.to(dtype).expand(batch, *w.shape) for w in self.weights),
+            norm=None if self.norm is None else tuple(p.to(dtype).expand(batch, *p.shape) for p in self.norm),
+            state=self.state or MemoryState.initial(self.weights, batch, dtype),
+        )
+
+    def check(self):
+        """A message is put together only where something is wrong: generation asks for every token.
+
+        Raises:
+            ValueError: shapes or a network that do not fit.
+        """
+        q, k, v, theta, eta, alpha, weights = self.q, self.k, self.v, self.theta, self.eta, self.alpha, self.weights
+        network, norm = self.network, self.norm
+        if q.dim() != 4 or q.shape != k.shape or q.shape != v.shape or not q.numel():
+            wrong(f"q, k, v must share one shape (B, T, H, D) without zeros, got {[tuple(x.shape) for x in (q, k, v)]}")
+        batch, length, heads, width = q.shape
+        shapes = ((batch, length, heads, 1), (batch, length, heads, len(weights)))
+        channels = (batch, length, heads, network.channels)
+        if theta.shape != eta.shape or theta.shape not in shapes or alpha.shape not in (theta.shape, channels):
+            wrong(
+                f"theta, eta, alpha must share one of the shapes {((batch, length, heads), *shapes)}, or alpha have "
+                f"{channels}, got {[tuple(g.shape) for g in (theta, eta, alpha)]}"
+            )
+        own = (batch, length, heads, 1)
+        if len(self.own) != len(self.rule.gates) or any(gate.shape != own for gate in self.own):
+            wrong(
+                f"own must have a (B, T, H)={own[:3]} for each gate of the rule {self.rule.name}, "
+                f"{', '.join(self.rule.gates) or 'none'}; got {[tuple(gate.shape[:3]) for gate in self.own]}"
+            )
+        ends = [width, *(w.shape[2] for w in weights)]
+        if ends[-1] != width or any(w.shape[:2] != (heads, d) for w, d in zip(weights, ends[:-1], strict=True)):
+            wrong(
+                f"weights must chain (H, d_in, d_out) from D to D with H={heads}, D={width}, "
+                f"got {[tuple(w.shape) for w in weights]}"
+            )
+        if norm is not None and any(p.shape != (heads, width) for p in norm):
+            wrong(f"norm must be two ({heads}, {width})")
+        found = NetworkShape.of(weights, norm, network.residual, network.activation)
+        if found.layers != network.layers or found.norm != network.norm:
+            wrong(f"weights and norm are those of {found}, not of {network}")
+        if network.activation not in ACTIVATIONS:
+            wrong(f"activation {network.activation!r} is none of {', '.join(ACTIVATIONS)}")
+        if self.chunk_size < 1:
+            wrong(f"chunk_size {self.chunk_size} must be at least 1")
+        if self.forget_to not in FORGET_TO:
+            wrong(f"forget_to {self.forget_to!r} is none of {', '.join(FORGET_TO)}")
+        if self.state is not None and len(self.state.offset) != batch:
+            wrong(f"initial_state has {len(self.state.offset)} rows, q has {batch}")
+        if self.reset is not None and (self.reset.dtype != torch.bool or self.reset.shape != q.shape[:2]):
+            wrong(f"reset must be bool ({batch}, {length})")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation.
+
+    serves: why it would not take a call, None if it would. run: outputs (B, T, H, D) and the state after them.
+    """
+
+    serves: Callable[[MemoryCall], str | None]
+    run: Callable[[MemoryCall], tuple[Tensor, MemoryState]]
+
+
+def rule_alone(rule: Rule, channelwise: bool = False, stale: bool = False) -> str | None:
+    """Why kernels that know Titans' own rule alone, with one alpha for a matrix and reads of M_t, do not serve; None if
+    they do."""
+    if rule != TITANS:
+        return f"the memory rule is {rule.name} (model.memory.rule); titans is served"
+    if channelwise:
+        return "alpha has one value per channel (model.memory.alpha=channel); alpha=head is served"
+    return "tokens read the memory of their chunk's start (stale)" if stale else None
+
+
+def wrong(message: str):
+    raise ValueError(f"neural_memory: {message}")

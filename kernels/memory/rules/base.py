@@ -1,0 +1,142 @@
+"""The contract of a memory rule: the loss that the memory learns by, and what its gates do with the gradient."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from titans_pt.config import MemoryConfig, NoSettings, Section
+from titans_pt.config.values import typed
+from titans_pt.config.words import one_line
+from titans_pt.errors import UserError
+from titans_pt.kernels.memory.coefficients import coefficients
+from titans_pt.registry import Registry
+
+RULES: "Registry[type[Rule]]" = Registry("titans_pt.kernels.memory.rules", "model.memory.rule")
+"""Every rule by the name that ``model.memory.rule`` gives it."""
+
+Own = tuple[Tensor, ...]
+"""What a rule's own gates say of tokens, in the order of :attr:`Rule.gates`: each (..., 1)."""
+
+
+@dataclass(frozen=True)
+class OwnGate:
+    """A number per token and head that a rule reads off the token, beside theta, eta and alpha.
+
+    share: True for a sigmoid, in (0, 1); False for a softplus, above 0. start: its value at initialisation.
+    """
+
+    start: float
+    share: bool = False
+
+
+class Rule:
+    """One memory rule. A frozen value: two rules of one class with equal settings are equal.
+
+    A rule is one file: it subclasses this, is decorated with ``@RULES.register``, and nothing outside knows its name.
+    :meth:`loss` is all that it must have. The memory then follows, of each weight matrix,
+
+        S_t = eta_t S_{t-1} - theta_t grad_W loss(M(k_t), v_t)       M_t = (1 - alpha_t) M_{t-1} + S_t
+
+    and a rule that moves M otherwise says so in :meth:`update` and :meth:`coefficients`, which tests compare.
+    docs/architecture.md has the recipe.
+    """
+
+    name: ClassVar[str]
+    """What ``model.memory.rule`` calls it."""
+    Settings: ClassVar[type[Section]] = NoSettings
+    """Its own section of the settings, ``model.memory.<name>``."""
+    gates: ClassVar[dict[str, OwnGate]] = {}
+    """Its own gates, by name."""
+    step: ClassVar[float] = 1.0
+    """How much larger than the squared loss's the steps may be that keep the memory stable: a factor of the step bound,
+    where model.memory.step_bound is null."""
+
+    def __init__(self, settings: Section | None = None):
+        self.settings = settings or self.Settings()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.settings == self.settings
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.settings.model_dump_json()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.settings!r})"
+
+    @classmethod
+    def of(cls, config: MemoryConfig) -> "Rule":
+        """The rule that settings name, with its own section of them.
+
+        Raises:
+            UserError: there is none of that name, or a setting of its own is wrong.
+        """
+        found = RULES.find(config.rule)
+        path = f"model.memory.{found.name}"
+        try:
+            settings = found.Settings.model_validate(typed(config.section(found.name), found.Settings, path))
+        except ValidationError as error:
+            raise UserError(one_line(error, f"{path}.", found.Settings)) from None
+        return found(settings)
+
+    # ---- the loss
+
+    def loss(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
+        """(..., D) -> (...): what M(k) = v + ``error`` costs.
+
+        Args:
+            error: M(k) - v.
+            v: the value itself, for losses of more than the error.
+            own: its own gates, each (..., 1).
+        """
+        raise NotImplementedError
+
+    def gradient(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
+        """The loss's gradient in M(k), (..., D); differentiable where gradients are wanted. By autograd, unless a rule
+        has a formula, which is faster."""
+        wanted = torch.is_grad_enabled()
+        with torch.enable_grad():
+            error = error if error.requires_grad else error.detach().requires_grad_()
+            (found,) = torch.autograd.grad(self.loss(error, v, own).sum(), error, create_graph=wanted)
+        return found
+
+    def gradient_backward(
+        self, upstream: Tensor, error: Tensor, v: Tensor, own: Own
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """The gradients of :meth:`gradient`'s arguments from that of its result, ``upstream``: of error, of v beyond
+        what comes through the error (None: nothing), and of each gate."""
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (error, v, *own)]
+            found = self.gradient(leaves[0], leaves[1], tuple(leaves[2:]))
+            if not found.requires_grad:
+                return torch.zeros_like(error), None, [torch.zeros_like(gate) for gate in own]
+            d_error, d_v, *d_own = torch.autograd.grad(found, leaves, upstream, allow_unused=True)
+        d_own = [torch.zeros_like(gate) if d is None else d for gate, d in zip(own, d_own, strict=True)]
+        return torch.zeros_like(error) if d_error is None else d_error, d_v, d_own
+
+    # ---- what the gates do with it
+
+    def update(
+        self, weights: Tensor, momentum: Tensor, gradient: Tensor, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own
+    ) -> tuple[Tensor, Tensor]:
+        """One token, by the definition: M and S (..., d_in, d_out) after it. Gates broadcast against them.
+
+        weights: M, or with forget_to="start" its difference to M_0, which is what is forgotten.
+        """
+        momentum = eta * momentum - theta * gradient
+        return (1 - alpha) * weights + momentum, momentum
+
+    def coefficients(
+        self, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """The same for blocks of c tokens at once: the fields of kernels.memory.coefficients.Coefficients. They say how
+        much of the block's first M and S, and of each token's gradient, there is in M and S at each of its tokens.
+
+        Args:
+            theta, eta, alpha: (G, n, N, c) of n blocks; G is 1, or the memory's layers.
+            own: each (n, N, c, 1).
+            valid: (n, N, c), or None where all tokens are; one that is not changes nothing.
+        """
+        return coefficients(theta, eta, alpha, valid)
