@@ -11,6 +11,7 @@ import pytest
 from torch import nn
 
 from titans_pt.config import Config
+from titans_pt.kernels.memory.rules import RULES, OwnGate, Rule
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.backbone import Backbone
 from titans_pt.models.mixers.base import MIXERS, Mixer
@@ -19,7 +20,8 @@ from titans_pt.tasks.base import TASKS, Samples, Task, TaskData
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/architecture.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
-CLASSES = {c.__name__: c for c in (Mixer, Task, TaskData, Samples, Shard, Backbone)}
+CLASSES = {c.__name__: c for c in (Mixer, Rule, OwnGate, Task, TaskData, Samples, Shard, Backbone)}
+RECIPES = [("mixer", Mixer), ("memory rule", Rule), ("task", Task)]
 RECURRENT = {
     "memory": "neural_memory", "linear_memory": "linear_memory", "channel_scan": "channel_scan",
     "ttt_memory": "ttt_memory",
@@ -46,14 +48,14 @@ def public(cls: type) -> set[str]:
 # ---- the recipes
 
 
-@pytest.mark.parametrize("recipe, cls", [("mixer", Mixer), ("task", Task)])
+@pytest.mark.parametrize("recipe, cls", RECIPES)
 def test_a_recipe_lists_every_member(recipe, cls):
     listed = [words(cell)[0] for cell in column(f"Recipe: add a {recipe}", "member")]
     assert len(listed) == len(set(listed))
     assert set(listed) == public(cls)
 
 
-@pytest.mark.parametrize("recipe, cls", [("mixer", Mixer), ("task", Task)])
+@pytest.mark.parametrize("recipe, cls", RECIPES)
 def test_what_a_recipe_always_asks_for_has_no_default(recipe, cls):
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", SECTIONS[f"Recipe: add a {recipe}"], re.M)
     needed = {name for name in public(cls) if not hasattr(cls, name)}
@@ -67,7 +69,8 @@ def _raises(member) -> bool:
 
 def test_what_the_recipe_says_of_a_mixer_is_so():
     assert Mixer.ends == ("out",) and issubclass(Mixer, nn.Module)
-    for registry, folder in ((MIXERS, "titans_pt/models/mixers"), (TASKS, "titans_pt/tasks")):
+    folders = (MIXERS, "titans_pt/models/mixers"), (RULES, "titans_pt/kernels/memory/rules"), (TASKS, "titans_pt/tasks")
+    for registry, folder in folders:
         assert registry.package == folder.replace("/", ".")
 
 
@@ -99,7 +102,7 @@ def _is_setting(path: str) -> bool:
 
 
 def test_everything_that_the_page_names_exists():
-    members = public(Mixer) | public(Task)
+    members = public(Mixer) | public(Rule) | public(Task)
     files = {word for cell in column("Recipe: add a kernel", "file") for word in words(cell)}
     common, entry = import_module("titans_pt.kernels.common"), import_module("titans_pt.kernels.linear_memory.dispatch")
     keywords = inspect.signature(entry.linear_memory).parameters
@@ -112,8 +115,10 @@ def test_everything_that_the_page_names_exists():
         known = (
             word in files or word in members or word in keywords or hasattr(common, word) or hasattr(entry, word)
             or owner in CLASSES and (not member or member in public(CLASSES[owner]) | set(dir(CLASSES[owner])))
-            or word in {"@MIXERS.register", "@TASKS.register", "@plans(CLASS)", "__init__(config)", "out", "titans"}
-            or re.match(r"make \w+$|titans train |torchrun |task=NAME$", word) or _is_setting(word.partition("=")[0])
+            or word in {"@MIXERS.register", "@RULES.register", "@TASKS.register", "@plans(CLASS)"}
+            or word in {"__init__(config)", "out", "titans"}
+            or re.match(r"make \w+$|titans train |torchrun |task=NAME$|model\.memory\.(rule=)?NAME$", word)
+            or _is_setting(word.partition("=")[0])
         )  # fmt: skip
         assert known, word
 

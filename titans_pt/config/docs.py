@@ -62,7 +62,8 @@ def whole_tree() -> type[Section]:
 def _with_field(section: type[Section], name: str, kind: type[Section]) -> type[Section]:
     """``section`` whose section ``name`` is of ``kind``."""
     field = Field(default=kind(), description=section.model_fields[name].description)
-    return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **{name: (kind, field)})
+    fields: dict[str, Any] = {name: (kind, field)}
+    return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **fields)
 
 
 def _with_sections(section: type[Section], registry: Registry) -> type[Section]:

@@ -18,10 +18,11 @@ SURPRISE_TOKENS = 16
 def memory_probe(model: nn.Module):
     """Watches the forward passes inside the ``with``; yields a function that gives the means over them.
 
-    theta, eta, alpha, and a memory rule's own: means of the memory gates over layers, heads and tokens. memory_norm, momentum_norm: mean
-    Frobenius norm of a head's weight matrix M_t and of its momentum S_t after the last token. surprise: mean norm of a
-    head's inner gradient over the last SURPRISE_TOKENS tokens of the first sample, the first forward pass alone: it is
-    computed a second time for this. All of this rank's own heads. Without memory layers the means are empty.
+    theta, eta, alpha, and a memory rule's own: means of the memory gates over layers, heads and tokens. memory_norm,
+    momentum_norm: mean Frobenius norm of a head's weight matrix M_t and of its momentum S_t after the last token.
+    surprise: mean norm of a head's inner gradient over the last SURPRISE_TOKENS tokens of the first sample, the first
+    forward pass alone: it is computed a second time for this. All of this rank's own heads. Without memory layers the
+    means are empty.
     """
     seen: dict[str, list[torch.Tensor]] = {}
 
