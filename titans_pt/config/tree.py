@@ -622,6 +622,13 @@ class NeedlesInNoiseConfig(Section):
     """unseen: in the noise tokens that training held out (needles.held_out)."""
 
 
+class StateTrackingConfig(Section):
+    lengths: Annotated[list[Positive], Field(min_length=1)] = [32, 64, 128, 256, 512]
+    """Elements of a sample (arithmetic: tokens, the = included); to a million and beyond, in constant memory."""
+    samples: Positive = 256
+    """Samples of each length. A problem that is asked after every element reads the longest alone."""
+
+
 class EvaluationConfig(Section):
     every: NonNegative = 0
     """While training: steps between two evaluations of a new checkpoint; all ranks share the samples. 0: never.
@@ -648,6 +655,8 @@ class EvaluationConfig(Section):
     """Suite recall of the task recall: accuracy by pairs and by distance."""
     needles: NeedlesInNoiseConfig = NeedlesInNoiseConfig()
     """Suite needles of the task needles: needles in noise, by length."""
+    state_tracking: StateTrackingConfig = StateTrackingConfig()
+    """Suite state_tracking of the task of that name: accuracy by length and by position."""
 
 
 class WandbConfig(Section):

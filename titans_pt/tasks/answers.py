@@ -8,7 +8,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -125,10 +125,16 @@ class AnswerLoss(NextTokenLoss):
         Returns:
             The mean loss, a scalar, NaN where it is infinite; with weights {"loss": ..., "accuracy": ...} as it is.
         """
+        return self._of_answers(ids[:, :-1], ids[:, 1:], reset, asked, weight)
+
+    def _of_answers(
+        self, ids: Tensor, targets: Tensor, reset: Tensor, asked: Tensor, weight: Tensor | None
+    ) -> Tensor | dict[str, Tensor]:
+        """As :meth:`forward`, with ids and targets (B, T) int64: what a token is asked for is beside it."""
         rows, samples = len(ids), equal_samples(reset)
-        ids, targets = ids[:, :-1], ids[:, 1:]
+        starts = reset
         if samples:
-            ids, targets, asked = (apart(part, *samples) for part in (ids, targets, asked))
+            ids, targets, asked, starts = (apart(part, *samples) for part in (ids, targets, asked, reset))
         with write_gates(self.model, collect=self.write_cost > 0 and weight is None) as gates:
             x, _ = self.model(ids, reset=None if samples else reset, head=False, output_final_state=not self.training)
         found = self._few_at_a_time(x, targets)
@@ -136,9 +142,16 @@ class AnswerLoss(NextTokenLoss):
         figures = (found * share.unsqueeze(-1)).sum(1)  # loss and accuracy of each sample or row
         loss, accuracy = figures.view(rows, -1, 2).mean(1).unbind(-1)
         if weight is not None:
-            return {"loss": with_weights(loss, weight), "accuracy": with_weights(accuracy, weight)}
+            more = self._more(found[..., 1] > 0, asked, starts.to(asked.device))
+            means = {"loss": loss, "accuracy": accuracy}
+            means |= {name: figure.view(rows, -1).mean(1) for name, figure in more.items()}
+            return {name: with_weights(figure, weight) for name, figure in means.items()}
         paying = (accuracy >= ENOUGH).to(loss.dtype)
         return nan_unless_finite(with_write_cost(loss.mean(), gates, self.write_cost, paying))
+
+    def _more(self, right: Tensor, asked: Tensor, starts: Tensor) -> dict[str, Tensor]:
+        """Other figures of each row (b,), from (b, T) bool: right answers, what is asked, starts of samples."""
+        return {}
 
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """x (b, t, d_model), targets (b, t) -> (b, t, 2) fp32: each target's loss, and 1 where it is the best guess."""
@@ -157,6 +170,9 @@ class AnswerTask(Task):
     unit = "nats per answer"
     baseline_name = "chance"
     figures = ("loss", "accuracy")
+    packed: ClassVar[type[PackedQuestions]] = PackedQuestions
+    """What makes rows of its samples."""
+    answer_loss: ClassVar[type[AnswerLoss]] = AnswerLoss
 
     @abstractmethod
     def questions(self, position: int | None) -> Questions:
@@ -175,14 +191,14 @@ class AnswerTask(Task):
         loss = cross_entropy if whole else partial(vocabulary_cross_entropy, group=tensor)
         best = partial(vocabulary_best, group=tensor)
         cost = self.config.model.memory.write_cost / tensor.size
-        return AnswerLoss(model, loss, best, self.config.train.z_loss, cost)
+        return self.answer_loss(model, loss, best, self.config.train.z_loss, cost)
 
     def open(self) -> TaskData:
         length, seed = self.config.data.seq_len, self.config.run.seed
         told = digest(self.settings.model_dump(mode="json"), self.config.model.vocab_size)
         return TaskData(
-            PackedQuestions(self.questions, length, seed),
-            PackedQuestions(lambda position: self.questions(None), length, EVALUATION_SEED),
+            self.packed(self.questions, length, seed),
+            self.packed(lambda position: self.questions(None), length, EVALUATION_SEED),
             {"data": told}, -math.log(self.chance),
         )  # fmt: skip
 
