@@ -169,7 +169,7 @@ class AnswerTask(Task):
 
     unit = "nats per answer"
     baseline_name = "chance"
-    figures = ("loss", "accuracy")
+    figures: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     packed: ClassVar[type[PackedQuestions]] = PackedQuestions
     """What makes rows of its samples."""
     answer_loss: ClassVar[type[AnswerLoss]] = AnswerLoss

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from titans_pt.config import Config, Positive, Section
+from titans_pt.config import Config, Section
 from titans_pt.models.mixers.base import Need
 from titans_pt.tasks.answers import EVALUATION_SEED, AnswerLoss, AnswerTask, PackedQuestions
 from titans_pt.tasks.base import TASKS
@@ -100,7 +100,7 @@ class Word(States):
         return self.group.order + 1
 
     @cached_property
-    def chance(self) -> float:  # type: ignore[override]  # kept
+    def chance(self) -> float:
         return float(self.group.products(self.group.generators(self.generators), SETTLED).max())
 
     def _drawn(self, draw: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -136,7 +136,7 @@ class Arithmetic(States):
         return False  # a sample ends with =
 
     @cached_property
-    def chance(self) -> float:  # type: ignore[override]  # kept
+    def chance(self) -> float:
         """The share of the commonest value among a thousand expressions: products make it 0."""
         size = min(self.length, SETTLED)
         drawn = (self._drawn(np.random.default_rng([EVALUATION_SEED, n]), size)[1][-1] for n in range(1000))
@@ -337,7 +337,7 @@ class StateTracking(AnswerTask):
         return [self.problem_of(self.settings, lengths)
                 for lengths, parts in stages(self.settings.lengths) for _ in range(parts)]  # fmt: skip
 
-    def questions(self, position: int | None) -> States:  # type: ignore[override]  # its answers are labels
+    def questions(self, position: int | None) -> States:
         """Samples of one step have lengths of one stage; those of validation the last."""
         if position is None:
             return self._stages[-1]

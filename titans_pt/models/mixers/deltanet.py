@@ -25,6 +25,9 @@ class DeltaNet(HeadWidthMixer):
         head_width: Positive = 128
         """Width of a head's queries, keys and values; model.d_model / head_width heads. If it is not given and does not
         divide model.d_model: a smaller one that does."""
+        allow_neg_eigval: bool = False
+        """beta between 0 and 2 instead of 0 and 1: the transition I - beta k k^T has eigenvalues down to -1, which
+        state tracking needs (arXiv 2411.12537)."""
 
     sharding = {
         "": Shard.ENTER,
@@ -42,6 +45,7 @@ class DeltaNet(HeadWidthMixer):
     def __init__(self, config: ModelConfig):
         d, width = config.d_model, self.settings(config).head_width
         super().__init__(config, width, width)
+        self.largest_beta = 2.0 if self.settings(config).allow_neg_eigval else 1.0
         self.q, self.k, self.v = (linear(d, d) for _ in "qkv")
         self.q_conv, self.k_conv, self.v_conv = (ShortConvolution(d, config.conv_width) for _ in "qkv")
         self.beta = linear(d, self.n_heads)
@@ -54,7 +58,7 @@ class DeltaNet(HeadWidthMixer):
         convolutions = self.q_conv, self.k_conv, self.v_conv
         (q, k, v), inputs = convolve((self.q(x), self.k(x), self.v(x)), convolutions, state, documents)
         q, k, v = map(self.split, (q, k, v))
-        beta = torch.sigmoid(precise(self.beta(x)))
+        beta = self.largest_beta * torch.sigmoid(precise(self.beta(x)))
         q = unit_length(q) * self.key_width**-0.5
         y, memory = self.remember(q, unit_length(k), v, None, beta, state, documents)
         return self.out(self.norm(y).flatten(-2)), RecurrentState(memory, inputs)

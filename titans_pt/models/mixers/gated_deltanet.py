@@ -31,6 +31,9 @@ class GatedDeltaNet(LinearMemoryMixer):
         """Width of all queries, and of all keys, over model.d_model."""
         value_expansion: Annotated[float, Field(gt=0.0)] = 1.5
         """Width of all values, and of the gate, over model.d_model."""
+        allow_neg_eigval: bool = False
+        """beta between 0 and 2 instead of 0 and 1: the transition I - beta k k^T has eigenvalues down to -1, which
+        state tracking needs (arXiv 2411.12537)."""
 
     sharding = {
         "": Shard.ENTER,
@@ -51,6 +54,7 @@ class GatedDeltaNet(LinearMemoryMixer):
         d, settings = config.d_model, self.settings(config)
         keys, values = round(d * settings.key_expansion), round(d * settings.value_expansion)
         super().__init__(config, keys // settings.n_heads, values // settings.n_heads)
+        self.largest_beta = 2.0 if settings.allow_neg_eigval else 1.0
         self.q, self.k, self.v = linear(d, keys), linear(d, keys), linear(d, values)
         self.q_conv, self.k_conv, self.v_conv = (ShortConvolution(n, config.conv_width) for n in (keys, keys, values))
         self.beta, self.step = (linear(d, self.n_heads) for _ in range(2))
@@ -80,7 +84,7 @@ class GatedDeltaNet(LinearMemoryMixer):
         convolutions = self.q_conv, self.k_conv, self.v_conv
         (q, k, v), inputs = convolve((self.q(x), self.k(x), self.v(x)), convolutions, state, documents)
         q, k, v = map(self.split, (q, k, v))
-        beta = torch.sigmoid(precise(self.beta(x)))
+        beta = self.largest_beta * torch.sigmoid(precise(self.beta(x)))
         _, decay = self.decays(self.step(x))
         q = unit_length(q) * self.key_width**-0.5
         y, memory = self.remember(q, unit_length(k), v, decay, beta, state, documents)

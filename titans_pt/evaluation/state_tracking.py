@@ -1,0 +1,135 @@
+"""Suite state_tracking: accuracy by length and by position, in streams of any length, read in constant memory."""
+
+import json
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from titans_pt.config import Config
+from titans_pt.errors import UserError
+from titans_pt.evaluation.long_context import log
+from titans_pt.runs.loaded import LoadedRun
+from titans_pt.runs.states import load_state, read_about, save_state
+from titans_pt.streaming import device_of
+from titans_pt.tasks.answers import EVALUATION_SEED
+from titans_pt.tasks.state_tracking import NOTHING, States, StateTracking
+from titans_pt.tools.plots import plot_accuracy
+from titans_pt.tools.records import digest
+from titans_pt.tools.statistics import proportion
+
+ROWS = 32
+"""Samples read at once."""
+
+
+class StateAnswers:
+    """A job is a batch of samples of one length. Where every prefix is asked for, the longest has all others in it."""
+
+    name = "state_tracking"
+
+    def __init__(self, run: LoadedRun, config: Config):
+        self.loaded, self.settings = run, config.evaluation.state_tracking
+        self.prefill_tokens, self.save_every = config.evaluation.prefill_tokens, config.evaluation.save_every
+        task: StateTracking = run.task
+        self.tokens = task.settings.tokens
+        lengths = sorted(set(self.settings.lengths))
+        read = lengths[-1:] if task.asked(lengths[-1]).prefixes else lengths
+        self.jobs: list[tuple[States, list[int], int, int]] = []
+        for length in read:
+            inside = [n for n in lengths if n <= length] if len(read) == 1 else [length]
+            for first in range(0, self.settings.samples, ROWS):
+                self.jobs.append((task.asked(length), inside, first, min(ROWS, self.settings.samples - first)))
+        self.keys = [digest(self.name, type(states).__name__, asdict(states), inside, first, rows, run.identity)
+                     for states, inside, first, rows in self.jobs]  # fmt: skip
+        self.chance = task.chance
+
+    def measure(self, index: int) -> dict:
+        """For each length the last answers that are right and the samples without a wrong one; for each position,
+        in buckets of powers of two, the right answers. Continues a reading that was killed."""
+        states, lengths, first, rows = self.jobs[index]
+        drawn = [states.sample(EVALUATION_SEED, first + row) for row in range(rows)]
+        ids, targets = (np.stack(part) for part in zip(*drawn, strict=True))
+        right = self._right(torch.from_numpy(ids), targets, self.keys[index])
+        asked = targets != NOTHING
+        found = []
+        for length in lengths:
+            end = length * self.tokens
+            last = asked[:, :end].shape[1] - 1 - asked[:, :end][:, ::-1].argmax(1)
+            whole = (right | ~asked)[:, :end].all(1)
+            found.append({"length": length, "last": int(right[np.arange(rows), last].sum()), "whole": int(whole.sum()),
+                          "right": int(right[:, :end].sum()), "answers": int(asked[:, :end].sum())})  # fmt: skip
+        positions, start = [], 0
+        while start < asked.shape[1]:
+            stop = 2 ** len(positions)
+            positions.append([int(right[:, start:stop].sum()), int(asked[:, start:stop].sum())])
+            start = stop
+        return {"first": first, "rows": rows, "lengths": found, "positions": positions}
+
+    @torch.no_grad()
+    def _right(self, ids: torch.Tensor, targets: np.ndarray, key: str) -> np.ndarray:
+        """(rows, T) bool: the best guess after each token is its target."""
+        model, device = self.loaded.model, device_of(self.loaded.model)
+        kept = self.loaded.results.evaluation / f"reading-{key[:16]}.safetensors"
+        right, state, done = np.zeros(targets.shape, dtype=bool), None, 0
+        if kept.exists():
+            try:
+                state, about = load_state(kept, device), read_about(kept)
+                done = int(about["tokens"])
+                right[:, :done] = np.unpackbits(
+                    np.array(json.loads(about["right"]), dtype=np.uint8), axis=1, count=done
+                )
+            except UserError as error:  # our own file, and all that is lost is time
+                log.warning("%s; the samples are read again from their first token", error)
+                state, done = None, 0
+        saved = done
+        while done < ids.shape[1]:
+            stop = min(done + self.prefill_tokens, ids.shape[1], saved + self.save_every)
+            logits, state = model(ids[:, done:stop].to(device), state)
+            right[:, done:stop] = logits.argmax(-1).cpu().numpy() == targets[:, done:stop]
+            done = stop
+            if done - saved >= self.save_every and done < ids.shape[1]:
+                packed = json.dumps(np.packbits(right[:, :done], axis=1).tolist())
+                save_state(state, kept, {"kind": "reading", "tokens": str(done), "right": packed})
+                saved = done
+        kept.unlink(missing_ok=True)
+        return right
+
+    def summary(self, records: list[dict]) -> dict:
+        """By length the accuracy of the last answer (mean) and its Wilson 95 % interval, of whole samples and of all
+        answers; by position, up to ``last`` elements or tokens, that of all answers."""
+        sums: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        places: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+        for record in records:
+            for row in record["lengths"]:
+                total = sums[row["length"]]
+                total["n"] += record["rows"]
+                for name in ("last", "whole", "right", "answers"):
+                    total[name] += row[name]
+            for n, (right, asked) in enumerate(record["positions"]):
+                places[n][0] += right
+                places[n][1] += asked
+        by_length = [
+            {"length": length, **proportion(total["last"], total["n"]), "whole": total["whole"] / total["n"],
+             "accuracy": total["right"] / total["answers"]}
+            for length, total in sorted(sums.items())
+        ]  # fmt: skip
+        by_position = [{"to": 2**n, "accuracy": right / asked, "n": asked}
+                       for n, (right, asked) in sorted(places.items()) if asked]  # fmt: skip
+        return {"by_length": by_length, "by_position": by_position, "chance": self.chance}
+
+    def table(self, summary: dict) -> str:
+        lines = [f"state tracking: last answer % [Wilson 95 %] n; whole samples %; all answers %; chance "
+                 f"{100 * summary['chance']:.1f} %"]  # fmt: skip
+        for row in summary["by_length"]:
+            last = f"{100 * row['mean']:5.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}] {row['n']}"
+            lines.append(f"  {row['length']:>9,}: {last}; {100 * row['whole']:5.1f}; {100 * row['accuracy']:5.1f}")
+        return "\n".join(lines)
+
+    def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
+        """Accuracy of the last answer and of whole samples against length."""
+        rows = summary["by_length"]
+        whole = [{"length": row["length"], **proportion(round(row["whole"] * row["n"]), row["n"])} for row in rows]
+        lines = {"last answer": rows, "whole samples": whole}
+        return [plot_accuracy(lines, folder / "state_tracking.png", f"state tracking\n{title}")]
