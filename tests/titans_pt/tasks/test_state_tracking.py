@@ -179,6 +179,7 @@ def test_beta_reaches_two(name):
     torch.testing.assert_close(y, torch.stack(found, 1), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_it_trains_resumes_and_ranks_change_nothing(tmp_path):
     path = tmp_path / "small.yaml"
     path.write_text(resolved_yaml(load_config(CONFIG, SMALL)))
