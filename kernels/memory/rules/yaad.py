@@ -1,0 +1,53 @@
+"""Yaad of MIRAS (arXiv 2504.13173, Section 5): the Huber loss, which large errors move no more than middling ones."""
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from titans_pt.config import Section
+from titans_pt.kernels.memory.rules.base import RULES, Own, OwnGate, Rule
+
+
+@RULES.register
+class Yaad(Rule):
+    """With the error e = M(k) - v and a threshold d_t > 0 that the token sets, in Titans' scale (no half):
+
+        radial      ||e||^2 if ||e|| <= d, else 2 d ||e|| - d^2           the paper's Eq. 15, for the whole vector
+        coordinate  the same for each coordinate of e, summed             what public implementations have
+        switch      ||e||^2 if ||e|| <= d, else d sum |e_i|               the paper's update for Yaad, as printed
+
+    d is a softplus of a linear function of the token, times sqrt(D) but for coordinates: in units of the error's root
+    mean square. The paper does not say how it is made. At the threshold the gradient of ``switch`` jumps in length from
+    2 d to d sqrt(D).
+    """
+
+    name: ClassVar[str] = "yaad"
+    gates: ClassVar[dict[str, OwnGate]] = {"threshold": OwnGate(start=1.0)}
+
+    class Settings(Section):
+        form: Literal["radial", "coordinate", "switch"] = "radial"
+        """Where the error is cut. radial: its length, Huber's loss of the vector. coordinate: each coordinate by
+        itself. switch: above the threshold the gradient is that of the l1 norm, as MIRAS prints it; it jumps there."""
+
+    settings: Settings
+
+    def loss(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
+        (threshold,) = own
+        if self.settings.form == "coordinate":
+            size = error.abs()
+            return torch.where(size <= threshold, size.square(), 2 * threshold * size - threshold.square()).sum(-1)
+        d = threshold.squeeze(-1) * error.shape[-1] ** 0.5
+        size = torch.linalg.vector_norm(error, dim=-1)
+        beyond = 2 * d * size - d.square() if self.settings.form == "radial" else d * error.abs().sum(-1)
+        return torch.where(size <= d, error.square().sum(-1), beyond)
+
+    def gradient(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
+        (threshold,) = own
+        if self.settings.form == "coordinate":
+            return 2 * torch.minimum(torch.maximum(error, -threshold), threshold)
+        d = threshold * error.shape[-1] ** 0.5
+        size = torch.linalg.vector_norm(error, dim=-1, keepdim=True)
+        if self.settings.form == "radial":
+            return 2 * error * (d / torch.maximum(size, d))
+        return torch.where(size <= d, 2 * error, d * error.sign())
