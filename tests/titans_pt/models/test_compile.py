@@ -12,7 +12,6 @@ from tests.titans_pt.models.test_models import MODELS
 from titans_pt.config import MemoryConfig, ModelConfig
 from titans_pt.kernels import attention, memory
 from titans_pt.kernels.attention import providers
-from titans_pt.kernels.memory.fused import fused_memory
 from titans_pt.layers.documents import Documents
 from titans_pt.models import build_model
 from titans_pt.models.ways import whole_sequence
@@ -52,7 +51,7 @@ def breaks(call, *arguments):
 def on_a_gpu(dynamo, monkeypatch):
     """``on_a_gpu(mixers)``: a bf16 model of meta tensors, which follow the GPU path: the fused memory's
     operators and FlashAttention's."""
-    monkeypatch.setattr(memory.dispatch, "_fused", lambda *_: fused_memory)
+    monkeypatch.setattr(memory.dispatch, "GPU", ("cpu",))  # the choice itself is in the graph
     monkeypatch.setattr(providers, "flash_serves", lambda q: True)
     monkeypatch.setattr(attention.dispatch, "flash_serves", lambda q: True)
 
