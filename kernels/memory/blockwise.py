@@ -190,8 +190,11 @@ class ChannelEnds(NamedTuple):
 def channel_coefficients(
     rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None
 ) -> list[ChannelEnds]:
-    """Of each of n blocks. theta, eta: (n, N, c, 1). alpha: (n, N, c, d). valid: (n, N, c), or None where all tokens
-    are; those that are not change nothing. Titans' own update; no other rule's comes here."""
+    """Coefficients of n blocks, by Titans' own update: no other rule's comes here.
+
+    theta, eta: (n, N, c, 1). alpha: (n, N, c, d). valid: (n, N, c), or None where every place holds a token; a place
+    without one changes nothing.
+    """
     keep, writes = 1 - alpha, torch.ones_like(eta)
     if valid is not None:
         valid = valid.unsqueeze(-1)
@@ -214,7 +217,7 @@ def channel_coefficients(
 
 
 def ends(rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None) -> list[Ends]:
-    """Of each of n blocks of any length. theta, eta, alpha, own: (n, N, c, 1); valid: (n, N, c) or None.
+    """Ends of n blocks of any length. theta, eta, alpha, own: (n, N, c, 1); valid: (n, N, c) or None.
 
     The rule's coefficients within pieces of MAX_BLOCK tokens, which are then joined from the last one backward: of a
     longer block all products would be c x c numbers.

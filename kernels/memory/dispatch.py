@@ -99,7 +99,7 @@ def neural_memory(
         call.check()
         serves = chosen(call, backend)
         if torch.compiler.is_compiling() and serves is not TRITON and (backend == "auto" or serves is BLOCKWISE):
-            # Not at the top: it imports torch's compiler, seconds that whoever does not compile need not wait.
+            # Not at the top: importing torch's compiler takes seconds, which only a call that is compiled should cost.
             from titans_pt.kernels.memory import uncompiled
 
             out, state = uncompiled.run(serves, call)

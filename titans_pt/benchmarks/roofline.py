@@ -113,7 +113,7 @@ def counting():
 
 
 def count(chunk: int = 64, expansion: int = 4, blocks: int = 2) -> dict[str, Count]:
-    """Of each kernel, for one block of one head, in a forward and backward pass of ``blocks`` blocks."""
+    """What each kernel does for one block of one head, in a forward and backward pass of ``blocks`` blocks."""
     from titans_pt.kernels.memory import neural_memory
 
     draw = torch.Generator().manual_seed(0)

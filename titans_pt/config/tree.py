@@ -26,7 +26,7 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Once = AfterValidator(lambda entries: entries and list(dict.fromkeys(entries)))
-"""Of a list whose entries are measured: what is listed twice is measured once."""
+"""Annotates a list of things to measure: an entry that is listed twice is measured once."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 PATH = "path"

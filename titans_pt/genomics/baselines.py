@@ -16,7 +16,7 @@ KMERS = 5
 _MOST = 50_000
 """Training sequences that it sees at most."""
 _PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
-"""Of the squared weights, to choose from on a tenth of the training sequences."""
+"""Factors of the squared weights; a tenth of the training sequences decides which is taken."""
 Predict = Callable[[Sequence[bytes]], np.ndarray]
 
 

@@ -40,7 +40,7 @@ class Forecaster(nn.Module):
 
     @property
     def patches(self) -> int:
-        """Of a lookback."""
+        """How many patches a lookback has."""
         return (self.lookback - self.patch) // self.stride + 2
 
     def forward(

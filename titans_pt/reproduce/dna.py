@@ -19,7 +19,7 @@ TINY_MODELS, PAPER_MODELS = ("lmm", "transformer", "mamba2"), ("lmm", "transform
 TINY_SETS = ("coding", "splice")
 SEEDS = {"tiny": (0, 1, 2), "paper": (0, 1, 2, 3, 4)}
 _EPOCHS, _BATCH = 10, 256
-"""Of the paper's size."""
+"""Passes over a set and sequences of a step at the paper's size."""
 _COMMON = ("task=classify_dna", "data.validation_fraction=0.1", "train.weight_decay=0.01")
 
 

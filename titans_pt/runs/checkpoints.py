@@ -49,7 +49,7 @@ class Best:
     """The best validation of a run with train.patience."""
 
     step: int
-    """Of the best: the checkpoint that evaluation takes."""
+    """The best checkpoint, which evaluation takes."""
     loss: float
     since: int
     """Validations after it, none of them better."""

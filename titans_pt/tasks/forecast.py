@@ -44,7 +44,7 @@ class WindowSamples:
         return self._count
 
     def index(self, position: int) -> int:
-        """Of the window at ``position``, counted over all epochs."""
+        """The window that is read at ``position``, which counts over all epochs."""
         epoch, i = divmod(position, self._count)
         if self.seed is None:
             return i * len(self.windows) // self._count  # evenly spaced

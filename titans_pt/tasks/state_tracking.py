@@ -211,8 +211,11 @@ class PackedStates(PackedQuestions):
 
 
 class StateLoss(AnswerLoss):
-    """Of labels that are not read. Figures: accuracy, the mean over samples of the share of right answers; whole, the
-    share of samples without a wrong one; last, the share whose last answer is right."""
+    """The loss of labels that are not part of the input.
+
+    Figures: accuracy, the mean over samples of the share of right answers; whole, the share of samples without a wrong
+    one; last, the share whose last answer is right.
+    """
 
     def forward(  # type: ignore[override]  # its targets are no inputs
         self, ids: Tensor, reset: Tensor, targets: Tensor, weight: Tensor | None = None
@@ -266,7 +269,7 @@ class StateTracking(AnswerTask):
         tokens: Annotated[int, Field(ge=1, le=64)] = 1
         """Tokens of an element: itself, then fillers, after the last of which the product is asked for."""
         modulus: Annotated[int, Field(ge=2, le=1000)] = 5
-        """Of arithmetic and brackets."""
+        """Values are numbers modulo this, in arithmetic and brackets."""
         asked: Literal["every", "last"] = "every"
         """every: the product after every element (arithmetic: the value after every number). last: at the end alone.
         With brackets there is a value at the end alone."""
@@ -333,7 +336,7 @@ class StateTracking(AnswerTask):
 
     @cached_property
     def _stages(self) -> list[States]:
-        """Of each part of the training."""
+        """The problem of each part of the training."""
         return [self.problem_of(self.settings, lengths)
                 for lengths, parts in stages(self.settings.lengths) for _ in range(parts)]  # fmt: skip
 

@@ -19,8 +19,8 @@ T = TypeVar("T")
 JOINING = 300.0
 """Seconds for which a process waits for the others of its job to start, at least."""
 PATIENCE = timedelta(days=7)
-"""Of exchanges between ranks. The backends' own timeouts would end a process without saying where the others stand, and
-a job that was suspended for longer as soon as it continues."""
+"""How long an exchange between ranks may take. The backends' own timeouts would end a process without saying where the
+others stand, and a job that was suspended for longer as soon as it continues."""
 
 
 class Ranks:
