@@ -25,7 +25,8 @@ def causal_attention(
     """Each token sees itself, the ``window - 1`` tokens before it, and the whole prefix.
 
     Args:
-        q: (B, T, H, D), the last T of the S tokens that k, v (B, S, H, D) hold; S > T continues a stream.
+        q: (B, T, H, D), the last T of the S tokens that k, v (B, S, K, D) hold; S > T continues a stream. K divides H:
+            neighbouring heads of queries share one of keys and values.
         window: tokens seen, the token itself included; None for all.
         prefix: tokens that every query sees.
         first: (B, T) int64, lowest index into k that each query may see (a document's start); None for 0.
@@ -63,8 +64,8 @@ def segment_attention(
     """MAC's attention in a segment that starts with the first token: causal over tokens and over memory tokens.
 
     Args:
-        q, k, v: (B, T, H, D), T tokens of the segment.
-        memory_k, memory_v: (B, M, H, D), one memory token for every ``stride`` tokens, M = ceil(T / stride): token i
+        q: (B, T, H, D), k, v: (B, T, K, D), T tokens of the segment; K divides H.
+        memory_k, memory_v: (B, M, K, D), one memory token for every ``stride`` tokens, M = ceil(T / stride): token i
             sees number i // stride and those before it.
         prefix: tokens that every query sees.
         backend: see :func:`causal_attention`.

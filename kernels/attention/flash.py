@@ -23,7 +23,7 @@ from titans_pt.kernels.attention import providers
 class Part:
     """Keys that the queries see by one rule. S keys, T queries.
 
-    q: (B, T, H, D). k, v: (B, S, H, D). A part may have its own queries (rotated in one, not in another).
+    q: (B, T, H, D). k, v: (B, S, K, D), K dividing H. A part may have its own queries (rotated in one, not in another).
     causal: query i sees the keys up to i + S - T (the last query sees all); else it sees all keys.
     window: with causal, only this many of the newest keys; None for all.
     shared: consecutive queries that see the same keys: query i counts as number i // shared of

@@ -17,7 +17,7 @@ class Prefix:
     """Tokens without a position that every query sees.
 
     q: (B, T, H, D), the queries NOT rotated: what a token gets of the prefix must not depend on its place.
-    k, v: (B, P, H, D).
+    k, v: (B, P, K, D).
     """
 
     q: Tensor
@@ -33,13 +33,15 @@ def masked_attention(
     prefix: Prefix | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """q (B, T, H, D), k, v (B, S, H, D), mask bool (B or 1, T, S), True where a key is seen; None: everywhere, or with
-    ``causal`` (T = S) up to the query's own place.
+    """q (B, T, H, D), k, v (B, S, K, D), mask bool (B or 1, T, S), True where a key is seen; None: everywhere, or with
+    ``causal`` (T = S) up to the query's own place. K divides H: neighbouring heads of queries share one of keys.
 
     Returns (B, T, H, D).
     """
     if mask is None and token.serves(q):
         return token.attend([(q, k, v)] if prefix is None else [(prefix.q, prefix.k, prefix.v), (q, k, v)])
+    k, v = (_for_each_query(x, q) for x in (k, v))
+    prefix = prefix and Prefix(prefix.q, *(_for_each_query(x, q) for x in (prefix.k, prefix.v)))
     if prefix is not None and cpu.serves(q):
         return cpu.attend(q, k, v, mask, causal, prefix.q, prefix.k, prefix.v)
     if causal and prefix is not None:
@@ -55,6 +57,12 @@ def masked_attention(
     mask = None if mask is None else mask.unsqueeze(1)
     causal = causal and mask is None
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale).transpose(1, 2)
+
+
+def _for_each_query(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values (B, S, K, D) repeated for each of the heads of q (B, T, H, D)."""
+    group = q.shape[2] // x.shape[2]
+    return x if group == 1 else x.repeat_interleave(group, 2)
 
 
 def causal_masked(

@@ -5,7 +5,7 @@ softmax. Called through ctypes (token.py). */
 
 #define MAX_PARTS 4
 
-/* q (rows, heads, width), k, v (rows, keys, heads, width), where a row and a key begin so many numbers apart. */
+/* q (rows, heads, width), k, v (rows, keys, heads / group, width), where a row and a key begin so many numbers apart. */
 typedef struct {
     const real *q, *k, *v;
     int64_t keys, q_row, k_row, k_key, v_row, v_key;
@@ -13,6 +13,7 @@ typedef struct {
 
 typedef struct {
     int64_t heads, width, parts;
+    int64_t group; /* neighbouring heads of queries that share one of keys and values */
     double scale;
     Part part[MAX_PARTS];
 } Call;
@@ -24,11 +25,12 @@ int attend(const Call *call, real *out, int64_t first, int64_t last) {
     real *share = malloc((all + LANES) * sizeof(real));
     if (!share) return 1;
     for (int64_t at = first; at < last; at++) {
-        int64_t row = at / call->heads, place = at % call->heads * D, n = 0;
+        int64_t row = at / call->heads, head = at % call->heads, n = 0;
+        int64_t place = head * D, shared = head / call->group * D;
         real *y = out + at * D, most = -INFINITY, total = 0;
         for (int p = 0; p < call->parts; p++) {
             const Part *part = call->part + p;
-            const real *q = part->q + row * part->q_row + place, *k = part->k + row * part->k_row + place;
+            const real *q = part->q + row * part->q_row + place, *k = part->k + row * part->k_row + shared;
             for (int64_t i = 0; i < part->keys; i++, n++) {
                 share[n] = dot(q, k + i * part->k_key, D) * (real)call->scale;
                 most = share[n] > most ? share[n] : most;
@@ -43,7 +45,7 @@ int attend(const Call *call, real *out, int64_t first, int64_t last) {
         n = 0;
         for (int p = 0; p < call->parts; p++) {
             const Part *part = call->part + p;
-            const real *v = part->v + row * part->v_row + place;
+            const real *v = part->v + row * part->v_row + shared;
             for (int64_t i = 0; i < part->keys; i++, n++) {
                 real weight = share[n] / total;
                 for (int64_t d = 0; d < D; d++) y[d] += weight * v[i * part->v_key + d];

@@ -21,7 +21,7 @@ class _Part(ctypes.Structure):
 
 class _Call(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("heads", "width", "parts")), ("scale", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in ("heads", "width", "parts", "group")), ("scale", ctypes.c_double),
         ("part", _Part * MAX_PARTS),
     ]  # fmt: skip
 
@@ -36,21 +36,22 @@ def serves(q: Tensor) -> bool:
 class AttentionToken:
     """One softmax over the keys of up to MAX_PARTS parts, of queries that stay where they are.
 
+    heads: of the queries. kv_heads: of keys and values, each shared by heads / kv_heads heads of queries.
     queries: of each part (B, H D) or (B, 1, H, D), contiguous. out: as they are, filled by each call.
     """
 
-    def __init__(self, heads: int, *queries: Tensor):
+    def __init__(self, heads: int, kv_heads: int, *queries: Tensor):
         like = queries[0]
         batch, width = len(like), like.numel() // (len(like) * heads)
         self.out, self._queries, self._size = torch.empty_like(like), queries, 4 * batch * heads * width
-        self._call = _Call(heads, width, len(queries), width**-0.5)
+        self._call = _Call(heads, width, len(queries), heads // kv_heads, width**-0.5)
         for place, q in zip(self._call.part, queries, strict=False):
             place.q, place.q_row = q.data_ptr(), heads * width
         self._function, self._rows = native.library(SOURCE, like.dtype).attend, batch * heads
         self._arguments = ctypes.byref(self._call), ctypes.c_void_p(self.out.data_ptr())
 
     def __call__(self, *parts: tuple[Tensor, Tensor]) -> Tensor:
-        """parts: keys and values (B, n, H, D) for each of the queries, in any layout of theirs."""
+        """parts: keys and values (B, n, K, D) for each of the queries, in any layout of theirs."""
         kept, keys, dtype = [], 0, self.out.dtype
         for place, (k, v) in zip(self._call.part, parts, strict=False):
             k, v = _heads_together(k.to(dtype)), _heads_together(v.to(dtype))
@@ -64,12 +65,12 @@ class AttentionToken:
 
 
 def attend(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """One softmax over the keys of up to MAX_PARTS parts: q (B, 1, H, D), k, v (B, n, H, D) each -> (B, 1, H, D)."""
-    like = parts[0][0]
-    token = AttentionToken(like.shape[2], *(q.to(like.dtype).contiguous() for q, _, _ in parts))
+    """One softmax over the keys of up to MAX_PARTS parts: q (B, 1, H, D), k, v (B, n, K, D) each -> (B, 1, H, D)."""
+    like, keys = parts[0][:2]
+    token = AttentionToken(like.shape[2], keys.shape[2], *(q.to(like.dtype).contiguous() for q, _, _ in parts))
     return token(*((k, v) for _, k, v in parts))
 
 
 def _heads_together(x: Tensor) -> Tensor:
-    """x (B, n, H, D), copied unless the heads of a token lie one after the other."""
+    """x (B, n, K, D), copied unless the heads of a token lie one after the other."""
     return x if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] else x.contiguous()

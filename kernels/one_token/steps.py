@@ -5,7 +5,6 @@ nothing: tensors are contiguous, of one dtype, and no other thread uses them.
 """
 
 import ctypes
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -46,12 +45,16 @@ def _step(name: str, like: Tensor, *arguments: Tensor | int | None) -> Step:
 
 
 class Rotation:
-    """Rotary position embedding of one place: cosine and sine, (width / 2), as titans_pt.layers.rotary has them."""
+    """Rotary position embedding of one place: cosine and sine, (D / 2), as titans_pt.layers.rotary has them.
 
-    def __init__(self, width: int, base: float, like: Tensor):
-        half = width // 2
+    Args:
+        turns: (D / 2,) fp64, turns per token of each pair of features.
+    """
+
+    def __init__(self, turns: Tensor, like: Tensor):
+        half = len(turns)
         self.cosine, self.sine = like.new_empty(half), like.new_empty(half)
-        self._turns = base ** (-torch.arange(half, dtype=torch.float64) / half) / (2 * math.pi)
+        self._turns = turns.cpu()
         self._function = native.library(SOURCE, like.dtype).rotation
         self._rest = ctypes.c_int64(half), pointer(self._turns), pointer(self.cosine), pointer(self.sine)
 

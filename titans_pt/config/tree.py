@@ -340,6 +340,42 @@ class MemoryConfig(Section):
         return self.__pydantic_extra__.get(rule, {})
 
 
+class RopeScaling(Section):
+    """How a model that was trained on shorter texts slows its rotary position embedding down for longer ones."""
+
+    kind: Literal["linear", "llama3"] = "linear"
+    """linear: all frequencies divided by ``factor`` (position interpolation). llama3: those whose wavelength exceeds
+    original_length / low_freq divided, those below original_length / high_freq kept, between them a mean of both."""
+    factor: Annotated[float, Field(ge=1.0)]
+    """What frequencies are divided by."""
+    low_freq: Annotated[float, Field(gt=0.0)] = 1.0
+    """kind=llama3: wavelengths, in turns per original_length, from which on all of the factor counts."""
+    high_freq: Annotated[float, Field(gt=0.0)] = 4.0
+    """kind=llama3: turns per original_length from which on nothing changes; above low_freq."""
+    original_length: Positive = 8192
+    """kind=llama3: tokens of the texts that the model was trained on before."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.high_freq <= self.low_freq:
+            raise ValueError(f"high_freq: given {self.high_freq}; must be above low_freq={self.low_freq}")
+        return self
+
+
+class AttentionConfig(Section):
+    """Attention in every mixer that has it."""
+
+    kv_heads: Positive | None = None
+    """Heads of keys and values, each shared by n_heads / kv_heads query heads (grouped-query attention): the cache of a
+    stream is smaller by that factor. Null: n_heads."""
+    head_width: Positive | None = None
+    """Width of a head: attention, swa, mal. Null: d_model / n_heads."""
+    bias: bool = False
+    """A bias in the projections to queries, keys and values, as in Qwen2."""
+    rope_scaling: RopeScaling | None = None
+    """Slower rotary frequencies, as in Llama 3.1. Null: those of model.rope_base."""
+
+
 class ModelConfig(Section):
     """The settings that mixers share. A mixer's own settings are a section with its name, ``model.NAME``, which the
     mixer itself validates."""
@@ -372,10 +408,14 @@ class ModelConfig(Section):
     """Width of the causal depthwise convolution on q, k, v of the memory. 1 turns it off."""
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Base of the rotary position embedding's wavelengths."""
+    attention: AttentionConfig = AttentionConfig()
+    """Attention's heads, biases and positions (attention, swa, mac, mag, mal, rmt)."""
     norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
     """Added to the mean square inside every RMSNorm."""
     tie_embeddings: bool = True
     """The output head shares the weights of the token embedding."""
+    embedding_scale: Annotated[float, Field(gt=0.0)] | None = None
+    """What token embeddings are multiplied by before the first block. Null: sqrt(d_model). 1: as in Llama."""
     init_std: Annotated[float, Field(gt=0.0)] = 0.02
     """Standard deviation of embeddings and linear layers at initialisation. 0.02 is usual from a width of 768 on; at
     a width of 64 it is a sixth of 1 / sqrt(d_model), and what the memory is to store starts out very small."""
@@ -400,6 +440,20 @@ class ModelConfig(Section):
     def vocab_rows(self) -> int:
         """Rows of the embedding and the head."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def embedding_factor(self) -> float:
+        """What embeddings are multiplied by."""
+        return self.d_model**0.5 if self.embedding_scale is None else self.embedding_scale
+
+    @property
+    def kv_heads(self) -> int:
+        return self.attention.kv_heads or self.n_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of an attention head."""
+        return self.attention.head_width or self.d_model // self.n_heads
 
     @property
     def memory_heads(self) -> int:

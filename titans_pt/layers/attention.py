@@ -1,21 +1,22 @@
-"""Multi-head attention with a cache of constant size (sliding window) or a growing one (full)."""
+"""Multi-head and grouped-query attention with a cache of constant size (sliding window) or a growing one (full)."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from titans_pt.config import ModelConfig
 from titans_pt.kernels.attention import Prefix, causal_attention
 from titans_pt.layers.documents import Documents
-from titans_pt.layers.flops import Flops, attention_flops, product
-from titans_pt.layers.rotary import rotate, rotation_from
+from titans_pt.layers.flops import Flops, attention_flops, linear_flops
+from titans_pt.layers.rotary import rotate, rotation_from, turns
 from titans_pt.layers.sharding import Shard
 
 
 @dataclass
 class AttentionState:
-    """k, v: (B, n, H, D), the last n <= window - 1 tokens (all of them without a window), keys rotated.
-    prefix_k, prefix_v: (B, P, H, D) or None.
+    """k, v: (B, n, K, D), the last n <= window - 1 tokens (all of them without a window), keys rotated.
+    prefix_k, prefix_v: (B, P, K, D) or None.
     visible: (B,) int64, how many of the newest cached tokens belong to the row's document, or None for all.
     position: tokens read so far.
     """
@@ -29,32 +30,56 @@ class AttentionState:
 
 
 class Attention(nn.Module):
-    """(B, T, d_model) -> (B, T, d_model), heads side by side; the output projection is the mixer's."""
+    """(B, T, d_model) -> (B, T, H D), heads side by side; the output projection is the mixer's.
+
+    H heads of queries share K heads of keys and values (model.attention.kv_heads).
+    """
 
     sharding = {"": Shard.ENTER, "q": Shard.COLUMN, "k": Shard.COLUMN, "v": Shard.COLUMN}
-    per_rank = ("n_heads",)
+    per_rank = ("n_heads", "kv_heads")
 
-    def __init__(self, d_model: int, n_heads: int, rope_base: float, window: int | None = None):
+    def __init__(self, config: ModelConfig, window: int | None = None):
         super().__init__()
-        if d_model % (2 * n_heads):
-            raise ValueError(f"n_heads: given {n_heads}; d_model={d_model} over it must be an even width, for RoPE")
-        self.n_heads, self.rope_base, self.window = n_heads, rope_base, window
-        self.q = nn.Linear(d_model, d_model, bias=False)
-        self.k = nn.Linear(d_model, d_model, bias=False)
-        self.v = nn.Linear(d_model, d_model, bias=False)
+        own = config.attention
+        if own.head_width is None and config.d_model % config.n_heads or config.head_width % 2:
+            raise ValueError(
+                f"n_heads: given {config.n_heads}; d_model={config.d_model} over it must be an even width, for RoPE"
+            )
+        if config.n_heads % config.kv_heads:
+            raise ValueError(f"attention.kv_heads: given {config.kv_heads}; must divide n_heads={config.n_heads}")
+        self.n_heads, self.kv_heads, self.head_width = config.n_heads, config.kv_heads, config.head_width
+        self.window = window
+        self.rope_base, self.rope_scaling = config.rope_base, own.rope_scaling
+        self.q, self.k, self.v = (
+            nn.Linear(config.d_model, heads * config.head_width, bias=own.bias)
+            for heads in (self.n_heads, self.kv_heads, self.kv_heads)
+        )
 
-    def heads(self, x: Tensor) -> Tensor:
-        """(B, T, d_model) -> (B, T, H, D)."""
-        return x.unflatten(-1, (self.n_heads, -1))
+    @property
+    def width(self) -> int:
+        """H D, of the outputs."""
+        return self.q.out_features
+
+    def queries(self, x: Tensor) -> Tensor:
+        """(B, T, d_model) -> queries (not rotated), (B, T, H, D)."""
+        return self.q(x).unflatten(-1, (self.n_heads, -1))
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T, d_model) -> keys (not rotated) and values, (B, T, H, D)."""
-        return self.heads(self.k(x)), self.heads(self.v(x))
+        """(B, T, d_model) -> keys (not rotated) and values, (B, T, K, D)."""
+        k, v = (y.unflatten(-1, (self.kv_heads, -1)) for y in (self.k(x), self.v(x)))
+        return k, v
+
+    def rotation_from(self, first: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """What rotates the heads ``like`` (B, T, H, D) of the tokens from place ``first`` on."""
+        return rotation_from(first, like, self.rope_base, self.rope_scaling)
+
+    def turns(self) -> Tensor:
+        """(D / 2,) fp64: turns per token of the rotation."""
+        return turns(self.head_width, self.rope_base, self.rope_scaling)
 
     def flops(self, keys: float) -> Flops:
         """Per token that sees ``keys`` keys on average."""
-        width = self.q.in_features
-        return 3 * product(width, width) + attention_flops(width, keys)
+        return linear_flops(self) + attention_flops(self.width, keys)
 
     def forward(
         self,
@@ -66,9 +91,9 @@ class Attention(nn.Module):
         """prefix (1, P, d_model): tokens that every token sees, without position; needed where ``state`` is None."""
         batch, length = x.shape[:2]
         position = state.position if state else 0
-        plain = self.heads(self.q(x))
+        plain = self.queries(x)
         k, v = self.keys_values(x)
-        turn = rotation_from(position, plain, self.rope_base)
+        turn = self.rotation_from(position, plain)
         q, k = rotate(plain, *turn), rotate(k, *turn)
         if state:
             prefix_k, prefix_v = state.prefix_k, state.prefix_v
@@ -88,7 +113,7 @@ class Attention(nn.Module):
 
     @staticmethod
     def newest(k: Tensor, v: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
-        """The newest ``count`` of keys and values (B, n, H, D); all for None."""
+        """The newest ``count`` of keys and values (B, n, K, D); all for None."""
         past = 0 if count is None else max(0, k.shape[1] - count)
         return (k[:, past:], v[:, past:]) if past else (k, v)
 

@@ -6,35 +6,51 @@ import math
 import torch
 from torch import Tensor
 
+from titans_pt.config import RopeScaling
 
-def rotation(position: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+
+def turns(width: int, base: float, scaling: RopeScaling | None = None, device: torch.device | None = None) -> Tensor:
+    """Turns per token of each pair of features of a head of an even ``width``: (width / 2,) fp64."""
+    half = width // 2
+    frequency = base ** (-torch.arange(half, device=device, dtype=torch.float64) / half) / (2 * math.pi)
+    if scaling is None:
+        return frequency
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    # Llama 3.1: how far the turns in a text of the original length are from few (0) to many (1).
+    whole = frequency * scaling.original_length
+    kept = ((whole - scaling.low_freq) / (scaling.high_freq - scaling.low_freq)).clamp(0, 1)
+    return kept * frequency + (1 - kept) * frequency / scaling.factor
+
+
+def rotation(
+    position: Tensor, width: int, base: float, dtype: torch.dtype, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """position (T,) or (B, T) int64 -> cosine and sine, ([B,] T, 1, width / 2), for heads of an even ``width``; fp32,
     fp64 for fp64.
 
     Turns are counted in fp64, at ten million tokens an fp32 angle is off by half a radian; cosine and sine of what is
     left of the last turn need no more than the heads' precision.
     """
-    half = width // 2
-    frequency = base ** (-torch.arange(half, device=position.device, dtype=torch.float64) / half) / (2 * math.pi)
-    turns = position.to(torch.float64).unsqueeze(-1) * frequency
-    angle = (2 * math.pi * (turns - turns.round())).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    place = position.to(torch.float64).unsqueeze(-1) * turns(width, base, scaling, position.device)
+    angle = (2 * math.pi * (place - place.round())).to(torch.float64 if dtype == torch.float64 else torch.float32)
     angle = angle.unsqueeze(-2)
     return angle.cos(), angle.sin()
 
 
-def rotation_from(first: int, like: Tensor, base: float) -> tuple[Tensor, Tensor]:
+def rotation_from(first: int, like: Tensor, base: float, scaling: RopeScaling | None = None) -> tuple[Tensor, Tensor]:
     """:func:`rotation` of tokens first, first + 1, ... for ``like`` (B, T, H, D): one for all layers of a model."""
     if torch.compiler.is_compiling():
         place = torch.arange(first, first + like.shape[1], device=like.device)
-        return rotation(place, like.shape[-1], base, like.dtype)
+        return rotation(place, like.shape[-1], base, like.dtype, scaling)
     return _rotation_from(
-        first, like.shape[1], like.shape[-1], base, like.dtype, like.device, torch.is_inference_mode_enabled()
+        first, like.shape[1], like.shape[-1], base, scaling, like.dtype, like.device, torch.is_inference_mode_enabled()
     )
 
 
 @functools.lru_cache(maxsize=2)
-def _rotation_from(first: int, length: int, width: int, base: float, dtype, device, _inference: bool):
-    return rotation(torch.arange(first, first + length, device=device), width, base, dtype)
+def _rotation_from(first: int, length: int, width: int, base: float, scaling, dtype, device, _inference: bool):
+    return rotation(torch.arange(first, first + length, device=device), width, base, dtype, scaling)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

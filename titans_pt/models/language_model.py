@@ -56,7 +56,7 @@ class LanguageModel(nn.Module):
         """Rows that stand for no token are zeros. With tied embeddings the logit of the token just read starts at
         OWN_LOGIT at most.
 
-        The embedding times sqrt(d_model) reaches the norm through the residual stream, so that logit is up to init_std
+        The embedding times its scale reaches the norm through the residual stream, so that logit is up to init_std
         * d_model times the norm's weight: 15 at width 768, a first loss of 13.0 where ln V is 10.4. A smaller weight of
         the norm leaves what comes in, and what the blocks see, as it is.
         """
@@ -97,7 +97,7 @@ class LanguageModel(nn.Module):
         if reset is not None and reset.shape != ids.shape:
             raise ValueError(f"reset: given shape {tuple(reset.shape)}; must be that of ids, {tuple(ids.shape)}")
         # The mixers' outputs are normalised, of unit scale: at the embedding's own 0.02 they would drown the token.
-        x = self.embedding(ids) * self.config.d_model**0.5
+        x = self.embedding(ids) * self.config.embedding_factor
         documents = None if reset is None else Documents.of(reset, ids.device)
         x, blocks = self.blocks(x, state and state.blocks, documents, output_final_state)
         if last_only:

@@ -73,7 +73,7 @@ class SequenceClassifier(nn.Module):
         Returns:
             Logits (B, classes), and the blocks' states behind column T; None in training.
         """
-        x = self.embedding(ids) * self.config.d_model**0.5
+        x = self.embedding(ids) * self.config.embedding_factor
         x, state = self.blocks(x, output_final_state=not self.training)
         own = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
         x = self.norm(x).masked_fill(~own[..., None], 0.0).sum(1) / lengths[:, None].to(x.dtype)

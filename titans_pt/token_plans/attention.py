@@ -15,13 +15,12 @@ def attention_plan(attention: nn.Module, x: Tensor, prefix: bool) -> TokenPlan:
     """x (B, d_model) -> what attention makes of it, after states with a prefix or without."""
     attention = own(attention, Attention)
     window = attention.window
-    q, k, v = (weight_of(part) for part in (attention.q, attention.k, attention.v))
-    shape = len(x), 1, attention.n_heads, len(q) // attention.n_heads
-    rotation = Rotation(shape[-1], attention.rope_base, x)
-    inputs = Maps(len(x), Map(x, q, rotation=rotation), Map(x, k, rotation=rotation), Map(x, v))
+    shape = len(x), 1, attention.kv_heads, attention.head_width
+    rotation = Rotation(attention.turns(), x)
+    inputs = Maps(len(x), *attention_maps(attention, x, rotation))
     q, k, v = inputs.out
     queries = [inputs.unturned[0], q] if prefix else [q]
-    attend, k, v = AttentionToken(attention.n_heads, *queries), k.view(shape), v.view(shape)
+    attend, k, v = AttentionToken(attention.n_heads, attention.kv_heads, *queries), k.view(shape), v.view(shape)
 
     def accepts(state: AttentionState) -> bool:
         fits = state.k.shape[2:] == state.v.shape[2:] == shape[2:]
@@ -37,6 +36,22 @@ def attention_plan(attention: nn.Module, x: Tensor, prefix: bool) -> TokenPlan:
         return AttentionState(keys, values, state.prefix_k, state.prefix_v, None, state.position + 1)
 
     return TokenPlan(attend.out, accepts, advance)
+
+
+def attention_maps(attention: Attention, x: Tensor, rotation: Rotation) -> tuple[Map, Map, Map]:
+    """Rotated queries and keys, and values, of a token x (B, d_model)."""
+    return (
+        Map(x, weight_of(attention.q), attention.q.bias, rotation=rotation),
+        *key_value_maps(attention, x, rotation),
+    )
+
+
+def key_value_maps(attention: Attention, x: Tensor | int, rotation: Rotation) -> tuple[Map, Map]:
+    """Rotated keys, and values, of a token x: (B, d_model), or the place of a map that makes it."""
+    return (
+        Map(x, weight_of(attention.k), attention.k.bias, rotation=rotation),
+        Map(x, weight_of(attention.v), attention.v.bias),
+    )
 
 
 @plans(AttentionMixer)

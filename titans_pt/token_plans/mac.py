@@ -7,6 +7,7 @@ from titans_pt.kernels.attention import AttentionToken
 from titans_pt.kernels.one_token import Map, Maps, Rotation, add
 from titans_pt.layers.attention import Attention
 from titans_pt.models.mixers.mac import MAC, MACState
+from titans_pt.token_plans.attention import attention_maps, key_value_maps
 from titans_pt.token_plans.gate import gate_step
 from titans_pt.token_plans.memory import memory_plan, projection_map, recall_step
 from titans_pt.token_plans.mixers import plans
@@ -16,16 +17,15 @@ from titans_pt.token_plans.plan import TokenPlan, plain, weight_of
 @plans(MAC)
 def mac_plan(mixer: MAC, x: Tensor, term: Tensor) -> TokenPlan:
     attention = plain(mixer.attention, Attention)
-    q, k, v = (weight_of(part) for part in (attention.q, attention.k, attention.v))
-    heads, conv = (attention.n_heads, len(q) // attention.n_heads), (len(x), mixer.read.conv.width - 1, len(q))
-    rotation = Rotation(heads[1], attention.rope_base, x)
-    own = (Map(x, q, rotation=rotation), Map(x, k, rotation=rotation), Map(x, v))
-    inputs = Maps(len(x), projection_map(mixer.read, x), *own)
+    heads, conv = (attention.kv_heads, attention.head_width), (len(x), mixer.read.conv.width - 1, x.shape[1])
+    rotation = Rotation(attention.turns(), x)
+    inputs = Maps(len(x), projection_map(mixer.read, x), *attention_maps(attention, x, rotation))
     queries, turned, *new = inputs.out
     recall, recalled = recall_step(mixer.memory, queries)
-    group = Maps(len(x), Map(recalled, k, rotation=rotation), Map(recalled, v))
+    group = Maps(len(x), *key_value_maps(attention, recalled, rotation))
     prefix = mixer.persistent is not None
-    attend = AttentionToken(attention.n_heads, *([inputs.unturned[1]] if prefix else []), turned, turned)
+    unturned = [inputs.unturned[1]] if prefix else []
+    attend = AttentionToken(attention.n_heads, attention.kv_heads, *unturned, turned, turned)
     written = joined = attend.out
     steps = []
     if mixer.write is not None:

@@ -19,6 +19,9 @@ def rand(*shape, seed=0, device="cpu", dtype=torch.float64):
 
 def by_definition(q, k, v, sees, prefix=None):
     """Softmax written out; sees: bool (B, T, S)."""
+    k, v = (x.repeat_interleave(H // x.shape[2], 2) for x in (k, v))
+    if prefix is not None:
+        prefix = Prefix(prefix.q, *(x.repeat_interleave(H // x.shape[2], 2) for x in (prefix.k, prefix.v)))
     scores = torch.einsum("bthd,bshd->bhts", q, k).masked_fill(~sees[:, None], -torch.inf)
     if prefix is not None:
         scores = torch.cat([torch.einsum("bthd,bphd->bhtp", prefix.q, prefix.k), scores], -1)
@@ -37,11 +40,11 @@ def equal(outputs, leaves, rtol=1e-9):
             torch.testing.assert_close(mine, want, rtol=rtol, atol=rtol)
 
 
-def make_prefix(q, length, seed=5):
+def make_prefix(q, length, seed=5, kv_heads=H):
     if not length:
         return None, []
     plain = rand(*q.shape, seed=seed, device=q.device, dtype=q.dtype)
-    k, v = (rand(B, length, H, D, seed=seed + i, device=q.device, dtype=q.dtype) for i in (1, 2))
+    k, v = (rand(B, length, kv_heads, D, seed=seed + i, device=q.device, dtype=q.dtype) for i in (1, 2))
     return Prefix(plain, k, v), [plain, k, v]
 
 
@@ -53,11 +56,11 @@ def bounds_of(first):
 
 @settings(max_examples=60, deadline=None)
 @given(T=st.integers(1, 40), past=st.integers(0, 20), window=st.none() | st.integers(1, 50), prefix=st.integers(0, 5),
-       documents=st.booleans(), seed=st.integers(0, 10**6))  # fmt: skip
-def test_causal(T, past, window, prefix, documents, seed):
+       documents=st.booleans(), kv_heads=st.sampled_from([1, H]), seed=st.integers(0, 10**6))  # fmt: skip
+def test_causal(T, past, window, prefix, documents, kv_heads, seed):
     q = rand(B, T, H, D, seed=seed)
-    k, v = (rand(B, past + T, H, D, seed=seed + i) for i in (1, 2))
-    always, more = make_prefix(q, prefix)
+    k, v = (rand(B, past + T, kv_heads, D, seed=seed + i) for i in (1, 2))
+    always, more = make_prefix(q, prefix, kv_heads=kv_heads)
     first = None
     if documents:
         starts = torch.rand(B, T, generator=torch.Generator().manual_seed(seed)) < 0.2
@@ -74,13 +77,14 @@ def test_causal(T, past, window, prefix, documents, seed):
 
 
 @settings(max_examples=40, deadline=None)
-@given(T=st.integers(1, 36), stride=st.integers(1, 5), prefix=st.integers(0, 3), seed=st.integers(0, 10**6))
-def test_segment(T, stride, prefix, seed):
+@given(T=st.integers(1, 36), stride=st.integers(1, 5), prefix=st.integers(0, 3),
+       kv_heads=st.sampled_from([1, H]), seed=st.integers(0, 10**6))  # fmt: skip
+def test_segment(T, stride, prefix, kv_heads, seed):
     """Token i sees memory tokens 0 .. i // stride, never one that was read with a later token's query."""
     groups = -(-T // stride)
-    q, k, v = (rand(B, T, H, D, seed=seed + i) for i in range(3))
-    m_k, m_v = (rand(B, groups, H, D, seed=seed + 3 + i) for i in range(2))
-    always, more = make_prefix(q, prefix)
+    q, k, v = (rand(B, T, heads, D, seed=seed + i) for i, heads in enumerate((H, kv_heads, kv_heads)))
+    m_k, m_v = (rand(B, groups, kv_heads, D, seed=seed + 3 + i) for i in range(2))
+    always, more = make_prefix(q, prefix, kv_heads=kv_heads)
     token, memory = torch.arange(T), torch.arange(groups)
     sees = torch.cat([memory <= token[:, None] // stride, token <= token[:, None]], 1).expand(B, -1, -1)
     outputs = [segment_attention(q, k, v, m_k, m_v, stride, prefix=always, backend=b) for b in ("masked", "flash")]
@@ -118,9 +122,11 @@ def halved(*tensors):
 @pytest.mark.parametrize("T, past", [(1, 0), (130, 0), (1000, 0), (100, 300)])
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("prefix", [0, 16])
+@pytest.mark.parametrize("kv_heads", [1, H])
 @pytest.mark.parametrize("documents", [False, True, "bounds"])
-def test_causal_on_a_gpu(T, past, window, prefix, documents):
-    shapes = [(B, T, H, D)] + 2 * [(B, past + T, H, D)] + ([(B, T, H, D), *2 * [(B, prefix, H, D)]] if prefix else [])
+def test_causal_on_a_gpu(T, past, window, prefix, kv_heads, documents):
+    shapes = [(B, T, H, D)] + 2 * [(B, past + T, kv_heads, D)]
+    shapes += [(B, T, H, D), *2 * [(B, prefix, kv_heads, D)]] if prefix else []
     half, exact = halved(*(rand(*shape, seed=i) for i, shape in enumerate(shapes)))
     first = None
     if documents:
@@ -152,17 +158,18 @@ def test_segment_on_a_gpu(T, stride, prefix):
 
 
 @pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("heads", [3, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_token_of_a_stream_in_c(monkeypatch, dtype, prefix):
+def test_a_token_of_a_stream_in_c(monkeypatch, dtype, heads, prefix):
     if reason := native.unserved(token.SOURCE, torch.zeros(1)):
         pytest.skip(f"no C: {reason}")
     gen = torch.Generator().manual_seed(0)
 
-    def draw(n):
-        return 3 * torch.randn(2, n, 3, 10, generator=gen, dtype=dtype)
+    def draw(n, heads=3):
+        return 3 * torch.randn(2, n, heads, 10, generator=gen, dtype=dtype)
 
-    q, k, v = draw(1), draw(41)[:, 4:], draw(37)
-    before = Prefix(draw(1), draw(5)[:1].expand(2, -1, -1, -1), draw(5)) if prefix else None
+    q, k, v = draw(1, heads), draw(41)[:, 4:], draw(37)
+    before = Prefix(draw(1, heads), draw(5)[:1].expand(2, -1, -1, -1), draw(5)) if prefix else None
     expected = masked_attention(q.requires_grad_(), k, v, None, before)  # with gradients PyTorch computes it
     with torch.no_grad():
         assert token.serves(q)

@@ -8,7 +8,7 @@ from titans_pt.config import MemoryConfig
 from titans_pt.kernels import norm
 from titans_pt.kernels.one_token import Map, Maps, Rotation, add, blend, memory_gates, unserved
 from titans_pt.layers.memory import STRETCH, MemoryGates
-from titans_pt.layers.rotary import rotate, rotation
+from titans_pt.layers.rotary import rotate, rotation, turns
 
 if reason := unserved(torch.zeros(1)):
     pytest.skip(f"no C: {reason}", allow_module_level=True)
@@ -64,7 +64,7 @@ def test_maps_in_turn():
 def test_a_rotation(place):
     heads, width, base = 3, 8, 10000.0
     x, weight = random(2, 5), random(heads * width, 5)
-    turn = Rotation(width, base, x)
+    turn = Rotation(turns(width, base), x)
     step = Maps(2, Map(x, weight, rotation=turn))
     turn.at(place)
     step()

@@ -151,6 +151,14 @@ def test_four_ranks_documents_and_checkpointing(mixers):
     check(config(mixers, tie_embeddings=False), size=4, sequence=True, reset=True, checkpointing=True)
 
 
+@pytest.mark.parametrize("mixers", [["attention", "mag"], ["mac"], ["mal", "swa"]], ids=str)
+def test_shared_heads_and_biases(mixers):
+    """Of four heads with two of keys, one of keys stays with each rank."""
+    attention = {"kv_heads": 2, "bias": True} | ({"head_width": 10} if "mal" in mixers else {})
+    shapes = check(config(mixers, attention=attention))
+    assert shapes["blocks.0.mixer.attention.k.weight"] == (attention.get("head_width", 8), 32)
+
+
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("vocabulary", [
     {"vocab_multiple": 1, "vocab_size": 53}, {"vocab_multiple": 1, "vocab_size": 5}, {"vocab_multiple": 64},

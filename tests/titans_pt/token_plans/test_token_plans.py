@@ -28,9 +28,15 @@ from titans_pt.token_plans.mixers import planner_of
 if reason := unserved(torch.zeros(1)):
     pytest.skip(f"no C: {reason}", allow_module_level=True)
 
+SHARED = {"kv_heads": 1, "bias": True, "rope_scaling": {"kind": "linear", "factor": 2.0}}
 FORMS = {
     "attention": ("attention", {}, {}),
     "swa": ("swa", {}, {}),
+    "attention-shared": ("attention", {"attention": SHARED}, {}),
+    "swa-wide": ("swa", {"attention": SHARED | {"head_width": 6}}, {}),
+    "mag-shared": ("mag", {"attention": SHARED}, {}),
+    "mal-wide": ("mal", {"attention": SHARED | {"head_width": 6}}, {}),
+    "mac-shared": ("mac", {"mac": {"segment": 8, "memory_tokens": 4}, "attention": SHARED}, {}),
     "lmm": ("lmm", {}, {}),
     "mag": ("mag", {}, {}),
     "mal": ("mal", {}, {}),

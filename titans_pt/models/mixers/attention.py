@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from titans_pt.config import Config, ModelConfig
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
-from titans_pt.layers.flops import Flops, mean_keys, product
+from titans_pt.layers.flops import Flops, linear_flops, mean_keys
 from titans_pt.layers.sharding import Shard, Sharding
 from titans_pt.models.mixers.base import MIXERS, Mixer, Need
 from titans_pt.models.mixers.common import check_attention, fitting_attention
@@ -22,8 +22,8 @@ class AttentionMixer(Mixer):
 
     def __init__(self, config: ModelConfig, window: int | None = None):
         super().__init__()
-        self.attention = Attention(config.d_model, config.n_heads, config.rope_base, window)
-        self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.attention = Attention(config, window)
+        self.out = nn.Linear(self.attention.width, config.d_model, bias=False)
 
     @classmethod
     def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
@@ -40,5 +40,4 @@ class AttentionMixer(Mixer):
         return self.out(y), state
 
     def flops(self, length: int) -> Flops:
-        d = self.out.in_features
-        return self.attention.flops(mean_keys(length, self.attention.window)) + product(d, d)
+        return self.attention.flops(mean_keys(length, self.attention.window)) + linear_flops(self.out)

@@ -97,7 +97,8 @@ class Mixer(nn.Module):
     @classmethod
     def split_sizes(cls, config: ModelConfig) -> dict[str, int]:
         """Setting -> number that parallel.tensor must divide, in addition to model.mlp_hidden and model.vocab_size."""
-        return {"model.n_heads": config.n_heads}
+        shared = config.attention.kv_heads
+        return {"model.n_heads": config.n_heads} | ({} if shared is None else {"model.attention.kv_heads": shared})
 
     def forward(self, x: Tensor, state: Any = None, documents: Documents | None = None) -> tuple[Tensor, Any]:
         """

@@ -22,15 +22,35 @@ AnyMemoryState = NeuralMemoryState | HierarchyState
 """The state of either."""
 
 
-def check_attention(config: Config, need: Need):
-    """What a mixer with rotary attention calls in its :meth:`Mixer.check`."""
-    width, heads = config.model.d_model, config.model.n_heads
-    need(width % heads == 0, "model.n_heads", heads, f"must divide model.d_model={width}")
+def check_attention(config: Config, need: Need, any_width: bool = True):
+    """What a mixer with rotary attention calls in its :meth:`Mixer.check`.
+
+    Args:
+        any_width: its heads together may be of another width than the model.
+    """
+    width, heads, own = config.model.d_model, config.model.n_heads, config.model.attention
+    if own.head_width is None:
+        need(width % heads == 0, "model.n_heads", heads, f"must divide model.d_model={width}")
+        need(
+            (width // heads) % 2 == 0,
+            "model.n_heads",
+            heads,
+            f"head width d_model / n_heads = {width // heads} must be even for RoPE",
+        )
+    else:
+        need(own.head_width % 2 == 0, "model.attention.head_width", own.head_width, "must be even for RoPE")
+        need(
+            any_width or own.head_width * heads == width,
+            "model.attention.head_width",
+            own.head_width,
+            f"must be model.d_model / model.n_heads = {width / heads:g} for mac and mag, which add or mix attention "
+            "and memory head by head; leave it out, or use attention, swa or mal",
+        )
     need(
-        (width // heads) % 2 == 0,
-        "model.n_heads",
-        heads,
-        f"head width d_model / n_heads = {width // heads} must be even for RoPE",
+        heads % config.model.kv_heads == 0,
+        "model.attention.kv_heads",
+        own.kv_heads,
+        f"must divide model.n_heads={heads}",
     )
 
 
@@ -45,14 +65,16 @@ def divisor(number: int, most: int, even: bool = False) -> int | None:
 def fitting_attention(config: ModelConfig, length: int | None = None) -> dict[str, Any]:
     """Defaults of n_heads and window where the usual ones do not fit, for :meth:`Mixer.defaults`."""
     found = {} if length is None else {"model.window": min(config.window, length)}
+    if config.attention.head_width is not None:
+        return found
     width, usual = config.d_model, config.n_heads
     heads = (n for n in range(usual, 0, -1) if width % n == 0 and width // n % 2 == 0)
     return found | {"model.n_heads": next(heads, usual)}
 
 
-def check_window(config: Config, need: Need):
-    """What a mixer with attention over ``model.window`` calls in its :meth:`Mixer.check`."""
-    check_attention(config, need)
+def check_window(config: Config, need: Need, any_width: bool = True):
+    """What a mixer with attention over ``model.window`` calls in its :meth:`Mixer.check`; see check_attention."""
+    check_attention(config, need, any_width)
     length = config.data.seq_len
     need(
         config.model.window <= length,

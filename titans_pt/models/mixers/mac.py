@@ -14,9 +14,9 @@ from titans_pt.kernels.attention import Prefix, masked_attention, segment_attent
 from titans_pt.kernels.memory.state import choose, state_dtype
 from titans_pt.layers.attention import Attention
 from titans_pt.layers.documents import Documents
-from titans_pt.layers.flops import Flops, mean_keys, product
+from titans_pt.layers.flops import Flops, linear_flops, mean_keys, product
 from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState, Projection
-from titans_pt.layers.rotary import rotate, rotation_from
+from titans_pt.layers.rotary import rotate
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.state import SHARED
 from titans_pt.models.mixers.base import MIXERS, Need
@@ -37,11 +37,11 @@ class MACState:
     """memory: state of the memory that segments are written to.
     read_weights: L tensors (B, H, d_in, d_out), the memory at the start of each row's segment.
     read_conv: (B, conv_width - 1, d_model), last inputs of the reading queries' convolution.
-    k, v: (B, n, H, D), rotated keys and values of the newest n tokens, those of unfinished segments.
+    k, v: (B, n, K, D), rotated keys and values of the newest n tokens, those of unfinished segments.
     h_k, h_v: (B, m, H, D), the same for memory tokens; h_place: (m,) int64, the tokens that they belong to.
     offset: (B,) int64, tokens read of each row's segment. h_place and offset stay on the host.
     position: tokens read in all.
-    persistent: keys and values of the persistent tokens, (B, P, H, D) each, of the weights that read so far; None where
+    persistent: keys and values of the persistent tokens, (B, P, K, D) each, of the weights that read so far; None where
         there are none, or in a state of before they were kept.
     """
 
@@ -60,7 +60,7 @@ class MACState:
 
 @dataclass
 class MemoryTokens:
-    """Memory tokens h: rotated keys and values (B, m, H, D), and the places of the m tokens that they belong to."""
+    """Memory tokens h: rotated keys and values (B, m, K, D), and the places of the m tokens that they belong to."""
 
     k: Tensor
     v: Tensor
@@ -135,7 +135,7 @@ class MAC(MemoryMixer):
         """Whether whole segments go through torch.compile where the block around them does not."""
         self.persistent = persistent(config)
         self.read = Projection(config.d_model, config.memory_heads, config.conv_width, unit=True)
-        self.attention = Attention(config.d_model, config.n_heads, config.rope_base)
+        self.attention = Attention(config)
         memory = build_memory(config)
         if not isinstance(memory, NeuralMemory):
             raise ValueError("memory.hierarchy: given one; must be None for mac")
@@ -162,7 +162,7 @@ class MAC(MemoryMixer):
     @classmethod
     def check(cls, config: Config, need: Need):
         super().check(config, need)
-        check_attention(config, need)
+        check_attention(config, need, any_width=False)
         need(
             config.model.memory.hierarchy is None,
             "model.memory.hierarchy",
@@ -198,7 +198,9 @@ class MAC(MemoryMixer):
         """A memory token per ``stride`` tokens is read, projected, and seen by the tokens from its own on."""
         d, prefix = self.out.in_features, 0 if self.persistent is None else len(self.persistent)
         seen = mean_keys(self.segment, self.segment) + (self.segment // self.stride + 1) / 2 + prefix
-        reading = product(d, d) + (1 / self.stride) * (2 * product(d, d) + self.memory.read_flops())
+        reading = product(d, d) + (1 / self.stride) * (
+            linear_flops(self.attention.k) + linear_flops(self.attention.v) + self.memory.read_flops()
+        )
         return self.memory.flops() + self.attention.flops(seen) + reading + self.gate.flops() + product(d, d)
 
     def forward(
@@ -208,8 +210,8 @@ class MAC(MemoryMixer):
         base = state.position if state else 0
         # state by its name: of what is given by position, tensor ranks sum the gradient
         queries, read_conv = self.read(x, state=state and state.read_conv, documents=documents)
-        plain = attention.heads(attention.q(x))
-        turn = rotation_from(base, plain, attention.rope_base)
+        plain = attention.queries(x)
+        turn = attention.rotation_from(base, plain)
         k, v = attention.keys_values(x)
         q, k = rotate(plain, *turn), rotate(k, *turn)
         prefix = self._prefix(len(x), state)
@@ -253,7 +255,7 @@ class MAC(MemoryMixer):
         return self.out(torch.cat(outputs, 1)), after
 
     def _prefix(self, rows: int, state: MACState | None) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of the persistent tokens, (B, P, H, D) each; None where there are none."""
+        """Keys and values of the persistent tokens, (B, P, K, D) each; None where there are none."""
         if state and state.persistent is not None:
             return state.persistent
         if self.persistent is None:
@@ -270,7 +272,7 @@ class MAC(MemoryMixer):
         return steps
 
     def _recall(self, queries: Tensor, turn: list[Tensor], weights, norm) -> tuple[Tensor, Tensor]:
-        """Rotated keys, and values, (B, m, H, D), of the memory tokens read with queries (B, m, H, D)."""
+        """Rotated keys, and values, (B, m, K, D), of the memory tokens read with queries (B, m, H, D)."""
         k, v = self.attention.keys_values(self.join(self.memory.read(queries, weights, norm)))
         return rotate(k, *turn), v
 

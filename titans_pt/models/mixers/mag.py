@@ -47,7 +47,7 @@ class MAG(MemoryMixer):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.persistent = persistent(config)
-        self.attention = Attention(config.d_model, config.n_heads, config.rope_base, config.window)
+        self.attention = Attention(config, config.window)
         self.memory = build_memory(config)
         self.gate = BranchGate(config, self.settings(config))
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
@@ -59,7 +59,7 @@ class MAG(MemoryMixer):
     @classmethod
     def check(cls, config: Config, need: Need):
         super().check(config, need)
-        check_window(config, need)
+        check_window(config, need, any_width=False)
 
     def forward(
         self, x: Tensor, state: MAGState | None = None, documents: Documents | None = None

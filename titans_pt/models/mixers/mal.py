@@ -9,7 +9,7 @@ from titans_pt.config import Config, ModelConfig
 from titans_pt.kernels.memory.state import Weights
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
-from titans_pt.layers.flops import Flops, mean_keys, product
+from titans_pt.layers.flops import Flops, linear_flops, mean_keys, product
 from titans_pt.layers.hierarchy import Starts
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
@@ -69,8 +69,8 @@ class MAL(MemoryMixer):
         self.gate = nn.Linear(config.d_model, config.d_model, bias=False)
         self.memory_out = nn.Linear(config.d_model, config.d_model, bias=False)
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
-        self.attention = Attention(config.d_model, config.n_heads, config.rope_base, config.window)
-        self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.attention = Attention(config, config.window)
+        self.out = nn.Linear(self.attention.width, config.d_model, bias=False)
 
     @classmethod
     def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
@@ -104,6 +104,6 @@ class MAL(MemoryMixer):
         return self.memory_out(m * ACTIVATIONS[self.output_gate](self.gate(x)))
 
     def flops(self, length: int) -> Flops:
-        d, prefix = self.out.in_features, 0 if self.persistent is None else len(self.persistent)
+        d, prefix = self.gate.in_features, 0 if self.persistent is None else len(self.persistent)
         attention = self.attention.flops(mean_keys(length, self.attention.window) + prefix)
-        return self.memory.flops() + attention + 3 * product(d, d)
+        return self.memory.flops() + attention + linear_flops(self.out) + 2 * product(d, d)

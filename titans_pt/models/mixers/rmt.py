@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig, Positive, Section
 from titans_pt.layers.documents import Documents
-from titans_pt.layers.flops import Flops, mean_keys, product
+from titans_pt.layers.flops import Flops, linear_flops, mean_keys, product
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.state import check_rows, fork, map_tensors, rows
 from titans_pt.models.mixers.attention import AttentionMixer
@@ -50,12 +50,16 @@ def _rows(state: RMTState | RMTRows | None, rows: int) -> Sequence[RMTState | No
 
 
 class FirstMemory(nn.Module):
-    """The memory tokens (M, d_model) that a sequence begins with, as large as the embeddings, which are scaled by
-    sqrt(d_model). A module, so that whoever shards parameters by module has them where they are used."""
+    """The memory tokens (M, d_model) that a sequence begins with, as large as the scaled embeddings. A module, so that
+    whoever shards parameters by module has them where they are used.
 
-    def __init__(self, tokens: int, width: int, std: float):
+    Args:
+        std: of the embeddings' weights. scale: what these are multiplied by.
+    """
+
+    def __init__(self, tokens: int, width: int, std: float, scale: float):
         super().__init__()
-        self.tokens = nn.Parameter(torch.randn(tokens, width) * std * width**0.5)
+        self.tokens = nn.Parameter(torch.randn(tokens, width) * std * scale)
 
     def forward(self, rows: int) -> Tensor:
         return self.tokens.repeat(rows, 1, 1)
@@ -85,13 +89,14 @@ class RMT(AttentionMixer):
         super().__init__(config)
         settings = self.settings(config)
         self.segment, self.memory_tokens, self.hidden = settings.segment, settings.memory_tokens, config.hidden
-        self.std, self.eps = config.init_std, config.norm_eps
+        self.width, self.std, self.scale, self.eps = (
+            config.d_model, config.init_std, config.embedding_factor, config.norm_eps
+        )  # fmt: skip
 
     def bind(self, mixers: list[Mixer]):
         if mixers[0] is self:
-            width = self.out.in_features
-            self.first = FirstMemory(self.memory_tokens, width, self.std)
-            self.norm = RMSNorm(width, eps=self.eps)
+            self.first = FirstMemory(self.memory_tokens, self.width, self.std, self.scale)
+            self.norm = RMSNorm(self.width, eps=self.eps)
 
     @classmethod
     def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
@@ -158,7 +163,7 @@ class RMT(AttentionMixer):
 
     def flops(self, length: int) -> Flops:
         """Memory tokens pass the blocks twice per segment, the MLP included, which counts the others by itself."""
-        d, whole = self.out.in_features, min(length, self.segment)
+        d, whole = self.width, min(length, self.segment)
         more = 2 * self.memory_tokens / whole if length >= self.segment else self.memory_tokens / whole
         keys = mean_keys(round(whole * (1 + more)), self.segment + 2 * self.memory_tokens)
-        return (1 + more) * (self.attention.flops(keys) + product(d, d)) + more * 3 * product(d, self.hidden)
+        return (1 + more) * (self.attention.flops(keys) + linear_flops(self.out)) + more * 3 * product(d, self.hidden)
