@@ -12,7 +12,7 @@ class Blocks:
 
     lengths: tokens of each block, when the cuts are the same in every row (index and valid are None then).
     index, valid: (B, N, c), the token of each place and whether there is one, when rows differ.
-    new_chunk, new_document: per block; a bool when every row agrees, else a bool tensor (B,).
+    new_chunk, new_document, ends_chunk: per block; a bool when every row agrees, else a bool tensor (B,).
     """
 
     lengths: list[int]
@@ -21,6 +21,7 @@ class Blocks:
     new_chunk: list
     new_document: list
     offset: Tensor
+    ends_chunk: list
 
 
 def cut(offset: Tensor, reset: Tensor | None, length: int, chunk: int, block: int) -> Blocks:
@@ -40,22 +41,23 @@ def cut(offset: Tensor, reset: Tensor | None, length: int, chunk: int, block: in
         )
     after = torch.tensor(ends, dtype=torch.int64, device=offset.device)
     if all(row == rows[0] for row in rows):
-        _, lengths, chunks, documents = zip(*rows[0], strict=True)
-        return Blocks(list(lengths), None, None, list(chunks), list(documents), after)
+        _, lengths, chunks, documents, ended = zip(*rows[0], strict=True)
+        return Blocks(list(lengths), None, None, list(chunks), list(documents), after, list(ended))
 
     count = max(len(row) for row in rows)
-    empty = (0, 0, False, False)
+    empty = (0, 0, False, False, False)
     padded = [list(row) + [empty] * (count - len(row)) for row in rows]
-    table = torch.tensor(padded, dtype=torch.int64)  # (B, N, 4)
+    table = torch.tensor(padded, dtype=torch.int64)  # (B, N, 5)
     width = int(table[..., 1].max())
     place = torch.arange(width)
     valid = place < table[..., 1:2]
     index = torch.where(valid, table[..., :1] + place, 0)
-    return Blocks([width] * count, index, valid, _agree(table[..., 2].bool()), _agree(table[..., 3].bool()), after)
+    chunks, documents, ended = (_agree(table[..., n].bool()) for n in (2, 3, 4))
+    return Blocks([width] * count, index, valid, chunks, documents, after, ended)
 
 
 def _cut_row(offset: int, resets: list[int], length: int, chunk: int, block: int):
-    """[(start, tokens, starts a chunk, starts a document)], offset after the row."""
+    """[(start, tokens, starts a chunk, starts a document, ends a chunk)], offset after the row."""
     pieces, t, pending = [], 0, [*resets, length]
     while t < length:
         document = pending[0] == t
@@ -63,9 +65,9 @@ def _cut_row(offset: int, resets: list[int], length: int, chunk: int, block: int
             pending.pop(0)
             offset = 0
         size = min(block, chunk - offset, pending[0] - t)
-        pieces.append((t, size, offset == 0, document))
+        begins, offset = offset == 0, (offset + size) % chunk
+        pieces.append((t, size, begins, document, offset == 0))
         t += size
-        offset = (offset + size) % chunk
     return pieces, offset
 
 

@@ -20,11 +20,15 @@ Stale reads
     letters are those of coefficients.py). It is the global memory of TNT (arXiv 2511.07343, Eq. 5), there without
     momentum and forgetting, and close to LaCT (2505.23884).
 
+Rules that are not linear
+    What a chunk's tokens leave accumulates in M by the same sum; at its end M = closed(M, S), and keys and queries of
+    the next chunk meet met(M), all of it as above.
+
 Backward: runs of ``save_every`` blocks are computed again; between them the state is kept.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +58,7 @@ def blockwise_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
     call = call.of_rows()
     assert call.state is not None
     batch, length, heads = call.q.shape[:3]
-    size = call.chunk_size if call.stale else min(call.chunk_size, CHANNELWISE_BLOCK)
+    size = min(call.chunk_size, CHANNELWISE_BLOCK) if call.channelwise else call.chunk_size
     blocks = cut(call.state.offset, call.reset, length, call.chunk_size, size)
     device = call.q.device
 
@@ -75,13 +79,13 @@ def blockwise_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
         layout = Layout(blocks, first, last, tokens, heads)
         tensors = [layout.fold(x) for x in (call.q, call.k, call.v, call.theta, call.eta, call.alpha, *call.own)]
         valid = layout.valid(device)
-        new_chunk, new_document = (layout.rows(f, device) for f in (blocks.new_chunk, blocks.new_document))
+        flags = [layout.rows(f, device) for f in (blocks.new_chunk, blocks.new_document, blocks.ends_chunk)]
         every, parts = call.save_every or math.isqrt(layout.count), []
         for begins in range(0, layout.count, every):
             part = slice(begins, begins + every)
             out, W, S, frozen = checkpoint(
-                scan.blocks, [x[part] for x in tensors], None if valid is None else valid[part], new_chunk[part],
-                new_document[part], W, S, frozen, use_reentrant=False, preserve_rng_state=False,
+                scan.blocks, [x[part] for x in tensors], None if valid is None else valid[part],
+                [f[part] for f in flags], W, S, frozen, use_reentrant=False, preserve_rng_state=False,
             )  # fmt: skip
             parts.append(out)
         outputs.append(layout.unfold(torch.cat(parts)))
@@ -89,7 +93,8 @@ def blockwise_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
     if call.to_start:
         W = plus(W, begin)
     # A chunk that is complete ends here: the next one starts at the current weights.
-    frozen = choose((blocks.offset == 0).to(device).repeat_interleave(heads), W, frozen)
+    if not call.rule.nonlinear:
+        frozen = choose((blocks.offset == 0).to(device).repeat_interleave(heads), W, frozen)
     return join(outputs, blocks, length), MemoryState(unfold(W), unfold(S), unfold(frozen), blocks.offset)
 
 
@@ -109,24 +114,26 @@ class _Scan:
     """
 
     def __init__(self, call: MemoryCall, norm: Weights, begin: Weights):
-        self.network, self.rule, self.stale, self.channelwise = call.network, call.rule, call.stale, call.channelwise
-        self.to_start, self.norm, self.begin = call.to_start, norm, begin
+        self.network, self.rule, self.channelwise = call.network, call.rule, call.channelwise
+        self.reads_start, self.to_start, self.norm, self.begin = call.reads_start, call.to_start, norm, begin
+        self.begin_met = tuple(map(call.rule.met, begin))
 
     def blocks(
-        self, tensors: list[Tensor], valid: Tensor | None, new_chunk: list, new_document: list, W: Weights, S: Weights,
-        frozen: Weights,
+        self, tensors: list[Tensor], valid: Tensor | None, flags: list[list], W: Weights, S: Weights, frozen: Weights
     ) -> tuple[Tensor, Weights, Weights, Weights]:  # fmt: skip
         """Outputs (n, N, c, D) of n blocks, and the state after them.
 
         tensors: q, k, v (n, N, c, D), theta, eta, alpha (n, N, c, .), own gates (n, N, c, 1). valid: (n, N, c), or None
-        where all tokens are; those that are not change nothing. new_chunk, new_document: of each block True, False or
-        the rows (N,) where one begins.
+        where all tokens are; those that are not change nothing. flags: of each block whether a chunk begins, a
+        document begins, a chunk ends: True, False or the rows (N,).
         """
+        new_chunk, new_document, ends_chunk = flags
         q, k, v, theta, eta, alpha, *own = tensors
         make = channel_coefficients if self.channelwise else ends
-        layers = zip(*(self.network.per_layer(gate) for gate in (theta, eta, alpha)), strict=True)
+        layers = list(zip(*(self.network.per_layer(gate) for gate in (theta, eta, alpha)), strict=True))
+        found = [make(self.rule, *gates, tuple(own), valid) for gates in layers[: alpha.shape[-1]]]
         # Of each block its layers'. Unbound, not indexed: the gradient of an index is as large as all blocks.
-        coefficients = list(zip(*(make(self.rule, *gates, tuple(own), valid) for gates in layers), strict=True))
+        coefficients = list(zip(*(found if len(found) == len(layers) else found * len(layers)), strict=True))
         owns = list(zip(*(gate.unbind() for gate in own), strict=True)) or [()] * len(q)
         outputs = []
         for n, (q_n, k_n, v_n, own_n, c) in enumerate(
@@ -136,14 +143,26 @@ class _Scan:
                 zero = tuple(torch.zeros_like(s) for s in S)
                 W = choose(new_document[n], zero if self.to_start else self.begin, W)
                 S = choose(new_document[n], zero, S)
-            if new_chunk[n] is not False:
+                if self.rule.nonlinear:
+                    frozen = choose(new_document[n], self.begin_met, frozen)
+            if new_chunk[n] is not False and not self.rule.nonlinear:
                 frozen = choose(new_chunk[n], plus(W, self.begin) if self.to_start else W, frozen)
             aim = Aim.of(k_n, v_n, own_n, self.norm, self.network)
             keys = key_side(k_n, aim, self.norm, frozen, self.network, self.rule)
-            outputs.append(mlp.forward(q_n, frozen, self.norm or None, self.network) if self.stale
+            outputs.append(mlp.forward(q_n, frozen, self.norm or None, self.network) if self.reads_start
                            else self._read(q_n, keys, c, W, S))  # fmt: skip
             W, S = _written(keys, c, W, S)
+            if ends_chunk[n] is not False and self.rule.nonlinear:
+                last = _last(own_n, None if valid is None else valid[n])
+                W, frozen = self._closed(ends_chunk[n], last, W, S, frozen)
         return torch.stack(outputs), W, S, frozen
+
+    def _closed(self, rows: Any, own: Own, W: Weights, S: Weights, frozen: Weights) -> tuple[Weights, Weights]:
+        """W, and what the next chunk meets, after a chunk that ended in ``rows`` with a token of these own gates."""
+        whole = plus(W, self.begin) if self.to_start else W
+        whole = tuple(self.rule.closed(w, s, own) for w, s in zip(whole, S, strict=True))
+        after = minus(whole, self.begin) if self.to_start else whole
+        return choose(rows, after, W), choose(rows, tuple(map(self.rule.met, whole)), frozen)
 
     def _read(self, q: Tensor, keys: Keys, coefficients: "tuple[ChannelEnds, ...]", W: Weights, S: Weights) -> Tensor:
         act, z = mlp.ACTIVATIONS[self.network.activation], q
@@ -154,6 +173,14 @@ class _Scan:
             seen = (c.A * z) @ W[layer] + (c.B * z) @ S[layer] - scores @ keys.G[layer]
             z = seen + z @ self.begin[layer] if self.to_start else seen
         return mlp.finish(z, q, self.norm or None, self.network)
+
+
+def _last(own: Own, valid: Tensor | None) -> Own:
+    """own (N, c, 1) each -> those of a block's last token, (N, 1, 1)."""
+    if valid is None:
+        return tuple(gate[:, -1:] for gate in own)
+    at = (valid.sum(-1) - 1).clamp(min=0)[:, None, None]
+    return tuple(gate.take_along_dim(at, 1) for gate in own)
 
 
 def _written(
@@ -249,11 +276,9 @@ def ends(rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid:
 
 
 def _unserved(call: MemoryCall) -> str | None:
-    if call.channelwise and call.stale:
-        return "tokens read the memory of their chunk's start (stale), and alpha has one value per channel"
     if call.channelwise and type(call.rule).coefficients is not Rule.coefficients:
         return f"alpha has one value per channel, and the rule {call.rule.name} moves M its own way"
-    return None if call.channelwise or call.stale else "chunked.py serves it, faster"
+    return None if call.channelwise or call.reads_start else "chunked.py serves it, faster"
 
 
 BLOCKWISE = Backend(_unserved, blockwise_memory)

@@ -46,6 +46,11 @@ class MemoryCall:
         return self.forget_to == "start"
 
     @property
+    def reads_start(self) -> bool:
+        """Whether tokens read the memory of their chunk's start."""
+        return self.stale or self.rule.nonlinear
+
+    @property
     def channelwise(self) -> bool:
         """Whether every channel has an alpha."""
         return self.alpha.shape[-1] != self.theta.shape[-1]
@@ -54,6 +59,10 @@ class MemoryCall:
         """The same call as PyTorch's operators want it: everything in the dtype of states, weights (B, H, d_in, d_out)
         and norm (B, H, D) of each row, and a state."""
         batch, dtype = self.q.shape[0], state_dtype(self.q)
+        state = self.state
+        if state is None:
+            state = MemoryState.initial(self.weights, batch, dtype)
+            state.chunk_weights = tuple(map(self.rule.met, state.weights))
         return replace(
             self,
             q=self.q.to(dtype),
@@ -61,7 +70,7 @@ class MemoryCall:
             v=self.v.to(dtype),
             weights=tuple(w.to(dtype).expand(batch, *w.shape) for w in self.weights),
             norm=None if self.norm is None else tuple(p.to(dtype).expand(batch, *p.shape) for p in self.norm),
-            state=self.state or MemoryState.initial(self.weights, batch, dtype),
+            state=state,
         )
 
     def check(self):

@@ -101,7 +101,9 @@ def _in_c(call: MemoryCall) -> str | None:
 
 
 def _unserved(call: MemoryCall) -> str | None:
-    return "blockwise.py serves an alpha for each channel and stale reads" if call.channelwise or call.stale else None
+    if call.channelwise or call.reads_start:
+        return "blockwise.py serves an alpha for each channel and reads of the chunk's start"
+    return None
 
 
 def _block_bytes(x: Tensor, network: NetworkShape) -> int:

@@ -118,7 +118,7 @@ def chosen(call: MemoryCall, backend: str) -> Backend:
         wrong(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
     if backend != "auto":
         names: tuple[str, ...] = (backend,)
-    elif call.stale:
+    elif call.reads_start:
         names = ("chunked",)
     else:
         names = ("triton" if call.q.device.type in GPU else "native", "chunked")

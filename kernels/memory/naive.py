@@ -8,6 +8,9 @@ Titans (arXiv 2501.00663), Eq. 11-14 with chunk-wise gradients (Section 3.2):
     M_t = (1 - alpha_t) (M_{t-1} - M_0) + M_0 + S_t        forget_to="start"
     y_t = M_t(q_t)                           stale: M_{t'}(q_t), the weights of the start of t's chunk
 
+A rule that is not linear closes every chunk: M = closed(M, S) after its last token, and the weights of the next chunk's
+start, at which u_t is taken and which its queries meet, are met(M).
+
 alpha is one number for a whole matrix, or one for each of its rows (channels of d_in): (1 - alpha_t) is then a diagonal
 matrix on the left of M_{t-1}, the weights that x @ M takes in. The loss, and the lines of S and M, are the rule's.
 """
@@ -42,9 +45,12 @@ def naive_memory(
         if call.reset is not None:
             begins = call.reset[:, t]
             current = choose(begins, weights, current)
+            if rule.nonlinear:
+                start = choose(begins, tuple(map(rule.met, weights)), start)
             momentum = tuple(torch.where(begins.view(-1, 1, 1, 1), 0.0, s) for s in momentum)
             offset = torch.where(begins, 0, offset)
-        start = choose(offset == 0, current, start)
+        if not rule.nonlinear:
+            start = choose(offset == 0, current, start)
         gradient = _gradient(call, t, start, keep_graph)
         # Of each layer theta, eta, alpha, (B, H, 1 or d_in, 1): a row of the matrix is a channel of its inputs.
         gates = zip(*(network.per_layer(gate[:, t]) for gate in (call.theta, call.eta, call.alpha)), strict=True)
@@ -57,10 +63,15 @@ def naive_memory(
         momentum = tuple(s for _, s in moved)
         if observe:
             observe(gradient, current, momentum)
-        outputs.append(_forward(call, q[:, t], start if call.stale else current))
+        outputs.append(_forward(call, q[:, t], start if call.reads_start else current))
         offset = (offset + 1) % call.chunk_size
+        if rule.nonlinear:
+            ended = (rule.closed(w, s, own) for w, s in zip(current, momentum, strict=True))
+            current = choose(offset == 0, tuple(ended), current)
+            start = choose(offset == 0, tuple(map(rule.met, current)), start)
     # A chunk that is complete ends here: the next one starts at the current weights.
-    start = choose(offset == 0, current, start)
+    if not rule.nonlinear:
+        start = choose(offset == 0, current, start)
     return torch.stack(outputs, 1), MemoryState(current, momentum, start, offset.to(state.offset.device))
 
 

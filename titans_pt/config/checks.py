@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from titans_pt.config.history import as_stored
 from titans_pt.config.names import named, packaged
 from titans_pt.config.plain import usual
+from titans_pt.config.sections import own_section
 from titans_pt.config.tree import Config
-from titans_pt.config.values import typed
-from titans_pt.config.words import known_paths, one_line, unknown_key
+from titans_pt.config.words import known_paths, unknown_key
 from titans_pt.config.yaml import parse_yaml
 from titans_pt.errors import UserError
 
@@ -44,6 +44,7 @@ def checked(config: Config) -> Config:
     config = _with_sections(config.model_copy(update={"model": model}), "", {config.task: task}, TASKS)
     for owner in (*mixers.values(), task):
         owner.check(config, _need)
+    rule.check(config.model.memory, _need)
     for suite in config.evaluation.suites if config.evaluation.every else ():
         _need(suite in task.suites, "evaluation.suites", suite, f"allowed: {', '.join(task.suites) or 'none'}")
     if config.train.stop_when:
@@ -177,11 +178,7 @@ def _with_sections(section: Any, prefix: str, owners: dict[str, Any], registry: 
         if name not in owners and name not in registry.names():
             known = [*known_paths(type(section), prefix), *(prefix + owner for owner in registry.names())]
             raise UserError(unknown_key(prefix + name, values, known, flat="." in name))
-        settings = registry.find(name).Settings
-        try:
-            own = settings.model_validate(typed(values, settings, prefix + name)).model_dump(mode="json")
-        except ValidationError as error:
-            raise UserError(one_line(error, f"{prefix}{name}.", settings)) from None
+        own = own_section(values, registry.find(name).Settings, prefix + name).model_dump(mode="json")
         if own and name in owners:
             found[name] = own
     tree = {name: getattr(section, name) for name in type(section).model_fields}

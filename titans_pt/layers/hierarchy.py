@@ -171,7 +171,7 @@ class HierarchicalMemory(nn.Module):
         width, heads = self.q.linear.in_features, self.q.n_heads
         head = width // heads
         total = 3 * product(width, width) + sum((memory.gates.flops() for memory in self.memories), Flops(0, 0))
-        total += heads * stale_flops(self.memories[0].shape)
+        total += heads * stale_flops(self.memories[0].shape, self.memories[0].config)
         for memory in self.memories[1:]:
             total += heads * inner_flops(memory.shape, memory.config)
         if self.hierarchy.locals and self.hierarchy.projection:

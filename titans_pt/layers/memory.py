@@ -62,13 +62,17 @@ def _products(shape: NetworkShape) -> list[int]:
 
 def _block(config: MemoryConfig) -> int:
     """Tokens of a compute block."""
-    return min(config.chunk_size, MAX_BLOCK if config.alpha == "head" else CHANNELWISE_BLOCK)
+    if config.alpha == "channel":
+        return min(config.chunk_size, CHANNELWISE_BLOCK)
+    return config.chunk_size if Rule.of(config).nonlinear else min(config.chunk_size, MAX_BLOCK)
 
 
 def inner_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
     """Per token and head: every product of the exact dual form (kernels/memory/dual.py) at the compute block in use.
     What an alpha per channel adds is element-wise."""
-    block = _block(config)
+    rule, block = Rule.of(config), _block(config)
+    if rule.nonlinear:
+        return stale_flops(shape, config)
     start = config.forget_to == "start"  # then queries meet M_0, too
     inner = 3 if config.alpha == "head" else 0  # products for the gradients of one gate for a whole matrix
     forward = backward = 0.0
@@ -80,10 +84,13 @@ def inner_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
     return Flops(forward, backward)
 
 
-def stale_flops(shape: NetworkShape) -> Flops:
+def stale_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
     """Per token and head of a memory that is read as it was at its chunk's start (kernels/memory/blockwise.py): keys
-    forward and back, two sums over the chunk, queries forward; in the backward pass all of it again, and twice."""
+    forward and back, two sums over the chunk, queries forward, what its rule makes of it at the chunk's end; in the
+    backward pass all of it again, and twice."""
     once = sum(4 * x for x in _products(shape)) + sum(_products(shape)[1:])
+    rule = Rule.of(config)
+    once += sum(rule.closing_flops(*layer) for layer in shape.layers) / config.chunk_size
     return Flops(once, 3 * once)
 
 
@@ -209,12 +216,16 @@ class MemoryGates(nn.Module):
         theta = F.softplus(raw[..., 0]) if self.config.theta == "free" else self.bound * (1 - eta) * theta
         if self.damped:
             theta = theta * share_for(v).unsqueeze(-1)
+        own = self._own(x)
+        if self.config.theta == "bounded":
+            share = self.rule.share(v.to(theta.dtype), tuple(gate.unsqueeze(-1) for gate in own))
+            theta = theta if share is None else theta * share.unsqueeze(-1)
         if not self.writes:  # times 0: every parameter keeps a gradient, which data parallelism counts on
             theta, eta, alpha = 0 * theta, 0 * eta, 0 * alpha
         if self.layers == 1:
             theta, eta = theta.squeeze(-1), eta.squeeze(-1)
             alpha = alpha.squeeze(-1) if self.alpha_out is None else alpha
-        return theta, eta, alpha, *self._own(x)
+        return theta, eta, alpha, *own
 
     def _own(self, x: Tensor) -> tuple[Tensor, ...]:
         if self.own is None:
@@ -336,8 +347,10 @@ class NeuralMemory(nn.Module):
         state: NeuralMemoryState | None = None,
         documents: Documents | None = None,
         start: tuple[Tensor, ...] | None = None,
+        chunk_size: int | None = None,
     ) -> tuple[Tensor, NeuralMemoryState]:
-        """start: M_0 in place of the learned one (see :meth:`start_after`); a state remembers it where that matters."""
+        """start: M_0 in place of the learned one (see :meth:`start_after`); a state remembers it where that matters.
+        chunk_size: of a call that begins and ends a sequence; None for the configured one."""
         q, q_state = self.q(x, state and state.q, documents)
         k, k_state = self.k(x, state and state.k, documents)
         v, v_state = self.v(x, state and state.v, documents)
@@ -351,7 +364,7 @@ class NeuralMemory(nn.Module):
             norm=norm,
             rule=self.gates.rule,
             own=tuple(own),
-            chunk_size=self.config.chunk_size,
+            chunk_size=chunk_size or self.config.chunk_size,
             forget_to=self.config.forget_to,
             initial_state=state and state.memory,
             output_final_state=True,
@@ -365,9 +378,22 @@ class NeuralMemory(nn.Module):
         return self._normalised(y).flatten(-2), NeuralMemoryState(memory, q_state, k_state, v_state, kept)
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """prefix (1, P, d_model) -> its outputs (1, P, d_model) and the weights (H, d_in, d_out) after writing it."""
-        y, state = self(prefix)
+        """prefix (1, P, d_model) -> its outputs (1, P, d_model) and the weights (H, d_in, d_out) after writing it.
+
+        A rule that writes where chunks end must not find the prefix shorter than a chunk.
+        """
+        short = self.gates.rule.nonlinear and prefix.shape[1] < self.config.chunk_size
+        y, state = self(prefix, chunk_size=prefix.shape[1] if short else None)
         return y, tuple(w[0] for w in state.memory.weights)
+
+    def first_weights(self, learned: tuple[Tensor, ...], rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """M_0 as :meth:`read` wants it, (B, H, d_in, d_out), of the learned weights (H, d_in, d_out)."""
+        met = self.gates.rule.met
+        return tuple(met(w.to(dtype)).expand(rows, *w.shape) for w in learned)
+
+    def end_weights(self, state: NeuralMemoryState) -> tuple[Tensor, ...]:
+        """The same after ``state``, where its chunk has ended."""
+        return state.memory.chunk_weights if self.gates.rule.nonlinear else state.memory.weights
 
     def read(self, q: Tensor, weights: tuple[Tensor, ...], norm: tuple[Tensor, Tensor] | None) -> Tensor:
         """q (B, T, H, D), weights (B, H, d_in, d_out) of a state -> M(q), (B, T, H, D); nothing is written."""

@@ -4,13 +4,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from titans_pt.config import MemoryConfig, NoSettings, Section
-from titans_pt.config.values import typed
-from titans_pt.config.words import one_line
-from titans_pt.errors import UserError
+from titans_pt.config.sections import Need, own_section
 from titans_pt.kernels.memory.coefficients import coefficients
 from titans_pt.registry import Registry
 
@@ -40,7 +37,9 @@ class Rule:
 
         S_t = eta_t S_{t-1} - theta_t grad_W loss(M(k_t), v_t)       M_t = (1 - alpha_t) M_{t-1} + S_t
 
-    and a rule that moves M otherwise says so in :meth:`update` and :meth:`coefficients`, which tests compare.
+    and a rule that moves M otherwise says so in :meth:`update` and :meth:`coefficients`, which tests compare. What is
+    not linear happens where chunks end: a rule with :meth:`closed` or :meth:`met` lets M accumulate, and what keys and
+    queries of a chunk meet is what these made of it at the end of the chunk before.
     docs/architecture.md has the recipe.
     """
 
@@ -48,9 +47,9 @@ class Rule:
     """What ``model.memory.rule`` calls it."""
     Settings: ClassVar[type[Section]] = NoSettings
     """Its own section of the settings, ``model.memory.<name>``."""
-    gates: ClassVar[dict[str, OwnGate]] = {}
+    gates: dict[str, OwnGate] = {}
     """Its own gates, by name."""
-    step: ClassVar[float] = 1.0
+    step: float = 1.0
     """How much larger than the squared loss's the steps may be that keep the memory stable: a factor of the step bound,
     where model.memory.step_bound is null."""
 
@@ -74,12 +73,17 @@ class Rule:
             UserError: there is none of that name, or a setting of its own is wrong.
         """
         found = RULES.find(config.rule)
-        path = f"model.memory.{found.name}"
-        try:
-            settings = found.Settings.model_validate(typed(config.section(found.name), found.Settings, path))
-        except ValidationError as error:
-            raise UserError(one_line(error, f"{path}.", found.Settings)) from None
-        return found(settings)
+        return found(own_section(config.section(found.name), found.Settings, f"model.memory.{found.name}"))
+
+    @classmethod
+    def check(cls, config: MemoryConfig, need: Need):
+        """Calls ``need`` for everything that must hold between its settings and the rest of model.memory."""
+        need(
+            config.alpha == "head" or cls.coefficients is Rule.coefficients,
+            "model.memory.alpha",
+            config.alpha,
+            f"must be head with model.memory.rule={cls.name}, which moves the memory its own way",
+        )
 
     # ---- the loss
 
@@ -116,6 +120,16 @@ class Rule:
         d_own = [torch.zeros_like(gate) if d is None else d for gate, d in zip(own, d_own, strict=True)]
         return torch.zeros_like(error) if d_error is None else d_error, d_v, d_own
 
+    def share(self, v: Tensor, own: Own) -> Tensor | None:
+        """Which part, 0 to 1, of a bounded theta each token takes, (...): less where its step would be too long.
+        None: all of it.
+
+        Args:
+            v: (..., D).
+            own: each (..., 1).
+        """
+        return None
+
     # ---- what the gates do with it
 
     def update(
@@ -140,3 +154,25 @@ class Rule:
             valid: (n, N, c), or None where all tokens are; one that is not changes nothing.
         """
         return coefficients(theta, eta, alpha, valid)
+
+    # ---- what is not linear, where chunks end
+
+    def closed(self, weights: Tensor, momentum: Tensor, own: Own) -> Tensor:
+        """M (..., d_in, d_out) after a chunk that ends with M = ``weights`` and S = ``momentum``.
+
+        own: the own gates of the chunk's last token, each (..., 1, 1).
+        """
+        return weights
+
+    def met(self, weights: Tensor) -> Tensor:
+        """The matrix (..., d_in, d_out) that keys and queries of a chunk meet, where M = ``weights`` at its start."""
+        return weights
+
+    def closing_flops(self, d_in: int, d_out: int) -> float:
+        """FLOPs of the matrix products in :meth:`closed` and :meth:`met`, of one matrix."""
+        return 0.0
+
+    @property
+    def nonlinear(self) -> bool:
+        """Whether it has :meth:`closed` or :meth:`met`; tokens then read the memory of their chunk's start."""
+        return type(self).closed is not Rule.closed or type(self).met is not Rule.met

@@ -23,7 +23,7 @@ class Yaad(Rule):
     """
 
     name: ClassVar[str] = "yaad"
-    gates: ClassVar[dict[str, OwnGate]] = {"threshold": OwnGate(start=1.0)}
+    gates: dict[str, OwnGate] = {"threshold": OwnGate(start=1.0)}
 
     class Settings(Section):
         form: Literal["radial", "coordinate", "switch"] = "radial"

@@ -1,15 +1,13 @@
 """The contract of a sequence mixer: everything that the rest of the project uses of one."""
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig, NoSettings, Section
+from titans_pt.config.sections import Need, own_section
 from titans_pt.config.values import typed
-from titans_pt.config.words import one_line
-from titans_pt.errors import UserError
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
 from titans_pt.layers.sharding import Sharding
@@ -18,12 +16,6 @@ from titans_pt.registry import Registry
 
 MIXERS: "Registry[type[Mixer]]" = Registry("titans_pt.models.mixers", "model.mixers")
 """Every mixer by the name that ``model.mixers`` gives it."""
-
-
-class Need(Protocol):
-    """Raises a UserError of one line, "path: given ...; allowed", unless ``ok``."""
-
-    def __call__(self, ok: bool, path: str, given: Any, allowed: str) -> None: ...
 
 
 class Mixer(nn.Module):
@@ -64,13 +56,10 @@ class Mixer(nn.Module):
         Raises:
             UserError: one line about ``model.<name>``.
         """
-        own = f"model.{cls.name}."
-        try:
-            defaults = {path.removeprefix(own): value for path, value in cls.defaults(config).items()
-                        if path.startswith(own)}  # fmt: skip
-            return cls.Settings.model_validate(defaults | cls._given(config))
-        except ValidationError as error:
-            raise UserError(one_line(error, f"model.{cls.name}.", cls.Settings)) from None
+        path = f"model.{cls.name}"
+        defaults = {key.removeprefix(f"{path}."): value for key, value in cls.defaults(config).items()
+                    if key.startswith(f"{path}.")}  # fmt: skip
+        return own_section(defaults | config.section(cls.name), cls.Settings, path)
 
     @classmethod
     def _given(cls, config: ModelConfig) -> dict[str, Any]:

@@ -216,7 +216,7 @@ class MAC(MemoryMixer):
         q, k = rotate(plain, *turn), rotate(k, *turn)
         prefix = self._prefix(len(x), state)
         learned, norm = self.memory.network()
-        initial = tuple(w.to(state_dtype(x)).expand(len(x), *w.shape) for w in learned)
+        initial = self.memory.first_weights(learned, len(x), state_dtype(x))
         if state:
             memory, read_weights, offset = state.memory, state.read_weights, state.offset.tolist()
             h = MemoryTokens(state.h_k.to(k.dtype), state.h_v.to(v.dtype), state.h_place.tolist())
@@ -229,7 +229,7 @@ class MAC(MemoryMixer):
         segments, outputs = Segments(self.segment, self.stride, base, length, offset, documents), []
         for piece, *own, own_k, own_v in _cut(segments, x, q, plain, k[:, -length:], v[:, -length:]):
             recall, write = self._steps(segments.whole(piece))
-            current = memory.memory.weights if memory else initial
+            current = self.memory.end_weights(memory) if memory else initial
             read_weights = _choose(piece.new_segment, _choose(piece.new_document, initial, current), read_weights)
             if piece.groups:
                 chosen = segments.selection(piece.groups, x.device)

@@ -1,0 +1,43 @@
+"""Memora of MIRAS (arXiv 2504.13173, Section 5): weights that are distributions, held by their relative entropy."""
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from titans_pt.config import Section
+from titans_pt.kernels.memory.rules.base import RULES, Own, Rule
+
+
+@RULES.register
+class Memora(Rule):
+    """Titans' squared error. What accumulates are logits z, and a chunk meets scale * softmax(z) over the inputs of
+    each output: W_t = scale * softmax(alpha_t log W_{t-1} - theta_t u_t), exactly, since z_t = alpha_t z_{t-1} -
+    theta_t u_t.
+
+    The paper drops the scale from Eq. 21 to Eq. 27 and names no axis. Its chunkwise form takes sums of W, not of z,
+    after which weights may be negative where the next logarithm is taken.
+    """
+
+    name: ClassVar[str] = "memora"
+    step: float = 0.25
+
+    class Settings(Section):
+        scale: Annotated[float, Field(gt=0.0)] | None = None
+        """Sum of the weights that lead to an output. Null: as many as there are, a mean of 1; with 1 the inputs of the
+        next layer all but vanish."""
+
+    settings: Settings
+
+    def loss(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
+        return error.square().sum(-1)
+
+    def gradient(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
+        return 2 * error
+
+    def share(self, v: Tensor, own: Own) -> Tensor | None:
+        """A step in z multiplies weights: long values make it exponentially long."""
+        return v.square().mean(-1).clamp(min=1).rsqrt()
+
+    def met(self, weights: Tensor) -> Tensor:
+        return (self.settings.scale or weights.shape[-2]) * weights.softmax(-2)

@@ -1,0 +1,117 @@
+"""Muon at chunk ends: a chunk takes one step along its momentum, made orthogonal, or merely of unit length."""
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from titans_pt.config import Section
+from titans_pt.kernels.memory.coefficients import coefficients
+from titans_pt.kernels.memory.rules.base import RULES, Own, OwnGate, Rule
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""a, b, c of one step, X <- a X + (b A + c A^2) X with A = X X^T: Keller Jordan's, which brings singular values between
+0.7 and 1.2 in five."""
+STEPS = 5
+LEAST = 0.1
+"""Added to the momentum's norm: where errors vanish, so do steps, and gradients through them stay bounded. With 0.01 in
+its place gradients over 1,024 tokens are a thousand times as large in small heads and chunks."""
+
+
+def scaled(momentum: Tensor) -> Tensor:
+    """(..., a, b), of Frobenius norm below 1."""
+    return momentum / (torch.linalg.vector_norm(momentum, dim=(-2, -1), keepdim=True) + LEAST)
+
+
+def orthogonal(momentum: Tensor) -> Tensor:
+    """(..., a, b): the nearest matrix whose singular values are all 1, about, by five steps of Newton and Schulz."""
+    a, b, c = NEWTON_SCHULZ
+    tall = momentum.shape[-2] > momentum.shape[-1]
+    x = scaled(momentum.mT if tall else momentum)
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def orthogonal_flops(d_in: int, d_out: int) -> float:
+    """Of :func:`orthogonal` of one matrix."""
+    small, large = sorted((d_in, d_out))
+    return STEPS * (4.0 * small * small * large + 2.0 * small**3)
+
+
+def unit(momentum: Tensor) -> Tensor:
+    """(..., a, b) of the norm of an orthogonal matrix, sqrt(min(a, b)), in the momentum's own direction."""
+    return min(momentum.shape[-2:]) ** 0.5 * scaled(momentum)
+
+
+class ChunkSteps(Rule):
+    """S_t = eta_t S_{t-1} - theta_t u_t for every token, and one step a chunk of C tokens that starts at F:
+
+        M = (prod_t (1 - alpha_t)) F + size_C S_C'
+
+    S' is S made orthogonal or of one length. size is a gate of the chunk's last token; inside S' it would cancel, as
+    theta's own scale does: what theta decides is the share of each token.
+    """
+
+    gates: dict[str, OwnGate] = {"size": OwnGate(start=0.5, share=True)}
+
+    def direction(self, momentum: Tensor) -> Tensor:
+        """S' from S."""
+        raise NotImplementedError
+
+    @property
+    def most(self) -> float:
+        """Largest step, over the sum of the square roots of a matrix's sides: the length of a random matrix."""
+        raise NotImplementedError
+
+    def update(self, weights, momentum, gradient, theta, eta, alpha, own):
+        return (1 - alpha) * weights, eta * momentum - theta * gradient
+
+    def coefficients(self, theta, eta, alpha, own, valid):
+        A, B, mix, m, e = coefficients(theta, eta, alpha, valid)
+        return A, torch.zeros_like(B), torch.zeros_like(mix), m, e
+
+    def closed(self, weights: Tensor, momentum: Tensor, own: Own) -> Tensor:
+        a, b = weights.shape[-2:]
+        return weights + self.most * (a**0.5 + b**0.5) * own[-1] * self.direction(momentum)
+
+
+@RULES.register
+class Muon(ChunkSteps):
+    """Titans' squared error with the optimiser Muon in place of plain steps (ATLAS, arXiv 2505.23735, Eq. 32-33), at
+    chunk ends.
+
+    ATLAS makes S of every token orthogonal, which takes a hundred times as long as the memory itself. Eq. 57-58 print
+    the step size inside the orthogonal map, where it cancels. form=unit is the control: the same step in S's own
+    direction.
+    """
+
+    name: ClassVar[str] = "muon"
+
+    class Settings(Section):
+        form: Literal["orthogonal", "unit"] = "orthogonal"
+        """orthogonal: five Newton-Schulz steps. unit: S over its norm, as long as an orthogonal matrix; costs nothing.
+        """
+        size: Annotated[float, Field(gt=0.0)] = 0.03
+        """Largest step of a chunk, over sqrt(inputs) + sqrt(outputs) of a matrix, the length of a random one: 0.72 for
+        64 and 256. A gate of the chunk's last token, 0 to 1, is a factor."""
+
+    settings: Settings
+
+    def loss(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
+        return error.square().sum(-1)
+
+    def gradient(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
+        return 2 * error
+
+    @property
+    def most(self) -> float:
+        return self.settings.size
+
+    def direction(self, momentum: Tensor) -> Tensor:
+        return orthogonal(momentum) if self.settings.form == "orthogonal" else unit(momentum)
+
+    def closing_flops(self, d_in: int, d_out: int) -> float:
+        return orthogonal_flops(d_in, d_out) if self.settings.form == "orthogonal" else 0.0

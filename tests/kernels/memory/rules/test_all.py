@@ -1,0 +1,144 @@
+"""What every built-in rule must do, each of its forms: the definition by autograd, cuts, its own loss's gradient."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.helpers.mixers import small_config, small_model
+from tests.kernels.memory.rules.cases import cut_difference, equals_the_definition
+from titans_pt.config import MemoryConfig
+from titans_pt.config.files import load_config
+from titans_pt.errors import UserError
+from titans_pt.kernels.memory.rules import RULES, Rule
+from titans_pt.layers.memory import NeuralMemory, _block, inner_flops, network_shape
+from titans_pt.models import build_model
+from titans_pt.runs.states import load_state, save_state
+from titans_pt.tasks import task_of
+from titans_pt.training.plan import make_plan
+
+FORMS = {
+    "titans": [{}],
+    "yaad": [{"form": "radial"}, {"form": "coordinate"}, {"form": "switch"}],
+    "moneta": [{}, {"p": 1.5, "q": 2.0}, {"p": 1.0, "q": 3.0}],
+    "memora": [{}, {"scale": 2.0}],
+    "dot": [{}],
+    "muon": [{}, {"form": "unit"}],
+}
+ALL = [(name, form) for name, forms in FORMS.items() for form in forms]
+every_form = pytest.mark.parametrize("name, form", ALL, ids=str)
+every_rule = pytest.mark.parametrize("name", FORMS)
+
+
+def rule_of(name: str, form: dict) -> Rule:
+    found = RULES.find(name)
+    return found(found.Settings(**form))
+
+
+def test_no_rule_is_forgotten():
+    assert set(FORMS) == set(RULES.built_in())
+
+
+@every_form
+@pytest.mark.parametrize("seed", range(3))
+def test_it_equals_the_definition(name, form, seed):
+    # Weights that all but vanish under a LayerNorm are chaos, by definition; logits forgotten to zero are such.
+    fixed = {"forget_to": "start"} if name == "memora" else {}
+    assert equals_the_definition(rule_of(name, form), seed, **fixed) < 1e-9
+
+
+@every_form
+def test_cuts_are_invisible(name, form):
+    for cuts, chunk_size in (([3, 4, 11], 4), ([5, 16], 16), ([8], 8)):
+        assert cut_difference(rule_of(name, form), cuts, chunk_size) < 1e-9
+
+
+@every_form
+def test_its_gradient_is_that_of_its_loss(name, form):
+    rule, gen = rule_of(name, form), torch.Generator().manual_seed(0)
+    error = (3 * torch.randn(50, 6, generator=gen, dtype=torch.float64)).requires_grad_()
+    v = torch.randn(50, 6, generator=gen, dtype=torch.float64).requires_grad_()
+    own = tuple((0.5 + torch.rand(50, 1, generator=gen, dtype=torch.float64)).requires_grad_() for _ in rule.gates)
+    (expected,) = torch.autograd.grad(rule.loss(error, v, own).sum(), error, create_graph=True)
+    found = rule.gradient(error, v, own)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    upstream = torch.randn(50, 6, generator=gen, dtype=torch.float64)
+    leaves = (error, v, *own)
+    grads = [torch.zeros_like(x) for x in leaves]
+    if expected.requires_grad:
+        grads = torch.autograd.grad(expected, leaves, upstream, materialize_grads=True)
+    d_error, d_v, d_own = rule.gradient_backward(upstream, error, v, own)
+    d_v = torch.zeros_like(v) if d_v is None else d_v
+    d_own = d_own or [torch.zeros_like(gate) for gate in own]
+    for mine, other in zip((d_error, d_v, *d_own), grads, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-11)
+
+
+# ---- in a model
+
+
+@pytest.mark.parametrize("name, form", [each for each in ALL if each[0] not in ("titans", "yaad")], ids=str)
+@pytest.mark.parametrize("mixer", ["lmm", "mac", "mal"])
+def test_a_model_streams_and_its_state_is_kept_in_a_file(name, form, mixer, tmp_path):
+    memory = {"chunk_size": 4, "expansion": 2, "rule": name, name: form}
+    model = small_model([mixer], memory=memory, n_layers=1)
+    ids = torch.randint(0, 50, (2, 23), generator=torch.Generator().manual_seed(0))
+    reset = torch.zeros(2, 23, dtype=torch.bool)
+    reset[1, 14] = True
+    with torch.no_grad():
+        whole, _ = model(ids, reset=reset)
+        first, state = model(ids[:, :9], reset=reset[:, :9])
+        save_state(state, tmp_path / "state")
+        second, _ = model(ids[:, 9:], load_state(tmp_path / "state"), reset=reset[:, 9:])
+        alone, _ = model(ids[1:, 14:])
+    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-9, atol=1e-9)
+    if mixer != "mac":  # whose positions go on
+        torch.testing.assert_close(alone[0], whole[1, 14:], rtol=1e-9, atol=1e-9)
+    changed = ids.clone()
+    changed[:, 12] += 1
+    with torch.no_grad():
+        after, _ = model(changed, reset=reset)
+    assert torch.equal(after[:, :12], whole[:, :12]) and not torch.equal(after[0, 12:], whole[0, 12:])
+
+
+@every_form
+def test_its_products_are_counted(name, form):
+    if name in ("titans", "yaad", "dot"):
+        pytest.skip("as Titans' own, which tests/titans_pt/models/test_flops.py counts")
+    config = MemoryConfig(rule=name, chunk_size=8, expansion=2, **{name: form})
+    torch.manual_seed(0)
+    memory = NeuralMemory(16, 2, 1, config, 1e-5)
+    x = torch.randn(1, 32, 16)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        memory(x)
+    rest = memory.flops().forward - 2 * inner_flops(memory.shape, config).forward
+    coefficients = 2 * 2 * _block(config) * (1 + _block(config))
+    assert counter.get_total_flops() / 32 == pytest.approx(
+        rest + 2 * inner_flops(network_shape(8, config), config).forward + coefficients, rel=1e-12
+    )
+
+
+@every_rule
+def test_it_is_planned(tiny, name):
+    words = ["model.mixers=[lmm]", f"model.memory.rule={name}"]
+    one, two = (make_plan(task_of(load_config(tiny(), [*words, f"parallel.tensor={n}"])), n) for n in (1, 2))
+    assert two.bytes["parameters"] < one.bytes["parameters"]
+
+
+@every_rule
+def test_it_starts_as_a_model_of_finite_gradients(name):
+    """1,024 tokens, the outer gradient of every parameter."""
+    torch.manual_seed(0)
+    model = build_model(small_config(["lmm"], memory={"rule": name}))
+    ids = torch.randint(0, 52, (1, 1024))
+    loss = torch.nn.functional.cross_entropy(model(ids[:, :-1])[0].flatten(0, 1), ids[:, 1:].flatten())
+    grads = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+    norm = torch.stack([g.norm() for g in grads]).norm()
+    assert loss < 6 and norm < 10
+
+
+def test_rules_that_move_the_memory_their_own_way_have_one_alpha(tiny):
+    with pytest.raises(
+        UserError, match="model.memory.alpha: given 'channel'; must be head with model.memory.rule=muon"
+    ):
+        load_config(tiny(), ["model.mixers=[lmm]", "model.memory.rule=muon", "model.memory.alpha=channel"])
+    load_config(tiny(), ["model.mixers=[lmm]", "model.memory.rule=moneta", "model.memory.alpha=channel"])

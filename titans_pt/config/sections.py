@@ -1,0 +1,30 @@
+"""The own sections of mixers, memory rules and tasks, which the tree holds as they were given."""
+
+from typing import Any, Protocol, TypeVar
+
+from pydantic import ValidationError
+
+from titans_pt.config.tree import Section
+from titans_pt.config.values import typed
+from titans_pt.config.words import one_line
+from titans_pt.errors import UserError
+
+S = TypeVar("S", bound=Section)
+
+
+class Need(Protocol):
+    """Raises a UserError of one line, "path: given ...; allowed", unless ``ok``."""
+
+    def __call__(self, ok: bool, path: str, given: Any, allowed: str) -> None: ...
+
+
+def own_section(given: dict[str, Any], kind: type[S], path: str) -> S:
+    """The section ``path``, such as model.mac, of what is given of it.
+
+    Raises:
+        UserError: a setting in it is wrong or unknown.
+    """
+    try:
+        return kind.model_validate(typed(given, kind, path))
+    except ValidationError as error:
+        raise UserError(one_line(error, f"{path}.", kind)) from None
