@@ -9,11 +9,16 @@ WRITES = "--out"
 
 
 @click.command("import")
-@click.argument("folder", metavar="DIR", type=PATH, help="a Hugging Face folder that titans export wrote")
+@click.argument(
+    "folder",
+    metavar="DIR",
+    type=PATH,
+    help="a folder that titans export wrote, or a Llama, Qwen2 or Mistral; or a GGUF file of one",
+)
 @overrides("settings of this machine, e.g. data.dir=data/fineweb")
 @click.option("--out", type=FOLDER, required=True, metavar="RUN", help="the run folder to write")
 def import_(folder: str, overrides: tuple[str, ...], out: Path):
-    """Turn a folder that titans export wrote into a run."""
+    """Turn a Hugging Face folder into a run."""
     from titans_pt.huggingface import import_run
 
     print(import_run(folder, out, overrides))

@@ -1,17 +1,18 @@
-"""A checkpoint of a run as a Hugging Face folder, and such a folder as a run."""
+"""A checkpoint of a run as a Hugging Face folder; such a folder, or a Llama-like one, as a run."""
 
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
+from torch import Tensor
 
 from titans_pt.config import Config, config_hash
 from titans_pt.config.files import validated
@@ -19,12 +20,14 @@ from titans_pt.config.history import as_stored
 from titans_pt.data_pipeline.tokenizers import FILES, saved_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.huggingface.card import model_card
+from titans_pt.huggingface.llama import NAMES, read_llama, source_of
 from titans_pt.huggingface.modeling import TitansConfig, TitansForCausalLM, TitansTokenizer
 from titans_pt.huggingface.source import CARRIED, HEAD
+from titans_pt.models import build_model
 from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import load_run, with_rows
-from titans_pt.tasks.language import keep_tokenizer
+from titans_pt.tasks.language import keep_tokenizer, tokenizer_of
 from titans_pt.tools.tensor_files import check_sums, write_sums
 
 _UNFINISHED = ".export-"
@@ -119,19 +122,25 @@ def published(config: Config) -> dict:
 
 
 def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str] = ()) -> Path:
-    """The run folder of what :func:`export_run` wrote: to evaluate, generate, inspect, and to start training from; it
-    has no optimiser's state.
+    """The run folder of what :func:`export_run` wrote, or of a Llama-like model: to evaluate, generate, inspect, and to
+    start training from; it has no optimiser's state.
 
     Args:
+        folder: a folder with config.json, or a GGUF file.
         overrides: ``key=value`` settings, such as data.dir, which an exported folder does not tell.
 
     Raises:
-        UserError: nothing that export wrote is there, or ``run_dir`` holds a run already.
+        UserError: neither is there, it is none that is computed exactly, or ``run_dir`` holds a run already.
     """
     folder, run = Path(folder), RunFolder(run_dir)
-    tokenizer = _check_exported(folder)
     if run.config.exists():
         raise UserError(f"{run.path}: holds a run already; name another folder")
+    if (source := source_of(folder)) is not None:
+        with tempfile.TemporaryDirectory() as scratch:
+            found = read_llama(source, Path(scratch))
+            tree = found.settings | {"task": "language", "run": {"dir": str(run.path)}}
+            return _write_run(run, validated(tree, overrides), found.weights, found.tokenizer, step=0)
+    tokenizer = _check_exported(folder)
     try:
         model, found = TitansForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     except (SafetensorError, ValidationError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -145,14 +154,34 @@ def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str]
         )
     stored = as_stored(model.config.settings)
     settings = validated(stored | {"run": stored.get("run", {}) | {"dir": str(run.path)}}, overrides)
-    weights = {name: p.detach().clone().contiguous() for name, p in model.model.named_parameters()}
+    return _write_run(run, settings, dict(model.model.named_parameters()), tokenizer, model.config.step)
+
+
+def _write_run(
+    run: RunFolder, settings: Config, weights: Mapping[str, Tensor], tokenizer: Path, step: int
+) -> Path:  # fmt: skip
+    """A run's folder with one checkpoint of ``weights``, whose embedding and head get the rows of the settings.
+
+    Raises:
+        UserError: settings of another model than the weights are of.
+    """
+    tokenizer_of(tokenizer, settings)  # before anything is written
+    with torch.device("meta"):
+        model = build_model(settings.model)
+    weights = {name: p.detach().clone().contiguous() for name, p in weights.items()}
     weights |= {
-        name: with_rows(weights[name], settings.model.vocab_rows)
-        for name in model.model.counted_rows
-        if name in weights
+        name: with_rows(weights[name], settings.model.vocab_rows) for name in model.counted_rows if name in weights
     }
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    if different := sorted(
+        name for name in shapes.keys() | weights if name not in weights or shapes.get(name) != weights[name].shape
+    ):
+        raise UserError(
+            f"{run.path}: the settings of model are not those of the weights: {len(different)} parameters differ, such "
+            f"as {different[0]}; leave the model's sizes as they are in the folder"
+        )
     state = checkpoints.TrainerState(
-        step=model.config.step, samples=0, adam_step=0, nonfinite=0, nonfinite_in_a_row=0,
+        step=step, samples=0, adam_step=0, nonfinite=0, nonfinite_in_a_row=0,
         model_hash=config_hash(settings.model), config_hash=config_hash(settings),
         config=settings.model_dump(mode="json"),
         identity={"tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest()},
@@ -170,7 +199,7 @@ def _check_exported(folder: Path) -> Path:
         UserError: ``folder`` is not one that :func:`export_run` wrote, or only a part of it, or its tokenizer is not
             the model's.
     """
-    wrong = "name a folder that titans export wrote"
+    wrong = f"name a folder that titans export wrote, or one of a model of type {NAMES}"
     if any(folder.glob(f"{_UNFINISHED}*")):
         raise UserError(f"{folder}: an export into it was cut short; export again")
     for name in ("config.json", "model*.safetensors", saved_tokenizer(folder).name):

