@@ -17,17 +17,19 @@ def causal_attention(
     v: Tensor,
     *,
     window: int | None = None,
+    sinks: int = 0,
     prefix: Prefix | None = None,
     first: Tensor | None = None,
     bounds: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Each token sees itself, the ``window - 1`` tokens before it, and the whole prefix.
+    """Each token sees itself, the ``window - 1`` tokens before it, the first ``sinks`` tokens, and the whole prefix.
 
     Args:
         q: (B, T, H, D), the last T of the S tokens that k, v (B, S, K, D) hold; S > T continues a stream. K divides H:
             neighbouring heads of queries share one of keys and values.
         window: tokens seen, the token itself included; None for all.
+        sinks: so many of the first keys that a query may see (see ``first``) are seen whatever the window.
         prefix: tokens that every query sees.
         first: (B, T) int64, lowest index into k that each query may see (a document's start); None for 0.
         bounds: (n + 1,) int32, ascending, equal ones allowed: with S = T, where documents start when the rows lie end
@@ -37,14 +39,33 @@ def causal_attention(
     Returns:
         (B, T, H, D). Scores are scaled by D ** -0.5.
     """
-    documents_in_a_stream = first is not None and k.shape[1] > q.shape[1]
-    if not _flash(q, backend) or documents_in_a_stream:
-        return causal_masked(q, k, v, window, prefix, first)
+    past = k.shape[1] - q.shape[1]
+    if not _flash(q, backend) or (first is not None and (past or sinks)):
+        return causal_masked(q, k, v, window, prefix, first, sinks)
     if first is None:
         bounds = None
     elif bounds is None:
         bounds = _bounds(first)
+    whole = min(window + sinks - past, q.shape[1]) if window and sinks else 0
+    if whole <= 0:
+        return _windowed(q, k, v, window, sinks, prefix, bounds)
+    # Up to there no token lies between the sinks and a window: it is causal attention.
+    begin, end = (slice(None, whole), slice(None, past + whole)), (slice(whole, None), slice(None))
+    outputs = []
+    for queries, keys in (begin, end) if whole < q.shape[1] else (begin,):
+        own = prefix and Prefix(prefix.q[:, queries], prefix.k, prefix.v)
+        outputs.append(
+            _windowed(q[:, queries], k[:, keys], v[:, keys], None if keys == begin[1] else window, sinks, own)
+        )
+    return torch.cat(outputs, 1)
+
+
+def _windowed(q, k, v, window: int | None, sinks: int, prefix: Prefix | None, bounds: Tensor | None = None) -> Tensor:
+    """FlashAttention over a window, and over sinks that lie before the window of every query."""
     parts = [Part(q, k, v, window=window, documents=bounds)]
+    if window and sinks:
+        seen = slice(k.shape[1] - q.shape[1] - window + 1, None)
+        parts = [Part(q, k[:, seen], v[:, seen], window=window), Part(q, k[:, :sinks], v[:, :sinks], causal=False)]
     if prefix is not None:
         parts.append(Part(prefix.q, prefix.k, prefix.v, causal=False))
     return flash_attention(parts)

@@ -72,9 +72,12 @@ def causal_masked(
     window: int | None = None,
     prefix: Prefix | None = None,
     first: Tensor | None = None,
+    sinks: int = 0,
 ) -> Tensor:
     """:func:`titans_pt.kernels.attention.causal_attention`, which says what the arguments are."""
     length, past = q.shape[1], k.shape[1] - q.shape[1]
+    if window is None or (first is None and k.shape[1] <= window + sinks):
+        window, sinks = None if sinks else window, 0
     if (window is None or window >= length) and first is None and past == 0:
         return masked_attention(q, k, v, None, prefix, causal=True)
     if length == 1 and first is None:  # a token of a stream
@@ -85,17 +88,25 @@ def causal_masked(
     for begin in range(0, length, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, length)
         low = 0 if window is None else max(0, past + begin - window + 1)
+        if sinks and (first is not None or low <= sinks):
+            low = 0  # a document's first tokens lie anywhere
         query = torch.arange(past + begin, past + end, device=q.device)[:, None]
         key = torch.arange(low, past + end, device=q.device)
+        keys, values = k[:, low : past + end], v[:, low : past + end]
+        if sinks and low:
+            key = torch.cat([torch.arange(sinks, device=q.device), key])
+            keys, values = (torch.cat([x[:, :sinks], y], 1) for x, y in ((k, keys), (v, values)))
         mask = key <= query
+        start = None if first is None else first[:, begin:end, None]
         if window is not None:
-            mask &= key > query - window
-        mask = mask[None]
-        if first is not None:
-            mask = mask & (key >= first[:, begin:end, None])
+            near = key > query - window
+            mask = mask & (near | (key < sinks + (0 if start is None else start)) if sinks else near)
+        if mask.dim() == 2:
+            mask = mask[None]
+        if start is not None:
+            mask = mask & (key >= start)
         part = None if prefix is None else Prefix(prefix.q[:, begin:end], prefix.k, prefix.v)
-        keys = slice(low, past + end)
-        blocks.append(masked_attention(q[:, begin:end], k[:, keys], v[:, keys], mask, part))
+        blocks.append(masked_attention(q[:, begin:end], keys, values, mask, part))
     return torch.cat(blocks, 1)
 
 

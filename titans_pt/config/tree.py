@@ -373,6 +373,9 @@ class AttentionConfig(Section):
     """Width of a head: attention, swa, mal. Null: d_model / n_heads."""
     bias: bool = False
     """A bias in the projections to queries, keys and values, as in Qwen2."""
+    sinks: NonNegative = 0
+    """First tokens of each document that every later token sees beside its window (swa, mag, mal), at their true
+    positions. Softmax attention puts what it has no use for on them: a pretrained model breaks without them."""
     rope_scaling: RopeScaling | None = None
     """Slower rotary frequencies, as in Llama 3.1. Null: those of model.rope_base."""
 

@@ -8,14 +8,15 @@ from torch import Tensor, nn
 from titans_pt.config import ModelConfig
 from titans_pt.kernels.attention import Prefix, causal_attention
 from titans_pt.layers.documents import Documents
-from titans_pt.layers.flops import Flops, attention_flops, linear_flops
+from titans_pt.layers.flops import Flops, attention_flops, linear_flops, mean_keys
 from titans_pt.layers.rotary import rotate, rotation_from, turns
 from titans_pt.layers.sharding import Shard
 
 
 @dataclass
 class AttentionState:
-    """k, v: (B, n, K, D), the last n <= window - 1 tokens (all of them without a window), keys rotated.
+    """k, v: (B, n, K, D), the last n <= window - 1 tokens (all of them without a window), keys rotated; before them the
+        first tokens of the row's document that are always seen, those of no use at the very beginning.
     prefix_k, prefix_v: (B, P, K, D) or None.
     visible: (B,) int64, how many of the newest cached tokens belong to the row's document, or None for all.
     position: tokens read so far.
@@ -48,7 +49,7 @@ class Attention(nn.Module):
         if config.n_heads % config.kv_heads:
             raise ValueError(f"attention.kv_heads: given {config.kv_heads}; must divide n_heads={config.n_heads}")
         self.n_heads, self.kv_heads, self.head_width = config.n_heads, config.kv_heads, config.head_width
-        self.window = window
+        self.window, self.sinks = window, own.sinks if window else 0
         self.rope_base, self.rope_scaling = config.rope_base, own.rope_scaling
         self.q, self.k, self.v = (
             nn.Linear(config.d_model, heads * config.head_width, bias=own.bias)
@@ -76,6 +77,10 @@ class Attention(nn.Module):
     def turns(self) -> Tensor:
         """(D / 2,) fp64: turns per token of the rotation."""
         return turns(self.head_width, self.rope_base, self.rope_scaling)
+
+    def seen(self, length: int) -> float:
+        """Keys that a token sees, mean over ``length`` tokens, without a prefix."""
+        return mean_keys(length, self.window and self.window + self.sinks)
 
     def flops(self, keys: float) -> Flops:
         """Per token that sees ``keys`` keys on average."""
@@ -105,17 +110,42 @@ class Attention(nn.Module):
         first = self._first(batch, k.shape[1] - length, length, state, documents, x.device)
         always = None if prefix_k is None else Prefix(plain, prefix_k, prefix_v)
         bounds = None if documents is None else documents.bounds
-        y = causal_attention(q, k, v, window=self.window, prefix=always, first=first, bounds=bounds)
-        read = k.shape[1]
-        k, v = self.newest(k, v, self.window and self.window - 1)
-        visible = None if first is None else (read - first[:, -1]).clamp(max=k.shape[1])
+        y = causal_attention(q, k, v, window=self.window, sinks=self.sinks, prefix=always, first=first, bounds=bounds)
+        k, v, visible = self._after(k, v, first)
         return y.flatten(-2), AttentionState(k, v, prefix_k, prefix_v, visible, position + length)
 
-    @staticmethod
-    def newest(k: Tensor, v: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
-        """The newest ``count`` of keys and values (B, n, K, D); all for None."""
-        past = 0 if count is None else max(0, k.shape[1] - count)
-        return (k[:, past:], v[:, past:]) if past else (k, v)
+    def kept(self, k: Tensor, v: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
+        """The sinks and, of what follows them, the newest ``count`` of keys and values (B, n, K, D); all for None."""
+        past = 0 if count is None else k.shape[1] - self.sinks - count
+        if past <= 0:
+            return k, v
+        if not self.sinks:
+            return k[:, past:], v[:, past:]
+        k, v = (torch.cat([x[:, : self.sinks], x[:, self.sinks + past :]], 1) for x in (k, v))
+        return k, v
+
+    def _after(self, k: Tensor, v: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What a state keeps of keys and values (B, n, K, D), and ``visible``.
+
+        Rows whose documents began at different places have their sinks where their newest tokens begin: how many keys
+        from the end belong to the row says where its document begins, in the state as in the sequence.
+        """
+        count = self.window and self.window - 1
+        if first is None:
+            return *self.kept(k, v, count), None
+        read = k.shape[1]
+        own = read - first[:, -1]
+        if count is None or read <= self.sinks + count:
+            return k, v, own
+        past = read - self.sinks - count
+        if not self.sinks:
+            return k[:, past:], v[:, past:], own.clamp(max=count)
+        place = torch.arange(past, read, device=k.device).expand(len(k), -1)
+        sinks = first[:, -1:] + torch.arange(self.sinks, device=k.device)
+        long = (own > self.sinks + count)[:, None]
+        place = torch.cat([torch.where(long, sinks, place[:, : self.sinks]), place[:, self.sinks :]], 1)
+        rows = torch.arange(len(k), device=k.device)[:, None]
+        return k[rows, place], v[rows, place], own.clamp(max=self.sinks + count)
 
     @staticmethod
     def _first(batch, past, length, state, documents, device) -> Tensor | None:

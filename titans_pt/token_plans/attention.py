@@ -30,9 +30,9 @@ def attention_plan(attention: nn.Module, x: Tensor, prefix: bool) -> TokenPlan:
         rotation.at(state.position)
         inputs()
         keys, values = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
-        keys, values = Attention.newest(keys, values, window)
+        keys, values = attention.kept(keys, values, window)
         attend(*([(state.prefix_k, state.prefix_v)] if prefix else []), (keys, values))
-        keys, values = Attention.newest(keys, values, window and window - 1)
+        keys, values = attention.kept(keys, values, window and window - 1)
         return AttentionState(keys, values, state.prefix_k, state.prefix_v, None, state.position + 1)
 
     return TokenPlan(attend.out, accepts, advance)

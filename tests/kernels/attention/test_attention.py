@@ -56,8 +56,9 @@ def bounds_of(first):
 
 @settings(max_examples=60, deadline=None)
 @given(T=st.integers(1, 40), past=st.integers(0, 20), window=st.none() | st.integers(1, 50), prefix=st.integers(0, 5),
-       documents=st.booleans(), kv_heads=st.sampled_from([1, H]), seed=st.integers(0, 10**6))  # fmt: skip
-def test_causal(T, past, window, prefix, documents, kv_heads, seed):
+       sinks=st.integers(0, 4), documents=st.booleans(), kv_heads=st.sampled_from([1, H]),
+       seed=st.integers(0, 10**6))  # fmt: skip
+def test_causal(T, past, window, prefix, sinks, documents, kv_heads, seed):
     q = rand(B, T, H, D, seed=seed)
     k, v = (rand(B, past + T, kv_heads, D, seed=seed + i) for i in (1, 2))
     always, more = make_prefix(q, prefix, kv_heads=kv_heads)
@@ -66,10 +67,9 @@ def test_causal(T, past, window, prefix, documents, kv_heads, seed):
         starts = torch.rand(B, T, generator=torch.Generator().manual_seed(seed)) < 0.2
         first = torch.where(starts, torch.arange(past, past + T), 0).cummax(1).values
     query, key = torch.arange(past, past + T)[:, None], torch.arange(past + T)
-    sees = ((key <= query) & (key > query - (window or 10**6))).expand(B, -1, -1)
-    if documents:
-        sees = sees & (key >= first[..., None])
-    options = dict(window=window, prefix=always, first=first)
+    begin = torch.zeros(B, T, 1, dtype=torch.int64) if first is None else first[..., None]
+    sees = (key >= begin) & (key <= query) & ((key > query - (window or 10**6)) | (key < begin + sinks))
+    options = dict(window=window, sinks=sinks, prefix=always, first=first)
     outputs = [causal_attention(q, k, v, backend=backend, **options) for backend in ("masked", "flash")]
     if documents and past == 0:
         outputs.append(causal_attention(q, k, v, backend="flash", bounds=bounds_of(first), **options))
@@ -123,8 +123,9 @@ def halved(*tensors):
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("prefix", [0, 16])
 @pytest.mark.parametrize("kv_heads", [1, H])
+@pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("documents", [False, True, "bounds"])
-def test_causal_on_a_gpu(T, past, window, prefix, kv_heads, documents):
+def test_causal_on_a_gpu(T, past, window, prefix, kv_heads, sinks, documents):
     shapes = [(B, T, H, D)] + 2 * [(B, past + T, kv_heads, D)]
     shapes += [(B, T, H, D), *2 * [(B, prefix, kv_heads, D)]] if prefix else []
     half, exact = halved(*(rand(*shape, seed=i) for i, shape in enumerate(shapes)))
@@ -138,7 +139,9 @@ def test_causal_on_a_gpu(T, past, window, prefix, kv_heads, documents):
         always = Prefix(*rest) if prefix else None
         bounds = bounds_of(first) if documents == "bounds" and past == 0 else None
         outputs.append(
-            causal_attention(q, k, v, window=window, prefix=always, first=first, bounds=bounds, backend=backend)
+            causal_attention(
+                q, k, v, window=window, sinks=sinks, prefix=always, first=first, bounds=bounds, backend=backend
+            )
         )
     close(outputs[0], half, outputs[1], exact)
 

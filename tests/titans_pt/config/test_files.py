@@ -67,6 +67,7 @@ def test_the_resolved_tree_gives_itself_back(file):
     ("", ["model.attention.kv_heads=3"], "model.attention.kv_heads: given 3; must divide model.n_heads=16"),
     ("", ["model.attention.head_width=32"],
      "model.attention.head_width: given 32; must be model.d_model / model.n_heads = 48 for mac and mag, .* swa or mal"),
+    ("", ["model.attention.sinks=4"], "model.attention.sinks: given 4; must be 0: no attention .* swa, mag, mal have"),
     ("", ["model.mixers=[swa]", "model.attention.head_width=33"], "head_width: given 33; must be even for RoPE"),
     ("", ["model.attention.rope_scaling={factor: 4, low_freq: 4}"], "must be above low_freq=4"),
     ("", ["parallel.tensor=2", "model.attention.kv_heads=1"],

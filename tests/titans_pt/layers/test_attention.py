@@ -19,6 +19,8 @@ KINDS = {
     "shared": {"kv_heads": 2},
     "one": {"kv_heads": 1, "bias": True},
     "wide": {"head_width": 10, "bias": True},
+    "sinks": {"sinks": 3},
+    "sinks-shared": {"sinks": 1, "kv_heads": 1, "bias": True},
     "linear": {"rope_scaling": {"kind": "linear", "factor": 4.0}},
     "llama3": {"kv_heads": 2, "rope_scaling": LLAMA3},
 }
@@ -73,7 +75,8 @@ def by_definition(attention, x, starts=None):
         outputs = []
         for i in range(len(tokens)):
             first = max([0, *(t for t in range(i + 1) if starts is not None and starts[row, t])])
-            seen = [j for j in range(first, i + 1) if attention.window is None or j > i - attention.window]
+            window = attention.window or T
+            seen = [j for j in range(first, i + 1) if j > i - window or j < first + attention.sinks]
             heads = []
             for head in range(attention.n_heads):
                 own, shared = (slice(n * width, (n + 1) * width) for n in (head, head // group))
@@ -92,6 +95,16 @@ def by_definition(attention, x, starts=None):
 def test_the_definition(kind, window):
     attention, x = layer(window, **KINDS[kind]), inputs()
     torch.testing.assert_close(attention(x)[0], by_definition(attention, x), rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_sinks_of_documents():
+    """Each document has its own, wherever it begins in the row."""
+    attention, x = layer(3, sinks=2), inputs()
+    starts = torch.zeros(2, T, dtype=torch.bool)
+    starts[0, [4, 5, 14]] = starts[1, 9] = True
+    y, _ = attention(x, documents=documents(starts))
+    torch.testing.assert_close(y, by_definition(attention, x, starts), rtol=0, atol=1e-10)
 
 
 def documents(starts):
@@ -125,6 +138,9 @@ def test_what_is_counted():
         assert attention.flops(5.5).total == pytest.approx(expected.total)
     caches = [state_bytes(attention(inputs())[1]) for attention in (plain, shared)]
     assert caches == [2 * 2 * (WINDOW - 1) * 32 * 8, 2 * 2 * (WINDOW - 1) * 8 * 8]
+    sinks = layer(sinks=3)
+    assert state_bytes(sinks(inputs())[1]) == 2 * 2 * (3 + WINDOW - 1) * 32 * 8
+    assert sinks.seen(T) == sum(min(i + 1, WINDOW + 3) for i in range(T)) / T
     wide = layer(head_width=10)
     assert (wide.width, wide(inputs())[0].shape[-1]) == (40, 40)
     assert wide.flops(0).forward == 3 * 2 * 32 * 40

@@ -154,7 +154,7 @@ def test_four_ranks_documents_and_checkpointing(mixers):
 @pytest.mark.parametrize("mixers", [["attention", "mag"], ["mac"], ["mal", "swa"]], ids=str)
 def test_shared_heads_and_biases(mixers):
     """Of four heads with two of keys, one of keys stays with each rank."""
-    attention = {"kv_heads": 2, "bias": True} | ({"head_width": 10} if "mal" in mixers else {})
+    attention = {"kv_heads": 2, "bias": True, "sinks": 2} | ({"head_width": 10} if "mal" in mixers else {})
     shapes = check(config(mixers, attention=attention))
     assert shapes["blocks.0.mixer.attention.k.weight"] == (attention.get("head_width", 8), 32)
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from titans_pt.config import Config, ModelConfig
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
-from titans_pt.layers.flops import Flops, linear_flops, mean_keys
+from titans_pt.layers.flops import Flops, linear_flops
 from titans_pt.layers.sharding import Shard, Sharding
 from titans_pt.models.mixers.base import MIXERS, Mixer, Need
 from titans_pt.models.mixers.common import check_attention, fitting_attention
@@ -40,4 +40,4 @@ class AttentionMixer(Mixer):
         return self.out(y), state
 
     def flops(self, length: int) -> Flops:
-        return self.attention.flops(mean_keys(length, self.attention.window)) + linear_flops(self.out)
+        return self.attention.flops(self.attention.seen(length)) + linear_flops(self.out)

@@ -22,6 +22,10 @@ AnyMemoryState = NeuralMemoryState | HierarchyState
 """The state of either."""
 
 
+class Windowed:
+    """Marks mixers with attention over ``model.window``."""
+
+
 def check_attention(config: Config, need: Need, any_width: bool = True):
     """What a mixer with rotary attention calls in its :meth:`Mixer.check`.
 
@@ -46,6 +50,12 @@ def check_attention(config: Config, need: Need, any_width: bool = True):
             f"must be model.d_model / model.n_heads = {width / heads:g} for mac and mag, which add or mix attention "
             "and memory head by head; leave it out, or use attention, swa or mal",
         )
+    need(
+        own.sinks == 0 or any(issubclass(MIXERS.find(name), Windowed) for name in config.model.kinds),
+        "model.attention.sinks",
+        own.sinks,
+        "must be 0: no attention of model.mixers has a window, so all see the first tokens anyway; swa, mag, mal have",
+    )
     need(
         heads % config.model.kv_heads == 0,
         "model.attention.kv_heads",

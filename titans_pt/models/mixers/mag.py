@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from titans_pt.config import Config, ModelConfig
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
-from titans_pt.layers.flops import Flops, mean_keys, product
+from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
@@ -16,6 +16,7 @@ from titans_pt.models.mixers.common import (
     BranchGate,
     GateSettings,
     MemoryMixer,
+    Windowed,
     build_memory,
     check_window,
     fitting_attention,
@@ -31,7 +32,7 @@ class MAGState:
 
 
 @MIXERS.register
-class MAG(MemoryMixer):
+class MAG(Windowed, MemoryMixer):
     """out(gate(window_attention([persistent | x]), memory([persistent | x])))."""
 
     name = "mag"
@@ -71,5 +72,5 @@ class MAG(MemoryMixer):
 
     def flops(self, length: int) -> Flops:
         d, prefix = self.out.in_features, 0 if self.persistent is None else len(self.persistent)
-        attention = self.attention.flops(mean_keys(length, self.attention.window) + prefix)
+        attention = self.attention.flops(self.attention.seen(length) + prefix)
         return self.memory.flops() + attention + self.gate.flops() + product(d, d)

@@ -9,7 +9,7 @@ from titans_pt.config import Config, ModelConfig
 from titans_pt.kernels.memory.state import Weights
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
-from titans_pt.layers.flops import Flops, linear_flops, mean_keys, product
+from titans_pt.layers.flops import Flops, linear_flops, product
 from titans_pt.layers.hierarchy import Starts
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
@@ -19,6 +19,7 @@ from titans_pt.models.mixers.common import (
     AnyMemoryState,
     MemoryMixer,
     OutputGateSettings,
+    Windowed,
     build_memory,
     check_window,
     fitting_attention,
@@ -39,7 +40,7 @@ class MALSettings(OutputGateSettings):
 
 
 @MIXERS.register
-class MAL(MemoryMixer):
+class MAL(Windowed, MemoryMixer):
     """m = memory_out(memory(x) * sigmoid(gate(x))); m + out(window_attention(norm(x + m))), over [persistent | x]; with
     residual=false out(window_attention(norm(m))). The sigmoid is ``output_gate``.
 
@@ -105,5 +106,5 @@ class MAL(MemoryMixer):
 
     def flops(self, length: int) -> Flops:
         d, prefix = self.gate.in_features, 0 if self.persistent is None else len(self.persistent)
-        attention = self.attention.flops(mean_keys(length, self.attention.window) + prefix)
+        attention = self.attention.flops(self.attention.seen(length) + prefix)
         return self.memory.flops() + attention + linear_flops(self.out) + 2 * product(d, d)
