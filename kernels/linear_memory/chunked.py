@@ -3,11 +3,12 @@
 With G the sum of the log decays from a chunk's start to each token, itself included, S the state before the chunk,
 and P(x, y)[i, j] = sum_k x[i, k] y[j, k] exp(G[i, k] - G[j, k]) for j <= i in one document, else 0:
 
-    (I + beta tril(P(k, k), -1)) U = beta (V - (k exp(G)) S)      (without beta: U = V)
+    (I + beta tril(P(e, k), -1)) U = beta (V - (e exp(G)) S)      (without the delta rule: U = V)
     O  = (q exp(G)) S + P(q, k) U
     S' = exp(G_end) S + (k exp(G_end - G))^T U
 
-(Yang et al., "Gated Delta Networks", arXiv 2412.06464, Section 3.3, with a decay that may differ between channels.)
+with e the erase keys, k itself for the delta rule (Yang et al., "Gated Delta Networks", arXiv 2412.06464, Section 3.3,
+here with a decay that may differ between channels).
 Only sums of log decays go through exp, never their negatives: whatever decays at most vanishes. Documents are cut by
 masks, since an infinite decay would give inf - inf.
 
@@ -23,10 +24,11 @@ CHUNK = 64
 
 
 def chunked_linear_memory(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, state: Tensor, reset: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, erase: Tensor | None, state: Tensor,
+    reset: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Arguments and results as in :func:`titans_pt.kernels.linear_memory.naive.naive_linear_memory`."""
-    length = q.shape[1]
+    length, delta = q.shape[1], beta is not None or erase is not None
     chunk = min(CHUNK, 1 << (length - 1).bit_length())
 
     def fold(x: Tensor) -> Tensor:
@@ -35,18 +37,19 @@ def chunked_linear_memory(
         return x.movedim(1, 0).transpose(2, 3)
 
     q, k, v = map(fold, (q, k, v))
+    e = k if erase is None else fold(erase)
     mask = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    from_start, reading, writing, end = q, k, k, None
+    from_start, erasing, writing, end = q, e, k, None
     if decay is not None:
         G = fold(decay if decay.dim() == 4 else decay.unsqueeze(-1)).cumsum(-2)
         grown = G.exp()
-        from_start, reading, writing = q * grown, k * grown, k * (G[..., -1:, :] - G).exp()
+        from_start, erasing, writing = q * grown, e * grown, k * (G[..., -1:, :] - G).exp()
         end = grown[..., -1, :, None]
     if reset is not None:
         document = fold(reset.unsqueeze(-1)).unsqueeze(-1).cumsum(-2)  # numbered within the chunk
         mask = mask & (document == document.mT)
         before, after = document > 0, document < document[..., -1:, :]
-        from_start, reading = (x.masked_fill(before, 0.0) for x in (from_start, reading))
+        from_start, erasing = (x.masked_fill(before, 0.0) for x in (from_start, erasing))
         writing = writing.masked_fill(after, 0.0)
         kept = (~before[..., -1:, :]).to(q.dtype)
         end = kept if end is None else end * kept
@@ -62,20 +65,22 @@ def chunked_linear_memory(
         def pairs(x: Tensor) -> Tensor:
             return _pairs(x, k, G).masked_fill(~mask, 0.0)
 
-    if beta is not None:
-        b = fold(beta).unsqueeze(-1)
-        right = b * torch.cat([v, reading], -1)
-        solved = torch.linalg.solve_triangular(b * pairs(k), right, upper=False, unitriangular=True)
-        v, reading = solved.split([v.shape[-1], k.shape[-1]], -1)
+    if delta:
+        left, right = pairs(e), torch.cat([v, erasing], -1)
+        if beta is not None:
+            b = fold(beta).unsqueeze(-1)
+            left, right = b * left, b * right
+        solved = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)
+        v, erasing = solved.split([v.shape[-1], k.shape[-1]], -1)
 
     # unbind, not x[n]: the backward pass of that writes a gradient as large as x for every chunk.
     ends = [None] * len(q) if end is None else end.unbind()
     states, made = [], []
-    for v_n, reading_n, writing_n, end_n in zip(*(x.unbind() for x in (v, reading, writing.mT)), ends, strict=True):
+    for v_n, erasing_n, writing_n, end_n in zip(*(x.unbind() for x in (v, erasing, writing.mT)), ends, strict=True):
         states.append(state)
-        made.append(v_n if beta is None else v_n - reading_n @ state)
+        made.append(v_n - erasing_n @ state if delta else v_n)
         state = writing_n @ made[-1] + (state if end_n is None else end_n * state)
-    out = from_start @ torch.stack(states) + pairs(q) @ (v if beta is None else torch.stack(made))
+    out = from_start @ torch.stack(states) + pairs(q) @ (torch.stack(made) if delta else v)
     return out.transpose(2, 3).movedim(0, 1).flatten(1, 2)[:, :length], state
 
 

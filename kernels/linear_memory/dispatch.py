@@ -1,6 +1,7 @@
 """The one entry: checks, dtypes, the choice of an implementation."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titans_pt.kernels.common import no_autocast, warn_once
@@ -20,6 +21,7 @@ def linear_memory(
     decay: Tensor | None = None,
     beta: Tensor | None = None,
     *,
+    erase: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     reset: Tensor | None = None,
@@ -28,20 +30,27 @@ def linear_memory(
     """Reads and writes one matrix per head along a sequence; every token reads its own write.
 
         S <- diag(exp(decay_t)) S
-        u  = v_t, or beta_t (v_t - S^T k_t) with beta: the error after the decay
+        u  = v_t, or with the delta rule beta_t (v_t - S^T e_t): the error after the decay
         S <- S + k_t u^T
         o_t = S^T q_t
 
-    Without beta this is linear attention (arXiv 2006.16236), RetNet (2307.08621), GLA (2312.06635), HGRN2 (2404.07904)
-    and Mamba2 (2405.21060), with beta DeltaNet (2406.06484), Gated DeltaNet (2412.06464) and KDA (2510.26692): they
-    differ in what they call q, k, v, decay and beta. Nothing is scaled or normalised here.
+    It is the delta rule where beta or erase is given; e_t is k_t unless erase gives a key of its own to what is erased.
+    Without it this is linear attention (arXiv 2006.16236), RetNet (2307.08621), GLA (2312.06635), HGRN2 (2404.07904)
+    and Mamba2 (2405.21060), with it DeltaNet (2406.06484), Gated DeltaNet (2412.06464), KDA (2510.26692), with erase
+    Gated DeltaNet-2 (2605.22791): they differ in what they call q, k, v, decay, beta and e. Nothing is scaled or
+    normalised here.
+
+    A token may write several times: with n T keys, token t decays once, before the first of its n sub-steps, and reads
+    after the last. DeltaProduct (2502.10297) and RWKV-7 (2503.14456) are made of these.
 
     Args:
-        q, k: (B, T, H, K), any float dtype; queries and keys.
-        v: (B, T, H, V); values.
+        q: (B, T, H, K), any float dtype; queries.
+        k: (B, n T, H, K); keys, n for every token.
+        v: (B, n T, H, V); values.
         decay: natural logarithm of what remains, not positive and finite: None (everything), (H,) per head,
             (B, T, H) per token and head, or (B, T, H, K) per token and key channel.
-        beta: None, or (B, T, H), the step of the delta rule, 0 to 1 (up to 2 is stable with keys of unit length).
+        beta: None, or (B, n T, H), the step of the delta rule, 0 to 1 (up to 2 is stable with keys of unit length).
+        erase: None, or (B, n T, H, K), the keys e whose values are erased.
         initial_state: (B, H, K, V), continue from it instead of 0. Gradients flow through it.
         output_final_state: also return the state after the last token. It makes a cut at any token invisible.
         reset: None or bool (B, T), True where a document starts: S = 0 there.
@@ -55,39 +64,63 @@ def linear_memory(
     Raises:
         ValueError: shapes or a backend that do not fit, or backend="fla" for what it does not serve.
     """
-    _check(q, k, v, decay, beta, initial_state, reset, backend)
+    _check(q, k, v, decay, beta, erase, initial_state, reset, backend)
     dtype = state_dtype(q)
     batch, length, heads, width = q.shape
+    steps = k.shape[1] // length
     with no_autocast(q):
         state = q.new_zeros(batch, heads, width, v.shape[-1], dtype=dtype) if initial_state is None else initial_state
-        gates = [None if g is None else g.to(dtype) for g in (decay, beta)]
-        if _takes_fla(q, v, decay, beta, backend):
-            out, state = fla_linear_memory(q, k, v, *gates, state.to(dtype), reset)
+        gates = [None if g is None else g.to(dtype) for g in (decay, beta, erase)]
+        fla = _takes_fla(q, v, decay, beta, erase, backend)
+        if decay is not None and decay.dim() == 1 and not (fla and steps == 1):
+            gates[0] = gates[0].expand(batch, length, heads)
+        read = q
+        if steps > 1:
+            read, gates[0], reset = _at_substeps(steps, q, gates[0], reset)
+        if fla:
+            out, state = fla_linear_memory(read, k, v, *gates, state.to(dtype), reset)
         else:
-            if decay is not None and decay.dim() == 1:
-                gates[0] = gates[0].expand(batch, length, heads)
             # One token is no chunk: the definition has fewer operators.
             implementation = naive_linear_memory if backend == "naive" or length == 1 else chunked_linear_memory
-            out, state = implementation(*(x.to(dtype) for x in (q, k, v)), *gates, state.to(dtype), reset)
-    return out.to(q.dtype), state if output_final_state else None
+            out, state = implementation(*(x.to(dtype) for x in (read, k, v)), *gates, state.to(dtype), reset)
+    return out[:, steps - 1 :: steps].to(q.dtype), state if output_final_state else None
 
 
-def unserved(dtype: torch.dtype, heads: int, keys: int, values: int, decay: str | None, delta: bool) -> str | None:
+def _at_substeps(
+    n: int, q: Tensor, decay: Tensor | None, reset: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(B, T, ...) -> (B, n T, ...): decay and reset at a token's first sub-step, q at its last, else 0."""
+
+    def placed(x: Tensor | None, before: int) -> Tensor | None:
+        if x is None:
+            return None
+        around = (0, 0) * (x.dim() - 2) + (before, n - 1 - before)
+        return F.pad(x.unsqueeze(2), around).flatten(1, 2)
+
+    return placed(q, n - 1), placed(decay, 0), placed(reset, 0)
+
+
+def unserved(
+    dtype: torch.dtype, heads: int, keys: int, values: int, decay: str | None, delta: bool, erase: bool = False
+) -> str | None:
     """Why flash-linear-attention's kernels would not serve inputs of ``dtype`` on a GPU; None if they would.
 
     Args:
         heads, keys, values: the sizes H, K, V.
         decay: None, or what has one of its own: "head", "token", "channel" (key channels, at every token).
         delta: whether there is a beta.
+        erase: whether there are keys of their own for what is erased.
     """
     shapes = {"head": (heads,), "token": (1, 1, heads), "channel": (1, 1, heads, keys)}
     with torch.device("meta"):
         q, v = (torch.empty(1, 1, heads, width, dtype=dtype) for width in (keys, values))
         gate = torch.empty(shapes[decay]) if decay else None
-        return unsupported(q, v, gate, torch.empty(1, 1, heads) if delta else None)
+        return unsupported(q, v, gate, torch.empty(1, 1, heads) if delta else None, q if erase else None)
 
 
-def _takes_fla(q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, backend: str) -> bool:
+def _takes_fla(
+    q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, erase: Tensor | None, backend: str
+) -> bool:
     """Whether flash-linear-attention's kernels are to be used.
 
     Raises:
@@ -95,7 +128,7 @@ def _takes_fla(q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, 
     """
     if backend not in ("auto", "fla") or (backend == "auto" and q.device.type not in GPU):
         return False
-    reason = unsupported(q, v, decay, beta)
+    reason = unsupported(q, v, decay, beta, erase)
     if reason is None:
         return True
     if backend == "fla":
@@ -104,27 +137,31 @@ def _takes_fla(q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, 
     return False
 
 
-def _check(q, k, v, decay, beta, initial_state, reset, backend):
+def _check(q, k, v, decay, beta, erase, initial_state, reset, backend):
     def need(ok: bool, message: str):
         if not ok:
             raise ValueError(f"linear_memory: {message}")
 
     need(
-        q.dim() == 4 and q.shape == k.shape and q.shape[1] > 0,
-        f"q, k must share one shape (B, T, H, K) with T > 0, got {[tuple(x.shape) for x in (q, k)]}",
+        q.dim() == k.dim() == 4
+        and q.shape[1] > 0
+        and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
+        and k.shape[1] >= q.shape[1]
+        and k.shape[1] % q.shape[1] == 0,
+        "q must be (B, T, H, K) with T > 0, k the same or with n keys for every token (B, n T, H, K), "
+        f"got {[tuple(x.shape) for x in (q, k)]}",
     )
     batch, length, heads, width = q.shape
-    token = (batch, length, heads)
+    token, write = (batch, length, heads), (batch, k.shape[1], heads)
 
     def fits(name: str, x: Tensor | None, *shapes: tuple):
-        need(
-            x is None or tuple(x.shape) in shapes,
-            f"{name} must be {' or '.join(map(str, shapes))}, got {x is not None and tuple(x.shape)}",
-        )
+        if x is not None and tuple(x.shape) not in shapes:
+            need(False, f"{name} must be {' or '.join(map(str, shapes))}, got {tuple(x.shape)}")
 
-    fits("v", v, (*token, v.shape[-1]))
+    fits("v", v, (*write, v.shape[-1]))
     fits("decay", decay, (heads,), token, (*token, width))
-    fits("beta", beta, token)
+    fits("beta", beta, write)
+    fits("erase", erase, (*write, width))
     fits("initial_state", initial_state, (batch, heads, width, v.shape[-1]))
     need(reset is None or (reset.dtype == torch.bool and reset.shape == q.shape[:2]), "reset must be bool (B, T)")
     need(backend in BACKENDS, f"backend {backend!r} is none of {', '.join(BACKENDS)}")

@@ -4,6 +4,11 @@
     no delta rule, decay (B, T, H, K)             chunk_gla
     delta rule, no decay                          chunk_delta_rule
     delta rule, decay (H,), (B, T, H)             chunk_gated_delta_rule
+    delta rule, decay (B, T, H, K)                chunk_kda
+    delta rule with keys of its own for erasing   chunk_dplr_delta_rule
+
+The last one has S <- diag(exp(decay)) S + b (a^T S) + k v^T, a reading S before it decays: ours is a = -e exp(decay),
+b = beta k, v = beta v.
 
 All are called with scale = 1. Documents are what they call sequences of different lengths (cu_seqlens): the rows lie
 end to end, and each document has a separate state.
@@ -25,22 +30,26 @@ NEEDED = (0, 6)
 
 
 def fla_linear_memory(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, state: Tensor, reset: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, erase: Tensor | None, state: Tensor,
+    reset: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Arguments and results as in :func:`titans_pt.kernels.linear_memory.naive.naive_linear_memory`; q, k, v in a half
     precision, the others fp32; decay (H,) too.
 
     A ``reset`` on the GPU makes the host wait once, not again when the next layer passes the same tensor.
     """
-    if decay is not None and decay.dim() == 1 and (decay.requires_grad or beta is not None):
+    delta = beta is not None or erase is not None
+    if decay is not None and decay.dim() == 1 and (decay.requires_grad or delta):
         decay = decay.expand(q.shape[:3])  # the kernels' own decay per head is a constant, and none of the delta rule's
     k, v = k.to(q.dtype), v.to(q.dtype)
     if torch.compiler.is_compiling() or q.is_meta:
-        return _operator(q, k, v, decay, beta, state, reset)
-    return _call(q, k, v, decay, beta, state, reset)
+        return _operator(q, k, v, decay, beta, erase, state, reset)
+    return _call(q, k, v, decay, beta, erase, state, reset)
 
 
-def unsupported(q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None) -> str | None:
+def unsupported(
+    q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, erase: Tensor | None = None
+) -> str | None:
     """Why the kernels cannot serve a call whose shapes fit each other, or None."""
     if not HAS_FLA:
         return "flash-linear-attention is not installed (pip install fla-core)"
@@ -48,17 +57,16 @@ def unsupported(q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None)
         return f"tensors are on {q.device.type}, not on a GPU"
     if q.dtype not in HALF:
         return f"dtype {q.dtype} is neither float16 nor bfloat16"
-    if beta is not None and decay is not None and decay.dim() == 4:
-        return "it has no delta rule with a decay per key channel"
-    if beta is not None and q.shape[-1] > 256:
+    delta = beta is not None or erase is not None
+    if delta and q.shape[-1] > 256:
         return f"its delta rule has keys of at most 256, these have {q.shape[-1]}"
     if q.shape[-1] % 2 or v.shape[-1] % 2:
         return f"keys ({q.shape[-1]}) and values ({v.shape[-1]}) need even widths"
     installed = metadata.version("fla-core")
     if _numbers(installed) < NEEDED:
         return f"fla-core {installed} is older than {'.'.join(map(str, NEEDED))} (pip install --upgrade fla-core)"
-    scalar = decay is not None and (decay.dim() == 3 or decay.dim() == 1 and (decay.requires_grad or beta is not None))
-    return _wrong_on_hopper(q) if scalar and torch.is_grad_enabled() else None
+    scalar = decay is not None and (decay.dim() == 3 or decay.dim() == 1 and (decay.requires_grad or delta))
+    return _wrong_on_hopper(q) if scalar and erase is None and torch.is_grad_enabled() else None
 
 
 def _wrong_on_hopper(q: Tensor) -> str | None:
@@ -83,15 +91,23 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _chunk(name: str):
     # Not at the top: it imports triton and looks for a GPU, which other machines need not have.
-    return getattr(import_module(f"fla.ops.{name}"), f"chunk_{name}")
+    folder = "generalized_delta_rule" if name == "dplr_delta_rule" else name
+    return getattr(import_module(f"fla.ops.{folder}"), f"chunk_{name}")
 
 
-def _call(q, k, v, decay, beta, state, reset) -> tuple[Tensor, Tensor]:
+def _call(q, k, v, decay, beta, erase, state, reset) -> tuple[Tensor, Tensor]:
     """Differentiable, in everything but a decay (H,)."""
-    if beta is not None:
+    if erase is not None:
+        if decay is None:
+            decay = erase.new_zeros(erase.shape)
+        decay = (decay if decay.dim() == 4 else decay.unsqueeze(-1)).expand(erase.shape)
+        once = 1.0 if beta is None else beta.unsqueeze(-1)
+        gates = {"a": (-erase * decay.exp()).to(q.dtype), "b": (once * k).to(q.dtype), "gk": decay}
+        name, v = "dplr_delta_rule", (once * v).to(q.dtype)
+    elif beta is not None:
         name, gates = "delta_rule", {"beta": beta}
         if decay is not None:
-            name, gates = "gated_delta_rule", {"beta": beta, "g": decay}
+            name, gates = "gated_delta_rule" if decay.dim() == 3 else "kda", {"beta": beta, "g": decay}
     elif decay is not None and decay.dim() == 4:
         name, gates = "gla", {"g": decay}
     else:
@@ -149,32 +165,33 @@ def _bounds(reset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return bounds, ends - starts.sum(1), ends - 1
 
 
-@torch.library.custom_op("titans::linear_memory", mutates_args=())
+@torch.library.custom_op("titans::delta_memory", mutates_args=())
 def _operator(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     decay: Tensor | None,
     beta: Tensor | None,
+    erase: Tensor | None,
     state: Tensor,
     reset: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`_call` as one operator of torch.compile's graph, which would break at it. Its backward pass runs the
     forward pass again, since an operator cannot keep what another's autograd saved."""
     with torch.no_grad():
-        out, after = _call(q, k, v, decay, beta, state, reset)
+        out, after = _call(q, k, v, decay, beta, erase, state, reset)
     return out.contiguous(), after.contiguous()
 
 
 @_operator.register_fake
-def _(q, k, v, decay, beta, state, reset):
+def _(q, k, v, decay, beta, erase, state, reset):
     return torch.empty_like(v), torch.empty_like(state)
 
 
-def _backward_operator(d_out, d_state, q, k, v, decay, beta, state, reset):
-    """Gradients of q, k, v, decay, beta and state; one place where there is none."""
+def _backward_operator(d_out, d_state, q, k, v, decay, beta, erase, state, reset):
+    """Gradients of q, k, v, decay, beta, erase and state; one place where there is none."""
     constant = decay is None or decay.dim() == 1
-    differentiable = q, k, v, None if constant else decay, beta, state
+    differentiable = q, k, v, None if constant else decay, beta, erase, state
     with torch.enable_grad():
         leaves = [None if x is None else x.detach().requires_grad_() for x in differentiable]
         out, after = _call(*leaves[:3], decay if constant else leaves[3], *leaves[4:], reset)
@@ -183,22 +200,22 @@ def _backward_operator(d_out, d_state, q, k, v, decay, beta, state, reset):
     return tuple(state.new_zeros(1) if x is None else next(found).contiguous() for x in leaves)
 
 
-def _backward_shapes(d_out, d_state, q, k, v, decay, beta, state, reset):
+def _backward_shapes(d_out, d_state, q, k, v, decay, beta, erase, state, reset):
     constant = decay is None or decay.dim() == 1
-    leaves = q, k, v, None if constant else decay, beta, state
+    leaves = q, k, v, None if constant else decay, beta, erase, state
     return tuple(state.new_empty(1) if x is None else torch.empty_like(x) for x in leaves)
 
 
 # Not a custom_op: PyTorch calls the body of one with autograd switched off for good, and this one differentiates. Nor
 # is it replaced, as those are, when this source is loaded twice (from exported folders): the first one serves.
-if not hasattr(torch.ops.titans, "linear_memory_backward"):
+if not hasattr(torch.ops.titans, "delta_memory_backward"):
     torch.library.define(
-        "titans::linear_memory_backward",
-        "(Tensor d_out, Tensor d_state, Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor state, "
-        "Tensor? reset) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        "titans::delta_memory_backward",
+        "(Tensor d_out, Tensor d_state, Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor? erase, "
+        "Tensor state, Tensor? reset) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     )
-    torch.library.impl("titans::linear_memory_backward", "default", _backward_operator)
-    torch.library.register_fake("titans::linear_memory_backward", _backward_shapes)
+    torch.library.impl("titans::delta_memory_backward", "default", _backward_operator)
+    torch.library.register_fake("titans::delta_memory_backward", _backward_shapes)
 
 
 def _setup(ctx, inputs, output):
@@ -206,12 +223,11 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, d_out, d_state):
-    q, k, v, decay, beta, state, reset = ctx.saved_tensors
-    d_q, d_k, d_v, d_decay, d_beta, d_first = torch.ops.titans.linear_memory_backward(
-        d_out, d_state, *ctx.saved_tensors
-    )
-    constant = decay is None or decay.dim() == 1
-    return d_q, d_k, d_v, None if constant else d_decay, None if beta is None else d_beta, d_first, None
+    decay, beta, erase = ctx.saved_tensors[3:6]
+    d_q, d_k, d_v, *d_gates, d_first = torch.ops.titans.delta_memory_backward(d_out, d_state, *ctx.saved_tensors)
+    differentiable = decay is not None and decay.dim() > 1, beta is not None, erase is not None
+    d_gates = [d if asked else None for d, asked in zip(d_gates, differentiable, strict=True)]
+    return d_q, d_k, d_v, *d_gates, d_first, None
 
 
 _operator.register_autograd(_backward, setup_context=_setup)

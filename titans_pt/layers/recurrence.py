@@ -50,18 +50,21 @@ def random_steps(n: int) -> Tensor:
 class SelectiveDecay(nn.Module):
     """x (B, T, H) -> step s = softplus(x + dt_bias) and log decay -exp(A_log) s, (B, T, H) in the state's precision.
 
-    Mamba2 (arXiv 2405.21060) and Gated DeltaNet (arXiv 2412.06464): one decay per token and head. exp(A_log) starts
-    uniform between ``lowest`` and 16.
+    Mamba2 (arXiv 2405.21060) and Gated DeltaNet (arXiv 2412.06464): one decay per token and head. With a ``width``, one
+    per key channel, too, (B, T, H, width) (KDA, arXiv 2510.26692): dt_bias is of channels, A_log of heads. exp(A_log)
+    starts uniform between ``lowest`` and 16.
     """
 
     sharding = {"": Shard.COLUMN}
     no_decay = ("A_log", "dt_bias")
 
-    def __init__(self, n_heads: int, lowest: float):
+    def __init__(self, n_heads: int, lowest: float, width: int | None = None):
         super().__init__()
         self.A_log = nn.Parameter(torch.empty(n_heads).uniform_(lowest, 16).clamp(min=1e-4).log())
-        self.dt_bias = nn.Parameter(random_steps(n_heads))
+        steps = random_steps(n_heads * (width or 1))
+        self.dt_bias = nn.Parameter(steps if width is None else steps.view(n_heads, width))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         step = softplus(precise(x) + precise(self.dt_bias))
-        return step, -precise(self.A_log).exp() * step
+        rate = precise(self.A_log).exp()
+        return step, -(rate if self.dt_bias.dim() == 1 else rate.unsqueeze(-1)) * step

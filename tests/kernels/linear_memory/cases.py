@@ -10,22 +10,28 @@ TOLERANCE = 1e-9
 DECAYS = ("none", "head", "token", "channel")
 
 
-def make(B, T, H, K, V, *, decay="token", delta=True, strength=1.0, seed=0, dtype=torch.float64) -> dict[str, Tensor]:
-    """Inputs by name, q, k, v, decay, beta (those that are there) and initial_state. Log decays are around -strength,
-    one in five of them a thousand times smaller."""
+def make(
+    B, T, H, K, V, *, decay="token", delta=True, erase=False, steps=1, strength=1.0, seed=0, dtype=torch.float64
+) -> dict[str, Tensor]:
+    """Inputs by name, q, k, v, decay, beta, erase (those that are there) and initial_state. Log decays are around
+    -strength, one in five of them a thousand times smaller. Keys to erase are shorter than 1. steps: keys per token."""
     draw = torch.Generator().manual_seed(seed)
 
     def rand(*shape):
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
-    found = {"q": rand(B, T, H, K), "k": rand(B, T, H, K), "v": rand(B, T, H, V), "initial_state": rand(B, H, K, V)}
+    found = {"q": rand(B, T, H, K), "k": rand(B, steps * T, H, K), "v": rand(B, steps * T, H, V)}
+    found["initial_state"] = rand(B, H, K, V)
     shape = {"none": None, "head": (H,), "token": (B, T, H), "channel": (B, T, H, K)}[decay]
     if shape:
         small = torch.rand(shape, generator=draw) < 0.2
         found["decay"] = -strength * rand(*shape).abs() * torch.where(small, 1e-3, 1.0)
     if delta:
         found["k"] = normalize(found["k"], dim=-1)
-        found["beta"] = rand(B, T, H).sigmoid()
+        found["beta"] = rand(B, steps * T, H).sigmoid()
+    if erase:
+        found["k"] = normalize(found["k"], dim=-1)
+        found["erase"] = found["k"] * rand(B, steps * T, H, K).sigmoid() + 0.1 * rand(B, steps * T, H, K)
     return {name: x.to(dtype) for name, x in found.items()}
 
 

@@ -10,34 +10,56 @@ from tests.kernels.linear_memory.cases import DECAYS, assert_same, make, run
 from titans_pt.kernels.linear_memory import dispatch, fla, linear_memory
 from titans_pt.kernels.linear_memory.naive import naive_linear_memory
 
-CASES = [(decay, delta) for decay in DECAYS for delta in (False, True) if (decay, delta) != ("channel", True)]
+CASES = [(decay, delta, erase) for decay in DECAYS for delta in (False, True) for erase in (False, True)]
 
 
 def stand_in(name: str):
     """An operator of the documented signature: sequences of different lengths end to end, each with its state."""
 
     def chunk(q, k, v, *, scale, initial_state, output_final_state, cu_seqlens=None, cu_seqlens_cpu=None, **gates):
+        def sequences(function, *tensors):
+            if cu_seqlens is None:
+                return function(*tensors, initial_state)
+            assert len(q) == 1 and len(initial_state) == len(cu_seqlens) - 1
+            assert torch.equal(cu_seqlens, cu_seqlens_cpu)
+            outputs, states = [], []
+            for n, (a, b) in enumerate(zip(cu_seqlens_cpu[:-1], cu_seqlens_cpu[1:], strict=True)):
+                part = (None if x is None else x[:, a:b] for x in tensors)
+                out, state = function(*part, initial_state[n : n + 1])
+                outputs.append(out)
+                states.append(state)
+            return torch.cat(outputs, 1), torch.cat(states)
+
         expected = {"simple_gla": (set(), {"g"}, {"g_gamma"}), "gla": ({"g"},), "delta_rule": ({"beta"},),
-                    "gated_delta_rule": ({"beta", "g"},)}  # fmt: skip
+                    "gated_delta_rule": ({"beta", "g"},), "kda": ({"beta", "g"},),
+                    "dplr_delta_rule": ({"a", "b", "gk"},)}  # fmt: skip
         assert set(gates) in expected[name] and scale == 1.0 and output_final_state
+        if name == "dplr_delta_rule":
+            return sequences(dplr, q, k, v, *gates.values())
         decay, beta = gates.get("g", gates.get("g_gamma")), gates.get("beta")
         if "g_gamma" in gates:
             assert decay.shape == (q.shape[2],)
             decay = decay.detach().expand(q.shape[:3])
         if "g" in gates:
-            assert decay.dim() == (4 if name == "gla" else 3)
-        if cu_seqlens is None:
-            return naive_linear_memory(q, k, v, decay, beta, initial_state, None)
-        assert len(q) == 1 and len(initial_state) == len(cu_seqlens) - 1 and torch.equal(cu_seqlens, cu_seqlens_cpu)
-        outputs, states = [], []
-        for n, (a, b) in enumerate(zip(cu_seqlens_cpu[:-1], cu_seqlens_cpu[1:], strict=True)):
-            part = (None if x is None else x[:, a:b] for x in (q, k, v, decay, beta))
-            out, state = naive_linear_memory(*part, initial_state[n : n + 1], None)
-            outputs.append(out)
-            states.append(state)
-        return torch.cat(outputs, 1), torch.cat(states)
+            assert decay.dim() == (4 if name in ("gla", "kda") else 3)
+        return sequences(by_definition, q, k, v, decay, beta)
 
     return chunk
+
+
+def by_definition(q, k, v, decay, beta, state):
+    return naive_linear_memory(q, k, v, decay, beta, None, state, None)
+
+
+def dplr(q, k, v, a, b, gk, state):
+    """S <- diag(exp(gk)) S + b (a^T S)^T + k v^T, as the operator's documentation has it."""
+    outputs = []
+    for t in range(q.shape[1]):
+        read = torch.einsum("bhk,bhkv->bhv", a[:, t], state)
+        state = gk[:, t].exp().unsqueeze(-1) * state + torch.einsum("bhk,bhv->bhkv", b[:, t], read)
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(outputs, 1), state
 
 
 @pytest.fixture
@@ -57,18 +79,22 @@ def resets():
     return found
 
 
+@pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("decay, delta", CASES)
-def test_equals_the_definition(served, resets, decay, delta, documents):
-    tensors = make(3, 30, 2, 4, 6, decay=decay, delta=delta)
+@pytest.mark.parametrize("decay, delta, erase", CASES)
+def test_equals_the_definition(served, resets, decay, delta, erase, documents, steps):
+    tensors = make(3, 30, 2, 4, 6, decay=decay, delta=delta, erase=erase, steps=steps)
     reset = resets if documents else None
     for ours, theirs in zip(*(run(tensors, backend, reset=reset) for backend in ("fla", "naive")), strict=True):
         assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("decay, delta", [("head", False), ("token", True), ("channel", False)])
-def test_torch_compile_takes_it_whole(served, resets, decay, delta):
-    tensors = make(3, 30, 2, 4, 6, decay=decay, delta=delta)
+@pytest.mark.parametrize("decay, delta, erase, steps", [
+    ("head", False, False, 1), ("token", True, False, 1), ("channel", False, False, 1), ("channel", True, True, 2),
+])  # fmt: skip
+def test_torch_compile_takes_it_whole(served, resets, decay, delta, erase, steps):
+    torch._dynamo.reset()  # else it takes the shapes of another case for dynamic ones
+    tensors = make(3, 30, 2, 4, 6, decay=decay, delta=delta, erase=erase, steps=steps)
     # A decay per head is RetNet's: a constant.
     leaves = [x.requires_grad_() for name, x in tensors.items() if (name, decay) != ("decay", "head")]
 
@@ -80,9 +106,11 @@ def test_torch_compile_takes_it_whole(served, resets, decay, delta):
     assert_same(torch.autograd.grad(compiled("fla"), leaves), torch.autograd.grad(call("naive"), leaves))
 
 
-def test_operator_is_well_formed(served, resets):
-    tensors = make(3, 30, 2, 4, 6)
-    given = *(tensors[n].requires_grad_() for n in ("q", "k", "v", "decay", "beta", "initial_state")), resets
+@pytest.mark.parametrize("erase", [False, True])
+def test_operator_is_well_formed(served, resets, erase):
+    tensors = make(3, 30, 2, 4, 6, erase=erase)
+    names = ("q", "k", "v", "decay", "beta", "erase", "initial_state")
+    given = *(tensors[n].requires_grad_() if n in tensors else None for n in names), resets
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(fla._operator, given, test_utils=checks)
 
@@ -140,16 +168,16 @@ Q, TOKEN, HEAD, CHANNEL = OnGPU(1, 8, 2, 64), OnGPU(1, 8, 2), OnGPU(2), OnGPU(1,
 
 
 @pytest.mark.parametrize("decay, beta", [(None, None), (HEAD, None), (TOKEN, None), (CHANNEL, None), (None, TOKEN),
-                                         (HEAD, TOKEN), (TOKEN, TOKEN)])  # fmt: skip
+                                         (HEAD, TOKEN), (TOKEN, TOKEN), (CHANNEL, TOKEN)])  # fmt: skip
 def test_serves(installed, decay, beta):
     installed()
     assert fla.unsupported(Q, Q, decay, beta) is None
+    assert fla.unsupported(Q, Q, decay, beta, CHANNEL) is None
 
 
 @pytest.mark.parametrize("machine, decay, beta, reason", [
     ({"has_fla": False}, None, None, "flash-linear-attention is not installed"),
     ({"fla_core": "0.5.1"}, None, None, "fla-core 0.5.1 is older than 0.6"),
-    ({}, CHANNEL, TOKEN, "no delta rule with a decay per key channel"),
     ({"triton": "3.6.0"}, TOKEN, None, "triton 3.6.0 gives wrong gradients"),
     ({"triton": "3.4.0"}, TOKEN, TOKEN, "triton 3.4.0 gives wrong gradients"),
     ({"triton": "3.7.0+git1"}, HEAD, TOKEN, "triton 3.7.0"),
@@ -181,20 +209,21 @@ def test_what_falls_back_says_why_once(installed, recwarn):
     dispatch.warn_once.cache_clear()
     installed(triton="3.6.0")
     for _ in range(2):
-        assert not dispatch._takes_fla(Q, Q, TOKEN, TOKEN, "auto")
+        assert not dispatch._takes_fla(Q, Q, TOKEN, TOKEN, None, "auto")
     assert len(recwarn) == 1 and "install" not in str(recwarn[0].message) and "triton 3.6.0" in str(recwarn[0].message)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("decay, delta", CASES)
-def test_its_kernels_on_a_gpu(decay, delta, documents):
+@pytest.mark.parametrize("decay, delta, erase", CASES)
+def test_its_kernels_on_a_gpu(decay, delta, erase, documents):
     """bf16 against float64: outputs and states within 1 %, gradients 2 %, of their norm."""
     pytest.importorskip("fla", reason="pip install fla-core")
-    tensors = {n: x.cuda() for n, x in make(2, 300, 2, 64, 64, decay=decay, delta=delta, strength=0.1).items()}
+    made = make(2, 300, 2, 64, 64, decay=decay, delta=delta, erase=erase, strength=0.1)
+    tensors = {n: x.cuda() for n, x in made.items()}
     half = {n: x.bfloat16() if n in "qkv" else x.float() for n, x in tensors.items()}
     half = {n: x.requires_grad_() for n, x in half.items()}
-    if reason := fla.unsupported(half["q"], half["v"], half.get("decay"), half.get("beta")):
+    if reason := fla.unsupported(half["q"], half["v"], half.get("decay"), half.get("beta"), half.get("erase")):
         pytest.skip(reason)
     exact = {n: x.detach().double() for n, x in half.items()}
     reset = torch.rand(2, 300, generator=torch.Generator().manual_seed(0)).cuda() < 0.02 if documents else None

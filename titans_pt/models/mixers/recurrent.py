@@ -29,7 +29,9 @@ class LinearMemoryMixer(Mixer):
     per_rank = ("n_heads",)
     delta: ClassVar[bool] = False
     """Whether it writes by the delta rule."""
-    decay: ClassVar[str | None] = None
+    erases: ClassVar[bool] = False
+    """Whether what it erases has keys of its own."""
+    decay: str | None = None
     """What has a decay of its own: None, "head", "token" or "channel" (see kernels.linear_memory.unserved)."""
 
     def __init__(self, config: ModelConfig, key_width: int, value_width: int):
@@ -59,10 +61,11 @@ class LinearMemoryMixer(Mixer):
         beta: Tensor | None,
         state: RecurrentState | None,
         documents: Documents | None,
+        erase: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Heads' outputs (B, T, H, V) and the memory after the last token; q is scaled by K^-1/2 by the caller."""
         y, memory = linear_memory(
-            q, k, v, decay, beta, initial_state=state.memory if state else None, output_final_state=True,
+            q, k, v, decay, beta, erase=erase, initial_state=state.memory if state else None, output_final_state=True,
             reset=None if documents is None else documents.starts,
         )  # fmt: skip
         assert memory is not None, "it was asked for"
@@ -73,7 +76,7 @@ class LinearMemoryMixer(Mixer):
         return linear_flops(self) + self.n_heads * (3 if self.delta else 2) * product(self.key_width, self.value_width)
 
     def unserved(self, dtype):
-        return unserved(dtype, self.n_heads, self.key_width, self.value_width, self.decay, self.delta)
+        return unserved(dtype, self.n_heads, self.key_width, self.value_width, self.decay, self.delta, self.erases)
 
     def needs(self) -> dict[str, str]:
         return {"fla": "install it: pip install fla-core"}
