@@ -186,7 +186,7 @@ def test_heads_are_shared_out_or_refused(mixer, tiny):
 
 @pytest.mark.parametrize("mixer", [name for name in BASELINES if name not in ("mamba", "longhorn")])  # without heads
 def test_heads_that_do_not_divide_the_width_are_refused(mixer, tiny):
-    setting = {"gla": "n_heads", "gated_deltanet": "n_heads"}.get(mixer, "head_width")
+    setting = {"gla": "n_heads", "gated_deltanet": "n_heads", "deltaproduct": "n_heads"}.get(mixer, "head_width")
     with pytest.raises(UserError, match=f"model.{mixer}.{setting}: given 14; must divide model.d_model"):
         load_config(tiny(model={"d_model": 32, "mixers": [mixer]}), [f"model.{mixer}.{setting}=14"])
 
@@ -222,17 +222,21 @@ def test_what_is_needed_on_a_gpu():
 # ---- FLOPs
 
 
-def _by_definition(q, k, v, decay, beta, state, reset):
-    """The recurrence in matrix products alone, which is what PyTorch counts."""
+def _by_definition(q, k, v, decay, beta, erase, state, reset):
+    """The recurrence in matrix products alone, which is what PyTorch counts; none of what is zero in a sub-step."""
     outputs, state = [], state.requires_grad_()
+    if erase is None and beta is not None:
+        erase = k
     for t in range(q.shape[1]):
         write = v[:, t]
         if decay is not None:
             state = decay[:, t].exp().reshape(*decay.shape[::2][:1], decay.shape[2], -1, 1) * state
+        if erase is not None and erase[:, t].any():
+            write = write - (erase[:, t].unsqueeze(-2) @ state).squeeze(-2)
         if beta is not None:
-            write = beta[:, t].unsqueeze(-1) * (write - (k[:, t].unsqueeze(-2) @ state).squeeze(-2))
+            write = beta[:, t].unsqueeze(-1) * write
         state = state + k[:, t].unsqueeze(-1) @ write.unsqueeze(-2)
-        outputs.append((q[:, t].unsqueeze(-2) @ state).squeeze(-2))
+        outputs.append((q[:, t].unsqueeze(-2) @ state).squeeze(-2) if q[:, t].any() else torch.zeros_like(v[:, t]))
     return torch.stack(outputs, 1), state
 
 
@@ -278,7 +282,8 @@ def test_flops_are_those_of_the_definition(mixer, monkeypatch):
 def test_what_weight_decay_leaves_alone():
     exempt = {"mamba": {"A_log", "D", "inputs.step.bias", "conv.bias"}, "longhorn": {"D"},
               "mamba2": {"decays.A_log", "decays.dt_bias", "D"},
-              "gated_deltanet": {"decays.A_log", "decays.dt_bias"}, "hgrn2": {"bounds.logits"},
+              "gated_deltanet": {"decays.A_log", "decays.dt_bias"}, "kda": {"decays.A_log", "decays.dt_bias"},
+              "deltaproduct": {"decays.A_log", "decays.dt_bias"}, "hgrn2": {"bounds.logits"},
               "ttt_linear": {"ttt.network.weight_0", "ttt.network.bias_0", "ttt.network.norm_weight", "ttt.tau"},
               "ttt_mlp": {"ttt.network.weight_1", "ttt.network.bias_1"}}  # fmt: skip
     for mixer, names in exempt.items():

@@ -1,0 +1,118 @@
+"""DeltaProduct: Gated DeltaNet that writes several keys per token (Siems et al., arXiv 2502.10297)."""
+
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from titans_pt.config import Config, ModelConfig, Positive, Section
+from titans_pt.layers.convolution import ShortConvolution
+from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops, linear_flops, product
+from titans_pt.layers.norm import RMSNorm
+from titans_pt.layers.recurrence import RecurrentState, SelectiveDecay, precise, unit_length
+from titans_pt.layers.sharding import Shard
+from titans_pt.models.mixers.base import MIXERS, Need
+from titans_pt.models.mixers.recurrent import LinearMemoryMixer, check_heads, convolve, fitting_heads, linear
+
+
+@MIXERS.register
+class DeltaProduct(LinearMemoryMixer):
+    """Gated DeltaNet with n keys, values and betas per token: S = H_n ... H_1 exp(g) S + what each of them writes, with
+    H_i = I - beta_i k_i k_i^T. A token decays once, before its first write, and reads after its last.
+
+    A head's n keys lie side by side in the outputs of its linear layer and pass one convolution along time.
+    """
+
+    name = "deltaproduct"
+    delta = True
+
+    class Settings(Section):
+        n_heads: Positive = 6
+        """Heads. If it is not given and the widths of keys and values cannot be shared out: fewer."""
+        key_expansion: Annotated[float, Field(gt=0.0)] = 0.75
+        """Width of all queries, and of all keys of one write, over model.d_model."""
+        value_expansion: Annotated[float, Field(gt=0.0)] = 1.5
+        """Width of all values of one write, and of the gate, over model.d_model."""
+        writes: Positive = 2
+        """Keys that a token writes, each correcting the one before (n_h in the paper). The transition of a token is a
+        product of as many Householder-like matrices. 1 with allow_neg_eigval=false is Gated DeltaNet."""
+        forget_gate: bool = True
+        """A decay per token and head (Gated DeltaProduct); false: none (DeltaProduct)."""
+        allow_neg_eigval: bool = True
+        """beta between 0 and 2, as in the paper, instead of 0 and 1: transitions with eigenvalues down to -1, and with
+        two writes rotations, which state tracking needs."""
+
+    sharding = {
+        "": Shard.ENTER,
+        "q": Shard.COLUMN,
+        "k": Shard.COLUMN,
+        "v": Shard.COLUMN,
+        "q_conv": Shard.COLUMN,
+        "k_conv": Shard.COLUMN,
+        "v_conv": Shard.COLUMN,
+        "beta": Shard.COLUMN,
+        "step": Shard.COLUMN,
+        "gate": Shard.COLUMN,
+        "norm": Shard.SUMMED,
+        "out": Shard.LAST_ROW,
+    }
+
+    def __init__(self, config: ModelConfig):
+        d, settings = config.d_model, self.settings(config)
+        keys, values = round(d * settings.key_expansion), round(d * settings.value_expansion)
+        super().__init__(config, keys // settings.n_heads, values // settings.n_heads)
+        self.writes = n = settings.writes
+        self.largest_beta = 2.0 if settings.allow_neg_eigval else 1.0
+        self.q, self.k, self.v = linear(d, keys), linear(d, n * keys), linear(d, n * values)
+        widths = keys, n * keys, n * values
+        self.q_conv, self.k_conv, self.v_conv = (ShortConvolution(width, config.conv_width) for width in widths)
+        self.beta = linear(d, n * self.n_heads)
+        self.forgets = settings.forget_gate
+        if self.forgets:
+            self.decay = "token"
+            self.step, self.decays = linear(d, self.n_heads), SelectiveDecay(self.n_heads, lowest=0)
+        else:
+            self.register_module("step", None)
+            self.register_module("decays", None)
+        self.gate = linear(d, values)
+        self.norm = RMSNorm(self.value_width, eps=config.norm_eps)
+        self.out = linear(values, d)
+
+    @classmethod
+    def heads(cls, config: ModelConfig) -> tuple[str, int]:
+        return f"model.{cls.name}.n_heads", cls.settings(config).n_heads
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        own = cls.Settings.model_validate(cls._given(config))
+        return fitting_heads(cls, [config.d_model * own.key_expansion, config.d_model * own.value_expansion])
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        own, d = cls.settings(config.model), config.model.d_model
+        widths = {"key_expansion": d * own.key_expansion, "value_expansion": d * own.value_expansion}
+        check_heads(cls.name, config, own.n_heads, widths, need)
+
+    def in_turn(self, x: Tensor) -> Tensor:
+        """(B, T, H n W) -> (B, T n, H, W): a token's writes one after the other."""
+        return x.unflatten(-1, (self.n_heads, self.writes, -1)).transpose(2, 3).flatten(1, 2)
+
+    def forward(
+        self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, RecurrentState]:
+        convolutions = self.q_conv, self.k_conv, self.v_conv
+        (q, k, v), inputs = convolve((self.q(x), self.k(x), self.v(x)), convolutions, state, documents)
+        q = unit_length(self.split(q)) * self.key_width**-0.5
+        k, v = unit_length(self.in_turn(k)), self.in_turn(v)
+        beta = self.largest_beta * torch.sigmoid(precise(self.in_turn(self.beta(x)).squeeze(-1)))
+        decay = self.decays(self.step(x))[1] if self.forgets else None
+        y, memory = self.remember(q, k, v, decay, beta, state, documents)
+        y = self.norm(y) * F.silu(self.split(self.gate(x)))
+        return self.out(y.flatten(-2)), RecurrentState(memory, inputs)
+
+    def flops(self, length: int) -> Flops:
+        """Its linear layers, one reading, and for each write what it reads to be corrected and what it writes."""
+        return linear_flops(self) + self.n_heads * (1 + 2 * self.writes) * product(self.key_width, self.value_width)
