@@ -53,6 +53,54 @@ def test_fla(reference, module, function, decay, delta, strength):
 
 
 @pytest.mark.parametrize("strength", [0.5, 40.0])
+def test_fla_gated_delta_net_2(reference, strength):
+    """Its b gates the key that is erased, its w the values."""
+    call = reference("fla", "ops.gdn2.naive", "naive_recurrent_gdn2")
+    tensors = make(B, T, H, K, V, decay="channel", strength=strength)
+    b = torch.rand(B, T, H, K, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def theirs(q, k, v, decay, erase, initial_state):
+        w = torch.ones_like(v)
+        return call(q, k, v, decay, erase / k, w, 1.0, initial_state, output_final_state=True)
+
+    del tensors["beta"]
+    compare(theirs, tensors | {"erase": b * tensors["k"]}, tolerance=1e-11)
+
+
+@pytest.mark.parametrize("decay", ["none", "token"])
+def test_fla_delta_product(reference, decay):
+    call = reference("fla", "ops.gated_delta_product.naive", "naive_recurrent_gated_delta_product")
+
+    def theirs(q, k, v, beta, initial_state, decay=None):
+        return call(q, k, v, decay, beta, 1.0, None, initial_state, True, num_householder=3)
+
+    compare(theirs, make(B, T, H, K, V, decay=decay, steps=3))
+
+
+@pytest.mark.parametrize("strength", [0.5, 5.0])
+def test_fla_rwkv_7(reference, strength):
+    """Heads first, q scaled by K^-1/2; its alpha reads S before it decays: two sub-steps, the first one erases."""
+    call = reference("fla", "ops.generalized_delta_rule.dplr.naive", "dplr_recurrence")
+    tensors = make(B, T, H, K, V, decay="channel", strength=strength, steps=2, erase=True)
+    del tensors["beta"]
+    q, k, v, e = (tensors[n] for n in ("q", "k", "v", "erase"))
+    v = torch.stack([torch.zeros(B, T, H, V), v[:, ::2]], 2).flatten(1, 2)
+    e = torch.stack([e[:, ::2], torch.zeros(B, T, H, K)], 2).flatten(1, 2)
+
+    def theirs(q, k, v, decay, erase, initial_state):
+        alpha = -erase[:, ::2] * decay.exp()
+        given = (q * K**0.5, k[:, 1::2], v[:, 1::2], alpha, k[:, ::2], decay)
+        out, state = call(*map(heads_first, given), initial_state)
+        return heads_first(out), state
+
+    leaves = tensors | {"v": v, "erase": e}
+    constant = {n: x.requires_grad_() for n, x in leaves.items()}
+    ours, expected = linear_memory(**constant, output_final_state=True), theirs(**constant)
+    asked = {n: constant[n] for n in ("q", "k", "decay", "initial_state")}
+    assert_same([*ours, *grads(ours, asked)], [*expected, *grads(expected, asked)], 1e-12)
+
+
+@pytest.mark.parametrize("strength", [0.5, 40.0])
 def test_fla_gla_and_hgrn2(reference, strength):
     """It always scales q by K^-1/2. HGRN2 is the same recurrence with k = 1 - exp(g)."""
     call = reference("fla", "ops.gla.naive", "naive_recurrent_gla")
