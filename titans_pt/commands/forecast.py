@@ -2,7 +2,7 @@ from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import FILE, PATH, checkpoint_step, run_folder, whole
+from titans_pt.commands._arguments import FILE, PATH, checkpoint_step, overrides, run_folder, whole
 
 SECTION = "evaluate"
 WRITES = "--out"
@@ -10,6 +10,7 @@ WRITES = "--out"
 
 @click.command()
 @run_folder
+@overrides("forecast.missing, gaps, date_column and date_format: how FILE is read, over the run's settings")
 @click.option(
     "--csv", "own", type=PATH, metavar="FILE", help="a series with the run's columns (default: the run's own)"
 )
@@ -19,8 +20,10 @@ WRITES = "--out"
     help="the CSV file to write, its picture beside it (default: RUN/forecast/NAME.csv)",
 )  # fmt: skip
 @checkpoint_step
-def forecast(run: str, own: str | None, steps: int | None, out: Path | None, step: int | None):
+def forecast(
+    run: str, overrides: tuple[str, ...], own: str | None, steps: int | None, out: Path | None, step: int | None
+):
     """Forecast the next rows of a CSV file, with dates that go on, and draw them."""
     from titans_pt.evaluation.ahead import forecast_file
 
-    forecast_file(run, Path(own) if own else None, steps, out, step)
+    forecast_file(run, Path(own) if own else None, steps, out, step, overrides)

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,34 +19,52 @@ SHOWN = 4
 """Columns in the picture, the first ones."""
 RECENT = 500
 """Windows at the end of the file whose errors are drawn, at most."""
+READING = ("missing", "gaps", "date_column", "date_format")
+"""Settings under ``forecast`` that say how a file is read; all others are the run's."""
 
 
 def forecast_file(
-    run: str | Path, path: Path | None, steps: int | None, out: Path | None, step: int | None = None
-) -> Path:
+    run: str | Path, path: Path | None, steps: int | None, out: Path | None, step: int | None = None,
+    words: Sequence[str] = (),
+) -> Path:  # fmt: skip
     """Writes the ``steps`` rows behind the last of the CSV file ``path`` (None: of the run's series); returns where.
 
     A run forecasts forecast.horizon rows at a time. More are made of its own forecasts, and what comes of that is told.
     The picture has the last rows, the forecast, what would have been forecast of the last rows that are known, and the
     error of each row ahead over the windows at the end of the file.
 
+    Args:
+        words: settings of READING, KEY=VALUE.
+
     Raises:
-        UserError: the run is of another task, a column is not in the file, or it has fewer rows than a lookback.
+        UserError: the run is of another task, a column is not in the file, it has fewer rows than a lookback, numbers
+            far from those of the training, or is the file to be written.
     """
-    loaded = load_run(run, step=step, device=best_device())
+    allowed = [f"forecast.{key}" for key in READING]
+    for word in words:
+        if word.partition("=")[0] not in allowed:
+            raise UserError(f"{word}: not for titans forecast; allowed: {', '.join(allowed)}")
+    loaded = load_run(run, step=step, device=best_device(), overrides=words)
     task = loaded.task
     if task.name != "forecast":
         raise UserError(f"{loaded.folder.path}: trained for the task {task.name!r}; name the folder of a run with "
                         "task=forecast")  # fmt: skip
-    series = task.read() if path is None else task.read_own(path)
+    series = task.read() if path is None else task.read_own(path, str(loaded.folder.path))
     name = path or series.name
     lookback, horizon = task.lookback, task.settings.horizon
     if len(series.values) < lookback:
         raise UserError(f"{name}: {len(series.values)} rows; the run forecasts from the last {lookback}")
     out = out or loaded.folder.path / "forecast" / f"{series.name}.csv"
+    if out.suffix.lower() == ".png":
+        raise UserError(
+            f"--out: given {out}, which is the picture's name; name a CSV file, the picture stands beside it"
+        )
+    read = path or Path(task.settings.series)
+    if read.is_file() and read.resolve() == out.resolve():
+        raise UserError(f"--out: {out} is the file that the forecast is made from; name another one with --out")
     check_room(out, "--out")
     steps = steps or horizon
-    scaled = task.scale(series.values).astype(np.float32)
+    scaled = task.scale.fp32(series.values, str(name), series.columns)
     ahead = _ahead(loaded.model, scaled[-lookback:].T, horizon, steps)
     rows = task.scale.back(ahead.T.astype(np.float64))
     text = io.StringIO()
@@ -58,6 +77,8 @@ def forecast_file(
     picture = _draw(loaded.model, series.columns, task.scale, scaled, ahead, lookback, horizon, out, series.name)
     for note in series.notes:
         print(f"{name}: {note}")
+    if task.spacing and series.spacing and task.spacing != series.spacing:
+        print(f"{name}: rows are {series.spacing} apart, those of the training {task.spacing}")
     if steps > horizon:
         print(f"--steps {steps}: rows after the first {horizon} (forecast.horizon) are forecast from forecasts")
     print(f"{steps} rows behind the {len(series.values):,} of {name}: {out}; picture {picture}", flush=True)
@@ -66,10 +87,11 @@ def forecast_file(
 
 def _ahead(model, x: np.ndarray, horizon: int, steps: int) -> np.ndarray:
     """(channels, lookback) -> (channels, steps)."""
-    lookback, known = x.shape[1], x
-    while known.shape[1] < lookback + steps:
-        known = np.concatenate([known, forecast_with(model, known[None, :, -lookback:])[0]], 1)
-    return known[:, lookback : lookback + steps]
+    lookback, found = x.shape[1], []
+    for _ in range(0, steps, horizon):
+        found.append(forecast_with(model, x[None])[0])
+        x = np.concatenate([x, found[-1]], 1)[:, -lookback:]
+    return np.concatenate(found, 1)[:, :steps]
 
 
 @own_style()

@@ -65,7 +65,7 @@ class Forecasts:
         """The whole series is read once, lookback after lookback, with the state carried along from the first row on;
         errors on the test's rows, and those of the same windows from an empty state."""
         settings, length = self.task.settings, self.lookback
-        rows = self.parts.scale(self.series.values).astype(np.float32)
+        rows = self.parts.scale.fp32(self.series.values, self.series.name, self.series.columns)
         first = self.parts.test.start + length  # of the test's own rows
         last = self.parts.test.start + len(self.parts.test.rows)
         phases = [n * length // PHASES for n in range(PHASES)] if length >= PHASES else [0]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from titans_pt.errors import UserError
-from titans_pt.forecasting.series import Series, read_csv
+from titans_pt.forecasting.series import Series, columns_of, read_csv
 from titans_pt.tools.data_wheels import Wheel, fetch
 
 SIMBENCH = Wheel("simbench", "1.6.3", "8b48bdab2445286a96649eb18bb09476d000a0e212fd57fdba83399df54af4de")
@@ -34,6 +34,23 @@ FILES = {"ETTh1": "ETTh1.csv", "ETTh2": "ETTh2.csv", "ETTm1": "ETTm1.csv", "ETTm
 """The benchmarks of Table 3 and what everybody's files of them are called."""
 DAYS = {"ETTm1": 96, "ETTm2": 96, "Weather": 144}
 """Rows of a day where these are not 24; of other series the dates say it."""
+CHANNELS = {"elecdemand": 2, "simbench-generation": 42, "simbench-loads": 96, "ETTh1": 7, "ETTh2": 7, "ETTm1": 7,
+            "ETTm2": 7, "ECL": 321, "Traffic": 862, "Weather": 21}  # fmt: skip
+"""Of the series that have names."""
+
+
+def channels_of(series: str, columns: Sequence[str] | None = None, date_column: str | None = None) -> int | None:
+    """How many channels a series will have, without reading it: by its name, or the first lines of its file. None
+    where there is no such file.
+
+    Raises:
+        UserError: the file's first lines are wrong.
+    """
+    if columns is not None:
+        return len(columns)
+    if series in CHANNELS or not Path(series).is_file():
+        return CHANNELS.get(series)
+    return len(columns_of(Path(series), None, date_column))
 
 
 def load(

@@ -5,7 +5,7 @@ validation and test borrow the ``lookback`` rows before them; MSE and MAE are me
 on that scale. Older loaders drop the last, incomplete batch of the test; none is dropped here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,10 @@ SPLITS = {"ETTh1": (8640, 2880, 2880), "ETTh2": (8640, 2880, 2880),
           "ETTm1": (34560, 11520, 11520), "ETTm2": (34560, 11520, 11520)}  # fmt: skip
 """Rows of training, validation and test: 12, 4 and 4 months of 30 days. The rest is unused. Other series are cut by
 share: int(0.7 n) rows for training, int(0.2 n) for the test, those between for validation."""
+
+
+FAR = 1e12
+"""Standard deviations from the mean of the training rows, at most: fp32 holds the square."""
 
 
 def split_rows(name: str, rows: int) -> tuple[int, int, int]:
@@ -43,6 +47,25 @@ class Scale:
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
         return (values - self.mean) / self.std
+
+    def fp32(self, values: np.ndarray, name: str, columns: Sequence[str] = ()) -> np.ndarray:
+        """Scaled values in fp32.
+
+        Args:
+            name: the series, for the message; columns: what its channels are called.
+
+        Raises:
+            UserError: a number is so far from the training rows that fp32 cannot square it.
+        """
+        scaled = self(values)
+        far = np.abs(scaled).max(0) > FAR
+        if far.any():
+            at = int(far.argmax())
+            column = columns[at] if columns else at + 1
+            raise UserError(f"{name}: the column {column!r} has numbers more than {FAR:g} standard deviations from the "
+                            f"mean of the training rows ({self.mean[at]:.4g}, deviation {self.std[at]:.4g}); give them "
+                            "in the unit of those rows")  # fmt: skip
+        return scaled.astype(np.float32)
 
     def back(self, values: np.ndarray) -> np.ndarray:
         return values * self.std + self.mean
@@ -86,14 +109,14 @@ class Protocol:
     test: Windows
 
 
-def protocol(name: str, values: np.ndarray, lookback: int, horizon: int) -> Protocol:
+def protocol(name: str, values: np.ndarray, lookback: int, horizon: int, columns: Sequence[str] = ()) -> Protocol:
     """
     Raises:
-        UserError: a split has no window.
+        UserError: a split has no window, or a number is far from the training rows.
     """
     train, validation, test = split_rows(name, len(values))
     scale = Scale.of(values[:train])
-    scaled = scale(values).astype(np.float32)
+    scaled = scale.fp32(values, name, columns)
     ends = {"training": (0, train), "validation": (train - lookback, train + validation),
             "test": (train + validation - lookback, train + validation + test)}  # fmt: skip
     found = []

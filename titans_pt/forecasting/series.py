@@ -4,7 +4,8 @@ import csv
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,22 @@ import numpy as np
 from titans_pt.errors import UserError
 
 DATE_NAMES = ("date", "datetime", "time", "timestamp", "ds", "day", "month", "year")
+_DAYS = ("%d.%m.%Y", "%Y/%m/%d", "%m/%d/%Y", "%d/%m/%Y", "%d-%m-%Y", "%m-%d-%Y", "%d-%b-%Y", "%d %b %Y", "%b %d, %Y",
+         "%d.%m.%y", "%m/%d/%y", "%d/%m/%y")  # fmt: skip
+_TIMES = ("", " %H:%M:%S", " %H:%M", " %I:%M:%S %p", " %I:%M %p")
+_COMPACT = {"%Y%m%d%H": 10, "%Y%m%d%H%M": 12, "%Y%m%d%H%M%S": 14}
+"""Formats without separators, and their digits."""
+_UNIX = {"seconds": 1.0, "milliseconds": 1e3}
+"""Units of time since 1970."""
 FORMATS = (
-    "%d.%m.%Y %H:%M:%S", "%d.%m.%Y %H:%M", "%d.%m.%Y", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d %H:%M", "%Y/%m/%d",
-    "%m/%d/%Y %H:%M:%S", "%m/%d/%Y %H:%M", "%m/%d/%Y", "%d/%m/%Y %H:%M:%S", "%d/%m/%Y %H:%M", "%d/%m/%Y", "%Y-%m", "%Y",
+    *(day + time for day in _DAYS for time in _TIMES), *(f"%Y-%m-%d{time}" for time in _TIMES[3:]), "%Y-%m", "%Y",
+    *_COMPACT, *_UNIX,
 )  # fmt: skip
 """Tried after ISO 8601, each on the whole column."""
+COUNTED = ("date", "datetime", "time", "timestamp", "ds")
+"""Names of columns whose numbers may be dates: 202001312300, or seconds since 1970."""
+LARGEST = 1e100
+"""Of a cell's number, so that squares and sums stay finite."""
 MISSING = ("", "nan", "na", "n/a", "null", "none")
 
 
@@ -33,13 +45,22 @@ class Series:
     dates: list[datetime] | None = None
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def spacing(self) -> str | None:
+        """How far rows are apart, for a reader; None without dates."""
+        if not self.dates:
+            return None
+        months = _months(self.dates)
+        return f"{months} month{'s' * (months > 1)}" if months else str(usual_step(self.dates))
+
     def following(self, count: int) -> list[str]:
         """What the ``count`` rows behind the last are called: dates that go on, or numbers of rows."""
         rows = len(self.values)
         if not self.dates:
             return [str(rows + i) for i in range(count)]
         if months := _months(self.dates):
-            return [str(_later(self.dates[-1], months * (i + 1))) for i in range(count)]
+            at_end = all(map(_ends_month, self.dates))
+            return [str(_later(self.dates[-1], months * (i + 1), at_end)) for i in range(count)]
         step = usual_step(self.dates)
         return [str(self.dates[-1] + step * (i + 1)) for i in range(count)]
 
@@ -51,20 +72,29 @@ def usual_step(dates: Sequence[datetime]) -> timedelta:
 
 def _months(dates: Sequence[datetime]) -> int:
     """Months between rows where all rows are the same number of months apart, 12 for years; else 0."""
-    if len(dates) < 3 or len({(d.day, d.time()) for d in dates}) > 1:
+    if len(dates) < 3 or len({date.time() for date in dates}) > 1:
+        return 0
+    if len({date.day for date in dates}) > 1 and not all(map(_ends_month, dates)):
         return 0
     steps = {12 * (b.year - a.year) + b.month - a.month for a, b in zip(dates, dates[1:], strict=False)}
     return steps.pop() if len(steps) == 1 and 0 not in steps else 0
 
 
-def _later(date: datetime, months: int) -> datetime:
-    years, month = divmod(date.month - 1 + months, 12)
-    return date.replace(year=date.year + years, month=month + 1)
+def _ends_month(date: datetime) -> bool:
+    return (date + timedelta(days=1)).day == 1
+
+
+def _later(date: datetime, months: int, at_end: bool) -> datetime:
+    """at_end: the last day of that month."""
+    first = date.replace(day=1)
+    years, month = divmod(first.month - 1 + months + at_end, 12)
+    first = first.replace(year=first.year + years, month=month + 1)
+    return first - timedelta(days=1) if at_end else first.replace(day=date.day)
 
 
 def read_csv(
     path: Path, missing: str = "refuse", gaps: str = "refuse", columns: Sequence[str] | None = None,
-    date_column: str | None = None, date_format: str | None = None,
+    date_column: str | None = None, date_format: str | None = None, trained_by: str = "",
 ) -> Series:  # fmt: skip
     """The series of a CSV file: a header, a column of dates if there is one, numbers.
 
@@ -74,15 +104,41 @@ def read_csv(
         columns: those that are read; None: all but the date.
         date_column: None: found by its name, or by its content.
         date_format: strptime's; None: found.
+        trained_by: the run that was trained on ``columns``, for the message if the file has others.
 
     Raises:
         UserError: one line with the file, the line in it, and the remedy.
     """
-    header, lines, rows = _table(path)
-    place = _date_place(path, header, rows, date_column)
-    dates = None if place is None else _dates(path, [row[place] for row in rows], lines, date_format)
+    header, lines, rows = _table(path, _text(path))
+    place, chosen, notes = _columns(path, header, rows, columns, date_column, trained_by)
+    dates = None
+    if place is not None:
+        dates = _dates(path, [row[place] for row in rows], lines, date_format, notes)
+    values = _numbers(path, [header.index(name) for name in chosen], header, lines, rows, fixed=bool(trained_by))
+    if dates:
+        _check_order(path, dates, lines, gaps == "ignore")
+        values, dates = _regular(path, values, dates, lines, gaps, notes)
+    return Series(path.stem, chosen, _complete(path, values, chosen, missing, gaps, notes, bool(trained_by)), dates,
+                  notes)  # fmt: skip
+
+
+def columns_of(path: Path, columns: Sequence[str] | None = None, date_column: str | None = None) -> list[str]:
+    """The columns that :func:`read_csv` would read, by the first lines of the file.
+
+    Raises:
+        UserError: as :func:`read_csv`.
+    """
+    header, _, rows = _table(path, _text(path, lines=4))
+    return _columns(path, header, rows, columns, date_column, "")[1]
+
+
+def _columns(
+    path: Path, header: list[str], rows: list[list[str]], columns: Sequence[str] | None, date_column: str | None,
+    trained_by: str,
+) -> tuple[int | None, list[str], list[str]]:  # fmt: skip
+    """The place of the date column, the columns of numbers that are read, and notes."""
+    place, notes = _date_place(path, header, rows, date_column), list[str]()
     names = [name for i, name in enumerate(header) if i != place]
-    notes = []
     if columns is None and names and names[0] == "" and [row[header.index("")] for row in rows[:2]] in (
         ["0", "1"], ["1", "2"],
     ):  # fmt: skip
@@ -91,33 +147,34 @@ def read_csv(
     chosen = list(columns) if columns is not None else names
     for name in chosen:
         if name not in names:
+            if trained_by:
+                raise UserError(f"{path}: no column {name!r}; {trained_by} was trained on {', '.join(chosen)}, the "
+                                f"file has {', '.join(names)}; give its columns those names")  # fmt: skip
             raise UserError(f"forecast.columns: given {name!r}; {path} has {', '.join(names)}")
     if not chosen:
         raise UserError(f"{path}: no column of numbers besides the date")
-    values = _numbers(path, [header.index(name) for name in chosen], header, lines, rows)
-    if dates:
-        _check_order(path, dates, lines, gaps == "ignore")
-        values, dates = _regular(path, values, dates, lines, gaps, notes)
-    return Series(path.stem, chosen, _complete(path, values, chosen, missing, gaps, notes), dates, notes)
+    return place, chosen, notes
 
 
-def _table(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
-    """Header, and of each row its line in the file and its cells."""
+def _text(path: Path, lines: int | None = None) -> str:
+    """All of a file, or its first lines."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            return file.read() if lines is None else "".join(islice(file, lines))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name a CSV file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
+
+
+def _table(path: Path, text: str) -> tuple[list[str], list[int], list[list[str]]]:
+    """Header, and of each row its line in the file and its cells. Empty columns without a name are left out."""
     first = text.partition("\n")[0]
-    separator = max(",;\t", key=first.count)
+    separator = max(",;\t|", key=first.count)
     reader = csv.reader(text.splitlines(), delimiter=separator)
     header, lines, rows = [cell.strip() for cell in next(reader, [])], [], []
-    if not header or all(_is_number(cell) for cell in header):
+    if all(_is_number(cell) or any(_parsed(cell, form) for form in (None, *FORMATS)) for cell in header):
         raise UserError(f"{path}: line 1 has no names of columns; add a header, such as date{separator}value")
-    if len(set(header)) < len(header):
-        double = next(name for name in header if header.count(name) > 1)
-        raise UserError(f"{path}: line 1: two columns are called {double!r}; give each its own name")
     for row in reader:
         if not row:
             continue
@@ -125,11 +182,22 @@ def _table(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
             raise UserError(f"{path}: line {reader.line_num} has {len(row)} cells, the header {len(header)} (separator "
                             f"{separator!r}); mend this line")  # fmt: skip
         lines.append(reader.line_num)
-        rows.append([cell.strip() for cell in row] if separator == "," else
-                    [cell.strip().replace(",", ".") for cell in row])  # fmt: skip
+        rows.append([cell.strip() if separator == "," else _with_point(cell.strip()) for cell in row])
     if len(rows) < 3:
         raise UserError(f"{path}: {len(rows)} rows; a series has at least 3")
+    kept = [i for i, name in enumerate(header) if name or any(row[i] for row in rows)]
+    if len(kept) < len(header):
+        header, rows = [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
+    if len(set(header)) < len(header):
+        double = next(name for name in header if header.count(name) > 1)
+        raise UserError(f"{path}: line 1: two columns are called {double!r}; give each its own name")
     return header, lines, rows
+
+
+def _with_point(cell: str) -> str:
+    """A decimal comma replaced; other cells, such as a date with a comma, as they are."""
+    pointed = cell.replace(",", ".")
+    return pointed if _is_number(pointed) else cell
 
 
 def _is_number(cell: str) -> bool:
@@ -146,7 +214,10 @@ def _date_place(path: Path, header: list[str], rows: list[list[str]], given: str
             raise UserError(f"forecast.date_column: given {given!r}; {path} has {', '.join(header)}")
         return header.index(given)
     for i, name in enumerate(header):
-        if name.lower() in DATE_NAMES and (not _is_number(rows[0][i]) or name.lower() == "year"):
+        cell, known = rows[0][i], name.lower()
+        if known in DATE_NAMES and (not _is_number(cell) or known == "year"):
+            return i
+        if known in COUNTED and any(_parsed(cell, form) for form in (None, *_COMPACT, *_UNIX)):
             return i
     for i, cell in enumerate(rows[0]):
         if not _is_number(cell) and any(_parsed(cell, form) for form in (None, *FORMATS)):
@@ -155,16 +226,23 @@ def _date_place(path: Path, header: list[str], rows: list[list[str]], given: str
 
 
 def _parsed(cell: str, form: str | None) -> datetime | None:
-    """form: strptime's; None: ISO 8601."""
+    """form: strptime's, or a key of _UNIX; None: ISO 8601."""
     try:
-        return (datetime.fromisoformat(cell) if form is None else datetime.strptime(cell, form)).replace(tzinfo=None)
+        if form is None:
+            return datetime.fromisoformat(cell)
+        if form in _UNIX:
+            seconds = float(cell) / _UNIX[form]
+            return datetime(1970, 1, 1) + timedelta(seconds=seconds) if 1e8 <= seconds < 1e10 else None
+        if form in _COMPACT and (len(cell) != _COMPACT[form] or not "1900" <= cell < "2200"):
+            return None
+        return datetime.strptime(cell, form)
     except ValueError:
         return None
 
 
-def _dates(path: Path, cells: list[str], lines: list[int], given: str | None) -> list[datetime]:
+def _dates(path: Path, cells: list[str], lines: list[int], given: str | None, notes: list[str]) -> list[datetime]:
     best: tuple[int, list[datetime]] = (-1, [])
-    found = []
+    found: list[tuple[str | None, list[datetime]]] = []
     for form in (given,) if given else (None, *FORMATS):
         dates: list[datetime] = []
         for cell in cells:
@@ -172,28 +250,52 @@ def _dates(path: Path, cells: list[str], lines: list[int], given: str | None) ->
                 break
             dates.append(date)
         if len(dates) == len(cells):
-            found.append(dates)
+            found.append((form, dates))
         best = max(best, (len(dates), dates), key=lambda pair: pair[0])
     if not found:
         at = best[0]
-        raise UserError(f"{path}: line {lines[at]}: {cells[at]!r} is not a date like the others; mend it, or set "
-                        "forecast.date_format (such as '%d.%m.%Y %H:%M')")  # fmt: skip
+        remedy = "mend it, or correct forecast.date_format" if given else (
+            "mend it, or set forecast.date_format (such as '%d.%m.%Y %H:%M')"
+        )  # fmt: skip
+        raise UserError(f"{path}: line {lines[at]}: {cells[at]!r} is not a date like the others; {remedy}")
     # 03/04/2020 may be March or April: the reading whose rows ascend is right.
-    return next((dates for dates in found if all(a < b for a, b in zip(dates, dates[1:], strict=False))), found[0])
+    ascending = [(form, dates) for form, dates in found if _ascend(_without_zone(dates))]
+    form, dates = (ascending or found)[0]
+    others = [other for other, _ in ascending if other not in (form, *_UNIX)]
+    if others and form is not None:
+        notes.append(f"dates were read as {form}, and could be {others[0]}: forecast.date_format decides")
+    if len({date.utcoffset() for date in dates}) > 1:
+        notes.append("the dates' distance to UTC varies: they were converted to UTC")
+    return _without_zone(dates)
 
 
-def _numbers(path: Path, places: list[int], header: list[str], lines: list[int], rows: list[list[str]]) -> np.ndarray:
+def _without_zone(dates: list[datetime]) -> list[datetime]:
+    """Local times where all have the same distance to UTC, else UTC."""
+    if len({date.utcoffset() for date in dates}) > 1:
+        dates = [date.astimezone(UTC) if date.tzinfo else date for date in dates]
+    return [date.replace(tzinfo=None) for date in dates]
+
+
+def _ascend(dates: list[datetime]) -> bool:
+    return all(a < b for a, b in zip(dates, dates[1:], strict=False))
+
+
+def _numbers(path: Path, places: list[int], header: list[str], lines: list[int], rows: list[list[str]],
+             fixed: bool) -> np.ndarray:  # fmt: skip
+    """fixed: whether the columns cannot be chosen."""
     values = np.empty((len(rows), len(places)))
     for at, row in enumerate(rows):
         try:
             values[at] = [float(row[i]) if row[i].lower() not in MISSING else np.nan for i in places]
         except ValueError:
             i = next(i for i in places if not _is_number(row[i]) and row[i].lower() not in MISSING)
-            raise UserError(f"{path}: line {lines[at]}: {row[i]!r} in the column {header[i]!r} is not a number; mend "
-                            "it, or name the columns to read in forecast.columns") from None  # fmt: skip
-    if np.isinf(values).any():
-        at, column = np.argwhere(np.isinf(values))[0]
-        raise UserError(f"{path}: line {lines[at]}: the column {header[places[column]]!r} is infinite; mend it")
+            other = "" if fixed else ", or name the columns to read in forecast.columns"
+            raise UserError(f"{path}: line {lines[at]}: {row[i]!r} in the column {header[i]!r} is not a number; mend it"
+                            f"{other}") from None  # fmt: skip
+    if (beyond := np.abs(values) > LARGEST).any():
+        at, column = np.argwhere(beyond)[0]
+        raise UserError(f"{path}: line {lines[at]}: the column {header[places[column]]!r} has {values[at, column]:g}, "
+                        f"numbers may have at most {LARGEST:g}; mend it")  # fmt: skip
     return values
 
 
@@ -244,8 +346,14 @@ def _regular(
 
 
 def _complete(
-    path: Path, values: np.ndarray, columns: list[str], missing: str, gaps: str, notes: list[str]
-) -> np.ndarray:
+    path: Path, values: np.ndarray, columns: list[str], missing: str, gaps: str, notes: list[str], fixed: bool
+) -> np.ndarray:  # fmt: skip
+    """fixed: whether the columns cannot be chosen."""
+    empty = np.isnan(values).all(0)
+    if empty.any():
+        remedy = ", ".join(name for name, none in zip(columns, empty, strict=True) if not none)
+        raise UserError(f"{path}: the column {columns[int(empty.argmax())]!r} has no number at all; "
+                        + (f"set forecast.columns=[{remedy}]" if remedy and not fixed else "fill it"))  # fmt: skip
     holes = np.isnan(values)
     if gaps == "fill":
         holes = holes & ~holes.all(1, keepdims=True)
@@ -254,10 +362,6 @@ def _complete(
         column = int(holes.any(0).argmax())
         raise UserError(f"{path}: {count} cells have no number ({100 * holes.mean():.2g} %; the first in the column "
                         f"{columns[column]!r}); set forecast.missing=fill")  # fmt: skip
-    empty = np.isnan(values).all(0)
-    if empty.any():
-        raise UserError(f"{path}: the column {columns[int(empty.argmax())]!r} has no number at all; leave it out of "
-                        "forecast.columns")  # fmt: skip
     if count:
         notes.append(f"{count} cells without a number ({100 * holes.mean():.2g} %) got the one before")
     return _forward(values)

@@ -7,13 +7,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_pt.config import ModelConfig
-from titans_pt.layers.flops import Flops
+from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.backbone import Backbone, initialise
 
 EPS = 1e-5
 """Added to a window's variance, as iTransformer does."""
+
+
+def patches_of(lookback: int, patch: int, stride: int) -> int:
+    """Patches of a lookback whose end is repeated by one stride."""
+    return (lookback - patch) // stride + 2
 
 
 class Forecaster(nn.Module):
@@ -41,7 +46,7 @@ class Forecaster(nn.Module):
     @property
     def patches(self) -> int:
         """How many patches a lookback has."""
-        return (self.lookback - self.patch) // self.stride + 2
+        return patches_of(self.lookback, self.patch, self.stride)
 
     def forward(
         self, x: Tensor, state: list[Any] | None = None, output_final_state: bool = True
@@ -66,9 +71,11 @@ class Forecaster(nn.Module):
         return y * deviation + mean, state
 
     def flops(self, length: int) -> Flops:
-        """Per row of the series, all channels; without the two linear ends."""
-        tokens = length // self.lookback * self.patches
-        return self.blocks.flops(tokens) * (self.channels * tokens / length)
+        """Per row of the series, all channels."""
+        lookbacks, width = length // self.lookback, self.enter.out_features
+        tokens = lookbacks * self.patches
+        blocks = (self.blocks.flops(tokens) + product(self.patch, width)) * tokens
+        return (blocks + product(width, self.horizon) * lookbacks) * (self.channels / length)
 
 
 def forecast_errors(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

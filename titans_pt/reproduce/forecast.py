@@ -1,14 +1,26 @@
 """Table 3: forecasting, models by series and horizon, beside baselines that need no training."""
 
+from titans_pt.reproduce import pictures
 from titans_pt.reproduce.figures import Figure
 from titans_pt.reproduce.measures import TRAINING, Find, Measure, steps_trained
 from titans_pt.reproduce.study import Column, Row, Study
 
-TINY_MODELS = ("lmm", "mac", "transformer", "mamba2", "gated_deltanet")
+TINY_MODELS = ("lmm", "mac", "mag", "mal", "transformer", "mamba2", "gated_deltanet")
 PAPER_MODELS = ("lmm", "mac", "mag", "mal", "transformer", "mamba2", "gated_deltanet")
 OFF = ("model.memory.writes=false",)
 STREAM = ("forecast.lookback=96", "data.seq_len=768", "train.micro_batch=4")
 """Samples of eight lookbacks, with a forecast after each: as many rows in a step, and the state is carried along."""
+GENERATION = (
+    "forecast.series=simbench-generation", "forecast.windows=256", "train.batch_tokens=768", "train.micro_batch=8",
+    "train.max_steps=320", "train.decay_steps=32", "train.eval_every=32", "train.checkpoint_every=32",
+    "train.eval_samples=64",
+)  # fmt: skip
+"""Windows of 42 channels: eight a step are as much as 168 of elecdemand's two."""
+ALL = (
+    "forecast.windows=null", "train.max_steps=3770", "train.decay_steps=377", "train.eval_every=377",
+    "train.checkpoint_every=377", "train.patience=2",
+)  # fmt: skip
+"""All 12,073 training windows of elecdemand in an epoch."""
 HORIZONS = (96, 192, 336, 720)
 SERIES = {
     # name: (rows of training, blocks, width, learning rate, windows of a step), as iTransformer's scripts
@@ -40,14 +52,35 @@ def _error(row: str, kind: str, streamed: bool = False) -> Find:
     return find
 
 
+def _lookback(rows: int) -> tuple[str, ...]:
+    """As many windows in a step as with 96 rows."""
+    return f"data.seq_len={rows}", f"train.batch_tokens={32 * rows}"
+
+
+def _tiny() -> list[Row]:
+    rows = [Row(model, "elecdemand-96", (), "H = 96") for model in TINY_MODELS]
+    variants = {
+        # variant: (models, settings, for a reader)
+        "elecdemand-96-chunk-4": (("lmm",), ("model.memory.chunk_size=4",), "H = 96, chunk 4"),
+        "elecdemand-96-off": (("lmm",), OFF, "H = 96, memory off"),
+        "elecdemand-96-stream": (("lmm", "mamba2"), STREAM, "H = 96, trained on streams"),
+        "elecdemand-96-stream-off": (("lmm",), (*STREAM, *OFF), "H = 96, trained on streams, memory off"),
+        "elecdemand-96-l336": (("lmm", "transformer"), _lookback(336), "L = 336, H = 96"),
+        "elecdemand-96-l336-off": (("lmm",), (*_lookback(336), *OFF), "L = 336, H = 96, memory off"),
+        "elecdemand-720": (("lmm", "transformer"), ("forecast.horizon=720",), "H = 720"),
+        "generation-96": (("lmm", "transformer"), GENERATION, "generation, H = 96"),
+        "generation-96-off": (("lmm",), (*GENERATION, *OFF), "generation, H = 96, memory off"),
+        "elecdemand-96-l720": (("lmm", "transformer"), _lookback(720), "L = 720, H = 96"),
+        "elecdemand-96-all": (("lmm", "transformer"), ALL, "H = 96, all windows"),
+    }  # fmt: skip
+    for variant, (models, words, change) in variants.items():
+        rows += [Row(model, variant, words, change) for model in models]
+    return rows
+
+
 def table3(size: str) -> Study:
     if size == "tiny":
-        rows = [Row(model, "elecdemand-96", (), "H = 96") for model in TINY_MODELS]
-        rows.append(Row("lmm", "elecdemand-96-off", OFF, "H = 96, memory off"))
-        rows += [
-            Row(model, "elecdemand-96-stream", STREAM, "H = 96, trained on streams") for model in ("lmm", "mamba2")
-        ]
-        rows.append(Row("lmm", "elecdemand-96-stream-off", (*STREAM, *OFF), "H = 96, trained on streams, memory off"))
+        rows = _tiny()
     else:
         rows = [
             Row(model, f"{series}-{horizon}", _paper(series, horizon), f"{series}, H = {horizon}")
@@ -77,5 +110,5 @@ def table3(size: str) -> Study:
     seeds = (0, 1) if size == "tiny" else (0,)
     return Study(
         "table3", "Forecasting", size, tuple(rows), tuple(columns), (Measure("forecast", "forecast"),), size, note,
-        folder="forecast", rated=False, seeds={row.key: seeds for row in rows},
+        folder="forecast", rated=False, seeds={row.key: seeds for row in rows}, pictures=(pictures.forecasts,),
     )  # fmt: skip

@@ -185,6 +185,56 @@ def classes(shown: Seeds, start: Path) -> list[Path]:
     return [save_figure(figure, _named(start, "classes"))]
 
 
+@own_style()
+def forecasts(shown: Seeds, start: Path) -> list[Path]:
+    """One picture for each series: error by rows ahead over ridge's, of the models at the first lookback and horizon;
+    error of every row over that of ridge on the same windows, a bar for the mean over seeds, a dot for each seed."""
+    by_series: dict[str, dict[str, list[dict]]] = {}
+    for name, seeds in shown.items():
+        found = [record for record in seeds if "forecast" in record["measured"]]
+        if found:
+            by_series.setdefault(found[0]["measured"]["forecast"]["series"], {})[name] = found
+    written = []
+    for series, rows in by_series.items():
+        figure = new_figure(13.0, 2.6 + 0.26 * max(8, len(rows)))
+        steps, bars = figure.subplots(1, 2, width_ratios=(3, 4))
+        first = next(iter(rows.values()))[0]["variant"]
+        models = list(dict.fromkeys(records[0]["model"] for records in rows.values()))
+        for name, records in rows.items():
+            if records[0]["variant"] == first:
+                each = [_over_ridge(record)[1] for record in records]
+                mean = [sum(column) / len(column) for column in zip(*each, strict=True)]
+                style = _style(models.index(records[0]["model"]), records[0])
+                steps.plot(range(1, len(mean) + 1), mean, label=name, **style)
+        totals = [[_over_ridge(record)[0] for record in records] for records in rows.values()]
+        colors = [f"C{models.index(records[0]['model']) % 10}" for records in rows.values()]
+        bars.barh(range(len(rows)), [sum(each) / len(each) for each in totals], color=colors, alpha=0.6)
+        for place, each in enumerate(totals):
+            bars.plot(each, [place] * len(each), "k.", markersize=4)
+        bars.set_yticks(range(len(rows)), list(rows), fontsize=7)
+        bars.invert_yaxis()
+        bars.set_xlim(0.98 * min(1.0, *map(min, totals)), 1.02 * max(map(max, totals)))
+        bars.set_xlabel("MSE of the test over ridge's on the same windows (dots: seeds)")
+        steps.set_yscale("log", base=2)
+        steps.set_xlabel("rows ahead")
+        steps.set_ylabel("MSE over ridge's")
+        steps.legend(fontsize=7)
+        steps.axhline(1.0, color="black", linewidth=1)
+        bars.axvline(1.0, color="black", linewidth=1)
+        steps.grid(alpha=0.3)
+        figure.suptitle(series, fontsize=9)
+        written.append(save_figure(figure, _named(start, series)))
+    return written
+
+
+def _over_ridge(record: dict) -> tuple[float, list[float]]:
+    """The test's MSE over that of ridge on the same windows: of all rows ahead, and of each."""
+    found, ridge = record["measured"]["forecast"], "ridge on the lookback"
+    pairs = zip(found["steps"]["model"], found["steps"][ridge], strict=True)
+    whole = found["rows"]["model"]["mse"] / found["rows"][ridge]["mse"]
+    return whole, [own / other for (own, _), (other, _) in pairs]
+
+
 def needles_asked(record: dict) -> list[dict]:
     """What all measures of a record have asked: rows of needles, noise, by_length."""
     return [row for result in record["measured"].values() for row in result.get("asked", ())]

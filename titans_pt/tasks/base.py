@@ -113,6 +113,10 @@ class Task:
         """
         raise NotImplementedError
 
+    def sequences(self, rows: int, length: int) -> tuple[int, int]:
+        """(rows, tokens of each) that the backbone reads of ``rows`` samples of ``length`` steps, for the plan."""
+        return rows, length
+
     def output_bytes(self, rows: int, length: int, width: int) -> dict[str, int]:
         """Kind -> bytes that the output end and the loss hold for a micro-batch per tensor rank, for the plan.
 

@@ -31,6 +31,7 @@ from titans_pt.models.mixers.base import Need
 from titans_pt.parallel import RankGroup
 from titans_pt.runs.folder import RunFolder
 from titans_pt.tasks.base import TASKS, Task, TaskData, nan_unless_finite, with_weights
+from titans_pt.tasks.places import Places
 from titans_pt.tools.files import write_text
 
 CLASSES = "classes.json"
@@ -114,22 +115,15 @@ class LabelledSamples:
     """
 
     def __init__(self, split: Split, rows: np.ndarray, seq_len: int, seed: int, shuffle: bool, turned: bool):
-        self.split, self.rows, self.seq_len, self.seed = split, rows, seq_len, seed
-        self.shuffle, self.turned = shuffle, turned
+        self.split, self.rows, self.seq_len, self.seed, self.turned = split, rows, seq_len, seed, turned
+        self.places = Places(len(rows), seed if shuffle else None)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.places)
 
     def index(self, position: int) -> int:
         """Place in the split of the sample at ``position``, counted over all epochs."""
-        epoch, i = divmod(position, len(self.rows))
-        return int(self.rows[self._order(epoch)[i] if self.shuffle else i])
-
-    def _order(self, epoch: int) -> np.ndarray:
-        cached = getattr(self, "_cached", None)  # read once: the loader's thread may replace it
-        if cached is None or cached[0] != epoch:
-            self._cached = cached = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)))
-        return cached[1]
+        return int(self.rows[self.places[position]])
 
     def sample(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """ids (T,), length (), label (), all int64."""

@@ -1,7 +1,9 @@
 """Long-term forecasting (paper, Table 3): the next rows of a series from those before them. docs/forecasting.md."""
 
+import contextlib
 import hashlib
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -11,14 +13,15 @@ from torch import nn
 
 from titans_pt.config import Config, PathName, Positive, Section
 from titans_pt.errors import UserError
-from titans_pt.forecasting.datasets import load
+from titans_pt.forecasting.datasets import channels_of, load
 from titans_pt.forecasting.protocol import Protocol, Scale, Windows, errors, last_value, protocol
 from titans_pt.forecasting.series import Series, read_csv
-from titans_pt.models.forecaster import Forecaster, SquaredError
+from titans_pt.models.forecaster import Forecaster, SquaredError, patches_of
 from titans_pt.models.mixers.base import Need
 from titans_pt.parallel import RankGroup
 from titans_pt.runs.folder import RunFolder
 from titans_pt.tasks.base import TASKS, Task, TaskData
+from titans_pt.tasks.places import Places
 from titans_pt.tools.files import write_text
 from titans_pt.tools.records import digest
 
@@ -37,32 +40,21 @@ class WindowSamples:
     """
 
     def __init__(self, windows: Windows, lookback: int, limit: int | None, seed: int | None):
-        self.windows, self.lookback, self.seed = windows, lookback, seed
-        self.seq_len, self._count = windows.lookback, min(limit or len(windows), len(windows))
+        self.windows, self.lookback, self.seq_len = windows, lookback, windows.lookback
+        self.places = Places(len(windows), seed, limit)
 
     def __len__(self) -> int:
-        return self._count
-
-    def index(self, position: int) -> int:
-        """The window that is read at ``position``, which counts over all epochs."""
-        epoch, i = divmod(position, self._count)
-        if self.seed is None:
-            return i * len(self.windows) // self._count  # evenly spaced
-        cached = getattr(self, "_cached", None)  # read once: the loader's thread may replace it
-        if cached is None or cached[0] != epoch:
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.windows))
-            self._cached = cached = (epoch, order[: self._count])
-        return int(cached[1][i])
+        return len(self.places)
 
     def sample(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """(channels, seq_len), and the rows behind each of its lookbacks, (channels, lookbacks, horizon); fp32."""
-        x, y = self.windows.window(self.index(position))
+        x, y = self.windows.window(self.places[position])
         rows, ends = np.concatenate([x, y], 1), range(self.lookback, self.seq_len + 1, self.lookback)
         targets = np.stack([rows[:, end : end + self.windows.horizon] for end in ends], 1)
         return np.ascontiguousarray(x), targets
 
     def describe(self, position: int) -> dict:
-        return {"position": position, "first row": self.windows.start + self.index(position)}
+        return {"position": position, "first row": self.windows.start + self.places[position]}
 
 
 @TASKS.register
@@ -111,6 +103,7 @@ class Forecast(Task):
         """There after :meth:`open` or :meth:`restore`, as is the scale."""
         self.scale: Scale | None = None
         self.series_name = self.settings.series
+        self.spacing: str | None = None
 
     @property
     def lookback(self) -> int:
@@ -140,8 +133,38 @@ class Forecast(Task):
     # ---- the model
 
     def build_model(self) -> Forecaster:
-        settings, channels = self.settings, len(self.columns or [""])
-        return Forecaster(self.config.model, self.lookback, settings.horizon, settings.patch, settings.stride, channels)
+        settings = self.settings
+        return Forecaster(
+            self.config.model, self.lookback, settings.horizon, settings.patch, settings.stride, self.channels
+        )
+
+    @property
+    def channels(self) -> int:
+        """Of the series; before it is read as its name or its file says, 1 where neither does."""
+        return len(self.columns) if self.columns else self._expected_channels
+
+    @cached_property
+    def _expected_channels(self) -> int:
+        settings = self.settings
+        with contextlib.suppress(UserError):  # a plan needs no data
+            return channels_of(settings.series, settings.columns, settings.date_column) or 1
+        return 1
+
+    def sequences(self, rows: int, length: int) -> tuple[int, int]:
+        """Each channel is a row, of patches."""
+        settings = self.settings
+        return rows * self.channels, length // self.lookback * patches_of(
+            self.lookback, settings.patch, settings.stride
+        )
+
+    def output_bytes(self, rows: int, length: int, width: int) -> dict[str, int]:
+        """Windows, scaled windows and patches in fp32; the last patches' outputs, and the forecasts with their
+        errors."""
+        settings, lookbacks = self.settings, length // self.lookback
+        each, patches = self.sequences(rows, length)
+        windows = 4 * each * (3 * length + lookbacks * (settings.stride + 4 * settings.horizon))
+        ends = each * (width * patches * settings.patch + 2 * width * lookbacks * self.config.model.d_model)
+        return {"windows": windows + ends}
 
     def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
         return SquaredError(model)
@@ -158,18 +181,20 @@ class Forecast(Task):
         return load(settings.series, Path(self.config.data.dir), settings.missing, settings.gaps, settings.columns,
                     settings.date_column, settings.date_format)  # fmt: skip
 
-    def read_own(self, path: Path) -> Series:
-        """Another file with the same columns."""
+    def read_own(self, path: Path, run: str) -> Series:
+        """Another file with the columns that ``run`` was trained on."""
         settings = self.settings
-        return read_csv(path, settings.missing, settings.gaps, self.columns, settings.date_column, settings.date_format)
+        return read_csv(path, settings.missing, settings.gaps, self.columns, settings.date_column, settings.date_format,
+                        run)  # fmt: skip
 
     def split(self, series: Series, lookback: int) -> Protocol:
-        return protocol(series.name, series.values, lookback, self.settings.horizon)
+        return protocol(series.name, series.values, lookback, self.settings.horizon, series.columns)
 
     def open(self) -> TaskData:
         series = self.read()
         parts = self.split(series, self.config.data.seq_len)
         self.columns, self.scale, self.series_name = series.columns, parts.scale, series.name
+        self.spacing = series.spacing
         for note in series.notes:
             print(f"series {series.name}: {note}", flush=True)
         settings = self.settings
@@ -192,14 +217,14 @@ class Forecast(Task):
         """Names and scales of the channels."""
         assert self.columns and self.scale
         about = {"name": self.series_name, "columns": self.columns, "mean": self.scale.mean.tolist(),
-                 "std": self.scale.std.tolist()}  # fmt: skip
+                 "std": self.scale.std.tolist(), "spacing": self.spacing}  # fmt: skip
         write_text(folder.path / ABOUT, json.dumps(about, indent=1) + "\n")
 
     def restore(self, folder: RunFolder, identity: dict[str, str]):
         path = folder.path / ABOUT
         try:
             about = json.loads(path.read_text(encoding="utf-8"))
-            self.columns, self.series_name = about["columns"], about["name"]
+            self.columns, self.series_name, self.spacing = about["columns"], about["name"], about.get("spacing")
             self.scale = Scale(np.array(about["mean"]), np.array(about["std"]))
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path}: missing or damaged ({error!r}); the same titans train command writes it "

@@ -47,6 +47,8 @@ class TrainingPlan:
     accumulation: int
     bytes: dict[str, int]
     cost: "Cost"
+    sequences: tuple[int, int]
+    """Rows and tokens of each that the blocks read of one sample."""
 
     @property
     def total(self) -> int:
@@ -61,8 +63,20 @@ class TrainingPlan:
             f"ZeRO {parallel.zero_stage}, {train.precision}\n"
             f"plan: {train.batch_tokens:,} tokens per step = {self.data} data ranks x {self.accumulation} "
             f"micro-batches x {self.micro_batch} samples x {self.config.data.seq_len} tokens\n"
+            f"{self._read()}"
             f"plan: estimated memory per rank {self.total / GIB:.2f} GiB: {kinds}\n"
             f"plan: {self.cost.text()}"
+        )
+
+    def _read(self) -> str:
+        """A line where the blocks read other tokens than the samples' steps."""
+        rows, length = self.sequences
+        if (rows, length) == (1, self.config.data.seq_len):
+            return ""
+        samples = self.config.train.batch_tokens // self.config.data.seq_len
+        return (
+            f"plan: the blocks read each sample as {rows} rows of {length} tokens: {samples * rows * length:,} tokens "
+            f"per step, {self.cost.read:,} in all\n"
         )
 
     def check(self, gib: float | None = None):
@@ -116,17 +130,20 @@ def make_plan(task: Task, ranks: int | None = None, gpu: bool | None = None) -> 
     own = sum(p.numel() for p in model.parameters())
     gpu = torch.cuda.is_available() if gpu is None else gpu
     sizes = _model_bytes(config, own, context * data, accumulation) | _activation_bytes(task, micro, gpu)
-    return TrainingPlan(config, parameters, tensor, context, data, micro, accumulation, sizes, cost_of(task))
+    sequences = task.sequences(1, config.data.seq_len)
+    return TrainingPlan(config, parameters, tensor, context, data, micro, accumulation, sizes, cost_of(task), sequences)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a whole training takes. flops: as titans_pt.layers.flops counts. disk: bytes of the checkpoints kept."""
+    """What a whole training takes. tokens: steps of samples. flops: as titans_pt.layers.flops counts. disk: bytes of
+    the checkpoints kept. read: tokens that the blocks read."""
 
     parameters: int
     tokens: int
     flops: float
     disk: int
+    read: int
 
     def text(self) -> str:
         hours = ", ".join(f"{self.gpu_hours(mfu):,.3g} at {mfu:.0%} MFU" for mfu in (0.4, 0.1))
@@ -150,7 +167,8 @@ def cost_of(task: Task) -> Cost:
     kept = train.keep_last + (train.max_steps // train.keep_every if train.keep_every else 0)
     checkpoints = min(kept, -(-train.max_steps // train.checkpoint_every))
     flops = tokens * model.flops(config.data.seq_len).total
-    return Cost(parameters, tokens, flops, checkpoints * CHECKPOINT_BYTES * parameters)
+    rows, length = task.sequences(tokens // config.data.seq_len, config.data.seq_len)
+    return Cost(parameters, tokens, flops, checkpoints * CHECKPOINT_BYTES * parameters, rows * length)
 
 
 class _Rehearsal(RankGroup):
@@ -184,7 +202,9 @@ def _model_bytes(config: Config, own: int, replicas: int, accumulation: int) -> 
 def _activation_bytes(task: Task, micro: int, gpu: bool) -> dict[str, int]:
     """What a micro-batch keeps for the backward pass, by what the real blocks keep."""
     config = task.config
-    m, length, tensor = config.model, config.data.seq_len // config.parallel.context, config.parallel.tensor
+    m, tensor, steps, samples = config.model, config.parallel.tensor, config.data.seq_len, micro
+    steps //= config.parallel.context
+    micro, length = task.sequences(samples, steps)
     mixers = _mixers(config)
     found: dict[str, int] = {}
     if gpu and config.train.precision == "bf16" and not any(m.unserved(torch.bfloat16) for m in mixers.values()):
@@ -205,7 +225,7 @@ def _activation_bytes(task: Task, micro: int, gpu: bool) -> dict[str, int]:
     else:
         activations, memory = sum(kept[kind] for kind in m.pattern), sum(states[kind] for kind in m.pattern)
     found |= {"memory states": memory} if memory else {}
-    return {"activations": activations, **found, **task.output_bytes(micro, length, _width(config))}
+    return {"activations": activations, **found, **task.output_bytes(samples, steps, _width(config))}
 
 
 def _one_of_each(config: Config, device: str) -> Backbone:

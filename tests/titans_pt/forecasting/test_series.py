@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from titans_pt.errors import UserError
-from titans_pt.forecasting.series import Series, read_csv
+from titans_pt.forecasting.series import Series, columns_of, read_csv
 
 
 @pytest.fixture
@@ -41,7 +41,8 @@ def test_dates_and_separators_are_found(write, text, dates, values):
     (["2020-01-01,1", "2020-01-02,2", "2020-01-02,3"], "line 4: 2020-01-02 .* is there twice"),
     (["2020-01-01,1", "2020-01-02,2,3", "2020-01-03,3"], "line 3 has 3 cells, the header 2"),
     (["2020-01-01,1", "2020-01-02,x", "2020-01-03,3"], "line 3: 'x' in the column 'a' is not a number"),
-    (["2020-01-01,1", "2020-01-02,inf", "2020-01-03,3"], "line 3: the column 'a' is infinite"),
+    (["2020-01-01,1", "2020-01-02,inf", "2020-01-03,3"], "line 3: the column 'a' has inf, numbers may have at most"),
+    (["2020-01-01,1", "2020-01-02,1e200", "2020-01-03,3"], r"line 3: the column 'a' has 1e\+200, numbers may have"),
     (["2020-01-01,1", "20-x,2", "2020-01-03,3"], "line 3: '20-x' is not a date like the others; .*date_format"),
     (["2020-01-01,1", "2020-01-02,", "2020-01-03,nan"], "2 cells have no number .*; set forecast.missing=fill"),
     (["2020-01-01,1", "2020-01-02,1", "2020-01-03,1", "2020-01-06,2"],
@@ -54,9 +55,54 @@ def test_what_is_wrong_is_one_line(write, rows, message):
         read_csv(write("\n".join(["date,a", *rows])))
 
 
+@pytest.mark.parametrize(("form", "step", "last"), [
+    ("%m/%d/%Y %I:%M %p", "1h", "2020-01-20 23:00:00"), ("%d-%m-%Y %H:%M", "1h", "2020-01-20 23:00:00"),
+    ("%d-%b-%Y %H:%M", "1h", "2020-01-20 23:00:00"), ("%b %d, %Y", "1D", "2021-04-24 00:00:00"),
+    ("%m/%d/%y", "1D", "2021-04-24 00:00:00"), ("%Y%m%d%H%M", "1h", "2020-01-20 23:00:00"),
+    ("%Y%m%d", "1D", "2021-04-24 00:00:00"), ("%Y-%m-%dT%H:%M:%SZ", "1h", "2020-01-20 23:00:00"),
+    ("%Y-%m-%d %H:%M:%S+02:00", "1h", "2020-01-20 23:00:00"), ("unix", "1h", "2020-01-20 23:00:00"),
+])  # fmt: skip
+def test_forms_of_dates(write, form, step, last):
+    """480 rows in each of the usual forms; the date is never a channel."""
+    delta = timedelta(hours=1) if step == "1h" else timedelta(days=1)
+    dates = [datetime(2020, 1, 1) + delta * i for i in range(480)]
+    cells = [
+        str(int((d - datetime(1970, 1, 1)).total_seconds())) if form == "unix" else d.strftime(form) for d in dates
+    ]
+    series = read_csv(write("date;a\n" + "\n".join(f"{cell};1" for cell in cells)))
+    assert series.columns == ["a"] and str(series.dates[-1]) == last and series.notes == []
+    assert series.spacing == str(delta)
+
+
+def test_months_and_summer_time(write):
+    ends = ["2020-01-31", "2020-02-29", "2020-03-31", "2020-04-30"]
+    series = read_csv(write("date,a\n" + "\n".join(f"{end},1" for end in ends)))
+    assert series.following(3) == ["2020-05-31 00:00:00", "2020-06-30 00:00:00", "2020-07-31 00:00:00"]
+    assert series.spacing == "1 month"
+    local = ["2020-03-29T01:00+01:00", "2020-03-29T03:00+02:00", "2020-03-29T04:00+02:00"]
+    series = read_csv(write("date,a\n" + "\n".join(f"{when},1" for when in local)))
+    assert str(series.dates[-1]) == "2020-03-29 02:00:00" and "converted to UTC" in series.notes[0]
+    firsts = [f"0{n}/01/2020" for n in range(1, 6)]
+    series = read_csv(write("date,a\n" + "\n".join(f"{first},1" for first in firsts)))
+    assert "read as %m/%d/%Y, and could be %d/%m/%Y: forecast.date_format" in series.notes[0]
+
+
+def test_columns_that_are_none(write):
+    """A separator at the end of each line is no column; a named column without numbers is told with a remedy."""
+    assert read_csv(write("date,a,\n2020-01-01,1,\n2020-01-02,2,\n2020-01-03,3,\n")).columns == ["a"]
+    assert read_csv(write("date|a\n2020-01-01|1\n2020-01-02|2\n2020-01-03|3\n")).columns == ["a"]
+    path = write("date,a,b\n2020-01-01,1,\n2020-01-02,2,\n2020-01-03,3,\n")
+    with pytest.raises(UserError, match=r"the column 'b' has no number at all; set forecast.columns=\[a\]"):
+        read_csv(path)
+    assert columns_of(path) == ["a", "b"] and columns_of(path, ["a"]) == ["a"]
+    with pytest.raises(UserError, match="no column 'c'; RUN was trained on a, c, the file has a, b; give its columns"):
+        read_csv(path, columns=["a", "c"], trained_by="RUN")
+
+
 def test_heads_that_are_wrong(write):
     for text, message in (
         ("1,2\n3,4\n5,6\n", "line 1 has no names"),
+        ("2020-01-01,2\n2020-01-02,4\n2020-01-03,6\n", "line 1 has no names"),
         ("a,a\n1,2\n3,4\n5,6\n", "two columns"),
     ):
         with pytest.raises(UserError, match=message):

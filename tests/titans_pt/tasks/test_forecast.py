@@ -12,10 +12,13 @@ from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.forecasting.protocol import Windows, errors
+from titans_pt.kernels import native
+from titans_pt.kernels.memory import chunked
 from titans_pt.runs import checkpoints
 from titans_pt.tasks import task_of
 from titans_pt.tasks.forecast import WindowSamples, forecast_with
 from titans_pt.training import loop
+from titans_pt.training.plan import MODEL_KINDS, _Saved, make_plan
 
 SMALL = [
     "data.seq_len=24", "forecast.patch=8", "forecast.horizon=6", "forecast.stride=4", "forecast.windows=40",
@@ -68,9 +71,10 @@ def test_samples_by_hand():
     assert x.tolist() == [list(range(2, 10)), list(range(102, 110))]
     assert y[0].tolist() == [[6, 7, 8], [10, 11, 12]], "behind each of two lookbacks"
     drawn = WindowSamples(Windows(rows, 8, 3), 8, 5, 1)
-    epochs = [[drawn.index(5 * epoch + i) for i in range(5)] for epoch in range(2)]
+    epochs = [[drawn.places[5 * epoch + i] for i in range(5)] for epoch in range(2)]
     assert all(len(set(epoch)) == 5 for epoch in epochs) and epochs[0] != epochs[1]
-    assert epochs[0] == [WindowSamples(Windows(rows, 8, 3), 8, 5, 1).index(i) for i in range(5)]
+    assert epochs[0] == [WindowSamples(Windows(rows, 8, 3), 8, 5, 1).places[i] for i in range(5)]
+    assert drawn.describe(3) == {"position": 3, "first row": epochs[0][3]}
 
 
 def test_settings_that_do_not_go_together(series, tmp_path):
@@ -153,5 +157,60 @@ def test_a_file_of_the_users_goes_on(run, series, tmp_path, capsys):
     short.write_text("\n".join(series.read_text().splitlines()[:20]))
     assert "19 rows; the run forecasts from the last 24" in error("--csv", short)
     short.write_text(series.read_text().replace("date,a,b", "date,a,c"))
-    assert "forecast.columns: given 'b'; " in error("--csv", short)
+    assert f"no column 'b'; {run} was trained on a, b, the file has a, c; give" in error("--csv", short)
     assert "cannot be read" in error("--csv", tmp_path / "nothing.csv")
+    lines = series.read_text().splitlines()
+    short.write_text("\n".join([*lines[:-1], lines[-1].split(",")[0] + ",1,1e60"]))
+    assert "more than 1e+12 standard deviations from the mean of the training rows" in error("--csv", short)
+    own = tmp_path / "own.csv"
+    own.write_text(series.read_text())
+    assert "is the file that the forecast is made from" in error("--csv", own, "--out", own)
+    assert own.read_text() == series.read_text(), "nothing lost"
+    assert "name a CSV file" in error("--csv", own, "--out", tmp_path / "next.png")
+
+
+def test_how_a_users_file_is_read_can_be_said(run, series, tmp_path, capsys):
+    """What an error proposes works with the same command."""
+    head, *rows = series.read_text().splitlines()
+    gaps = tmp_path / "gaps.csv"
+    gaps.write_text("\n".join([head, *rows[:100], *rows[103:-1], rows[-1].split(",")[0] + ",,"]))
+    words = ["forecast", str(run), "--csv", str(gaps), "--out", str(tmp_path / "next.csv")]
+    assert cli.run(words) == 2
+    assert "3 rows are absent in 1 gaps" in (said := capsys.readouterr().err) and "set forecast.gaps=fill" in said
+    assert cli.run([*words, "forecast.gaps=fill", "forecast.missing=fill"]) == 0
+    assert "3 absent rows in 1 gaps were filled" in capsys.readouterr().out
+    assert (tmp_path / "next.csv").read_text().splitlines()[1].startswith("2020-01-11 00:00:00,")
+    assert cli.run([*words, "forecast.horizon=3"]) == 2
+    assert "forecast.horizon=3: not for titans forecast; allowed: forecast.missing" in capsys.readouterr().err
+    daily = tmp_path / "daily.csv"
+    days = np.datetime64("2020-01-01") + np.arange(60)
+    daily.write_text("date,b,a\n" + "\n".join(f"{day},{n},{n % 7}" for n, day in enumerate(days)))
+    assert cli.run([*words[:2], "--csv", str(daily), "--out", str(tmp_path / "next.csv")]) == 0
+    assert "rows are 1 day, 0:00:00 apart, those of the training 1:00:00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mixer", ["lmm", "attention", "mamba2"])
+def test_a_plan_counts_channels_as_rows(series, tmp_path, monkeypatch, mixer):
+    """Tokens, FLOPs and memory: the file's header says how many channels there are, before it is read."""
+    monkeypatch.setattr(native, "library", lambda *_: "switched off by a test")
+    monkeypatch.setattr(chunked, "KEEP_BYTES", 0)
+    monkeypatch.setattr(chunked, "GROUP_BYTES", 0)
+    wide = tmp_path / "wide.csv"
+    lines = series.read_text().splitlines()
+    wide.write_text("\n".join([lines[0] + ",c,d,e,f", *(line + ",1,2,3,4" for line in lines[1:])]))
+    big = ("data.seq_len=96", "train.batch_tokens=768", f"model.mixers=[{mixer}]")
+    task = task_of(settings(wide, tmp_path, *big))
+    plan, one = make_plan(task, 1), make_plan(task_of(settings(wide, tmp_path, *big, "forecast.columns=[b]")), 1)
+    tokens = 8 * 6 * 24  # samples, channels, patches
+    assert "the blocks read each sample as 6 rows of 24 tokens: 1,152 tokens per step, 9,216 in all" in plan.text()
+    assert plan.cost.read == 8 * tokens and plan.cost.flops == pytest.approx(6 * one.cost.flops)
+    model = task.build_model()
+    ends = 6 * (24 * 8 * 16 + 16 * 6) * 6 * 8 * 8  # 2 a multiply-add and 4 behind it; channels, samples, steps
+    assert plan.cost.flops == pytest.approx(8 * tokens * model.blocks.flops(24).total + ends)
+    with _Saved(model) as saved:
+        task.objective(model, None)(torch.randn(4, 6, 96), torch.randn(4, 6, 1, 6))
+    kept = sum(size for kind, size in plan.bytes.items() if kind not in MODEL_KINDS)
+    assert kept == pytest.approx(saved.total, rel=0.2)
+    named = task_of(load_config("forecast/lmm", ["forecast.series=ECL", f"run.dir={tmp_path}"]))
+    assert named.channels == 321 and named.sequences(2, 96) == (642, 12)
+    assert task_of(settings(tmp_path / "none.csv", tmp_path)).channels == 1

@@ -1,0 +1,29 @@
+"""Places in a list of samples, epoch after epoch, as a function of (seed, position)."""
+
+import numpy as np
+
+
+class Places:
+    """Which of ``total`` places is read at each position, which counts over all epochs.
+
+    Args:
+        count: places of an epoch, drawn for each; None: all.
+        seed: None: in their own order; where ``count`` is smaller, evenly spaced.
+    """
+
+    def __init__(self, total: int, seed: int | None, count: int | None = None):
+        self.total, self.seed, self.count = total, seed, min(count or total, total)
+        self._cached: tuple[int, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, position: int) -> int:
+        epoch, i = divmod(position, self.count)
+        if self.seed is None:
+            return i * self.total // self.count
+        cached = self._cached  # read once: the loader's thread may replace it
+        if cached is None or cached[0] != epoch:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.total)
+            self._cached = cached = (epoch, order[: self.count])
+        return int(cached[1][i])
