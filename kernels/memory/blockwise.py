@@ -24,10 +24,14 @@ Rules that are not linear
     What a chunk's tokens leave accumulates in M by the same sum; at its end M = closed(M, S), and keys and queries of
     the next chunk meet met(M), all of it as above.
 
+Windows and features
+    See window.py for the first. The second are what the first matrix takes in for a key or query.
+
 Backward: runs of ``save_every`` blocks are computed again; between them the state is kept.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,10 +43,11 @@ from titans_pt.kernels.blocks import Layout, cut, join, runs
 from titans_pt.kernels.memory import mlp
 from titans_pt.kernels.memory.call import Backend, MemoryCall
 from titans_pt.kernels.memory.chunked import MAX_BLOCK
-from titans_pt.kernels.memory.coefficients import Ends
+from titans_pt.kernels.memory.coefficients import Coefficients, Ends
 from titans_pt.kernels.memory.dual import Aim, Keys, key_side
 from titans_pt.kernels.memory.rules import Own, Rule
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose
+from titans_pt.kernels.memory.window import Recent, band, followed
 
 CHANNELWISE_BLOCK = 16
 """Tokens of a compute block at most where every channel has an alpha: P has as many times the numbers of the keys, for
@@ -58,7 +63,8 @@ def blockwise_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
     call = call.of_rows()
     assert call.state is not None
     batch, length, heads = call.q.shape[:3]
-    size = min(call.chunk_size, CHANNELWISE_BLOCK) if call.channelwise else call.chunk_size
+    longest = CHANNELWISE_BLOCK if call.channelwise else call.chunk_size if call.reads_start else MAX_BLOCK
+    size = min(call.chunk_size, longest)
     blocks = cut(call.state.offset, call.reset, length, call.chunk_size, size)
     device = call.q.device
 
@@ -74,7 +80,7 @@ def blockwise_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
     W, S, frozen = fold(call.state.weights), fold(call.state.momentum), fold(call.state.chunk_weights)
     if call.to_start:
         W = minus(W, begin)
-    outputs = []
+    outputs, recent = [], tuple(x.flatten(0, 1) for x in call.state.recent)
     for first, last, tokens in runs(blocks):
         layout = Layout(blocks, first, last, tokens, heads)
         tensors = [layout.fold(x) for x in (call.q, call.k, call.v, call.theta, call.eta, call.alpha, *call.own)]
@@ -83,9 +89,9 @@ def blockwise_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
         every, parts = call.save_every or math.isqrt(layout.count), []
         for begins in range(0, layout.count, every):
             part = slice(begins, begins + every)
-            out, W, S, frozen = checkpoint(
+            out, W, S, frozen, recent = checkpoint(
                 scan.blocks, [x[part] for x in tensors], None if valid is None else valid[part],
-                [f[part] for f in flags], W, S, frozen, use_reentrant=False, preserve_rng_state=False,
+                [f[part] for f in flags], W, S, frozen, recent, use_reentrant=False, preserve_rng_state=False,
             )  # fmt: skip
             parts.append(out)
         outputs.append(layout.unfold(torch.cat(parts)))
@@ -95,7 +101,9 @@ def blockwise_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
     # A chunk that is complete ends here: the next one starts at the current weights.
     if not call.rule.nonlinear:
         frozen = choose((blocks.offset == 0).to(device).repeat_interleave(heads), W, frozen)
-    return join(outputs, blocks, length), MemoryState(unfold(W), unfold(S), unfold(frozen), blocks.offset)
+    return join(outputs, blocks, length), MemoryState(
+        unfold(W), unfold(S), unfold(frozen), blocks.offset, unfold(recent)
+    )
 
 
 def plus(a: Weights, b: Weights) -> Weights:
@@ -119,8 +127,9 @@ class _Scan:
         self.begin_met = tuple(map(call.rule.met, begin))
 
     def blocks(
-        self, tensors: list[Tensor], valid: Tensor | None, flags: list[list], W: Weights, S: Weights, frozen: Weights
-    ) -> tuple[Tensor, Weights, Weights, Weights]:  # fmt: skip
+        self, tensors: list[Tensor], valid: Tensor | None, flags: list[list], W: Weights, S: Weights, frozen: Weights,
+        recent: Recent,
+    ) -> tuple[Tensor, Weights, Weights, Weights, Recent]:  # fmt: skip
         """Outputs (n, N, c, D) of n blocks, and the state after them.
 
         tensors: q, k, v (n, N, c, D), theta, eta, alpha (n, N, c, .), own gates (n, N, c, 1). valid: (n, N, c), or None
@@ -129,8 +138,10 @@ class _Scan:
         """
         new_chunk, new_document, ends_chunk = flags
         q, k, v, theta, eta, alpha, *own = tensors
-        make = channel_coefficients if self.channelwise else ends
-        layers = list(zip(*(self.network.per_layer(gate) for gate in (theta, eta, alpha)), strict=True))
+        make = channel_coefficients if self.channelwise else ends if self.reads_start else exact
+        windowed = self.rule.window > 1  # then theta is in the window's band, of each block for itself
+        given = (torch.ones_like(theta) if windowed else theta, eta, alpha)
+        layers = list(zip(*(self.network.per_layer(gate) for gate in given), strict=True))
         found = [make(self.rule, *gates, tuple(own), valid) for gates in layers[: alpha.shape[-1]]]
         # Of each block its layers'. Unbound, not indexed: the gradient of an index is as large as all blocks.
         coefficients = list(zip(*(found if len(found) == len(layers) else found * len(layers)), strict=True))
@@ -147,15 +158,52 @@ class _Scan:
                     frozen = choose(new_document[n], self.begin_met, frozen)
             if new_chunk[n] is not False and not self.rule.nonlinear:
                 frozen = choose(new_chunk[n], plus(W, self.begin) if self.to_start else W, frozen)
-            aim = Aim.of(k_n, v_n, own_n, self.norm, self.network)
-            keys = key_side(k_n, aim, self.norm, frozen, self.network, self.rule)
-            outputs.append(mlp.forward(q_n, frozen, self.norm or None, self.network) if self.reads_start
-                           else self._read(q_n, keys, c, W, S))  # fmt: skip
+            here = None if valid is None else valid[n]
+            if windowed:
+                gone = [new_document[n], new_chunk[n] if self.rule.border == "truncate" else False]
+                keys, c, recent = self._windowed([k_n, v_n, *own_n], theta[n], c, frozen, recent, gone, here)
+            else:
+                keys = self._keys(k_n, v_n, own_n, frozen)
+            if self.reads_start:
+                outputs.append(mlp.forward(q_n, frozen, self.norm or None, self.network, self.rule.features(q_n)))
+            else:
+                outputs.append(self._read(q_n, keys, c, W, S))
             W, S = _written(keys, c, W, S)
             if ends_chunk[n] is not False and self.rule.nonlinear:
-                last = _last(own_n, None if valid is None else valid[n])
+                last = _last(own_n, here)
                 W, frozen = self._closed(ends_chunk[n], last, W, S, frozen)
-        return torch.stack(outputs), W, S, frozen
+        return torch.stack(outputs), W, S, frozen, recent
+
+    def _keys(self, k: Tensor, v: Tensor, own: Own, frozen: Weights) -> Keys:
+        aim = Aim.of(k, v, own, self.norm, self.network)
+        return key_side(self.rule.features(k), aim, self.norm, frozen, self.network, self.rule)
+
+    def _windowed(
+        self, tokens: list[Tensor], theta: Tensor, c: "tuple[Ends | Coefficients, ...]", frozen: Weights,
+        recent: Recent, gone: list, valid: Tensor | None,
+    ) -> "tuple[Keys, tuple[Ends | Coefficients, ...], Recent]":  # fmt: skip
+        """Keys of a block and of the tokens before it in its window, coefficients for all of them, the window after it.
+
+        tokens: k, v, own gates, (N, c, .) each. theta: (N, c, 1 or L). c: of theta = 1. gone: whether, or in which
+        rows, nothing before the block is in its window.
+        """
+        there, *kept = recent
+        for rows in gone:
+            if rows is not False:
+                there = choose(rows, (torch.zeros_like(there),), (there,))[0]
+        shares = self.rule.shares(tuple(tokens[2:]))
+        bands = [band(gate * shares, there) for gate in self.network.per_layer(theta)]
+        if self.rule.border == "carry":
+            keys, layers = self._keys(tokens[0], tokens[1], tuple(tokens[2:]), frozen), self.network.depth
+            new = [*keys.X, *keys.G]
+            whole = [torch.cat([old, x], 1) for old, x in zip(kept, new, strict=True)]
+            keys = replace(keys, X=whole[:layers], G=whole[layers:])
+        else:
+            new = tokens
+            k, v, *own = (torch.cat([old, x], 1) for old, x in zip(kept, tokens, strict=True))
+            keys = self._keys(k, v, tuple(own), frozen)
+        after = followed((there, *kept), new, valid)
+        return keys, tuple(each.through(b) for each, b in zip(c, bands, strict=True)), after
 
     def _closed(self, rows: Any, own: Own, W: Weights, S: Weights, frozen: Weights) -> tuple[Weights, Weights]:
         """W, and what the next chunk meets, after a chunk that ended in ``rows`` with a token of these own gates."""
@@ -164,12 +212,16 @@ class _Scan:
         after = minus(whole, self.begin) if self.to_start else whole
         return choose(rows, after, W), choose(rows, tuple(map(self.rule.met, whole)), frozen)
 
-    def _read(self, q: Tensor, keys: Keys, coefficients: "tuple[ChannelEnds, ...]", W: Weights, S: Weights) -> Tensor:
-        act, z = mlp.ACTIVATIONS[self.network.activation], q
+    def _read(
+        self, q: Tensor, keys: Keys, coefficients: "tuple[ChannelEnds | Coefficients, ...]", W: Weights, S: Weights
+    ) -> Tensor:
+        act, z = mlp.ACTIVATIONS[self.network.activation], self.rule.features(q)
         for layer, c in enumerate(coefficients):
             z = act(z) if layer else z
-            # (N, c, c, d) times (N, c, d, 1): R, in one pass over P.
-            scores = (c.P * keys.X[layer].unsqueeze(1) @ z.unsqueeze(-1)).squeeze(-1) * c.theta
+            if isinstance(c, Coefficients):
+                scores = z @ keys.X[layer].mT * c.mix
+            else:  # (N, c, c, d) times (N, c, d, 1): R, in one pass over P.
+                scores = (c.P * keys.X[layer].unsqueeze(1) @ z.unsqueeze(-1)).squeeze(-1) * c.theta
             seen = (c.A * z) @ W[layer] + (c.B * z) @ S[layer] - scores @ keys.G[layer]
             z = seen + z @ self.begin[layer] if self.to_start else seen
         return mlp.finish(z, q, self.norm or None, self.network)
@@ -184,12 +236,13 @@ def _last(own: Own, valid: Tensor | None) -> Own:
 
 
 def _written(
-    keys: Keys, coefficients: "tuple[Ends | ChannelEnds, ...]", W: Weights, S: Weights
+    keys: Keys, coefficients: "tuple[Ends | Coefficients | ChannelEnds, ...]", W: Weights, S: Weights
 ) -> tuple[Weights, Weights]:
     """W and S after a block."""
     new_W, new_S = [], []
     for layer, c in enumerate(coefficients):
         x, g = keys.X[layer], keys.G[layer]
+        c = Ends.of(c) if isinstance(c, Coefficients) else c
         # p is a number of each token, or one of each of its channels.
         new_W.append(c.a * W[layer] + c.b * S[layer] - (x.mT @ (c.p * g) if c.p.shape[-1] == 1 else (c.p * x).mT @ g))
         new_S.append(c.m * S[layer] - x.mT @ (c.e * g))
@@ -243,6 +296,13 @@ def channel_coefficients(
     return [ChannelEnds(*block) for block in zip(*(part.unbind() for part in parts), strict=True)]
 
 
+def exact(rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None) -> list[Coefficients]:
+    """Coefficients of n blocks of at most MAX_BLOCK tokens. theta, eta, alpha, own: (n, N, c, 1); valid: (n, N, c)."""
+    gates = (gate.squeeze(-1).unsqueeze(0) for gate in (theta, eta, alpha))
+    found = (x.squeeze(0).unbind() for x in rule.coefficients(*gates, own, valid))
+    return [Coefficients(*block) for block in zip(*found, strict=True)]
+
+
 def ends(rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None) -> list[Ends]:
     """Ends of n blocks of any length. theta, eta, alpha, own: (n, N, c, 1); valid: (n, N, c) or None.
 
@@ -278,7 +338,9 @@ def ends(rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid:
 def _unserved(call: MemoryCall) -> str | None:
     if call.channelwise and type(call.rule).coefficients is not Rule.coefficients:
         return f"alpha has one value per channel, and the rule {call.rule.name} moves M its own way"
-    return None if call.channelwise or call.reads_start else "chunked.py serves it, faster"
+    if call.channelwise and call.rule.window > 1:
+        return f"alpha has one value per channel, and the rule {call.rule.name} has a window"
+    return None if call.channelwise or call.reads_start or not call.rule.plain else "chunked.py serves it, faster"
 
 
 BLOCKWISE = Backend(_unserved, blockwise_memory)

@@ -10,6 +10,7 @@ from titans_pt.kernels.memory.mlp import ACTIVATIONS
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import TITANS, Own, Rule
 from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
+from titans_pt.kernels.memory.window import no_tokens
 
 FORGET_TO = ("start", "zero")
 
@@ -63,6 +64,9 @@ class MemoryCall:
         if state is None:
             state = MemoryState.initial(self.weights, batch, dtype)
             state.chunk_weights = tuple(map(self.rule.met, state.weights))
+        if self.rule.window > 1 and not state.recent:
+            recent = no_tokens(self.rule, self.network, state.weights[0].flatten(2))
+            state = replace(state, recent=recent)
         return replace(
             self,
             q=self.q.to(dtype),
@@ -97,7 +101,7 @@ class MemoryCall:
                 f"own must have a (B, T, H)={own[:3]} for each gate of the rule {self.rule.name}, "
                 f"{', '.join(self.rule.gates) or 'none'}; got {[tuple(gate.shape[:3]) for gate in self.own]}"
             )
-        ends = [width, *(w.shape[2] for w in weights)]
+        ends = [self.rule.width(width), *(w.shape[2] for w in weights)]
         if ends[-1] != width or any(w.shape[:2] != (heads, d) for w, d in zip(weights, ends[:-1], strict=True)):
             wrong(
                 f"weights must chain (H, d_in, d_out) from D to D with H={heads}, D={width}, "

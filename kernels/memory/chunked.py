@@ -101,8 +101,8 @@ def _in_c(call: MemoryCall) -> str | None:
 
 
 def _unserved(call: MemoryCall) -> str | None:
-    if call.channelwise or call.reads_start:
-        return "blockwise.py serves an alpha for each channel and reads of the chunk's start"
+    if call.channelwise or call.reads_start or not call.rule.plain:
+        return "blockwise.py serves an alpha for each channel, reads of the chunk's start, windows and features"
     return None
 
 

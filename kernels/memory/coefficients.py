@@ -20,6 +20,10 @@ class Coefficients:
     m: Tensor
     e: Tensor
 
+    def through(self, band: Tensor) -> "Coefficients":
+        """Of keys whose gradients ``band`` (..., c, keys) adds up to the tokens', theta included."""
+        return Coefficients(self.A, self.B, self.mix @ band, self.m, band.mT @ self.e)
+
 
 @dataclass
 class Ends:
@@ -33,6 +37,10 @@ class Ends:
     m: Tensor
     p: Tensor
     e: Tensor
+
+    def through(self, band: Tensor) -> "Ends":
+        """As :meth:`Coefficients.through`."""
+        return Ends(self.a, self.b, self.m, band.mT @ self.p, band.mT @ self.e)
 
     @staticmethod
     def of(c: Coefficients) -> "Ends":

@@ -182,12 +182,18 @@ def unserved(
 
 
 def memory_read(
-    q: Tensor, weights: Weights, *, network: NetworkShape | None = None, norm: Weights | None = None
+    q: Tensor,
+    weights: Weights,
+    *,
+    network: NetworkShape | None = None,
+    norm: Weights | None = None,
+    rule: Rule = TITANS,
 ) -> Tensor:
     """M(q) without writing: q (B, T, H, D), weights (B, H, d_in, d_out) of a state, norm (H, D) -> (B, T, H, D)."""
     dtype = weights[0].dtype
     network = network or NetworkShape.of(weights, norm)
     with no_autocast(q):
         affine = None if norm is None else tuple(p.to(dtype).unsqueeze(-2) for p in norm)
-        out = mlp.forward(q.to(dtype).transpose(1, 2), weights, affine, network)
+        x = q.to(dtype).transpose(1, 2)
+        out = mlp.forward(x, weights, affine, network, rule.features(x))
     return out.transpose(1, 2).to(q.dtype)

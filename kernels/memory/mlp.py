@@ -56,10 +56,15 @@ def finish(f: Tensor, x: Tensor, norm: Weights | None, network: NetworkShape) ->
     return x + y if network.residual else y
 
 
-def forward(x: Tensor, weights: Weights, norm: Weights | None, network: NetworkShape) -> Tensor:
-    """M(x): (..., T, D) -> (..., T, D) through weights (..., d_in, d_out); norm parameters (..., 1, D)."""
+def forward(
+    x: Tensor, weights: Weights, norm: Weights | None, network: NetworkShape, inputs: Tensor | None = None
+) -> Tensor:
+    """M(x): (..., T, D) -> (..., T, D) through weights (..., d_in, d_out); norm parameters (..., 1, D).
+
+    inputs: what the first matrix takes in, if that is not x.
+    """
     act = ACTIVATIONS[network.activation]
-    z = x @ weights[0]
+    z = (x if inputs is None else inputs) @ weights[0]
     for w in weights[1:]:
         z = act(z) @ w
     return finish(z, x, norm, network)

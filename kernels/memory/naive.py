@@ -8,6 +8,8 @@ Titans (arXiv 2501.00663), Eq. 11-14 with chunk-wise gradients (Section 3.2):
     M_t = (1 - alpha_t) (M_{t-1} - M_0) + M_0 + S_t        forget_to="start"
     y_t = M_t(q_t)                           stale: M_{t'}(q_t), the weights of the start of t's chunk
 
+A rule with a window takes the gradient of a sum: of the losses of the tokens in it, each times the token's share.
+
 A rule that is not linear closes every chunk: M = closed(M, S) after its last token, and the weights of the next chunk's
 start, at which u_t is taken and which its queries meet, are met(M).
 
@@ -24,6 +26,7 @@ from torch import Tensor
 from titans_pt.kernels.memory import mlp
 from titans_pt.kernels.memory.call import Backend, MemoryCall
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose
+from titans_pt.kernels.memory.window import Recent
 
 
 def naive_memory(
@@ -39,7 +42,7 @@ def naive_memory(
     keep_graph = torch.is_grad_enabled()
     current, momentum, start = state.weights, state.momentum, state.chunk_weights
     origin = weights if call.to_start else tuple(torch.zeros_like(w) for w in weights)
-    offset = state.offset.to(q.device)
+    offset, recent = state.offset.to(q.device), state.recent
     outputs = []
     for t in range(q.shape[1]):
         if call.reset is not None:
@@ -51,7 +54,11 @@ def naive_memory(
             offset = torch.where(begins, 0, offset)
         if not rule.nonlinear:
             start = choose(offset == 0, current, start)
-        gradient = _gradient(call, t, start, keep_graph)
+        if rule.window > 1:
+            gone = offset == 0 if rule.border == "truncate" else torch.zeros_like(offset, dtype=torch.bool)
+            gone = gone if call.reset is None else gone | call.reset[:, t]
+            recent = (torch.where(gone.view(-1, 1, 1, 1), 0.0, recent[0]), *recent[1:])
+        gradient, recent = _gradient(call, t, start, keep_graph, recent)
         # Of each layer theta, eta, alpha, (B, H, 1 or d_in, 1): a row of the matrix is a channel of its inputs.
         gates = zip(*(network.per_layer(gate[:, t]) for gate in (call.theta, call.eta, call.alpha)), strict=True)
         own = tuple(gate[:, t].unsqueeze(-1) for gate in call.own)
@@ -72,23 +79,57 @@ def naive_memory(
     # A chunk that is complete ends here: the next one starts at the current weights.
     if not rule.nonlinear:
         start = choose(offset == 0, current, start)
-    return torch.stack(outputs, 1), MemoryState(current, momentum, start, offset.to(state.offset.device))
+    return torch.stack(outputs, 1), MemoryState(current, momentum, start, offset.to(state.offset.device), recent)
 
 
 def _forward(call: MemoryCall, x: Tensor, weights: Weights) -> Tensor:
     """M(x) of one token, (B, H, D)."""
+    return _through(call, x.unsqueeze(-2), weights).squeeze(-2)
+
+
+def _through(call: MemoryCall, x: Tensor, weights: Weights) -> Tensor:
+    """M(x) of n tokens, (B, H, n, D)."""
     affine = None if call.norm is None else tuple(p.unsqueeze(-2) for p in call.norm)
-    return mlp.forward(x.unsqueeze(-2), weights, affine, call.network).squeeze(-2)
+    return mlp.forward(x, weights, affine, call.network, call.rule.features(x))
 
 
-def _gradient(call: MemoryCall, t: int, weights: Weights, keep_graph: bool) -> Weights:
+def _gradient(call: MemoryCall, t: int, weights: Weights, keep_graph: bool, recent: Recent) -> tuple[Weights, Recent]:
+    """u_t, and what a window keeps after token t."""
+    rule = call.rule
+    token = [x[:, t].unsqueeze(-2) for x in (call.k, call.v, *call.own)]  # (B, H, 1, .)
     with torch.enable_grad():
         if not keep_graph:
             weights = tuple(w.detach() for w in weights)
         weights = tuple(w if w.requires_grad else w.requires_grad_() for w in weights)
-        v, own = call.v[:, t], tuple(gate[:, t] for gate in call.own)
-        loss = call.rule.loss(_forward(call, call.k[:, t], weights) - v, v, own)
-        return torch.autograd.grad(loss.sum(), weights, create_graph=keep_graph)
+        if rule.window == 1:
+            k, v, *own = token
+            loss = rule.loss(_through(call, k, weights) - v, v, tuple(own))
+            return torch.autograd.grad(loss.sum(), weights, create_graph=keep_graph), recent
+        new = _factors(call, *token, weights=weights, keep_graph=keep_graph) if rule.border == "carry" else token
+        there, *kept = (torch.cat([old, x], -2) for old, x in zip(recent, (torch.ones_like(token[0][..., :1]), *new),
+                                                                  strict=True))  # fmt: skip
+        share = there * rule.shares(tuple(token[2:])).flip(-1).mT
+        if rule.border == "carry":
+            gradient = tuple(
+                x.mT @ (share * g) for x, g in zip(kept[: len(weights)], kept[len(weights) :], strict=True)
+            )
+        else:
+            k, v, *own = kept
+            loss = share.squeeze(-1) * rule.loss(_through(call, k, weights) - v, v, tuple(own))
+            gradient = torch.autograd.grad(loss.sum(), weights, create_graph=keep_graph)
+    return gradient, tuple(x[..., 1:, :] for x in (there, *kept))
+
+
+def _factors(call: MemoryCall, k: Tensor, v: Tensor, *own: Tensor, weights: Weights, keep_graph: bool) -> list[Tensor]:
+    """X of each layer and G of each layer, (B, H, 1, .): the gradient of a token's loss is X^T G."""
+    act, X, outputs = mlp.ACTIVATIONS[call.network.activation], [call.rule.features(k)], []
+    for n, w in enumerate(weights):
+        outputs.append(X[-1] @ w)
+        if n + 1 < len(weights):
+            X.append(act(outputs[-1]))
+    affine = None if call.norm is None else tuple(p.unsqueeze(-2) for p in call.norm)
+    loss = call.rule.loss(mlp.finish(outputs[-1], k, affine, call.network) - v, v, own)
+    return [*X, *torch.autograd.grad(loss.sum(), outputs, create_graph=keep_graph)]
 
 
 NAIVE = Backend(lambda call: None, naive_memory)

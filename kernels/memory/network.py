@@ -11,7 +11,8 @@ class NetworkShape:
 
     width: D, of what goes in and comes out. hidden: width between layers (without a meaning at depth 1).
     depth: L, weight matrices. norm: the LayerNorm (eps 1e-5, affine). residual: the ``x +``.
-    activation: "gelu" (exact), "silu" or "relu".
+    activation: "gelu" (exact), "silu" or "relu". inputs: width of what the first matrix takes in, if that is not x but
+    features of it (Rule.features); None: width.
     """
 
     width: int
@@ -20,11 +21,12 @@ class NetworkShape:
     norm: bool = True
     residual: bool = True
     activation: str = "gelu"
+    inputs: int | None = None
 
     @property
     def layers(self) -> tuple[tuple[int, int], ...]:
         """(d_in, d_out) of each weight matrix, in the order in which x meets them."""
-        widths = [self.width, *[self.hidden] * (self.depth - 1), self.width]
+        widths = [self.inputs or self.width, *[self.hidden] * (self.depth - 1), self.width]
         return tuple(zip(widths[:-1], widths[1:], strict=True))
 
     @property
@@ -54,5 +56,7 @@ class NetworkShape:
         """
         if not weights:
             raise ValueError("a memory has at least one weight matrix, got none")
-        width, hidden = weights[0].shape[-2:]
-        return NetworkShape(width, hidden, len(weights), norm is not None, residual, activation)
+        (inputs, hidden), width = weights[0].shape[-2:], weights[-1].shape[-1]
+        return NetworkShape(
+            width, hidden, len(weights), norm is not None, residual, activation, None if inputs == width else inputs
+        )

@@ -31,12 +31,14 @@ class MemoryState:
     momentum: same shapes: S_t.
     chunk_weights: same shapes: M at the start of the current chunk (equal to ``weights`` when offset is 0).
     offset: (B,) int64, tokens already read of the current chunk, 0 <= offset < chunk_size.
+    recent: of a rule with a window, what it keeps of the newest tokens (kernels/memory/window.py), (B, H, w, .) each.
     """
 
     weights: Weights
     momentum: Weights
     chunk_weights: Weights
     offset: Tensor
+    recent: tuple[Tensor, ...] = ()
 
     @staticmethod
     def initial(weights: Weights, batch: int, dtype: torch.dtype | None = None) -> "MemoryState":

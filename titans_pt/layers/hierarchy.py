@@ -23,6 +23,7 @@ from titans_pt.layers.memory import (
 )
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
+from titans_pt.layers.state import map_tensors
 
 Starts = tuple[Weights, ...]
 """Of each memory, the global one first, M_0: L tensors (H, d_in, d_out)."""
@@ -221,5 +222,4 @@ def _places(
 def _last(memory: MemoryState, each: int) -> MemoryState:
     """Of rows that are ``each`` shards of a sequence, the last shard's."""
     pick = slice(each - 1, None, each)
-    weights = (tuple(w[pick] for w in group) for group in (memory.weights, memory.momentum, memory.chunk_weights))
-    return MemoryState(*weights, memory.offset[pick])
+    return map_tensors(memory, lambda x: x[pick])

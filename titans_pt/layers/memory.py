@@ -52,7 +52,11 @@ def default_init_std(shape: NetworkShape, d_in: int) -> float:
 
 def network_shape(width: int, config: MemoryConfig) -> NetworkShape:
     """The memory's network in heads of this width."""
-    return NetworkShape(width, config.expansion * width, config.depth, config.norm, config.residual, config.activation)
+    inputs = Rule.of(config).width(width)
+    return NetworkShape(
+        width, config.expansion * width, config.depth, config.norm, config.residual, config.activation,
+        None if inputs == width else inputs,
+    )  # fmt: skip
 
 
 def _products(shape: NetworkShape) -> list[int]:
@@ -76,20 +80,29 @@ def inner_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
     start = config.forget_to == "start"  # then queries meet M_0, too
     inner = 3 if config.alpha == "head" else 0  # products for the gradients of one gate for a whole matrix
     forward = backward = 0.0
+    again, written = _window_factors(rule, block)
     for n, weights in enumerate(_products(shape)):
         pull = n > 0  # the error goes down through every layer but the first
-        within = 2 * block * sum(shape.layers[n])
-        forward += (5 + pull + start) * weights + within
-        backward += (10 + 2 * pull + 2 * start) * weights + 2 * within + inner * weights / block
+        within = 2 * block * written * sum(shape.layers[n])
+        products = again * (1 + pull) + 2 * written + 2 + start
+        forward += products * weights + within
+        backward += 2 * products * weights + 2 * within + inner * weights / block
     return Flops(forward, backward)
+
+
+def _window_factors(rule: Rule, block: int) -> tuple[float, float]:
+    """How many keys a block of tokens takes gradients of, and writes, over how many tokens it has."""
+    written = 1 + (rule.window - 1) / block
+    return 1.0 if rule.border == "carry" else written, written
 
 
 def stale_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
     """Per token and head of a memory that is read as it was at its chunk's start (kernels/memory/blockwise.py): keys
     forward and back, two sums over the chunk, queries forward, what its rule makes of it at the chunk's end; in the
     backward pass all of it again, and twice."""
-    once = sum(4 * x for x in _products(shape)) + sum(_products(shape)[1:])
-    rule = Rule.of(config)
+    rule, products = Rule.of(config), _products(shape)
+    again, written = _window_factors(rule, config.chunk_size)
+    once = (again + 2 * written + 1) * sum(products) + again * sum(products[1:])
     once += sum(rule.closing_flops(*layer) for layer in shape.layers) / config.chunk_size
     return Flops(once, 3 * once)
 
@@ -397,7 +410,7 @@ class NeuralMemory(nn.Module):
 
     def read(self, q: Tensor, weights: tuple[Tensor, ...], norm: tuple[Tensor, Tensor] | None) -> Tensor:
         """q (B, T, H, D), weights (B, H, d_in, d_out) of a state -> M(q), (B, T, H, D); nothing is written."""
-        return self._normalised(memory_read(q, weights, network=self.shape, norm=norm))
+        return self._normalised(memory_read(q, weights, network=self.shape, norm=norm, rule=self.gates.rule))
 
     def _normalised(self, y: Tensor) -> Tensor:
         return self.output_norm(y.to(self.output_norm.weight.dtype))

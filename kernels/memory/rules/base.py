@@ -120,6 +120,31 @@ class Rule:
         d_own = [torch.zeros_like(gate) if d is None else d for gate, d in zip(own, d_own, strict=True)]
         return torch.zeros_like(error) if d_error is None else d_error, d_v, d_own
 
+    # ---- what a token writes beside its own gradient, and what its key becomes
+
+    window: int = 1
+    """How many tokens' gradients, its own among them, each token writes."""
+    border: str = "refresh"
+    """What a window finds of the chunk before. "refresh": the gradients at today's chunk's start; "carry": those that
+    they were; "truncate": nothing."""
+
+    def shares(self, own: Own) -> Tensor:
+        """(..., window): the factors of these gradients, the token's own first; own (..., 1) each."""
+        return torch.cat(own[: self.window], -1)
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the first matrix takes in for a key or query x, (..., D) -> (..., width(D))."""
+        return x
+
+    def width(self, width: int) -> int:
+        """Of :meth:`features`."""
+        return width
+
+    @property
+    def plain(self) -> bool:
+        """Whether it has neither window nor features nor anything at chunk ends."""
+        return self.window == 1 and type(self).features is Rule.features and not self.nonlinear
+
     def share(self, v: Tensor, own: Own) -> Tensor | None:
         """Which part, 0 to 1, of a bounded theta each token takes, (...): less where its step would be too long.
         None: all of it.

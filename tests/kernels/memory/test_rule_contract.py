@@ -80,6 +80,8 @@ def given(rule, depth, seed=0, T=T, D=8):
     tensors = make(2, T, 2, D, 6, depth, seed=seed)
     tensors[4], tensors[5] = (0.05 + 0.9 * gate for gate in tensors[4:6])
     own = [0.5 + torch.rand(2, T, 2, generator=gen, dtype=torch.float64) for _ in rule.gates]
+    if (inputs := rule.width(D)) != D:
+        tensors[6] = torch.randn(2, inputs, tensors[6].shape[2], generator=gen, dtype=torch.float64)
     return tensors, own
 
 

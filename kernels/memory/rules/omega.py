@@ -1,0 +1,76 @@
+"""Omega, the rule of ATLAS (arXiv 2505.23735): each token writes the gradients of a window."""
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from titans_pt.config import MemoryConfig, Section
+from titans_pt.config.sections import Need
+from titans_pt.kernels.memory.rules.base import RULES, Own, OwnGate, Rule
+
+
+class WindowSettings(Section):
+    """Of a rule that writes a window, with features."""
+
+    window: Annotated[int, Field(ge=1, le=64)] = 4
+    """Tokens whose gradients each token writes, itself among them, each times a gate that this token sets."""
+    border: Literal["refresh", "carry", "truncate"] = "refresh"
+    """What the window finds of the chunk before. refresh: its gradients at today's chunk's start, as ATLAS' Eq. 16 has
+    it. carry: the gradients that they were. truncate: nothing; then no window is wider than the chunk."""
+    degree: Literal[1, 2] = 1
+    """Degree of the polynomial features of keys and queries. 1: keys and queries themselves. 2: also the products of
+    their channels, for small heads: the first matrix takes in 152 numbers for a head of width 16, 2,144 for 64."""
+
+
+class Windowed(Rule):
+    """Titans' squared error over a window: u_t = grad sum_{j<c} g_j(t) ||M(phi(k_{t-j})) - v_{t-j}||^2."""
+
+    Settings: ClassVar[type[Section]] = WindowSettings
+    settings: WindowSettings
+
+    def __init__(self, settings: Section | None = None):
+        super().__init__(settings)
+        self.window, self.border = self.settings.window, self.settings.border
+        starts = [0.9] + [0.5] * (self.window - 1)
+        self.gates = {f"window_{j}": OwnGate(start=start, share=True) for j, start in enumerate(starts)} | self.gates
+
+    @classmethod
+    def check(cls, config: MemoryConfig, need: Need):
+        allowed = f"must be head with model.memory.rule={cls.name}, whose window has no channels"
+        need(config.alpha == "head", "model.memory.alpha", config.alpha, allowed)
+
+    def loss(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
+        return error.square().sum(-1)
+
+    def gradient(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
+        return 2 * error
+
+    def share(self, v: Tensor, own: Own) -> Tensor | None:
+        """A token's step is the sum of its window's: as long as one of Titans', at most."""
+        return self.shares(own).sum(-1).clamp(min=1).reciprocal()
+
+    def features(self, x: Tensor) -> Tensor:
+        """phi(x) . phi(y) = (x . y + (x . y)^2 / 2) / 1.5: of length 1 where x is."""
+        if self.settings.degree == 1:
+            return x
+        i, j = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
+        squares = x[..., i] * x[..., j] * torch.where(i == j, 0.5**0.5, 1.0).to(x.dtype)
+        return torch.cat([x, squares], -1) * 1.5**-0.5
+
+    def width(self, width: int) -> int:
+        return width if self.settings.degree == 1 else width + width * (width + 1) // 2
+
+
+@RULES.register
+class Omega(Windowed):
+    """With plain steps, momentum and forgetting as Titans'. OmegaNet is this without momentum
+    (model.memory.momentum=false).
+
+    The paper prints an outer product with the sign of ascent (Eq. 11, 55). It leaves open what happens at borders of
+    chunks, the degree, the window of its headline, and whether phi's coefficients, "from 1/i!", are learned; here they
+    are fixed.
+    """
+
+    name: ClassVar[str] = "omega"
