@@ -47,7 +47,14 @@ def on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
-@pytest.mark.parametrize("mixer", [name for name in BASELINES if not name.startswith("ttt")])
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n == "gdn2" else ())
+        for n in BASELINES
+        if not n.startswith("ttt")  # as kda
+    ],
+)
 def test_no_graph_break_on_the_paths_of_a_gpu(mixer, documents, on_a_gpu):
     block, x = on_a_gpu(mixer), torch.empty(2, 97, 32, dtype=torch.bfloat16)
     given = Documents._make(torch.zeros(2, 97, dtype=torch.bool), 8) if documents else None
