@@ -371,11 +371,11 @@ class AttentionConfig(Section):
     """Heads of keys and values, each shared by n_heads / kv_heads query heads (grouped-query attention): the cache of a
     stream is smaller by that factor. Null: n_heads."""
     head_width: Positive | None = None
-    """Width of a head: attention, swa, mal. Null: d_model / n_heads."""
+    """Width of a head: attention, swa, mal, mab. Null: d_model / n_heads."""
     bias: bool = False
     """A bias in the projections to queries, keys and values, as in Qwen2."""
     sinks: NonNegative = 0
-    """First tokens of each document that every later token sees beside its window (swa, mag, mal), at their true
+    """First tokens of each document that every later token sees beside its window (swa, mag, mal, mab), at their true
     positions. Softmax attention puts what it has no use for on them: a pretrained model breaks without them."""
     rope_scaling: RopeScaling | None = None
     """Slower rotary frequencies, as in Llama 3.1. Null: those of model.rope_base."""
@@ -390,7 +390,8 @@ class ModelConfig(Section):
 
     mixers: Annotated[list[str], Field(min_length=1)] = ["mac"]
     """Sequence mixers by name, repeated until n_layers are filled: [mac] is a MAC (memory as context), [lmm, lmm, swa]
-    a hybrid. lmm: long-term memory alone; mag: memory as gate; mal: memory as layer."""
+    a hybrid. lmm: long-term memory alone; mag: memory as gate; mal: memory as layer; mab: memory beside a
+    pretrained attention layer (titans convert)."""
     vocab_size: Positive = 32000
     """Entries of the tokenizer, or more: what it has no entry for is never predicted. The size to train when
     data.tokenizer.path is null."""
@@ -406,7 +407,8 @@ class ModelConfig(Section):
     mlp_hidden: Positive | None = None
     """Hidden width of the SwiGLU MLP. Null: 8/3 d_model rounded up to a multiple of 64."""
     window: Positive = 2048
-    """Sliding window in tokens, the token itself included (mag, mal, swa). If it is not given: at most data.seq_len."""
+    """Sliding window in tokens, the token itself included (mag, mal, mab, swa). If it is not given: at most
+    data.seq_len."""
     persistent_tokens: NonNegative = 128
     """Learned tokens before the sequence, the same for all data (titans mixers)."""
     conv_width: Positive = 4
@@ -414,7 +416,7 @@ class ModelConfig(Section):
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Base of the rotary position embedding's wavelengths."""
     attention: AttentionConfig = AttentionConfig()
-    """Attention's heads, biases and positions (attention, swa, mac, mag, mal, rmt)."""
+    """Attention's heads, biases and positions (attention, swa, mac, mag, mal, mab, rmt)."""
     norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
     """Added to the mean square inside every RMSNorm."""
     tie_embeddings: bool = True
@@ -425,7 +427,7 @@ class ModelConfig(Section):
     """Standard deviation of embeddings and linear layers at initialisation. 0.02 is usual from a width of 768 on; at
     a width of 64 it is a sixth of 1 / sqrt(d_model), and what the memory is to store starts out very small."""
     memory: MemoryConfig = MemoryConfig()
-    """The neural long-term memory (lmm, mac, mag, mal)."""
+    """The neural long-term memory (lmm, mac, mag, mal, mab)."""
 
     @model_validator(mode="before")
     @classmethod

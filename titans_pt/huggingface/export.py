@@ -5,16 +5,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from torch import Tensor
 
-from titans_pt.config import Config, config_hash
+from titans_pt.config import Config
 from titans_pt.config.files import validated
 from titans_pt.config.history import as_stored
 from titans_pt.data_pipeline.tokenizers import FILES, saved_tokenizer
@@ -23,11 +22,9 @@ from titans_pt.huggingface.card import model_card
 from titans_pt.huggingface.llama import NAMES, read_llama, source_of
 from titans_pt.huggingface.modeling import TitansConfig, TitansForCausalLM, TitansTokenizer
 from titans_pt.huggingface.source import CARRIED, HEAD
-from titans_pt.models import build_model
-from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import load_run, with_rows
-from titans_pt.tasks.language import keep_tokenizer, tokenizer_of
+from titans_pt.runs.written import write_run
 from titans_pt.tools.tensor_files import check_sums, write_sums
 
 _UNFINISHED = ".export-"
@@ -139,7 +136,8 @@ def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str]
         with tempfile.TemporaryDirectory() as scratch:
             found = read_llama(source, Path(scratch))
             tree = found.settings | {"task": "language", "run": {"dir": str(run.path)}}
-            return _write_run(run, validated(tree, overrides), found.weights, found.tokenizer, step=0)
+            tree["data"]["tokenizer"]["path"] = str(run.path / found.tokenizer.name)
+            return write_run(run, validated(tree, overrides), found.weights, found.tokenizer, step=0)
     tokenizer = _check_exported(folder)
     try:
         model, found = TitansForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
@@ -154,42 +152,7 @@ def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str]
         )
     stored = as_stored(model.config.settings)
     settings = validated(stored | {"run": stored.get("run", {}) | {"dir": str(run.path)}}, overrides)
-    return _write_run(run, settings, dict(model.model.named_parameters()), tokenizer, model.config.step)
-
-
-def _write_run(
-    run: RunFolder, settings: Config, weights: Mapping[str, Tensor], tokenizer: Path, step: int
-) -> Path:  # fmt: skip
-    """A run's folder with one checkpoint of ``weights``, whose embedding and head get the rows of the settings.
-
-    Raises:
-        UserError: settings of another model than the weights are of.
-    """
-    tokenizer_of(tokenizer, settings)  # before anything is written
-    with torch.device("meta"):
-        model = build_model(settings.model)
-    weights = {name: p.detach().clone().contiguous() for name, p in weights.items()}
-    weights |= {
-        name: with_rows(weights[name], settings.model.vocab_rows) for name in model.counted_rows if name in weights
-    }
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    if different := sorted(
-        name for name in shapes.keys() | weights if name not in weights or shapes.get(name) != weights[name].shape
-    ):
-        raise UserError(
-            f"{run.path}: the settings of model are not those of the weights: {len(different)} parameters differ, such "
-            f"as {different[0]}; leave the model's sizes as they are in the folder"
-        )
-    state = checkpoints.TrainerState(
-        step=step, samples=0, adam_step=0, nonfinite=0, nonfinite_in_a_row=0,
-        model_hash=config_hash(settings.model), config_hash=config_hash(settings),
-        config=settings.model_dump(mode="json"),
-        identity={"tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest()},
-    )  # fmt: skip
-    checkpoints.save(run.checkpoints, weights, {}, state)
-    run.write_settings(settings)
-    keep_tokenizer(tokenizer, settings, run)
-    return run.path
+    return write_run(run, settings, dict(model.model.named_parameters()), tokenizer, model.config.step)
 
 
 def _check_exported(folder: Path) -> Path:

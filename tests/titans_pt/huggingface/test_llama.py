@@ -97,6 +97,7 @@ def test_a_run_like_any_other(tokenizer, tmp_path, capsys):
                      "train.warmup_steps=1"]) == 0  # fmt: skip
     run = load_run(tmp_path / "run")
     assert (run.config.train.max_steps, run.config.data.seq_len, run.config.train.batch_tokens) == (7, 64, 8192)
+    assert run.config.data.tokenizer.path == str(tmp_path / "run/tokenizer.json")  # titans prepare takes it
     assert (run.tokenizer.begin, run.tokenizer.eos_id) == ((256,), 257)
     prompt = torch.tensor([run.tokenizer.document("A text. ")])
     expected = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, prompt.shape[1] :]

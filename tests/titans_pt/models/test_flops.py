@@ -90,7 +90,7 @@ def test_attention_counts_the_keys_that_are_seen():
     assert both == pytest.approx(flops.total + 3 * masked + whole / 2, rel=1e-12)
 
 
-@pytest.mark.parametrize("model", ["mac", "mag", "mal", "swa"])
+@pytest.mark.parametrize("model", ["mac", "mag", "mal", "mab", "swa"])
 def test_the_others_are_near(model):
     """They mask more than they see, so the counter has more, and the short sequence makes that difference large."""
     settings = config([model])

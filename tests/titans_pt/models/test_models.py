@@ -9,7 +9,9 @@ from titans_pt.config import MemoryConfig, ModelConfig
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
 
-MODELS = {name: [name] for name in ("lmm", "mac", "mag", "mal", "attention", "swa")} | {"hybrid": ["lmm", "swa", "mac"]}
+MODELS = {name: [name] for name in ("lmm", "mac", "mag", "mal", "mab", "attention", "swa")} | {
+    "hybrid": ["lmm", "swa", "mac"]
+}
 T = 41  # ragged for chunk 4, segment 8 and window 6
 
 

@@ -151,7 +151,7 @@ def test_four_ranks_documents_and_checkpointing(mixers):
     check(config(mixers, tie_embeddings=False), size=4, sequence=True, reset=True, checkpointing=True)
 
 
-@pytest.mark.parametrize("mixers", [["attention", "mag"], ["mac"], ["mal", "swa"]], ids=str)
+@pytest.mark.parametrize("mixers", [["attention", "mag"], ["mac"], ["mab"], ["mal", "swa"]], ids=str)
 def test_shared_heads_and_biases(mixers):
     """Of four heads with two of keys, one of keys stays with each rank."""
     attention = {"kv_heads": 2, "bias": True, "sinks": 2} | ({"head_width": 10} if "mal" in mixers else {})

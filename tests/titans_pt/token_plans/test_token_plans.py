@@ -40,6 +40,7 @@ FORMS = {
     "mac-shared": ("mac", {"mac": {"segment": 8, "memory_tokens": 4}, "attention": SHARED}, {}),
     "lmm": ("lmm", {}, {}),
     "mag": ("mag", {}, {}),
+    "mab": ("mab", {"attention": SHARED | {"sinks": 2}}, {}),
     "mal": ("mal", {}, {}),
     "mac": ("mac", {"mac": {"segment": 8, "memory_tokens": 4}}, {}),
     "rmt": ("rmt", {"rmt": {"segment": 8, "memory_tokens": 2}}, {}),

@@ -1,0 +1,117 @@
+"""titans convert: step 0 is the windowed source, bit for bit; what it refuses."""
+
+import pytest
+import torch
+
+from tests.helpers.untrained import untrained_run
+from titans_pt import cli
+from titans_pt.errors import UserError
+from titans_pt.runs.conversion import convert_run
+from titans_pt.runs.loaded import load_run
+
+W, S = 5, 2
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, prepared):
+    """A run of three layers of attention whose four heads share two of keys."""
+    folder = tmp_path_factory.mktemp("conversion") / "source"
+    attention = {"kv_heads": 2, "bias": True}
+    return untrained_run(folder, prepared, mixers=["attention"], n_layers=3, d_model=32, n_heads=4, init_std=0.3,
+                         attention=attention)  # fmt: skip
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 280, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def windowed(run, ids):
+    """The source's own modules under a mask of the window and the sinks."""
+    model = run.model
+    place = torch.arange(ids.shape[1])
+    sees = (place <= place[:, None]) & ((place > place[:, None] - W) | (place < S))
+    x = model.embedding(ids) * run.config.model.embedding_factor
+    for block in model.blocks:
+        layer, y = block.mixer.attention, block.mixer_norm(x)
+        turn = layer.rotation_from(0, layer.queries(y))
+        k, v = layer.keys_values(y)
+
+        def rotated(z, turn=turn):
+            a, b = z.chunk(2, -1)
+            return torch.cat([a * turn[0] - b * turn[1], b * turn[0] + a * turn[1]], -1)
+
+        q, k, v = rotated(layer.queries(y)), rotated(k).repeat_interleave(2, 2), v.repeat_interleave(2, 2)
+        scores = torch.einsum("bthd,bshd->bhts", q, k) / layer.head_width**0.5
+        seen = torch.einsum("bhts,bshd->bthd", scores.masked_fill(~sees, -torch.inf).softmax(-1), v)
+        x = block.feed(x + block.mixer.out(seen.flatten(-2)))
+    return model.head(model.norm(x))[..., : model.tokens]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("memory", [[], ["model.memory.depth=1", "model.memory.rule=yaad", "model.conv_width=1"]])
+def test_step_0_is_the_windowed_source(source, ids, tmp_path, memory):
+    window = load_run(convert_run(source, tmp_path / "window", "window", W, S))
+    titans = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, [0, 2], memory))
+    assert window.config.model.pattern == ["swa"] * 3
+    assert titans.config.model.pattern == ["mab", "swa", "mab"]
+    expected, _ = window.model(ids)
+    torch.testing.assert_close(expected, windowed(load_run(source), ids), rtol=1e-4, atol=1e-4)
+    logits, _ = titans.model(ids)
+    assert torch.equal(logits, expected)
+    assert (expected - load_run(source).model(ids)[0]).abs().max() > 0.1  # the window matters
+    state, parts = None, []
+    for part in ids.split([1, 7, 32], 1):
+        y, state = titans.model(part, state)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_memory_begins_with_attentions_projections(source, ids, tmp_path):
+    mixer = load_run(convert_run(source, tmp_path / "titans", "titans", W, S)).model.blocks[1].mixer
+    a, m = mixer.attention, mixer.memory
+    assert torch.equal(m.q.linear.weight, a.q.weight)
+    for mine, theirs in ((m.k, a.k), (m.v, a.v)):
+        assert torch.equal(mine.linear.weight, theirs.weight.view(2, 8, 32).repeat_interleave(2, 0).view(32, 32))
+        assert torch.equal(mine.conv.weight[:, -1], torch.ones(32)) and not mine.conv.weight[:, :-1].any()
+    assert not mixer.memory_out.weight.any()
+    m_out, _ = m(mixer.memory.q.linear.weight[None, :20])
+    assert m_out.abs().max() > 1e-3  # what memory_out learns from is there
+
+
+def test_it_learns_from_there(source, ids, tmp_path):
+    """At step 0 the outputs' weights of the memory have a gradient; after one step of them all of the memory has."""
+    model = load_run(convert_run(source, tmp_path / "titans", "titans", W, S)).model.train()
+    mixer = model.blocks[0].mixer
+    model(ids)[0].square().mean().backward()
+    assert mixer.memory_out.weight.grad.abs().max() > 0 and not mixer.memory.k.linear.weight.grad.any()
+    with torch.no_grad():
+        mixer.memory_out.weight -= mixer.memory_out.weight.grad
+    model.zero_grad()
+    model(ids)[0].square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in mixer.memory.parameters())
+
+
+def test_the_command(source, prepared, tmp_path, capsys):
+    words = ["convert", str(source), "--to", "titans", "--window", "5", "--out", str(tmp_path / "a")]
+    assert cli.run([*words, "--layers", "1", "model.memory.chunk_size=8"]) == 0
+    config = load_run(tmp_path / "a").config.model
+    assert (config.pattern, config.window, config.attention.sinks, config.memory.chunk_size) == (
+        ["swa", "mab", "swa"], 5, 4, 8,
+    )  # fmt: skip
+    capsys.readouterr()
+    for more, message in (
+        ([], "a: holds a run already; name another folder"),
+        (["--out", str(tmp_path / "b"), "--layers", "3"], "--layers: given 3; "),
+        (["--out", str(tmp_path / "b"), "--layers", "x"], "given 'x'; write all, or numbers of layers"),
+        (["--out", str(tmp_path / "b"), "--window", "5000"], "--window: given 5000; at most data.seq_len="),
+        (["--out", str(tmp_path / "b"), "model.n_layers=2"], "settings of model are not those of the weights"),
+    ):
+        assert cli.run([*words, *more]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+    other = untrained_run(tmp_path / "lmm", prepared, mixers=["lmm"])
+    with pytest.raises(UserError, match="model.mixers has 'lmm'; only layers of attention and swa can be converted"):
+        convert_run(other, tmp_path / "b", "titans", W)

@@ -1,0 +1,46 @@
+from pathlib import Path
+
+import click
+
+from titans_pt.commands._arguments import FOLDER, checkpoint_step, overrides, run_folder, whole
+
+SECTION = "tools"
+WRITES = "--out"
+
+
+class Layers(click.ParamType):
+    """Numbers with commas between them; the word all is None."""
+
+    name = "layers"
+
+    def convert(self, value, param, ctx):
+        if value is None or isinstance(value, list):
+            return value
+        try:
+            return None if value == "all" else [int(word) for word in value.split(",")]
+        except ValueError:
+            self.fail(f"given {value!r}; write all, or numbers of layers from 0 on as in 3,10,20", param, ctx)
+
+
+@click.command()
+@run_folder
+@overrides("settings of the new run, e.g. model.memory.chunk_size=64")
+@click.option("--to", type=click.Choice(["titans", "window"]), required=True,
+              help="titans: a window with a memory beside it; window: the window alone, its control")  # fmt: skip
+@click.option("--window", type=whole(1), required=True, metavar="W", help="tokens that attention sees")
+@click.option("--sinks", type=whole(0), default=4, metavar="S", help="first tokens that stay visible (default: 4)")
+@click.option("--layers", type=Layers(), default="all", metavar="N,N,...",
+              help="layers that get a memory, from 0 on (default: all); the others have the window alone")  # fmt: skip
+@click.option("--out", type=FOLDER, required=True, metavar="RUN2", help="the run folder to write")
+@checkpoint_step
+def convert(
+    run: str, overrides: tuple[str, ...], to: str, window: int, sinks: int, layers: list[int] | None, out: Path,
+    step: int | None,
+):  # fmt: skip
+    """Give a run with full attention a window and a memory.
+
+    The new run computes what the source computes under that window, bit for bit, until it is trained.
+    """
+    from titans_pt.runs.conversion import convert_run
+
+    print(convert_run(run, out, to, window, sinks, layers, overrides, step))

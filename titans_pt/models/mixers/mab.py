@@ -1,0 +1,70 @@
+"""MAB, memory beside attention: what a pretrained attention layer lacks is added to it, and begins as nothing."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from titans_pt.config import Config, ModelConfig
+from titans_pt.layers.attention import Attention, AttentionState
+from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops, linear_flops
+from titans_pt.layers.sharding import Shard
+from titans_pt.models.mixers.base import MIXERS, Need
+from titans_pt.models.mixers.common import (
+    AnyMemoryState,
+    MemoryMixer,
+    Windowed,
+    build_memory,
+    check_window,
+    fitting_attention,
+)
+
+
+@dataclass
+class MABState:
+    attention: AttentionState
+    memory: AnyMemoryState
+
+
+@MIXERS.register
+class MAB(Windowed, MemoryMixer):
+    """out(window_attention(x)) + memory_out(memory(x)); memory_out starts at 0, so that the layer starts as its window.
+
+    For ``titans convert``. MAG cannot serve: it normalises both branches and mixes them, which changes a pretrained
+    layer before anything is learned. The names of attention's parameters are those of the mixers attention and swa.
+    """
+
+    name = "mab"
+    sharding = {"out": Shard.LAST_ROW, "memory_out": Shard.LAST_ROW}
+    ends = ("out", "memory_out")
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attention = Attention(config, config.window)
+        self.out = nn.Linear(self.attention.width, config.d_model, bias=False)
+        self.memory = build_memory(config)
+        self.memory_out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def own_initialisation(self):
+        nn.init.zeros_(self.memory_out.weight)
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        return super().defaults(config, length) | fitting_attention(config, length)
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        super().check(config, need)
+        check_window(config, need)
+
+    def forward(
+        self, x: Tensor, state: MABState | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, MABState]:
+        a, attention = self.attention(x, state and state.attention, documents)
+        m, memory = self.memory(x, state.memory if state else None, documents)
+        return self.out(a) + self.memory_out(m), MABState(attention, memory)
+
+    def flops(self, length: int) -> Flops:
+        attention = self.attention.flops(self.attention.seen(length)) + linear_flops(self.out)
+        return attention + self.memory.flops() + linear_flops(self.memory_out)

@@ -1,0 +1,63 @@
+"""A run's folder written from weights, for what begins elsewhere than in a training: an import, a conversion."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titans_pt.config import Config, config_hash
+from titans_pt.errors import UserError
+from titans_pt.models import build_model
+from titans_pt.runs import checkpoints
+from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.loaded import with_rows
+from titans_pt.tasks.language import keep_tokenizer, tokenizer_of
+
+COUNTED = ("embedding.weight", "head.weight")
+"""Parameters of a language model whose rows stand for tokens (LanguageModel.counted_rows)."""
+
+
+def write_run(
+    run: RunFolder, settings: Config, weights: Mapping[str, Tensor], tokenizer: Path, step: int
+) -> Path:  # fmt: skip
+    """A run's folder with one checkpoint of ``weights``, whose embedding and head get the rows of the settings.
+
+    Raises:
+        UserError: settings of another model than the weights are of.
+    """
+    tokenizer_of(tokenizer, settings)  # before anything is written
+    weights = {name: p.detach().clone().contiguous() for name, p in weights.items()}
+    check_weights(run.path, settings, weights)
+    rows = settings.model.vocab_rows
+    weights |= {name: with_rows(weights[name], rows) for name in COUNTED if name in weights}
+    state = checkpoints.TrainerState(
+        step=step, samples=0, adam_step=0, nonfinite=0, nonfinite_in_a_row=0,
+        model_hash=config_hash(settings.model), config_hash=config_hash(settings),
+        config=settings.model_dump(mode="json"),
+        identity={"tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest()},
+    )  # fmt: skip
+    checkpoints.save(run.checkpoints, weights, {}, state)
+    run.write_settings(settings)
+    keep_tokenizer(tokenizer, settings, run)
+    return run.path
+
+
+def check_weights(path: Path, settings: Config, weights: Mapping[str, Tensor]):
+    """
+    Raises:
+        UserError: the model of ``settings`` has other parameters than ``weights``; they may lack rows of the embedding
+            and the head.
+    """
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in build_model(settings.model).named_parameters()}
+    given = {name: p.shape for name, p in weights.items()}
+    for name in COUNTED:
+        if name in given and given[name][0] <= settings.model.vocab_rows:
+            given[name] = torch.Size([settings.model.vocab_rows, *given[name][1:]])
+    if different := sorted(name for name in shapes.keys() | given if shapes.get(name) != given.get(name)):
+        raise UserError(
+            f"{path}: the settings of model are not those of the weights: {len(different)} parameters differ, such "
+            f"as {different[0]}; leave the model's sizes as they are in the source"
+        )

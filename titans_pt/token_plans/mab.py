@@ -1,0 +1,25 @@
+"""The plan of MAB."""
+
+from torch import Tensor
+
+from titans_pt.kernels.one_token import Map, Maps
+from titans_pt.models.mixers.mab import MAB, MABState
+from titans_pt.token_plans.attention import attention_plan
+from titans_pt.token_plans.memory import memory_plan
+from titans_pt.token_plans.mixers import plans
+from titans_pt.token_plans.plan import TokenPlan, weight_of
+
+
+@plans(MAB)
+def mab_plan(mixer: MAB, x: Tensor, term: Tensor) -> TokenPlan:
+    attention = attention_plan(mixer.attention, x, prefix=False)
+    memory = memory_plan(mixer.memory, x)
+    of_memory = Map(memory.out, weight_of(mixer.memory_out), term=term)
+    out = Maps(len(x), of_memory, Map(attention.out, weight_of(mixer.out), term=0))
+
+    def advance(state: MABState) -> MABState:
+        state = MABState(attention.advance(state.attention), memory.advance(state.memory))
+        out()
+        return state
+
+    return TokenPlan(out.out[1], lambda s: attention.accepts(s.attention) and memory.accepts(s.memory), advance)
