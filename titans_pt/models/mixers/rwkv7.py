@@ -59,9 +59,9 @@ class RWKV7(HeadWidthMixer):
         """Width between the two matrices that make the decay. Null: 2.5 sqrt(model.d_model) head_width / 64, rounded to
         a multiple of 32, 32 at least."""
         rate_rank: Positive | None = None
-        """The same of the matrices that make the rate at which is erased."""
+        """The same for the rate of erasing."""
         gate_rank: Positive | None = None
-        """The same of those that make the output gate. Null: 5 sqrt(model.d_model), rounded likewise."""
+        """The same for the output gate. Null: 5 sqrt(model.d_model), rounded likewise."""
 
     sharding = {
         "": Shard.ENTER,
