@@ -5,13 +5,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.mixers import small_config, small_model
+from tests.helpers.processes import curve, run_jobs
 from tests.kernels.memory.rules.cases import cut_difference, equals_the_definition
+from titans_pt import cli
 from titans_pt.config import MemoryConfig
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.kernels.memory.rules import RULES, Rule
 from titans_pt.layers.memory import NeuralMemory
 from titans_pt.models import build_model
+from titans_pt.runs.loaded import load_run
 from titans_pt.runs.states import load_state, save_state
 from titans_pt.tasks import task_of
 from titans_pt.training.plan import make_plan
@@ -86,9 +89,14 @@ def test_its_gradient_is_that_of_its_loss(name, form):
 # ---- in a model
 
 
-@pytest.mark.parametrize("name, form", OTHERS, ids=str)
-@pytest.mark.parametrize("mixer", ["lmm", "mac", "mal"])
-def test_a_model_streams_and_its_state_is_kept_in_a_file(name, form, mixer, tmp_path):
+FIRST = [(name, FORMS[name][0]) for name in FORMS if name not in ("titans", "yaad")]
+
+
+@pytest.mark.parametrize("mixer, name, form", [
+    *(("lmm", *each) for each in OTHERS), *(("mac", *each) for each in FIRST),
+    ("mal", "muon", {}), ("mag", "omega", {}),
+], ids=str)  # fmt: skip
+def test_a_model_streams_and_its_state_is_kept_in_a_file(mixer, name, form, tmp_path):
     memory = {"chunk_size": 4, "expansion": 2, "rule": name, name: form}
     model = small_model([mixer], memory=memory, n_layers=1)
     ids = torch.randint(0, 50, (2, 23), generator=torch.Generator().manual_seed(0))
@@ -150,3 +158,21 @@ def test_rules_that_move_the_memory_their_own_way_have_one_alpha(tiny):
     ):
         load_config(tiny(), ["model.mixers=[lmm]", "model.memory.rule=muon", "model.memory.alpha=channel"])
     load_config(tiny(), ["model.mixers=[lmm]", "model.memory.rule=moneta", "model.memory.alpha=channel"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, form", [("memora", {}), ("atlas", {"window": 2, "degree": 2})], ids=str)
+def test_it_trains_under_tensor_parallelism_and_zero(tiny, tmp_path, name, form):
+    """Two tensor ranks under ZeRO 2 give the losses of one process; their checkpoint is exported and comes back."""
+    config = tiny(model={"mixers": ["lmm"], "memory": {"rule": name, name: form}})
+    run_jobs(1, config, tmp_path, {"one": []})
+    run_jobs(2, config, tmp_path, {"two": ["parallel.tensor=2", "parallel.zero_stage=2"]})
+    one, two = (curve(tmp_path / job, "loss", "grad_norm") for job in ("one", "two"))
+    assert len(one) == 10 and one[-1][1] < one[0][1]
+    for a, b in zip(one, two, strict=True):
+        assert b == pytest.approx(a, rel=1e-4)
+    assert cli.run(["export", str(tmp_path / "two"), "--out", str(tmp_path / "hub")]) == 0
+    assert cli.run(["import", str(tmp_path / "hub"), "--out", str(tmp_path / "back")]) == 0
+    ids = torch.zeros(1, 5, dtype=torch.int64)
+    mine, back = (load_run(tmp_path / job).model(ids)[0] for job in ("two", "back"))
+    torch.testing.assert_close(back, mine, rtol=0, atol=0)
