@@ -175,9 +175,15 @@ def of_dna() -> dict[str, list[dict]]:
 
 def read_genomes() -> list[str]:
     """The lowest loss first."""
-    found = sorted(of_dna()["pretrain"], key=lambda record: record["measured"]["text"]["loss"])
-    return [line(NAMES[r["model"]], f"{r['trained']['parameters']:,}", f"{r['trained']['tokens']:,}",
-                 f"{r['measured']['text']['loss']:.4f}") for r in found]  # fmt: skip
+    lines = []
+    for model in ("lmm", "mamba2", "transformer"):
+        found = [json.loads(path.read_text()) for path in sorted((RESULTS / "dna").glob(f"{model}-pretrain-s*.json"))]
+        losses, trained = [record["measured"]["text"]["loss"] for record in found], found[0]["trained"]
+        seeds = ", ".join(str(record["seed"]) for record in found)
+        shown = line(NAMES[model], f"{trained['parameters']:,}", f"{trained['tokens']:,}", seeds,
+                     ", ".join(f"{loss:.4f}" for loss in losses))  # fmt: skip
+        lines.append((min(losses), shown))
+    return [shown for _, shown in sorted(lines)]
 
 
 def classified() -> list[str]:
@@ -211,7 +217,7 @@ def classified() -> list[str]:
 
 
 def forecasts() -> list[str]:
-    """Rows of table3 that have records, the lowest error first: means over seeds."""
+    """Rows of table3 that have records, means over seeds: by series, horizon and lookback, the lowest error first."""
     asked, runs = planned(target_study("table3", "tiny"), Order(Path("out")))
     records, lines = Records(RESULTS / "forecast"), []
     for row in asked.rows:
@@ -221,10 +227,11 @@ def forecasts() -> list[str]:
             continue
         seeds = ", ".join(str(record["seed"]) for record in found)
         measured = [record["measured"]["forecast"] for record in found]
-        ours = [(m["rows"]["model"]["mse"], m["rows"]["model"]["mae"], m["streamed"]["carried"]["mse"],
-                 m["streamed"]["fresh"]["mse"]) for m in measured]  # fmt: skip
+        ours = [(m["rows"]["model"]["mse"], m["rows"]["model"]["mae"], m["rows"]["ridge on the lookback"]["mse"],
+                 m["streamed"]["carried"]["mse"], m["streamed"]["fresh"]["mse"]) for m in measured]  # fmt: skip
         means = [sum(values) / len(values) for values in zip(*ours, strict=True)]
-        lines.append((means[0], line(row.name, seeds, *(f"{mean:.3f}" for mean in means))))
+        place = *(measured[0][key] for key in ("series", "horizon", "lookback")), means[0]
+        lines.append((place, line(row.name, seeds, *(f"{mean:.3f}" for mean in means))))
     return [shown for _, shown in sorted(lines)]
 
 
@@ -254,6 +261,61 @@ def table_of(head: str, text: str) -> re.Match[str]:
 def test_a_table_is_that_of_its_records(page, head):
     lines = PAGES[page][head]()
     assert lines and table_of(head, page.read_text())[2].splitlines() == lines
+
+
+def test_what_classes_of_dna_are_read_as():
+    """The claims of docs/dna.md, of each seed."""
+    found = {
+        (record["model"], variant, record["seed"]): 100 * record["measured"]["classes"]["columns"]["test"]["mean"]
+        for variant, records in of_dna().items() if variant != "pretrain" for record in records
+    }  # fmt: skip
+
+    def gain(better: tuple[str, str], worse: tuple[str, str]) -> list[float]:
+        return [found[*better, seed] - found[*worse, seed] for seed in range(3) if (*better, seed) in found]
+
+    for start in ("", "-scratch"):
+        writes = gain(("lmm", f"coding{start}"), ("lmm", f"coding{start}-memory-off"))
+        assert len(writes) == 3 and all(0.5 < each < 3.5 for each in writes)
+        assert min(gain(("lmm", f"splice{start}"), ("lmm", f"splice{start}-memory-off"))) > 29
+        assert min(gain(("lmm", f"splice{start}"), ("mamba2", f"splice{start}"))) > 4
+    read = {model: gain((model, "coding"), (model, "coding-scratch")) for model in ("lmm", "transformer", "mamba2")}
+    assert 0.9 < min(read["transformer"]) <= max(read["transformer"]) < 4.1 and max(read["mamba2"]) < 0
+    assert [each > 1 for each in read["lmm"]] == [True, True, False]
+    assert max(mean for (_, variant, _), mean in found.items() if variant.startswith("coding")) < 85, "words are ahead"
+
+
+def test_what_forecasts_are_read_as():
+    """The claims of docs/forecasting.md, of each seed."""
+    kept = [json.loads(path.read_text()) for path in sorted((RESULTS / "forecast").glob("*.json"))]
+    found = {(r["model"], r["variant"], r["seed"]): r["measured"]["forecast"] for r in kept}
+
+    def mse(model: str, variant: str, seed: int, row: str = "model") -> float:
+        return found[model, variant, seed]["rows"][row]["mse"]
+
+    ridge = "ridge on the lookback"
+    short, below = "elecdemand-96", set()
+    for (model, variant, seed), result in found.items():
+        if result["rows"]["model"]["mse"] < result["rows"][ridge]["mse"]:
+            below.add((model, variant, seed))
+    assert {key[:2] for key in below if "all" not in key[1]} == {("lmm", short), ("lmm", f"{short}-chunk-4")}
+    assert all(key in below for key in found if key[1].endswith("all")), "with all windows models are below ridge"
+    for seed in (0, 1):
+        gain = [mse("lmm", f"{name}-off", seed) / mse("lmm", name, seed) - 1 for name in (short, "generation-96")]
+        assert all(0.01 < each < 0.021 for each in gain), "writes are worth one to two percent"
+        gain = mse("lmm", f"{short}-l336-off", seed) / mse("lmm", f"{short}-l336", seed) - 1
+        assert abs(gain) < 0.01, "and nothing at the longer lookback"
+        others = [mse(model, short, seed) for model in ("mac", "mag", "mal", "mamba2", "gated_deltanet", "transformer")]
+        assert mse("lmm", short, seed) < min(others)
+        assert mse("transformer", "generation-96", seed) < mse("lmm", "generation-96", seed)
+        assert mse("lmm", "elecdemand-720", seed) < mse("transformer", "elecdemand-720", seed)
+        assert mse("transformer", short, seed) == max(*others, 0.0)
+        for model in ("lmm", "transformer"):
+            assert mse(model, f"{short}-l336", seed) < 0.9 * mse(model, short, seed), "a longer lookback helps"
+        streamed = found["lmm", f"{short}-stream", seed]["streamed"]
+        assert streamed["fresh"]["mse"] < streamed["carried"]["mse"], "a carried state does not"
+    assert all(mse("transformer", f"{short}-all", seed) < mse("lmm", f"{short}-all", 0) for seed in (0, 1))
+    first = [found[model, short, 0]["steps"] for model in ("lmm", "transformer")]
+    assert min(steps["model"][0][0] / steps[ridge][0][0] for steps in first) > 3, "one row ahead"
 
 
 if __name__ == "__main__":

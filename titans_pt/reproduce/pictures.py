@@ -216,6 +216,7 @@ def forecasts(shown: Seeds, start: Path) -> list[Path]:
         bars.set_xlim(0.98 * min(1.0, *map(min, totals)), 1.02 * max(map(max, totals)))
         bars.set_xlabel("MSE of the test over ridge's on the same windows (dots: seeds)")
         steps.set_yscale("log", base=2)
+        steps.yaxis.set_major_formatter("{x:g}")
         steps.set_xlabel("rows ahead")
         steps.set_ylabel("MSE over ridge's")
         steps.legend(fontsize=7)
