@@ -119,9 +119,11 @@ def test_with_an_alpha_for_each_channel():
     rule, depth = PseudoHuber(), 2
     tensors, own = given(rule, depth)
     tensors[5] = torch.rand(2, T, 2, 8 + 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    expected, chunkwise = (run(rule, tensors, own, depth, backend, chunk_size=8) for backend in ("naive", "chunked"))
-    for a, b in zip(chunkwise, expected, strict=True):
-        assert_same(a, b)
+    for stale in (False, True):
+        options = {"chunk_size": 8, "stale": stale}
+        expected, chunkwise = (run(rule, tensors, own, depth, backend, **options) for backend in ("naive", "chunked"))
+        for a, b in zip(chunkwise, expected, strict=True):
+            assert_same(a, b)
     with pytest.raises(ValueError, match="the rule aligned moves M its own way; use .naive."):
         run(Aligned(), tensors, [], depth, "auto")
 
