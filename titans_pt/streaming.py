@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titans_pt.errors import UserError
 from titans_pt.layers.state import fork
 from titans_pt.token_plans import put_on
 
@@ -195,6 +196,21 @@ def sample(
     """:func:`continuation` with ids drawn by :func:`draw`; temperature 0 is :func:`greedy`."""
     choose = chooser(temperature, top_k, top_p, seed)
     return continuation(model, last_logits, state, max_new_tokens, stop_ids, choose, read_last)
+
+
+def check_draws(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float):
+    """
+    Raises:
+        UserError: an argument of :func:`sample` out of range.
+    """
+    for ok, name, given, allowed in (
+        (max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "at least 1"),
+        (temperature >= 0.0, "temperature", temperature, "at least 0 (0 is greedy)"),
+        (top_k is None or top_k >= 1, "top_k", top_k, "at least 1"),
+        (0.0 < top_p <= 1.0, "top_p", top_p, "above 0, at most 1"),
+    ):
+        if not ok:
+            raise UserError(f"{name}: given {given!r}; allowed: {allowed}")
 
 
 def chooser(temperature: float, top_k: int | None, top_p: float, seed: int) -> Callable[[Tensor], int]:

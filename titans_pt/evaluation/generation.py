@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from titans_pt.config import config_hash
 from titans_pt.data_pipeline import StreamDecoder, Tokenizer
 from titans_pt.errors import UserError
-from titans_pt.runs.loaded import LoadedRun, load_run
-from titans_pt.runs.states import load_state, read_about, save_state
-from titans_pt.streaming import best_device, chooser, continuations, device_of, padded, prefill, sample
+from titans_pt.runs.loaded import load_reading, load_run, save_reading
+from titans_pt.streaming import best_device, check_draws, chooser, continuations, padded, prefill, sample
 
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 """Line ends to str.splitlines() and to editors that JSON leaves as they are."""
@@ -52,13 +49,13 @@ def generate(
         UserError: an argument out of range, a state of another model or checkpoint, or what ``load_run`` finds
             wrong with the run.
     """
-    _check_draws(max_new_tokens, temperature, top_k, top_p)
+    check_draws(max_new_tokens, temperature, top_k, top_p)
     run = load_run(run_dir, step=step, device=best_device())
     _check(bool(prompt) or state_file is not None, "prompt", prompt, "some text, or none with a saved state")
     # A saved state is in the middle of a document.
     ids = _opening(run.tokenizer, prompt) if state_file is None else run.tokenizer.encode(prompt or "")
 
-    logits, state = (None, None) if state_file is None else _read_saved(state_file, run)
+    logits, state = (None, None) if state_file is None else load_reading(run, state_file)
     began = time.perf_counter()
     if ids:
         logits, state = prefill(run.model, torch.tensor([ids]), run.config.evaluation.prefill_tokens, state)
@@ -77,7 +74,7 @@ def generate(
     new_rate = f"{count} new tokens at {count / (wrote - read):.1f} tokens/s"
     print(f"step {run.step}: {len(ids)} prompt tokens{prompt_rate}, {new_rate}", file=sys.stderr)
     if save_to is not None:
-        save_state(tokens.value, save_to, _about(run))
+        save_reading(run, *tokens.value, save_to)
         print(f"state: {save_to}", file=sys.stderr)
     return text
 
@@ -105,7 +102,7 @@ def generate_batch(
     Raises:
         UserError: as :func:`generate`.
     """
-    _check_draws(max_new_tokens, temperature, top_k, top_p)
+    check_draws(max_new_tokens, temperature, top_k, top_p)
     _check(batch >= 1, "batch", batch, "at least 1")
     run = load_run(run_dir, step=step, device=best_device())
     asked = [_opening(run.tokenizer, prompt) for prompt in prompts]
@@ -146,13 +143,6 @@ def _one_line(entries: dict) -> str:
     return text
 
 
-def _check_draws(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float):
-    _check(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "at least 1")
-    _check(temperature >= 0.0, "temperature", temperature, "at least 0 (0 is greedy)")
-    _check(top_k is None or top_k >= 1, "top_k", top_k, "at least 1")
-    _check(0.0 < top_p <= 1.0, "top_p", top_p, "above 0, at most 1")
-
-
 def _print_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> tuple[str, int]:
     """Prints the text of ``tokens`` piece by piece as they come; returns it, and how many tokens it has."""
     decoder, pieces = StreamDecoder(tokenizer, continues=True), []
@@ -172,27 +162,6 @@ class _Returning:
 
     def __iter__(self) -> Iterator:
         self.value = yield from self.generator
-
-
-def _about(run: LoadedRun) -> dict[str, str]:
-    """What a saved state is good for: this model with these weights."""
-    return {"kind": "generation", "model": config_hash(run.config.model), "checkpoint": run.checkpoint_hash}
-
-
-def _read_saved(path: str | Path, run: LoadedRun) -> tuple[Tensor, Any]:
-    """Last logits (1, V) and state that :func:`generate` saved with the same weights."""
-    about, expected = read_about(path), _about(run)
-    if about.get("kind") != expected["kind"]:
-        raise UserError(f"{path}: a state, but not one that titans generate --save-state wrote; write one with it")
-    # Equal checkpoints are equal models, although a version with more settings hashes them differently.
-    if about["checkpoint"] != expected["checkpoint"]:
-        if about["model"] != expected["model"]:
-            raise UserError(f"{path}: saved by a model of other settings; name the run that it was saved with")
-        raise UserError(
-            f"{path}: saved with another checkpoint than step {run.step} of {run.folder.path}; "
-            "name that one with --checkpoint STEP, or that run"
-        )
-    return load_state(path, device_of(run.model))
 
 
 def _check(ok: bool, name: str, given: Any, allowed: str) -> None:

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from titans_pt.config import Config
+from titans_pt.config import Config, config_hash
 from titans_pt.config.checks import completed
 from titans_pt.config.files import load_stored
 from titans_pt.errors import UserError
 from titans_pt.models.backbone import check_packages
 from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.states import load_state, read_about, save_state
+from titans_pt.streaming import device_of
 from titans_pt.tasks import Task, task_of
 from titans_pt.tasks.base import backbone_of
 
@@ -99,6 +101,37 @@ def load_run(
         folder, config, model.to(device, dtype).eval(), task, state.step, checkpoints.checkpoint_hash(checkpoint),
         precision,
     )  # fmt: skip
+
+
+def save_reading(run: LoadedRun, logits: torch.Tensor, state: Any, path: str | Path):
+    """Writes what a run's model has read, to be continued with the same weights: logits (1, V) and the state after
+    them."""
+    save_state((logits, state), path, _about(run))
+
+
+def load_reading(run: LoadedRun, path: str | Path) -> tuple[torch.Tensor, Any]:
+    """The logits (1, V) and the state that :func:`save_reading` wrote with the same weights.
+
+    Raises:
+        UserError: not such a file, a damaged one, or one of another model or checkpoint.
+    """
+    about, expected = read_about(path), _about(run)
+    if about.get("kind") != expected["kind"]:
+        raise UserError(f"{path}: a state, but not one that titans generate --save-state wrote; write one with it")
+    # Equal checkpoints are equal models, although a version with more settings hashes them differently.
+    if about["checkpoint"] != expected["checkpoint"]:
+        if about["model"] != expected["model"]:
+            raise UserError(f"{path}: saved by a model of other settings; name the run that it was saved with")
+        raise UserError(
+            f"{path}: saved with another checkpoint than step {run.step} of {run.folder.path}; "
+            "name that one with --checkpoint STEP, or that run"
+        )
+    return load_state(path, device_of(run.model))
+
+
+def _about(run: LoadedRun) -> dict[str, str]:
+    """What a saved state is good for: this model with these weights."""
+    return {"kind": "generation", "model": config_hash(run.config.model), "checkpoint": run.checkpoint_hash}
 
 
 def load_weights(model: nn.Module, weights: dict[str, torch.Tensor]):

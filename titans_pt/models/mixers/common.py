@@ -272,7 +272,8 @@ class BranchGate(nn.Module):
             return self.activation(a) * self.activation(b)
         a, b = (y.unflatten(-1, (self.n_heads, -1)) for y in (a, b))
         share = torch.sigmoid(self.linear(x)).unsqueeze(-1)
-        return torch.lerp(a, b, share.to(a.dtype)).flatten(-2)
+        # Under autocast the branches differ in dtype; lerp takes one.
+        return torch.lerp(a, b.to(a.dtype), share.to(a.dtype)).flatten(-2)
 
     def flops(self) -> Flops:
         return Flops(0, 0) if self.linear is None else product(self.d_model, self.n_heads)

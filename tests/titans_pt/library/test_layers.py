@@ -1,0 +1,181 @@
+"""Layers by keywords: the same as the internal ones, trained by a plain loop, in one line refused."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import titans_pt
+from titans_pt import LMM, MAC, MAG, MAL, NeuralMemory, UserError, mixer
+from titans_pt.config import MemoryConfig, ModelConfig
+from titans_pt.layers.memory import NeuralMemory as Internal
+from titans_pt.models.backbone import initialise
+from titans_pt.models.mixers import MIXERS
+
+SMALL = {"n_heads": 2, "chunk_size": 4, "depth": 2}
+MIXER = {"n_heads": 2, "chunk_size": 4, "depth": 1, "persistent_tokens": 2}
+OWN = {MAC: {"segment": 8, "memory_tokens": 4}, MAG: {"window": 8}, MAL: {"window": 8}, LMM: {}}
+PUBLIC = ["LMM", "MAC", "MAG", "MAL", "NeuralMemory", "Reading", "Titan", "UserError", "mixer"]
+
+FRESH = """
+import json, sys, time
+seconds = []
+for _ in range(5):
+    sys.modules.pop("titans_pt", None)
+    began = time.perf_counter()
+    import titans_pt
+    seconds.append(time.perf_counter() - began)
+bare = sorted({"torch", "numpy", "pydantic"} & sys.modules.keys())
+names = [name for name in titans_pt.__all__ if name in dir(titans_pt)]
+from titans_pt import NeuralMemory, MAC, mixer
+NeuralMemory(16, n_heads=2), MAC(16, n_heads=2), mixer("swa", 16, n_heads=2)
+heavy = {"deepspeed", "datasets", "wandb", "matplotlib", "transformers"}
+layers = sorted(heavy & sys.modules.keys())
+from titans_pt import Titan
+print(json.dumps([min(seconds), bare, names, layers, sorted(heavy & sys.modules.keys())]))
+"""
+
+
+def test_imports_in_a_fresh_process():
+    out = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True).stdout
+    seconds, bare, names, layers, titan = json.loads(out)
+    assert seconds < 0.1 and bare == []
+    assert names == PUBLIC
+    assert layers == [] and titan == []
+
+
+def test_the_public_names():
+    assert sorted(titans_pt.__all__) == PUBLIC == sorted(titans_pt._PUBLIC)
+    for name in PUBLIC:
+        assert getattr(titans_pt, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'NeuralMemroy'"):
+        _ = titans_pt.NeuralMemroy
+
+
+def test_the_layer_equals_the_internal_one():
+    torch.manual_seed(0)
+    layer = NeuralMemory(16, **SMALL, alpha_init=0.01, conv_width=3)
+    config = ModelConfig(
+        d_model=16, n_heads=2, conv_width=3, memory=MemoryConfig(chunk_size=4, depth=2, alpha_init=0.01)
+    )
+    torch.manual_seed(0)
+    other = Internal(16, 2, 3, config.memory, config.norm_eps)
+    initialise(other, config)
+    assert layer.state_dict().keys() == other.state_dict().keys()
+    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), other.parameters(), strict=True))
+    x = torch.randn(2, 10, 16)
+    (y, state), (z, other_state) = layer(x), other(x)
+    assert torch.equal(y, z)
+    assert torch.equal(layer(x, state)[0], other(x, other_state)[0])
+
+
+def test_the_defaults_are_those_of_the_settings():
+    assert NeuralMemory(32).config.model_dump() == MemoryConfig().model_dump()
+    assert NeuralMemory(32).q.n_heads == ModelConfig().n_heads
+    assert MAC(32).segment == 512
+    assert LMM(24).memory.q.n_heads == 12, "16 do not divide 24"
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_mixer_equals_the_internal_one(kind):
+    torch.manual_seed(0)
+    layer = kind(16, **MIXER, **OWN[kind])
+    own = {key: value for key, value in OWN[kind].items() if key != "window"}
+    memory = MemoryConfig(chunk_size=4, depth=1)
+    tree = {"d_model": 16, "n_heads": 2, "persistent_tokens": 2, "window": OWN[kind].get("window", 2048)}
+    config = ModelConfig(mixers=[kind.__name__.lower()], memory=memory, **tree, **{kind.__name__.lower(): own})
+    torch.manual_seed(0)
+    other = MIXERS.find(kind.__name__.lower())(config)
+    initialise(other, config)
+    x = torch.randn(2, 20, 16)
+    assert torch.equal(layer(x)[0], other(x)[0])
+    whole = layer(x)[0]
+    first, state = layer(x[:, :7])
+    second, _ = layer(x[:, 7:], state)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole, atol=1e-5, rtol=1e-4)
+    assert torch.equal(copy.deepcopy(layer)(x)[0], whole)
+
+
+@pytest.mark.parametrize("name", ["swa", "gated_deltanet", "mamba2", "lmm"])
+def test_any_mixer_by_its_name(name):
+    layer = mixer(name, 16, n_heads=2)
+    y, state = layer(torch.randn(2, 6, 16))
+    assert y.shape == (2, 6, 16) and layer(torch.randn(2, 1, 16), state)[0].shape == (2, 1, 16)
+
+
+class _Model(nn.Module):
+    def __init__(self, kind, **settings):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 16)
+        self.memory, self.mixer = NeuralMemory(16, **SMALL), kind(16, **MIXER, **settings)
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, ids, states=(None, None)):
+        x = self.embedding(ids)
+        y, first = self.memory(x, states[0])
+        x = x + y
+        y, second = self.mixer(x, states[1])
+        return self.head(x + y), (first, second)
+
+
+@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_a_plain_loop_trains_it(kind, autocast):
+    torch.manual_seed(0)
+    model = _Model(kind, **OWN[kind])
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = (torch.arange(17)[None] * torch.tensor([[1], [3]])) % 8
+    losses = []
+    for _ in range(8):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            first, states = model(ids[:, :8])
+            second, _ = model(ids[:, 8:16], states)
+        logits = torch.cat([first, second], 1).float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: LMM(16, chunksize=4), "LMM: unknown keyword 'chunksize' (given 4); nearest allowed keyword: chunk"),
+        (lambda: MAC(16, segmnt=8), "MAC: unknown keyword 'segmnt' (given 8); nearest allowed keyword: segment"),
+        (lambda: NeuralMemory(16, write_cost=1.0), "NeuralMemory: unknown keyword 'write_cost' (given 1.0)"),
+        (lambda: mixer("swa", 16, depth=2), "swa: unknown keyword 'depth' (given 2)"),
+        (lambda: NeuralMemory(16, n_heads=5), "n_heads: given 5; must divide d_model=16"),
+        (lambda: NeuralMemory(16, depth=9), "depth: given 9; allowed: less than or equal to 4"),
+        (lambda: NeuralMemory(16, rule="yad"), "rule: given 'yad'; allowed: atlas"),
+        (lambda: MAC(16, segment=10), "segment: given 10; must be a multiple of chunk_size=16"),
+        (lambda: LMM(16, memory={"dept": 1}), "dept: unknown key (given 1); nearest known key: depth"),
+        (lambda: mixer("rmt", 16), "mixer: given 'rmt', whose layers depend on each other"),
+        (lambda: NeuralMemory(16)(torch.ones(2, 16)), "x: given shape (2, 16); allowed: (B, T, 16)"),
+        (lambda: LMM(16)(torch.ones(2, 3, 8)), "x: given shape (2, 3, 8); allowed: (B, T, 16)"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_line(make, message):
+    with pytest.raises(UserError) as error:
+        make()
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_a_state_of_other_rows_is_refused():
+    layer = NeuralMemory(16, **SMALL)
+    _, state = layer(torch.randn(2, 4, 16))
+    with pytest.raises(UserError, match="state: given one of 2 rows; x has 3"):
+        layer(torch.randn(3, 4, 16), state)
+
+
+def test_a_rules_own_settings_are_keywords():
+    layer = NeuralMemory(16, n_heads=2, chunk_size=4, rule="omega", window=3)
+    assert layer.config.section("omega")["window"] == 3
+    with pytest.raises(UserError, match="unknown keyword 'window'"):
+        NeuralMemory(16, window=3)

@@ -1,0 +1,85 @@
+"""A trained model from Python: where it is loaded from, what it writes, and its state as a value."""
+
+import pytest
+import torch
+
+from tests.helpers.untrained import untrained_run
+from titans_pt import Titan, UserError, evaluation
+from titans_pt.huggingface import export_run
+from titans_pt.layers.state import tensors
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, prepared):
+    return untrained_run(tmp_path_factory.mktemp("run") / "run", prepared)
+
+
+@pytest.fixture(scope="module")
+def model(run):
+    return Titan.from_pretrained(run)
+
+
+def test_it_writes_what_titans_generate_writes(run, model, capsys):
+    expected = evaluation.generate(run, "some words", 12, temperature=0.8, top_p=0.95, seed=3)
+    assert model.generate("some words", max_new_tokens=12, seed=3) == expected
+    assert model.generate("some words", max_new_tokens=12, seed=4) != expected
+
+
+def test_a_run_a_checkpoint_and_an_exported_folder_are_one_model(run, model, tmp_path):
+    exported = export_run(run, tmp_path / "exported")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected, _ = model(ids)
+    model.read("some words").save(tmp_path / "state.safetensors")
+    asked = model.generate(" and", 8, temperature=0, state=model.state)
+    for path in (run / "checkpoints/step-00000003", exported):
+        other = Titan.from_pretrained(path)
+        assert torch.equal(other(ids)[0], expected)
+        state = other.load_state(tmp_path / "state.safetensors")
+        assert other.generate(" and", 8, temperature=0, state=state) == asked
+
+
+def test_a_state_is_left_as_it_is(model):
+    notes = model.read("a text that was read before")
+    before = [t.clone() for t in tensors(notes.state)]
+    first = model.generate(" and", 8, temperature=0, state=notes)
+    assert model.generate(" and", 8, temperature=0, state=notes) == first
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors(notes.state), strict=True))
+    twin = notes.fork()
+    assert {t.data_ptr() for t in tensors(twin.state) if t.numel()}.isdisjoint(
+        t.data_ptr() for t in tensors(notes.state) if t.numel()
+    )
+    assert model.generate(" and", 8, temperature=0, state=twin) == first
+
+
+def test_pieces_continue_as_one(model):
+    whole = model.generate("some words", 8, temperature=0)
+    first = model.generate("some words", 3, temperature=0)
+    assert first + model.generate(max_new_tokens=5, temperature=0, state=model.state) == whole
+
+
+def test_state_files_are_those_of_titans_generate(run, model, tmp_path, capsys):
+    file, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
+    model.read("some words").save(file)
+    expected = model.generate(" and", 8, temperature=0, state=model.state)
+    assert evaluation.generate(run, " and", 8, state_file=file, save_to=theirs) == expected
+    more = model.generate(" or", 4, temperature=0, state=model.state)
+    assert model.generate(" or", 4, temperature=0, state=model.load_state(theirs)) == more
+
+
+def test_errors(run, model, prepared, tmp_path):
+    with pytest.raises(UserError, match="neither a run's folder nor one of its checkpoints"):
+        Titan.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match="precision: given 'fp8'; allowed: 'bf16', 'fp32'"):
+        Titan.from_pretrained(run, precision="fp8")
+    with pytest.raises(UserError, match="text: given ''; allowed"):
+        model.generate("")
+    with pytest.raises(UserError, match="temperature: given -1"):
+        model.generate("some", temperature=-1)
+    with pytest.raises(UserError, match="state: given a list; allowed"):
+        model.generate("some", state=[])
+    other = Titan.from_pretrained(untrained_run(tmp_path / "other", prepared, seed=1))
+    with pytest.raises(UserError, match="state: given one of other weights"):
+        other.generate("some", state=model.read("some words"))
+    model.state.save(tmp_path / "state")
+    with pytest.raises(UserError, match="saved with another checkpoint"):
+        other.load_state(tmp_path / "state")

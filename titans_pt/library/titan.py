@@ -1,0 +1,186 @@
+"""A trained language model, to be called from Python: text in, text out, with its memory as a value."""
+
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titans_pt.data_pipeline import StreamDecoder
+from titans_pt.errors import UserError
+from titans_pt.layers.state import fork
+from titans_pt.runs import checkpoints
+from titans_pt.runs.folder import RunFolder
+from titans_pt.runs.loaded import LoadedRun, load_reading, load_run, save_reading
+from titans_pt.streaming import best_device, check_draws, prefill, sample
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model has read so far: the logits (1, V) for the next token, and the state of every layer.
+
+    Its size does not grow with the text, except for full attention. It belongs to the weights that read.
+    """
+
+    logits: Tensor
+    state: Any
+    _run: LoadedRun
+
+    def fork(self) -> "Reading":
+        """A copy that shares no tensor with this one."""
+        return replace(self, logits=self.logits.clone(), state=fork(self.state))
+
+    def save(self, path: str | Path):
+        """Writes it as a state file: for :meth:`Titan.load_state`, and for ``titans generate --state``."""
+        save_reading(self._run, self.logits, self.state, path)
+
+
+class Titan(nn.Module):
+    """A trained language model with its tokenizer; :meth:`from_pretrained` loads it.
+
+    ``state`` is what the last :meth:`read` or :meth:`generate` left: pass it on to continue there. A call without a
+    state begins a document.
+    """
+
+    def __init__(self, run: LoadedRun):
+        super().__init__()
+        self.run = run
+        self.model = run.model
+        self.state: Reading | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, device: str | torch.device | None = None, precision: str | None = None
+    ) -> "Titan":
+        """
+        Args:
+            path: a run's folder (its newest checkpoint, or the best where a run has one), one of its checkpoints, or a
+                folder that ``titans export`` wrote, which needs titans-pt[eval].
+            device: None: a GPU where there is one.
+            precision: "bf16" or "fp32"; None: as ``titans generate`` chooses.
+
+        Raises:
+            UserError: ``path`` is none of these, or damaged.
+        """
+        path, device = Path(path).expanduser(), device or best_device()
+        if precision not in (None, "bf16", "fp32"):
+            raise UserError(f"precision: given {precision!r}; allowed: 'bf16', 'fp32'")
+        if (path / checkpoints.MANIFEST).is_file():
+            checkpoint = path.resolve()
+            step = checkpoints.step_of(checkpoint)
+            return cls(load_run(checkpoint.parent.parent, step, device, precision=precision))
+        if RunFolder(path).config.is_file():
+            return cls(load_run(path, device=device, precision=precision))
+        if (path / "config.json").is_file():
+            return cls(_exported(path, device, precision))
+        raise UserError(
+            f"{path}: neither a run's folder nor one of its checkpoints (checkpoints/step-...) nor a folder that "
+            "titans export wrote; name one of these"
+        )
+
+    def forward(self, ids: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """ids (B, T) int64 -> logits (B, T, V), and the state after the last token, to pass on with the next ids."""
+        return self.model(ids, state)
+
+    def read(self, text: str, state: Reading | None = None) -> Reading:
+        """Reads ``text`` piece by piece, in constant memory.
+
+        Args:
+            text: of any length.
+            state: what was read before, which stays as it is; None: the text begins a document.
+
+        Returns:
+            the state after the text; ``self.state`` is the same.
+        """
+        tokenizer = self.run.tokenizer
+        if state is None:
+            ids = tokenizer.document(text) or tokenizer.before_text
+        else:
+            self._check(state)
+            ids, state = tokenizer.encode(text), state.fork()
+        if ids:
+            logits, after = prefill(
+                self.model, torch.tensor([ids]), self.run.config.evaluation.prefill_tokens, state and state.state
+            )
+            state = Reading(logits, after, self.run)
+        assert state is not None, "a document has at least one token before its text"
+        self.state = state
+        return state
+
+    def generate(
+        self,
+        text: str = "",
+        max_new_tokens: int = 100,
+        temperature: float = 0.8,
+        seed: int = 0,
+        top_k: int | None = None,
+        top_p: float = 0.95,
+        state: Reading | None = None,
+    ) -> str:
+        """Continues ``text``; the defaults are those of ``titans generate``, and so is the text.
+
+        Args:
+            text: it may be left out with ``state``.
+            max_new_tokens: the most tokens to generate; an end-of-text token ends it earlier.
+            temperature: 0 takes the most likely token, 1 draws from the model's distribution.
+            seed: random seed of the draws.
+            top_k: draws only from this many most likely tokens; None: from all.
+            top_p: draws only from the smallest set of tokens that holds this much probability.
+            state: what was read before, which stays as it is; None: the text begins a document.
+
+        Returns:
+            the new text; ``self.state`` is the state after it.
+
+        Raises:
+            UserError: an argument out of range, nothing to continue, or a state of other weights.
+        """
+        check_draws(max_new_tokens, temperature, top_k, top_p)
+        if not text and state is None:
+            raise UserError(f"text: given {text!r}; allowed: some text, or none with a state")
+        before = self.read(text, state)
+        new = sample(
+            self.model, before.logits, before.state, max_new_tokens, {self.run.tokenizer.eos_id}, temperature, top_k,
+            top_p, seed, read_last=True,
+        )  # fmt: skip
+        decoder, pieces = StreamDecoder(self.run.tokenizer, continues=True), []
+        while True:
+            try:
+                pieces.append(decoder.push(next(new)))
+            except StopIteration as end:
+                logits, after = end.value
+                self.state = Reading(logits, after, self.run)
+                return "".join(pieces) + decoder.finish()
+
+    def load_state(self, path: str | Path) -> Reading:
+        """What :meth:`Reading.save`, or ``titans generate --save-state``, wrote with the same weights.
+
+        Raises:
+            UserError: not such a file, a damaged one, or one of other weights.
+        """
+        self.state = Reading(*load_reading(self.run, path), self.run)
+        return self.state
+
+    def _check(self, state: Any):
+        if not isinstance(state, Reading):
+            raise UserError(f"state: given a {type(state).__name__}; allowed: what read() or load_state() returned, or "
+                            "model.state")  # fmt: skip
+        if state._run.identity != self.run.identity:
+            raise UserError("state: given one of other weights; read the text again with this model")
+
+
+def _exported(folder: Path, device: str | torch.device, precision: str | None) -> LoadedRun:
+    """An exported folder as a loaded run, by way of a run's folder that is gone again.
+
+    It has the hash of the checkpoint that was exported: the state files of that run are its own.
+    """
+    # Not at the top: it imports transformers, which runs do not need.
+    from titans_pt.huggingface import import_run
+
+    with tempfile.TemporaryDirectory(prefix="titans-") as scratch:
+        import_run(folder, Path(scratch, "run"))
+        run = load_run(Path(scratch, "run"), device=device, precision=precision)
+    origin = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("checkpoint_hash")
+    return replace(run, folder=RunFolder(folder), checkpoint_hash=origin or run.checkpoint_hash)
