@@ -1,6 +1,7 @@
 # make quickstart: install, prepare text, train a small Titans, resume it, evaluate it; a memory and a window in one plot
 # make dna:        install, pretrain a small LMM on a bacterium's genome, let it classify sequences, beside what needs no model
 # make forecast:   install, let a small LMM forecast electricity demand, beside attention, a memory that is off, and ridge
+# make statetracking: install, let a memory, a Transformer and a DeltaNet learn parity at 40 tokens, ask them at 512
 # make test:       install, run the tests
 # make slow:       install, run the tests that take minutes
 # make lint:       install, run the linter, the formatter's check and the type checker
@@ -19,7 +20,7 @@ INSTALLED := $(VENV)/.installed
 # DeepSpeed compiles nothing here and must not look for a GPU compiler while it installs.
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 
-.PHONY: install quickstart dna forecast test slow lint settings clean
+.PHONY: install quickstart dna forecast statetracking test slow lint settings clean
 
 install: $(INSTALLED)
 
@@ -85,6 +86,20 @@ forecast: install
 	$(BIN)/titans forecast $(FORECAST)/lmm
 	@echo "== everything is in $(FORECAST): lmm/plots/forecast.png, lmm/forecast/elecdemand.csv and .png"
 	@echo "== next: your own file, forecast.series=FILE.csv: docs/forecasting.md"
+
+STATES = runs/statetracking
+PARITY := $(BIN)/titans train configs/state_tracking
+statetracking: install
+	@echo "== parity of 3 to 40 bits, in models of 126,000 parameters: an LMM as it is, one whose steps may reflect, a Transformer"
+	$(PARITY)/lmm.yaml run.dir=$(STATES)/lmm train.max_steps=300
+	$(PARITY)/lmm.yaml run.dir=$(STATES)/lmm-reflecting train.max_steps=300 model.memory.chunk_size=1 model.memory.step_bound=1.0
+	$(PARITY)/transformer.yaml run.dir=$(STATES)/transformer train.max_steps=300
+	@echo "== the parity of up to 512 bits"
+	$(BIN)/titans evaluate $(STATES)/lmm
+	$(BIN)/titans evaluate $(STATES)/transformer
+	$(BIN)/titans evaluate $(STATES)/lmm-reflecting
+	@echo "== everything is in $(STATES): lmm-reflecting/plots/state_tracking.png and the others; docs/statetracking.md says what it is"
+	@echo "== next: all models and other groups: titans reproduce statetracking --size tiny"
 
 # By files, not by tests: what a file's tests share is then set up once.
 test: install

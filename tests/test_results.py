@@ -1,5 +1,6 @@
-"""docs/results.md, docs/dna.md and docs/forecasting.md say what the records say. ``python -m tests.test_results``
-writes their tables again."""
+"""docs/results.md, dna.md, forecasting.md and statetracking.md say what the records say.
+
+``python -m tests.test_results`` writes their tables again."""
 
 import json
 import math
@@ -19,7 +20,9 @@ from titans_pt.reproduce.tables import Cell, behind, cells, number
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
-PAGE, DNA, FORECASTING = (ROOT / "docs" / name for name in ("results.md", "dna.md", "forecasting.md"))
+PAGE, DNA, FORECASTING, STATES = (
+    ROOT / "docs" / name for name in ("results.md", "dna.md", "forecasting.md", "statetracking.md")
+)
 
 
 def told(cell: Cell) -> str:
@@ -235,6 +238,26 @@ def forecasts() -> list[str]:
     return [shown for _, shown in sorted(lines)]
 
 
+def tracked() -> list[str]:
+    """Last answers that are right by length, means over seeds; problem by problem, the best first."""
+    asked, runs = planned(target_study("statetracking", "tiny"), Order(Path("out")))
+    records, lines = Records(RESULTS / "state_tracking"), []
+    for row in asked.rows:
+        found = [record for run in runs if (run.model, run.variant) == (row.model, row.variant)
+                 and (record := run.record(records)) and record["measured"]]  # fmt: skip
+        if not found:
+            continue
+        problem, _, change = row.change.partition(", ")
+        each = zip(*([point["mean"] for point in r["measured"]["states"]["by_length"]] for r in found), strict=True)
+        means = [100 * sum(column) / len(column) for column in each]
+        learned = [next((f"{at:,}" for at, share in r["trained"]["figures"]["whole"] if share >= 0.99), "-")
+                   for r in found]  # fmt: skip
+        shown = line(problem, NAMES[row.model] + (change and f", {change}"), ", ".join(str(r["seed"]) for r in found),
+                     *(f"{mean:.1f}" for mean in means), "; ".join(learned))  # fmt: skip
+        lines.append((("parity", "S3", "A5").index(problem), -sum(means), shown))
+    return [shown for *_, shown in sorted(lines)]
+
+
 TABLES = {
     "| | trainings | tokens | FLOPs |": costs,
     "| model | learning rate | perplexity |": models,
@@ -250,7 +273,8 @@ OF_DNA = {
     "| model that reads the genome |": read_genomes,
     "| set | model | start |": classified,
 }
-PAGES = {PAGE: TABLES, DNA: OF_DNA, FORECASTING: {"| model | seeds | test MSE |": forecasts}}
+PAGES = {PAGE: TABLES, DNA: OF_DNA, FORECASTING: {"| model | seeds | test MSE |": forecasts},
+         STATES: {"| problem | model | seeds |": tracked}}  # fmt: skip
 
 
 def table_of(head: str, text: str) -> re.Match[str]:

@@ -177,11 +177,11 @@ def recalled(result: dict) -> Figure:
     return Figure("accuracy", result["mean"], result["n"])
 
 
-def first_at(accuracy: float) -> Find:
-    """The tokens of training after which validation reached an accuracy first; None where it never did."""
+def first_at(accuracy: float, figure: str = "accuracy") -> Find:
+    """The tokens of training after which a figure of validation was so high first; None where it never was."""
 
     def find(trained: dict) -> Figure | None:
-        points = trained.get("figures", {}).get("accuracy", [])
+        points = trained.get("figures", {}).get(figure, [])
         return next((Figure("number", tokens, 1) for tokens, value in points if value >= accuracy), None)
 
     return find
@@ -237,5 +237,15 @@ def found_at(length: int, needles: int | None = None) -> Find:
         rows = [row for row in result["asked"] if needles in (None, row["needles"])]
         cells = rows[0]["by_length"] if rows else []
         return next((Figure("accuracy", cell["mean"], cell["n"]) for cell in cells if cell["length"] == length), None)
+
+    return find
+
+
+def last_answer(length: int) -> Find:
+    """Accuracy of the last answer of samples of so many elements."""
+
+    def find(result: dict) -> Figure | None:
+        rows = result["by_length"]
+        return next((Figure("accuracy", row["mean"], row["n"]) for row in rows if row["length"] == length), None)
 
     return find

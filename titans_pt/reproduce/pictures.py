@@ -236,6 +236,50 @@ def _over_ridge(record: dict) -> tuple[float, list[float]]:
     return whole, [own / other for (own, _), (other, _) in pairs]
 
 
+@own_style()
+def states(shown: Seeds, start: Path) -> list[Path]:
+    """Accuracy of the last answer against the length, a panel for each problem: a line for the mean over seeds of a
+    model, a dot for each seed."""
+    problems: dict[str, dict[str, list[dict]]] = {}
+    for name, seeds in shown.items():
+        measured = [record for record in seeds if "states" in record["measured"]]
+        if measured:
+            problems.setdefault(measured[0]["config"]["state_tracking"]["problem"], {})[name] = measured
+    if not problems:
+        return []
+    figure = new_figure(1.5 + 6.0 * len(problems), 7.2)
+    for axes, (problem, rows) in zip(
+        figure.subplots(1, len(problems), squeeze=False)[0], problems.items(), strict=True
+    ):
+        lines, dashes = [], ("-", "--", ":", "-.")
+        models = list(dict.fromkeys(records[0]["model"] for records in rows.values()))
+        drawn = dict.fromkeys(models, 0)
+        for records in rows.values():
+            model = records[0]["model"]
+            color, dash = f"C{models.index(model) % 10}", dashes[drawn[model] % 4]
+            width = 1.2 if drawn[model] < 4 else 2.4  # more changes of a model than dashes
+            drawn[model] += 1
+            found = [record["measured"]["states"]["by_length"] for record in records]
+            lengths = [row["length"] for row in found[0]]
+            each = [[100 * row["mean"] for row in of_seed] for of_seed in found]
+            means = [sum(column) / len(column) for column in zip(*each, strict=True)]
+            lines += axes.plot(lengths, means, color=color, linestyle=dash, linewidth=width)
+            for of_seed in each if len(each) > 1 else ():
+                axes.plot(lengths, of_seed, ".", color=color, markersize=3)
+        chance = 100 * next(iter(rows.values()))[0]["measured"]["states"]["chance"]
+        axes.axhline(chance, color="grey", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("elements read")
+        axes.set_ylabel("last answer right (%; dots: seeds; grey: chance)")
+        axes.set_ylim(-3, 103)
+        axes.grid(alpha=0.3)
+        axes.set_title(problem, fontsize=10)
+        names = [name.replace(f", {problem}", "") for name in rows]
+        legend(axes, lines, names, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
+    return [save_figure(figure, _named(start, "lengths"))]
+
+
 def needles_asked(record: dict) -> list[dict]:
     """What all measures of a record have asked: rows of needles, noise, by_length."""
     return [row for result in record["measured"].values() for row in result.get("asked", ())]

@@ -51,8 +51,8 @@ class Run:
     @property
     def data(self) -> tuple[str, ...]:
         """The task, the folder of its data, and what it reads of it."""
-        config = self.config
-        return config.task, config.data.dir, config.section(config.task).get("series", "")
+        config, section = self.config, self.config.section(self.config.task)
+        return config.task, config.data.dir, section.get("series") or section.get("problem") or ""
 
     @cached_property
     def cost(self) -> Cost:

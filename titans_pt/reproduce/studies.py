@@ -1,4 +1,4 @@
-"""Every target: the tables and figures of the paper, and the studies of recall."""
+"""Every target: the tables and figures of the paper, and studies of small tasks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,6 +8,7 @@ from titans_pt.reproduce import measures, pictures
 from titans_pt.reproduce.dna import table4
 from titans_pt.reproduce.forecast import table3
 from titans_pt.reproduce.measures import CHUNKS, NEEDLES, TRAINING, Measure
+from titans_pt.reproduce.state_tracking import state_tracking
 from titans_pt.reproduce.study import MODELS, TITANS, Column, Row, Study
 from titans_pt.reproduce.timing import SPEED, speed_at
 
@@ -62,6 +63,8 @@ def study(target: str, size: str) -> Study:
     """
     if target not in TARGETS:
         raise UserError(f"TARGET: given {target!r}; allowed: {', '.join(TARGETS)}")
+    if target in SMALL and size != "tiny":
+        raise UserError(f"--size: given {size!r}; {target} has models of one size: tiny")
     if (size == "paper") != (target in OF_THEIR_OWN) and size != "tiny":
         only = "tiny or paper" if target in OF_THEIR_OWN else f"one of {', '.join(SIZES)}"
         raise UserError(f"--size: given {size!r}; {target} has {only}")
@@ -170,7 +173,6 @@ def _chunks(size: str) -> Study:
 
 
 def _recall(size: str) -> Study:
-    _small(size, "recall")
     variants = [Row(model, "memory-off") for model in TITANS]
     variants += [Row("lmm", name) for name in ("no-momentum", "no-forgetting", "depth-1", "no-conv", "no-ln")]
     columns = (
@@ -188,7 +190,6 @@ def _recall(size: str) -> Study:
 
 
 def _needles(size: str) -> Study:
-    _small(size, "needles")
     near = Measure("needles", "needles", ("evaluation.needles.lengths=[2048,16384,65536]",
                                           "evaluation.needles.answers=128"))  # fmt: skip
     far = Measure("far", "needles", ("evaluation.needles.lengths=[1048576]", "evaluation.needles.answers=64"))
@@ -212,11 +213,6 @@ def needles_in_noise(
     )  # fmt: skip
 
 
-def _small(size: str, target: str):
-    if size != "tiny":
-        raise UserError(f"--size: given {size!r}; {target} has models of one size: tiny")
-
-
 def _measures(size: str, *names: str) -> tuple[Measure, ...]:
     return tuple((TINY if size == "tiny" else SUITES)[name] for name in names)
 
@@ -225,10 +221,13 @@ def _tiny(*names: str) -> tuple[Measure, ...]:
     return _measures("tiny", *names)
 
 
+SMALL = ("recall", "needles", "statetracking")
+"""Studies of one size, tiny."""
 OF_THEIR_OWN = ("table3", "table4")
 """Studies whose large size is called paper."""
 TARGETS = {
     "table1": _table1, "table2": _table2, "table3": table3, "table4": table4, "table5": _table5, "figure7": _figure7,
     "figure8": _figure8,
     "figure9": _figure9, "babilong": _babilong, "chunks": _chunks, "recall": _recall, "needles": _needles,
+    "statetracking": state_tracking,
 }  # fmt: skip

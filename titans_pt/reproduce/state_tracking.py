@@ -1,0 +1,73 @@
+"""State tracking: the first test of Titans' Theorem 4.1, with the settings of a memory that decide it."""
+
+from titans_pt.reproduce import measures, pictures
+from titans_pt.reproduce.measures import TRAINING, Measure
+from titans_pt.reproduce.study import Column, Row, Study
+
+LENGTHS = (32, 64, 128, 256, 512)
+STEPS = {"parity": 600, "S3": 2000, "A5": 2000}
+SEEDS = {"parity": (0, 1, 2), "S3": (0, 1, 2), "A5": (0,)}
+_TOKEN = ("model.memory.chunk_size=1",)
+_REFLECT = (*_TOKEN, "model.memory.step_bound=1.0")
+_LINEAR = ("model.memory.depth=1", "model.memory.norm=false", "model.mlp_hidden=181")
+_STILL = ("model.memory.momentum=false",)
+CHANGES = {
+    # variant: (settings, its name for a reader)
+    "": ((), ""),
+    "c1": (_TOKEN, "C = 1"),
+    "c1-half": ((*_TOKEN, "model.memory.step_bound=0.5"), "C = 1, bound 0.5"),
+    "c1-one": (_REFLECT, "C = 1, bound 1"),
+    "c1-one-still": ((*_REFLECT, *_STILL), "C = 1, bound 1, no momentum"),
+    "linear": (_LINEAR, "linear"),
+    "linear-c1": ((*_LINEAR, *_TOKEN), "linear, C = 1"),
+    "linear-c1-half": ((*_LINEAR, *_TOKEN, "model.memory.step_bound=0.5"), "linear, C = 1, bound 0.5"),
+    "linear-c1-one": ((*_LINEAR, *_REFLECT), "linear, C = 1, bound 1"),
+    "linear-c1-one-still": ((*_LINEAR, *_REFLECT, *_STILL), "linear, C = 1, bound 1, no momentum"),
+    "negative-deltanet": (("model.deltanet.allow_neg_eigval=true",), "beta to 2"),
+    "negative-gated_deltanet": (("model.gated_deltanet.allow_neg_eigval=true",), "beta to 2"),
+}
+"""Settings over a model's own. C: tokens after which a memory takes its gradient, else 16. bound: that of theta, else
+0.1. linear: a memory of one matrix, without LayerNorm, with MLPs so wide that the model is of equal size."""
+_BASELINES = (
+    ("transformer", ""), ("mamba2", ""), ("deltanet", ""), ("deltanet", "negative"), ("gated_deltanet", ""),
+    ("gated_deltanet", "negative"), ("ttt_linear", ""), ("ttt_mlp", ""),
+)  # fmt: skip
+MODELS = {
+    "parity": (
+        *(("lmm", change) for change in CHANGES if not change.startswith("negative")), ("mac", ""), ("mac", "c1-one"),
+        ("mag", ""), ("mag", "c1-one"), *_BASELINES,
+    ),
+    "S3": (
+        ("lmm", ""), ("lmm", "c1-one"), ("lmm", "c1-one-still"), ("lmm", "linear-c1-one"),
+        ("lmm", "linear-c1-one-still"), ("mac", "c1-one"), ("transformer", ""), ("mamba2", ""),
+        ("deltanet", "negative"), ("gated_deltanet", "negative"),
+    ),
+    "A5": (("lmm", "c1-one"), ("lmm", "linear-c1-one"), ("transformer", ""), ("deltanet", "negative")),
+}  # fmt: skip
+
+
+def _row(model: str, change: str, problem: str) -> Row:
+    words, name = CHANGES[f"{change}-{model}" if change == "negative" else change]
+    steps = STEPS[problem]
+    more = (f"state_tracking.problem={problem}", f"train.max_steps={steps}", f"train.eval_every={steps // 20}")
+    return Row(model, f"{problem}-{change}" if change else problem, (*words, *more), f"{problem}{name and ', ' + name}")
+
+
+def state_tracking(size: str) -> Study:
+    rows = [_row(model, change, problem) for problem, models in MODELS.items() for model, change in models]
+    columns = [Column(f"last of {n} (%)", "states", measures.last_answer(n)) for n in LENGTHS]
+    columns += [
+        Column("tokens to 99 % of samples", TRAINING, measures.first_at(0.99, "whole")),
+        Column("steps", TRAINING, measures.steps_trained),
+    ]
+    note = (
+        "Percent of last answers right, of 256 samples of each length; trained at 3 to 40 elements. Chance: parity 50, "
+        "S3 16.7, A5 1.7. Titans' Theorem 4.1 has no published measurement."
+    )
+    return Study(
+        "statetracking", "State tracking: the product so far in a group", size, tuple(rows), tuple(columns),
+        (Measure("states", "state_tracking", (f"evaluation.state_tracking.lengths={list(LENGTHS)}",
+                                              "evaluation.state_tracking.samples=256")),),
+        size, note, folder="state_tracking", rated=False,
+        seeds={row.key: SEEDS[row.variant.partition("-")[0]] for row in rows}, pictures=(pictures.states,),
+    )  # fmt: skip
