@@ -418,7 +418,8 @@ def test_foreign_and_damaged_folders_are_one_line(folders, fails, tmp_path):
     weights = (folders / "hf/model.safetensors").read_bytes()
     deeper = config["settings"] | {"model": config["settings"]["model"] | {"n_layers": 2}}
     for name, file, content, words in (
-        ("llama", "config.json", json.dumps({"model_type": "llama", "vocab_size": 3}), "a model of type 'llama'"),
+        ("gemma", "config.json", json.dumps({"model_type": "gemma", "vocab_size": 3}), "a model of type 'gemma'"),
+        ("llama", "config.json", json.dumps({"model_type": "llama", "vocab_size": 999}), "not those of a llama"),
         ("list", "config.json", "[1]", "not JSON with fields"),
         ("half", "config.json", '{"model_type": "tit', "not JSON with fields"),
         ("later", "config.json", json.dumps(config | {"settings": {"model": {"wings": 2}}}), "of a later version"),

@@ -6,6 +6,7 @@ understood; what this project's model does not compute to the last digit is refu
 
 import importlib.util
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import tokenizers
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -100,6 +101,8 @@ def read_llama(source: Source, scratch: Path) -> Imported:
     tokenizer = _tokenizer(source, scratch)
     settings = _settings(config)
     settings["data"]["tokenizer"] = _tokenizer_settings(tokenizer, config, source.path)
+    if not source.gguf:
+        _check_size(source.folder, config)
     options = {} if source.gguf else {"use_safetensors": True}
     model, found = _read(source, AutoModelForCausalLM, dtype=torch.float32, output_loading_info=True, **options)
     if different := sorted({*found["missing_keys"], *found["unexpected_keys"], *map(str, found["mismatched_keys"])}):
@@ -125,6 +128,26 @@ def _read(source: Source, kind: Any, **options: Any) -> Any:
         raise UserError(
             f"{source.path}: transformers cannot read it ({' '.join(str(error).split())[:200]}); copy it again"
         ) from None
+
+
+def _check_size(folder: Path, config: Any):
+    """Before anything is allocated: a config.json without sizes stands for a model of seven billion parameters."""
+    with torch.device("meta"):
+        wanted = {name: tuple(x.shape) for name, x in AutoModelForCausalLM.from_config(config).named_parameters()}
+    stored: dict[str, tuple[int, ...]] = {}
+    try:
+        for path in folder.glob("model*.safetensors"):
+            with safe_open(path, "pt") as file:
+                stored |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError):
+        return  # transformers says what is wrong with it
+    if sum(map(math.prod, wanted.values())) > 2 * sum(map(math.prod, stored.values())):
+        name = next((name for name in wanted if stored.get(name) != wanted[name]), "")
+        raise UserError(
+            f"{folder}: its weights are not those of a {config.model_type} as config.json says, which has more than "
+            f"twice as many, such as {name} {wanted.get(name)}; copy it again, or import the model that it was made "
+            "from"
+        )
 
 
 def _check_files(folder: Path):
