@@ -137,12 +137,14 @@ class _Module:
         source = Path(spec.origin).read_text(encoding="utf-8")
         lines = source.splitlines()
         tree = ast.parse(source)
-        required = set(map(id, tree.body))
+        required, typed = set(map(id, tree.body)), set(map(id, _imports_for_types(tree)))
         for node in sorted(_imports(tree), key=lambda node: -node.lineno):
             tops = {alias.name.partition(".")[0] for alias in node.names}
             if isinstance(node, ast.ImportFrom):
                 tops = {self._absolute(node).partition(".")[0]}
-            if tops & ours:
+            if tops & ours and id(node) in typed:
+                lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + "pass"]
+            elif tops & ours:
                 needs = self.needs if id(node) in required else self.may_need
                 lines[node.lineno - 1 : node.end_lineno] = self._rewritten(node, needs)
             elif id(node) in required:
@@ -190,3 +192,10 @@ class _Module:
 
 def _imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+def _imports_for_types(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Those under ``if TYPE_CHECKING:``, which never run: what they name is not carried."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            yield from (each for line in node.body for each in _imports(line))
