@@ -31,7 +31,7 @@ def runs(target="table1", size="tiny", **asked):
 
 
 PLANNED = [(target, size) for target in TARGETS for size in ("tiny", "paper" if target in OF_THEIR_OWN else "400m")
-           if size == "tiny" or target not in ("recall", "needles")]  # fmt: skip
+           if size == "tiny" or target not in SMALL]  # fmt: skip
 
 
 @pytest.mark.parametrize(("target", "size"), PLANNED)
