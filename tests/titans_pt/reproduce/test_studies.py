@@ -17,7 +17,7 @@ from titans_pt.reproduce.published import FILE, published
 from titans_pt.reproduce.records import Records, decisive
 from titans_pt.reproduce.reproduce import plan, submit
 from titans_pt.reproduce.runs import best_learning_rate
-from titans_pt.reproduce.studies import OF_THEIR_OWN, SIZES, TARGETS, TWICE, study
+from titans_pt.reproduce.studies import OF_THEIR_OWN, SIZES, SMALL, TARGETS, TWICE, study
 from titans_pt.reproduce.study import MODELS, VARIANTS, Row
 from titans_pt.reproduce.tables import cells
 from titans_pt.runs.loaded import differences
