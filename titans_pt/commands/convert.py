@@ -28,9 +28,9 @@ class Layers(click.ParamType):
 @click.option("--to", type=click.Choice(["titans", "window"]), required=True,
               help="titans: a window with a memory beside it; window: the window alone, its control")  # fmt: skip
 @click.option("--window", type=whole(1), required=True, metavar="W", help="tokens that attention sees")
-@click.option("--sinks", type=whole(0), default=4, metavar="S", help="first tokens that stay visible (default: 4)")
+@click.option("--sinks", type=whole(0), default=4, metavar="S", help="first tokens that stay visible")
 @click.option("--layers", type=Layers(), default="all", metavar="N,N,...",
-              help="layers that get a memory, from 0 on (default: all); the others have the window alone")  # fmt: skip
+              help="layers that get a memory, from 0 on; the others have the window alone")  # fmt: skip
 @click.option("--out", type=FOLDER, required=True, metavar="RUN2", help="the run folder to write")
 @checkpoint_step
 def convert(
