@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass
 class Coefficients:
-    """Of blocks of c tokens, (..., c, 1) or (..., c, c).
+    """The coefficients of blocks of c tokens, (..., c, 1) or (..., c, c).
 
     A, B: weights of the block's first M and S in M_t. mix: P[t, i] theta_i, what of token i's gradient is in M_t.
     m: (..., 1, 1), weight of the first S in the last one. e: E[c, i] theta_i, what of token i's gradient is in that.
@@ -21,7 +21,8 @@ class Coefficients:
     e: Tensor
 
     def through(self, band: Tensor) -> "Coefficients":
-        """Of keys whose gradients ``band`` (..., c, keys) adds up to the tokens', theta included."""
+        """The same coefficients for single keys, where a token's gradient is a sum over keys: ``band`` (..., c, keys)
+        has the factor of each key in each token's sum, theta included."""
         return Coefficients(self.A, self.B, self.mix @ band, self.m, band.mT @ self.e)
 
 

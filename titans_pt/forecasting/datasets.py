@@ -36,7 +36,7 @@ DAYS = {"ETTm1": 96, "ETTm2": 96, "Weather": 144}
 """Rows of a day where these are not 24; of other series the dates say it."""
 CHANNELS = {"elecdemand": 2, "simbench-generation": 42, "simbench-loads": 96, "ETTh1": 7, "ETTh2": 7, "ETTm1": 7,
             "ETTm2": 7, "ECL": 321, "Traffic": 862, "Weather": 21}  # fmt: skip
-"""Of the series that have names."""
+"""Number of channels of each series that has a name."""
 
 
 def channels_of(series: str, columns: Sequence[str] | None = None, date_column: str | None = None) -> int | None:

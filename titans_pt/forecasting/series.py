@@ -28,7 +28,7 @@ FORMATS = (
 COUNTED = ("date", "datetime", "time", "timestamp", "ds")
 """Names of columns whose numbers may be dates: 202001312300, or seconds since 1970."""
 LARGEST = 1e100
-"""Of a cell's number, so that squares and sums stay finite."""
+"""Largest absolute value of a number in a cell: squares and sums stay finite."""
 MISSING = ("", "nan", "na", "n/a", "null", "none")
 
 

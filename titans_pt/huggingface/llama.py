@@ -55,7 +55,7 @@ class Source:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of transformers' from_pretrained: nothing comes from a hub."""
+        """Options of transformers' from_pretrained, which then asks no hub."""
         return {"local_files_only": True} | ({"gguf_file": self.gguf} if self.gguf else {})
 
 

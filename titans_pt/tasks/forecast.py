@@ -140,7 +140,7 @@ class Forecast(Task):
 
     @property
     def channels(self) -> int:
-        """Of the series; before it is read as its name or its file says, 1 where neither does."""
+        """Channels of the series. Before it is read: as its name or its file says, 1 where neither does."""
         return len(self.columns) if self.columns else self._expected_channels
 
     @cached_property

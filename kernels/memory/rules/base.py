@@ -137,7 +137,7 @@ class Rule:
         return x
 
     def width(self, width: int) -> int:
-        """Of :meth:`features`."""
+        """Width of :meth:`features` of a head of this width."""
         return width
 
     @property

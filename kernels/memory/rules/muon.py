@@ -36,7 +36,7 @@ def orthogonal(momentum: Tensor) -> Tensor:
 
 
 def orthogonal_flops(d_in: int, d_out: int) -> float:
-    """Of :func:`orthogonal` of one matrix."""
+    """FLOPs of :func:`orthogonal` for one matrix."""
     small, large = sorted((d_in, d_out))
     return STEPS * (4.0 * small * small * large + 2.0 * small**3)
 

@@ -12,7 +12,7 @@ from titans_pt.kernels.memory.rules.base import RULES, Own, OwnGate, Rule
 
 
 class WindowSettings(Section):
-    """Of a rule that writes a window, with features."""
+    """Settings of rules in which a token writes the gradients of several."""
 
     window: Annotated[int, Field(ge=1, le=64)] = 4
     """Tokens whose gradients each token writes, itself among them, each times a gate that this token sets."""

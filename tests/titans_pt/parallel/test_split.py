@@ -153,7 +153,7 @@ def test_four_ranks_documents_and_checkpointing(mixers):
 
 @pytest.mark.parametrize("mixers", [["attention", "mag"], ["mac"], ["mab"], ["mal", "swa"]], ids=str)
 def test_shared_heads_and_biases(mixers):
-    """Of four heads with two of keys, one of keys stays with each rank."""
+    """Four query heads share two key heads: with two ranks each rank has one key head."""
     attention = {"kv_heads": 2, "bias": True, "sinks": 2} | ({"head_width": 10} if "mal" in mixers else {})
     shapes = check(config(mixers, attention=attention))
     assert shapes["blocks.0.mixer.attention.k.weight"] == (attention.get("head_width", 8), 32)

@@ -9,7 +9,7 @@ def test_each_place_once_an_epoch_in_another_order():
     places = Places(7, seed=3)
     epochs = [[places[7 * epoch + i] for i in range(7)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
-    assert epochs[1] == np.random.default_rng([3, 1]).permutation(7).tolist(), "as runs of before drew it"
+    assert epochs[1] == np.random.default_rng([3, 1]).permutation(7).tolist(), "the order of earlier versions"
     assert [Places(7, seed=3)[i] for i in (20, 0, 13)] == [epochs[2][6], epochs[0][0], epochs[1][6]]
 
 

@@ -1,7 +1,7 @@
 """What mixers share: the window's check, the memory mixers' base, persistent tokens, the gate between two branches."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -190,6 +190,21 @@ class MemoryMixer(Mixer):
 
     def kept_state_bytes(self, length: int) -> int:
         return self.memory.kept_state_bytes(length)
+
+
+class WindowedMemoryMixer(Windowed, MemoryMixer):
+    """A memory with attention over ``model.window``. any_width: as in :func:`check_attention`."""
+
+    any_width: ClassVar[bool] = True
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        return super().defaults(config, length) | fitting_attention(config, length)
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        super().check(config, need)
+        check_window(config, need, cls.any_width)
 
 
 def build_memory(config: ModelConfig) -> Memory:

@@ -1,24 +1,24 @@
 """Gated DeltaNet: DeltaNet that also forgets, by one factor per token and head (Yang et al., arXiv 2412.06464)."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from titans_pt.config import Config, ModelConfig, Positive, Section
+from titans_pt.config import ModelConfig, Positive, Section
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, SelectiveDecay, precise, unit_length
 from titans_pt.layers.sharding import Shard
-from titans_pt.models.mixers.base import MIXERS, Need
-from titans_pt.models.mixers.recurrent import LinearMemoryMixer, check_heads, convolve, fitting_heads, linear
+from titans_pt.models.mixers.base import MIXERS
+from titans_pt.models.mixers.recurrent import ExpansionMixer, convolve, linear
 
 
 @MIXERS.register
-class GatedDeltaNet(LinearMemoryMixer):
+class GatedDeltaNet(ExpansionMixer):
     """DeltaNet with Mamba2's decay and an output gate: out(RMSNorm per head * silu(gate(x)))."""
 
     name = "gated_deltanet"
@@ -52,7 +52,7 @@ class GatedDeltaNet(LinearMemoryMixer):
 
     def __init__(self, config: ModelConfig):
         d, settings = config.d_model, self.settings(config)
-        keys, values = round(d * settings.key_expansion), round(d * settings.value_expansion)
+        keys, values = (round(width) for width in self.widths(config).values())
         super().__init__(config, keys // settings.n_heads, values // settings.n_heads)
         self.largest_beta = 2.0 if settings.allow_neg_eigval else 1.0
         self.q, self.k, self.v = linear(d, keys), linear(d, keys), linear(d, values)
@@ -62,21 +62,6 @@ class GatedDeltaNet(LinearMemoryMixer):
         self.gate = linear(d, values)
         self.norm = RMSNorm(self.value_width, eps=config.norm_eps)
         self.out = linear(values, d)
-
-    @classmethod
-    def heads(cls, config: ModelConfig) -> tuple[str, int]:
-        return f"model.{cls.name}.n_heads", cls.settings(config).n_heads
-
-    @classmethod
-    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
-        own = cls.Settings.model_validate(cls._given(config))
-        return fitting_heads(cls, [config.d_model * own.key_expansion, config.d_model * own.value_expansion])
-
-    @classmethod
-    def check(cls, config: Config, need: Need):
-        own, d = cls.settings(config.model), config.model.d_model
-        widths = {"key_expansion": d * own.key_expansion, "value_expansion": d * own.value_expansion}
-        check_heads(cls.name, config, own.n_heads, widths, need)
 
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None

@@ -1,23 +1,19 @@
 """MAB, memory beside attention: what a pretrained attention layer lacks is added to it, and begins as nothing."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
-from titans_pt.config import Config, ModelConfig
+from titans_pt.config import ModelConfig
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, linear_flops
 from titans_pt.layers.sharding import Shard
-from titans_pt.models.mixers.base import MIXERS, Need
+from titans_pt.models.mixers.base import MIXERS
 from titans_pt.models.mixers.common import (
     AnyMemoryState,
-    MemoryMixer,
-    Windowed,
+    WindowedMemoryMixer,
     build_memory,
-    check_window,
-    fitting_attention,
 )
 
 
@@ -28,7 +24,7 @@ class MABState:
 
 
 @MIXERS.register
-class MAB(Windowed, MemoryMixer):
+class MAB(WindowedMemoryMixer):
     """out(window_attention(x)) + memory_out(memory(x)); memory_out starts at 0, so that the layer starts as its window.
 
     For ``titans convert``. MAG cannot serve: it normalises both branches and mixes them, which changes a pretrained
@@ -48,15 +44,6 @@ class MAB(Windowed, MemoryMixer):
 
     def own_initialisation(self):
         nn.init.zeros_(self.memory_out.weight)
-
-    @classmethod
-    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
-        return super().defaults(config, length) | fitting_attention(config, length)
-
-    @classmethod
-    def check(cls, config: Config, need: Need):
-        super().check(config, need)
-        check_window(config, need)
 
     def forward(
         self, x: Tensor, state: MABState | None = None, documents: Documents | None = None

@@ -1,25 +1,21 @@
 """MAG: sliding-window attention and the memory side by side, both over [persistent | x], gating each other."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
-from titans_pt.config import Config, ModelConfig
+from titans_pt.config import ModelConfig
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.sharding import Shard
-from titans_pt.models.mixers.base import MIXERS, Need
+from titans_pt.models.mixers.base import MIXERS
 from titans_pt.models.mixers.common import (
     AnyMemoryState,
     BranchGate,
     GateSettings,
-    MemoryMixer,
-    Windowed,
+    WindowedMemoryMixer,
     build_memory,
-    check_window,
-    fitting_attention,
     persistent,
     remember,
 )
@@ -32,10 +28,11 @@ class MAGState:
 
 
 @MIXERS.register
-class MAG(Windowed, MemoryMixer):
+class MAG(WindowedMemoryMixer):
     """out(gate(window_attention([persistent | x]), memory([persistent | x])))."""
 
     name = "mag"
+    any_width = False
     Settings = GateSettings
     sharding = {
         "persistent": Shard.WHOLE,
@@ -52,15 +49,6 @@ class MAG(Windowed, MemoryMixer):
         self.memory = build_memory(config)
         self.gate = BranchGate(config, self.settings(config))
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
-
-    @classmethod
-    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
-        return super().defaults(config, length) | fitting_attention(config, length)
-
-    @classmethod
-    def check(cls, config: Config, need: Need):
-        super().check(config, need)
-        check_window(config, need, any_width=False)
 
     def forward(
         self, x: Tensor, state: MAGState | None = None, documents: Documents | None = None

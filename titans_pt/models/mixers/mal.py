@@ -1,11 +1,10 @@
 """MAL: the memory as a separate layer, then sliding-window attention on its output."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
-from titans_pt.config import Config, ModelConfig
+from titans_pt.config import ModelConfig
 from titans_pt.kernels.memory.state import Weights
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
@@ -13,16 +12,13 @@ from titans_pt.layers.flops import Flops, linear_flops, product
 from titans_pt.layers.hierarchy import Starts
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
-from titans_pt.models.mixers.base import MIXERS, Need
+from titans_pt.models.mixers.base import MIXERS
 from titans_pt.models.mixers.common import (
     ACTIVATIONS,
     AnyMemoryState,
-    MemoryMixer,
     OutputGateSettings,
-    Windowed,
+    WindowedMemoryMixer,
     build_memory,
-    check_window,
-    fitting_attention,
     persistent,
 )
 
@@ -40,7 +36,7 @@ class MALSettings(OutputGateSettings):
 
 
 @MIXERS.register
-class MAL(Windowed, MemoryMixer):
+class MAL(WindowedMemoryMixer):
     """m = memory_out(memory(x) * sigmoid(gate(x))); m + out(window_attention(norm(x + m))), over [persistent | x]; with
     residual=false out(window_attention(norm(m))). The sigmoid is ``output_gate``.
 
@@ -72,15 +68,6 @@ class MAL(Windowed, MemoryMixer):
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.attention = Attention(config, config.window)
         self.out = nn.Linear(self.attention.width, config.d_model, bias=False)
-
-    @classmethod
-    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
-        return super().defaults(config, length) | fitting_attention(config, length)
-
-    @classmethod
-    def check(cls, config: Config, need: Need):
-        super().check(config, need)
-        check_window(config, need)
 
     def forward(
         self, x: Tensor, state: MALState | None = None, documents: Documents | None = None

@@ -108,30 +108,45 @@ class HeadWidthMixer(LinearMemoryMixer):
         )
 
 
+class ExpansionMixer(LinearMemoryMixer):
+    """A linear memory whose settings ``n_heads``, ``key_expansion`` and ``value_expansion`` say how wide it is."""
+
+    @classmethod
+    def widths(cls, config: ModelConfig) -> dict[str, float]:
+        """Widths of all keys and of all values by the settings that give them. They need not be whole numbers before
+        :meth:`check`."""
+        own = cls.Settings.model_validate(cls._given(config))
+        return {name: config.d_model * getattr(own, name) for name in ("key_expansion", "value_expansion")}
+
+    @classmethod
+    def heads(cls, config: ModelConfig) -> tuple[str, int]:
+        return f"model.{cls.name}.n_heads", cls.settings(config).n_heads
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        """n_heads, where the widths cannot be shared out over the usual number."""
+        widths, usual = cls.widths(config).values(), cls.Settings.model_fields["n_heads"].default
+        heads = next((n for n in range(usual, 0, -1) if all(width % n == 0 for width in widths)), usual)
+        return {} if heads == usual else {f"model.{cls.name}.n_heads": heads}
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        heads = cls.settings(config.model).n_heads
+        for setting, width in cls.widths(config.model).items():
+            need(
+                width % heads == 0,
+                f"model.{cls.name}.n_heads",
+                heads,
+                f"must divide model.d_model * model.{cls.name}.{setting} = {width:g}",
+            )
+
+
 def fitting_width(mixer: type[Mixer], whole: int) -> dict[str, int]:
     """``mixer``'s default head_width where the usual one does not divide ``whole``, for :meth:`Mixer.defaults`."""
     field = mixer.Settings.model_fields["head_width"]
     even = any(getattr(rule, "multiple_of", 1) == 2 for rule in field.metadata)
     width = divisor(whole, field.default, even)
     return {} if width in (None, field.default) else {f"model.{mixer.name}.head_width": width}
-
-
-def fitting_heads(mixer: type[Mixer], widths: Sequence[float]) -> dict[str, int]:
-    """The default of ``mixer``'s n_heads, where ``widths`` cannot be shared out over the usual number."""
-    usual = mixer.Settings.model_fields["n_heads"].default
-    heads = next((n for n in range(usual, 0, -1) if all(width % n == 0 for width in widths)), usual)
-    return {} if heads == usual else {f"model.{mixer.name}.n_heads": heads}
-
-
-def check_heads(name: str, config: Config, heads: int, widths: dict[str, float], need: Need):
-    """``widths``, by the settings that give them, must be whole and shared out over the heads."""
-    for setting, width in widths.items():
-        need(
-            width % heads == 0,
-            f"model.{name}.n_heads",
-            heads,
-            f"must divide model.d_model * model.{name}.{setting} = {width:g}",
-        )
 
 
 def convolve(

@@ -125,7 +125,8 @@ def test_its_products_are_counted(name, form):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         memory(torch.randn(1, length, 16))
     window = memory.gates.rule.window
-    # Of blocks of c tokens, besides: coefficients, (c x c) by (c x c + 1); a window's band behind them.
+    # The counter also sees the coefficients of a block of c tokens, (c x c) by (c x c + 1), and their product with
+    # the band of a window.
     coefficients = 2 * block * (1 + block)
     if window > 1:
         keys, rows = block + window - 1, 2 if memory.gates.rule.nonlinear else 1 + block
