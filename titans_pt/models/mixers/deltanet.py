@@ -4,13 +4,12 @@ import torch
 from torch import Tensor
 
 from titans_pt.config import ModelConfig, Positive, Section
-from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, precise, unit_length
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
-from titans_pt.models.mixers.recurrent import HeadWidthMixer, convolve, linear
+from titans_pt.models.mixers.recurrent import CONVOLVED, HeadWidthMixer, linear
 
 
 @MIXERS.register
@@ -29,25 +28,13 @@ class DeltaNet(HeadWidthMixer):
         """beta between 0 and 2 instead of 0 and 1: the transition I - beta k k^T has eigenvalues down to -1, which
         state tracking needs (arXiv 2411.12537)."""
 
-    sharding = {
-        "": Shard.ENTER,
-        "q": Shard.COLUMN,
-        "k": Shard.COLUMN,
-        "v": Shard.COLUMN,
-        "q_conv": Shard.COLUMN,
-        "k_conv": Shard.COLUMN,
-        "v_conv": Shard.COLUMN,
-        "beta": Shard.COLUMN,
-        "norm": Shard.SUMMED,
-        "out": Shard.LAST_ROW,
-    }
+    sharding = CONVOLVED | {"beta": Shard.COLUMN}
 
     def __init__(self, config: ModelConfig):
         d, width = config.d_model, self.settings(config).head_width
         super().__init__(config, width, width)
         self.largest_beta = 2.0 if self.settings(config).allow_neg_eigval else 1.0
-        self.q, self.k, self.v = (linear(d, d) for _ in "qkv")
-        self.q_conv, self.k_conv, self.v_conv = (ShortConvolution(d, config.conv_width) for _ in "qkv")
+        self.make_convolved(config, d, d, d)
         self.beta = linear(d, self.n_heads)
         self.norm = RMSNorm(width, eps=config.norm_eps)
         self.out = linear(d, d)
@@ -55,8 +42,7 @@ class DeltaNet(HeadWidthMixer):
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, RecurrentState]:
-        convolutions = self.q_conv, self.k_conv, self.v_conv
-        (q, k, v), inputs = convolve((self.q(x), self.k(x), self.v(x)), convolutions, state, documents)
+        (q, k, v), inputs = self.convolved(x, state, documents)
         q, k, v = map(self.split, (q, k, v))
         beta = self.largest_beta * torch.sigmoid(precise(self.beta(x)))
         q = unit_length(q) * self.key_width**-0.5

@@ -8,14 +8,13 @@ from pydantic import Field
 from torch import Tensor
 
 from titans_pt.config import ModelConfig, Positive, Section
-from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, linear_flops, product
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, SelectiveDecay, precise, unit_length
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
-from titans_pt.models.mixers.recurrent import ExpansionMixer, convolve, linear
+from titans_pt.models.mixers.recurrent import CONVOLVED, ExpansionMixer, linear
 
 
 @MIXERS.register
@@ -45,20 +44,7 @@ class DeltaProduct(ExpansionMixer):
         """beta between 0 and 2, as in the paper, instead of 0 and 1: transitions with eigenvalues down to -1, and with
         two writes rotations, which state tracking needs."""
 
-    sharding = {
-        "": Shard.ENTER,
-        "q": Shard.COLUMN,
-        "k": Shard.COLUMN,
-        "v": Shard.COLUMN,
-        "q_conv": Shard.COLUMN,
-        "k_conv": Shard.COLUMN,
-        "v_conv": Shard.COLUMN,
-        "beta": Shard.COLUMN,
-        "step": Shard.COLUMN,
-        "gate": Shard.COLUMN,
-        "norm": Shard.SUMMED,
-        "out": Shard.LAST_ROW,
-    }
+    sharding = CONVOLVED | {"beta": Shard.COLUMN, "step": Shard.COLUMN, "gate": Shard.COLUMN}
 
     def __init__(self, config: ModelConfig):
         d, settings = config.d_model, self.settings(config)
@@ -66,9 +52,7 @@ class DeltaProduct(ExpansionMixer):
         super().__init__(config, keys // settings.n_heads, values // settings.n_heads)
         self.writes = n = settings.writes
         self.largest_beta = 2.0 if settings.allow_neg_eigval else 1.0
-        self.q, self.k, self.v = linear(d, keys), linear(d, n * keys), linear(d, n * values)
-        widths = keys, n * keys, n * values
-        self.q_conv, self.k_conv, self.v_conv = (ShortConvolution(width, config.conv_width) for width in widths)
+        self.make_convolved(config, keys, n * keys, n * values)
         self.beta = linear(d, n * self.n_heads)
         self.forgets = settings.forget_gate
         if self.forgets:
@@ -88,8 +72,7 @@ class DeltaProduct(ExpansionMixer):
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, RecurrentState]:
-        convolutions = self.q_conv, self.k_conv, self.v_conv
-        (q, k, v), inputs = convolve((self.q(x), self.k(x), self.v(x)), convolutions, state, documents)
+        (q, k, v), inputs = self.convolved(x, state, documents)
         q = unit_length(self.split(q)) * self.key_width**-0.5
         k, v = unit_length(self.in_turn(k)), self.in_turn(v)
         beta = self.largest_beta * torch.sigmoid(precise(self.in_turn(self.beta(x)).squeeze(-1)))

@@ -8,13 +8,12 @@ from pydantic import Field
 from torch import Tensor
 
 from titans_pt.config import ModelConfig, Positive, Section
-from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, SelectiveDecay, precise, unit_length
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
-from titans_pt.models.mixers.recurrent import ExpansionMixer, convolve, linear
+from titans_pt.models.mixers.recurrent import CONVOLVED, ExpansionMixer, linear
 
 
 @MIXERS.register
@@ -35,28 +34,14 @@ class GatedDeltaNet(ExpansionMixer):
         """beta between 0 and 2 instead of 0 and 1: the transition I - beta k k^T has eigenvalues down to -1, which
         state tracking needs (arXiv 2411.12537)."""
 
-    sharding = {
-        "": Shard.ENTER,
-        "q": Shard.COLUMN,
-        "k": Shard.COLUMN,
-        "v": Shard.COLUMN,
-        "q_conv": Shard.COLUMN,
-        "k_conv": Shard.COLUMN,
-        "v_conv": Shard.COLUMN,
-        "beta": Shard.COLUMN,
-        "step": Shard.COLUMN,
-        "gate": Shard.COLUMN,
-        "norm": Shard.SUMMED,
-        "out": Shard.LAST_ROW,
-    }
+    sharding = CONVOLVED | {"beta": Shard.COLUMN, "step": Shard.COLUMN, "gate": Shard.COLUMN}
 
     def __init__(self, config: ModelConfig):
         d, settings = config.d_model, self.settings(config)
         keys, values = (round(width) for width in self.widths(config).values())
         super().__init__(config, keys // settings.n_heads, values // settings.n_heads)
         self.largest_beta = 2.0 if settings.allow_neg_eigval else 1.0
-        self.q, self.k, self.v = linear(d, keys), linear(d, keys), linear(d, values)
-        self.q_conv, self.k_conv, self.v_conv = (ShortConvolution(n, config.conv_width) for n in (keys, keys, values))
+        self.make_convolved(config, keys, keys, values)
         self.beta, self.step = (linear(d, self.n_heads) for _ in range(2))
         self.decays = SelectiveDecay(self.n_heads, lowest=0)
         self.gate = linear(d, values)
@@ -66,8 +51,7 @@ class GatedDeltaNet(ExpansionMixer):
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, RecurrentState]:
-        convolutions = self.q_conv, self.k_conv, self.v_conv
-        (q, k, v), inputs = convolve((self.q(x), self.k(x), self.v(x)), convolutions, state, documents)
+        (q, k, v), inputs = self.convolved(x, state, documents)
         q, k, v = map(self.split, (q, k, v))
         beta = self.largest_beta * torch.sigmoid(precise(self.beta(x)))
         _, decay = self.decays(self.step(x))

@@ -4,13 +4,12 @@ import torch
 from torch import Tensor
 
 from titans_pt.config import ModelConfig, Positive, Section
-from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, SelectiveDecay, precise, unit_length
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
-from titans_pt.models.mixers.recurrent import HeadWidthMixer, convolve, linear
+from titans_pt.models.mixers.recurrent import CONVOLVED, HeadWidthMixer, linear
 
 
 class ChannelDeltaMixer(HeadWidthMixer):
@@ -24,28 +23,18 @@ class ChannelDeltaMixer(HeadWidthMixer):
     decay = "channel"
     delta = True
 
-    sharding = {
-        "": Shard.ENTER,
-        "q": Shard.COLUMN,
-        "k": Shard.COLUMN,
-        "v": Shard.COLUMN,
-        "q_conv": Shard.COLUMN,
-        "k_conv": Shard.COLUMN,
-        "v_conv": Shard.COLUMN,
+    sharding = CONVOLVED | {
         "decay_in": Shard.SUMMED,
         "decay_out": Shard.COLUMN,
         "gate_in": Shard.SUMMED,
         "gate_out": Shard.COLUMN,
-        "norm": Shard.SUMMED,
-        "out": Shard.LAST_ROW,
     }
 
     def __init__(self, config: ModelConfig):
         d, width = config.d_model, self.settings(config).head_width
         super().__init__(config, width, width)
         self.strongest = 2.0 if self.settings(config).allow_neg_eigval else 1.0
-        self.q, self.k, self.v = (linear(d, d) for _ in "qkv")
-        self.q_conv, self.k_conv, self.v_conv = (ShortConvolution(d, config.conv_width) for _ in "qkv")
+        self.make_convolved(config, d, d, d)
         self.decay_in, self.decay_out = linear(d, width), linear(width, d)
         self.decays = SelectiveDecay(self.n_heads, lowest=1, width=width)
         self.gate_in, self.gate_out = linear(d, width), linear(width, d, bias=True)
@@ -60,8 +49,7 @@ class ChannelDeltaMixer(HeadWidthMixer):
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, RecurrentState]:
-        convolutions = self.q_conv, self.k_conv, self.v_conv
-        (q, k, v), inputs = convolve((self.q(x), self.k(x), self.v(x)), convolutions, state, documents)
+        (q, k, v), inputs = self.convolved(x, state, documents)
         q, k, v = map(self.split, (q, k, v))
         q, k = unit_length(q) * self.key_width**-0.5, unit_length(k)
         _, decay = self.decays(self.split(self.decay_out(self.decay_in(x))))

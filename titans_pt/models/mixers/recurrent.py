@@ -12,8 +12,22 @@ from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, linear_flops, product
 from titans_pt.layers.recurrence import RecurrentState
+from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import Mixer, Need
 from titans_pt.models.mixers.common import divisor
+
+CONVOLVED = {
+    "": Shard.ENTER,
+    "q": Shard.COLUMN,
+    "k": Shard.COLUMN,
+    "v": Shard.COLUMN,
+    "q_conv": Shard.COLUMN,
+    "k_conv": Shard.COLUMN,
+    "v_conv": Shard.COLUMN,
+    "norm": Shard.SUMMED,
+    "out": Shard.LAST_ROW,
+}
+"""How the parts are split of a mixer with :meth:`LinearMemoryMixer.make_convolved`, a norm per head and ``out``."""
 
 
 def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
@@ -51,6 +65,20 @@ class LinearMemoryMixer(Mixer):
     def split(self, x: Tensor) -> Tensor:
         """(B, T, H W) -> (B, T, H, W)."""
         return x.unflatten(-1, (self.n_heads, -1))
+
+    def make_convolved(self, config: ModelConfig, queries: int, keys: int, values: int):
+        """The layers of :meth:`convolved`, with these widths."""
+        widths = queries, keys, values
+        self.q, self.k, self.v = (linear(config.d_model, width) for width in widths)
+        self.q_conv, self.k_conv, self.v_conv = (ShortConvolution(width, config.conv_width) for width in widths)
+
+    def convolved(
+        self, x: Tensor, state: RecurrentState | None, documents: Documents | None
+    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """q, k and v of x (B, T, d_model), each a linear layer, a convolution and SiLU: (B, T, its width). Also the
+        convolutions' inputs for the next state."""
+        convolutions = self.q_conv, self.k_conv, self.v_conv
+        return convolve((self.q(x), self.k(x), self.v(x)), convolutions, state, documents)
 
     def remember(
         self,
