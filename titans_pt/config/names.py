@@ -30,10 +30,11 @@ def find_config(name: str | Path, folder: Path = Path()) -> Path:
     path = folder / name
     if path.exists() and not path.is_dir():
         return path
-    known = packaged()
     asked = Path(name).as_posix().removeprefix("configs/").removesuffix(".yaml")
-    if asked in known:
-        return known[asked]
+    file = CONFIGS / f"{asked}.yaml"
+    if file.is_relative_to(CONFIGS) and ".." not in file.parts and file.is_file():
+        return file
+    known = packaged()
     near = (
         named(asked)  # the right name without its folder
         or difflib.get_close_matches(asked, known, n=3, cutoff=0.5)

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -26,7 +27,7 @@ def parse_yaml(text: str, where: str) -> Any:
         UserError: not YAML, or a key that stands twice in one section.
     """
     try:
-        return _unshared(yaml.load(text, _Loader), [MOST_VALUES])
+        return _unshared(_loaded(text), [MOST_VALUES])
     except _Refused as error:
         raise UserError(f"{where}: {error}") from None
     except (yaml.YAMLError, ValueError) as error:
@@ -103,6 +104,12 @@ class _Dumper(yaml.SafeDumper):
 for _kind, _pattern in (("float", FLOAT), ("int", INT)):
     _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"(?:{_pattern.pattern})$"),
                                   list("-+.0123456789"))  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _loaded(text: str) -> Any:
+    """What ``text`` holds. Many configs inherit from the same few, and a study loads hundreds."""
+    return yaml.load(text, _Loader)
 
 
 def _unshared(value: Any, left: list[int], inside: tuple[int, ...] = ()) -> Any:

@@ -3,10 +3,16 @@
 import csv
 import json
 
+import pytest
+
 from titans_pt.benchmarks import memory
 
 
-def test_a_short_benchmark(tmp_path, capsys):
+@pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_short_benchmark(other, tmp_path, capsys, monkeypatch):
+    """Alone, and beside titans-pytorch."""
+    if not other:
+        monkeypatch.setattr(memory, "find_spec", lambda name: None)
     memory.benchmark_memory(tmp_path, rounds=1, longest=1024)
     rows = list(csv.DictReader((tmp_path / "memory.csv").open()))
     assert {row["case"] for row in rows} >= {"titans_pt", "stream"}
@@ -15,4 +21,5 @@ def test_a_short_benchmark(tmp_path, capsys):
         assert (float(row["backward_seconds"]) > 1e-3) == (row["case"] != "stream")
         assert 0 < float(row["memory_mib"]) < 10_000
     assert "torch" in json.loads((tmp_path / "memory.json").read_text())
-    assert "titans-pytorch / titans_pt: time" in capsys.readouterr().out
+    said = "titans-pytorch / titans_pt: time" if other else "titans-pytorch is not installed"
+    assert said in capsys.readouterr().out

@@ -18,43 +18,61 @@ SHARDS = ["train.checkpoint_shards=true", "train.keep_last=9"]
 BUCKETS = ["parallel.overlap=true", "parallel.reduce_bucket=3000"]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, prepared):
+JOBS = {
+    "1": [],
+    "2": ["parallel.zero_stage=2"], "2-buckets": ["parallel.zero_stage=2", *BUCKETS],
+    "2-shards@1": ["parallel.zero_stage=2", *SHARDS, "train.stop_at=2"],
+    "2-shards@2": ["parallel.zero_stage=2", *SHARDS],
+    "moved@1": ["parallel.tensor=2", *SHARDS, "train.stop_at=2"], "moved@2": ["parallel.zero_stage=3", *SHARDS],
+}  # fmt: skip
+SLOW = {
+    "1-buckets": [*BUCKETS, "parallel.gather_bucket=2000"],
+    "3": ["parallel.zero_stage=3"],
+    "3-buckets": ["parallel.zero_stage=3", "parallel.overlap=false", "parallel.reduce_bucket=3000"],
+    "3-shards@1": ["parallel.zero_stage=3", *SHARDS, "train.stop_at=2"],
+    "3-shards@2": ["parallel.zero_stage=3", *SHARDS],
+    "bf16": ["train.precision=bf16"], "bf16-fp32": ["train.precision=bf16", "parallel.reduce_fp32=true"],
+    "half@1": ["train.precision=bf16", *SHARDS, "train.stop_at=2"], "half@2": ["train.precision=bf16", *SHARDS],
+}  # fmt: skip
+
+
+def train(folder, prepared, jobs):
     from tests.helpers.matrix import write_config
 
+    jobs = {name: ["train.stop_at=4", *overrides] for name, overrides in jobs.items()}
+    run_jobs(2, write_config(folder, prepared), folder, jobs, timeout=3600)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, prepared):
     folder = tmp_path_factory.mktemp("runs")
     source = untrained_run(folder / "source", prepared)
-    config = write_config(folder, prepared)
     given = [f"train.init_from={source}", "model.d_model=16", "model.n_layers=1", "model.n_heads=2",
              "model.mlp_hidden=32", "model.memory.depth=1", "model.memory.expansion=4"]  # fmt: skip
-    jobs = {
-        "1": [], "1-buckets": [*BUCKETS, "parallel.gather_bucket=2000"],
-        "2": ["parallel.zero_stage=2"], "2-buckets": ["parallel.zero_stage=2", *BUCKETS],
-        "3": ["parallel.zero_stage=3"],
-        "3-buckets": ["parallel.zero_stage=3", "parallel.overlap=false", "parallel.reduce_bucket=3000"],
-        "bf16": ["train.precision=bf16"], "bf16-fp32": ["train.precision=bf16", "parallel.reduce_fp32=true"],
-        "2-shards@1": ["parallel.zero_stage=2", *SHARDS, "train.stop_at=2"],
-        "2-shards@2": ["parallel.zero_stage=2", *SHARDS],
-        "3-shards@1": ["parallel.zero_stage=3", *SHARDS, "train.stop_at=2"],
-        "3-shards@2": ["parallel.zero_stage=3", *SHARDS],
-        "moved@1": ["parallel.tensor=2", *SHARDS, "train.stop_at=2"], "moved@2": ["parallel.zero_stage=3", *SHARDS],
-        "half@1": ["train.precision=bf16", *SHARDS, "train.stop_at=2"], "half@2": ["train.precision=bf16", *SHARDS],
-        "given": given, "given-tensor": [*given, "parallel.tensor=2", "parallel.zero_stage=3"],
-    }  # fmt: skip
-    jobs = {name: ["train.stop_at=4", *overrides] for name, overrides in jobs.items()}
-    run_jobs(2, config, folder, jobs, timeout=3600)
+    ranks = {"given": given, "given-tensor": [*given, "parallel.tensor=2", "parallel.zero_stage=3"]}
+    train(folder, prepared, JOBS | ranks)
     return folder
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_buckets_and_overlap_change_nothing(runs, stage):
+@pytest.fixture(scope="module")
+def more(runs, prepared):
+    train(runs, prepared, SLOW)
+    return runs
+
+
+def test_buckets_and_overlap_change_nothing(runs, stage=2):
     found = curve(runs / f"{stage}-buckets", "loss", "grad_norm")
     assert len(found) == 4
     assert found == curve(runs / str(stage), "loss", "grad_norm")
 
 
-@pytest.mark.parametrize(("shards", "whole"), [("2-shards", "2"), ("3-shards", "3"), ("half", "bf16")])
-def test_a_resume_from_shards_is_bit_for_bit_a_whole_run(runs, shards, whole):
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nor_do_they_under_other_stages(more, stage):
+    test_buckets_and_overlap_change_nothing(more, stage)
+
+
+def test_a_resume_from_shards_is_bit_for_bit_a_whole_run(runs, shards="2-shards", whole="2"):
     assert curve(runs / shards, "loss", "grad_norm") == curve(runs / whole, "loss", "grad_norm")
     written, one = (checkpoints.find(runs / name / "checkpoints", 4) for name in (shards, whole))
     assert {path.name for path in written.iterdir()} == {
@@ -73,6 +91,12 @@ def test_a_resume_from_shards_is_bit_for_bit_a_whole_run(runs, shards, whole):
                 assert torch.equal(found.get(kind, name), expected.get(kind, name)), (kind, name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("shards", "whole"), [("3-shards", "3"), ("half", "bf16")])
+def test_so_it_is_under_zero_3_and_in_bf16(more, shards, whole):
+    test_a_resume_from_shards_is_bit_for_bit_a_whole_run(more, shards, whole)
+
+
 def test_shards_of_one_topology_are_read_by_another(runs):
     found, expected = (curve(runs / name, "loss", "grad_norm") for name in ("moved", "1"))
     assert [x[0] for x in found] == [1, 2, 3, 4]
@@ -80,9 +104,10 @@ def test_shards_of_one_topology_are_read_by_another(runs):
     assert load_run(runs / "moved").step == 4
 
 
-def test_an_exchange_in_fp32_leaves_out_the_rounding_to_bf16(runs):
+@pytest.mark.slow
+def test_an_exchange_in_fp32_leaves_out_the_rounding_to_bf16(more):
     """Micro-batches are summed in fp32 before it, so a bf16 exchange rounds even one rank's gradients."""
-    rough, better = (curve(runs / name, "loss", "grad_norm") for name in ("bf16", "bf16-fp32"))
+    rough, better = (curve(more / name, "loss", "grad_norm") for name in ("bf16", "bf16-fp32"))
     assert len(rough) == 4 and better[0][1] == rough[0][1] and better[0][2] != rough[0][2]
     assert better[0][2] == pytest.approx(rough[0][2], rel=2e-3)
     assert [x[1] for x in better] == pytest.approx([x[1] for x in rough], rel=1e-2)

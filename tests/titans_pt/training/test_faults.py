@@ -56,7 +56,7 @@ def test_sigterm_on_one_rank_stops_all_with_a_checkpoint(tiny, tmp_path):
 
 
 def test_a_killed_rank_is_restarted_and_the_curve_is_as_if_undisturbed(tiny, tmp_path):
-    config = tiny(train={"max_steps": 60, "checkpoint_every": 5})
+    config = tiny(train={"max_steps": 30, "checkpoint_every": 5})
     launcher = [str(ROOT / "launch" / "torchrun.sh"), str(config)]
     environment = ENVIRONMENT | {"PROCESSES": "2", "RESTARTS": "2", "PYTHON": sys.executable}
     process = subprocess.Popen(launcher, env=environment, stdout=PIPE, stderr=PIPE, text=True)
@@ -86,6 +86,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_in_one_line_and_the_last_checkpoint_stands(tiny, small_disk):
     config = tiny(train={"max_steps": 50, "checkpoint_every": 1, "keep_last": 50})
     command = [sys.executable, "-m", "titans_pt", "train", str(config), f"run.dir={small_disk / 'run'}"]
@@ -102,6 +103,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_the_last_checkpoint_stands(tin
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_a_truncated_checkpoint_is_passed_over_by_all_ranks(tiny, tmp_path):
     config = tiny(train={"checkpoint_every": 2}, run={"dir": str(tmp_path / "jobs" / "run")})
     run_jobs(2, config, tmp_path / "jobs", {"run@1": ["train.stop_at=4"]})

@@ -19,7 +19,7 @@ def to_dtype(request):
 
 
 @pytest.mark.parametrize("case", [
-    Case(T=63, expansion=4, per_layer=True),
+    pytest.param(Case(T=63, expansion=4, per_layer=True), marks=pytest.mark.slow),
     Case(T=100, depth=1, H=1),
     Case(T=17, depth=1, per_layer=True, norm=False, activation="silu", resets=True, H=1),
     Case(T=40, forget_to="start", per_layer=True, initial=True, resets=True),
@@ -43,7 +43,10 @@ def test_many_chunks_in_a_block(case, to_dtype):
 @pytest.mark.parametrize("case", [
     Case(T=130, C=64, expansion=1, norm=False, activation="silu", extremes=True),
     Case(T=130, C=256, H=1, initial=True),
-    Case(T=70, C=16, H=1, B=2, initial=True, resets=True, save_every=2, activation="relu"),
+    pytest.param(
+        Case(T=70, C=16, H=1, B=2, initial=True, resets=True, save_every=2, activation="relu"),
+        marks=pytest.mark.slow,
+    ),
     Case(T=63, C=32, D=64, residual=False, H=1, extremes=True),
     Case(T=63, C=64, D=128, expansion=1, H=1),
     Case(T=130, C=256, H=2, forget_to="start", initial=True),
