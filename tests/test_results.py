@@ -1,15 +1,17 @@
-"""docs/results.md, dna.md, forecasting.md and statetracking.md say what the records say.
+"""README.md, docs/results.md, dna.md, forecasting.md and statetracking.md say what the records say.
 
-``python -m tests.test_results`` writes their tables again."""
+``python -m tests.test_results`` writes their tables again, and the README's picture."""
 
 import json
 import math
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from titans_pt.reproduce.order import Order
+from titans_pt.reproduce.pictures import needles as draw
 from titans_pt.reproduce.pictures import needles_asked
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.reproduce import plan, planned
@@ -20,8 +22,9 @@ from titans_pt.reproduce.tables import Cell, behind, cells, number
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
-PAGE, DNA, FORECASTING, STATES = (
-    ROOT / "docs" / name for name in ("results.md", "dna.md", "forecasting.md", "statetracking.md")
+README, PAGE, DNA, FORECASTING, STATES = (
+    ROOT / name
+    for name in ("README.md", "docs/results.md", "docs/dna.md", "docs/forecasting.md", "docs/statetracking.md")
 )
 
 
@@ -152,6 +155,39 @@ def found_in_noise() -> list[str]:
     return [shown for *_, shown in sorted(lines)]
 
 
+OVERVIEW = ("mac", "lmm", "mamba2", "gated_deltanet", "ttt_mlp", "transformer")
+"""The six rows of the README's table."""
+
+
+def overview() -> list[str]:
+    """A line for each model of the README: the first columns of the other tables, means over seeds."""
+    text = {row[0].row.model: row for row in found("table1")[2] if not row[0].row.variant}
+    recall = {seeds[0]["model"]: seeds for seeds in of_models("recall")}
+    needles = {seeds[0]["model"]: seeds for seeds in of_models("needles")}
+    lines = []
+    for model in OVERVIEW:
+        asked = [cell["mean"] for record in needles[model] for row in needles_asked(record)
+                 if (row["needles"], row["noise"]) == (8, "seen") for cell in row["by_length"]
+                 if cell["length"] == 65536]  # fmt: skip
+        recalls = [record["measured"]["recall"]["mean"] for record in recall[model]]
+        means = (f"{100 * sum(each) / len(each):.1f}" for each in (asked, recalls))
+        lines.append(line(NAMES[model], *map(told, text[model][:2]), *means))
+    return lines
+
+
+def draw_needles(path: Path) -> None:
+    """The README's picture: an LMM trained with a cost on writing, and others of its size."""
+    shown = {"LMM": [json.loads((RESULTS / "titans/lmm-s1.json").read_text())]}
+    others = {seeds[0]["model"]: seeds for seeds in of_models("needles")}
+    for model in ("ttt_mlp", "ttt_linear", "deltanet", "mamba2", "transformer"):
+        shown[NAMES[model]] = others[model]
+    shown["sliding window"] = [json.loads((RESULTS / "titans/swa-s0.json").read_text())]
+    with TemporaryDirectory() as folder:
+        for picture in draw(shown, Path(folder) / "needles"):
+            if picture.stem == "needles-8-seen":
+                path.write_bytes(picture.read_bytes())
+
+
 FULL_SIZE = ("table1 340m", "table1 760m", "table2 340m", "table5 400m", "figure7 340m", "chunks 340m", "babilong 340m")
 
 
@@ -273,8 +309,13 @@ OF_DNA = {
     "| model that reads the genome |": read_genomes,
     "| set | model | start |": classified,
 }
-PAGES = {PAGE: TABLES, DNA: OF_DNA, FORECASTING: {"| model | seeds | test MSE |": forecasts},
-         STATES: {"| problem | model | seeds |": tracked}}  # fmt: skip
+PAGES = {
+    README: {"| model | perplexity at 512 tokens |": overview},
+    PAGE: TABLES,
+    DNA: OF_DNA,
+    FORECASTING: {"| model | seeds | test MSE |": forecasts},
+    STATES: {"| problem | model | seeds |": tracked},
+}
 
 
 def table_of(head: str, text: str) -> re.Match[str]:
@@ -372,3 +413,4 @@ if __name__ == "__main__":
             old = table_of(each, written)
             written = "\n".join([written[: old.end(1) - 1], *of_records(), written[old.end(2) :]])
         page.write_text(written)
+    draw_needles(ROOT / "docs/needles.png")
