@@ -25,22 +25,33 @@ CHANGES = {
     "linear-c1-one-still": ((*_LINEAR, *_REFLECT, *_STILL), "linear, C = 1, bound 1, no momentum"),
     "negative-deltanet": (("model.deltanet.allow_neg_eigval=true",), "beta to 2"),
     "negative-gated_deltanet": (("model.gated_deltanet.allow_neg_eigval=true",), "beta to 2"),
+    "negative-kda": (("model.kda.allow_neg_eigval=true",), "beta to 2"),
+    "negative-gdn2": (("model.gdn2.allow_neg_eigval=true",), "erasing to 2"),
+    "linear-c1-one-yaad": ((*_LINEAR, *_REFLECT, "model.memory.rule=yaad"), "linear, C = 1, bound 1, Huber loss"),
 }
 """Settings over a model's own. C: tokens after which a memory takes its gradient, else 16. bound: that of theta, else
 0.1. linear: a memory of one matrix, without LayerNorm, with MLPs so wide that the model is of equal size."""
+_OF_LMM = (
+    "", "c1", "c1-half", "c1-one", "c1-one-still", "linear", "linear-c1", "linear-c1-half", "linear-c1-one",
+    "linear-c1-one-still",
+)  # fmt: skip
 _BASELINES = (
     ("transformer", ""), ("mamba2", ""), ("deltanet", ""), ("deltanet", "negative"), ("gated_deltanet", ""),
     ("gated_deltanet", "negative"), ("ttt_linear", ""), ("ttt_mlp", ""),
 )  # fmt: skip
+_LATER = (
+    ("kda", "negative"), ("gdn2", "negative"), ("deltaproduct", ""), ("rwkv7", ""), ("lmm", "linear-c1-one-yaad"),
+)  # fmt: skip
+"""What came after Titans; one seed."""
 MODELS = {
     "parity": (
-        *(("lmm", change) for change in CHANGES if not change.startswith("negative")), ("mac", ""), ("mac", "c1-one"),
-        ("mag", ""), ("mag", "c1-one"), *_BASELINES,
+        *(("lmm", change) for change in _OF_LMM), ("mac", ""), ("mac", "c1-one"), ("mag", ""), ("mag", "c1-one"),
+        *_BASELINES, *_LATER,
     ),
     "S3": (
         ("lmm", ""), ("lmm", "c1-one"), ("lmm", "c1-one-still"), ("lmm", "linear-c1-one"),
         ("lmm", "linear-c1-one-still"), ("mac", "c1-one"), ("transformer", ""), ("mamba2", ""),
-        ("deltanet", "negative"), ("gated_deltanet", "negative"),
+        ("deltanet", "negative"), ("gated_deltanet", "negative"), *_LATER,
     ),
     "A5": (("lmm", "c1-one"), ("lmm", "linear-c1-one"), ("transformer", ""), ("deltanet", "negative")),
 }  # fmt: skip
@@ -55,6 +66,8 @@ def _row(model: str, change: str, problem: str) -> Row:
 
 def state_tracking(size: str) -> Study:
     rows = [_row(model, change, problem) for problem, models in MODELS.items() for model, change in models]
+    seeds = {row.key: SEEDS[row.variant.partition("-")[0]] for row in rows}
+    seeds |= {_row(model, change, problem).key: (0,) for problem in MODELS for model, change in _LATER}
     columns = [Column(f"last of {n} (%)", "states", measures.last_answer(n)) for n in LENGTHS]
     columns += [
         Column("tokens to 99 % of samples", TRAINING, measures.first_at(0.99, "whole")),
@@ -69,5 +82,5 @@ def state_tracking(size: str) -> Study:
         (Measure("states", "state_tracking", (f"evaluation.state_tracking.lengths={list(LENGTHS)}",
                                               "evaluation.state_tracking.samples=256")),),
         size, note, folder="state_tracking", rated=False,
-        seeds={row.key: SEEDS[row.variant.partition("-")[0]] for row in rows}, pictures=(pictures.states,),
+        seeds=seeds, pictures=(pictures.states,),
     )  # fmt: skip

@@ -7,6 +7,7 @@ from titans_pt.errors import UserError
 from titans_pt.reproduce import measures, pictures
 from titans_pt.reproduce.dna import table4
 from titans_pt.reproduce.forecast import table3
+from titans_pt.reproduce.ideas import IDEAS
 from titans_pt.reproduce.measures import CHUNKS, NEEDLES, TRAINING, Measure
 from titans_pt.reproduce.state_tracking import state_tracking
 from titans_pt.reproduce.study import MODELS, TITANS, Column, Row, Study
@@ -172,6 +173,13 @@ def _chunks(size: str) -> Study:
     return Study("chunks", title, size, rows, columns, _measures(size, "chunks"), size, note)
 
 
+def _ideas(size: str) -> Study:
+    rows = (Row("lmm"), Row("mac"), *IDEAS)
+    note = "Perplexity on text. The same models on needles, recall and state tracking: those studies."
+    return Study("ideas", "What each later idea adds to Titans", size, rows, _text_columns(), _tiny("text", "long"),
+                 size, note, seeds=dict.fromkeys(("lmm", "mac"), (0, 1)))  # fmt: skip
+
+
 def _recall(size: str) -> Study:
     variants = [Row(model, "memory-off") for model in TITANS]
     variants += [Row("lmm", name) for name in ("no-momentum", "no-forgetting", "depth-1", "no-conv", "no-ln")]
@@ -181,7 +189,7 @@ def _recall(size: str) -> Study:
         Column("tokens in all", TRAINING, measures.tokens_trained),
     )
     note = "Eight pairs, at least 40 tokens of filler, eight queries (docs/recall.md)."
-    rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"), *variants)
+    rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"), *variants, *IDEAS)
     return Study(
         "recall", "Associative recall outside the attention window", size, rows, columns,
         (Measure("recall", "recall"),), size, note, folder="recall", rated=False,
@@ -194,7 +202,7 @@ def _needles(size: str) -> Study:
                                           "evaluation.needles.answers=128"))  # fmt: skip
     far = Measure("far", "needles", ("evaluation.needles.lengths=[1048576]", "evaluation.needles.answers=64"))
     study = needles_in_noise((near, far), {"needles": (2048, 16384, 65536), "far": (1048576,)})
-    rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"))
+    rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"), *IDEAS)
     return replace(study, rows=rows, seeds=dict.fromkeys(TITANS, (0, 1)))
 
 
@@ -221,13 +229,13 @@ def _tiny(*names: str) -> tuple[Measure, ...]:
     return _measures("tiny", *names)
 
 
-SMALL = ("recall", "needles", "statetracking")
+SMALL = ("ideas", "recall", "needles", "statetracking")
 """Studies of one size, tiny."""
 OF_THEIR_OWN = ("table3", "table4")
 """Studies whose large size is called paper."""
 TARGETS = {
     "table1": _table1, "table2": _table2, "table3": table3, "table4": table4, "table5": _table5, "figure7": _figure7,
     "figure8": _figure8,
-    "figure9": _figure9, "babilong": _babilong, "chunks": _chunks, "recall": _recall, "needles": _needles,
-    "statetracking": state_tracking,
+    "figure9": _figure9, "babilong": _babilong, "chunks": _chunks, "ideas": _ideas, "recall": _recall,
+    "needles": _needles, "statetracking": state_tracking,
 }  # fmt: skip

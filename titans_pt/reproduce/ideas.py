@@ -1,0 +1,15 @@
+"""What came after Titans, each idea as a row beside LMM and MAC: other recurrences, other rules of the memory."""
+
+from titans_pt.reproduce.study import Row
+
+MIXERS = ("kda", "gdn2", "deltaproduct", "rwkv7")
+"""Models with a linear memory."""
+RULES = (
+    Row("lmm", "yaad", ("model.memory.rule=yaad",), "Huber loss (Yaad)"),
+    Row("lmm", "omega-4", ("model.memory.rule=omega", "model.memory.omega.window=4"), "windows of 4 (Omega)"),
+    Row("lmm", "omega-16", ("model.memory.rule=omega", "model.memory.omega.window=16"), "windows of 16 (Omega)"),
+    Row("lmm", "unit", ("model.memory.rule=muon", "model.memory.muon.form=unit"), "momentum over its norm"),
+    Row("lmm", "muon", ("model.memory.rule=muon",), "orthogonal momentum (Muon)"),
+)
+"""LMM with one thing changed, of as many parameters."""
+IDEAS = (*map(Row, MIXERS), *RULES)
