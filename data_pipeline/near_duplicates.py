@@ -13,7 +13,7 @@ import numpy as np
 from titans_pt.errors import UserError
 
 PLACES = 128
-"""Of a sketch; the estimate of Jaccard is off by 0.035 (one standard error, at 0.8)."""
+"""Hashes of a sketch; the standard error of the estimated Jaccard similarity is 0.035 (at 0.8)."""
 SEQUENCE = 5
 """Tokens of a sequence, about four words."""
 FOUND = 0.99

@@ -70,7 +70,7 @@ class Job:
     tokenizer: Path
     folder: Path
     threads: int
-    """Of the tokenizer library, in each process."""
+    """Threads of the tokenizer library in each process."""
 
 
 def part_path(folder: Path, index: int, suffix: str) -> Path:

@@ -72,7 +72,7 @@ def library(source: Path, dtype: torch.dtype) -> ctypes.CDLL | str:
 
 @cache
 def _pool(process: int) -> ThreadPoolExecutor:
-    """Of this process: a forked one has none of its parent's threads."""
+    """The threads of this process: a forked process has none of its parent's."""
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kernels")
 
 

@@ -107,7 +107,7 @@ def _unserved(call: MemoryCall) -> str | None:
 
 
 def _block_bytes(x: Tensor, network: NetworkShape) -> int:
-    """Of what a block leaves for its backward pass; x (n, N, c, D)."""
+    """Bytes that a block keeps for its backward pass; x (n, N, c, D)."""
     _, rows, c, width = x.shape
     states = 2 * sum(a * b for a, b in network.layers)
     tokens = c * (7 * network.hidden * (network.depth - 1) + 9 * width + network.depth * c)

@@ -183,7 +183,7 @@ def _of_blocks(x: Tensor, like: Tensor) -> Tensor:
 
 @dataclass
 class ReadGradients:
-    """Of q (M, c, D), of the keys' inputs X and errors G, of the coefficients, of the norm (two (M, 1, D) or none).
+    """Gradients of q (M, c, D), keys' inputs X and errors G, coefficients, and the norm (two (M, 1, D) or none).
 
     A_dz, B_dz: the gradients of W and S are Z^T A_dz and Z^T B_dz.
     """

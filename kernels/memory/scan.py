@@ -109,7 +109,7 @@ class _Scan:
         self.groups = [range(n, min(n + plan.group, len(q))) for n in range(0, len(q), plan.group)]
 
     def gates(self, blocks: range) -> list[Coefficients]:
-        """Of each layer, (K N, ...)."""
+        """The coefficients of each layer, (K N, ...)."""
         own = [
             Coefficients(*(c[layer, blocks.start : blocks.stop].flatten(0, 1) for c in self.coefficients))
             for layer in range(self.plan.gate_layers)

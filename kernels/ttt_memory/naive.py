@@ -41,7 +41,7 @@ def _shaped(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _gradient(k: Tensor, v: Tensor, parameters: Parameters, norm: Parameters) -> Parameters:
-    """Of half the squared error at the parameters, each row and head for itself."""
+    """Gradient of half the squared error at the parameters, for each row and head."""
     graph = torch.is_grad_enabled()
     with torch.enable_grad():
         if not graph:

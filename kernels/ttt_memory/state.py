@@ -9,7 +9,7 @@ from torch import Tensor
 from titans_pt.kernels.memory.state import choose
 
 EPS = 1e-6
-"""Of the LayerNorm, as in the authors' code."""
+"""The LayerNorm's epsilon, as in the authors' code."""
 
 Parameters = tuple[Tensor, ...]
 """W1, b1, or W1, b1, W2, b2: weights (..., d_in, d_out) and biases (..., d_out)."""

@@ -127,7 +127,7 @@ def test_validation_from_a_source_of_its_own(config, texts, tmp_path):
 
 
 def test_near_duplicates_are_left_out(config, tmp_path, monkeypatch):
-    """Of a text and copies of it with words exchanged, the first alone stays; the same for any number of processes."""
+    """Only the first of a text and its copies with exchanged words stays, for any number of processes."""
     monkeypatch.setattr("titans_pt.data_pipeline.sources.PART_BYTES", 9000)
     random = Random(0)
     originals = [" ".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=300)) for _ in range(40)]

@@ -309,10 +309,10 @@ class MemoryConfig(Section):
     min(0.1, 1.9 / chunk_size), of which small deep_steps take a part. With theta=free it decides where theta starts,
     and nothing else."""
     deep_steps: Literal["small", "full"] = "small"
-    """Of memories of three and four matrices under a bounded theta. small: a quarter and an eighth of the bound (unless
-    step_bound says another), and min(1, sqrt(D) / (2 ||v||)) of theta for a value v. full: the steps of two matrices.
-    UNSAFE: so deep memories are chaotic, outer gradients grow with the length of the text, and depth 4 does not learn.
-    """
+    """Step size of memories with three and four matrices under a bounded theta. small: a quarter and an eighth of the
+    bound (unless step_bound is set), and theta times min(1, sqrt(D) / (2 ||v||)) for a value v. full: the steps of two
+    matrices. UNSAFE: with full steps deep memories are chaotic, outer gradients grow with the length of the text, and
+    depth 4 does not learn."""
     eta_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Momentum gate at initialisation."""
     alpha_init: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.001
@@ -502,7 +502,7 @@ class TrainConfig(Section):
     """Parameters that init_from does not fill, by name or pattern (blocks.5.*): they are drawn, and may be missing
     there or have another shape. All others must fit."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    """Of weights, activations and gradients. Memories are fp32 in both; so are the optimiser's own weights."""
+    """Precision of weights, activations and gradients. Memories and the optimiser's own weights are fp32 in both."""
     batch_tokens: Positive = 524_288
     """Tokens of one optimiser step, over all ranks; gradient accumulation follows from it."""
     micro_batch: Positive = 8
@@ -698,7 +698,8 @@ class EvaluationConfig(Section):
     suites: Annotated[list[str], Once] = ["needle"]
     """What is evaluated while training: suites of the task, for language perplexity, needle, babilong, commonsense."""
     precision: Literal["bf16", "fp32"] | None = None
-    """Of weights and activations; memories are fp32 in both. Null: train.precision on a GPU, fp32 on a CPU."""
+    """Precision of weights and activations; memories are fp32 in both. Null: train.precision on a GPU, fp32 on a
+    CPU."""
     prefill_tokens: Positive = 4096
     """Tokens per piece in which a context is streamed through the model, with its state carried along."""
     wavefront: Positive | None = None

@@ -58,8 +58,8 @@ class Reading:
     logits: Tensor
     state: Any
     stretches: list[dict]
-    """Of each stretch of ``save_every`` tokens: tokens read so far, tokens_per_s (of one row), peak_memory so far
-    (bytes)."""
+    """A row for each stretch of ``save_every`` tokens: tokens read so far, tokens_per_s (of one row), peak_memory so
+    far (bytes)."""
 
 
 def read(

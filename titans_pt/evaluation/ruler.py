@@ -103,7 +103,7 @@ class Draw:
     told: list[tuple[str, str]]
     """(key, value) of each needle in the order of their places; the keys are different unless a key has values."""
     places: list[float]
-    """Of each needle: percent of the sentences before it (essays, ascending), or of the lines."""
+    """Percent of the sentences (essays, ascending) or lines that come before each needle."""
     asked: list[str]
     """Keys."""
 

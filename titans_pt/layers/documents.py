@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass
 class Documents:
-    """Of B rows of T tokens, in which documents start anywhere.
+    """Where documents start in B rows of T tokens.
 
     starts: (B, T) bool, True where one starts.
     begin: (B, T) int64, the newest start in the row at or before each token; -1 where it lies before the first token.

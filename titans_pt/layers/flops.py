@@ -35,7 +35,7 @@ def product(a: float, b: float) -> Flops:
 
 
 def linear_flops(module: nn.Module) -> Flops:
-    """Of all linear layers in ``module``, each met once per token."""
+    """FLOPs of all linear layers in ``module``, each used once per token."""
     layers = (layer for layer in module.modules() if isinstance(layer, nn.Linear))
     return sum((product(layer.in_features, layer.out_features) for layer in layers), Flops(0, 0))
 

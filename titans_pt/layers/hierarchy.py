@@ -26,7 +26,7 @@ from titans_pt.layers.sharding import Shard
 from titans_pt.layers.state import map_tensors
 
 Starts = tuple[Weights, ...]
-"""Of each memory, the global one first, M_0: L tensors (H, d_in, d_out)."""
+"""M_0 of each memory, the global one first: L tensors (H, d_in, d_out)."""
 
 
 @dataclass
@@ -180,7 +180,8 @@ class HierarchicalMemory(nn.Module):
         return total
 
     def kept_state_bytes(self, length: int) -> int:
-        """Of one row of ``length`` tokens, in fp32: the state before every chunk, and what the local memories keep."""
+        """Bytes kept for the backward pass of a row of ``length`` tokens: the fp32 state before every global chunk, and
+        what the local memories keep."""
         heads, shard, one = self.q.n_heads, self.hierarchy.shard, self.memories[0]
         states = 12 * heads * sum(a * b for a, b in one.shape.layers) * -(-length // one.config.chunk_size)
         each = (kept_bytes(memory.shape, memory.config, heads, min(length, shard)) for memory in self.memories[1:])
@@ -220,6 +221,6 @@ def _places(
 
 
 def _last(memory: MemoryState, each: int) -> MemoryState:
-    """Of rows that are ``each`` shards of a sequence, the last shard's."""
+    """The last shard's state of every sequence; a sequence is ``each`` rows."""
     pick = slice(each - 1, None, each)
     return map_tensors(memory, lambda x: x[pick])

@@ -40,7 +40,7 @@ def default_step_bound(config: MemoryConfig) -> float:
 
 
 def default_init_std(shape: NetworkShape, d_in: int) -> float:
-    """Of a weight matrix of M_0 with ``d_in`` inputs.
+    """Initial standard deviation of a weight matrix of M_0 with ``d_in`` inputs.
 
     Under a LayerNorm a step moves the output by theta / std^2, so that smaller weights make up for the smaller steps of
     deep memories: what they recall of a chunk is then what memories of two matrices do.
@@ -428,7 +428,8 @@ class NeuralMemory(nn.Module):
         return Flops(once, 2 * once)
 
     def kept_state_bytes(self, length: int) -> int:
-        """Of one row of ``length`` tokens, in fp32: weights, momentum, chunk weights at every save_every-th block."""
+        """Bytes kept for the backward pass of a row of ``length`` tokens: fp32 weights, momentum and chunk weights at
+        every save_every-th block."""
         return kept_bytes(self.shape, self.config, self.q.n_heads, length)
 
     def unserved(self, dtype: torch.dtype) -> str | None:
@@ -436,7 +437,7 @@ class NeuralMemory(nn.Module):
         return unserved(dtype, self.shape, self.config.chunk_size, self.config.alpha == "channel", rule=self.gates.rule)
 
     def scratch_bytes(self) -> int:
-        """Of the fused kernels, shared by all layers."""
+        """Scratch bytes of the fused kernels, shared by all layers."""
         from titans_pt.kernels.memory.fused.operators import SCRATCH_BYTES
 
         return SCRATCH_BYTES

@@ -131,7 +131,8 @@ class TestTimeTraining(nn.Module):
         return linear_flops(self) + self.n_heads * sum((3 * p for p in inner), (len(inner) - 1) * inner[0])
 
     def kept_state_bytes(self, length: int) -> int:
-        """Of one row of ``length`` tokens, in fp32: parameters and their sums at every so many mini-batches."""
+        """Bytes kept for the backward pass of a row of ``length`` tokens: fp32 parameters and their sums at regular
+        mini-batches, about the square root of their number."""
         one = self.n_heads * sum(a * b + b for a, b in self.network.layers)
         blocks = -(-length // self.mini_batch)
         return 8 * one * -(-blocks // math.isqrt(blocks))

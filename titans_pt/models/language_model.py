@@ -13,7 +13,7 @@ from titans_pt.layers.sharding import Shard
 from titans_pt.models.backbone import Backbone, initialise
 
 OWN_LOGIT = 4.0
-"""Of the token just read, in an untrained model: exp(4) among the V exponentials of the others."""
+"""Logit of the token just read in an untrained model: exp(4) among the V exponentials of the others."""
 
 
 @dataclass

@@ -108,7 +108,7 @@ def frozen_loss(after: int) -> Find:
 
 
 def loss_up_to(length: int) -> Find:
-    """Of the first ``length`` tokens of each stream."""
+    """Find the loss of the first ``length`` tokens of each stream."""
 
     def find(result: dict) -> Figure | None:
         row = next((row for row in result["by_length"] if row["length"] == length), None)
@@ -138,7 +138,7 @@ def harness(task: str, metric: str) -> Find:
 
 
 def average(result: dict) -> Figure | None:
-    """Of the paper's accuracies, in percent."""
+    """The mean of the paper's accuracies, in percent."""
     if result["average"] is None:
         return None
     return Figure("number", 100 * result["average"], sum(result["tasks"][task]["n"] for task in result["averaged"]))

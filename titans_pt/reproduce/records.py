@@ -15,14 +15,14 @@ from titans_pt.tools.sealed import seal, unseal
 _NEEDED = ("failed", "trained", "measured", "config")
 DECISIVE = ("max_steps", "batch_tokens", "lr", "min_lr_ratio", "warmup_steps", "betas", "eps", "weight_decay", "clip",
             "stop_when", "patience")  # fmt: skip
-"""Of ``train``: what changes a run's result. The rest is about speed, memory and files."""
+"""Settings in ``train`` that change a run's result. The rest is about speed, memory and files."""
 
 PATHS = ("path", "reference")
 """Settings of tasks that name files."""
 
 
 def decisive(tree: dict) -> dict:
-    """Of a whole tree of settings, what a run's result depends on, but for its data."""
+    """The settings that a run's result depends on, except its data."""
     model = dict(tree["model"])
     if not any_memory(model["mixers"]):
         del model["memory"]  # its defaults may change, the results of a model without one do not

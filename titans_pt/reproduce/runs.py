@@ -209,7 +209,7 @@ def portable(config: Config) -> dict[str, Any]:
 
 
 def _steps(folder: RunFolder) -> int:
-    """Of the newest checkpoint; 0 without one."""
+    """The step of the newest checkpoint; 0 without one."""
     path = checkpoints.newest_complete(folder.checkpoints)
     return checkpoints.read_state(path).step if path else 0
 

@@ -23,7 +23,7 @@ class Timing(Run):
     words: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
     tokens: int = 0
-    """Of a step, at every length."""
+    """Tokens of a step, the same at every length."""
 
     def _asked(self) -> list[Any]:
         return [list(self.lengths), self.tokens]

@@ -66,7 +66,7 @@ class Task:
     Settings: ClassVar[type[Section]] = NoSettings
     """Its own section of the settings, of its name."""
     unit: ClassVar[str]
-    """Of the loss, for messages, such as "nats per token"."""
+    """Unit of the loss in messages, such as "nats per token"."""
     baseline_name: str = "baseline"
     """What :attr:`TaskData.baseline` is called."""
     figures: ClassVar[tuple[str, ...]] = ("loss",)
@@ -142,9 +142,8 @@ class Task:
         raise NotImplementedError
 
     def cut(self, batch: tuple[Tensor, ...], part: int, parts: int) -> tuple[Tensor, ...]:
-        """Of a batch as the loader made it the ``part``-th of ``parts`` pieces, as long as each other along time: all
-        that the loss of the piece's steps needs. Samples of tasks that do not define it are not cut:
-        parallel.context > 1 is refused."""
+        """Return one of ``parts`` equal slices of a loaded batch along time, with all that the loss of its steps needs.
+        A task that does not define it refuses parallel.context > 1."""
         assert parts == 1
         return batch
 

@@ -53,7 +53,7 @@ class TokenPlan:
 
 
 class _Plans:
-    """Of one half of a block: those that are not in use, as long as its weights lie where they lay."""
+    """The idle plans of one half of a block, valid until a weight's storage moves."""
 
     def __init__(self, parts: tuple[nn.Module, ...]):
         self.free: list[tuple[Tensor, TokenPlan] | None] = []

@@ -32,7 +32,7 @@ class Wheel:
     name: str
     version: str
     sha256: str
-    """Of the .whl file."""
+    """Checksum of the .whl file."""
 
     @property
     def file(self) -> str:

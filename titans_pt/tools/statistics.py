@@ -14,7 +14,7 @@ _T = (
 
 
 def half_width(stderr: float, n: int) -> float:
-    """Of the 95 % interval (Student's t) of a mean of n >= 2 values, whose standard error was estimated from them."""
+    """Half the width of the 95 % interval (Student's t) of a mean of n >= 2 values, given their standard error."""
     freedom = n - 1
     if freedom <= len(_T):
         return stderr * _T[freedom - 1]
@@ -43,7 +43,7 @@ def proportion(successes: int, n: int) -> dict[str, float]:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean of independent values; None for a single one."""
+    """Standard error of the mean of independent values; None for a single one."""
     n = len(values)
     if n < 2:
         return None

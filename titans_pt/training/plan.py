@@ -185,7 +185,7 @@ class _Rehearsal(RankGroup):
 
 
 def _model_bytes(config: Config, own: int, replicas: int, accumulation: int) -> dict[str, int]:
-    """Of ``own`` parameters after the tensor split, under ZeRO over ``replicas`` ranks."""
+    """Bytes by kind for a rank with ``own`` parameters after the tensor split, under ZeRO over ``replicas`` ranks."""
     width = _width(config)
     parallel, bucket = config.parallel, reduce_bucket(config, own)
     stage = parallel.zero_stage

@@ -51,7 +51,7 @@ large. The slow tests compile every shape and hold this table to them."""
 
 
 def block_tokens(chunk: int, length: int = MAX_BLOCK) -> int:
-    """Of a call of ``length`` tokens: a short one needs no more than its own."""
+    """Tokens of a block in a call of ``length`` tokens: a short call needs no more than its length."""
     if chunk >= MAX_BLOCK:
         return MAX_BLOCK
     return min(MAX_BLOCK, max(TILE, chunk, 1 << (length - 1).bit_length()))

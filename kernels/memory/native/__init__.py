@@ -150,7 +150,7 @@ def _call(plan, q: Tensor, folded: bool, rows: int) -> _Call:
 
 
 def _places(length: int, heads: int, width: int, c: int) -> dict[str, int]:
-    """Of (B, T, heads, width) in blocks of c tokens."""
+    """Strides of a tensor (B, T, heads, width) that is read in blocks of c tokens."""
     return {
         "heads": heads, "batch": length * heads * width, "head": width, "block": c * heads * width,
         "token": heads * width,
@@ -158,7 +158,7 @@ def _places(length: int, heads: int, width: int, c: int) -> dict[str, int]:
 
 
 def _operations(call: _Call) -> int:
-    """Of a forward pass, roughly."""
+    """Approximate number of operations of a forward pass."""
     return 20 * call.blocks * call.rows * call.tokens * call.width * call.hidden * call.layers
 
 

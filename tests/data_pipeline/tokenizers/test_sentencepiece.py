@@ -185,7 +185,7 @@ def test_unwritable_output(tmp_path, texts):
 
 @pytest.fixture(scope="session")
 def mistral():
-    """Of Llama's kind: a dummy prefix, byte fallback, bos 1, eos 2."""
+    """A tokenizer like Llama's: dummy prefix, byte fallback, bos 1, eos 2."""
     [path] = Path(mistral_common.__file__).parent.glob("data/tokenizer.model.v1")
     return load_tokenizer(path)
 

@@ -71,7 +71,7 @@ def served(monkeypatch):
 
 @pytest.fixture
 def resets():
-    """Of three rows the first inherits its state and loses it, the second keeps it, the third never has it."""
+    """Three rows: the first inherits its state and loses it, the second keeps it, the third never has it."""
     found = torch.rand(3, 30, generator=torch.Generator().manual_seed(3)) < 0.15
     found[0, 0], found[0, 10] = False, True
     found[1] = False

@@ -44,7 +44,7 @@ def request(*args):
 
 
 def likelihood(run, ids, first):
-    """Of ids[first:], by one call."""
+    """The likelihood of ids[first:] by one call."""
     with torch.no_grad():
         logits, _ = run.model(torch.tensor([ids]))
     p = logits[0, first - 1 : -1].log_softmax(-1)

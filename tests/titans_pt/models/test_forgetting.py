@@ -10,7 +10,7 @@ from titans_pt.models import build_model
 
 
 def gradient_norm(length, **memory):
-    """Of an untrained LMM on random tokens, two layers of width 64."""
+    """Gradient norm of an untrained LMM on random tokens, two layers of width 64."""
     torch.manual_seed(0)
     model = build_model(
         ModelConfig(

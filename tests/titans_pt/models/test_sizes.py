@@ -28,7 +28,7 @@ PARAMETERS = {
     "340m": (341_053_056, 341_618_304, 339_922_560, 337_931_904, 341_099_520),
     "760m": (762_548_928, 763_691_712, 763_507_392, 762_585_792, 757_016_064),
 }
-"""Of FIRST, which checkpoints of version 0.1.0 have."""
+"""Parameters of FIRST, as in checkpoints of version 0.1.0."""
 
 
 def config_of(size, model):

@@ -20,7 +20,7 @@ STARTS = ((0, 9, 10, 30), (13, 14))
 
 
 def difference(mixer: str, grid: Topology) -> float:
-    """Of this rank's logits, and of the gradients summed over context ranks; with documents and recomputation."""
+    """Difference of this rank's logits and of the gradients summed over context ranks; documents, recomputation."""
     model = small_model([mixer]).train()
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 50, (2, T), generator=draw)

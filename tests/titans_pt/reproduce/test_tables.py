@@ -80,7 +80,7 @@ def test_how_far_models_are_apart_is_asked_on_the_same_text(tmp_path):
             records.write(run.name, record(run, {"text": text(losses[run.name], by_stream=streams[run.name])}))
     table = behind(asked, cells(asked, runs, records))
     assert table.head == ["model", "perplexity"]
-    error = 4.3027 * 0.02 / math.sqrt(3)  # swa's seeds have 3.1, and the one with streams is 0, -.02 and -.04 behind
+    error = 4.3027 * 0.02 / math.sqrt(3)  # swa's seeds have 3.1, and with streams it is 0, -0.02 and -0.04 behind
     assert table.rows == [["sliding window", f"0.080 ({0.08 - error:.3f} to {0.08 + error:.3f})"], ["GLA", "best"]]
     records.path("gla-s0").unlink()
     assert behind(asked, cells(asked, runs, records)) is None, "one model is behind nobody"

@@ -241,7 +241,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class GateSettings(Section):
-    """Of a mixer that joins attention and memory by a :class:`BranchGate`."""
+    """Settings of a mixer that joins attention and memory by a :class:`BranchGate`."""
 
     gate: Literal["mix", "product"] = "mix"
     """How attention and memory are joined. mix: a learned share of each, per token and head. product: as the paper
@@ -251,7 +251,7 @@ class GateSettings(Section):
 
 
 class OutputGateSettings(Section):
-    """Of a mixer whose memory's output is gated by a linear layer."""
+    """Settings of a mixer that gates the memory's output by a linear layer."""
 
     output_gate: Literal["sigmoid", "silu"] = "sigmoid"
     """What the gate's linear layer passes through before it multiplies what the memory recalled. silu: as in other

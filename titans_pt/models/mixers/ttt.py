@@ -42,7 +42,7 @@ class TTTMixer(Mixer):
     """b = conv(RMSNorm(x)); b + ttt(RMSNorm(x + b)): x, the residual stream itself, first gets a branch of its own."""
 
     expansion: ClassVar[int | None] = None
-    """Of the inner network's hidden layer; None: it has none."""
+    """Width of the inner network's hidden layer over its input; None: no hidden layer."""
 
     Settings = TTTSettings
     normalises = True

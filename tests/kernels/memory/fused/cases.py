@@ -73,7 +73,7 @@ def inputs(case: Case) -> tuple[list[Tensor], dict]:
 
 
 def arguments(case: Case) -> tuple[tuple, dict]:
-    """Of neural_memory: positional and named."""
+    """Arguments of neural_memory: positional and named."""
     leaves, options = inputs(case)
     weights, norm = tuple(leaves[6 : 6 + case.depth]), tuple(leaves[6 + case.depth : 8 + case.depth])
     return (*leaves[:6], weights), {"norm": norm, **options}

@@ -322,7 +322,7 @@ def test_starts_are_those_of_the_references():
 
 
 def test_the_inner_learning_rate_of_ttt_mlp_rises_over_a_tenth_of_the_training():
-    """From .01 to .1, as in the authors' code, and TTT-Linear's does not. What one token writes is linear in it."""
+    """From 0.01 to 0.1, as in the authors' code, and TTT-Linear's does not. A token's write is linear in it."""
     x = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def written(name: str, done: float | None):

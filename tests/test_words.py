@@ -1,0 +1,94 @@
+"""How docstrings, comments, messages and pages are written, as far as a test can tell."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+SHIPPED = [ROOT / "titans_pt", ROOT / "kernels", ROOT / "data_pipeline"]
+"""Folders whose strings are messages; in tests they are also patterns and settings."""
+NUMBER = re.compile(r"(?<![\w.\\)\]])\.\d+\b")
+"""A number without its leading zero."""
+
+
+def sources(*folders: Path) -> list[Path]:
+    """Every Python file once: titans_pt has links to the folders beside it."""
+    return sorted({path.resolve() for folder in folders for path in folder.rglob("*.py")})
+
+
+def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Strings that stand as a statement: of modules, classes and functions, and below what they describe."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value
+
+
+def messages(tree: ast.AST) -> Iterator[ast.AST]:
+    """Strings with a space in them; the format of a value, such as .0%, is none."""
+    formats = {id(part) for node in ast.walk(tree) if isinstance(node, ast.FormattedValue) and node.format_spec
+               for part in ast.walk(node.format_spec)}  # fmt: skip
+    for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Constant) and id(node) not in formats else None
+        if isinstance(text, str) and " " in text:
+            yield node
+
+
+def faults(source: str, shipped: bool = True) -> list[tuple[int, str]]:
+    """(line, what is wrong) of a Python file."""
+    tree, found = ast.parse(source), []
+    for node in docstrings(tree):
+        if re.match(r"\s*Of\b", node.value):
+            found.append((node.lineno, "a docstring that begins with Of"))
+        found += [(node.lineno, number) for number in NUMBER.findall(node.value)]
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            found += [(token.start[0], number) for number in NUMBER.findall(token.string)]
+    if shipped:
+        said = {id(node) for node in docstrings(tree)}
+        found += [(node.lineno, number) for node in messages(tree) if id(node) not in said
+                  for number in NUMBER.findall(node.value)]  # fmt: skip
+    return found
+
+
+def test_docstrings_comments_and_messages():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for path in sources(*SHIPPED, ROOT / "tests")
+        if path != Path(__file__).resolve()
+        for line, what in faults(path.read_text(), shipped=ROOT / "tests" not in path.parents)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_numbers_of_a_page_have_their_leading_zero(page):
+    wrong = [line for line in page.read_text().splitlines() if NUMBER.search(line)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_planted_is_found():
+    planted = '''"""Of a module."""
+x = 1
+"""Of a setting."""
+
+
+class C:
+    """
+    Of a class."""
+
+    def f(self):
+        """Off by .5 at most."""
+        # within .77 nats
+        raise ValueError(f"given {x:.0%} of -.25, at most")
+'''
+    assert faults(planted) == [
+        (1, "a docstring that begins with Of"), (3, "a docstring that begins with Of"),
+        (7, "a docstring that begins with Of"), (11, ".5"), (12, ".77"), (13, ".25"),
+    ]  # fmt: skip
+    assert not faults('"""Often 0.5 of blocks.0.x, 3.10, v(x).1"""\nf"{1:.2f} of it"')
