@@ -92,7 +92,7 @@ PARITY := $(BIN)/titans train configs/state_tracking
 statetracking: install
 	@echo "== parity of 3 to 40 bits, in models of 126,000 parameters: an LMM as it is, one whose steps may reflect, a Transformer"
 	$(PARITY)/lmm.yaml run.dir=$(STATES)/lmm train.max_steps=300
-	$(PARITY)/lmm.yaml run.dir=$(STATES)/lmm-reflecting train.max_steps=300 model.memory.chunk_size=1 model.memory.step_bound=1.0
+	$(PARITY)/lmm.yaml run.dir=$(STATES)/lmm-reflecting train.max_steps=300 'train.stop_when=whole >= 0.99' model.memory.chunk_size=1 model.memory.step_bound=1.0
 	$(PARITY)/transformer.yaml run.dir=$(STATES)/transformer train.max_steps=300
 	@echo "== the parity of up to 512 bits"
 	$(BIN)/titans evaluate $(STATES)/lmm

@@ -18,6 +18,15 @@ Picture = Callable[[Seeds, Path], list[Path]]
 """Writes one picture or several from the records, into files whose names begin with a path's; returns them."""
 
 
+def _panels(shown: Seeds, measure: str, panel: Callable[[dict], str]) -> dict[str, Seeds]:
+    """The records that have ``measure``, by the panel that the first of a model belongs to."""
+    panels: dict[str, Seeds] = {}
+    for name, seeds in shown.items():
+        if measured := [record for record in seeds if measure in record["measured"]]:
+            panels.setdefault(panel(measured[0]), {})[name] = measured
+    return panels
+
+
 def _named(start: Path, name: str) -> Path:
     return start.with_name(f"{start.name}-{name}.png")
 
@@ -153,11 +162,7 @@ def needles(shown: Seeds, start: Path) -> list[Path]:
 def classes(shown: Seeds, start: Path) -> list[Path]:
     """Accuracy of each run of a labelled set, a panel for each set: a bar for the mean over seeds, a dot for each seed,
     lines for the baselines."""
-    sets: dict[str, dict[str, list[dict]]] = {}
-    for name, seeds in shown.items():
-        measured = [record for record in seeds if "classes" in record["measured"]]
-        if measured:
-            sets.setdefault(measured[0]["variant"].partition("-")[0], {})[name] = measured
+    sets = _panels(shown, "classes", lambda record: record["variant"].partition("-")[0])
     if not sets:
         return []
     figure = new_figure(1.0 + 6.2 * len(sets), 4.6)
@@ -189,11 +194,7 @@ def classes(shown: Seeds, start: Path) -> list[Path]:
 def forecasts(shown: Seeds, start: Path) -> list[Path]:
     """One picture for each series: error by rows ahead over ridge's, of the models at the first lookback and horizon;
     error of every row over that of ridge on the same windows, a bar for the mean over seeds, a dot for each seed."""
-    by_series: dict[str, dict[str, list[dict]]] = {}
-    for name, seeds in shown.items():
-        found = [record for record in seeds if "forecast" in record["measured"]]
-        if found:
-            by_series.setdefault(found[0]["measured"]["forecast"]["series"], {})[name] = found
+    by_series = _panels(shown, "forecast", lambda record: record["measured"]["forecast"]["series"])
     written = []
     for series, rows in by_series.items():
         figure = new_figure(13.0, 2.6 + 0.26 * max(8, len(rows)))
@@ -240,11 +241,7 @@ def _over_ridge(record: dict) -> tuple[float, list[float]]:
 def states(shown: Seeds, start: Path) -> list[Path]:
     """Accuracy of the last answer against the length, a panel for each problem: a line for the mean over seeds of a
     model, a dot for each seed."""
-    problems: dict[str, dict[str, list[dict]]] = {}
-    for name, seeds in shown.items():
-        measured = [record for record in seeds if "states" in record["measured"]]
-        if measured:
-            problems.setdefault(measured[0]["config"]["state_tracking"]["problem"], {})[name] = measured
+    problems = _panels(shown, "states", lambda record: record["config"]["state_tracking"]["problem"])
     if not problems:
         return []
     figure = new_figure(1.5 + 6.0 * len(problems), 7.2)
