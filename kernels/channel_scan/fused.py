@@ -16,6 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titans_pt.kernels.namespace import namespace
+
+NAMESPACE = namespace(__name__, __file__)
+
 TOKENS = 32
 """Tokens of a tile. Kept for the backward pass: 4 N / TOKENS bytes per token and channel."""
 CELLS = 128
@@ -198,7 +202,7 @@ def _launch(x: Tensor, k: Tensor, rate: Tensor | None, reset: Tensor | None) -> 
     return (x.shape[0], triton.cdiv(x.shape[2], channels)), triton.cdiv(x.shape[1], TOKENS), constants
 
 
-@torch.library.custom_op("titans::channel_scan", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::channel_scan", mutates_args=())
 def _operator(
     x: Tensor,
     step: Tensor,
@@ -228,7 +232,7 @@ def _(x, step, k, q, rate, state, reset, keep):
     return torch.empty_like(x), torch.empty_like(state), state.new_empty(x.shape[0], tiles, *state.shape[1:])
 
 
-@torch.library.custom_op("titans::channel_scan_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::channel_scan_backward", mutates_args=())
 def _backward_operator(
     d_out: Tensor,
     d_after: Tensor,

@@ -22,6 +22,9 @@ import torch
 from torch import Tensor
 
 from titans_pt.kernels.memory.dispatch import HAS_TRITON
+from titans_pt.kernels.namespace import namespace
+
+NAMESPACE = namespace(__name__, __file__)
 
 HALF = (torch.float16, torch.bfloat16)
 HAS_FLA = HAS_TRITON and find_spec("fla") is not None
@@ -165,7 +168,7 @@ def _bounds(reset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return bounds, ends - starts.sum(1), ends - 1
 
 
-@torch.library.custom_op("titans::delta_memory", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::delta_memory", mutates_args=())
 def _operator(
     q: Tensor,
     k: Tensor,
@@ -208,14 +211,15 @@ def _backward_shapes(d_out, d_state, q, k, v, decay, beta, erase, state, reset):
 
 # Not a custom_op: PyTorch calls the body of one with autograd switched off for good, and this one differentiates. Nor
 # is it replaced, as those are, when this source is loaded twice (from exported folders): the first one serves.
-if not hasattr(torch.ops.titans, "delta_memory_backward"):
+if not hasattr(getattr(torch.ops, NAMESPACE), "delta_memory_backward"):
     torch.library.define(
-        "titans::delta_memory_backward",
+        f"{NAMESPACE}::delta_memory_backward",
         "(Tensor d_out, Tensor d_state, Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? beta, Tensor? erase, "
         "Tensor state, Tensor? reset) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     )
-    torch.library.impl("titans::delta_memory_backward", "default", _backward_operator)
-    torch.library.register_fake("titans::delta_memory_backward", _backward_shapes)
+    torch.library.impl(f"{NAMESPACE}::delta_memory_backward", "default", _backward_operator)
+    torch.library.register_fake(f"{NAMESPACE}::delta_memory_backward", _backward_shapes)
+_BACKWARD = getattr(torch.ops, NAMESPACE).delta_memory_backward
 
 
 def _setup(ctx, inputs, output):
@@ -224,7 +228,9 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, d_out, d_state):
     decay, beta, erase = ctx.saved_tensors[3:6]
-    d_q, d_k, d_v, *d_gates, d_first = torch.ops.titans.delta_memory_backward(d_out, d_state, *ctx.saved_tensors)
+    d_q, d_k, d_v, *d_gates, d_first = getattr(torch.ops, NAMESPACE).delta_memory_backward(
+        d_out, d_state, *ctx.saved_tensors
+    )
     differentiable = decay is not None and decay.dim() > 1, beta is not None, erase is not None
     d_gates = [d if asked else None for d, asked in zip(d_gates, differentiable, strict=True)]
     return d_q, d_k, d_v, *d_gates, d_first, None

@@ -16,6 +16,9 @@ from titans_pt.kernels.memory.fused import step as decoding
 from titans_pt.kernels.memory.fused.configurations import KERNELS, block_tokens, chunk_tokens, precision, scale
 from titans_pt.kernels.memory.fused.functions import VECTORS
 from titans_pt.kernels.memory.network import NetworkShape
+from titans_pt.kernels.namespace import namespace
+
+NAMESPACE = namespace(__name__, __file__)
 
 SCRATCH_BYTES = 1 << 30
 """What the blocks between two kept states may occupy while they are worked on, unless save_every says otherwise."""
@@ -139,7 +142,7 @@ def _prepare(q, theta, begin, norm, offset, reset, chunk, resets, residual, acti
     return call, info, begin.to(q.dtype) if to_start else begin, begin if norm is None else norm
 
 
-@torch.library.custom_op("titans::memory", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::memory", mutates_args=())
 def memory(
     q: Tensor,
     k: Tensor,
@@ -193,7 +196,7 @@ def _(q, k, v, theta, eta, alpha, begin, norm, state, offset, reset, chunk, rese
     return torch.empty_like(q), torch.empty_like(state), state.new_empty(call.groups if keep else 0, *state.shape)
 
 
-@torch.library.custom_op("titans::memory_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::memory_backward", mutates_args=())
 def memory_backward(
     d_out: Tensor,
     d_state: Tensor,
@@ -277,7 +280,7 @@ def _backward(ctx, d_out, d_state, _):
 memory.register_autograd(_backward, setup_context=_setup)
 
 
-@torch.library.custom_op("titans::memory_step", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::memory_step", mutates_args=())
 def memory_step(
     q: Tensor,
     k: Tensor,
