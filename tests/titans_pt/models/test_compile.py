@@ -72,7 +72,9 @@ def test_no_graph_break_on_the_paths_of_a_gpu(mixers, on_a_gpu):
     assert breaks(lambda ids: model(ids, output_final_state=False)[0], ids) == []
 
 
-@pytest.mark.parametrize("mixer", ["lmm", "mag", "mal", "attention", "swa"])
+@pytest.mark.parametrize("mixer", [
+    "lmm", "attention", "swa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mag", "mal")),
+])  # fmt: skip
 def test_no_graph_break_with_documents(mixer, on_a_gpu):
     block, x = on_a_gpu([mixer]).blocks[0], torch.empty(2, 97, 64, dtype=torch.bfloat16)
     documents = Documents._make(torch.zeros(2, 97, dtype=torch.bool), 8)

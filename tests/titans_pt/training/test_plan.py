@@ -43,7 +43,9 @@ def test_the_grid_and_the_batch(config):
     assert three.bytes["parameters"] < 0.6 * plan.bytes["parameters"]
 
 
-@pytest.mark.parametrize("mixer", ["lmm", "mac", "mag", "mal", "attention", "swa"])
+@pytest.mark.parametrize("mixer", [
+    "lmm", "mac", "attention", "swa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mag", "mal")),
+])  # fmt: skip
 def test_the_estimate_is_what_autograd_keeps(config, mixer, monkeypatch):
     """Scaled up from a shorter row, against the real model on the whole row.
 
