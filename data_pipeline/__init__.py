@@ -1,16 +1,24 @@
-"""Text to batches: sources, tokenizer, token files, packed samples, and a loader whose position is one number."""
+"""Text to batches: sources, tokenizer, token files, packed samples, and a loader whose position is one number.
 
-from titans_pt.data_pipeline.indexed import IndexedDataset, IndexedWriter, document_begins
-from titans_pt.data_pipeline.packing import Mixture, PackedSamples, TokenFiles
-from titans_pt.data_pipeline.prepare import prepare
-from titans_pt.data_pipeline.sources import Document, documents
-from titans_pt.data_pipeline.tokenizers import (
-    StreamDecoder,
-    Tokenizer,
-    load_tokenizer,
-    saved_tokenizer,
-    train_tokenizer,
-)
+The names are imported when they are first used: a trained model's tokenizer needs no reader of files (pyarrow), and the
+many processes of ``titans prepare`` do without torch (200 MB each), which Loader alone needs.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from titans_pt.data_pipeline.indexed import IndexedDataset, IndexedWriter, document_begins
+    from titans_pt.data_pipeline.loader import Loader
+    from titans_pt.data_pipeline.packing import Mixture, PackedSamples, TokenFiles
+    from titans_pt.data_pipeline.sources import Document, documents
+    from titans_pt.data_pipeline.tokenizers import (
+        StreamDecoder,
+        Tokenizer,
+        load_tokenizer,
+        saved_tokenizer,
+        train_tokenizer,
+    )
 
 __all__ = [
     "Document",
@@ -25,16 +33,23 @@ __all__ = [
     "document_begins",
     "documents",
     "load_tokenizer",
-    "prepare",
     "saved_tokenizer",
     "train_tokenizer",
 ]
 
 
-def __getattr__(name: str):
-    """Loader alone needs torch, which the many processes of ``titans prepare`` do without (200 MB each)."""
-    if name == "Loader":
-        from titans_pt.data_pipeline.loader import Loader
+_HOMES = {
+    "indexed": ("IndexedDataset", "IndexedWriter", "document_begins"),
+    "loader": ("Loader",),
+    "packing": ("Mixture", "PackedSamples", "TokenFiles"),
+    "sources": ("Document", "documents"),
+    "tokenizers": ("StreamDecoder", "Tokenizer", "load_tokenizer", "saved_tokenizer", "train_tokenizer"),
+}
+"""File -> the names of it that this package exports."""
 
-        return Loader
+
+def __getattr__(name: str) -> Any:
+    for file, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{file}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,10 +17,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from platformdirs import user_cache_path
 from torch import Tensor
 
 from titans_pt.kernels.common import warn_once
+from titans_pt.tools.cache import cache_folder
 
 HEADER = Path(__file__).with_name("vector.h")
 """What every source includes; those beside a source belong to it, too."""
@@ -50,7 +50,7 @@ def library(source: Path, dtype: torch.dtype) -> ctypes.CDLL | str:
     try:
         texts = [path.read_text() for path in (source, HEADER, *sorted(source.parent.glob("*.h")))]
         key = chr(0).join([*texts, *flags, compiler, platform.machine(), _processor()])
-        folder = user_cache_path("titans-pt") / "native"
+        folder = cache_folder() / "native"
         path = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@
 #
 # A machine with no more than PyTorch, Triton, pytest (pytest-timeout, pytest-xdist, hypothesis), PyYAML, click and
 # matplotlib needs these wheels besides; `check` says which are missing:
-#   kernels        pydantic pydantic-core annotated-types typing-inspection platformdirs
+#   kernels        pydantic pydantic-core annotated-types typing-inspection
 #   other parts    deepspeed hjson einops msgpack ninja psutil py-cpuinfo tqdm safetensors tokenizers, and those above
 #   rows of flash-linear-attention, and baselines made of it: fla-core
 #
@@ -77,7 +77,7 @@ if missing:
 CHECK
 }
 kernels=(torch triton numpy pytest pytest_timeout xdist hypothesis yaml click matplotlib
-    pydantic pydantic_core annotated_types typing_inspection platformdirs)
+    pydantic pydantic_core annotated_types typing_inspection)
 training=("${kernels[@]}" deepspeed hjson einops msgpack ninja psutil cpuinfo tqdm safetensors tokenizers)
 # By file: what a folder's other tests import is not needed here.
 memory=(tests/kernels/memory/fused/test_{operators,equality,traffic}.py)

@@ -62,7 +62,7 @@ def merged(base: dict, top: dict) -> dict:
 def prepare_corpus(folder: Path, documents: int = 60) -> Path:
     """Token files of a small made-up text under ``folder``, some 160 tokens a document; returns their data.dir."""
     from titans_pt.config import Config
-    from titans_pt.data_pipeline import prepare
+    from titans_pt.data_pipeline.prepare import prepare
 
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 6))) for _ in range(100)]

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from titans_pt.cli import run
+from titans_pt.errors import EXIT_USER
 
 
 def usable_streams() -> None:
@@ -50,6 +50,17 @@ def main() -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     usable_streams()
     usable_home()
+    try:
+        from titans_pt.cli import run  # not at the top: it needs click, which the layers do without
+    except ModuleNotFoundError as error:
+        from titans_pt.tools.extras import missing
+
+        # For titans demo alone the smaller extra does.
+        extra = "demo" if sys.argv[1:2] == ["demo"] else "train"
+        if (told := missing(error, "the program titans", [extra])) is None:
+            raise
+        print(f"titans: error: {told}", file=sys.stderr)
+        sys.exit(EXIT_USER)
     sys.exit(run(sys.argv[1:]))
 
 

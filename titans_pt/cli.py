@@ -13,6 +13,7 @@ import click
 from titans_pt import __version__
 from titans_pt.commands import COMPLETION, SECTIONS, SUBJECT, Commands
 from titans_pt.errors import EXIT_USER, UserError
+from titans_pt.tools.extras import missing
 from titans_pt.tools.processes import place
 from titans_pt.tools.screen import drop, say
 
@@ -78,6 +79,12 @@ def run(arguments: list[str]) -> int:
         return _fail(error.format_message().rstrip(".") + help)
     except UserError as error:
         return _fail(str(error))
+    except ModuleNotFoundError as error:
+        command = context.invoked_subcommand
+        told = missing(error, f"titans {command}", ["demo" if command == "demo" else "train"])
+        if told is None:
+            raise
+        return _fail(str(told))
     except BrokenPipeError:
         if not _unread():
             raise

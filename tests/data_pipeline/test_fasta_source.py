@@ -5,8 +5,9 @@ import pytest
 
 from titans_pt.config import Config
 from titans_pt.config.files import load_config
-from titans_pt.data_pipeline import TokenFiles, prepare
+from titans_pt.data_pipeline import TokenFiles
 from titans_pt.data_pipeline.packing import PackedSamples, on_other_strand
+from titans_pt.data_pipeline.prepare import prepare
 from titans_pt.errors import UserError
 
 

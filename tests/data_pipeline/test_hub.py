@@ -19,9 +19,10 @@ from tests.data_pipeline.hub_server import Hub
 from tests.data_pipeline.real_text import fineweb_row, write_layout
 from tests.data_pipeline.small_corpus import VOCAB, make_texts
 from titans_pt.config import SourceConfig
-from titans_pt.data_pipeline import documents, hub, prepare, sources
+from titans_pt.data_pipeline import documents, hub, sources
 from titans_pt.data_pipeline.inspection import document_place
 from titans_pt.data_pipeline.packing import TokenFiles
+from titans_pt.data_pipeline.prepare import prepare
 from titans_pt.errors import UserError
 
 

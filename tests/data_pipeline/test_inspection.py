@@ -3,8 +3,9 @@ import json
 import pytest
 
 from titans_pt import cli
-from titans_pt.data_pipeline import TokenFiles, prepare
+from titans_pt.data_pipeline import TokenFiles
 from titans_pt.data_pipeline.inspection import document_place, inspect_data
+from titans_pt.data_pipeline.prepare import prepare
 from titans_pt.errors import UserError
 
 

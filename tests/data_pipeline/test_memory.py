@@ -11,7 +11,8 @@ from tests.data_pipeline.small_corpus import make_texts
 
 PROGRAM = """
 import resource, sys
-from titans_pt.data_pipeline import merge, prepare, sources
+from titans_pt.data_pipeline import merge, sources
+from titans_pt.data_pipeline.prepare import prepare
 from titans_pt.config.files import load_config
 sources.PART_BYTES, merge._BUCKET_DOCUMENTS = 1 << 20, 1 << 14
 prepare(load_config(sys.argv[1]))

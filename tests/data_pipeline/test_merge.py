@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data_pipeline.small_corpus import write_jsonl
-from titans_pt.data_pipeline import TokenFiles, merge, prepare, sources
+from titans_pt.data_pipeline import TokenFiles, merge, sources
+from titans_pt.data_pipeline.prepare import prepare
 
 
 @settings(max_examples=8)

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from tests.data_pipeline.small_corpus import make_texts, write_jsonl
 from tests.data_pipeline.streams import dataset
-from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, Mixture, PackedSamples, TokenFiles, prepare
+from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, Mixture, PackedSamples, TokenFiles
 from titans_pt.data_pipeline.manifest import read_manifest
+from titans_pt.data_pipeline.prepare import prepare
 from titans_pt.errors import UserError
 from titans_pt.tools.sealed import seal
 

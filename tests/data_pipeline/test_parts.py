@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.data_pipeline.small_corpus import make_texts, write_jsonl
-from titans_pt.data_pipeline import TokenFiles, parts, prepare, sources
+from titans_pt.data_pipeline import TokenFiles, parts, sources
 from titans_pt.data_pipeline.manifest import read_manifest
+from titans_pt.data_pipeline.prepare import prepare
 from titans_pt.errors import UserError
 
 module = importlib.import_module("titans_pt.data_pipeline.prepare")

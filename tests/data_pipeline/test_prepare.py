@@ -17,10 +17,11 @@ from pyarrow import parquet
 
 from tests.data_pipeline.small_corpus import VOCAB, make_texts, write_jsonl
 from titans_pt.config import Config, SourceConfig
-from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, TokenFiles, documents, load_tokenizer, prepare
+from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, TokenFiles, documents, load_tokenizer
 from titans_pt.data_pipeline.inspection import inspect_data
 from titans_pt.data_pipeline.manifest import read_manifest
 from titans_pt.data_pipeline.merge import unigram_loss
+from titans_pt.data_pipeline.prepare import prepare
 from titans_pt.data_pipeline.tokenizers import train_tokenizer
 from titans_pt.errors import UserError
 

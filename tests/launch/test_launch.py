@@ -51,7 +51,7 @@ def gpu_check(tmp_path, *parts: str, **variables: str) -> subprocess.CompletedPr
 def test_the_gpu_check_says_what_a_bare_machine_lacks(tmp_path):
     done = gpu_check(tmp_path)
     assert done.returncode == 2
-    missing = "pydantic pydantic-core annotated-types typing-inspection platformdirs"
+    missing = "pydantic pydantic-core annotated-types typing-inspection"
     assert f"lacks {missing}; python3 -m pip install {missing}, or carry" in done.stdout
     assert "Traceback" not in done.stdout
 

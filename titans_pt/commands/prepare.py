@@ -49,6 +49,6 @@ def prepare(config, force: bool, workers: int, shard: tuple[int, int] | None):
         else:
             task.prepare()
         return
-    from titans_pt import data_pipeline
+    from titans_pt.data_pipeline.prepare import prepare as write_token_files
 
-    data_pipeline.prepare(config, force=force, shard=shard, workers=workers)
+    write_token_files(config, force=force, shard=shard, workers=workers)

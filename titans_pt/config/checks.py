@@ -16,7 +16,6 @@ from titans_pt.config.plain import usual
 from titans_pt.config.sections import own_section
 from titans_pt.config.tree import Config
 from titans_pt.config.words import known_paths, unknown_key
-from titans_pt.config.yaml import parse_yaml
 from titans_pt.errors import UserError
 
 
@@ -31,20 +30,14 @@ def checked(config: Config) -> Config:
     for module in config.run.imports:
         _import(module)
     # Not at the top: they import torch, which takes seconds that preparing data, or a mistyped key, should not cost.
-    from titans_pt.kernels.memory.rules import RULES
-    from titans_pt.models.mixers import MIXERS, Mixer
+    from titans_pt.models.mixers import Mixer
     from titans_pt.tasks import TASKS, Task
 
     task = TASKS.find(config.task)
+    config = checked_model(config)
+    config = _with_sections(config, "", {config.task: task}, TASKS)
+    task.check(config, _need)
     mixers = {name: find_mixer(name) for name in config.model.kinds}
-    model = _with_defaults(config, mixers.values()).model
-    rule = RULES.find(model.memory.rule)
-    memory = _with_sections(model.memory, "model.memory.", {rule.name: rule}, RULES)
-    model = _with_sections(model.model_copy(update={"memory": memory}), "model.", mixers, MIXERS)
-    config = _with_sections(config.model_copy(update={"model": model}), "", {config.task: task}, TASKS)
-    for owner in (*mixers.values(), task):
-        owner.check(config, _need)
-    rule.check(config.model.memory, _need)
     for suite in config.evaluation.suites if config.evaluation.every else ():
         _need(suite in task.suites, "evaluation.suites", suite, f"allowed: {', '.join(task.suites) or 'none'}")
     if config.train.stop_when:
@@ -70,6 +63,30 @@ def checked(config: Config) -> Config:
             config.parallel.context,
             f"must be 1 with task={config.task}, whose samples cannot be cut",
         )
+    return config
+
+
+def checked_model(config: Config) -> Config:
+    """``config`` with the sections of its mixers and its memory rule filled in, after these have checked it.
+
+    Imports no task: a layer in somebody's own model has none.
+
+    Raises:
+        UserError: an unknown mixer, a setting of theirs that is wrong, or settings that do not go together.
+    """
+    # Not at the top: see checked.
+    from titans_pt.kernels.memory.rules import RULES
+    from titans_pt.models.mixers import MIXERS
+
+    mixers = {name: find_mixer(name) for name in config.model.kinds}
+    model = _with_defaults(config, mixers.values()).model
+    rule = RULES.find(model.memory.rule)
+    memory = _with_sections(model.memory, "model.memory.", {rule.name: rule}, RULES)
+    model = _with_sections(model.model_copy(update={"memory": memory}), "model.", mixers, MIXERS)
+    config = config.model_copy(update={"model": model})
+    for mixer in mixers.values():
+        mixer.check(config, _need)
+    rule.check(config.model.memory, _need)
     return config
 
 
@@ -113,6 +130,8 @@ def mixers_of(model: str) -> list[str]:
 
 def _mixers_in(config: str) -> list[str] | None:
     """What a config of the package says of model.mixers itself."""
+    from titans_pt.config.yaml import parse_yaml  # not at the top: layers do without PyYAML
+
     tree = usual(parse_yaml(packaged()[config].read_text(encoding="utf-8"), config))
     return tree.get("model", {}).get("mixers")
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from titans_pt.config import Config, MemoryConfig, ModelConfig
-from titans_pt.config.checks import checked
+from titans_pt.config.checks import checked_model
 from titans_pt.config.words import one_line
 from titans_pt.errors import UserError
 from titans_pt.kernels.memory.rules import RULES
@@ -203,7 +203,7 @@ def _model_config(
         config = Config.model_validate(
             {"model": tree, "data": {"seq_len": _ANY_LENGTH}, "train": {"batch_tokens": _ANY_LENGTH, "micro_batch": 1}}
         )
-        return checked(config).model
+        return checked_model(config).model
 
 
 @contextmanager

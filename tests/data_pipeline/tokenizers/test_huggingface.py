@@ -6,7 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from titans_pt.data_pipeline import StreamDecoder, TokenFiles, load_tokenizer, prepare
+from titans_pt.data_pipeline import StreamDecoder, TokenFiles, load_tokenizer
+from titans_pt.data_pipeline.prepare import prepare
 from titans_pt.errors import UserError
 
 SCRIPTS = "Ünïcode  текст 日本語 العربية हिन्दी 😀👩‍👩‍👧 e\u0301\r\n\n  \tindented\n <|endoftext|> </s>  "

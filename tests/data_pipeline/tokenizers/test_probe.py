@@ -10,8 +10,9 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 
 from tests.data_pipeline.small_corpus import VOCAB
 from tests.data_pipeline.tokenizers.test_huggingface import byte_level, llama, saved  # noqa: F401
-from titans_pt.data_pipeline import load_tokenizer, prepare
+from titans_pt.data_pipeline import load_tokenizer
 from titans_pt.data_pipeline.inspection import inspect_data
+from titans_pt.data_pipeline.prepare import prepare
 from titans_pt.data_pipeline.tokenizers import lost_kinds
 from titans_pt.data_pipeline.tokenizers.probe import KINDS
 from titans_pt.errors import UserError

@@ -58,7 +58,7 @@ def test_fewer_validation_samples_than_asked_for(config):
 
 
 def test_a_run_of_language_names_its_sources(tiny, prepared, tmp_path):
-    from titans_pt.data_pipeline import prepare
+    from titans_pt.data_pipeline.prepare import prepare
 
     text = str(prepared.parent / "text.jsonl")
     (tmp_path / "more.jsonl").write_text("".join(f'{{"text": "{"word " * 40}{n}"}}\n' for n in range(20)))
