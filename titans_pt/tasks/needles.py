@@ -39,6 +39,14 @@ class NeedlesInNoise:
     def chance(self) -> float:
         return 1 / (self.vocabulary // 4)
 
+    @property
+    def noise(self) -> np.ndarray:
+        """The tokens that noise is drawn from."""
+        quarter = self.vocabulary // 4
+        every = np.concatenate([np.arange(2, quarter), np.arange(3 * quarter, self.vocabulary)])
+        drawn = len(every) - self.held_out
+        return every[drawn:] if self.unseen else every[:drawn]
+
     def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """ids (length,) int64 and the places (needles,) of the asked keys, ascending; the answer follows each.
 
@@ -48,9 +56,7 @@ class NeedlesInNoise:
         quarter = self.vocabulary // 4
         keys = quarter + draw.choice(quarter, self.needles, replace=False)
         values = 2 * quarter + draw.choice(quarter, self.needles, replace=False)
-        noise = np.concatenate([np.arange(2, quarter), np.arange(3 * quarter, self.vocabulary)])
-        drawn = len(noise) - self.held_out
-        ids = draw.choice(noise[drawn:] if self.unseen else noise[:drawn], self.length)
+        ids = draw.choice(self.noise, self.length)
         end = self.length - self.tail
         # Three tokens each at random places: choose among the places left when each is one token wide.
         free = end - 2 * self.needles
