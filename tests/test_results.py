@@ -1,4 +1,4 @@
-"""README.md, docs/results.md, dna.md, forecasting.md and statetracking.md say what the records say.
+"""The README and the pages of results say what the records say.
 
 ``python -m tests.test_results`` writes their tables again, and the README's picture."""
 
@@ -22,9 +22,10 @@ from titans_pt.reproduce.tables import Cell, behind, cells, number
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
-README, PAGE, DNA, FORECASTING, STATES = (
-    ROOT / name
-    for name in ("README.md", "docs/results.md", "docs/dna.md", "docs/forecasting.md", "docs/statetracking.md")
+README = ROOT / "README.md"
+PAGE, REPRODUCE, TINY, BASELINES, DNA, FORECASTING, STATES = (
+    ROOT / "docs" / f"{name}.md"
+    for name in ("results", "reproduce", "tiny", "baselines", "dna", "forecasting", "statetracking")
 )
 
 
@@ -175,6 +176,47 @@ def overview() -> list[str]:
     return lines
 
 
+SHOWN = ("mac", "lmm", "mag", "mamba2", "mal", "gated_deltanet", "deltanet", "ttt_mlp", "swa", "transformer")
+"""The rows of docs/results.md."""
+
+
+def models_in_short() -> list[str]:
+    """The best first, of the models that are shown."""
+    study, _, rows = found("table1")
+    apart = {name: by for name, by, *_ in behind(study, [cell for row in rows for cell in row]).rows}
+    return [
+        line(first.row.name, str(len(first.ours.by_seed)), told(first), apart.get(first.row.name, "-"),
+             told(others[0]), told(others[1]))
+        for first, *others in lowest_first(rows) if first.row.model in SHOWN and not first.row.variant
+    ]  # fmt: skip
+
+
+def asked_in_short() -> list[str]:
+    """Needles by length, the most at 65,536 tokens first, and recall; both from the same seeds or the first alone."""
+    recall = {seeds[0]["model"]: seeds for seeds in of_models("recall")}
+    lines = []
+    for seeds in of_models("needles"):
+        if (model := seeds[0]["model"]) not in SHOWN:
+            continue
+        at: dict[int, list[float]] = {}
+        for record in seeds:
+            for row in needles_asked(record):
+                for cell in row["by_length"] if (row["needles"], row["noise"]) == (8, "seen") else ():
+                    at.setdefault(cell["length"], []).append(100 * cell["mean"])
+        means = [sum(at[length]) / len(at[length]) if length in at else None for length in (2048, 65536, 1048576)]
+        recalls = [100 * record["measured"]["recall"]["mean"] for record in recall[model]]
+        shown = line(NAMES[model], str(len(seeds)), *("-" if mean is None else f"{mean:.1f}" for mean in means),
+                     f"{sum(recalls) / len(recalls):.1f}")  # fmt: skip
+        lines.append((-means[1], -means[0], shown))
+    return [shown for *_, shown in sorted(lines)]
+
+
+def ablations_in_short() -> list[str]:
+    """The first columns of the ablations."""
+    cells = ([cell.strip() for cell in row.strip("|").split("|")] for row in ablations())
+    return [line("nothing" if name == "LMM" else name.removeprefix("without "), *rest[:4]) for name, *rest in cells]
+
+
 def draw_needles(path: Path) -> None:
     """The README's picture: an LMM trained with a cost on writing, and others of its size."""
     shown = {"LMM": [json.loads((RESULTS / "titans/lmm-s1.json").read_text())]}
@@ -294,28 +336,34 @@ def tracked() -> list[str]:
     return [shown for *_, shown in sorted(lines)]
 
 
-TABLES = {
-    "| | trainings | tokens | FLOPs |": costs,
-    "| model | learning rate | perplexity |": models,
-    "| LMM of seed 0 |": ablations,
-    "| depth of the LMM's memory |": depths,
-    "| trained with chunks of |": chunks,
-    "| tokens of a sequence |": throughput,
-    "| model | seeds | accuracy (%) |": recalled,
-    "| model | parameters | seeds | 2,048 | 16,384 |": found_in_noise,
-}
-"""How a table's head begins, and what gives its lines."""
 OF_DNA = {
     "| model that reads the genome |": read_genomes,
     "| set | model | start |": classified,
 }
 PAGES = {
     README: {"| model | perplexity at 512 tokens |": overview},
-    PAGE: TABLES,
+    PAGE: {
+        "| model | seeds | perplexity at 512 tokens |": models_in_short,
+        "| model | seeds of needles | needles at 2,048 tokens |": asked_in_short,
+        "| LMM without |": ablations_in_short,
+    },
+    REPRODUCE: {"| | trainings | tokens | FLOPs |": costs},
+    TINY: {
+        "| model | learning rate | perplexity |": models,
+        "| LMM of seed 0 |": ablations,
+        "| depth of the LMM's memory |": depths,
+        "| trained with chunks of |": chunks,
+        "| tokens of a sequence |": throughput,
+    },
+    BASELINES: {
+        "| model | parameters | seeds | 2,048 | 16,384 |": found_in_noise,
+        "| model | seeds | accuracy (%) |": recalled,
+    },
     DNA: OF_DNA,
     FORECASTING: {"| model | seeds | test MSE |": forecasts},
     STATES: {"| problem | model | seeds |": tracked},
 }
+"""A page's tables: how the head begins, and what gives the lines."""
 
 
 def table_of(head: str, text: str) -> re.Match[str]:
