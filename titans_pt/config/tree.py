@@ -501,6 +501,9 @@ class TrainConfig(Section):
     init_fresh: list[str] = []
     """Parameters that init_from does not fill, by name or pattern (blocks.5.*): they are drawn, and may be missing
     there or have another shape. All others must fit."""
+    trainable: list[str] = []
+    """Parameters that are trained, by name or pattern (*.memory.*, *norm.weight); all others stay as they are,
+    without gradients and optimiser state. Empty: all are trained."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Precision of weights, activations and gradients. Memories and the optimiser's own weights are fp32 in both."""
     batch_tokens: Positive = 524_288

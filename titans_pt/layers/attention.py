@@ -114,6 +114,15 @@ class Attention(nn.Module):
         k, v, visible = self._after(k, v, first)
         return y.flatten(-2), AttentionState(k, v, prefix_k, prefix_v, visible, position + length)
 
+    def unlimited(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        """What :meth:`forward` would give of whole sequences without a window, (B, T, H D)."""
+        q = self.queries(x)
+        k, v = self.keys_values(x)
+        turn = self.rotation_from(0, q)
+        first = self._first(x.shape[0], 0, x.shape[1], None, documents, x.device)
+        bounds = None if documents is None else documents.bounds
+        return causal_attention(rotate(q, *turn), rotate(k, *turn), v, first=first, bounds=bounds).flatten(-2)
+
     def kept(self, k: Tensor, v: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
         """The sinks and, of what follows them, the newest ``count`` of keys and values (B, n, K, D); all for None."""
         past = 0 if count is None else k.shape[1] - self.sinks - count

@@ -66,6 +66,11 @@ class LanguageModel(nn.Module):
         if self.config.tie_embeddings and own > OWN_LOGIT:
             nn.init.constant_(self.norm.weight, OWN_LOGIT / own)
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """(B, T) int64 -> what the first block is given, (B, T, d_model)."""
+        # The mixers' outputs are normalised, of unit scale: at the embedding's own 0.02 they would drown the token.
+        return self.embedding(ids) * self.config.embedding_factor
+
     def forward(
         self,
         ids: Tensor,
@@ -96,8 +101,7 @@ class LanguageModel(nn.Module):
             raise ValueError(f"ids: given shape {tuple(ids.shape)}; must be (B, T) with at least one row and one token")
         if reset is not None and reset.shape != ids.shape:
             raise ValueError(f"reset: given shape {tuple(reset.shape)}; must be that of ids, {tuple(ids.shape)}")
-        # The mixers' outputs are normalised, of unit scale: at the embedding's own 0.02 they would drown the token.
-        x = self.embedding(ids) * self.config.embedding_factor
+        x = self.embed(ids)
         documents = None if reset is None else Documents.of(reset, ids.device)
         x, blocks = self.blocks(x, state and state.blocks, documents, output_final_state)
         if last_only:

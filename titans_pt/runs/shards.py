@@ -115,6 +115,11 @@ class ShardReader:
     def __exit__(self, *error):
         self._stack.close()
 
+    def holds(self, kind: str, name: str) -> bool:
+        """Whether a tensor has this kind."""
+        places = (path for part in range(self.tensors[name].parts) for _, path in self._places[name, part])
+        return any(f"{kind}.{name}" in self._open(path).keys() for path in places)  # noqa: SIM118
+
     def whole(self, kind: str, name: str) -> Tensor:
         """The tensor, put together; fp32."""
         cut = self.tensors[name]

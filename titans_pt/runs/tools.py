@@ -79,7 +79,10 @@ def merge_run(run: str, step: int | None):
             return
         with checkpoints.Tensors(path) as tensors:
             weights = {name: tensors.get(checkpoints.WEIGHT, name) for name in tensors.shapes()}
-            moments = {f"{kind}.{name}": tensors.get(kind, name) for kind in checkpoints.MOMENTS for name in weights}
+            moments = {
+                f"{kind}.{name}": tensors.get(kind, name)
+                for kind in checkpoints.MOMENTS for name in weights if tensors.holds(kind, name)
+            }  # fmt: skip
         checkpoints.save(folder.checkpoints, weights, moments, checkpoints.read_state(path))
         print(f"{path}: whole tensors now")
 

@@ -38,6 +38,7 @@ class Language(Task):
     }
     usual: tuple[str, ...] = ("perplexity", "needle")  # what needs no further packages or data
     bound = {"tokenizer": "embedding.weight"}
+    takes = ("attention_transfer",)
 
     def __init__(self, config: Config):
         super().__init__(config)

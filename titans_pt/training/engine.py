@@ -23,6 +23,7 @@ from titans_pt.runs.checkpoints import MOMENTS, WEIGHT, Tensors
 from titans_pt.runs.shards import Whole
 from titans_pt.tasks import Task
 from titans_pt.tasks.base import backbone_of
+from titans_pt.training.freezing import freeze, trained
 from titans_pt.training.ranks import Ranks
 
 
@@ -161,6 +162,7 @@ class Engine:
         check_node_ranks(config, ranks.world_size)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.split = TensorParallel(model, self.topology.tensor, config.parallel.sequence)
+        freeze(model, config.train.trainable)  # after the cut, which puts hooks on gradients
         self.compiled = compiles(config, ranks.device)
         self.backbone = backbone_of(model)
         check_packages(self.backbone, ranks.device)
@@ -180,17 +182,22 @@ class Engine:
             parameter_groups(model, config.train.weight_decay),
             lr=config.train.lr, betas=(config.train.betas[0], config.train.betas[1]), eps=config.train.eps,
         )  # fmt: skip
-        own = sum(p.numel() for p in weights.values())
         with _one_optimizer_for_all_stages():
             self._engine, *_ = deepspeed.initialize(
                 model=objective,
                 optimizer=optimizer,
-                config=deepspeed_config(config, self.micro_batch, self.accumulation, own),
+                config=deepspeed_config(config, self.micro_batch, self.accumulation, trained(model)),
                 mpu=ModelParallelUnit(self.topology),
                 dist_init_required=False,
             )
         parameters: list[tuple[str, Any]] = list(self.model.named_parameters())
         self._trainable = [(name, p) for name, p in parameters if p.requires_grad]
+        # The module's own parameters are exact unless they are bf16, or only a shard of them is here.
+        exact = self.stage < 3 and config.train.precision == "fp32"
+        first = self.topology.replicas.rank == 0  # these ranks write checkpoints
+        self._frozen = {
+            name: p.detach() if exact else weights[name] for name, p in parameters if first and not p.requires_grad
+        }
         self._create_optimizer_state()
         for name, p in self._trainable:
             start, count = self._own(p)
@@ -256,7 +263,8 @@ class Engine:
     def gather(self, take: Callable[[str, str, Tensor], None]):
         """Calls ``take(kind, name, tensor)`` for every parameter with kind "weight", "exp_avg", "exp_avg_sq".
 
-        Collective: all ranks call it, each gets the whole fp32 tensor and should let go of it at once.
+        Collective: all ranks call it, each gets the whole fp32 tensor and should let go of it at once. Frozen
+        parameters have no moments, and only the first replica's ranks get them.
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -264,6 +272,8 @@ class Engine:
             take("weight", name, self.split.whole(name, safe_get_full_fp32_param(p)))
             for key in MOMENTS:
                 take(key, name, self.split.whole(name, safe_get_full_optimizer_state(p, key)))
+        for name, weight in self._frozen.items():
+            take("weight", name, self.split.whole(name, weight.to(self._engine.device)))
 
     def adam_step(self) -> int:
         """Updates that were applied since the start of the run (skipped ones are not among them)."""
@@ -275,7 +285,8 @@ class Engine:
     def cuts(self) -> dict[str, Whole]:
         """The shape of every whole parameter, and how tensor ranks cut it."""
         found, tensor = {}, self.topology.tensor
-        for name, p in self._trainable:
+        p: Any  # DeepSpeed adds attributes to parameters
+        for name, p in self.model.named_parameters():
             dim = self.split.dims.get(name)
             shape = self.split.shapes.get(name, p.ds_shape if self.stage == 3 else p.shape)
             found[name] = Whole(tuple(shape), dim, 1 if dim is None else tensor.size)
@@ -296,6 +307,10 @@ class Engine:
             for kind in (WEIGHT, *MOMENTS):
                 fragment = self._fragment(p, None if kind == WEIGHT else kind)
                 pieces[f"{kind}.{name}"] = fragment[:count].detach().to("cpu", torch.float32, copy=True).contiguous()
+        for name, weight in self._frozen.items():
+            if name in self.split.dims or self.topology.tensor.rank == 0:
+                places[name] = (self.topology.tensor.rank, 0)
+                pieces[f"{WEIGHT}.{name}"] = weight.to("cpu", copy=True).flatten().contiguous()
         return pieces, places
 
     def load_moments(self, tensors: Tensors, adam_step: int):

@@ -20,6 +20,7 @@ from titans_pt.parallel.topology import grid_shape, grid_text
 from titans_pt.tasks import Task
 from titans_pt.tools.processes import place
 from titans_pt.training.engine import local_batch, reduce_bucket, sums_in_fp32
+from titans_pt.training.freezing import freeze, trained
 from titans_pt.training.metrics import PEAK_FLOPS
 
 GIB = 2**30
@@ -28,8 +29,8 @@ PROBE_TOKENS = 1024
 MODEL_KINDS = ("parameters", "gradients", "optimiser", "communication")
 BLOCK_KINDS = ("activations", "memory states", "memory scratch")
 """Kinds of memory; all others belong to the task's output end."""
-CHECKPOINT_BYTES = 12
-"""Per parameter: the weights and AdamW's two moments, in fp32."""
+WEIGHT_BYTES, MOMENT_BYTES = 4, 8
+"""Of a parameter in a checkpoint, and of AdamW's two moments of one that is trained, in fp32."""
 HEADROOM = 0.9
 """Share of a device's memory that a plan may use; the rest is for gaps in the allocator and for libraries."""
 
@@ -40,6 +41,7 @@ class TrainingPlan:
 
     config: Config
     parameters: int
+    trained: int
     tensor: int
     context: int
     data: int
@@ -58,7 +60,7 @@ class TrainingPlan:
         train, parallel = self.config.train, self.config.parallel
         kinds = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in self.bytes.items())
         return (
-            f"plan: {self.parameters:,} parameters on {self.tensor * self.context * self.data} ranks = "
+            f"plan: {self.parameters:,} parameters{self._frozen()} on {self.tensor * self.context * self.data} ranks = "
             f"{grid_text(self.data, self.context, self.tensor)}{', sequence split' if parallel.sequence else ''}, "
             f"ZeRO {parallel.zero_stage}, {train.precision}\n"
             f"plan: {train.batch_tokens:,} tokens per step = {self.data} data ranks x {self.accumulation} "
@@ -67,6 +69,9 @@ class TrainingPlan:
             f"plan: estimated memory per rank {self.total / GIB:.2f} GiB: {kinds}\n"
             f"plan: {self.cost.text()}"
         )
+
+    def _frozen(self) -> str:
+        return "" if self.trained == self.parameters else f" ({self.trained:,} of them trained)"
 
     def _read(self) -> str:
         """A line where the blocks read other tokens than the samples' steps."""
@@ -126,12 +131,16 @@ def make_plan(task: Task, ranks: int | None = None, gpu: bool | None = None) -> 
     with torch.device("meta"):
         model = task.build_model()
     parameters = sum(p.numel() for p in model.parameters())
+    freeze(model, config.train.trainable)
+    learned = trained(model)
     TensorParallel(model, _Rehearsal(0, tensor), config.parallel.sequence)
-    own = sum(p.numel() for p in model.parameters())
+    own = sum(p.numel() for p in model.parameters()), trained(model)
     gpu = torch.cuda.is_available() if gpu is None else gpu
-    sizes = _model_bytes(config, own, context * data, accumulation) | _activation_bytes(task, micro, gpu)
+    sizes = _model_bytes(config, *own, context * data, accumulation) | _activation_bytes(task, micro, gpu)
     sequences = task.sequences(1, config.data.seq_len)
-    return TrainingPlan(config, parameters, tensor, context, data, micro, accumulation, sizes, cost_of(task), sequences)
+    return TrainingPlan(
+        config, parameters, learned, tensor, context, data, micro, accumulation, sizes, cost_of(task), sequences
+    )
 
 
 @dataclass(frozen=True)
@@ -162,13 +171,15 @@ def cost_of(task: Task) -> Cost:
     config, train = task.config, task.config.train
     with torch.device("meta"):
         model: Any = task.build_model()  # a module with flops
+    freeze(model, train.trainable)
     parameters = sum(p.numel() for p in model.parameters())
     tokens = train.max_steps * train.batch_tokens
     kept = train.keep_last + (train.max_steps // train.keep_every if train.keep_every else 0)
     checkpoints = min(kept, -(-train.max_steps // train.checkpoint_every))
     flops = tokens * model.flops(config.data.seq_len).total
     rows, length = task.sequences(tokens // config.data.seq_len, config.data.seq_len)
-    return Cost(parameters, tokens, flops, checkpoints * CHECKPOINT_BYTES * parameters, rows * length)
+    disk = checkpoints * (WEIGHT_BYTES * parameters + MOMENT_BYTES * trained(model))
+    return Cost(parameters, tokens, flops, disk, rows * length)
 
 
 class _Rehearsal(RankGroup):
@@ -184,16 +195,17 @@ class _Rehearsal(RankGroup):
         return self.part(x, dim).clone()
 
 
-def _model_bytes(config: Config, own: int, replicas: int, accumulation: int) -> dict[str, int]:
-    """Bytes by kind for a rank with ``own`` parameters after the tensor split, under ZeRO over ``replicas`` ranks."""
+def _model_bytes(config: Config, own: int, learned: int, replicas: int, accumulation: int) -> dict[str, int]:
+    """Bytes by kind for a rank with ``own`` parameters after the tensor split, of which ``learned`` are trained, under
+    ZeRO over ``replicas`` ranks."""
     width = _width(config)
-    parallel, bucket = config.parallel, reduce_bucket(config, own)
+    parallel, bucket = config.parallel, reduce_bucket(config, learned)
     stage = parallel.zero_stage
-    shard = -(-own // replicas)
+    shard = -(-learned // replicas)
     kept = 4 if stage == 1 and sums_in_fp32(config, accumulation) else width
     return {
-        "parameters": width * (shard if stage == 3 else own),
-        "gradients": kept * own if stage == 1 else 4 * shard,
+        "parameters": width * (-(-own // replicas) if stage == 3 else own),
+        "gradients": kept * learned if stage == 1 else 4 * shard,
         "optimiser": 12 * shard,  # fp32 weights and Adam's two moments
         "communication": (4 if parallel.reduce_fp32 else kept) * (1 + bool(parallel.overlap)) * bucket,
     }

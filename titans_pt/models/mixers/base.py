@@ -115,6 +115,11 @@ class Mixer(nn.Module):
         """
         return blocks(x, state, documents)
 
+    def unlimited(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        """What a pretrained attention layer that was given a window gives of whole sequences without it, for attention
+        transfer; (B, T, d_model). What never had a window gives its output."""
+        return self(x, documents=documents)[0]
+
     def flops(self, length: int) -> Flops:
         """Per token, mean over a sequence of ``length`` (one document); see titans_pt.layers.flops."""
         raise NotImplementedError

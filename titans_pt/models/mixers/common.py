@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import Config, ModelConfig, Section
+from titans_pt.layers.attention import Attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.hierarchy import HierarchicalMemory, HierarchyState
@@ -24,6 +25,25 @@ AnyMemoryState = NeuralMemoryState | HierarchyState
 
 class Windowed:
     """Marks mixers with attention over ``model.window``."""
+
+
+class WindowedAttention(Windowed):
+    """Mixers that a pretrained attention layer becomes: its ``attention``, now over a window, and its ``out``."""
+
+    attention: Attention
+    out: nn.Linear
+
+    def unlimited(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        """As :meth:`Mixer.unlimited`."""
+        return self.out(self.attention.unlimited(x, documents))
+
+    def limited(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        """What the window alone gives, (B, T, d_model)."""
+        return self.out(self.attention(x, documents=documents)[0])
+
+
+class BesideAttention(WindowedAttention):
+    """Marks those that add something to the window's output, to make it that of :meth:`unlimited`."""
 
 
 def check_attention(config: Config, need: Need, any_width: bool = True):

@@ -12,6 +12,7 @@ from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
 from titans_pt.models.mixers.common import (
     AnyMemoryState,
+    BesideAttention,
     WindowedMemoryMixer,
     build_memory,
 )
@@ -24,7 +25,7 @@ class MABState:
 
 
 @MIXERS.register
-class MAB(WindowedMemoryMixer):
+class MAB(BesideAttention, WindowedMemoryMixer):
     """out(window_attention(x)) + memory_out(memory(x)); memory_out starts at 0, so that the layer starts as its window.
 
     For ``titans convert``. MAG cannot serve: it normalises both branches and mixes them, which changes a pretrained

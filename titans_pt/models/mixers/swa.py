@@ -5,11 +5,11 @@ from typing import Any
 from titans_pt.config import Config, ModelConfig
 from titans_pt.models.mixers.attention import AttentionMixer
 from titans_pt.models.mixers.base import MIXERS, Need
-from titans_pt.models.mixers.common import Windowed, check_window, fitting_attention
+from titans_pt.models.mixers.common import WindowedAttention, check_window, fitting_attention
 
 
 @MIXERS.register
-class SlidingWindowMixer(Windowed, AttentionMixer):
+class SlidingWindowMixer(WindowedAttention, AttentionMixer):
     """:class:`AttentionMixer` over the last ``model.window`` tokens, the token itself included, and the first ones of
     its document (model.attention.sinks)."""
 

@@ -1,0 +1,122 @@
+"""Attention transfer: converted layers learn from full attention, each by itself."""
+
+import pytest
+import torch
+
+from tests.helpers.untrained import untrained_run
+from titans_pt import cli
+from titans_pt.config.files import load_config
+from titans_pt.errors import UserError
+from titans_pt.runs import checkpoints
+from titans_pt.runs.conversion import convert_run
+from titans_pt.runs.loaded import load_run
+from titans_pt.tasks.attention_transfer import AttentionTransferLoss
+from titans_pt.training import loop
+from titans_pt.training.metrics import read_metrics
+
+ADDED = 'train.trainable=["*.memory.*","*.memory_out.*"]'
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, prepared):
+    attention = {"kv_heads": 2, "bias": True}
+    return untrained_run(tmp_path_factory.mktemp("transfer") / "source", prepared, mixers=["attention"], n_layers=3,
+                         d_model=32, n_heads=4, init_std=0.3, attention=attention)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def converted(source):
+    return convert_run(source, source.parent / "titans", "titans", 5, 2, [0, 2])
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 280, (2, 41), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cut", [False, True])
+def test_layers_are_given_what_the_source_gives_them(source, converted, ids, cut):
+    reset = torch.zeros(2, 40, dtype=torch.bool)
+    reset[0, 17] = reset[1, 3] = True
+    reset = reset if cut else None
+    model, teacher, given = load_run(converted).model, load_run(source).model, []
+    for block in model.blocks:
+        block.mixer.register_forward_pre_hook(lambda _mixer, x: given.append(x[0]))
+    wanted = []
+    for block in teacher.blocks:
+        block.mixer.register_forward_pre_hook(lambda _mixer, x, _: wanted.append(x[0]), with_kwargs=True)
+    teacher(ids[:, :-1], reset=reset)
+    weight = torch.tensor([1.0, 0.0])
+    found = AttentionTransferLoss(model)(ids, reset, weight)
+    assert found.keys() == {"loss", "layer_0", "layer_2"} and {float(value) for value in found.values()} == {1.0}
+    for n, x in zip((0, 2), given, strict=True):
+        torch.testing.assert_close(x, wanted[n], rtol=1e-4, atol=1e-5)
+
+
+def test_a_layers_loss_is_its_own(converted, ids):
+    model = load_run(converted).model.train()
+    torch.manual_seed(0)
+    for n in (0, 2):
+        torch.nn.init.normal_(model.blocks[n].mixer.memory_out.weight, std=0.1)
+    loss = AttentionTransferLoss(model)
+    alone = {}
+    for n in (0, 2):
+        loss.learn = [n]
+        value = loss(ids, None)
+        names, given = zip(*((name, p) for name, p in model.named_parameters()), strict=True)
+        found = torch.autograd.grad(value, given, allow_unused=True)
+        grads = {name: g for name, g in zip(names, found, strict=True) if g is not None}
+        assert all(name.startswith(f"blocks.{n}.mixer.") for name in grads)
+        assert all(grads[f"blocks.{n}.mixer.{name}"].abs().max() > 0 for name in ("memory.k.linear.weight",
+                                                                               "memory_out.weight"))  # fmt: skip
+        alone[n] = value.item()
+    loss.learn = [0, 2]
+    assert loss(ids, None).item() == pytest.approx((alone[0] + alone[2]) / 2)
+
+
+def test_a_memory_learns_what_the_window_lacks(converted, ids):
+    """One batch, again and again: what random attention lacks cannot be known from other text."""
+    model = load_run(converted).model.train()
+    for name, p in model.named_parameters():
+        p.requires_grad_(".memory" in name)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    loss = AttentionTransferLoss(model)
+    for _ in range(30):
+        optimizer.zero_grad()
+        found = loss(ids[:, :33], None)
+        found.backward()
+        optimizer.step()
+    assert found.item() < 0.9
+
+
+@pytest.mark.usefixtures("one_group")
+def test_it_trains_what_was_added_and_the_run_is_a_language_model(tiny, converted, tmp_path, capsys):
+    words = ["task=attention_transfer", f"train.init_from={converted}", ADDED, "train.max_steps=4", "data.seq_len=32",
+             "train.weight_decay=0", "train.activation_checkpointing=true"]  # fmt: skip
+    model = load_run(converted).config.model.model_dump(mode="json")
+    assert loop.train(load_config(tiny(model=model), words)) == 0
+    records = read_metrics(tmp_path / "run/metrics.jsonl")
+    losses = [r["loss"] for r in records if r["kind"] == "train"]
+    assert losses[0] == 1.0 and len(set(losses)) == len(losses)
+    (validation,) = (r for r in records if r["kind"] == "validation")
+    assert validation["validation_layer_2"] != 1.0
+    before, after = (
+        checkpoints.read_weights(checkpoints.find(f / "checkpoints")) for f in (converted, tmp_path / "run")
+    )
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(".memory" in name for name in changed)
+    assert cli.run(["evaluate", str(tmp_path / "run"), "--suite", "perplexity", "evaluation.perplexity.tokens=64"]) == 0
+    words = [f"train.init_from={tmp_path / 'run'}", f"run.dir={tmp_path / 'two'}", "train.max_steps=3", ADDED]
+    assert loop.train(load_config(tiny(model=model), words)) == 0
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ([ADDED, "model.mixers=[swa]"], r"task: given 'attention_transfer'; only with mab in model.mixers=\['swa'\]"),
+    (["model.mixers=[mab]"], r"train.trainable: given \[\]; must name what the layers add to attention"),
+    ([ADDED, "model.mixers=[mab,swa]", "parallel.context=2"], "parallel.context: given 2; not with task="),
+    ([ADDED, "model.mixers=[mab,swa]", "train.wavefront=8"], "train.wavefront: given 8; not with task="),
+])  # fmt: skip
+def test_what_it_cannot_do_is_refused(tiny, words, message):
+    with pytest.raises(UserError, match=message):
+        load_config(tiny(), ["task=attention_transfer", *words])

@@ -1,0 +1,130 @@
+"""train.trainable: what it does not name stays as it is, under every way of sharing the work."""
+
+import json
+
+import pytest
+import torch
+
+from tests.helpers.processes import run_jobs
+from tests.helpers.untrained import untrained_run
+from titans_pt import cli
+from titans_pt.config.files import load_config
+from titans_pt.errors import UserError
+from titans_pt.runs import checkpoints
+from titans_pt.runs.checkpoints import MOMENTS, Tensors
+from titans_pt.runs.tools import merge_run
+from titans_pt.tasks import task_of
+from titans_pt.training import loop
+from titans_pt.training.metrics import read_metrics
+from titans_pt.training.plan import make_plan
+
+PATTERNS = ["*.memory.*", "norm.weight"]
+TRAINABLE = f"train.trainable={json.dumps(PATTERNS)}"
+WAYS = {
+    "data": ["parallel.zero_stage=1"],
+    "sharded": ["parallel.zero_stage=3", "train.precision=bf16"],
+    "tensor": ["parallel.zero_stage=2", "parallel.tensor=2", "train.checkpoint_shards=true"],
+}
+MORE_WAYS = {
+    "data-shards": ["parallel.zero_stage=2", "train.checkpoint_shards=true"],
+    "tensor-sharded": ["parallel.zero_stage=3", "parallel.tensor=2", "train.checkpoint_shards=true"],
+    "context": ["parallel.zero_stage=2", "parallel.context=2"],
+}
+"""Of two ranks."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, prepared):
+    return untrained_run(tmp_path_factory.mktemp("frozen") / "source", prepared, seed=5, n_layers=2, mixers=["mal"])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, prepared, source):
+    return train(tmp_path_factory.mktemp("ways"), prepared, source, WAYS)
+
+
+@pytest.fixture(scope="module")
+def more_runs(tmp_path_factory, prepared, source):
+    return train(tmp_path_factory.mktemp("more"), prepared, source, WAYS | MORE_WAYS)
+
+
+def train(folder, prepared, source, ways):
+    """Each of ``ways``: 4 steps at once, and 2 + 2."""
+    import yaml
+
+    from tests.conftest import TINY, merged
+
+    path = str(prepared.parent / "text.jsonl")
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(merged(TINY, {
+        "data": {"dir": str(prepared), "sources": [{"kind": "files", "path": path}]},
+        "model": {"n_layers": 2, "mixers": ["mal"]},
+        "train": {"max_steps": 4, "init_from": str(source), "trainable": PATTERNS},
+    })))  # fmt: skip
+    jobs = {}
+    for name, way in ways.items():
+        jobs |= {name: way, f"{name}-parts@1": [*way, "train.stop_at=2"], f"{name}-parts@2": way}
+    run_jobs(2, config, folder, jobs)
+    return folder
+
+
+def read(run, step=4):
+    """Weights, and the moments that there are."""
+    with Tensors(checkpoints.checkpoint_path(run / "checkpoints", step)) as tensors:
+        names = tensors.shapes()
+        return {name: tensors.get("weight", name) for name in names}, {
+            (kind, name): tensors.get(kind, name) for kind in MOMENTS for name in names if tensors.holds(kind, name)
+        }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_rest_stays_as_it_is_and_a_resume_continues_bit_for_bit(runs, source, way):
+    check(runs, source, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", MORE_WAYS)
+def test_under_more_ways(more_runs, source, way):
+    check(more_runs, source, way)
+
+
+def check(runs, source, way):
+    given, _ = read(source, 3)
+    weights, moments = read(runs / way)
+    named = {name for name in given if ".memory." in name or name == "norm.weight"}
+    assert {name for name in given if not torch.equal(given[name], weights[name])} == named
+    assert {name for _, name in moments} == named
+    again = read(runs / f"{way}-parts")
+    for one, other in zip((weights, moments), again, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    losses = [[r["loss"] for r in read_metrics(runs / name / "metrics.jsonl") if r["kind"] == "train"]
+              for name in (way, "data")]  # fmt: skip
+    assert losses[0] == pytest.approx(losses[1], abs=0.03 if way == "sharded" else 1e-4)
+    merge_run(str(runs / way), None)
+    assert all(torch.equal(weights[name], found) for name, found in read(runs / way)[0].items())
+
+
+def test_the_plan_counts_what_is_trained(tiny, capsys):
+    changes = {"model": {"n_layers": 2, "mixers": ["lmm"]}}
+    whole = make_plan(task_of(load_config(tiny(**changes))), ranks=1)
+    plan = make_plan(task_of(load_config(tiny(**changes), [TRAINABLE])), ranks=1)
+    assert f"{plan.parameters:,} parameters ({plan.trained:,} of them trained) on" in plan.text()
+    assert "trained" not in whole.text() and plan.parameters == whole.parameters == whole.trained
+    assert plan.bytes["optimiser"] == 12 * plan.trained and whole.bytes["optimiser"] == 12 * whole.parameters
+    assert plan.bytes["parameters"] == whole.bytes["parameters"]
+    assert plan.bytes["gradients"] < whole.bytes["gradients"]
+    assert whole.cost.disk - plan.cost.disk == 8 * (plan.parameters - plan.trained)  # one checkpoint
+    assert cli.run(["plan", str(tiny(**changes)), 'train.trainable=["*.memory.q*","head.*"]']) == 2
+    message = capsys.readouterr().err
+    assert (
+        "train.trainable: 'head.*' is the name of no parameter; there are embedding.weight, blocks.*.mixer" in message
+    )
+    assert ".1." not in message
+
+
+@pytest.mark.usefixtures("one_group")
+def test_another_choice_does_not_continue(tiny):
+    config = tiny(train={"max_steps": 2, "warmup_steps": 0})
+    assert loop.train(load_config(config, [TRAINABLE, "train.stop_at=1"])) == 0
+    with pytest.raises(UserError, match=r"train.trainable: given \[\], but .* was trained with \['\*.memory.\*'"):
+        loop.train(load_config(config))

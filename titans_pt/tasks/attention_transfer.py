@@ -1,0 +1,115 @@
+"""Attention transfer: layers of ``titans convert`` learn what full attention would have given them."""
+
+from dataclasses import replace
+from itertools import islice
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from titans_pt.config import Config
+from titans_pt.layers.documents import Documents
+from titans_pt.models import LanguageModel
+from titans_pt.models.backbone import Block
+from titans_pt.models.mixers import MIXERS
+from titans_pt.models.mixers.base import Need
+from titans_pt.models.mixers.common import BesideAttention
+from titans_pt.parallel import RankGroup
+from titans_pt.tasks.base import TASKS, TaskData, nan_unless_finite, with_weights
+from titans_pt.tasks.language import Language
+
+
+@TASKS.register
+class AttentionTransfer(Language):
+    """Stage 1 of a conversion: each layer's output is regressed on that of full attention, on text.
+
+    The residual stream is that of the source model, with full attention in every layer: a layer's loss has gradients in
+    that layer alone, and nothing passes backward from layer to layer.
+    """
+
+    name = "attention_transfer"
+    unit = "squared error over that of the window alone"
+    baseline_name = "the window alone"
+    takes = ("language",)
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        super().check(config, need)
+        learns = [name for name in MIXERS.names() if issubclass(MIXERS.find(name), BesideAttention)]
+        need(
+            any(name in learns for name in config.model.kinds),
+            "task",
+            cls.name,
+            f"only with {' or '.join(learns)} in model.mixers={config.model.mixers}, as titans convert makes it",
+        )
+        need(
+            bool(config.train.trainable),
+            "train.trainable",
+            config.train.trainable,
+            'must name what the layers add to attention, such as ["*.memory.*","*.memory_out.*"]',
+        )
+        for path, given in (
+            ("parallel.context", config.parallel.context > 1),
+            ("parallel.sequence", config.parallel.sequence),
+            ("train.wavefront", config.train.wavefront is not None),
+        ):
+            section, _, key = path.partition(".")
+            need(not given, path, getattr(getattr(config, section), key), f"not with task={cls.name}; leave it out")
+
+    def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
+        return AttentionTransferLoss(model)
+
+    def output_bytes(self, rows: int, length: int, width: int) -> dict[str, int]:
+        return {}
+
+    def open(self) -> TaskData:
+        return replace(super().open(), baseline=1.0)
+
+
+class AttentionTransferLoss(nn.Module):
+    """The model and its loss: the mean over layers of |y - f|^2 / |w - f|^2, y a layer's output, f that of full
+    attention, w that of the window alone. 1 is what a conversion begins with, 0 is full attention."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = cast(LanguageModel, model)
+        self.learn = [n for n, block in enumerate(self.model.blocks) if isinstance(block.mixer, BesideAttention)]
+        """The layers that have something to learn."""
+
+    def forward(self, ids: Tensor, reset: Tensor | None, weight: Tensor | None = None) -> Tensor | dict[str, Tensor]:
+        """
+        Args:
+            ids: (B, T + 1) int64; of the last token nothing is used, as if it were only to be predicted.
+            reset, weight: as in NextTokenLoss.
+
+        Returns:
+            A scalar, NaN where it is infinite; with weights {"loss": it, "layer_N": that of layer N} as they are.
+        """
+        documents = None if reset is None else Documents.of(reset, ids.device)
+        blocks = self.model.blocks
+        with torch.no_grad():
+            x = self.model.embed(ids[:, :-1])
+        errors = {}
+        for n, block in enumerate(islice(blocks, self.learn[-1] + 1)):  # what follows has nothing to learn
+            with torch.no_grad():
+                before = block.mixer_norm(x)
+                full = block.mixer.unlimited(before, documents)
+                x = block.feed(x + full)
+            if n in self.learn:
+                with torch.no_grad():
+                    window = cast(BesideAttention, block.mixer).limited(before, documents)
+                y = blocks.call(_mixed, block, before, documents)
+                errors[n] = _squares(y, full) / _squares(window, full).clamp(min=torch.finfo(torch.float32).tiny)
+        if weight is not None:
+            layers = {n: with_weights(error, weight) for n, error in errors.items()}
+            return {"loss": torch.stack(list(layers.values())).mean()} | {f"layer_{n}": e for n, e in layers.items()}
+        return nan_unless_finite(torch.stack(list(errors.values())).mean())
+
+
+def _mixed(block: Block, x: Tensor, documents: Documents | None) -> Tensor:
+    return block.mixer(x, documents=documents)[0]
+
+
+def _squares(x: Tensor, y: Tensor) -> Tensor:
+    """|x - y|^2 of each row, (B,) fp32."""
+    return (x.float() - y.float()).square().sum((1, 2))
