@@ -24,8 +24,9 @@ Rules that are not linear
     What a chunk's tokens leave accumulates in M by the same sum; at its end M = closed(M, S), and keys and queries of
     the next chunk meet met(M), all of it as above.
 
-Windows and features
-    See window.py for the first. The second are what the first matrix takes in for a key or query.
+Windows, features, erasing
+    See window.py for the first and erasure.py for the last. The second are what the first matrix takes in for a key or
+    query.
 
 Backward: runs of ``save_every`` blocks are computed again; between them the state is kept.
 """
@@ -45,6 +46,8 @@ from titans_pt.kernels.memory.call import Backend, MemoryCall
 from titans_pt.kernels.memory.chunked import MAX_BLOCK
 from titans_pt.kernels.memory.coefficients import Coefficients, Ends
 from titans_pt.kernels.memory.dual import Aim, Keys, key_side
+from titans_pt.kernels.memory.erasure import Decay, Erasing, erasing
+from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import Own, Rule
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 from titans_pt.kernels.memory.window import Recent, band, followed
@@ -63,7 +66,8 @@ def blockwise_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
     call = call.of_rows()
     assert call.state is not None
     batch, length, heads = call.q.shape[:3]
-    longest = CHANNELWISE_BLOCK if call.channelwise else call.chunk_size if call.reads_start else MAX_BLOCK
+    sums = call.reads_start and not call.rule.erases
+    longest = CHANNELWISE_BLOCK if call.channelwise else call.chunk_size if sums else MAX_BLOCK
     size = min(call.chunk_size, longest)
     blocks = cut(call.state.offset, call.reset, length, call.chunk_size, size)
     device = call.q.device
@@ -138,13 +142,15 @@ class _Scan:
         """
         new_chunk, new_document, ends_chunk = flags
         q, k, v, theta, eta, alpha, *own = tensors
-        make = channel_coefficients if self.channelwise else ends if self.reads_start else exact
-        windowed = self.rule.window > 1  # then theta is in the window's band, of each block for itself
-        given = (torch.ones_like(theta) if windowed else theta, eta, alpha)
+        windowed, erases = self.rule.window > 1, self.rule.erases
+        make = channel_coefficients if self.channelwise else ends if self.reads_start and not erases else exact
+        # With a window theta is in its band, and a rule that erases has its own: of each block for itself.
+        given = (torch.ones_like(theta) if windowed or erases else theta, eta, alpha)
         layers = list(zip(*(self.network.per_layer(gate) for gate in given), strict=True))
         found = [make(self.rule, *gates, tuple(own), valid) for gates in layers[: alpha.shape[-1]]]
         # Of each block its layers'. Unbound, not indexed: the gradient of an index is as large as all blocks.
         coefficients = list(zip(*(found if len(found) == len(layers) else found * len(layers)), strict=True))
+        decays = _decays(self.network, alpha, valid) if erases else []
         owns = list(zip(*(gate.unbind() for gate in own), strict=True)) or [()] * len(q)
         outputs = []
         for n, (q_n, k_n, v_n, own_n, c) in enumerate(
@@ -164,6 +170,8 @@ class _Scan:
                 keys, c, recent = self._windowed([k_n, v_n, *own_n], theta[n], c, frozen, recent, gone, here)
             else:
                 keys = self._keys(k_n, v_n, own_n, frozen)
+            if erases:
+                c = self._erasing(keys, c, decays[n], theta[n], W, S)
             if self.reads_start:
                 outputs.append(mlp.forward(q_n, frozen, self.norm or None, self.network, self.rule.features(q_n)))
             else:
@@ -177,6 +185,13 @@ class _Scan:
     def _keys(self, k: Tensor, v: Tensor, own: Own, frozen: Weights) -> Keys:
         aim = Aim.of(k, v, own, self.norm, self.network)
         return key_side(self.rule.features(k), aim, self.norm, frozen, self.network, self.rule)
+
+    def _erasing(
+        self, keys: Keys, c: tuple[Coefficients, ...], decays: tuple[Decay, ...], theta: Tensor, W: Weights, S: Weights
+    ) -> tuple[Erasing, ...]:
+        """theta: (N, c, 1 or L). c: of theta = 1."""
+        layers = zip(c, decays, self.network.per_layer(theta), keys.X, keys.G, W, S, strict=True)
+        return tuple(erasing(self.rule, *layer) for layer in layers)
 
     def _windowed(
         self, tokens: list[Tensor], theta: Tensor, c: "tuple[Ends | Coefficients, ...]", frozen: Weights,
@@ -219,10 +234,13 @@ class _Scan:
         for layer, c in enumerate(coefficients):
             z = act(z) if layer else z
             if isinstance(c, Coefficients):
-                scores = z @ keys.X[layer].mT * c.mix
+                alike = z @ keys.X[layer].mT
+                scores = alike * c.mix
             else:  # (N, c, c, d) times (N, c, d, 1): R, in one pass over P.
                 scores = (c.P * keys.X[layer].unsqueeze(1) @ z.unsqueeze(-1)).squeeze(-1) * c.theta
             seen = (c.A * z) @ W[layer] + (c.B * z) @ S[layer] - scores @ keys.G[layer]
+            if isinstance(c, Erasing):
+                seen = seen - alike * c.erased @ c.rows
             z = seen + z @ self.begin[layer] if self.to_start else seen
         return mlp.finish(z, q, self.norm or None, self.network)
 
@@ -242,11 +260,19 @@ def _written(
     new_W, new_S = [], []
     for layer, c in enumerate(coefficients):
         x, g = keys.X[layer], keys.G[layer]
+        erased = c.erased[..., -1, :, None] * c.rows if isinstance(c, Erasing) else 0.0
         c = Ends.of(c) if isinstance(c, Coefficients) else c
         # p is a number of each token, or one of each of its channels.
-        new_W.append(c.a * W[layer] + c.b * S[layer] - (x.mT @ (c.p * g) if c.p.shape[-1] == 1 else (c.p * x).mT @ g))
+        written = x.mT @ (c.p * g + erased) if c.p.shape[-1] == 1 else (c.p * x).mT @ g
+        new_W.append(c.a * W[layer] + c.b * S[layer] - written)
         new_S.append(c.m * S[layer] - x.mT @ (c.e * g))
     return tuple(new_W), tuple(new_S)
+
+
+def _decays(network: NetworkShape, alpha: Tensor, valid: Tensor | None) -> list[tuple[Decay, ...]]:
+    """Of each block its layers'. alpha: (n, N, c, 1 or L)."""
+    found = [Decay.of(gate, valid) for gate in network.per_layer(alpha)[: alpha.shape[-1]]]
+    return list(zip(*(found * (network.depth // len(found))), strict=True))
 
 
 class ChannelEnds(NamedTuple):
@@ -340,6 +366,8 @@ def _unserved(call: MemoryCall) -> str | None:
         return f"alpha has one value per channel, and the rule {call.rule.name} moves M its own way"
     if call.channelwise and call.rule.window > 1:
         return f"alpha has one value per channel, and the rule {call.rule.name} has a window"
+    if call.channelwise and call.rule.erases:
+        return f"alpha has one value per channel, and the rule {call.rule.name} erases whole matrices"
     return None if call.channelwise or call.reads_start or not call.rule.plain else "chunked.py serves it, faster"
 
 

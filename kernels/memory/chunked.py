@@ -102,7 +102,7 @@ def _in_c(call: MemoryCall) -> str | None:
 
 def _unserved(call: MemoryCall) -> str | None:
     if call.channelwise or call.reads_start or not call.rule.plain:
-        return "blockwise.py serves an alpha for each channel, reads of the chunk's start, windows and features"
+        return "blockwise.py serves an alpha for each channel, reads of the chunk's start, windows, features, erasing"
     return None
 
 

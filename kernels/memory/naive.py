@@ -10,6 +10,9 @@ Titans (arXiv 2501.00663), Eq. 11-14 with chunk-wise gradients (Section 3.2):
 
 A rule with a window takes the gradient of a sum: of the losses of the tokens in it, each times the token's share.
 
+A rule that erases has (I - b_t x x^T) M_{t-1} in place of M_{t-1} (of its difference to M_0 with "start"), for each
+layer's input x of k_t at the start of the chunk, and its own theta for each layer.
+
 A rule that is not linear closes every chunk: M = closed(M, S) after its last token, and the weights of the next chunk's
 start, at which u_t is taken and which its queries meet, are met(M).
 
@@ -25,6 +28,7 @@ from torch import Tensor
 
 from titans_pt.kernels.memory import mlp
 from titans_pt.kernels.memory.call import Backend, MemoryCall
+from titans_pt.kernels.memory.rules import Own, Rule
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 from titans_pt.kernels.memory.window import Recent
 
@@ -62,9 +66,10 @@ def naive_memory(
         # Of each layer theta, eta, alpha, (B, H, 1 or d_in, 1): a row of the matrix is a channel of its inputs.
         gates = zip(*(network.per_layer(gate[:, t]) for gate in (call.theta, call.eta, call.alpha)), strict=True)
         own = tuple(gate[:, t].unsqueeze(-1) for gate in call.own)
+        inputs = _inputs(call, t, start) if rule.erases else [None] * len(start)
         moved = [
-            rule.update(w - w0, s, u, *(gate.unsqueeze(-1) for gate in layer), own)
-            for w, w0, s, u, layer in zip(current, origin, momentum, gradient, gates, strict=True)
+            _moved(rule, w - w0, s, u, tuple(gate.unsqueeze(-1) for gate in layer), own, x)
+            for w, w0, s, u, layer, x in zip(current, origin, momentum, gradient, gates, inputs, strict=True)
         ]
         current = tuple(w0 + w for w0, (w, _) in zip(origin, moved, strict=True))
         momentum = tuple(s for _, s in moved)
@@ -80,6 +85,29 @@ def naive_memory(
     if not rule.nonlinear:
         start = choose(offset == 0, current, start)
     return torch.stack(outputs, 1), MemoryState(current, momentum, start, offset.to(state.offset.device), recent)
+
+
+def _moved(
+    rule: Rule, weights: Tensor, momentum: Tensor, gradient: Tensor, gates: tuple[Tensor, ...], own: Own,
+    x: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """M and S of one layer after a token; x (B, H, 1, d_in): its input, of a rule that erases along it."""
+    theta, eta, alpha = gates
+    if x is None:
+        return rule.update(weights, momentum, gradient, theta, eta, alpha, own)
+    found = rule.steps(theta, x)
+    assert found is not None
+    theta, share = found
+    left = weights - share * x.mT @ (x @ weights)
+    return rule.update(left, momentum, gradient, theta, eta, alpha, own)
+
+
+def _inputs(call: MemoryCall, t: int, weights: Weights) -> list[Tensor]:
+    """What each layer takes in for the key of token t, L of (B, H, 1, d_in)."""
+    act, x = mlp.ACTIVATIONS[call.network.activation], [call.rule.features(call.k[:, t].unsqueeze(-2))]
+    for w in weights[:-1]:
+        x.append(act(x[-1] @ w))
+    return x
 
 
 def _forward(call: MemoryCall, x: Tensor, weights: Weights) -> Tensor:

@@ -85,9 +85,19 @@ def inner_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
         pull = n > 0  # the error goes down through every layer but the first
         within = 2 * block * written * sum(shape.layers[n])
         products = again * (1 + pull) + 2 * written + 2 + start
-        forward += products * weights + within
-        backward += 2 * products * weights + 2 * within + inner * weights / block
+        once = products * weights + within + _erasing_flops(rule, shape.layers[n], block, reads=True)
+        forward += once
+        backward += 2 * once + inner * weights / block
     return Flops(forward, backward)
+
+
+def _erasing_flops(rule: Rule, layer: tuple[int, int], block: int, reads: bool) -> float:
+    """Per token and head, of one matrix: what it holds along a block's inputs, the inputs' products with each other,
+    the triangular system, and what queries do not find any more."""
+    if not rule.erases:
+        return 0.0
+    d_in, d_out = layer
+    return 4 * d_in * d_out + block * (2 * d_in + 3 * d_out + 2 * reads * d_out)
 
 
 def _window_factors(rule: Rule, block: int) -> tuple[float, float]:
@@ -104,6 +114,8 @@ def stale_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
     again, written = _window_factors(rule, config.chunk_size)
     once = (again + 2 * written + 1) * sum(products) + again * sum(products[1:])
     once += sum(rule.closing_flops(*layer) for layer in shape.layers) / config.chunk_size
+    block = min(config.chunk_size, MAX_BLOCK)
+    once += sum(_erasing_flops(rule, layer, block, reads=False) for layer in shape.layers)
     return Flops(once, 3 * once)
 
 

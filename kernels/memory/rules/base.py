@@ -142,8 +142,9 @@ class Rule:
 
     @property
     def plain(self) -> bool:
-        """Whether it has neither window nor features nor anything at chunk ends."""
-        return self.window == 1 and type(self).features is Rule.features and not self.nonlinear
+        """Whether it has neither window nor features, erases nothing and does nothing at chunk ends."""
+        whole = type(self).features is Rule.features and not self.erases and not self.nonlinear
+        return self.window == 1 and whole
 
     def share(self, v: Tensor, own: Own) -> Tensor | None:
         """Which part, 0 to 1, of a bounded theta each token takes, (...): less where its step would be too long.
@@ -166,6 +167,19 @@ class Rule:
         """
         momentum = eta * momentum - theta * gradient
         return (1 - alpha) * weights + momentum, momentum
+
+    def steps(self, theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """One layer's step, and the share b that it erases, both (..., 1), for the layer's input x (..., d_in): a token
+        takes b of what M held along x off M, M <- M - b x x^T M, before it writes. None: nothing is erased.
+
+        theta: (..., 1), which the step replaces.
+        """
+        return None
+
+    @property
+    def erases(self) -> bool:
+        """Whether it has :meth:`steps`; such a rule has no window."""
+        return type(self).steps is not Rule.steps
 
     def coefficients(
         self, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None

@@ -1,0 +1,43 @@
+"""Delta gradient descent of Nested Learning (arXiv 2512.24695, Section 4): a step that first erases along its input."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from titans_pt.config import MemoryConfig
+from titans_pt.config.sections import Need
+from titans_pt.kernels.memory.rules.base import RULES, Own, Rule
+
+
+@RULES.register
+class Dgd(Rule):
+    """Titans' squared error. Each weight matrix W, whose input is x and whose output gets the gradient g, moves to
+
+        argmin_W theta ||W^T x + g||^2 + ||W - (1 - alpha) W_{t-1}||^2
+            = (I - theta' x x^T) (1 - alpha) W_{t-1} - theta' x g^T        theta' = theta / (1 + theta ||x||^2)
+
+    where gradient descent has the least of theta <W^T x, g> in place of the first square. What W held along x is
+    replaced, not added to; theta' ||x||^2 < 1, so no write ever overshoots in W. Momentum takes the last term, as in
+    Titans; the paper has none outside an ablation (model.memory.momentum=false).
+
+    The paper prints theta / (1 + theta), which is this for ||x|| = 1: inputs of hidden layers are longer, and there
+    the printed step may turn W round. It prints the erasing before the decay and for one matrix, with k k^T, which does
+    not fit the second matrix of its own memory.
+    """
+
+    name: ClassVar[str] = "dgd"
+
+    @classmethod
+    def check(cls, config: MemoryConfig, need: Need):
+        allowed = f"must be head with model.memory.rule={cls.name}, which erases whole matrices along their inputs"
+        need(config.alpha == "head", "model.memory.alpha", config.alpha, allowed)
+
+    def loss(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
+        return error.square().sum(-1)
+
+    def gradient(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
+        return 2 * error
+
+    def steps(self, theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        short = theta / (1 + theta * x.square().sum(-1, keepdim=True))
+        return short, short
