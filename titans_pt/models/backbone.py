@@ -161,7 +161,8 @@ def initialise(model: nn.Module, config: ModelConfig):
     """
     ends = {id(m.get_submodule(name)) for m in model.modules() for name in getattr(m, "ends", ())}
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        # On the meta device, where plans count parameters, random numbers cost time and have no place.
+        if isinstance(module, (nn.Linear, nn.Embedding)) and not module.weight.is_meta:
             smaller = (2 * config.n_layers) ** 0.5 if id(module) in ends else 1
             nn.init.normal_(module.weight, std=config.init_std / smaller)
             if isinstance(module, nn.Linear) and module.bias is not None:
