@@ -13,6 +13,13 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 SHIPPED = [ROOT / "titans_pt", ROOT / "kernels", ROOT / "data_pipeline"]
 """Folders whose strings are messages; in tests they are also patterns and settings."""
+HELD = [page for page in PAGES if page.name not in ("notebook.md", "conversion.md", "statetracking.md")]
+"""Pages without hinges: the notebook keeps its old entries as they are, the other two are about to be rewritten."""
+HINGE = re.compile(
+    r"(?<=[.;:,] )[Ss]o\b(?! that\b| far\b)|\b[Tt]hus\b|, too\b|\bas well\b(?! as\b)|\b[Aa]new\b|\b[Ww]hoever\b"
+    r"|\b[Ww]hat (?:is there|there is)\b"
+)
+"""Words on which an argument turns without its subject being named again."""
 NUMBER = re.compile(r"(?<![\w.\\)\]])\.\d+\b")
 """A number without its leading zero."""
 
@@ -72,6 +79,24 @@ def test_docstrings_comments_and_messages():
 def test_numbers_of_a_page_have_their_leading_zero(page):
     wrong = [line for line in page.read_text().splitlines() if NUMBER.search(line)]
     assert not wrong, "\n".join(wrong)
+
+
+def hinges(page: str) -> list[str]:
+    """Every hinge outside blocks of code, with the words around it."""
+    text = " ".join(re.sub(r"```.*?```", "", page, flags=re.S).split())
+    return [text[max(0, found.start() - 30) : found.end() + 30] for found in HINGE.finditer(text)]
+
+
+@pytest.mark.parametrize("page", HELD, ids=lambda page: page.name)
+def test_no_hinges(page):
+    assert not hinges(page.read_text())
+
+
+def test_planted_hinges_are_found():
+    planted = ["It is slow, so use two.", "It is slow.\nSo use two.", "Thus it is.", "A table, too.",
+               "It helps as well.", "It starts anew.", "Ask whoever reads.", "This is what is there."]  # fmt: skip
+    assert [len(hinges(text)) for text in planted] == [1] * len(planted)
+    assert not hinges("A table as well as a plot, so that it is read; too many, so far.\n```\nx = 1, so\n```")
 
 
 def test_what_is_planted_is_found():
