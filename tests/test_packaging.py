@@ -99,14 +99,16 @@ def test_a_wheel_of_the_sdist_is_that_of_the_checkout(sdist, wheel, tmp_path):
     assert ours == theirs
 
 
-def test_a_config_is_found_by_its_name_outside_the_checkout(site, tmp_path):
+def test_a_config_and_a_trained_model_are_found_by_their_names_outside_the_checkout(site, tmp_path):
     program = (
         "from titans_pt.config.files import CONFIGS, load_config\n"
-        "print(CONFIGS, load_config('configs/170m/mac.yaml').model.d_model)"
+        "print(CONFIGS, load_config('configs/170m/mac.yaml').model.d_model)\n"
+        "from titans_pt import Titan\n"
+        "print(sum(p.numel() for p in Titan.from_pretrained('needles-lmm').parameters()))"
     )
     environment = os.environ | {"PYTHONPATH": str(site)}
     out = subprocess.check_output([sys.executable, "-c", program], cwd=tmp_path, env=environment, text=True)
-    assert out == f"{site}/titans_pt/configs 768\n"
+    assert out == f"{site}/titans_pt/configs 768\n150924\n"
 
 
 @pytest.mark.parametrize("place", ["the checkout", "elsewhere"])

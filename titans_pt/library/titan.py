@@ -18,6 +18,9 @@ from titans_pt.tools.extras import needed
 if TYPE_CHECKING:
     from titans_pt.runs.loaded import LoadedRun
 
+PRETRAINED = Path(__file__).parents[1] / "pretrained"
+"""Runs that come with the package, a folder each: settings, weights and model card."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -61,7 +64,8 @@ class Titan(nn.Module):
         """
         Args:
             path: a run's folder (its newest checkpoint, or the best where a run has one), one of its checkpoints, or a
-                folder that ``titans export`` wrote, which needs titans-pt[eval].
+                folder that ``titans export`` wrote, which needs titans-pt[eval]; or the name of a model that comes with
+                the package, "needles-lmm".
             device: None: a GPU where there is one.
             precision: "bf16" or "fp32"; None: as ``titans generate`` chooses.
 
@@ -173,6 +177,8 @@ def _loaded(path: Path, device: str | torch.device, precision: str | None) -> "L
     from titans_pt.runs.folder import RunFolder
     from titans_pt.runs.loaded import load_run
 
+    if not path.exists() and path.name == str(path) and (PRETRAINED / path).is_dir():
+        path = PRETRAINED / path
     if (path / checkpoints.MANIFEST).is_file():
         checkpoint = path.resolve()
         step = checkpoints.step_of(checkpoint)
@@ -183,7 +189,7 @@ def _loaded(path: Path, device: str | torch.device, precision: str | None) -> "L
         return _exported(path, device, precision)
     raise UserError(
         f"{path}: neither a run's folder nor one of its checkpoints (checkpoints/step-...) nor a folder that "
-        "titans export wrote; name one of these"
+        f"titans export wrote; name one of these, or one of {', '.join(sorted(p.name for p in PRETRAINED.iterdir()))}"
     )
 
 
