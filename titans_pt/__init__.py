@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from titans_pt.errors import UserError
+    from titans_pt.layers.memory_observer import MemoryFigures
     from titans_pt.library.layers import LMM, MAC, MAG, MAL, NeuralMemory, mixer
+    from titans_pt.library.state import detach_state, fork_state, load_state, save_state, take_rows
     from titans_pt.library.titan import Reading, Titan
 
 __version__ = "0.1.0"
@@ -18,15 +20,24 @@ _PUBLIC = {
     "MAC": "titans_pt.library.layers",
     "MAG": "titans_pt.library.layers",
     "MAL": "titans_pt.library.layers",
+    "MemoryFigures": "titans_pt.layers.memory_observer",
     "NeuralMemory": "titans_pt.library.layers",
     "Reading": "titans_pt.library.titan",
     "Titan": "titans_pt.library.titan",
     "UserError": "titans_pt.errors",
+    "detach_state": "titans_pt.library.state",
+    "fork_state": "titans_pt.library.state",
+    "load_state": "titans_pt.library.state",
     "mixer": "titans_pt.library.layers",
+    "save_state": "titans_pt.library.state",
+    "take_rows": "titans_pt.library.state",
 }
 """Public name -> the module that defines it."""
 
-__all__ = ["LMM", "MAC", "MAG", "MAL", "NeuralMemory", "Reading", "Titan", "UserError", "mixer"]
+__all__ = [
+    "LMM", "MAC", "MAG", "MAL", "MemoryFigures", "NeuralMemory", "Reading", "Titan", "UserError", "detach_state",
+    "fork_state", "load_state", "mixer", "save_state", "take_rows",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -80,12 +80,13 @@ class MemoryObserver:
         given = self._signature.bind(*args, **kwargs).arguments
         state = given.get("state")
         documents = given.get("documents")
+        starts = documents.starts if documents else given.get("reset")  # the layer of titans_pt.library takes a mask
         weights, norm = self._parts["network"]
         if state and state.start:
             weights = tuple(w[0] for w in state.start)
         call = _Call(
             self._parts["k"][0], self._parts["v"][0], self._parts["gates"], given.get("start") or weights, norm,
-            state and state.memory, documents and documents.starts,
+            state and state.memory, starts,
         )  # fmt: skip
         self._parts.clear()
         if self.newest:

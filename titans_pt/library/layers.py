@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from titans_pt.kernels.memory.rules import RULES
 from titans_pt.layers import memory
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.memory import NeuralMemoryState
+from titans_pt.layers.memory_observer import MemoryFigures, observe_memories
 from titans_pt.layers.state import rows
 from titans_pt.models.backbone import initialise
 from titans_pt.models.mixers import MIXERS, Mixer
@@ -64,19 +66,30 @@ class NeuralMemory(memory.NeuralMemory):
         super().__init__(config.d_model, config.memory_heads, config.conv_width, config.memory, config.norm_eps)
         initialise(self, config)
 
-    def forward(
-        self, x: Tensor, state: NeuralMemoryState | None = None, *rest, **more
+    def forward(  # type: ignore[override]  # a mask in place of what is worked out from it
+        self, x: Tensor, state: NeuralMemoryState | None = None, reset: Tensor | None = None, **more: Any
     ) -> tuple[Tensor, NeuralMemoryState]:
         """
         Args:
             x: (B, T, d_model), any T >= 1.
             state: what the previous call returned for the same rows; None at the start of a sequence.
+            reset: bool (B, T), True where a sequence starts: from there on nothing before it is known. None: nowhere.
 
         Returns:
             (B, T, d_model) in the parameters' dtype, and the state after the last token.
+
+        Raises:
+            UserError: a shape or the state does not fit.
         """
-        _check_input(x, self.q.linear.in_features, state)
-        return super().forward(x, state, *rest, **more)
+        documents = _checked_input(x, self.q.linear.in_features, state, reset)
+        return super().forward(x, state, documents, **more)
+
+    def inspect(self, x: Tensor, state: NeuralMemoryState | None = None, reset: Tensor | None = None) -> MemoryFigures:
+        """What the memory makes of each token: its surprise, gates and norms, (B, T, n_heads) each.
+
+        The arguments are those of :meth:`forward`. Token by token in PyTorch: for looking, not for training.
+        """
+        return _inspected(self, x, state, reset)
 
 
 class _Layer(Mixer):
@@ -99,32 +112,46 @@ class _Layer(Mixer):
         self.d_model = config.d_model
         initialise(self, config)
 
-    def forward(self, x: Tensor, state: Any = None, documents: Documents | None = None) -> tuple[Tensor, Any]:
+    def forward(  # type: ignore[override]  # a mask in place of what is worked out from it
+        self, x: Tensor, state: Any = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
         """
         Args:
             x: (B, T, d_model), any T >= 1.
             state: what the previous call returned for the same rows; None at the start of a sequence.
+            reset: bool (B, T), True where a sequence starts: from there on nothing before it is known. None: nowhere.
 
         Returns:
             (B, T, d_model), and the state after the last token.
+
+        Raises:
+            UserError: a shape or the state does not fit.
         """
-        _check_input(x, self.d_model, state)
+        documents = _checked_input(x, self.d_model, state, reset)
         return super().forward(x, state, documents)
 
+    def inspect(self, x: Tensor, state: Any = None, reset: Tensor | None = None) -> MemoryFigures:
+        """As :meth:`NeuralMemory.inspect`, of the memory in this layer; what it writes of x alone.
 
-class LMM(_Layer, _LMM):
+        Raises:
+            UserError: the layer has no neural memory.
+        """
+        return _inspected(self, x, state, reset)
+
+
+class LMM(_Layer, _LMM):  # type: ignore[misc]  # forward takes a mask
     __doc__ = f"{_LMM.__doc__}\n    Built from keywords: see the settings in docs/python.md."
 
 
-class MAC(_Layer, _MAC):
+class MAC(_Layer, _MAC):  # type: ignore[misc]  # forward takes a mask
     __doc__ = f"{_MAC.__doc__}\n    Built from keywords: see the settings in docs/python.md."
 
 
-class MAG(_Layer, _MAG):
+class MAG(_Layer, _MAG):  # type: ignore[misc]  # forward takes a mask
     __doc__ = f"{_MAG.__doc__}\n    Built from keywords: see the settings in docs/python.md."
 
 
-class MAL(_Layer, _MAL):
+class MAL(_Layer, _MAL):  # type: ignore[misc]  # forward takes a mask
     __doc__ = f"{_MAL.__doc__}\n    Built from keywords: see the settings in docs/python.md."
 
 
@@ -142,10 +169,26 @@ def mixer(name: str, d_model: int, n_heads: int | None = None, **settings: Any) 
     if kind.around is not Mixer.around or kind.bind is not Mixer.bind:
         raise UserError(f"mixer: given {name!r}, whose layers depend on each other; train it as a whole model: "
                         f"titans train 'model.mixers=[{name}]'")  # fmt: skip
-    config = _mixer_config(name, kind, d_model, n_heads, settings)
-    layer = kind(config)
-    initialise(layer, config)
-    return layer
+    return _layer_of(kind)(d_model, n_heads, **settings)
+
+
+_LAYERS: dict[str, type[_Layer]] = {"lmm": LMM, "mac": MAC, "mag": MAG, "mal": MAL}
+"""Mixer -> its class as a layer; those of the other mixers are made when they are asked for."""
+
+
+def _layer_of(kind: type[Mixer]) -> type[_Layer]:
+    """The class of a mixer built from keywords: an attribute of this module, so that its objects can be pickled."""
+    made = _LAYERS.get(kind.name)
+    if made is None or not issubclass(made, kind):  # a mixer of somebody else may be defined again
+        made = type(kind.name, (_Layer, kind), {"__doc__": kind.__doc__, "__module__": __name__})
+        _LAYERS[kind.name] = made
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__") or name not in MIXERS.names():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _layer_of(MIXERS.find(name))
 
 
 def _mixer_config(
@@ -216,8 +259,26 @@ def _by_keywords() -> Iterator[None]:
         raise UserError(re.sub(r"\bmodel\.(?:\w+\.)*(?=\w)", "", message)) from None
 
 
-def _check_input(x: Tensor, d_model: int, state: Any):
+def _checked_input(x: Tensor, d_model: int, state: Any, reset: Tensor | None) -> Documents | None:
+    """What ``reset`` says of the sequences in x, once all three fit together."""
     if x.dim() != 3 or x.shape[-1] != d_model or x.numel() == 0:
         raise UserError(f"x: given shape {tuple(x.shape)}; allowed: (B, T, {d_model}), at least one row and one token")
     if (given := rows(state)) not in (None, len(x)):
         raise UserError(f"state: given one of {given} rows; x has {len(x)}; pass what the call for these rows returned")
+    if reset is None:
+        return None
+    if reset.dtype != torch.bool or reset.shape != x.shape[:2]:
+        raise UserError(f"reset: given {reset.dtype} of shape {tuple(reset.shape)}; allowed: torch.bool of shape "
+                        f"{tuple(x.shape[:2])}")  # fmt: skip
+    return Documents.of(reset, x.device)
+
+
+@torch.no_grad()
+def _inspected(layer: Mixer | NeuralMemory, x: Tensor, state: Any, reset: Tensor | None) -> MemoryFigures:
+    with observe_memories(layer) as observers:
+        if not observers:
+            raise UserError(f"inspect: {type(layer).__name__} has no neural memory; allowed: NeuralMemory, LMM, MAC, "
+                            "MAG, MAL and other mixers with one")  # fmt: skip
+        layer(x, state, reset)
+        (observer,) = observers.values()
+        return observer.take(x.shape[1])

@@ -44,7 +44,13 @@ def mac_plan(mixer: MAC, x: Tensor, term: Tensor) -> TokenPlan:
         alike = [w.shape for w in state.read_weights] == [w.shape for w in state.memory.memory.weights]
         alike = alike and state.read_conv.shape == conv and state.k.shape[2:] == state.h_k.shape[2:] == heads
         alike = alike and all(t.dtype == x.dtype for t in (*state.read_weights, state.read_conv))
-        return alike and len(set(state.offset.tolist())) == 1  # else rows have segments of their own
+        offset = set(state.offset.tolist())
+        if not alike or len(offset) != 1:  # else rows have segments of their own
+            return False
+        # A state of which some rows were taken may keep what the others saw.
+        start = state.position - max(offset)
+        own = all(place >= start and (place - start) % stride == 0 for place in state.h_place.tolist())
+        return own and state.k.shape[1] == max(offset)
 
     def advance(state: MACState) -> MACState:
         read, place = state.offset.tolist()[0], state.position

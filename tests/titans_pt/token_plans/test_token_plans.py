@@ -15,7 +15,7 @@ from titans_pt.huggingface.source import source_files
 from titans_pt.kernels.one_token import unserved
 from titans_pt.layers.mlp import SwiGLU
 from titans_pt.layers.norm import RMSNorm
-from titans_pt.layers.state import map_tensors
+from titans_pt.layers.state import map_tensors, take_rows
 from titans_pt.models import build_model
 from titans_pt.models.backbone import Block
 from titans_pt.models.mixers.lmm import LMM
@@ -137,6 +137,21 @@ def test_rows_at_different_places(taken):
             logits, state = model(ids()[:, t : t + 1], state)
             torch.testing.assert_close(logits[:, 0], whole[:, t], rtol=0, atol=1e-9)
         assert {served for half, served in taken[:4] if half == "mixing_plan"} == halves
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["lmm", "mag", "mac", "swa"])
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_row_taken_from_rows_at_different_places(name, row):
+    """It goes on as in the batch: what the other rows alone saw is not its own."""
+    model, reset = small(*FORMS[name]), torch.zeros(2, T, dtype=torch.bool)
+    reset[1, 3] = True
+    whole, _ = model(ids(), reset=reset)
+    _, state = model(ids()[:, :5], reset=reset[:, :5])
+    state = take_rows(state, torch.tensor([row]))
+    for t in range(5, T):
+        logits, state = model(ids()[row : row + 1, t : t + 1], state)
+        torch.testing.assert_close(logits[0, 0], whole[row, t], rtol=0, atol=1e-9)
 
 
 @torch.no_grad()

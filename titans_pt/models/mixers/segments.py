@@ -89,7 +89,11 @@ class Segments:
             bool (B or 1, t, m + n); None for one token that sees all that is kept, and for a piece that starts its
             segment in all rows, for which segment_attention needs none.
         """
-        one = piece.end - piece.begin == 1 and len(set(piece.segment_start)) == 1
+        # Memory tokens of other rows, whose groups start elsewhere, stay in a state of which only some rows were taken.
+        own = len(set(piece.segment_start)) == 1 and all(
+            (place - piece.segment_start[0]) % self.stride == 0 for place in memory_places
+        )
+        one = piece.end - piece.begin == 1 and own
         if one or all(piece.new_segment):
             return None
         # Made from numbers if all rows have the same place, as usual: copying from the host would wait for the GPU.

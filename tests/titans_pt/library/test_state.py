@@ -1,0 +1,131 @@
+"""States as values, sequences that begin inside of a call, and what a memory tells of each token."""
+
+import pickle
+
+import pytest
+import torch
+
+from titans_pt import (
+    LMM,
+    MAC,
+    NeuralMemory,
+    UserError,
+    detach_state,
+    fork_state,
+    load_state,
+    mixer,
+    save_state,
+    take_rows,
+)  # fmt: skip
+from titans_pt.layers.state import tensors
+
+SMALL = {"n_heads": 2, "chunk_size": 4, "depth": 2, "conv_width": 3}
+LAYERS = {
+    "memory": lambda: NeuralMemory(16, **SMALL),
+    "mac": lambda: MAC(16, **SMALL, segment=8, memory_tokens=4, persistent_tokens=2),
+    "mamba2": lambda: mixer("mamba2", 16, n_heads=2),
+    "swa": lambda: mixer("swa", 16, n_heads=2, window=6),
+}
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request):
+    torch.manual_seed(0)
+    return LAYERS[request.param]().double()
+
+
+def test_reset_begins_rows_in_the_midst(layer):
+    x = torch.randn(3, 11, 16, dtype=torch.float64)
+    _, state = layer(x)
+    more = torch.randn(3, 10, 16, dtype=torch.float64)
+    reset = torch.zeros(3, 10, dtype=torch.bool)
+    reset[1, 0] = reset[2, 6] = True  # row 1 begins again at once, row 2 after six tokens, row 0 goes on
+    y, after = layer(more, state, reset)
+    goes_on, its_state = layer(more[:1], take_rows(state, torch.tensor([0])))
+    torch.testing.assert_close(y[:1], goes_on)
+    torch.testing.assert_close(y[1:2], layer(more[1:2])[0])
+    torch.testing.assert_close(y[2:, 6:], layer(more[2:, 6:])[0])
+    next_token = torch.randn(1, 1, 16, dtype=torch.float64)
+    alone = layer(next_token, take_rows(after, torch.tensor([0])))[0]
+    torch.testing.assert_close(alone, layer(next_token, its_state)[0])
+    with pytest.raises(UserError, match=r"reset: given torch.int64 of shape \(3, 10\); allowed: torch.bool of shape"):
+        layer(more, state, reset.long())
+    with pytest.raises(UserError, match=r"reset: given torch.bool of shape \(3, 9\)"):
+        layer(more, state, reset[:, 1:])
+
+
+def test_fork_detach_and_take_rows(layer):
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    _, state = layer(x)
+    twin = fork_state(state)
+    places = {t.data_ptr() for t in tensors(state) if t.numel()}
+    assert places.isdisjoint(t.data_ptr() for t in tensors(twin) if t.numel())
+    assert any(t.requires_grad for t in tensors(twin))
+    assert not any(t.requires_grad for t in tensors(detach_state(state)))
+    expected = layer(x, state)[0]
+    assert torch.equal(layer(x, twin)[0], expected)
+    swapped = take_rows(state, torch.tensor([1, 0, 1]))
+    torch.testing.assert_close(layer(x[[1, 0, 1]], swapped)[0], expected[[1, 0, 1]])
+
+
+def test_a_state_is_saved_and_read_again(layer, tmp_path):
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    _, state = layer(x)
+    save_state(state, tmp_path / "state.safetensors")
+    again = load_state(tmp_path / "state.safetensors")
+    assert torch.equal(layer(x, again)[0], layer(x, state)[0])
+    (tmp_path / "broken").write_bytes(b"nothing")
+    with pytest.raises(UserError, match="not a state file"):
+        load_state(tmp_path / "broken")
+    twin = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(twin(x)[0], layer(x)[0])
+
+
+def test_inspect_says_surprise_gates_and_norms():
+    torch.manual_seed(0)
+    memory = NeuralMemory(16, **SMALL, alpha_init=0.1).double()
+    x = torch.randn(2, 6, 16, dtype=torch.float64)
+    found = memory.inspect(x)
+    assert all(getattr(found, name).shape == (2, 6, 2) for name in vars(found))
+    k, v = memory.k(x)[0], memory.v(x)[0]
+    theta, eta, alpha = memory.gates(x, v)
+    for name, gate in (("theta", theta), ("eta", eta), ("alpha", alpha)):
+        torch.testing.assert_close(getattr(found, name).double(), gate, atol=1e-6, rtol=1e-5)
+    # Surprise by autograd, at the weights of the chunk's start: those of M_0, then those after four tokens.
+    weights, norm = memory.network()
+    _, after_four = memory(x[:, :4])
+    for t, start in ((1, [w.expand(2, *w.shape) for w in weights]), (5, after_four.memory.weights)):
+        leaves = [w[1, 0].detach().requires_grad_() for w in start]
+        hidden = torch.nn.functional.gelu(k[1, t, 0] @ leaves[0]) @ leaves[1]
+        scale, shift = norm[0][0], norm[1][0]
+        said = k[1, t, 0] + torch.nn.functional.layer_norm(hidden, (8,), scale, shift)
+        loss = (said - v[1, t, 0]).square().sum()
+        gradients = torch.autograd.grad(loss, leaves)
+        expected = torch.cat([g.flatten() for g in gradients]).norm()
+        assert found.surprise[1, t, 0].item() == pytest.approx(expected.item(), rel=1e-4)
+    for t in (2, 6):
+        _, state = memory(x[:, :t])
+        for name, parts in (("weight_norm", state.memory.weights), ("momentum_norm", state.memory.momentum)):
+            norms = sum(part.square().sum((-1, -2)) for part in parts).sqrt()
+            torch.testing.assert_close(getattr(found, name)[:, t - 1].double(), norms, atol=1e-5, rtol=1e-4)
+
+
+def test_inspect_goes_on_from_a_state_and_knows_resets():
+    torch.manual_seed(0)
+    memory = NeuralMemory(16, **SMALL)
+    x = torch.randn(1, 9, 16)
+    whole = memory.inspect(x)
+    _, state = memory(x[:, :5])
+    torch.testing.assert_close(memory.inspect(x[:, 5:], state).surprise, whole.surprise[:, 5:])
+    reset = torch.zeros(1, 9, dtype=torch.bool)
+    reset[0, 5] = True
+    torch.testing.assert_close(memory.inspect(x, reset=reset).weight_norm[:, 5:], memory.inspect(x[:, 5:]).weight_norm)
+
+
+def test_inspect_of_mixers():
+    layer = MAC(16, **SMALL, segment=8, memory_tokens=4, persistent_tokens=2)
+    x = torch.randn(2, 11, 16)
+    assert layer.inspect(x).surprise.shape == (2, 11, 2)
+    assert LMM(16, **SMALL).inspect(x).theta.min() > 0
+    with pytest.raises(UserError, match="inspect: swa has no neural memory"):
+        mixer("swa", 16, n_heads=2).inspect(x)
