@@ -2,6 +2,7 @@
 # make dna:        install, pretrain a small LMM on a bacterium's genome, let it classify sequences, beside what needs no model
 # make forecast:   install, let a small LMM forecast electricity demand, beside attention, a memory that is off, and ridge
 # make statetracking: install, let a memory, a Transformer and a DeltaNet learn parity at 40 tokens, ask them at 512
+# make convert:    install, give SmolLM2-135M a window and memories, teach them what full attention gives
 # make test:       install, run the tests
 # make slow:       install, run the tests that take minutes
 # make lint:       install, run the linter, the formatter's check and the type checker
@@ -20,7 +21,7 @@ INSTALLED := $(VENV)/.installed
 # DeepSpeed compiles nothing here and must not look for a GPU compiler while it installs.
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 
-.PHONY: install quickstart dna forecast statetracking test slow lint settings clean
+.PHONY: install quickstart dna forecast statetracking convert test slow lint settings clean
 
 install: $(INSTALLED)
 
@@ -100,6 +101,30 @@ statetracking: install
 	$(BIN)/titans evaluate $(STATES)/lmm-reflecting
 	@echo "== everything is in $(STATES): lmm-reflecting/plots/state_tracking.png and the others; docs/statetracking.md says what it is"
 	@echo "== next: all models and other groups: titans reproduce statetracking --size tiny"
+
+CONVERT = runs/convert
+TITANS = --window 64 --sinks 4 --layers 14,15,17,18,20,23,26
+SCORE := --suite perplexity evaluation.perplexity.tokens=4096
+TRANSFER := task=attention_transfer 'train.trainable=["*.memory.*","*.memory_out.*"]' train.precision=fp32 train.max_steps=40 \
+	train.warmup_steps=4 train.batch_tokens=1024 train.micro_batch=1 train.lr=1e-3 train.weight_decay=0 train.log_every=1 \
+	train.eval_every=0 train.eval_samples=8 train.checkpoint_every=10 wandb.mode=disabled
+convert: install
+	@echo "== SmolLM2-135M-Instruct from a package (93 MB) as a run, with its logits; text: the documentation of Python"
+	$(BIN)/titans import smollm2-135m --out $(CONVERT)/source data.dir=$(CONVERT)/data data.seq_len=512
+	$(BIN)/titans prepare $(CONVERT)/source/config.yaml
+	@echo "== a window of 64 tokens and 4 sinks in place of full attention; the same with memories in seven layers"
+	$(BIN)/titans convert $(CONVERT)/source --to window --window 64 --sinks 4 --out $(CONVERT)/window
+	$(BIN)/titans convert $(CONVERT)/source --to titans $(TITANS) --out $(CONVERT)/titans
+	@echo "== by position: full attention, the window, and the memories before training, which is the window to the last digit"
+	$(BIN)/titans evaluate $(CONVERT)/source $(SCORE)
+	$(BIN)/titans evaluate $(CONVERT)/window $(SCORE)
+	$(BIN)/titans evaluate $(CONVERT)/titans $(SCORE)
+	@echo "== stage 1: each memory learns what full attention gives its layer beyond the window"
+	$(BIN)/torchrun --standalone --nproc_per_node 2 -m titans_pt train $(CONVERT)/titans/config.yaml \
+	  run.dir=$(CONVERT)/transfer train.init_from=$(CONVERT)/titans $(TRANSFER)
+	@echo "== the same after it, with the memories written, and never written"
+	$(BIN)/titans evaluate $(CONVERT)/transfer $(SCORE) 'evaluation.perplexity.freeze_after=[0]'
+	@echo "== everything is in $(CONVERT): transfer/plots, transfer/evaluation; docs/conversion.md says what it is"
 
 # By files, not by tests: what a file's tests share is then set up once.
 test: install

@@ -22,7 +22,10 @@ WRITES = "--save-state"
     "empty line is the beginning of a document",
 )  # fmt: skip
 @click.option("--batch", type=whole(1), default=8, metavar="N", help="prompts of --prompts at a time")
-@click.option("--max-new-tokens", type=whole(1), default=100, metavar="N", help="tokens to write at most")
+@click.option(
+    "--max-new-tokens", type=whole(0), default=100, metavar="N",
+    help="tokens to write at most; 0, with --save-state, reads alone",
+)  # fmt: skip
 @click.option(
     "--temperature", type=real(lambda t: t == 0 or 1e-6 <= t <= 1e6, "0, or a number from 0.000001 to a million"),
     default=0.8, metavar="T", help="0 is greedy",
@@ -48,6 +51,8 @@ def generate(
         raise click.UsageError(f"{given[0]} and {given[1]} exclude each other; leave one out.")
     if prompts is not None and (state or save_state):
         raise click.UsageError("A state is of one text: --prompts excludes --state and --save-state.")
+    if not max_new_tokens and save_state is None:
+        raise click.UsageError("--max-new-tokens 0 reads alone: give --save-state, or 1 or more.")
     if not prompt and prompt_file is None and prompts is None and state is None:
         raise click.UsageError("Nothing to continue: give --prompt, --prompt-file, --prompts or --state.")
     from titans_pt.tools.files import lines_of, read_text

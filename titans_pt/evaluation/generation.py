@@ -34,7 +34,8 @@ def generate(
 
     Args:
         prompt: may be left out with ``state_file``, to continue where it ended.
-        max_new_tokens: the most tokens to generate; an end-of-text token ends it earlier.
+        max_new_tokens: the most tokens to generate; an end-of-text token ends it earlier. With ``save_to`` it may be 0:
+            the prompt is read and kept.
         temperature: 0 takes the most likely token, 1 draws from the model's distribution.
         top_k: draws only from this many most likely tokens; None: from all.
         top_p: draws only from the smallest set of tokens that holds this much probability.
@@ -49,7 +50,7 @@ def generate(
         UserError: an argument out of range, a state of another model or checkpoint, or what ``load_run`` finds
             wrong with the run.
     """
-    check_draws(max_new_tokens, temperature, top_k, top_p)
+    check_draws(max_new_tokens or int(save_to is not None), temperature, top_k, top_p)
     run = load_run(run_dir, step=step, device=best_device())
     _check(bool(prompt) or state_file is not None, "prompt", prompt, "some text, or none with a saved state")
     # A saved state is in the middle of a document.

@@ -48,6 +48,8 @@ class AttentionTransfer(Language):
             config.train.trainable,
             'must name what the layers add to attention, such as ["*.memory.*","*.memory_out.*"]',
         )
+        dropout = config.model.section("mab").get("attention_dropout", 0)
+        need(not dropout, "model.mab.attention_dropout", dropout, f"must be 0 with task={cls.name}; stage 2 takes it")
         for path, given in (
             ("parallel.context", config.parallel.context > 1),
             ("parallel.sequence", config.parallel.sequence),

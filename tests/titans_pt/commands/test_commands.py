@@ -45,7 +45,7 @@ def test_every_command_says_what_it_and_its_arguments_are(words, capsys):
     ("plan c.yaml", "--memory", "nan"), ("plan c.yaml", "--memory", "80GB"),
     ("checkpoint prune run", "--keep-last", "0"), ("checkpoint prune run", "--keep-every", "0"),
     ("evaluate run", "--checkpoint", "last"), ("export run --out o", "--checkpoint", "-1"),
-    ("generate run", "--max-new-tokens", "0"), ("generate run", "--temperature", "-1"),
+    ("generate run", "--max-new-tokens", "-1"), ("generate run", "--temperature", "-1"),
     ("generate run", "--temperature", "inf"), ("generate run", "--top-k", "0"), ("generate run", "--top-p", "0"),
     ("generate run", "--top-p", "1.1"), ("inspect run --text t", "--max-tokens", "1"),
     ("compare run", "--checkpoint", "x"), ("babilong run --out o", "--samples", "0"),

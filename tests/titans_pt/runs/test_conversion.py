@@ -5,6 +5,7 @@ import torch
 
 from tests.helpers.untrained import untrained_run
 from titans_pt import cli
+from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.runs.conversion import convert_run
 from titans_pt.runs.loaded import load_run
@@ -92,6 +93,34 @@ def test_it_learns_from_there(source, ids, tmp_path):
     model.zero_grad()
     model(ids)[0].square().mean().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in mixer.memory.parameters())
+
+
+def test_attention_that_is_left_out_at_random(source, ids, tmp_path):
+    """In training alone; a seed says which samples."""
+    run = convert_run(source, tmp_path / "t", "titans", W, S, None, ["model.mab.attention_dropout=0.5"])
+    plain = load_run(convert_run(source, tmp_path / "p", "titans", W, S)).model
+    model = load_run(run).model
+    assert torch.equal(model(ids)[0], plain(ids)[0])
+    mixer, other = model.blocks[0].mixer.train(), plain.blocks[0].mixer
+    x = torch.randn(64, 9, 32, generator=torch.manual_seed(0))
+    with torch.no_grad():
+        for m in (mixer, other):
+            m.memory_out.weight.copy_(0.1 * torch.randn(32, 32, generator=torch.manual_seed(2)))
+        whole, memory = other(x)[0], other.memory_out(other.memory(x)[0])
+        found = [(torch.manual_seed(1), mixer(x)[0])[1] for _ in range(2)]
+    assert torch.equal(*found)
+    left_out = [torch.allclose(y, m, atol=1e-6) for y, m in zip(found[0], memory, strict=True)]
+    assert 16 < sum(left_out) < 48
+    kept = ~torch.tensor(left_out)
+    torch.testing.assert_close(found[0][kept], whole[kept])
+    with pytest.raises(
+        UserError, match="model.mab.attention_dropout: given 0.5; must be 0 with train.activation_check"
+    ):
+        load_config(run / "config.yaml", ["train.activation_checkpointing=true"])
+    with pytest.raises(
+        UserError, match="model.mab.attention_dropout: given 0.5; must be 0 with task=attention_transfer"
+    ):
+        load_config(run / "config.yaml", ["task=attention_transfer", "train.trainable=[norm.weight]"])
 
 
 def test_the_command(source, prepared, tmp_path, capsys):
