@@ -19,13 +19,14 @@ from titans_pt.reproduce.runs import Run
 from titans_pt.reproduce.studies import study as target_study
 from titans_pt.reproduce.study import CHANGES, MODELS, NAMES, Study
 from titans_pt.reproduce.tables import Cell, behind, cells, number
+from titans_pt.tools.statistics import standard_error
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
 README = ROOT / "README.md"
-PAGE, REPRODUCE, TINY, BASELINES, DNA, FORECASTING, STATES = (
+PAGE, REPRODUCE, TINY, BASELINES, DNA, FORECASTING, STATES, CONVERSION = (
     ROOT / "docs" / f"{name}.md"
-    for name in ("results", "reproduce", "tiny", "baselines", "dna", "forecasting", "statetracking")
+    for name in ("results", "reproduce", "tiny", "baselines", "dna", "forecasting", "statetracking", "conversion")
 )
 
 
@@ -340,7 +341,52 @@ OF_DNA = {
     "| model that reads the genome |": read_genomes,
     "| set | model | start |": classified,
 }
+
+
+def of_conversion() -> dict[str, dict[int, list[list[float]]]]:
+    """What was scored of SmolLM2-135M -> stream -> [n, sum, sum of squares] of each bucket of positions."""
+    names = {"full": "full attention", "window": "window 64, 4 sinks", "transfer": "memories, stage 1"}
+    found: dict[str, dict[int, list[list[float]]]] = {}
+    for file, name in names.items():
+        for text in (RESULTS / f"conversion/{file}.jsonl").read_text().splitlines():
+            row = json.loads(text)
+            never = ", never written" if row["freeze_after"] == 0 else ""
+            found.setdefault(name + never, {})[row["start"]] = row["positions"]
+    return found
+
+
+def nats(streams: dict[int, list[list[float]]], buckets: slice) -> dict[int, float]:
+    """The mean loss of each stream over buckets of positions: bucket 7 is 65 to 128, 8 to 256, 9 to 512."""
+    return {
+        start: sum(s for _, s, _ in sums[buckets]) / sum(n for n, *_ in sums[buckets])
+        for start, sums in streams.items()
+    }
+
+
+BEYOND = slice(7, 10)
+"""Positions 65 to 512."""
+
+
+def beyond_the_window() -> list[str]:
+    """Losses by position, and what is gained over the window beyond it, paired by stream."""
+    found = of_conversion()
+    window, lines = nats(found["window 64, 4 sinks"], BEYOND), []
+    for name, streams in found.items():
+        parts = [sum(nats(streams, slice(n, n + 1)).values()) / len(streams) for n in (7, 8, 9)]
+        gains = [window[start] - loss for start, loss in nats(streams, BEYOND).items()]
+        gained = "-" if name.startswith("window") else f"{sum(gains) / len(gains):.3f} ± {standard_error(gains):.3f}"
+        lines.append(line(name, *(f"{part:.3f}" for part in parts), gained))
+    return lines
+
+
+def which_layers() -> list[str]:
+    record = json.loads((RESULTS / "conversion/layers.json").read_text())["layers_with_full_attention"]
+    (_, full), (_, none) = record["all 30"], record["none"]
+    return [line(name, f"{far:.3f}", f"{(none - far) / (none - full):.0%}") for name, (_, far) in record.items()]
+
+
 PAGES = {
+    CONVERSION: {"| SmolLM2-135M |": beyond_the_window, "| layers with full attention |": which_layers},
     README: {"| model | perplexity at 512 tokens |": overview},
     PAGE: {
         "| model | seeds | perplexity at 512 tokens |": models_in_short,
@@ -452,6 +498,24 @@ def test_what_forecasts_are_read_as():
     assert all(mse("transformer", f"{short}-all", seed) < mse("lmm", f"{short}-all", 0) for seed in (0, 1))
     first = [found[model, short, 0]["steps"] for model in ("lmm", "transformer")]
     assert min(steps["model"][0][0] / steps[ridge][0][0] for steps in first) > 3, "one row ahead"
+
+
+def test_what_a_conversion_is_read_as():
+    """The claims of docs/conversion.md."""
+    found, (near, text) = of_conversion(), (slice(0, 7), CONVERSION.read_text())
+    on, never, full, window = (
+        found[name] for name in ("memories, stage 1", "memories, stage 1, never written", "full attention",
+                                 "window 64, 4 sinks")
+    )  # fmt: skip
+    costs = [(nats(window, BEYOND)[start] - loss) for start, loss in nats(full, BEYOND).items()]
+    gains, static = ([nats(window, BEYOND)[start] - loss for start, loss in nats(each, BEYOND).items()]
+                     for each in (on, never))  # fmt: skip
+    assert f"{sum(gains) / sum(costs):.0%}".replace("%", " %") == "5 %" and 0.7 < sum(static) / sum(gains) < 0.8
+    for part, sign in ((BEYOND, 1), (near, -1)):
+        worth = [sign * (nats(never, part)[start] - loss) for start, loss in nats(on, part).items()]
+        assert f"{sum(worth) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
+    steps = json.loads((RESULTS / "conversion/transfer-training.json").read_text())["steps"]
+    assert len(steps) == 29 and sum(loss for _, loss in steps[-5:]) / 5 == pytest.approx(0.81, abs=0.005)
 
 
 if __name__ == "__main__":
