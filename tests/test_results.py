@@ -450,20 +450,33 @@ def test_what_classes_of_dna_are_read_as():
 def test_what_states_are_read_as():
     """The claims of docs/statetracking.md, of each seed."""
     kept = [json.loads(path.read_text()) for path in sorted((RESULTS / "state_tracking").glob("*.json"))]
-    last = {
-        (r["model"], r["variant"]): {row["length"]: row["mean"] for row in r["measured"]["states"]["by_length"]}
-        for r in kept if r["seed"] == 0
-    }  # fmt: skip
-    learned = {key for key, by in last.items() if key[1].startswith("parity") and by[64] > 0.99}
+    last: dict[tuple[str, str], list[dict[int, float]]] = {}  # seeds in order
+    for r in kept:
+        by_length = {row["length"]: row["mean"] for row in r["measured"]["states"]["by_length"]}
+        last.setdefault((r["model"], r["variant"]), []).append(by_length)
+    deep, half = last["lmm", "parity-c1-one"], last["lmm", "parity-c1-half"]
+    assert len(deep) == 3 and all(by[128] == 1.0 for by in deep), "two layers learn parity"
+    assert sorted(by[512] > 0.99 for by in deep) == [False, True, True] and min(by[256] for by in deep) < 0.65
+    assert max(by[512] for by in half) == 1.0 and last["lmm", "parity-linear-c1-half"][0][64] < 0.55, (
+        "at a bound of 0.5"
+    )
+    learned = {key for key, seeds in last.items() if key[1].startswith("parity") and seeds[0][64] > 0.99}
     assert learned == {
+        ("lmm", "parity-c1-one"), ("lmm", "parity-c1-one-still"), ("lmm", "parity-c1-half"),
         ("lmm", "parity-linear-c1-one"), ("lmm", "parity-linear-c1-one-still"), ("deltanet", "parity-negative"),
         ("gated_deltanet", "parity-negative"),
-    }, "negative eigenvalues decide"  # fmt: skip
-    others = [by[64] for key, by in last.items() if key[1].startswith("parity") and key not in learned]
-    assert max(others) < 0.55, "the others are at chance"
-    assert last["lmm", "parity-linear-c1-one"][128] < 0.55 < 0.97 < last["lmm", "parity-linear-c1-one-still"][128]
-    assert max(last[key][512] for key in learned) == last["deltanet", "parity-negative"][512] > 0.86
-    assert last["lmm", "S3-linear-c1-one"][32] > 0.95 and 0.3 < last["lmm", "S3-linear-c1-one"][256] < 0.35
+    }  # fmt: skip
+    attended = {("mac", "parity-c1-one"): 0.75, ("mag", "parity-c1-one"): 0.95}
+    for key, most in attended.items():
+        assert 0.7 < last[key][0][32] < most and last[key][0][512] < 0.6
+    others = {key: seeds for key, seeds in last.items() if key[1].startswith("parity")}
+    others = [by[64] for key, seeds in others.items() if key not in learned | set(attended) for by in seeds]
+    assert max(others) < 0.57, "the others are at chance"
+    linear, still = (last["lmm", f"parity-linear-c1-one{end}"][0] for end in ("", "-still"))
+    assert linear[128] < 0.55 < 0.97 < still[128] and still[512] < 0.55
+    assert last["deltanet", "parity-negative"][0][512] > 0.86
+    assert last["lmm", "S3-linear-c1-one"][0][32] > 0.95 and 0.3 < last["lmm", "S3-linear-c1-one"][0][256] < 0.35
+    assert 0.3 < last["lmm", "S3-c1-one"][0][32] < 0.37
 
 
 def test_what_forecasts_are_read_as():
