@@ -175,7 +175,7 @@ def _verify(folder: Path, manifest: dict) -> None:
     for name in others:
         if name != MANIFEST and not name.startswith("."):
             print(
-                f"{name}: not in {MANIFEST}, so it has no checksum (another program's file, or token files of an "
+                f"{name}: not in {MANIFEST}, and has no checksum (another program's file, or token files of an "
                 "earlier version: titans prepare CONFIG --force makes them again)"
             )
     refuse_damage(folder, wrong)

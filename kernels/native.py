@@ -23,7 +23,7 @@ from titans_pt.kernels.common import warn_once
 from titans_pt.tools.cache import cache_folder
 
 HEADER = Path(__file__).with_name("vector.h")
-"""What every source includes; those beside a source belong to it, too."""
+"""Headers that every source includes; headers beside a source also belong to it."""
 FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
 REALS = {torch.float32: ["-DREAL=float"], torch.float64: ["-DREAL=double", "-DREAL_IS_DOUBLE"]}
 

@@ -29,7 +29,7 @@ def causal_attention(
         q: (B, T, H, D), the last T of the S tokens that k, v (B, S, K, D) hold; S > T continues a stream. K divides H:
             neighbouring heads of queries share one of keys and values.
         window: tokens seen, the token itself included; None for all.
-        sinks: so many of the first keys that a query may see (see ``first``) are seen whatever the window.
+        sinks: number of first keys (see ``first``) that a query sees regardless of the window.
         prefix: tokens that every query sees.
         first: (B, T) int64, lowest index into k that each query may see (a document's start); None for 0.
         bounds: (n + 1,) int32, ascending, equal ones allowed: with S = T, where documents start when the rows lie end

@@ -33,7 +33,7 @@ def short_convolution(
             input's last. bias: (channels,) or None.
         reach: (B, T) int64, how many of the inputs before each token it sees, up to width - 1; None: all.
         silu: apply SiLU.
-        unit: then divide every head of so many channels by its length; 0: none.
+        unit: then normalise every head of this many channels to unit length; 0: none.
 
     Returns:
         (B, T, channels).

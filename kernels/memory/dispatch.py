@@ -21,7 +21,7 @@ from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
 BACKENDS = ("auto", "triton", "native", "chunked", "naive")
 HAS_TRITON = find_spec("triton") is not None
 GPU = ("cuda", "meta")
-"""Tensors without contents take a GPU's ways, so that anybody can ask what these would allocate."""
+"""Meta tensors follow the GPU path, which lets the planner measure its allocations."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets kernels, on tensors of the CPU: it decides that when it is imported."""
 

@@ -34,7 +34,7 @@ def unserved(x: Tensor) -> str | None:
 
 
 def prepared(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Callable[[], object]]:
-    """:func:`rms_norm` of tensors that stay where they are, contiguous, and the step that fills it anew; in C."""
+    """:func:`rms_norm` of fixed contiguous tensors, and the C step that computes it again."""
     y = torch.empty_like(x)
     rows = x.numel() // x.shape[-1]
     function = native.library(SOURCE, x.dtype).forward

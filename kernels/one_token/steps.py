@@ -68,7 +68,7 @@ class Map(NamedTuple):
 
     x: (B, inputs), or the place of an earlier map, whose y it is. weight: (outputs, inputs). bias: (outputs,).
     taps: (outputs, width), filters over the tokens, the token's own last.
-    activation: see ACTIVATIONS. unit: divide every head of so many outputs by its length; 0: none.
+    activation: see ACTIVATIONS. unit: normalise every head of this many outputs to unit length; 0: none.
     rotation: turns every head.
     factor, term: (B, outputs), or the place of an earlier map.
     """

@@ -28,7 +28,7 @@ SUBJECT = "titans_pt.subject"
 
 
 class Commands(Mapping[str, click.Command]):
-    """Every command by its name, in alphabetical order; a file is imported when its command is asked for."""
+    """Every command by its name, in alphabetical order; a command's file is imported when it is used."""
 
     @cached_property
     def _files(self) -> dict[str, str]:

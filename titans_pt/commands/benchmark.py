@@ -9,9 +9,7 @@ WRITES = "--out"
 
 _out = click.option("--out", type=FOLDER, default="runs/benchmark", metavar="DIR", help="folder of the results")
 _rounds = click.option("--rounds", type=whole(1), default=3, metavar="N", help="timings per case")
-_tokens = click.option(
-    "--tokens", type=whole(1), default=32_768, metavar="N", help="tokens of all rows of a call together, B * T"
-)
+_tokens = click.option("--tokens", type=whole(1), default=32_768, metavar="N", help="tokens per call, B * T")
 
 
 def _longest(least: int):
@@ -28,7 +26,7 @@ def benchmark():
 @_longest(1024)
 @_out
 def memory(out: Path, rounds: int, longest: int):
-    """Time the memory layer, and titans-pytorch's, by length."""
+    """Time the memory layer and titans-pytorch's at growing lengths."""
     from titans_pt.benchmarks.memory import benchmark_memory
 
     benchmark_memory(out, rounds=rounds, longest=longest)
@@ -40,7 +38,7 @@ def memory(out: Path, rounds: int, longest: int):
 @_out
 @_tokens
 def kernels(out: Path, rounds: int, longest: int, tokens: int):
-    """Time the memory's kernels, the dual form, and flash-linear-attention's kernels."""
+    """Time the memory's kernels, the dual form in PyTorch and flash-linear-attention's kernels."""
     from titans_pt.benchmarks.kernels import benchmark_kernels
 
     benchmark_kernels(out, rounds=rounds, longest=longest, tokens=tokens)
@@ -51,7 +49,7 @@ def kernels(out: Path, rounds: int, longest: int, tokens: int):
 @_out
 @click.option(
     "--config", type=PATH, default="configs/170m/{model}.yaml", metavar="FILE",
-    help="a YAML file; {model} in it becomes the model's name",
+    help="a YAML file; {model} stands for the model's name",
 )  # fmt: skip
 @click.option(
     "--models", type=NAMES, default="lmm,mac,mag,mal,transformer,gated_deltanet,mamba2,deltanet,gla", metavar="NAMES",
@@ -61,11 +59,11 @@ def kernels(out: Path, rounds: int, longest: int, tokens: int):
     "--lengths", type=COUNTS, default="2048,4096,8192,16384,32768", metavar="NUMBERS", help="tokens per sequence"
 )
 @_tokens
-@click.option("--sweeps", is_flag=True, help="also memories of depth 1 to 4, and of several chunks")
+@click.option("--sweeps", is_flag=True, help="also time memories of depth 1 to 4 and several chunk sizes")
 def training(
     overrides: tuple[str, ...], out: Path, config: str, models: list[str], lengths: list[int], tokens: int, sweeps: bool
 ):
-    """Time the whole training step of every model, by length."""
+    """Time the whole training step of every model at growing lengths."""
     from titans_pt.benchmarks.training import benchmark_training
 
     benchmark_training(out, config, list(overrides), models, lengths, tokens, sweeps)
@@ -81,12 +79,12 @@ def training(
     help="the models to time: mixers, or several in turns as in mamba+swa; the first is what the others are compared "
     "with (default: model.mixers if it is given here, else attention,lmm,mac,mag,mal)",
 )  # fmt: skip
-@click.option("--prompt", type=whole(1), default=256, metavar="N", help="tokens read before")
+@click.option("--prompt", type=whole(1), default=256, metavar="N", help="tokens read first")
 @click.option("--tokens", type=whole(1), default=100, metavar="N", help="tokens generated per round")
 def decode(
     config: str, overrides: tuple[str, ...], out: Path, rounds: int, models: list[str] | None, prompt: int, tokens: int
 ):
-    """Time generation, token by token, with a config's sizes and each mixer in turn."""
+    """Time token-by-token generation with each mixer, at a config's sizes."""
     from titans_pt.benchmarks.decode import benchmark_decode
 
     benchmark_decode(out, config, overrides, models, prompt, tokens, rounds)
@@ -96,9 +94,9 @@ def decode(
 @settings
 @_out
 @click.option("--tokens", type=whole(1), default=10_000_000, metavar="N", help="tokens of the stream")
-@click.option("--stretches", type=whole(1), default=10, metavar="N", help="equal parts, each timed by itself")
+@click.option("--stretches", type=whole(1), default=10, metavar="N", help="equal parts, each timed separately")
 def stream(config, out: Path, tokens: int, stretches: int):
-    """Read a long stream of random tokens with an untrained model, its state carried."""
+    """Time an untrained model that reads a long stream of random tokens and carries its state."""
     from titans_pt.benchmarks.stream import benchmark_stream
 
     benchmark_stream(out, config, tokens, stretches)

@@ -13,7 +13,7 @@ def checkpoint():
 @checkpoint.command("list")
 @run_folder
 def list_(run: str):
-    """Show step, size and the ranks that wrote it, for each checkpoint."""
+    """List checkpoints: step, size, and the ranks that wrote them."""
     from titans_pt.runs import tools
 
     tools.list_run(run)
@@ -22,7 +22,7 @@ def list_(run: str):
 @checkpoint.command()
 @run_folder
 def verify(run: str):
-    """Read every byte of the checkpoints and name those that are damaged."""
+    """Read every byte of the checkpoints and name damaged ones."""
     from titans_pt.runs import tools
 
     tools.verify_run(run)
@@ -32,7 +32,7 @@ def verify(run: str):
 @run_folder
 @checkpoint_step
 def merge(run: str, step: int | None):
-    """Make whole tensors of a checkpoint that was written in shards."""
+    """Turn a sharded checkpoint into one with whole tensors."""
     from titans_pt.runs import tools
 
     tools.merge_run(run, step)
@@ -41,9 +41,9 @@ def merge(run: str, step: int | None):
 @checkpoint.command()
 @run_folder
 @click.option("--keep-last", type=whole(1), default=3, metavar="N", help="newest checkpoints to keep")
-@click.option("--keep-every", type=whole(1), metavar="N", help="also keep those whose step is a multiple of N")
+@click.option("--keep-every", type=whole(1), metavar="N", help="also keep checkpoints whose step is a multiple of N")
 def prune(run: str, keep_last: int, keep_every: int | None):
-    """Delete old checkpoints; the newest always stays."""
+    """Delete old checkpoints, never the newest."""
     from titans_pt.runs import tools
 
     tools.prune_run(run, keep_last, keep_every)

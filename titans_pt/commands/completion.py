@@ -9,7 +9,7 @@ SECTION = "tools"
 @click.argument("shell", metavar="SHELL", type=click.Choice(("bash", "zsh", "fish")), help="bash, zsh or fish")
 @click.pass_context
 def completion(context: click.Context, shell: str):
-    """Print a script with which a shell completes titans commands.
+    """Print the script that completes titans commands in a shell.
 
     \b
     bash, in ~/.bashrc:                   eval "$(titans completion bash)"

@@ -20,10 +20,10 @@ def _print_schema(context: click.Context, _parameter: click.Parameter, value: bo
 @overrides()
 @click.option(
     "--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
-    help="print the JSON schema of all settings instead, for editors; no CONFIG is needed",
+    help="print the JSON schema of all settings for editors; needs no CONFIG",
 )  # fmt: skip
 def config(config: str, overrides: tuple[str, ...]):
-    """Print the resolved settings as YAML, with where each value came from."""
+    """Print the resolved settings as YAML, with the source of each value."""
     from titans_pt.config.files import explained
 
     click.echo(explained(config, overrides), nl=False)

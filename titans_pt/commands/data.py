@@ -7,18 +7,18 @@ SECTION = "data"
 
 @click.group(no_args_is_help=False)
 def data():
-    """Look into token files."""
+    """Inspect token files."""
 
 
 @data.command()
 @data_settings
-@click.option("--documents", type=whole(0), default=3, metavar="K", help="documents to show of each stream")
+@click.option("--documents", type=whole(0), default=3, metavar="K", help="documents to show per stream")
 @click.option("--verify", is_flag=True, help="compare the token files with their checksums")
-@click.option("--sample", type=whole(0), metavar="N", help="what training reads after N samples")
-@click.option("--step", type=whole(1), metavar="S", help="what training reads in step S; not together with --sample")
-@click.option("--count", type=whole(1), default=1, metavar="K", help="samples from --sample on")
+@click.option("--sample", type=whole(0), metavar="N", help="show the sample that training reads after N others")
+@click.option("--step", type=whole(1), metavar="S", help="show the samples of training step S; not with --sample")
+@click.option("--count", type=whole(1), default=1, metavar="K", help="number of samples with --sample")
 def inspect(config, documents: int, verify: bool, sample: int | None, step: int | None, count: int):
-    """Show documents, tokens, lengths, and what a sample contains."""
+    """Show documents, tokens, lengths, and the content of samples."""
     if sample is not None and step is not None:
         raise click.UsageError("--sample and --step exclude each other; leave one out.")
     from titans_pt.data_pipeline.inspection import inspect_data

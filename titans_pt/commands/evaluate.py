@@ -14,14 +14,14 @@ WRITES = "--out"
 @checkpoint_step
 @click.option(
     "--suite", metavar="NAME",
-    help="a suite of the task: for language perplexity, needle, babilong, commonsense (default: the first two)",
+    help="a suite of the task; for language: perplexity, needle, babilong, commonsense (default: the first two)",
 )  # fmt: skip
 @click.option(
     "--out", type=FOLDER, metavar="DIR",
-    help="folder of the results and pictures, for a run whose own cannot be written to (default: RUN)",
+    help="folder of results and pictures, for a read-only run (default: RUN)",
 )  # fmt: skip
 def evaluate(run: str, overrides: tuple[str, ...], step: int | None, suite: str | None, out: Path | None):
-    """Measure a trained model: perplexity, needles, BABILong, commonsense."""
+    """Evaluate a trained model: perplexity, needles, BABILong, commonsense."""
     from titans_pt import evaluation
     from titans_pt.tools.processes import check_alone
 

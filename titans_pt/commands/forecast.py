@@ -17,13 +17,13 @@ WRITES = "--out"
 @click.option("--steps", type=whole(1), metavar="N", help="rows to forecast (default: forecast.horizon)")
 @click.option(
     "--out", type=FILE, metavar="FILE",
-    help="the CSV file to write, its picture beside it (default: RUN/forecast/NAME.csv)",
+    help="the CSV file to write, with its picture beside it (default: RUN/forecast/NAME.csv)",
 )  # fmt: skip
 @checkpoint_step
 def forecast(
     run: str, overrides: tuple[str, ...], own: str | None, steps: int | None, out: Path | None, step: int | None
 ):
-    """Forecast the next rows of a CSV file, with dates that go on, and draw them."""
+    """Forecast and draw the next rows of a CSV file, with their dates."""
     from titans_pt.evaluation.ahead import forecast_file
 
     forecast_file(run, Path(own) if own else None, steps, out, step, overrides)

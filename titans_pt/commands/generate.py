@@ -11,40 +11,40 @@ WRITES = "--save-state"
 
 @click.command()
 @run_folder
-@click.option("--prompt", metavar="TEXT", help="text to continue; it may be left out with --state")
+@click.option("--prompt", metavar="TEXT", help="text to continue; optional with --state")
 @click.option(
     "--prompt-file", type=PATH, metavar="FILE",
-    help="a text file to continue (UTF-8), without the line end that editors put at the end; - is standard input",
+    help="a text file to continue (UTF-8); its final line end is removed; - is standard input",
 )  # fmt: skip
 @click.option(
     "--prompts", type=PATH, metavar="FILE",
     help="a prompt on each line (UTF-8; - is standard input): each is continued by itself, a line of JSON for each; an "
     "empty line is the beginning of a document",
 )  # fmt: skip
-@click.option("--batch", type=whole(1), default=8, metavar="N", help="prompts of --prompts at a time")
+@click.option("--batch", type=whole(1), default=8, metavar="N", help="prompts of --prompts per batch")
 @click.option(
     "--max-new-tokens", type=whole(0), default=100, metavar="N",
-    help="tokens to write at most; 0, with --save-state, reads alone",
+    help="maximum number of new tokens; 0, with --save-state, only reads",
 )  # fmt: skip
 @click.option(
     "--temperature", type=real(lambda t: t == 0 or 1e-6 <= t <= 1e6, "0, or a number from 0.000001 to a million"),
     default=0.8, metavar="T", help="0 is greedy",
 )  # fmt: skip
-@click.option("--top-k", type=whole(1), metavar="N", help="draw from the N likeliest tokens (default: all)")
+@click.option("--top-k", type=whole(1), metavar="N", help="sample from the N most probable tokens (default: all)")
 @click.option(
     "--top-p", type=real(lambda p: 0 < p <= 1, "a number above 0 and at most 1"), default=0.95, metavar="P",
-    help="draw from the fewest tokens that hold this probability",
+    help="sample from the fewest tokens with this total probability",
 )  # fmt: skip
-@click.option("--seed", type=whole(0), default=0, metavar="N", help="of the draws")
+@click.option("--seed", type=whole(0), default=0, metavar="N", help="random seed of the samples")
 @checkpoint_step
-@click.option("--save-state", type=FILE, metavar="FILE", help="keep the state after prompt and new text")
+@click.option("--save-state", type=FILE, metavar="FILE", help="write the state after prompt and new text")
 @click.option("--state", type=PATH, metavar="FILE", help="continue from a state that --save-state wrote")
 def generate(
     run: str, prompt: str | None, prompt_file: str | None, prompts: str | None, batch: int, max_new_tokens: int,
     temperature: float, top_k: int | None, top_p: float, seed: int, step: int | None, save_state: Path | None,
     state: str | None,
 ):  # fmt: skip
-    """Continue a prompt, with the memory carried along, or many prompts."""
+    """Continue a prompt, or many prompts, carrying the memory's state."""
     names = {"--prompt": prompt, "--prompt-file": prompt_file, "--prompts": prompts}
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:

@@ -17,7 +17,7 @@ WRITES = "run.dir"
 @click.option("--needles", "count", type=whole(1), metavar="N", help="needles in a training sample (needles.needles)")
 @click.option(
     "--lengths", metavar="TOKENS[:PARTS],...",
-    help="training lengths in order, each with its share of the steps (needles.lengths)",
+    help="training lengths in order, with their shares of the steps (needles.lengths)",
 )  # fmt: skip
 @click.option(
     "--held-out", type=whole(0), metavar="N", help="noise tokens that training never draws (needles.held_out)"
@@ -29,15 +29,15 @@ WRITES = "run.dir"
 )  # fmt: skip
 @click.option(
     "--asked", type=COUNTS, default="1024,2048,4096,8192,16384,32768,65536", metavar="TOKENS,...",
-    help="lengths to ask at; what was trained before is not trained again",
+    help="lengths to evaluate; trained models are not trained again",
 )  # fmt: skip
 @click.option(
-    "--asked-needles", type=COUNTS, metavar="N,...", help="needles in a sample that is asked (default: as trained)"
+    "--asked-needles", type=COUNTS, metavar="N,...", help="needles in an evaluated sample (default: as in training)"
 )
-@click.option("--answers", type=whole(1), default=256, metavar="N", help="at each length")
+@click.option("--answers", type=whole(1), default=256, metavar="N", help="answers to evaluate at each length")
 @click.option(
     "--noise", type=click.Choice(["seen", "unseen"]), default="seen",
-    help="unseen: ask in the held-out noise tokens alone",
+    help="unseen: evaluate only in held-out noise tokens",
 )  # fmt: skip
 @click.option("--ranks", type=whole(1), metavar="N", help="processes of a training (default: one for each GPU)")
 def needles(
@@ -45,7 +45,7 @@ def needles(
     held_out: int | None, write_cost: float | None, asked: list[int], asked_needles: list[int] | None, answers: int,
     noise: str, ranks: int | None,
 ) -> int:  # fmt: skip
-    """Train small models on needles and ask far beyond their training length."""
+    """Train small models on needles and evaluate them far beyond their training length."""
     from titans_pt.reproduce import shorthand
 
     given = {

@@ -16,7 +16,7 @@ SECTION = "train"
     help="GPU memory per rank (default: this machine's; without a GPU the plan is for a CPU and never refused)",
 )  # fmt: skip
 def plan(config, ranks: int | None, memory: float | None):
-    """Show what a training run would need, without starting it."""
+    """Show the ranks, memory and hours that a training would need, without starting it."""
     from titans_pt.errors import UserError
     from titans_pt.tasks import task_of
     from titans_pt.training.epochs import epochs_text, repeated

@@ -21,17 +21,17 @@ SHARE = Checked(_share, "I/N, with I from 0 to N - 1")
 
 @click.command()
 @data_settings
-@click.option("--force", is_flag=True, help="replace token files that other settings made")
+@click.option("--force", is_flag=True, help="replace token files made with other settings")
 @click.option(
     "--workers", type=whole(1), default=len(os.sched_getaffinity(0)), metavar="N",
     show_default="all of this machine", help="cores to use",
 )  # fmt: skip
 @click.option(
     "--shard", type=SHARE, metavar="I/N",
-    help="only this share of the work, I from 0 to N - 1; run again without it when all are done",
+    help="do only this share of the work, I from 0 to N - 1; when all are done, run once without --shard",
 )  # fmt: skip
 def prepare(config, force: bool, workers: int, shard: tuple[int, int] | None):
-    """Turn text into token files, or make what else the task reads."""
+    """Turn text into token files, or write the other files that the task reads."""
     if config.task != "language":
         from titans_pt.config.checks import checked
         from titans_pt.errors import UserError

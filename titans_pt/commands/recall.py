@@ -20,13 +20,13 @@ WRITES = "run.dir"
     "(default: plain and, for Titans, memory-off)",
 )  # fmt: skip
 @click.option("--pairs", type=whole(1), metavar="N", help="key-value pairs in a sample (recall.pairs)")
-@click.option("--distance", type=whole(0), metavar="N", help="least tokens between pairs and queries (recall.distance)")
+@click.option("--distance", type=whole(0), metavar="N", help="minimum tokens from pairs to queries (recall.distance)")
 @click.option("--ranks", type=whole(1), metavar="N", help="processes of a training (default: one for each GPU)")
 def recall(
     config: str, overrides: tuple[str, ...], models: list[str] | None, changes: list[str] | None, pairs: int | None,
     distance: int | None, ranks: int | None,
 ) -> int:  # fmt: skip
-    """Train small models to recall, with memory and without."""
+    """Train small models on associative recall, with and without memory."""
     from titans_pt.reproduce import shorthand
 
     given = {"recall.pairs": pairs, "recall.distance": distance}

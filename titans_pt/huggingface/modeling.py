@@ -196,8 +196,8 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             state: what an earlier call returned; ``past_key_values`` is another name for it.
             labels: (B, T), shifted here; -100 does not count.
             attention_mask: (B, T), 0 for what fills a row up on the left or on the right. Its logits mean nothing, its
-                labels do not count. With a state it may cover the tokens before, too.
-            logits_to_keep: logits of so many tokens at the end, or of those at the places of a tensor; 0: of all.
+                labels do not count. With a state it may also cover the tokens before.
+            logits_to_keep: number of final tokens to return logits for, or a tensor of positions; 0: all.
             use_cache: whether to return the state; None is the config's. Rows that are filled up on the right have
                 none.
             num_items_in_batch: the loss is the sum over all labels divided by this, not their mean: the Trainer's

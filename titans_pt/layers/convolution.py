@@ -42,7 +42,7 @@ class ShortConvolution(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x (B, T, channels) -> the same shape, and the new state.
 
-        silu: apply SiLU to the result. unit: then divide every head of so many channels by its length; 0: none.
+        silu: apply SiLU to the result. unit: then normalise every head of this many channels to unit length; 0: none.
         """
         past = self.width - 1
         if state is None:

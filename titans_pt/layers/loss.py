@@ -18,7 +18,7 @@ def cross_entropy(
     hide(logits, tokens)
     losses = F.cross_entropy(logits, targets, reduction="none")
     if z_loss:
-        # log Z from what is there: nothing of the logits' size is kept for it.
+        # log Z from existing tensors: nothing of the logits' size is kept for it.
         losses = with_z_loss(losses, losses + logits.gather(1, targets[:, None]).squeeze(1), z_loss)
     return losses.mean() if reduction == "mean" else losses
 

@@ -77,7 +77,7 @@ def inner_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
     rule, block = Rule.of(config), _block(config)
     if rule.nonlinear:
         return stale_flops(shape, config)
-    start = config.forget_to == "start"  # then queries meet M_0, too
+    start = config.forget_to == "start"  # then queries also meet M_0
     inner = 3 if config.alpha == "head" else 0  # products for the gradients of one gate for a whole matrix
     forward = backward = 0.0
     again, written = _window_factors(rule, block)

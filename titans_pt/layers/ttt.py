@@ -27,7 +27,7 @@ class TestTimeTrainingState:
 class TTTNetwork(nn.Module):
     """The learned start of the inner network, and its LayerNorm, which the inner loop leaves alone.
 
-    A module that hands out its parameters (as copies), for whoever shards parameters by module. Weight decay leaves
+    A module that returns copies of its parameters, for code that shards parameters by module. Weight decay leaves
     them alone, as in the authors' code.
     """
 

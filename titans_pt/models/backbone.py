@@ -89,7 +89,7 @@ class Backbone(nn.ModuleList):
         self.call = recomputed if on else plainly
 
     def set_wavefront(self, tokens: int | None):
-        """Longer calls then go through the layers in pieces of so many tokens, layers side by side; None: whole."""
+        """Process longer calls in pieces of this many tokens, with layers in parallel; None: whole."""
         self.put_on("wavefront", Wavefront(tokens) if tokens else None)
 
     def set_compiled(self, on: bool):

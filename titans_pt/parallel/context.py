@@ -92,7 +92,7 @@ class Context:
         return _Sent.apply(x, self._anchor(x), self, *(t for t in found if t.is_floating_point()))
 
     def _anchor(self, x: Tensor) -> Tensor:
-        """Needs a gradient in every pass that has a backward pass: so both ranks of an exchange take part in its."""
+        """Require a gradient in every pass with a backward pass; both ranks of an exchange then take part in it."""
         return torch.zeros((), device=x.device, requires_grad=torch.is_grad_enabled())
 
     def _give(self, tensors: list[Tensor], rank: int):

@@ -77,7 +77,7 @@ class TensorParallel:
     Attributes:
         dims: dimension along which each parameter that is cut was cut, by name.
         shapes: of the whole of each such parameter.
-        exchanges: used by the loss, too.
+        exchanges: also used by the loss.
     """
 
     def __init__(self, model: nn.Module, group: RankGroup, sequence: bool = False):

@@ -18,7 +18,7 @@ def claim(path: Path) -> Iterator[int | None]:
     """Locks ``path`` for this process and yields the file's descriptor, or None where another process holds it.
 
     The lock is the kernel's (flock): it ends with the processes that hold the descriptor, however they end, and holds
-    between nodes where the file system passes it on. A child that inherits the descriptor holds it, too.
+    between nodes if the file system supports it. A child that inherits the descriptor also holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:

@@ -178,7 +178,7 @@ def recalled(result: dict) -> Figure:
 
 
 def first_at(accuracy: float, figure: str = "accuracy") -> Find:
-    """The tokens of training after which a figure of validation was so high first; None where it never was."""
+    """Training tokens until a validation figure first reaches a value; None if it never does."""
 
     def find(trained: dict) -> Figure | None:
         points = trained.get("figures", {}).get(figure, [])
@@ -242,7 +242,7 @@ def found_at(length: int, needles: int | None = None) -> Find:
 
 
 def last_answer(length: int) -> Find:
-    """Accuracy of the last answer of samples of so many elements."""
+    """Accuracy of the last answer in samples of this many elements."""
 
     def find(result: dict) -> Figure | None:
         rows = result["by_length"]

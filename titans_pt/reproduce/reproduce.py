@@ -98,7 +98,7 @@ def by_data(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _data(config: Config) -> str:
-    """Prepares the data if there is none, and sees that what is there fits; its fingerprint."""
+    """Prepare missing data, check existing data, and return the data's fingerprint."""
     task = task_of(config)
     task.prepare()
     return task.open().identity["data"]
@@ -122,7 +122,7 @@ def one_text(runs: Sequence[Run], records: Records, fingerprint: str | None):
         fingerprint = fingerprint or was
         if was != fingerprint:
             raise UserError(
-                f"{records.path(run.name)}: trained on other text than {known}, so its figures do not compare; choose "
+                f"{records.path(run.name)}: trained on other text than {known}, and its figures do not compare; choose "
                 "another --out, or delete the records of the one text to train those runs again"
             )
         known = str(records.path(run.name))

@@ -30,7 +30,7 @@ from titans_pt.training.metrics import read_metrics
 from titans_pt.training.plan import Cost, cost_of
 
 PROBE_SHARE = 10
-"""A learning rate is tried on one part in so many of the tokens."""
+"""Learning rates are tried on the tokens divided by this."""
 
 
 @dataclass(frozen=True)

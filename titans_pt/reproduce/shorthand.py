@@ -57,7 +57,7 @@ def needles(
     Args:
         asked: lengths in tokens.
         counts: needles of a sample that is asked; (): as in training.
-        answers: at least so many for each length and count.
+        answers: minimum number for each length and count.
         noise: "seen" or "unseen".
     """
     told = [f"evaluation.needles.lengths={sorted(asked)}", f"evaluation.needles.answers={answers}",

@@ -30,7 +30,7 @@ CHANGES = {
     "linear-c1-one-yaad": ((*_LINEAR, *_REFLECT, "model.memory.rule=yaad"), "linear, C = 1, bound 1, Huber loss"),
 }
 """Settings over a model's own. C: tokens after which a memory takes its gradient, else 16. bound: that of theta, else
-0.1. linear: a memory of one matrix, without LayerNorm, with MLPs so wide that the model is of equal size."""
+0.1. linear: a memory of one matrix, without LayerNorm; wider MLPs keep the model's size."""
 _OF_LMM = (
     "", "c1", "c1-half", "c1-one", "c1-one-still", "linear", "linear-c1", "linear-c1-half", "linear-c1-one",
     "linear-c1-one-still",

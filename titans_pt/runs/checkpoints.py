@@ -193,7 +193,7 @@ def verify(path: Path) -> list[str]:
         if absent := [name for name in needed if name not in files]:
             return [f"{MANIFEST}: does not list {', '.join(absent)}"]
     except FileNotFoundError:
-        return [f"{MANIFEST}: missing, so it was never completed"]
+        return [f"{MANIFEST}: missing; the checkpoint was never completed"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST}: cannot be read ({error})"]
     problems = []
@@ -318,7 +318,7 @@ class Tensors:
     def span(self, kind: str, name: str, cut: Whole, part: int, start: int, stop: int) -> Tensor:
         """[start, stop) of the flat ``part`` of a tensor that is cut as ``cut`` says; fp32.
 
-        Where the checkpoint was written under that cut, too, nothing else is read.
+        If the checkpoint was written under the same split, nothing else is read.
         """
         if self._shards and self._shards.tensors[name] == cut:
             return self._shards.span(kind, name, part, start, stop)

@@ -97,7 +97,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def opened(self):
-        """:meth:`lock`, with our log going to ``log``, warnings to stderr as well."""
+        """:meth:`lock`, and write our log to ``log``, warnings also to stderr."""
         with self.lock():
             self.diverged.unlink(missing_ok=True)
             ours = logging.getLogger("titans_pt")

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class WandbLog:
     """Sends metrics to W&B, online or to files in the run folder; after any failure it warns once and stops sending.
 
-    A server that cannot be reached when the run starts, or refuses the login, is a warning, too: the metrics are then
+    A server that cannot be reached at the start, or refuses the login, is also a warning: the metrics are then
     kept in the run folder for ``wandb sync``. So is the run's id, so that a resumed run continues the same curves.
 
     W&B drops what comes with a step that it has had. Steps that are repeated after a crash or with another setting are

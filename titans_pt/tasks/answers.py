@@ -104,7 +104,7 @@ class AnswerLoss(NextTokenLoss):
 
     Args:
         best: fp32 logits (N, V), or a rank's part of them, -> the token with the highest, (N,) int64.
-        write_cost: gradient of so many times the mean write gate of rows whose answers are right (:data:`ENOUGH`).
+        write_cost: factor of the mean write gate's gradient, in rows whose answers are right (:data:`ENOUGH`).
     """
 
     def __init__(self, model: nn.Module, cross_entropy: Callable[..., Tensor], best: Callable[[Tensor], Tensor],

@@ -80,7 +80,7 @@ class Task:
     """Entry of :attr:`TaskData.identity` -> the parameter that means something else under another one: train.init_from
     takes it only where the entry is the same."""
     takes: ClassVar[tuple[str, ...]] = ()
-    """Other tasks whose weights train.init_from takes, too."""
+    """Other tasks whose weights train.init_from accepts."""
     own_end: ClassVar[tuple[str, ...]] = ()
     """Patterns of parameters that train.init_from never fills: an output end whose meaning is another in every run."""
 

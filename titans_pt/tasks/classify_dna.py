@@ -280,7 +280,7 @@ class ClassifyDna(Task):
 
     def differs(self, key: str, path: Path, was: str, now: str) -> str:
         if key == "tokenizer":
-            return f"data.tokenizer: {path} was trained with another one ({was[:12]}...), so ids mean other letters"
+            return f"data.tokenizer: {path} was trained with another one ({was[:12]}...); its ids mean other letters"
         return f"data.dir: {self.config.data.dir} holds another set than {path} was trained on"
 
     # ---- the run's folder

@@ -43,7 +43,7 @@ class Group:
         return np.flatnonzero(self.moved == {"swaps": 2, "three_cycles": 3}[name])  # what moves three is a cycle
 
     def products(self, generators: np.ndarray, factors: int) -> np.ndarray:
-        """(order,) float64: how likely each element is as the product of so many random generators."""
+        """(order,) float64: probability of each element as the product of this many random generators."""
         likely = np.eye(self.order)[0]
         for _ in range(factors):
             after = np.zeros(self.order)

@@ -121,7 +121,7 @@ class Language(Task):
     def differs(self, key: str, path: Path, was: str, now: str) -> str:
         if key == "tokenizer":
             return (f"data.dir: its tokenizer (sha256 {now[:12]}...) is not the one {path} was trained with "
-                    f"({was[:12]}...), so ids mean other words")  # fmt: skip
+                    f"({was[:12]}...); its ids mean other words")  # fmt: skip
         return (
             f"data.dir: {self.config.data.dir} holds other token files than {path} was trained on, so samples "
             "would be repeated or left out"

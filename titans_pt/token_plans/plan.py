@@ -18,7 +18,7 @@ from titans_pt.kernels.one_token import Maps, unserved
 Module = TypeVar("Module", bound=nn.Module)
 Owner = TypeVar("Owner", bound=nn.Module)
 MOST_ROWS = 8
-"""With more, the product of two matrices takes less time than so many of a matrix and a vector."""
+"""With more rows, one product of two matrices is faster than a product of matrix and vector for each row."""
 MOST_FOR_ONE_THREAD = 2_000_000
 """Weights, times rows, of half a block. Where PyTorch has several threads they read more than this sooner than one
 thread does, all its calls included."""
@@ -34,7 +34,7 @@ class TokenPlan:
 
     out: (B, d_model), filled by ``advance``.
     accepts: whether ``advance`` takes this state.
-    advance: the part's state -> its state after the token, which lies where whoever made the plan said.
+    advance: the part's state -> its state after the token, stored where the plan's maker chose.
     """
 
     out: Tensor
@@ -78,7 +78,7 @@ class _Plans:
         return any(before or after or "forward" in own for own, after, before in self._called)
 
     def like(self, x: Tensor) -> bool:
-        """Whether C can read the weights where they lie, and as numbers of x's kind, and is the fastest to do so."""
+        """Whether C can read the weights in place, with x's dtype, and is fastest."""
         weights = [p for _, _, p, _ in self._parameters]
         few = torch.get_num_threads() == 1 or len(x) * sum(p.numel() for p in weights) <= MOST_FOR_ONE_THREAD
         return few and all(p.dtype == x.dtype and p.is_contiguous() for p in weights)

@@ -87,7 +87,7 @@ def read_text(path: str | Path, what: str, replace: bool = False) -> str:
 def lines_of(text: str) -> list[str]:
     """The lines of a text as editors count them: only LF and CR LF end a line, and the last line may have an end.
 
-    str.splitlines() cuts at a form feed, NEL, U+2028 and six others, too.
+    str.splitlines() also cuts at a form feed, NEL, U+2028 and six others.
     """
     lines = re.split("\r?\n", text)
     return lines if lines[-1] else lines[:-1]

@@ -52,7 +52,7 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals | None = None, timeout: float = 30):
         """Ends the processes; a signal is named only when the agent itself was sent one."""
         if death_sig is not None and self._pcontext:
-            for each in STOPS:  # a second Ctrl-C is for them, too
+            for each in STOPS:  # a second Ctrl-C is also for the workers
                 if each != signal.SIGHUP or hangs_up():
                     signal.signal(each, self._pass_on)
             self._pcontext.close(death_sig, grace(os.environ))

@@ -40,7 +40,7 @@ class MetricsLog:
         if damaged:
             copy = _free(path.with_name(f"{path.stem}.damaged{path.suffix}"))
             shutil.copyfile(path, copy)
-            log.warning("%s: line %s cannot be read, so the curves lack what it said (%d such lines); the file as it "
+            log.warning("%s: line %s cannot be read and is missing from the curves (%d such lines); the file as it "
                         "was is kept as %s", path, damaged[0], len(damaged), copy)  # fmt: skip
         keep = [record for record in records if record["step"] <= resumed_step]
         write_text(path, "".join(_line(record) for record in keep))

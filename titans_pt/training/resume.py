@@ -144,7 +144,7 @@ def check_resumable(path: Path, state: TrainerState, task: Task, config: Config,
         if was != now:
             raise UserError(
                 f"{section}.{key}: given {now!r}, but {path} was trained with {was!r}; the order of the data depends "
-                f"on it, so samples would be repeated or left out; {remedy}"
+                f"on it, and samples would be repeated or left out; {remedy}"
             )
     if (was := old["train"].get("trainable", [])) != (now := new["train"]["trainable"]):
         raise UserError(

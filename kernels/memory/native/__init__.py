@@ -15,7 +15,7 @@ from titans_pt.kernels.memory.network import NetworkShape
 
 SOURCE = Path(__file__).with_name("scan.c")
 HEADER = Path(__file__).with_name("network.h")
-"""What scan.c and token.c include. Named here, an exported folder has it, too (titans_pt/huggingface/source.py)."""
+"""Header of scan.c and token.c. Named here, it becomes part of exported folders (titans_pt/huggingface/source.py)."""
 MAX_LAYERS = 8
 ACTIVATIONS = ("gelu", "silu", "relu")
 """In the order of scan.c."""

@@ -74,7 +74,7 @@ def check_attention(config: Config, need: Need, any_width: bool = True):
         own.sinks == 0 or any(issubclass(MIXERS.find(name), Windowed) for name in config.model.kinds),
         "model.attention.sinks",
         own.sinks,
-        "must be 0: no attention of model.mixers has a window, so all see the first tokens anyway; swa, mag, mal have",
+        "must be 0: no attention of model.mixers has a window, and all see the first tokens; swa, mag, mal have one",
     )
     need(
         heads % config.model.kv_heads == 0,

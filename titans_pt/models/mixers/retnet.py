@@ -17,7 +17,7 @@ from titans_pt.models.mixers.base import MIXERS
 from titans_pt.models.mixers.recurrent import HeadWidthMixer, linear
 
 EXPANSION = 2
-"""Values are so much wider than keys."""
+"""Width of values over that of keys."""
 
 
 class HeadDecays(nn.Module):

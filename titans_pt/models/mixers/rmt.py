@@ -51,7 +51,7 @@ def _rows(state: RMTState | RMTRows | None, rows: int) -> Sequence[RMTState | No
 
 class FirstMemory(nn.Module):
     """The memory tokens (M, d_model) that a sequence begins with, as large as the scaled embeddings. A module, so that
-    whoever shards parameters by module has them where they are used.
+    code that shards parameters by module has them where they are used.
 
     Args:
         std: of the embeddings' weights. scale: what these are multiplied by.
