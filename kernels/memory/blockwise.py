@@ -270,7 +270,7 @@ def _written(
 
 
 def _decays(network: NetworkShape, alpha: Tensor, valid: Tensor | None) -> list[tuple[Decay, ...]]:
-    """Of each block its layers'. alpha: (n, N, c, 1 or L)."""
+    """Decays of each block, one per layer. alpha: (n, N, c, 1 or L)."""
     found = [Decay.of(gate, valid) for gate in network.per_layer(alpha)[: alpha.shape[-1]]]
     return list(zip(*(found * (network.depth // len(found))), strict=True))
 

@@ -30,7 +30,7 @@ MODEL_KINDS = ("parameters", "gradients", "optimiser", "communication")
 BLOCK_KINDS = ("activations", "memory states", "memory scratch")
 """Kinds of memory; all others belong to the task's output end."""
 WEIGHT_BYTES, MOMENT_BYTES = 4, 8
-"""Of a parameter in a checkpoint, and of AdamW's two moments of one that is trained, in fp32."""
+"""fp32 bytes in a checkpoint: of a parameter, and of AdamW's two moments of a trained one."""
 HEADROOM = 0.9
 """Share of a device's memory that a plan may use; the rest is for gaps in the allocator and for libraries."""
 

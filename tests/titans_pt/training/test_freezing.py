@@ -30,7 +30,7 @@ MORE_WAYS = {
     "tensor-sharded": ["parallel.zero_stage=3", "parallel.tensor=2", "train.checkpoint_shards=true"],
     "context": ["parallel.zero_stage=2", "parallel.context=2"],
 }
-"""Of two ranks."""
+"""Settings of two ranks."""
 
 
 @pytest.fixture(scope="module")
