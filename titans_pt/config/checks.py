@@ -87,6 +87,7 @@ def checked_model(config: Config) -> Config:
     for mixer in mixers.values():
         mixer.check(config, _need)
     rule.check(config.model.memory, _need)
+    check_periods(config, _need)
     return config
 
 
@@ -222,6 +223,7 @@ def _tensor_parallel(config: Config, mixers: dict[str, Any]):
         )
     split = {path: size for mixer in mixers.values() for path, size in mixer.split_sizes(model).items()}
     split |= {"model.mlp_hidden": model.hidden}
+    split |= {"model.memory.n_heads": model.memory_heads} if model.mlp_periods else {}
     if config.parallel.sequence:
         split["data.seq_len"] = config.data.seq_len // config.parallel.context
     for path, size in split.items():

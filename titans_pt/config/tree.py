@@ -404,6 +404,10 @@ class ModelConfig(Section):
     """Attention heads. If it is not given and does not divide d_model, fewer heads."""
     mlp_hidden: Positive | None = None
     """Hidden width of the SwiGLU MLP. Null: 8/3 d_model rounded up to a multiple of 64."""
+    mlp_periods: list[Positive] = []
+    """Update periods of a continuum memory system: before each block's MLP one further MLP for each, whose weights move
+    after every so many tokens while a sequence is read, by model.memory.rule and the other settings of model.memory.
+    [16, 128] is a fast one and a slow one. []: none."""
     window: Positive = 2048
     """Sliding window in tokens, the token itself included (mag, mal, mab, swa). If it is not given: at most
     data.seq_len."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig
 from titans_pt.errors import UserError
+from titans_pt.layers.continuum import ContinuumMemory, ContinuumState
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
 from titans_pt.layers.mlp import SwiGLU
@@ -22,7 +23,7 @@ from titans_pt.models.ways import WAYS, Call, Compiled, Way, around, in_turn, pl
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); (B, T, d_model)."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)); (B, T, d_model). Between them the levels of ``model.mlp_periods``."""
 
     sharding = {"mixer_norm": Shard.BETWEEN, "mixer": Shard.OPEN, "mlp_norm": Shard.BETWEEN}
 
@@ -31,6 +32,7 @@ class Block(nn.Module):
         kind = MIXERS.find(mixer)
         self.mixer_norm = nn.Identity() if kind.normalises else RMSNorm(config.d_model, eps=config.norm_eps)
         self.mixer: Mixer = kind(config)
+        self.continuum = ContinuumMemory(config) if config.mlp_periods else None
         self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp = SwiGLU(config.d_model, config.hidden)
 
@@ -39,13 +41,23 @@ class Block(nn.Module):
         return self.feed(x), state
 
     def mix(self, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
-        """The first half."""
-        y, state = self.mixer(self.mixer_norm(x), state=state, documents=documents)
-        return x + y, state
+        """The first half, which has a state."""
+        if self.continuum is None:
+            y, state = self.mixer(self.mixer_norm(x), state=state, documents=documents)
+            return x + y, state
+        mixer, levels = (None, None) if state is None else (state.mixer, state.levels)
+        y, mixer = self.mixer(self.mixer_norm(x), state=mixer, documents=documents)
+        x, levels = self.continuum(x + y, levels, documents)
+        return x, ContinuumState(mixer, levels)
 
     def feed(self, x: Tensor) -> Tensor:
         """The second half, in which tokens are apart."""
         return x + self.mlp(self.mlp_norm(x))
+
+    def flops(self, length: int) -> Flops:
+        """Per token, mean over a sequence of ``length``."""
+        levels = Flops(0, 0) if self.continuum is None else self.continuum.flops()
+        return self.mixer.flops(length) + levels + self.mlp.flops()
 
 
 class Backbone(nn.ModuleList):
@@ -149,7 +161,7 @@ class Backbone(nn.ModuleList):
 
     def flops(self, length: int) -> Flops:
         """Per token, mean over a sequence of ``length`` (one document, prefix not counted as tokens)."""
-        return sum((block.mixer.flops(length) + block.mlp.flops() for block in self), Flops(0, 0))
+        return sum((block.flops(length) for block in self), Flops(0, 0))
 
 
 def initialise(model: nn.Module, config: ModelConfig):

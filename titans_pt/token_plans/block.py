@@ -27,7 +27,7 @@ class PlannedBlock(Block):
 
     def mix(self, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
         found = None
-        if state is not None and documents is None:
+        if state is not None and documents is None and self.continuum is None:
             found = through_plan(self, (self.mixer_norm, self.mixer), mixing_plan, x, state)
         return super().mix(x, state, documents) if found is None else found
 

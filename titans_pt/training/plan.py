@@ -224,7 +224,8 @@ def _activation_bytes(task: Task, micro: int, gpu: bool) -> dict[str, int]:
         if scratch := max(mixer.scratch_bytes() for mixer in mixers.values()):
             found["memory scratch"] = scratch
     else:  # a part of one row, scaled: all but the states grows with the tokens
-        probe = min(length, max(PROBE_TOKENS, *(mixer.piece for mixer in mixers.values())))
+        pieces = (*m.mlp_periods, *(mixer.piece for mixer in mixers.values()))
+        probe = min(length, max(PROBE_TOKENS, *pieces))
         probe -= probe % tensor
         one = {n: {kind: mixer.kept_state_bytes(n) for kind, mixer in mixers.items()} for n in (length, probe)}
         states = {kind: micro * size for kind, size in one[length].items()}

@@ -114,6 +114,32 @@ def check_window(config: Config, need: Need, any_width: bool = True):
     )
 
 
+def check_periods(config: Config, need: Need):
+    """What must hold between ``model.mlp_periods`` and other settings, as one-line errors."""
+    model, name = config.model, "model.mlp_periods"
+    if not model.mlp_periods:
+        return
+    heads, length = model.memory_heads, config.data.seq_len
+    need(
+        model.d_model % heads == 0 and (heads < model.d_model or not model.memory.norm),
+        "model.memory.n_heads" if model.memory.n_heads else "model.n_heads",
+        heads,
+        f"must divide model.d_model={model.d_model} and be below it with {name}, whose levels have as many heads",
+    )
+    need(
+        max(model.mlp_periods) <= length,
+        name,
+        model.mlp_periods,
+        f"each at most data.seq_len={length}; in a longer period nothing that a level learns is read in training",
+    )
+    need(
+        model.kinds != ["rmt"],
+        name,
+        model.mlp_periods,
+        "must be [] with the mixer rmt, which reads each segment more than once",
+    )
+
+
 class MemoryMixer(Mixer):
     """A mixer around one :class:`NeuralMemory`, or a hierarchy of them, its attribute ``memory``."""
 

@@ -1,0 +1,120 @@
+"""Continuum memory system: MLPs before a block's MLP whose weights move while a sequence is read, each at its own pace.
+
+Nested Learning (arXiv 2512.24695) has MLP_fk(... MLP_f1(x)): level l subtracts the sum of its steps every C_l tokens.
+The last level here is the block's SwiGLU, which training alone moves. The paper takes the steps from the language
+model's loss, which a forward pass does not have, and leaves open how gradients pass through them. Here a level learns
+from its own input, as the memory does: keys and values are linear in it, and its rule is ``model.memory.rule``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titans_pt.config import ModelConfig
+from titans_pt.kernels.memory import MemoryState, neural_memory
+from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops, product
+from titans_pt.layers.memory import MemoryGates, MemoryNetwork, network_shape, stale_flops
+from titans_pt.layers.norm import RMSNorm
+from titans_pt.layers.sharding import Shard
+
+
+@dataclass
+class ContinuumState:
+    """mixer: the state of the block's mixer. levels: of each level, see MemoryState."""
+
+    mixer: Any
+    levels: tuple[MemoryState, ...]
+
+
+class LevelMemory(nn.Module):
+    """(B, T, d_model) -> out(M(k)), (B, T, d_model): an MLP per head, M, at the weights of its period's start.
+
+    Its input gives one key per head, which is query and key: M(k) is what an MLP makes of its input. The period's
+    tokens move M together, at its end, so nothing of a period waits for the rest of it.
+    """
+
+    sharding = {"key": Shard.COLUMN, "value": Shard.COLUMN, "output_norm": Shard.SUMMED, "out": Shard.LAST_ROW}
+    per_rank = ("n_heads",)
+    ends = ("out",)
+
+    def __init__(self, config: ModelConfig, period: int):
+        super().__init__()
+        d, self.n_heads = config.d_model, config.memory_heads
+        self.config = config.memory.model_copy(update={"chunk_size": period, "hierarchy": None})
+        self.shape = network_shape(d // self.n_heads, self.config)
+        self.key = nn.Linear(d, d, bias=False)
+        self.value = nn.Linear(d, d, bias=False)
+        self.gates = MemoryGates(d, self.n_heads, self.config, self.shape.channels)
+        self.network = MemoryNetwork(self.n_heads, self.shape, self.config.init_std)
+        self.output_norm = RMSNorm(self.shape.width, eps=config.norm_eps)
+        self.out = nn.Linear(d, d, bias=False)
+
+    def forward(
+        self, x: Tensor, state: MemoryState | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        k, v = (linear(x).unflatten(-1, (self.n_heads, -1)) for linear in (self.key, self.value))
+        k = torch.nn.functional.normalize(k, dim=-1, eps=1e-6)
+        weights, norm = self.network()
+        theta, eta, alpha, *own = self.gates(x, v)
+        y, after = neural_memory(
+            k, k, v, theta, eta, alpha, weights,
+            network=self.shape,
+            norm=norm,
+            rule=self.gates.rule,
+            own=tuple(own),
+            chunk_size=self.config.chunk_size,
+            forget_to=self.config.forget_to,
+            initial_state=state,
+            output_final_state=True,
+            reset=documents and documents.starts,
+            max_resets=documents and documents.most,
+            save_every=self.config.save_every,
+            stale=True,
+        )  # fmt: skip
+        assert after is not None
+        return self.out(self.output_norm(y.to(self.output_norm.weight.dtype)).flatten(-2)), after
+
+    def flops(self) -> Flops:
+        """Per token."""
+        d = self.out.in_features
+        return 3 * product(d, d) + self.gates.flops() + self.n_heads * stale_flops(self.shape, self.config)
+
+
+class Level(nn.Module):
+    """x + memory(norm(x))."""
+
+    sharding = {"norm": Shard.BETWEEN, "memory": Shard.ENTER_OPEN}
+
+    def __init__(self, config: ModelConfig, period: int):
+        super().__init__()
+        self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.memory = LevelMemory(config, period)
+
+    def forward(
+        self, x: Tensor, state: MemoryState | None = None, documents: Documents | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        y, state = self.memory(self.norm(x), state=state, documents=documents)
+        return x + y, state
+
+
+class ContinuumMemory(nn.ModuleList):
+    """The levels of ``model.mlp_periods``, one after the other: (B, T, d_model) -> (B, T, d_model)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(Level(config, period) for period in config.mlp_periods)
+
+    def forward(
+        self, x: Tensor, states: tuple[MemoryState, ...] | None, documents: Documents | None
+    ) -> tuple[Tensor, tuple[MemoryState, ...]]:
+        after = []
+        for level, state in zip(self, states or [None] * len(self), strict=True):
+            x, state = level(x, state, documents)
+            after.append(state)
+        return x, tuple(after)
+
+    def flops(self) -> Flops:
+        """Per token."""
+        return sum((level.memory.flops() for level in self), Flops(0, 0))
