@@ -77,6 +77,7 @@ def checked_model(config: Config) -> Config:
     # Not at the top: see checked.
     from titans_pt.kernels.memory.rules import RULES
     from titans_pt.models.mixers import MIXERS
+    from titans_pt.models.mixers.common import check_periods
 
     mixers = {name: find_mixer(name) for name in config.model.kinds}
     model = _with_defaults(config, mixers.values()).model

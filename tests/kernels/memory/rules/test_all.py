@@ -26,6 +26,7 @@ FORMS = {
     "memora": [{}, {"scale": 2.0}],
     "dot": [{}],
     "dgd": [{}],
+    "lact": [{}],
     "muon": [{}, {"form": "unit"}],
     "omega": [
         {},

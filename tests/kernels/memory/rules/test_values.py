@@ -54,6 +54,14 @@ def test_a_unit_step_is_as_long_as_an_orthogonal_one():
     torch.testing.assert_close(found, math.sqrt(2) * numbers([0.6, 0.0, 0.0], [0.0, 0.8, 0.0]), rtol=1e-3, atol=0)
 
 
+def test_lact_keeps_the_length_of_each_output_s_weights():
+    weights, momentum = numbers([3.0, 0.0], [4.0, 2.0]), numbers([7.0, -1.0], [2.0, 5.0])
+    found = rule("lact", size=0.5).closed(weights, momentum, (numbers(0.8),))
+    moved = weights + 0.5 * 0.8 * 2 * math.sqrt(2) * orthogonal(momentum)
+    torch.testing.assert_close(found.norm(dim=0), numbers(5.0, 2.0))
+    torch.testing.assert_close(found / found.norm(dim=0), moved / moved.norm(dim=0))
+
+
 def test_features_of_the_second_degree_are_a_kernel():
     x, y = numbers(0.3, -0.2, 0.9), numbers(1.1, 0.4, -0.5)
     omega = rule("omega", degree=2)
