@@ -259,7 +259,7 @@ class MemoryConfig(Section):
     rule: str = "titans"
     """What the memory learns by, by name. titans: the squared error. yaad: a Huber loss, which outliers move less.
     moneta: an l_p loss, weights held by an l_q norm. memora: weights that are distributions. dot: Hebb's, without
-    correction. muon: one orthogonal step a chunk; lact: that by Hebb's loss, at constant lengths of weights. omega: each
+    correction. muon: one orthogonal step a chunk; lact: that by Hebb's loss, at constant lengths of weights. omega: a
     token writes a window; atlas: that with muon's steps. dgd: a token replaces what weights held along its inputs. All
     with momentum and forgetting (docs/models.md)."""
     n_heads: Positive | None = None
