@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers.processes import curve, run_jobs
 from tests.helpers.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config.files import load_config
@@ -109,6 +110,21 @@ def test_it_trains_what_was_added_and_the_run_is_a_language_model(tiny, converte
     assert cli.run(["evaluate", str(tmp_path / "run"), "--suite", "perplexity", "evaluation.perplexity.tokens=64"]) == 0
     words = [f"train.init_from={tmp_path / 'run'}", f"run.dir={tmp_path / 'two'}", "train.max_steps=3", ADDED]
     assert loop.train(load_config(tiny(model=model), words)) == 0
+
+
+@pytest.mark.slow
+def test_ranks_agree(tiny, converted, tmp_path):
+    """Of a source with two heads of keys, over two tensor ranks, two samples at a time, and under ZeRO 3."""
+    model = load_run(converted).config.model.model_dump(mode="json")
+    train = {"max_steps": 4, "init_from": str(converted), "trainable": ["*.memory.*", "*.memory_out.*"]}
+    config = tiny(model=model, task="attention_transfer", train=train, data={"seq_len": 32})
+    ways = {"tensor": ["parallel.tensor=2"], "data": [], "sharded": ["parallel.zero_stage=3"]}
+    run_jobs(2, config, tmp_path, ways)
+    tensor, data, sharded = (curve(tmp_path / way, "loss", "grad_norm") for way in ways)
+    assert tensor[0][1] == pytest.approx(1.0, abs=1e-6)
+    for other in (tensor, sharded):
+        for one, two in zip(other, data, strict=True):
+            assert one == pytest.approx(two, rel=2e-4)
 
 
 @pytest.mark.parametrize(("words", "message"), [
