@@ -1,7 +1,7 @@
 """MAC: what the memory recalls is put before each segment as context; what attention makes of it is written back."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -227,7 +227,7 @@ class MAC(MemoryMixer):
         first = base + length - k.shape[1]  # place of the oldest token in k, v
 
         segments, outputs = Segments(self.segment, self.stride, base, length, offset, documents), []
-        for piece, *own, own_k, own_v in _cut(segments, x, q, plain, k[:, -length:], v[:, -length:]):
+        for piece, *own, own_k, own_v in _cut(list(segments.pieces()), x, q, plain, k[:, -length:], v[:, -length:]):
             recall, write = self._steps(segments.whole(piece))
             current = self.memory.end_weights(memory) if memory else initial
             read_weights = _choose(piece.new_segment, _choose(piece.new_document, initial, current), read_weights)
@@ -307,9 +307,8 @@ def _compiled(step: Callable) -> Callable:
     return torch.compile(step, dynamic=False)
 
 
-def _cut(pieces: Iterable[Piece], *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+def _cut(pieces: list[Piece], *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
     """Each piece and its tokens of every tensor (B, T, ...)."""
-    pieces = list(pieces)
     sizes = [piece.end - piece.begin for piece in pieces]
     # Cut once: the backward pass of every slice by itself would fill a tensor of the whole length.
     return zip(pieces, *(y.split(sizes, 1) for y in tensors), strict=True)

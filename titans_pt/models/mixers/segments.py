@@ -51,7 +51,7 @@ class Segments:
         self.segment, self.stride, self.base, self.length, self.offset = segment, stride, base, length, offset
         self._starts = None if documents is None else documents.starts.cpu()
 
-    def __iter__(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Piece]:
         """Cuts the call wherever a segment starts in ANY row."""
         cuts = [self.length]
         if self._starts is not None:
