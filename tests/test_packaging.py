@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (".ci", ".github", "configs", "data_pipeline", "docs", "kernels", "launch", "tests", "titans_pt")
+FOLDERS = (
+    ".ci", ".github", "configs", "data_pipeline", "docs", "examples", "kernels", "launch", "tests", "titans_pt",
+)  # fmt: skip
 
 
 def copy_checkout(folder: Path) -> Path:
