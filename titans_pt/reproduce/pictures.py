@@ -12,6 +12,8 @@ THICK = ("lmm", "mac", "mag", "mal")
 STARTED = {"": "pretrained", "scratch": "from scratch", "memory-off": "pretrained, memory off",
            "scratch-memory-off": "from scratch, memory off"}  # fmt: skip
 """How a run of a labelled set begins, by what its variant has behind the set's name."""
+AT_CHANCE = 8.0
+"""A model whose accuracy is no further above chance, in points, is one grey line among others."""
 Seeds = dict[str, list[dict]]
 """Model or variant, for a reader -> the records of its seeds that did not fail, the first seed first."""
 Picture = Callable[[Seeds, Path], list[Path]]
@@ -248,22 +250,26 @@ def states(shown: Seeds, start: Path) -> list[Path]:
     for axes, (problem, rows) in zip(
         figure.subplots(1, len(problems), squeeze=False)[0], problems.items(), strict=True
     ):
-        lines, dashes = [], ("-", "--", ":", "-.")
-        models = list(dict.fromkeys(records[0]["model"] for records in rows.values()))
-        drawn = dict.fromkeys(models, 0)
-        for records in rows.values():
-            model = records[0]["model"]
-            color, dash = f"C{models.index(model) % 10}", dashes[drawn[model] % 4]
-            width = 1.2 if drawn[model] < 4 else 2.4  # more changes of a model than dashes
-            drawn[model] += 1
+        chance = 100 * next(iter(rows.values()))[0]["measured"]["states"]["chance"]
+        lines, names, left = [], [], 0
+        for name, records in rows.items():
             found = [record["measured"]["states"]["by_length"] for record in records]
             lengths = [row["length"] for row in found[0]]
             each = [[100 * row["mean"] for row in of_seed] for of_seed in found]
             means = [sum(column) / len(column) for column in zip(*each, strict=True)]
+            if max(means[1:]) < chance + AT_CHANCE:
+                axes.plot(lengths, means, color="lightgrey", linewidth=0.8, zorder=1)
+                left += 1
+                continue
+            color, dash = f"C{len(lines) % 10}", "-" if len(lines) < 10 else "--"
+            width = 2.2 if records[0]["model"] in THICK else 1.2
             lines += axes.plot(lengths, means, color=color, linestyle=dash, linewidth=width)
+            names.append(name.replace(f", {problem}", ""))
             for of_seed in each if len(each) > 1 else ():
-                axes.plot(lengths, of_seed, ".", color=color, markersize=3)
-        chance = 100 * next(iter(rows.values()))[0]["measured"]["states"]["chance"]
+                axes.plot(lengths, of_seed, ".", color=color, markersize=5)
+        if left:
+            lines += axes.plot([], [], color="lightgrey", linewidth=0.8)
+            names.append(f"{left} more, at chance beyond the first length")
         axes.axhline(chance, color="grey", linewidth=0.8)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -272,7 +278,6 @@ def states(shown: Seeds, start: Path) -> list[Path]:
         axes.set_ylim(-3, 103)
         axes.grid(alpha=0.3)
         axes.set_title(problem, fontsize=10)
-        names = [name.replace(f", {problem}", "") for name in rows]
         legend(axes, lines, names, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     return [save_figure(figure, _named(start, "lengths"))]
 
