@@ -508,7 +508,8 @@ def test_what_forecasts_are_read_as():
             assert mse(model, f"{short}-l336", seed) < 0.9 * mse(model, short, seed), "a longer lookback helps"
         streamed = found["lmm", f"{short}-stream", seed]["streamed"]
         assert streamed["fresh"]["mse"] < streamed["carried"]["mse"], "a carried state does not"
-    assert all(mse("transformer", f"{short}-all", seed) < mse("lmm", f"{short}-all", 0) for seed in (0, 1))
+        assert mse("transformer", f"{short}-all", seed) < mse("lmm", f"{short}-all", seed)
+        assert mse("lmm", f"{short}-l720", seed) < mse("lmm", f"{short}-l336", seed)
     first = [found[model, short, 0]["steps"] for model in ("lmm", "transformer")]
     assert min(steps["model"][0][0] / steps[ridge][0][0] for steps in first) > 3, "one row ahead"
 
