@@ -32,7 +32,9 @@ Backward: runs of ``save_every`` blocks are computed again; between them the sta
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +51,7 @@ from titans_pt.kernels.memory.dual import Aim, Keys, key_side
 from titans_pt.kernels.memory.erasure import Decay, Erasing, erasing
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import Own, Rule
+from titans_pt.kernels.memory.soup import Soup
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 from titans_pt.kernels.memory.window import Recent, band, followed
 
@@ -80,14 +83,18 @@ def blockwise_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
 
     begin = fold(call.weights)
     affine = () if call.norm is None else tuple(p.reshape(batch * heads, 1, -1) for p in call.norm)
-    scan = _Scan(call, affine, begin)
+    soup = call.soup and Soup(tuple(map(fold, call.soup.weights)), call.soup.shares)
+    scan = _Scan(call, affine, begin, soup)
+    shares = () if soup is None else (soup.shares.to(call.q.dtype),)
     W, S, frozen = fold(call.state.weights), fold(call.state.momentum), fold(call.state.chunk_weights)
     if call.to_start:
         W = minus(W, begin)
     outputs, recent = [], tuple(x.flatten(0, 1) for x in call.state.recent)
     for first, last, tokens in runs(blocks):
         layout = Layout(blocks, first, last, tokens, heads)
-        tensors = [layout.fold(x) for x in (call.q, call.k, call.v, call.theta, call.eta, call.alpha, *call.own)]
+        tensors = [
+            layout.fold(x) for x in (call.q, call.k, call.v, call.theta, call.eta, call.alpha, *call.own, *shares)
+        ]
         valid = layout.valid(device)
         flags = [layout.rows(f, device) for f in (blocks.new_chunk, blocks.new_document, blocks.ends_chunk)]
         every, parts = call.save_every or math.isqrt(layout.count), []
@@ -125,7 +132,8 @@ class _Scan:
     differences to it, forgotten to zero, and queries meet M_0 + W.
     """
 
-    def __init__(self, call: MemoryCall, norm: Weights, begin: Weights):
+    def __init__(self, call: MemoryCall, norm: Weights, begin: Weights, soup: Soup | None = None):
+        self.soup = soup
         self.network, self.rule, self.channelwise = call.network, call.rule, call.channelwise
         self.reads_start, self.to_start, self.norm, self.begin = call.reads_start, call.to_start, norm, begin
         self.begin_met = tuple(map(call.rule.met, begin))
@@ -136,12 +144,13 @@ class _Scan:
     ) -> tuple[Tensor, Weights, Weights, Weights, Recent]:  # fmt: skip
         """Outputs (n, N, c, D) of n blocks, and the state after them.
 
-        tensors: q, k, v (n, N, c, D), theta, eta, alpha (n, N, c, .), own gates (n, N, c, 1). valid: (n, N, c), or None
-        where all tokens are; those that are not change nothing. flags: of each block whether a chunk begins, a
-        document begins, a chunk ends: True, False or the rows (N,).
+        tensors: q, k, v (n, N, c, D), theta, eta, alpha (n, N, c, .), own gates (n, N, c, 1), and a soup's shares.
+        valid: (n, N, c), or None where all tokens are; those that are not change nothing. flags: of each block whether
+        a chunk begins, a document begins, a chunk ends: True, False or the rows (N,).
         """
         new_chunk, new_document, ends_chunk = flags
         q, k, v, theta, eta, alpha, *own = tensors
+        shares = own.pop() if self.soup else [None] * len(q)
         windowed, erases = self.rule.window > 1, self.rule.erases
         make = channel_coefficients if self.channelwise else ends if self.reads_start and not erases else exact
         # With a window theta is in its band, and a rule that erases has its own: of each block for itself.
@@ -172,10 +181,7 @@ class _Scan:
                 keys = self._keys(k_n, v_n, own_n, frozen)
             if erases:
                 c = self._erasing(keys, c, decays[n], theta[n], W, S)
-            if self.reads_start:
-                outputs.append(mlp.forward(q_n, frozen, self.norm or None, self.network, self.rule.features(q_n)))
-            else:
-                outputs.append(self._read(q_n, keys, c, W, S))
+            outputs.append(self._read(q_n, shares[n], partial(self._running, keys, c, W, S, frozen)))
             W, S = _written(keys, c, W, S)
             if ends_chunk[n] is not False and self.rule.nonlinear:
                 last = _last(own_n, here)
@@ -227,22 +233,35 @@ class _Scan:
         after = minus(whole, self.begin) if self.to_start else whole
         return choose(rows, after, W), choose(rows, tuple(map(self.rule.met, whole)), frozen)
 
-    def _read(
-        self, q: Tensor, keys: Keys, coefficients: "tuple[ChannelEnds | Coefficients, ...]", W: Weights, S: Weights
-    ) -> Tensor:
+    def _read(self, q: Tensor, shares: Tensor | None, running: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """What queries (N, c, D) read of the memory, or of a soup with ``shares`` (N, c, 1 + n) of it.
+
+        running: (layer, its inputs) -> what the memory makes of them.
+        """
         act, z = mlp.ACTIVATIONS[self.network.activation], self.rule.features(q)
-        for layer, c in enumerate(coefficients):
+        for layer in range(self.network.depth):
             z = act(z) if layer else z
-            if isinstance(c, Coefficients):
-                alike = z @ keys.X[layer].mT
-                scores = alike * c.mix
-            else:  # (N, c, c, d) times (N, c, d, 1): R, in one pass over P.
-                scores = (c.P * keys.X[layer].unsqueeze(1) @ z.unsqueeze(-1)).squeeze(-1) * c.theta
-            seen = (c.A * z) @ W[layer] + (c.B * z) @ S[layer] - scores @ keys.G[layer]
-            if isinstance(c, Erasing):
-                seen = seen - alike * c.erased @ c.rows
-            z = seen + z @ self.begin[layer] if self.to_start else seen
+            seen = running(layer, z)
+            z = seen if self.soup is None or shares is None else self.soup.layer(layer, z, seen, shares)
         return mlp.finish(z, q, self.norm or None, self.network)
+
+    def _running(
+        self, keys: Keys, coefficients: "tuple[ChannelEnds | Coefficients | Ends, ...]", W: Weights, S: Weights,
+        frozen: Weights, layer: int, z: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """z through a layer of each token's M_t, or of the chunk's start."""
+        c = coefficients[layer]
+        if self.reads_start or isinstance(c, Ends):
+            return z @ frozen[layer]
+        if isinstance(c, Coefficients):
+            alike = z @ keys.X[layer].mT
+            scores = alike * c.mix
+        else:  # (N, c, c, d) times (N, c, d, 1): R, in one pass over P.
+            scores = (c.P * keys.X[layer].unsqueeze(1) @ z.unsqueeze(-1)).squeeze(-1) * c.theta
+        seen = (c.A * z) @ W[layer] + (c.B * z) @ S[layer] - scores @ keys.G[layer]
+        if isinstance(c, Erasing):
+            seen = seen - alike * c.erased @ c.rows
+        return seen + z @ self.begin[layer] if self.to_start else seen
 
 
 def _last(own: Own, valid: Tensor | None) -> Own:
@@ -368,7 +387,8 @@ def _unserved(call: MemoryCall) -> str | None:
         return f"alpha has one value per channel, and the rule {call.rule.name} has a window"
     if call.channelwise and call.rule.erases:
         return f"alpha has one value per channel, and the rule {call.rule.name} erases whole matrices"
-    return None if call.channelwise or call.reads_start or not call.rule.plain else "chunked.py serves it, faster"
+    own = call.channelwise or call.reads_start or call.soup or not call.rule.plain
+    return None if own else "chunked.py serves it, faster"
 
 
 BLOCKWISE = Backend(_unserved, blockwise_memory)

@@ -9,6 +9,7 @@ from torch import Tensor
 from titans_pt.kernels.memory.mlp import ACTIVATIONS
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import TITANS, Own, Rule
+from titans_pt.kernels.memory.soup import Soup
 from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
 from titans_pt.kernels.memory.window import no_tokens
 
@@ -41,6 +42,7 @@ class MemoryCall:
     max_resets: int | None = None
     save_every: int | None = None
     stale: bool = False
+    soup: Soup | None = None
 
     @property
     def to_start(self) -> bool:
@@ -120,6 +122,10 @@ class MemoryCall:
             wrong(f"forget_to {self.forget_to!r} is none of {', '.join(FORGET_TO)}")
         if self.state is not None and len(self.state.offset) != batch:
             wrong(f"initial_state has {len(self.state.offset)} rows, q has {batch}")
+        if self.soup is not None and self.soup.shares.shape != (*q.shape[:3], 1 + len(self.soup.weights)):
+            wrong(
+                f"soup.shares must be {(*q.shape[:3], 1 + len(self.soup.weights))}, got {tuple(self.soup.shares.shape)}"
+            )
         if self.reset is not None and (self.reset.dtype != torch.bool or self.reset.shape != q.shape[:2]):
             wrong(f"reset must be bool ({batch}, {length})")
 
@@ -135,9 +141,11 @@ class Backend:
     run: Callable[[MemoryCall], tuple[Tensor, MemoryState]]
 
 
-def rule_alone(rule: Rule, channelwise: bool = False, stale: bool = False) -> str | None:
+def rule_alone(rule: Rule, channelwise: bool = False, stale: bool = False, soup: bool = False) -> str | None:
     """Why kernels that know Titans' own rule alone, with one alpha for a matrix and reads of M_t, do not serve; None if
     they do."""
+    if soup:
+        return "weights of several memories are read at once (model.memory.caching.soup)"
     if rule != TITANS:
         return f"the memory rule is {rule.name} (model.memory.rule); titans is served"
     if channelwise:

@@ -96,13 +96,13 @@ def chunked_memory(call: MemoryCall, in_c: bool = False) -> tuple[Tensor, Memory
 
 
 def _in_c(call: MemoryCall) -> str | None:
-    reason = rule_alone(call.rule, call.channelwise, call.stale)
+    reason = rule_alone(call.rule, call.channelwise, call.stale, call.soup is not None)
     return reason or native.unserved(call.q.new_empty(0, dtype=state_dtype(call.q)), call.network)
 
 
 def _unserved(call: MemoryCall) -> str | None:
-    if call.channelwise or call.reads_start or not call.rule.plain:
-        return "blockwise.py serves an alpha for each channel, reads of the chunk's start, windows, features, erasing"
+    if call.channelwise or call.reads_start or not call.rule.plain or call.soup:
+        return "blockwise.py serves an alpha per channel, reads of the chunk's start, windows, features, erasing, soups"
     return None
 
 

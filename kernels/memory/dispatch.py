@@ -16,6 +16,7 @@ from titans_pt.kernels.memory.naive import NAIVE
 from titans_pt.kernels.memory.native.token import TOKEN
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import TITANS, Own, Rule
+from titans_pt.kernels.memory.soup import Soup
 from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
 
 BACKENDS = ("auto", "triton", "native", "chunked", "naive")
@@ -48,6 +49,7 @@ def neural_memory(
     stale: bool = False,
     rule: Rule = TITANS,
     own: Own = (),
+    soup: Soup | None = None,
 ) -> tuple[Tensor, MemoryState | None]:
     """Reads and writes the long-term memory along a sequence; every token reads its own write (y_t = M_t(q_t)).
 
@@ -80,6 +82,7 @@ def neural_memory(
         rule: the inner loss and what the gates do with its gradient; Titans' own by default, which alone "triton" and
             "native" know.
         own: the rule's own gates in its order, each (B, T, H).
+        soup: other memories that every token reads at once with the running one; by PyTorch's operators.
 
     Returns:
         (B, T, H, D) in q's dtype, and the final state or None. State and arithmetic are fp32, fp64 for fp64 inputs;
@@ -94,7 +97,7 @@ def neural_memory(
         call = MemoryCall(
             q, k, v, theta, eta, alpha, weights, network or NetworkShape.of(weights, norm), norm, rule,
             tuple(gate.to(dtype).unsqueeze(-1) for gate in own), chunk_size, forget_to, initial_state, reset,
-            max_resets, save_every, stale,
+            max_resets, save_every, stale, soup,
         )  # fmt: skip
         call.check()
         serves = chosen(call, backend)
@@ -102,7 +105,7 @@ def neural_memory(
             # Not at the top: importing torch's compiler takes seconds, which only a call that is compiled should cost.
             from titans_pt.kernels.memory import uncompiled
 
-            out, state = uncompiled.run(serves, call)
+            out, state = uncompiled.run(serves.run, call)
         else:
             out, state = serves.run(call)
     return out.to(q.dtype), state if output_final_state else None
@@ -118,7 +121,7 @@ def chosen(call: MemoryCall, backend: str) -> Backend:
         wrong(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
     if backend != "auto":
         names: tuple[str, ...] = (backend,)
-    elif call.reads_start:
+    elif call.reads_start or call.soup:
         names = ("chunked",)
     else:
         names = ("triton" if call.q.device.type in GPU else "native", "chunked")
@@ -138,6 +141,8 @@ def _triton_serves(call: MemoryCall) -> str | None:
         return (
             f"tensors are on {call.q.device.type}, not on a GPU (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly)"
         )
+    if call.soup:
+        return rule_alone(call.rule, soup=True)
     return unserved(call.q.dtype, call.network, call.chunk_size, call.channelwise, call.q.device, call.rule, call.stale)
 
 

@@ -75,7 +75,7 @@ def naive_memory(
         momentum = tuple(s for _, s in moved)
         if observe:
             observe(gradient, current, momentum)
-        outputs.append(_forward(call, q[:, t], start if call.reads_start else current))
+        outputs.append(_forward(call, q[:, t], _mixed(call, t, start if call.reads_start else current)))
         offset = (offset + 1) % call.chunk_size
         if rule.nonlinear:
             ended = (rule.closed(w, s, own) for w, s in zip(current, momentum, strict=True))
@@ -108,6 +108,15 @@ def _inputs(call: MemoryCall, t: int, weights: Weights) -> list[Tensor]:
     for w in weights[:-1]:
         x.append(act(x[-1] @ w))
     return x
+
+
+def _mixed(call: MemoryCall, t: int, weights: Weights) -> Weights:
+    """What token t reads: the running memory's weights, or the mean of them with those of others."""
+    if call.soup is None:
+        return weights
+    shares = call.soup.shares[:, t, :, None, None].unbind(-1)
+    every = zip(weights, *call.soup.weights, strict=True)
+    return tuple(sum(share * w for share, w in zip(shares, layer, strict=True)) for layer in every)
 
 
 def _forward(call: MemoryCall, x: Tensor, weights: Weights) -> Tensor:

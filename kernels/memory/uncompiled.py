@@ -1,15 +1,16 @@
-"""An implementation as a break in the graph of torch.compile, which would unroll its loop over blocks: minutes.
+"""A call as a break in the graph of torch.compile, which would unroll its loop over blocks: minutes.
 
 Who wants ``chunked`` compiled says backend="chunked". (The fused kernels are one operator of the graph.)
 """
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from typing import TypeVar
 
-from titans_pt.kernels.memory.call import Backend, MemoryCall
-from titans_pt.kernels.memory.state import MemoryState
+import torch
+
+Result = TypeVar("Result")
 
 
 @torch.compiler.disable
-def run(backend: Backend, call: MemoryCall) -> tuple[Tensor, MemoryState]:
-    return backend.run(call)
+def run(function: Callable[..., Result], *arguments) -> Result:
+    return function(*arguments)

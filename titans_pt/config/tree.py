@@ -249,6 +249,45 @@ class HierarchyConfig(Section):
     """Read local memories with the query's projection onto the keys of its shard so far."""
 
 
+class CachingConfig(Section):
+    segment: Positive = 256
+    """Tokens after which the memory is cached as it is then, counted from the document's start: a multiple of
+    chunk_size. The memory itself goes on. With several documents in a sample each has segments of its own."""
+    slots: Positive = 16
+    """Caches that are kept at most. The cost grows with them: a full set costs each token ``slots`` reads of a memory
+    beside its own, and a stream's state holds as many weight sets more. A cached memory of the usual shape has the size
+    of the keys and values of 256 tokens, so shorter segments save nothing."""
+    drop: Literal["oldest", "spread"] = "oldest"
+    """Which cache goes when there are more than ``slots``. oldest: the newest stay. spread: the one whose neighbours
+    are closest to each other for its age; those that stay lie the farther apart the older they are."""
+    shares: Literal["gated", "sparse", "average", "sum"] = "gated"
+    """What the running memory and each cache count. gated (GRM): softmax of a learned vector of the token times the
+    mean key of each one's segment. sparse (SSC): the same among the running memory and the ``top`` caches; all of them
+    are computed nevertheless. average: decay^age, divided by the sum of them. sum: 1 each. Both have no parameters."""
+    top: Positive = 4
+    """shares=sparse: caches that count."""
+    decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """shares=average: by how much a cache counts less than the one after it. 1: the plain mean."""
+    soup: bool = False
+    """True: one memory is read whose weights are the mean of all (Memory Soup). False: the mean of what they answer. On
+    a linear memory both are the same. The kernels in C and Triton do not serve it."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.soup and self.shares == "sum":
+            raise ValueError(
+                "soup: given True with shares='sum'; weights are averaged, so use gated, sparse or average"
+            )
+        if self.shares == "sparse" and self.top > self.slots:
+            raise ValueError(f"top: given {self.top}; at most slots={self.slots}")
+        return self
+
+    @property
+    def learned(self) -> bool:
+        """Whether it has parameters."""
+        return self.shares in ("gated", "sparse")
+
+
 class MemoryConfig(Section):
     """The settings that memory rules share. A rule's own settings are a section with its name, ``model.memory.NAME``,
     which the rule itself validates."""
@@ -328,6 +367,9 @@ class MemoryConfig(Section):
     hierarchy: HierarchyConfig | None = None
     """Instead of one memory, the sum of a global memory with large chunks and local memories that are reset at every
     shard (TNT, arXiv 2511.07343): lmm, mag, mal."""
+    caching: CachingConfig | None = None
+    """Earlier states of the memory that are read beside it (Memory Caching, arXiv 2602.24281): lmm, mac, mag, mal, mab.
+    ``model.memory.caching={}`` is the usual one, gated. Null: none."""
     write_cost: Annotated[float, Field(ge=0.0, le=1000.0)] = 0.0
     """Adds the gradient of write_cost times the mean write gate (0 to 1, over tokens and heads), which penalises
     unnecessary writes. Reported losses exclude it. In tasks with answers (recall, needles) it applies to a row once 99

@@ -167,8 +167,8 @@ class HierarchicalMemory(nn.Module):
 
     # ---- what the plan and the FLOP count ask
 
-    def flops(self) -> Flops:
-        """Per token: the projections, and of each memory its gates and products."""
+    def flops(self, length: int) -> Flops:
+        """Per token, of any length: the projections, and of each memory its gates and products."""
         width, heads = self.q.linear.in_features, self.q.n_heads
         head = width // heads
         total = 3 * product(width, width) + sum((memory.gates.flops() for memory in self.memories), Flops(0, 0))
@@ -178,6 +178,10 @@ class HierarchicalMemory(nn.Module):
         if self.hierarchy.locals and self.hierarchy.projection:
             total += heads * 2 * product(head, head)
         return total
+
+    @property
+    def piece(self) -> int:
+        return 1
 
     def kept_state_bytes(self, length: int) -> int:
         """Bytes kept for the backward pass of a row of ``length`` tokens: the fp32 state before every global chunk, and

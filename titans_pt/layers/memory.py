@@ -1,7 +1,9 @@
 """The neural long-term memory as a layer: projections, gates and the learned M_0 around kernels.memory."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,9 @@ from titans_pt.kernels.memory import MemoryState, NetworkShape, memory_read, neu
 from titans_pt.kernels.memory.blockwise import CHANNELWISE_BLOCK
 from titans_pt.kernels.memory.chunked import MAX_BLOCK
 from titans_pt.kernels.memory.rules import Rule
+from titans_pt.kernels.memory.soup import Soup
 from titans_pt.kernels.memory.state import state_dtype
+from titans_pt.layers.caching import Caches, Caching
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
@@ -332,6 +336,7 @@ class NeuralMemoryState:
 
     start: M_0, L tensors (B, H, d_in, d_out), of a memory that forgets to it and that began elsewhere than at the
     learned weights: after a prefix. The same for every row, which share its memory. Else None.
+    caches: of a memory with caching.
     """
 
     memory: MemoryState
@@ -339,6 +344,7 @@ class NeuralMemoryState:
     k: Tensor
     v: Tensor
     start: tuple[Tensor, ...] | None = None
+    caches: Caches | None = None
 
 
 class NeuralMemory(nn.Module):
@@ -364,6 +370,7 @@ class NeuralMemory(nn.Module):
         self.shape = network_shape(d_model // n_heads, config)
         self.gates = MemoryGates(d_model, n_heads, config, self.shape.channels)
         self.network = MemoryNetwork(n_heads, self.shape, config.init_std)
+        self.caching = None if config.caching is None else Caching(d_model, n_heads, config.caching)
         self.output_norm = RMSNorm(d_model // n_heads, eps=norm_eps)
 
     def forward(
@@ -375,32 +382,83 @@ class NeuralMemory(nn.Module):
         chunk_size: int | None = None,
     ) -> tuple[Tensor, NeuralMemoryState]:
         """start: M_0 in place of the learned one (see :meth:`start_after`); a state remembers it where that matters.
-        chunk_size: of a call that begins and ends a sequence; None for the configured one."""
+        chunk_size: of a call that begins and ends a sequence, whose memory is not cached; None: the configured one."""
         q, q_state = self.q(x, state and state.q, documents)
         k, k_state = self.k(x, state and state.k, documents)
         v, v_state = self.v(x, state and state.v, documents)
         weights, norm = self.network()
         if start is None and state and state.start:
             start = tuple(w[0] for w in state.start)
-        theta, eta, alpha, *own = self.gates(x, v)
-        y, memory = neural_memory(
-            q, k, v, theta, eta, alpha, start or weights,
+        tokens, before = (q, k, v, *self.gates(x, v)), state and state.memory
+        run = partial(self._along, start or weights, norm, chunk_size or self.config.chunk_size)
+        caches = None
+        if self.caching is None or chunk_size:
+            y, memory = run(tokens, before, documents)
+        else:
+            given = self.caching, run, norm, x, tokens, before, state and state.caches, documents
+            if torch.compiler.is_compiling():  # each of its pieces would be compiled
+                # Not at the top: importing torch's compiler takes seconds.
+                from titans_pt.kernels.memory import uncompiled
+
+                y, memory, caches = uncompiled.run(self._cached, *given)
+            else:
+                y, memory, caches = self._cached(*given)
+        kept = None
+        if start and self.config.forget_to == "start":
+            kept = tuple(w.expand(len(x), *w.shape) for w in start)
+        return self._normalised(y).flatten(-2), NeuralMemoryState(memory, q_state, k_state, v_state, kept, caches)
+
+    def _along(
+        self, start: tuple[Tensor, ...], norm: tuple[Tensor, Tensor] | None, chunk_size: int,
+        tokens: tuple[Tensor, ...], before: MemoryState | None, documents: Documents | None, soup: Soup | None = None,
+    ) -> tuple[Tensor, MemoryState]:  # fmt: skip
+        """The memory along ``tokens``, q, k, v and gates: outputs (B, T, H, D), and the state after them."""
+        q, k, v, theta, eta, alpha, *own = tokens
+        y, after = neural_memory(
+            q, k, v, theta, eta, alpha, start,
             network=self.shape,
             norm=norm,
             rule=self.gates.rule,
             own=tuple(own),
-            chunk_size=chunk_size or self.config.chunk_size,
+            chunk_size=chunk_size,
             forget_to=self.config.forget_to,
-            initial_state=state and state.memory,
+            initial_state=before,
             output_final_state=True,
             reset=documents and documents.starts,
             max_resets=documents and documents.most,
             save_every=self.config.save_every,
+            soup=soup,
         )  # fmt: skip
-        kept = None
-        if start and self.config.forget_to == "start":
-            kept = tuple(w.expand(len(x), *w.shape) for w in start)
-        return self._normalised(y).flatten(-2), NeuralMemoryState(memory, q_state, k_state, v_state, kept)
+        assert after is not None
+        return y, after
+
+    def _cached(
+        self, caching: Caching, run: Callable, norm: tuple[Tensor, Tensor] | None, x: Tensor,
+        tokens: tuple[Tensor, ...], memory: MemoryState | None, caches: Caches | None, documents: Documents | None,
+    ) -> tuple[Tensor, MemoryState, Caches]:  # fmt: skip
+        """Segment by segment: what the memory answers together with its caches, its state, and the caches after it."""
+        caches = caches or caching.begin(tokens[1])
+        u, found, outputs = caching.vectors(x), caching.cut(caches, x.shape[1], documents), []
+        given = tokens if u is None else (*tokens, u)
+        # Cut once: the backward pass of every slice by itself would fill a tensor of the whole length.
+        parts = zip(*(t.split([piece.end - piece.begin for piece in found], 1) for t in given), strict=True)
+        for piece, own in zip(found, parts, strict=True):
+            vectors = None
+            if u is not None:
+                *own, vectors = own
+            here = documents.cut(piece.begin, piece.end) if documents and any(piece.new_document) else None
+            caches = caching.begun(caches, piece.new_document)
+            shares = caching.shares(vectors, own[1], caches)
+            soup = Soup(caches.weights, shares) if caching.config.soup and caches.weights else None
+            y, memory = run(tuple(own), memory, here, soup)
+            if soup is None:
+                y = y * shares[..., :1]
+                for n, weights in enumerate(caches.weights, 1):
+                    y = y + shares[..., n : n + 1] * self._answer(own[0], weights, norm)
+            outputs.append(y)
+            caches = caching.after(caches, piece, own[1], self._met(memory))
+        assert memory is not None, "no token is in no piece"
+        return torch.cat(outputs, 1), memory, caches
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """prefix (1, P, d_model) -> its outputs (1, P, d_model) and the weights (H, d_in, d_out) after writing it.
@@ -408,7 +466,7 @@ class NeuralMemory(nn.Module):
         A rule that writes where chunks end must not find the prefix shorter than a chunk.
         """
         short = self.gates.rule.nonlinear and prefix.shape[1] < self.config.chunk_size
-        y, state = self(prefix, chunk_size=prefix.shape[1] if short else None)
+        y, state = self(prefix, chunk_size=prefix.shape[1] if short else self.config.chunk_size)
         return y, tuple(w[0] for w in state.memory.weights)
 
     def first_weights(self, learned: tuple[Tensor, ...], rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -418,21 +476,29 @@ class NeuralMemory(nn.Module):
 
     def end_weights(self, state: NeuralMemoryState) -> tuple[Tensor, ...]:
         """The same after ``state``, where its chunk has ended."""
-        return state.memory.chunk_weights if self.gates.rule.nonlinear else state.memory.weights
+        return self._met(state.memory)
+
+    def _met(self, memory: MemoryState) -> tuple[Tensor, ...]:
+        return memory.chunk_weights if self.gates.rule.nonlinear else memory.weights
 
     def read(self, q: Tensor, weights: tuple[Tensor, ...], norm: tuple[Tensor, Tensor] | None) -> Tensor:
         """q (B, T, H, D), weights (B, H, d_in, d_out) of a state -> M(q), (B, T, H, D); nothing is written."""
-        return self._normalised(memory_read(q, weights, network=self.shape, norm=norm, rule=self.gates.rule))
+        return self._normalised(self._answer(q, weights, norm))
+
+    def _answer(self, q: Tensor, weights: tuple[Tensor, ...], norm: tuple[Tensor, Tensor] | None) -> Tensor:
+        return memory_read(q, weights, network=self.shape, norm=norm, rule=self.gates.rule)
 
     def _normalised(self, y: Tensor) -> Tensor:
         return self.output_norm(y.to(self.output_norm.weight.dtype))
 
     # ---- what the plan and the FLOP count ask
 
-    def flops(self) -> Flops:
-        """Per token: the projections, the gates and the memory; the short convolutions are element-wise."""
+    def flops(self, length: int) -> Flops:
+        """Per token of a document of ``length``: the projections, the gates, the memory and its caches; the short
+        convolutions are element-wise."""
         width, heads = self.q.linear.in_features, self.q.n_heads
-        return 3 * product(width, width) + self.gates.flops() + heads * inner_flops(self.shape, self.config)
+        total = 3 * product(width, width) + self.gates.flops() + heads * inner_flops(self.shape, self.config)
+        return total if self.caching is None else total + self.caching.flops(length, width, self.read_flops())
 
     def read_flops(self) -> Flops:
         """Per token that is read without being written, its query given."""
@@ -441,8 +507,18 @@ class NeuralMemory(nn.Module):
 
     def kept_state_bytes(self, length: int) -> int:
         """Bytes kept for the backward pass of a row of ``length`` tokens: fp32 weights, momentum and chunk weights at
-        every save_every-th block."""
-        return kept_bytes(self.shape, self.config, self.q.n_heads, length)
+        every save_every-th block, and caches."""
+        heads = self.q.n_heads
+        if self.caching is None:
+            return kept_bytes(self.shape, self.config, heads, length)
+        piece = min(length, self.caching.config.segment)
+        cache = 4 * heads * sum(a * b for a, b in self.shape.layers)
+        return -(-length // piece) * (kept_bytes(self.shape, self.config, heads, piece) + cache)
+
+    @property
+    def piece(self) -> int:
+        """Tokens after which a token reads as many memories as any later one."""
+        return 1 if self.caching is None else self.caching.config.segment * (self.caching.config.slots + 1)
 
     def unserved(self, dtype: torch.dtype) -> str | None:
         """Why the fused kernels would not serve it on a GPU, for inputs of ``dtype``; None if they would."""

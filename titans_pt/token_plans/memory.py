@@ -24,7 +24,7 @@ from titans_pt.token_plans.plan import TokenPlan, Unplanned, own, plain, weight_
 def memory_plan(memory: nn.Module, x: Tensor) -> TokenPlan:
     """x (B, d_model) -> what the memory makes of it."""
     memory = own(memory, NeuralMemory)
-    if rule_alone(memory.gates.rule) or memory_token.unserved(x, memory.shape):
+    if memory.caching is not None or rule_alone(memory.gates.rule) or memory_token.unserved(x, memory.shape):
         raise Unplanned
     gates = plain(memory.gates, MemoryGates)
     maps = [projection_map(part, x) for part in (memory.q, memory.k, memory.v)]

@@ -139,7 +139,7 @@ def next_token(call: MemoryCall) -> tuple[Tensor, MemoryState]:
 
 def _unserved(call: MemoryCall) -> str | None:
     dtype = state_dtype(call.q)
-    if reason := rule_alone(call.rule, call.channelwise, call.stale):
+    if reason := rule_alone(call.rule, call.channelwise, call.stale, call.soup is not None):
         return reason
     if call.q.shape[1] != 1 or call.state is None or call.reset is not None or torch.is_grad_enabled():
         return "it is not one token of a stream, without gradients"

@@ -75,7 +75,7 @@ def test_lmm_is_counted_to_the_product(memory):
     # The backward pass plays the memory's forward pass again, which is work, but not the model's.
     memory = build_model(settings).blocks[0].mixer.memory
     projections = 3 * product(32, 32) + memory.gates.flops()
-    again = settings.n_layers * (memory.flops().forward - projections.forward)
+    again = settings.n_layers * (memory.flops(T).forward - projections.forward)
     assert both == pytest.approx(flops.total + 3 * gates + products + again, rel=near)
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titans_pt.config import Config, ModelConfig, Section
+from titans_pt.config import CachingConfig, Config, MemoryConfig, ModelConfig, Section
 from titans_pt.layers.attention import Attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
@@ -155,6 +155,11 @@ class MemoryMixer(Mixer):
         if length is None:
             return found
         found["model.memory.chunk_size"] = min(memory.chunk_size, length)
+        if memory.caching is not None and "segment" not in memory.caching.model_fields_set:
+            chunk, usual = found["model.memory.chunk_size"], memory.caching.segment
+            if usual % chunk or usual >= length:
+                most = max(chunk, min(usual, length // 2))  # two segments: the first is read
+                found["model.memory.caching.segment"] = most - most % chunk
         if (levels := memory.hierarchy) is not None:
             given, name = levels.model_fields_set, "model.memory.hierarchy"
             chunk = levels.chunk if "chunk" in given or levels.chunk < length else max(1, length // 4)
@@ -179,7 +184,9 @@ class MemoryMixer(Mixer):
             f"at most model.d_model / 2 = {model.d_model // 2}: the LayerNorm of a head of width 1 is constant",
         )
         chunk, length = model.memory.chunk_size, config.data.seq_len
-        levels = model.memory.hierarchy
+        levels, caching = model.memory.hierarchy, model.memory.caching
+        if caching is not None:
+            check_caching(model.memory, caching, length, need)
         if levels is None:
             need(
                 chunk <= length,
@@ -236,6 +243,33 @@ class MemoryMixer(Mixer):
 
     def kept_state_bytes(self, length: int) -> int:
         return self.memory.kept_state_bytes(length)
+
+    @property
+    def piece(self) -> int:
+        return self.memory.piece
+
+
+def check_caching(memory: MemoryConfig, caching: CachingConfig, length: int, need: Need, path: str = "model.memory"):
+    """Calls ``need`` for what must hold between a memory and the caches of it; ``path``: the section of ``caching``."""
+    chunk, name = memory.chunk_size, f"{path}.caching"
+    need(
+        memory.hierarchy is None,
+        name,
+        "set",
+        "must be null with model.memory.hierarchy, whose memories begin again by themselves",
+    )
+    need(
+        caching.segment % chunk == 0,
+        f"{name}.segment",
+        caching.segment,
+        f"must be a multiple of model.memory.chunk_size={chunk}",
+    )
+    need(
+        caching.segment < length,
+        f"{name}.segment",
+        caching.segment,
+        f"below data.seq_len={length}; what is cached at a sample's end is never read",
+    )
 
 
 class WindowedMemoryMixer(Windowed, MemoryMixer):

@@ -46,4 +46,4 @@ class LMM(MemoryMixer):
 
     def flops(self, length: int) -> Flops:
         d = self.out.in_features
-        return self.memory.flops() + 2 * product(d, d)
+        return self.memory.flops(length) + 2 * product(d, d)

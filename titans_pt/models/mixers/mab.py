@@ -80,4 +80,4 @@ class MAB(BesideAttention, WindowedMemoryMixer):
 
     def flops(self, length: int) -> Flops:
         attention = self.attention.flops(self.attention.seen(length)) + linear_flops(self.out)
-        return attention + self.memory.flops() + linear_flops(self.memory_out)
+        return attention + self.memory.flops(length) + linear_flops(self.memory_out)

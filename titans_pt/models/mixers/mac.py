@@ -188,7 +188,7 @@ class MAC(MemoryMixer):
 
     @property
     def piece(self) -> int:
-        return self.segment
+        return max(self.segment, super().piece)
 
     def kept_state_bytes(self, length: int) -> int:
         piece = min(length, self.segment)  # the memory is called segment by segment
@@ -201,7 +201,7 @@ class MAC(MemoryMixer):
         reading = product(d, d) + (1 / self.stride) * (
             linear_flops(self.attention.k) + linear_flops(self.attention.v) + self.memory.read_flops()
         )
-        return self.memory.flops() + self.attention.flops(seen) + reading + self.gate.flops() + product(d, d)
+        return self.memory.flops(length) + self.attention.flops(seen) + reading + self.gate.flops() + product(d, d)
 
     def forward(
         self, x: Tensor, state: MACState | None = None, documents: Documents | None = None

@@ -61,4 +61,4 @@ class MAG(WindowedMemoryMixer):
     def flops(self, length: int) -> Flops:
         d, prefix = self.out.in_features, 0 if self.persistent is None else len(self.persistent)
         attention = self.attention.flops(self.attention.seen(length) + prefix)
-        return self.memory.flops() + attention + self.gate.flops() + product(d, d)
+        return self.memory.flops(length) + attention + self.gate.flops() + product(d, d)

@@ -94,4 +94,4 @@ class MAL(WindowedMemoryMixer):
     def flops(self, length: int) -> Flops:
         d, prefix = self.gate.in_features, 0 if self.persistent is None else len(self.persistent)
         attention = self.attention.flops(self.attention.seen(length) + prefix)
-        return self.memory.flops() + attention + linear_flops(self.out) + 2 * product(d, d)
+        return self.memory.flops(length) + attention + linear_flops(self.out) + 2 * product(d, d)

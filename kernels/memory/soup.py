@@ -1,0 +1,30 @@
+"""A read of several memories at once: one memory whose weights are a mean of theirs."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from titans_pt.kernels.memory.state import Weights
+
+
+@dataclass(frozen=True, eq=False)
+class Soup:
+    """What a call's queries read beside the running memory (Memory Soup, arXiv 2602.24281): M has the weights
+    shares[0] W_t + sum_i shares[1 + i] W_i, for each token its own.
+
+    weights: n times L tensors (B, H, d_in, d_out), or (B H, d_in, d_out) beside folded tokens.
+    shares: (B, T, H, 1 + n).
+    A layer is linear in its weights, so no token has a weight set of its own: z W = sum_i shares_i (z W_i).
+    """
+
+    weights: tuple[Weights, ...]
+    shares: Tensor
+
+    def layer(self, n: int, z: Tensor, running: Tensor, shares: Tensor) -> Tensor:
+        """Layer n's output for inputs z (..., c, d_in) and shares (..., c, 1 + n), of which the running memory makes
+        ``running``."""
+        first, *others = shares.split(1, -1)
+        y = first * running
+        for share, weights in zip(others, self.weights, strict=True):
+            y = y + share * (z @ weights[n])
+        return y

@@ -1,0 +1,207 @@
+"""Memory Caching: states of the memory at the ends of earlier segments, read beside the running one.
+
+arXiv 2602.24281. A token t of segment s reads, of the running memory M_t and the cached M_i, i < s,
+
+    y_t = g_s M_t(q_t) + sum_i g_i M_i(q_t)         or, as a soup, (g_s M_t + sum_i g_i M_i)(q_t)
+
+with shares g = softmax_i <u_t, p_i>, u_t = W_u x_t, p_i the mean key of segment i; that of the running one is the mean
+of its keys up to t, its own included. All is decided head by head, so that heads can be cut over ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titans_pt.config import CachingConfig
+from titans_pt.kernels.memory.state import Weights, choose, state_dtype
+from titans_pt.layers.documents import Documents
+from titans_pt.layers.flops import Flops, product
+from titans_pt.layers.sharding import Shard
+
+NONE = -1
+"""The number of a slot without a cache."""
+
+
+@dataclass
+class Caches:
+    """What a stream keeps of its segments. Its size is bounded by CachingConfig.slots.
+
+    weights: of each slot, the oldest first, L tensors (B, H, d_in, d_out): the memory as its next token would meet it.
+    pools: of each slot (B, H, D), the mean key of its segment. keys: (B, H, D), the sum of the unfinished segment's.
+    numbers: (B, slots), of each cache its segment's number in the document; NONE behind a row's last.
+    place: (B,), tokens read of the document. Both are int64, on the host.
+    """
+
+    weights: tuple[Weights, ...]
+    pools: tuple[Tensor, ...]
+    keys: Tensor
+    numbers: Tensor
+    place: Tensor
+
+
+@dataclass
+class Piece:
+    """The tokens begin .. end - 1 of a call, in which every row has one segment. Of each row whether a document begins
+    with it, and whether a segment ends with it."""
+
+    begin: int
+    end: int
+    new_document: list[bool]
+    ends: list[bool]
+
+
+def pieces(place: list[int], length: int, segment: int, starts: Tensor | None) -> Iterator[Piece]:
+    """Cuts a call wherever a segment ends or a document begins in ANY row.
+
+    place: for each row, tokens read of its document before. starts: (B, T) bool, on the host, where documents begin.
+    """
+    cuts = [length] if starts is None else [*starts.any(0).nonzero().flatten().tolist(), length]
+    begin = 0
+    while begin < length:
+        new = [False] * len(place) if starts is None else starts[:, begin].tolist()
+        place = [0 if document else read for document, read in zip(new, place, strict=True)]
+        end = min(begin + segment - max(read % segment for read in place), next(cut for cut in cuts if cut > begin))
+        place = [read + end - begin for read in place]
+        yield Piece(begin, end, new, [read % segment == 0 for read in place])
+        begin = end
+
+
+class Caching(nn.Module):
+    """The shares of memories, and what is kept of them; :class:`titans_pt.layers.memory.NeuralMemory` reads them."""
+
+    sharding = {"u": Shard.COLUMN}
+    per_rank = ("n_heads",)
+
+    def __init__(self, d_model: int, n_heads: int, config: CachingConfig):
+        super().__init__()
+        self.config, self.n_heads = config, n_heads
+        self.u = nn.Linear(d_model, d_model, bias=False) if config.learned else None
+
+    def begin(self, k: Tensor) -> Caches:
+        """Nothing yet, for keys k (B, T, H, D)."""
+        rows = len(k)
+        keys = k.new_zeros(rows, *k.shape[2:], dtype=state_dtype(k))
+        return Caches((), (), keys, torch.zeros(rows, 0, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
+
+    def cut(self, caches: Caches, length: int, documents: Documents | None) -> list[Piece]:
+        starts = None if documents is None else documents.starts.cpu()
+        return list(pieces(caches.place.tolist(), length, self.config.segment, starts))
+
+    def vectors(self, x: Tensor) -> Tensor | None:
+        """u_t of tokens x (B, T, d_model), (B, T, H, D); None where shares are not learned."""
+        return None if self.u is None else self.u(x).to(state_dtype(x)).unflatten(-1, (self.n_heads, -1))
+
+    def begun(self, caches: Caches, new_document: list[bool]) -> Caches:
+        """The caches before a piece: nothing is left in rows in which a document begins."""
+        if not any(new_document):
+            return caches
+        begins = torch.tensor(new_document)
+        keys = torch.where(begins.to(caches.keys.device).view(-1, 1, 1), 0.0, caches.keys)
+        numbers = torch.where(begins.view(-1, 1), NONE, caches.numbers)
+        held = int((numbers != NONE).sum(1).max())
+        return Caches(
+            caches.weights[:held], caches.pools[:held], keys, numbers[:, :held], torch.where(begins, 0, caches.place)
+        )
+
+    def shares(self, u: Tensor | None, k: Tensor, caches: Caches) -> Tensor:
+        """(B, t, H, 1 + n) in the states' dtype: what the running memory and each cache count for a piece's tokens.
+
+        u: of :meth:`vectors`, (B, t, H, D). k: (B, t, H, D), their keys.
+        """
+        config, dtype, device = self.config, state_dtype(k), k.device
+        here = torch.cat([torch.ones(len(k), 1, dtype=torch.bool), caches.numbers != NONE], 1)
+        if u is None:
+            if config.shares == "sum":
+                found = here.to(dtype)
+            else:
+                now = caches.place // config.segment
+                age = torch.cat([torch.zeros(len(k), 1), now[:, None] - caches.numbers], 1).to(dtype)
+                found = torch.where(here, config.decay**age, 0.0)
+                found = found / found.sum(1, keepdim=True)
+            return found.to(device)[:, None, None].expand(*k.shape[:3], -1)
+        read = (caches.place % config.segment).to(device).view(-1, 1, 1, 1)
+        count = read + torch.arange(1, k.shape[1] + 1, device=device).view(-1, 1, 1)
+        running = (caches.keys.unsqueeze(1) + k.to(dtype).cumsum(1)) / count
+        scores = (u * running).sum(-1, keepdim=True)
+        if caches.pools:
+            scores = torch.cat([scores, torch.einsum("bthd,bnhd->bthn", u, torch.stack(caches.pools, 1))], -1)
+        visible = here.to(device)[:, None, None]
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if config.shares == "sparse" and scores.shape[-1] > 1 + config.top:
+            kept = scores[..., 1:].topk(config.top, -1).indices + 1
+            counts = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, kept, True)
+            counts[..., 0] = True
+            scores = scores.masked_fill(~counts, -torch.inf)
+        return scores.softmax(-1)
+
+    def after(self, caches: Caches, piece: Piece, k: Tensor, weights: Weights) -> Caches:
+        """The caches after a piece with keys k (B, t, H, D), which left the memory's ``weights``."""
+        segment = self.config.segment
+        keys, place = caches.keys + k.to(caches.keys.dtype).sum(1), caches.place + k.shape[1]
+        caches = replace(caches, keys=keys, place=place)
+        if not any(piece.ends):
+            return caches
+        new, pool, number = tuple(weights), keys / segment, place // segment - 1
+        ends, numbers = torch.tensor(piece.ends), caches.numbers
+        held = (numbers != NONE).sum(1)
+        slots = min(self.config.slots, int(torch.where(ends, held + 1, held).max()))
+        if slots > numbers.shape[1]:  # where a row has none, whatever lies there counts nothing
+            numbers = torch.cat([numbers, numbers.new_full((len(numbers), 1), NONE)], 1)
+            caches = replace(caches, weights=(*caches.weights, new), pools=(*caches.pools, pool))
+        # From the dropped slot on each takes what the next one has; the row's last takes the new one.
+        first = [self._dropped(row, int(last)) if int(n) == slots else int(n) for row, n, last in
+                 zip(numbers.tolist(), held, number, strict=True)]  # fmt: skip
+        last = torch.where(ends, held.clamp(max=slots - 1), slots)
+        moved = torch.where(ends, torch.tensor(first), slots)
+        weights_of, pools, columns = [], [], []
+        for n in range(slots):
+            shifts, takes = (moved <= n) & (n < last), last == n
+            behind = min(n + 1, slots - 1)
+            weights_of.append(_pick(shifts, takes, caches.weights[n], caches.weights[behind], new))
+            pools += _pick(shifts, takes, (caches.pools[n],), (caches.pools[behind],), (pool,))
+            columns.append(torch.where(takes, number, torch.where(shifts, numbers[:, behind], numbers[:, n])))
+        keys = torch.where(ends.to(keys.device).view(-1, 1, 1), 0.0, keys)
+        return Caches(tuple(weights_of), tuple(pools), keys, torch.stack(columns, 1), place)
+
+    def _dropped(self, numbers: list[int], now: int) -> int:
+        """Which of a full set of caches makes room for that of segment ``now``."""
+        if self.config.drop == "oldest" or len(numbers) < 2:
+            return 0
+        behind, before = [*numbers[1:], now], [NONE, *numbers[:-1]]
+        # Ages count from the new one's end on; the first segment has a border before it.
+        gaps = [(after - earlier) / (now + 1 - n) for earlier, n, after in zip(before, numbers, behind, strict=True)]
+        return min(range(len(gaps)), key=gaps.__getitem__)
+
+    # ---- what the plan and the FLOP count ask
+
+    def mean_read(self, length: int) -> tuple[float, float]:
+        """Of a token of one document of ``length``: how many caches there are, and how many of them count (mean)."""
+        config = self.config
+        held = counted = 0
+        for begin in range(0, length, config.segment):
+            tokens, caches = min(config.segment, length - begin), min(begin // config.segment, config.slots)
+            held += tokens * caches
+            counted += tokens * (min(caches, config.top) if config.shares == "sparse" else caches)
+        return held / length, counted / length
+
+    def flops(self, length: int, width: int, read: Flops) -> Flops:
+        """Per token; read: of one read of a memory. shares=sparse: caches that count."""
+        held, counted = self.mean_read(length)
+        own = Flops(0, 0) if self.u is None else product(self.u.in_features, width) + product(width, held)
+        return own + counted * read
+
+
+def _pick(shifts: Tensor, takes: Tensor, stay: Any, behind: Any, new: Any) -> Any:
+    """Tensors (B, ...) row by row; no copy where all rows agree."""
+    if bool(takes.all()):
+        return new
+    if bool(shifts.all()):
+        return behind
+    found = stay
+    for rows, chosen in ((shifts, behind), (takes, new)):
+        if bool(rows.any()):
+            found = choose(rows.to(stay[0].device), chosen, found)
+    return found
