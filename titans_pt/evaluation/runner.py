@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
+from titans_pt.evaluation.caching import cache_memories
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import LoadedRun, load_run
 from titans_pt.runs.wandb_log import WandbLog
@@ -80,6 +81,9 @@ def evaluate(
     run = load_run(run_dir, step=step, device=device, overrides=overrides)
     if out is not None:
         run = replace(run, out=RunFolder(out))
+    if (caching := run.config.evaluation.caching) is not None:
+        cache_memories(run.model, caching)
+        run = replace(run, caching=caching)
     if device != "cpu":
         backbone_of(run.model).set_compiled(True)
     config, task = run.config, run.task
@@ -129,7 +133,8 @@ def _work(evaluation: Any, folder: Path, rank: int, world: int, at: Callable[[st
 
 
 def _origin(run: LoadedRun) -> dict:
-    return {"step": run.step, "checkpoint_hash": run.checkpoint_hash, "precision": run.precision}
+    found = {"step": run.step, "checkpoint_hash": run.checkpoint_hash, "precision": run.precision}
+    return found if run.caching is None else found | {"caching": run.caching.model_dump(mode="json")}
 
 
 def _summarise(
@@ -171,7 +176,7 @@ def figures(summary: dict) -> dict[str, float]:
 
 
 def _earlier(path: Path, run: LoadedRun) -> dict:
-    """The existing summary, if it is of this checkpoint and precision: a suite replaces only its part."""
+    """The existing summary, if it is of this checkpoint, precision and caching: a suite replaces only its part."""
     try:
         earlier = unseal(path.read_bytes())
     except FileNotFoundError:
@@ -179,4 +184,5 @@ def _earlier(path: Path, run: LoadedRun) -> dict:
     except (OSError, ValueError) as error:
         print(f"{path}: damaged ({error}); it is written again, with the suites of this call alone", flush=True)
         return {}
-    return earlier if earlier | _origin(run) == earlier else {}
+    origin = _origin(run)
+    return earlier if earlier | origin == earlier and earlier.get("caching") == origin.get("caching") else {}

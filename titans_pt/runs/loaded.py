@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from titans_pt.config import Config, config_hash
+from titans_pt.config import CachingConfig, Config, config_hash
 from titans_pt.config.checks import completed
 from titans_pt.config.files import load_stored
 from titans_pt.errors import UserError
@@ -38,6 +38,8 @@ class LoadedRun:
     """"bf16" or "fp32", of the model's parameters."""
     out: RunFolder | None = None
     """Where results go instead of the run's own folder."""
+    caching: CachingConfig | None = None
+    """What was put on its memories for an evaluation (evaluation.caching)."""
 
     @property
     def results(self) -> RunFolder:
@@ -58,8 +60,9 @@ class LoadedRun:
 
     @property
     def identity(self) -> str:
-        """What evaluation results belong to: the weights and the precision of computing with them."""
-        return self.checkpoint_hash if self.precision == "fp32" else f"{self.checkpoint_hash}-{self.precision}"
+        """What evaluation results belong to: the weights, the precision of computing with them, caches put on them."""
+        found = self.checkpoint_hash if self.precision == "fp32" else f"{self.checkpoint_hash}-{self.precision}"
+        return found if self.caching is None else f"{found}-{self.caching.model_dump_json()}"
 
 
 def load_run(

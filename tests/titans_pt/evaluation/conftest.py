@@ -54,7 +54,7 @@ evaluation:
 class StandIn(SimpleNamespace):
     """A LoadedRun that tests may change."""
 
-    identity = LoadedRun.identity
+    identity, caching = LoadedRun.identity, None
 
 
 @pytest.fixture

@@ -33,11 +33,16 @@ def beams(model, ids, new=7, **options):
 # ----- generate
 
 
-@pytest.mark.parametrize("mixer", MIXERS.built_in())
+CACHED = {"memory": {"chunk_size": 2, "caching": {"segment": 2, "slots": 3}}}
+
+
+@pytest.mark.parametrize("mixer", [*MIXERS.built_in(), "lmm+caching"])
 def test_beams_are_as_likely_as_they_say(mixer, tmp_path, prepared, ids):
     """A state that is not reordered with its beams claims more than the sequence has. And two ways on from one state
     are the same: nobody writes into it."""
-    huggingface.export_run(untrained_run(tmp_path / "run", prepared, mixers=[mixer]), tmp_path / "hf")
+    name, _, caching = mixer.partition("+")
+    run = untrained_run(tmp_path / "run", prepared, mixers=[name], **(CACHED if caching else {}))
+    huggingface.export_run(run, tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     torch.manual_seed(1)
     with torch.no_grad():

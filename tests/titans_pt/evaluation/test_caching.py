@@ -1,0 +1,62 @@
+"""Memory Caching as a setting of an evaluation: a run that was trained without it is read with it."""
+
+import json
+
+import pytest
+import torch
+
+from tests.helpers.untrained import untrained_run
+from titans_pt import cli
+from titans_pt.errors import UserError
+from titans_pt.evaluation.caching import cache_memories
+from titans_pt.models import build_model
+from titans_pt.runs.loaded import load_run
+
+AVERAGE = ["evaluation.caching={segment: 8, shares: average}", "evaluation.perplexity.length=64"]
+
+
+def test_a_run_is_measured_with_and_without(tmp_path, prepared, capsys):
+    data = {"dir": str(prepared), "sources": [{"kind": "files", "path": str(prepared.parent / "text.jsonl")}]}
+    run = untrained_run(tmp_path / "run", prepared, data=data, mixers=["lmm"])
+    words = ["evaluate", str(run), "--suite", "perplexity", "evaluation.perplexity.tokens=128"]
+    found = []
+    for more in (AVERAGE, AVERAGE[1:], AVERAGE):
+        assert cli.run([*words, *more]) == 0, capsys.readouterr().err
+        (path,) = (run / "evaluation").rglob("summary.json")
+        found.append(json.loads(path.read_text()))
+    cached, plain, again = found
+    assert cached["perplexity"]["loss"] != plain["perplexity"]["loss"] and again == cached
+    assert cached["caching"]["shares"] == "average" and "caching" not in plain
+    lines = (path.parent / "perplexity.jsonl").read_text().splitlines()
+    assert len(lines) == 4, "two streams, each measured once in both ways"
+
+
+def test_the_weights_are_those_of_the_model_that_was_trained_without(tmp_path, prepared):
+    """What an evaluation reads is what a model of these settings with the same weights computes."""
+    run = load_run(untrained_run(tmp_path / "run", prepared, mixers=["mag"]), overrides=AVERAGE[:1])
+    caching = run.config.evaluation.caching
+    model = run.config.model
+    memory = model.memory.model_copy(update={"caching": caching})
+    other = build_model(model.model_copy(update={"memory": memory})).eval()
+    other.load_state_dict(run.model.state_dict())
+    ids = torch.randint(0, 40, (1, 30))
+    with torch.no_grad():
+        before = run.model(ids)[0]
+        cache_memories(run.model, caching)
+        after = run.model(ids)[0]
+        torch.testing.assert_close(after, other(ids)[0], rtol=0, atol=0)
+    assert torch.equal(after[:, :8], before[:, :8]) and not torch.equal(after[:, 8:], before[:, 8:])
+
+
+@pytest.mark.parametrize(("model", "word", "message"), [
+    ({"mixers": ["swa"]}, "{shares: sum, segment: 8}", "evaluation.caching: set, but the run has no neural memory"),
+    ({"mixers": ["lmm"]}, "{shares: sum, segment: 7}", "evaluation.caching.segment: given 7; must be a multiple of"),
+    ({"mixers": ["lmm"], "memory": {"caching": {"segment": 8}}}, "{shares: sum, segment: 8}",
+     "evaluation.caching: set; must be null for a run that was trained with model.memory.caching"),
+    ({"mixers": ["lmm"]}, "{segment: 8}", "caching.shares: given 'gated'; must be average or sum"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(model, word, message, tmp_path, prepared):
+    path = untrained_run(tmp_path / "run", prepared, **model)
+    with pytest.raises(UserError, match=message):
+        run = load_run(path, overrides=[f"evaluation.caching={word}"])
+        cache_memories(run.model, run.config.evaluation.caching)

@@ -1,0 +1,39 @@
+"""Memory Caching put on the memories of a trained model (arXiv 2602.24281), without parameters."""
+
+from torch import nn
+
+from titans_pt.config import CachingConfig
+from titans_pt.errors import UserError
+from titans_pt.layers.caching import Caching
+from titans_pt.layers.hierarchy import HierarchicalMemory
+from titans_pt.layers.memory import NeuralMemory
+
+
+def cache_memories(model: nn.Module, config: CachingConfig):
+    """From now on every memory of ``model`` is read together with its caches.
+
+    Raises:
+        UserError: there is no memory, it has caches already, or its chunks do not divide segments.
+    """
+    memories = [module for module in model.modules() if isinstance(module, (NeuralMemory, HierarchicalMemory))]
+    if not memories:
+        raise UserError("evaluation.caching: set, but the run has no neural memory (model.mixers); leave it out")
+    for memory in memories:
+        if isinstance(memory, HierarchicalMemory):
+            raise UserError(
+                "evaluation.caching: set; must be null for a run with model.memory.hierarchy, whose memories begin "
+                "again by themselves"
+            )
+        if memory.caching is not None:
+            raise UserError(
+                "evaluation.caching: set; must be null for a run that was trained with model.memory.caching; "
+                "leave it out"
+            )
+        if config.segment % memory.config.chunk_size:
+            raise UserError(
+                f"evaluation.caching.segment: given {config.segment}; must be a multiple of the run's "
+                f"model.memory.chunk_size={memory.config.chunk_size}"
+            )
+    for memory in memories:
+        assert isinstance(memory, NeuralMemory)
+        memory.caching = Caching(memory.q.linear.in_features, memory.q.n_heads, config)
