@@ -256,7 +256,7 @@ class CachingConfig(Section):
     slots: Positive = 16
     """Caches that are kept at most. The cost grows with them: a full set costs each token ``slots`` reads of a memory
     beside its own, and a stream's state holds as many weight sets more. A cached memory of the usual shape has the size
-    of the keys and values of 256 tokens, so shorter segments save nothing."""
+    of the keys and values of 256 tokens: shorter segments save nothing."""
     drop: Literal["oldest", "spread"] = "oldest"
     """Which cache goes when there are more than ``slots``. oldest: the newest stay. spread: the one whose neighbours
     are closest to each other for its age; those that stay lie the farther apart the older they are."""

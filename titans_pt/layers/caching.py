@@ -178,7 +178,7 @@ class Caching(nn.Module):
     # ---- what the plan and the FLOP count ask
 
     def mean_read(self, length: int) -> tuple[float, float]:
-        """Of a token of one document of ``length``: how many caches there are, and how many of them count (mean)."""
+        """How many caches a token of a document of ``length`` has, and how many of them count (means)."""
         config = self.config
         held = counted = 0
         for begin in range(0, length, config.segment):

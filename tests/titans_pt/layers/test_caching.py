@@ -111,7 +111,7 @@ CASES = FORMS + [memory | soup for memory in MEMORIES[1:] for soup in ({}, {"sou
 
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_outputs_and_gradients_are_those_of_the_definition(options):
-    """Of autograd, every parameter's and the input's, to 1e-9 of the largest value."""
+    """Gradients by autograd, of every parameter and the input, to 1e-9 of the largest value."""
     layer = make(**options)
     length = LENGTH if options in FORMS else 21  # two ended segments and a part
     found = []
