@@ -457,9 +457,8 @@ def test_what_states_are_read_as():
     deep, half = last["lmm", "parity-c1-one"], last["lmm", "parity-c1-half"]
     assert len(deep) == 3 and all(by[128] == 1.0 for by in deep), "two layers learn parity"
     assert sorted(by[512] > 0.99 for by in deep) == [False, True, True] and min(by[256] for by in deep) < 0.65
-    assert max(by[512] for by in half) == 1.0 and last["lmm", "parity-linear-c1-half"][0][64] < 0.55, (
-        "at a bound of 0.5"
-    )
+    assert sorted(by[512] for by in half)[-2:] > [0.5, 0.99] and min(by[32] for by in half) > 0.92
+    assert last["lmm", "parity-linear-c1-half"][0][64] < 0.55, "at a bound of 0.5"
     learned = {key for key, seeds in last.items() if key[1].startswith("parity") and seeds[0][64] > 0.99}
     assert learned == {
         ("lmm", "parity-c1-one"), ("lmm", "parity-c1-one-still"), ("lmm", "parity-c1-half"),
@@ -472,9 +471,14 @@ def test_what_states_are_read_as():
     others = {key: seeds for key, seeds in last.items() if key[1].startswith("parity")}
     others = [by[64] for key, seeds in others.items() if key not in learned | set(attended) for by in seeds]
     assert max(others) < 0.57, "the others are at chance"
-    linear, still = (last["lmm", f"parity-linear-c1-one{end}"][0] for end in ("", "-still"))
-    assert linear[128] < 0.55 < 0.97 < still[128] and still[512] < 0.55
-    assert last["deltanet", "parity-negative"][0][512] > 0.86
+    linear, still = (last["lmm", f"parity-linear-c1-one{end}"] for end in ("", "-still"))
+    assert sorted(by[128] < 0.55 for by in linear) == [False, True, True] and min(by[128] for by in still) >= 0.98
+    assert max(by[512] for by in (*linear, *still)) < 0.55
+    for model, most in ("deltanet", (0.98, 0.87)), ("gated_deltanet", (0.87, 0.6)):
+        seeds = last[model, "parity-negative"]
+        assert len(seeds) == 3 and min(by[128] for by in seeds) > 0.93
+        assert max(by[256] for by in seeds) < most[0] and max(by[512] for by in seeds) < most[1]
+    assert min(by[256] for by in last["deltanet", "parity-negative"]) > 0.83
     assert last["lmm", "S3-linear-c1-one"][0][32] > 0.95 and 0.3 < last["lmm", "S3-linear-c1-one"][0][256] < 0.35
     assert 0.3 < last["lmm", "S3-c1-one"][0][32] < 0.37
 
