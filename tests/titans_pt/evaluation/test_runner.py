@@ -133,7 +133,7 @@ def test_says_what_is_wrong(copying):
 def test_the_command_names_the_suites(capsys):
     assert cli.run(["evaluate", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert f"for language {', '.join(Language.suites)} (default: the first two)" in text
+    assert f"for language: {', '.join(Language.suites)} (default: the first two)" in text
     assert list(Language.suites)[:2] == list(Language.usual)
     for suite in Language.suites:
         assert suite in EvaluationConfig.model_fields

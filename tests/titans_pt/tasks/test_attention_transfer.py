@@ -114,7 +114,7 @@ def test_it_trains_what_was_added_and_the_run_is_a_language_model(tiny, converte
 
 @pytest.mark.slow
 def test_ranks_agree(tiny, converted, tmp_path):
-    """Of a source with two heads of keys, over two tensor ranks, two samples at a time, and under ZeRO 3."""
+    """A source with two heads of keys, over two tensor ranks, two samples at a time, and under ZeRO 3."""
     model = load_run(converted).config.model.model_dump(mode="json")
     train = {"max_steps": 4, "init_from": str(converted), "trainable": ["*.memory.*", "*.memory_out.*"]}
     config = tiny(model=model, task="attention_transfer", train=train, data={"seq_len": 32})
