@@ -1,4 +1,4 @@
-"""What the entries of all kernels share."""
+"""Helpers that the entries of all kernels share."""
 
 import contextlib
 import functools

@@ -29,7 +29,7 @@ REALS = {torch.float32: ["-DREAL=float"], torch.float64: ["-DREAL=double", "-DRE
 
 
 def unserved(source: Path, x: Tensor) -> str | None:
-    """Why ``source`` does not serve tensors of ``x``'s device and dtype; None if it does."""
+    """Reason why ``source`` does not serve tensors of ``x``'s device and dtype; None if it does."""
     if x.device.type != "cpu":
         return f"tensors are on {x.device.type}"
     if x.dtype not in REALS:
@@ -77,7 +77,7 @@ def _pool(process: int) -> ThreadPoolExecutor:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """Processor that -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -86,7 +86,7 @@ def _processor() -> str:
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """What a source takes for a tensor; NULL for None."""
+    """Address of a tensor for a C source; NULL for None."""
     return None if tensor is None else tensor.data_ptr()
 
 

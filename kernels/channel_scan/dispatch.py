@@ -73,7 +73,7 @@ def channel_scan(
 
 
 def unserved(dtype: torch.dtype, states: int) -> str | None:
-    """Why the fused kernels would not serve inputs of ``dtype`` with N = ``states`` on a GPU; None if they would."""
+    """Reason why the fused kernels would not serve inputs of ``dtype`` with N = ``states`` on a GPU, or None."""
     if not HAS_TRITON:
         return "triton is not installed"
     # Not at the top: it imports triton, which machines without a GPU need not have.

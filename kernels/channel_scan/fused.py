@@ -26,12 +26,13 @@ CELLS = 128
 """Entries of the state (channels times N) that a program has. Its share of the gradients of k and q, while the backward
 pass runs: 8 N N / CELLS bytes per token and channel."""
 WARPS = 8
-"""For all of these: what fits the registers of Hopper's threads (tests/kernels/channel_scan/test_compilation.py)."""
+"""Warps of a program. All three fit the registers of Hopper's threads
+(tests/kernels/channel_scan/test_compilation.py)."""
 STATES = (4, 8, 16, 32, 64, 128)
 
 
 def unsupported(x: Tensor, k: Tensor) -> str | None:
-    """Why the kernels cannot serve a call whose shapes fit each other, or None."""
+    """Reason why the kernels cannot serve a call whose shapes fit each other, or None."""
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {x.dtype} is none of float32, float16, bfloat16"
     if k.shape[-1] not in STATES:
@@ -115,7 +116,7 @@ def scan_backward(
     T, D, B,
     N: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, RATE: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
-    """As in scan; d_k, d_q (D / CHANNELS, B, T, N) and d_rate (B, D, N) are parts that are to be summed."""
+    """Backward pass of :func:`scan`; d_k, d_q (D / CHANNELS, B, T, N) and d_rate (B, D, N) are partial sums."""
     row = tl.program_id(0).to(tl.int64)
     t, n = tl.arange(0, TOKENS), tl.arange(0, N)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)

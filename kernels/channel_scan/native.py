@@ -17,7 +17,7 @@ BLOCK = 128
 
 
 def unserved(x: Tensor) -> str | None:
-    """Why the C source does not serve tensors of ``x``'s device and dtype; None if it does."""
+    """Reason why the C source does not serve tensors of ``x``'s device and dtype; None if it does."""
     return native.unserved(SOURCE, x)
 
 

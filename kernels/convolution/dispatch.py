@@ -95,7 +95,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _ready(x, past, weight, bias, reach) -> tuple[Tensor | None, ...]:
-    """As the C source takes them."""
+    """Arguments in the C source's layout: contiguous, the weight transposed."""
     return x.contiguous(), past.contiguous(), weight.t().contiguous(), bias, reach
 
 

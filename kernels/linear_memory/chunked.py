@@ -87,9 +87,9 @@ def chunked_linear_memory(
 def _pairs(x: Tensor, y: Tensor, G: Tensor) -> Tensor:
     """sum_k x[i, k] y[j, k] exp(G[i, k] - G[j, k]) for j <= i, else 0; (..., C, K) -> (..., C, C), C a power of two.
 
-    G never increases, so exp(G[i] - G[j]) is the product of exp(G[i] - G[m]) and exp(G[m] - G[j]) with j <= m < i,
-    both at most 1. With m the end of the first half, that makes a matrix product of the pairs that lie in different
-    halves; each half is the same problem again.
+    G never increases: exp(G[i] - G[j]) is the product of exp(G[i] - G[m]) and exp(G[m] - G[j]) with j <= m < i,
+    both at most 1. With m the end of the first half, the pairs that lie in different halves are one matrix product;
+    each half is the same problem again.
     """
     if x.shape[-2] == 1:
         return (x * y).sum(-1, keepdim=True)

@@ -103,7 +103,7 @@ def _at_substeps(
 def unserved(
     dtype: torch.dtype, heads: int, keys: int, values: int, decay: str | None, delta: bool, erase: bool = False
 ) -> str | None:
-    """Why flash-linear-attention's kernels would not serve inputs of ``dtype`` on a GPU; None if they would.
+    """Reason why flash-linear-attention's kernels would not serve inputs of ``dtype`` on a GPU; None if they would.
 
     Args:
         heads, keys, values: the sizes H, K, V.

@@ -53,7 +53,7 @@ def fla_linear_memory(
 def unsupported(
     q: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, erase: Tensor | None = None
 ) -> str | None:
-    """Why the kernels cannot serve a call whose shapes fit each other, or None."""
+    """Reason why the kernels cannot serve a call whose shapes fit each other, or None."""
     if not HAS_FLA:
         return "flash-linear-attention is not installed (pip install fla-core)"
     if q.device.type not in ("cuda", "meta"):
@@ -159,7 +159,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def _bounds(reset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`_documents` returns, on the CPU."""
+    """Result of :func:`_documents`, on the CPU."""
     rows, length = reset.shape
     starts = reset.cpu().clone()
     starts[:, 0] = True

@@ -1,4 +1,4 @@
-"""The recurrence block by block, in PyTorch's operators and autograd: what chunked.py does not write out.
+"""The recurrence block by block, in PyTorch's operators and autograd, for the variants without a formula in chunked.py.
 
 An alpha for each channel
     Row d of M (x @ M takes channel d of x there) decays with a_t[d] = 1 - alpha_t[d]. In a block that starts at (M, S),
@@ -8,25 +8,24 @@ An alpha for each channel
         P[t, i] = a_t P[t-1, i] + E[t, i]       E[t, i] = prod_{i<l<=t} eta_l
         A_t = a_t A_{t-1}, A_0 = 1              B_t = a_t B_{t-1} + m_t, B_0 = 0, m_t = prod_{l<=t} eta_l
 
-    so that queries meet (A_t z_t) M + (B_t z_t) S - sum_i R[t, i] theta_i g_i with R[t, i] = sum_d z_t[d] P[t, i, d]
+    Queries then meet (A_t z_t) M + (B_t z_t) S - sum_i R[t, i] theta_i g_i with R[t, i] = sum_d z_t[d] P[t, i, d]
     x_i[d], and no token has a weight set of its own. P is a tensor (block, block, d_in), made as it stands above: a
     block is short, and gates of exactly 0 and 1 are ordinary. The scaled queries and keys of gated linear attention,
     which need no such tensor, divide products of decays by one another; and momentum makes P a sum of such products,
     which does not factor.
 
 Stale reads
-    Nothing of a chunk is seen before the next one, so its queries are one pass through the network, its keys another,
-    and what they write is a sum over the chunk, M' = a M + b S - sum_i p_i u_i and S' = m S - sum_i e_i u_i (the
+    Nothing of a chunk is seen before the next one: its queries are one pass through the network, its keys another,
+    and their write is a sum over the chunk, M' = a M + b S - sum_i p_i u_i and S' = m S - sum_i e_i u_i (the
     letters are those of coefficients.py). It is the global memory of TNT (arXiv 2511.07343, Eq. 5), there without
     momentum and forgetting, and close to LaCT (2505.23884).
 
 Rules that are not linear
-    What a chunk's tokens leave accumulates in M by the same sum; at its end M = closed(M, S), and keys and queries of
-    the next chunk meet met(M), all of it as above.
+    The writes of a chunk's tokens accumulate in M by the same sum. At its end M = closed(M, S); keys and queries of the
+    next chunk meet met(M), as above.
 
 Windows, features, erasing
-    See window.py for the first and erasure.py for the last. The second are what the first matrix takes in for a key or
-    query.
+    See window.py for windows and erasure.py for erasing. Features are the first matrix's input for a key or query.
 
 Backward: runs of ``save_every`` blocks are computed again; between them the state is kept.
 """
@@ -234,9 +233,9 @@ class _Scan:
         return choose(rows, after, W), choose(rows, tuple(map(self.rule.met, whole)), frozen)
 
     def _read(self, q: Tensor, shares: Tensor | None, running: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """What queries (N, c, D) read of the memory, or of a soup with ``shares`` (N, c, 1 + n) of it.
+        """Reads the memory with queries (N, c, D), or a soup with ``shares`` (N, c, 1 + n) of it.
 
-        running: (layer, its inputs) -> what the memory makes of them.
+        running: (layer, its inputs) -> the running memory's output.
         """
         act, z = mlp.ACTIVATIONS[self.network.activation], self.rule.features(q)
         for layer in range(self.network.depth):
@@ -295,7 +294,7 @@ def _decays(network: NetworkShape, alpha: Tensor, valid: Tensor | None) -> list[
 
 
 class ChannelEnds(NamedTuple):
-    """What the gates say of a block, for one layer whose channels have an alpha each; d is its d_in.
+    """Coefficients of a block for one layer whose channels have an alpha each; d is its d_in.
 
     A, B: (N, c, d). P: (N, c, c, d). a, b: (N, d, 1), A and B of the last token. m: (N, 1, 1), of S in the last S.
     p: (N, c, d), P of the last token, times theta. e: (N, c, 1), E of the last token, times theta. theta: (N, 1, c).

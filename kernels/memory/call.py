@@ -142,8 +142,8 @@ class Backend:
 
 
 def rule_alone(rule: Rule, channelwise: bool = False, stale: bool = False, soup: bool = False) -> str | None:
-    """Why kernels that know Titans' own rule alone, with one alpha for a matrix and reads of M_t, do not serve; None if
-    they do."""
+    """Reason why kernels that know only Titans' own rule, with one alpha for a matrix and reads of M_t, do not serve;
+    None if they do."""
     if soup:
         return "weights of several memories are read at once (model.memory.caching.soup)"
     if rule != TITANS:

@@ -9,7 +9,7 @@ u_i = x_i g_i^T. Unrolled over a block that starts at (W, S), with a = 1 - alpha
 
 Forgetting to M_0 instead of to zero is the same recurrence for the difference M - M_0, which M_0 is added to.
 
-So a layer applied to queries Z needs (Z X^T * P theta) G instead of M_t. A block may be shorter than the gradient
+A layer applied to queries Z then needs (Z X^T * P theta) G instead of M_t. A block may be shorter than the gradient
 chunk: its keys still meet ``chunk_weights``, its queries the running ones. Products of gates are cumulative products,
 never quotients or logarithms: gates of exactly 0 and 1 are ordinary.
 
@@ -36,9 +36,9 @@ from titans_pt.kernels.memory.state import MemoryState, Weights, choose, state_d
 MAX_BLOCK = 64
 """Tokens of a compute block at most: the (block x block) products then stay small whatever the gradient chunk."""
 GROUP_BYTES = 2**24
-"""What the blocks of a group may occupy: they are gone through more than once and should stay in a CPU's caches."""
+"""Most bytes of a group's blocks: they are read more than once and should stay in a CPU's caches."""
 KEEP_BYTES = 2**24
-"""What a call may keep for its backward pass beyond inputs and outputs."""
+"""Most bytes that a call keeps for its backward pass, beyond inputs and outputs."""
 
 
 def chunked_memory(call: MemoryCall, in_c: bool = False) -> tuple[Tensor, MemoryState]:

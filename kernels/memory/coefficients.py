@@ -1,4 +1,4 @@
-"""What the gates say about a block of tokens, for all blocks at once; the letters are those of chunked.py."""
+"""Coefficients of all blocks of tokens at once, computed from the gates; the letters are those of chunked.py."""
 
 from dataclasses import dataclass
 
@@ -28,9 +28,10 @@ class Coefficients:
 
 @dataclass
 class Ends:
-    """What a block leaves: a, b, m (..., 1, 1), weights of its first M and S in its last M, and of S in the last S.
+    """Coefficients of a block's last state: a, b, m (..., 1, 1), weights of its first M and S in its last M, and of S
+    in the last S.
 
-    p, e: (..., c, 1), what of each token's gradient is in the last M, and in the last S.
+    p, e: (..., c, 1), weight of each token's gradient in the last M, and in the last S.
     """
 
     a: Tensor
@@ -40,7 +41,7 @@ class Ends:
     e: Tensor
 
     def through(self, band: Tensor) -> "Ends":
-        """As :meth:`Coefficients.through`."""
+        """Counterpart of :meth:`Coefficients.through`."""
         return Ends(self.a, self.b, self.m, band.mT @ self.p, band.mT @ self.e)
 
     @staticmethod

@@ -63,7 +63,7 @@ def neural_memory(
         norm: (weight, bias), each (H, D), of the network's LayerNorm; None for a network without it.
         chunk_size: C; the gradient of a token is taken at the weights of its chunk's start.
         forget_to: where alpha pulls the memory. "zero": M_t = (1 - alpha_t) M_{t-1} + S_t, the paper's; "start":
-            M_t = (1 - alpha_t) (M_{t-1} - M_0) + M_0 + S_t. Under a LayerNorm small weights make large steps, so
+            M_t = (1 - alpha_t) (M_{t-1} - M_0) + M_0 + S_t. Under a LayerNorm small weights make large steps:
             forgetting to zero can end in a memory that neither learns nor can be trained through.
         initial_state: continue from it instead of M_0, S_0 = 0. Gradients flow through it. With forget_to="start"
             give the same ``weights`` in each call of a stream: they are M_0 still.
@@ -167,7 +167,7 @@ def unserved(
     rule: Rule = TITANS,
     stale: bool = False,
 ) -> str | None:
-    """Why the fused kernels would not serve inputs of ``dtype`` on a GPU; None if they would.
+    """Reason why the fused kernels would not serve inputs of ``dtype`` on a GPU; None if they would.
 
     channelwise: whether alpha has one value per channel. device: which GPU; None for a Hopper one.
     """

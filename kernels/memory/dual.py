@@ -68,10 +68,10 @@ class Keys:
 
 @dataclass
 class Aim:
-    """What blocks' keys are to lead to.
+    """Targets of blocks' keys.
 
-    goal: what the last matrix should give, or the LayerNorm before its bias, for M(k) = v; a backward pass needs none.
-    v, own: what the rule's loss is given beside the error; own (..., c, 1) each.
+    goal: target of the last matrix, or of the LayerNorm before its bias, for M(k) = v; a backward pass needs none.
+    v, own: inputs of the rule's loss beside the error; own (..., c, 1) each.
     """
 
     goal: Tensor | None
@@ -86,8 +86,8 @@ class Aim:
 
 @dataclass
 class Queries:
-    """What the backward pass of a read needs: of layer n its input Z, its products with all keys' inputs (scores), with
-    the weights and with the momentum; hidden: its output, n < L - 1. norm: of the last layer."""
+    """Tensors kept for the backward pass of a read: of layer n its input Z, its products with all keys' inputs
+    (scores), with the weights and with the momentum; hidden: its output, n < L - 1. norm: of the last layer."""
 
     Z: list[Tensor]
     hidden: list[Tensor]
@@ -144,10 +144,10 @@ def read(
     base: Weights | None,
     network: NetworkShape,
 ) -> tuple[Tensor, Queries]:
-    """What blocks' queries find: q (M, c, D); W, S (M, d_in, d_out) at each block's start.
+    """Reads blocks with queries: q (M, c, D); W, S (M, d_in, d_out) at each block's start.
 
-    base: M_0 (N, d_in, d_out), if that is what is forgotten to. W is then the difference to it, which is forgotten to
-    zero: the same recurrence, and queries meet base + W.
+    base: M_0 (N, d_in, d_out), if forgetting leads to it. W is then the difference to M_0, which is forgotten to zero:
+    the same recurrence, and queries meet base + W.
     """
     act = ACTIVATIONS[network.activation]
     kept = Queries([], [], [], [], [], None)
@@ -241,10 +241,10 @@ def read_backward(
 
 @dataclass
 class Bends:
-    """What the backward pass of writes needs beside :class:`Keys`, of any number of blocks at once.
+    """Derivatives that the backward pass of writes needs beside :class:`Keys`, of any number of blocks at once.
 
-    curve: of layer n < L - 1, the pulled error times the activation's curvature. flat, tilt, along: of the LayerNorm.
-    pG, eG: errors as they enter the last W and S.
+    curve: of layer n < L - 1, the pulled error times the activation's curvature. flat, tilt, along: the three factors
+    of the LayerNorm's second derivative. pG, eG: errors as they enter the last W and S.
     """
 
     curve: list[Tensor]

@@ -51,7 +51,7 @@ def layer_norm(f: Tensor, norm: Weights) -> Tensor:
 
 
 def finish(f: Tensor, x: Tensor, norm: Weights | None, network: NetworkShape) -> Tensor:
-    """What follows the last matrix: M(x) = x + LN(f), without the parts that are switched off."""
+    """Steps after the last matrix: M(x) = x + LN(f), without the parts that are switched off."""
     y = layer_norm(f, norm) if network.norm else f
     return x + y if network.residual else y
 

@@ -103,7 +103,7 @@ def _moved(
 
 
 def _inputs(call: MemoryCall, t: int, weights: Weights) -> list[Tensor]:
-    """What each layer takes in for the key of token t, L of (B, H, 1, d_in)."""
+    """Input of each layer for the key of token t, L of (B, H, 1, d_in)."""
     act, x = mlp.ACTIVATIONS[call.network.activation], [call.rule.features(call.k[:, t].unsqueeze(-2))]
     for w in weights[:-1]:
         x.append(act(x[-1] @ w))
@@ -111,7 +111,7 @@ def _inputs(call: MemoryCall, t: int, weights: Weights) -> list[Tensor]:
 
 
 def _mixed(call: MemoryCall, t: int, weights: Weights) -> Weights:
-    """What token t reads: the running memory's weights, or the mean of them with those of others."""
+    """Weights that token t reads: the running memory's, or their mean with those of other memories."""
     if call.soup is None:
         return weights
     shares = call.soup.shares[:, t, :, None, None].unbind(-1)

@@ -1,4 +1,4 @@
-"""What the memory's network is, but for its numbers."""
+"""Shape of the memory's network: everything but its weights."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class NetworkShape:
         return sum(d_in for d_in, _ in self.layers)
 
     def per_layer(self, gate: Tensor) -> list[Tensor]:
-        """What a gate says of each layer: (.., 1) or (.., L) -> L tensors (.., 1); (.., channels) -> L (.., d_in)."""
+        """Splits a gate by layer: (.., 1) or (.., L) -> L tensors (.., 1); (.., channels) -> L (.., d_in)."""
         if gate.shape[-1] == 1:
             return [gate] * self.depth
         if gate.shape[-1] == self.depth:

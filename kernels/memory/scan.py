@@ -16,7 +16,7 @@ from titans_pt.kernels.memory.tree import each, joined, leaves, rebuilt
 
 @dataclass
 class Plan:
-    """What is known on the host about a run of n equally long blocks.
+    """Layout of a run of n equally long blocks, as the host knows it.
 
     new_chunk, new_document: per block, a bool for all rows or a bool tensor (B H,).
     to_start: whether forgetting leads to M_0, not to zero. gate_layers: 1 or L.
@@ -84,7 +84,7 @@ class MemoryScan(torch.autograd.Function):
 
 @dataclass
 class _Work:
-    """What a group of K blocks leaves for its backward pass; W, S: at each block's start, (K N, d_in, d_out)."""
+    """Tensors that a group of K blocks keeps for its backward pass; W, S: at each block's start, (K N, d_in, d_out)."""
 
     keys: dual.Keys
     aim: dual.Aim
@@ -221,7 +221,7 @@ class _Gradients:
         self._sum(blocks, read, joined(writes), work, [w.flatten(0, 1) for w in after])
 
     def _thaw(self, chunk, dW: Weights):
-        """Where a chunk begins, the frozen weights are those that the block begins with."""
+        """Adds the gradient of a chunk's frozen weights to that of the weights its first block begins with."""
         if chunk is False:
             return
         part = self.F if chunk is True else [f.where(chunk.view(-1, 1, 1), 0) for f in self.F]
@@ -232,7 +232,7 @@ class _Gradients:
         self.F = [None if chunk is True else f - p for f, p in zip(self.F, part, strict=True)]
 
     def _forget(self, document, now: Weights):
-        """Where a document begins, nothing before it matters."""
+        """Stops gradients where a document begins: nothing before it matters."""
         if document is False:
             return
         rows = torch.ones_like(now[0][:, :1, :1], dtype=torch.bool) if document is True else document.view(-1, 1, 1)
@@ -246,8 +246,8 @@ class _Gradients:
             total += part
 
     def _sum(self, blocks: range, read: dual.ReadGradients, writes: list, work: _Work, after: list[Tensor]):
-        """What needs no order, of all blocks at once. writes: dual.Writes, and what dual.write_backward returns; after:
-        gradients of W and S after each block."""
+        """Gradients that need no order, of all blocks at once. writes: dual.Writes and the result of
+        dual.write_backward; after: gradients of W and S after each block."""
         write, HW, HS = writes
         network, layers, place = self.scan.plan.network, len(work.W), slice(blocks.start, blocks.stop)
 

@@ -9,12 +9,12 @@ from titans_pt.kernels.memory.state import Weights
 
 @dataclass(frozen=True, eq=False)
 class Soup:
-    """What a call's queries read beside the running memory (Memory Soup, arXiv 2602.24281): M has the weights
+    """Other memories that queries read beside the running one (Memory Soup, arXiv 2602.24281): M has the weights
     shares[0] W_t + sum_i shares[1 + i] W_i, for each token its own.
 
     weights: n times L tensors (B, H, d_in, d_out), or (B H, d_in, d_out) beside folded tokens.
     shares: (B, T, H, 1 + n).
-    A layer is linear in its weights, so no token has a weight set of its own: z W = sum_i shares_i (z W_i).
+    A layer is linear in its weights, and no token needs a weight set of its own: z W = sum_i shares_i (z W_i).
     """
 
     weights: tuple[Weights, ...]

@@ -1,4 +1,4 @@
-"""What the memory carries from one call to the next."""
+"""State that the memory carries from one call to the next."""
 
 from dataclasses import dataclass
 
@@ -24,8 +24,8 @@ def choose(rows: bool | Tensor, yes: Weights, no: Weights) -> Weights:
 class MemoryState:
     """State after any number of tokens; constant in their number. Makes a cut at any token invisible.
 
-    The gradient of a token is taken at the weights of its chunk's START, so a cut inside a chunk must carry
-    those beside the current ones: three weight sets and one counter, no buffered tokens.
+    The gradient of a token is taken at the weights of its chunk's START. A cut inside a chunk must carry those beside
+    the current ones: three weight sets and one counter, no buffered tokens.
 
     weights: L tensors (B, H, d_in, d_out), fp32 (fp64 for fp64 inputs): M_t.
     momentum: same shapes: S_t.

@@ -1,4 +1,4 @@
-"""What each token does to the memory, as figures: an observer of the naive definition, slow and plain on purpose."""
+"""Figures of each token's effect on the memory: an observer of the naive definition, slow and plain on purpose."""
 
 from dataclasses import dataclass
 

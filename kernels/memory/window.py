@@ -15,12 +15,12 @@ from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import Rule
 
 Recent = tuple[Tensor, ...]
-"""What is kept of the newest w tokens, oldest first, (..., w, .) each: whether there is one (1 or 0), then k, v and own
+"""Record of the newest w tokens, oldest first, (..., w, .) each: whether there is one (1 or 0), then k, v and own
 gates, or X of each layer and G of each layer."""
 
 
 def no_tokens(rule: Rule, network: NetworkShape, like: Tensor) -> Recent:
-    """Where a document begins; like: (B, H, .)."""
+    """Empty record where a document begins; like: (B, H, .)."""
     if rule.border == "carry":
         widths = [d_in for d_in, _ in network.layers] + [d_out for _, d_out in network.layers]
     else:

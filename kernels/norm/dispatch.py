@@ -29,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def unserved(x: Tensor) -> str | None:
-    """Why :func:`prepared` does not serve tensors of ``x``'s device and dtype; None if it does."""
+    """Reason why :func:`prepared` does not serve tensors of ``x``'s device and dtype; None if it does."""
     return native.unserved(SOURCE, x)
 
 

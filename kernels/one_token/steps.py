@@ -16,12 +16,12 @@ from titans_pt.kernels import native
 
 SOURCE = Path(__file__).with_name("steps.c")
 ACTIVATIONS = ("identity", "silu", "sigmoid")
-"""In the order of steps.c."""
+"""Activations in the order of steps.c."""
 Step = Callable[[], object]
 
 
 def unserved(x: Tensor) -> str | None:
-    """Why these steps do not serve tensors of ``x``'s device and dtype; None if they do."""
+    """Reason why these steps do not serve tensors of ``x``'s device and dtype; None if they do."""
     return native.unserved(SOURCE, x)
 
 

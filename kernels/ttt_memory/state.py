@@ -1,4 +1,4 @@
-"""What TTT's memory carries from one call to the next, and the network that its weights belong to."""
+"""State that TTT's memory carries from one call to the next, and the network that its weights belong to."""
 
 from dataclasses import dataclass
 
@@ -19,8 +19,8 @@ Parameters = tuple[Tensor, ...]
 class TTTState:
     """State after any number of tokens; constant in their number. Makes a cut at any token invisible.
 
-    A token's weights are those of its mini-batch's start, less tau_t times the sum of the gradients since: so the
-    two are kept apart.
+    Both parts are kept: a token's weights are those of its mini-batch's start, less tau_t times the sum of the
+    gradients since.
 
     start: W1, b1, or W1, b1, W2, b2, (B, H, d_in, d_out) and (B, H, d_out), fp32 (fp64 for fp64 inputs): the
         parameters at the start of the current mini-batch.

@@ -22,8 +22,9 @@ __all__ = ["fused_memory", "unsupported"]
 def fused_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
     """Outputs (B, T, H, D) in q's dtype, and the state after them. Memory: operators.Call.
 
-    Host and device do not wait for each other, except for a ``reset`` on the GPU without ``max_resets``: how many there
-    are decides how much is allocated, so they are counted. The state's offset comes to the GPU and stays there.
+    Host and device do not wait for each other, except for a ``reset`` on the GPU without ``max_resets``: its
+    documents are counted first, because their number decides how much is allocated. The state's offset comes to the GPU
+    and stays there.
     """
     network, reset, chunk_size, initial_state = call.network, call.reset, call.chunk_size, call.state
     q, k, v = (x.to(call.q.dtype).contiguous() for x in (call.q, call.k, call.v))

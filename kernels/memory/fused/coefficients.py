@@ -1,4 +1,4 @@
-"""What the gates say about every block, and the way back to the gates. One program a block, row and gate.
+"""Coefficients of every block, computed from the gates, and their backward pass. One program a block, row and gate.
 
 With a = 1 - alpha, over the block's tokens (kernels.memory.chunked has the meaning):
 

@@ -1,4 +1,4 @@
-"""What the kernels serve, and how each is launched: pinned, so that a result never depends on a measurement."""
+"""Shapes that the kernels serve, and how each is launched: pinned, so that no result depends on a measurement."""
 
 from dataclasses import dataclass
 
@@ -31,9 +31,9 @@ KERNELS = {
     "scan_backward": {32: Configuration(32, 8), 64: Configuration(32, 8), 128: Configuration(32, 8)},
     "step": {32: Configuration(32, 4), 64: Configuration(32, 4), 128: Configuration(32, 8)},
 }
-"""By kernel and D, for every architecture: Hopper's registers and shared memory are what they were chosen for. The
-reads, of many programs, have 4 warps where they can: with 8 both warpgroups compute the same 64 rows of every product
-that another product follows, and a processor holds two programs of 4."""
+"""Launch by kernel and D, for every architecture: chosen for Hopper's registers and shared memory. Reads, which have
+many programs, have 4 warps where they can: with 8 both warpgroups compute the same 64 rows of every product that
+another product follows, and a processor holds two programs of 4."""
 
 SHARED = 227 * 1024
 """Bytes of shared memory that one program may have on Hopper."""
@@ -44,10 +44,10 @@ NEEDED = {
     (4, 1): {32: 49_152, 64: 65_536, 128: 196_608},
     (4, 2): {32: 196_608, 64: 376_832, 128: 737_280},
 }
-"""By (bytes of an operand, L) and D: bytes of shared memory of the largest program on Hopper: scan_backward's, but at
+"""Bytes of shared memory of the largest program on Hopper, by (bytes of an operand, L) and D: scan_backward's, but at
 L = 1 and D = 32 that of the coefficients (fp16, bf16) or read_backward (fp32). fp32 operands are three numbers each
-there, and narrower slices of the hidden layer save next to nothing: the tiles of D x D and of block x D are what is
-large. The slow tests compile every shape and hold this table to them."""
+there. Narrower slices of the hidden layer save next to nothing: the large tiles are those of D x D and of block x D.
+The slow tests compile every shape and hold this table to them."""
 
 
 def block_tokens(chunk: int, length: int = MAX_BLOCK) -> int:
@@ -63,17 +63,18 @@ def chunk_tokens(chunk: int, block: int) -> dict[str, int]:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How fp32 operands are multiplied: each as a sum of tensor cores' 10-bit numbers, which keeps fp32's accuracy."""
+    """Precision of products of fp32 operands: each is a sum of tensor cores' 10-bit numbers, which keeps fp32's
+    accuracy."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def scale(dtype: torch.dtype, chunk: int) -> float:
-    """What operands that hold a step are multiplied with: see functions.product."""
+    """Factor of operands that hold a step: see functions.product."""
     return float(1 << (chunk - 1).bit_length()) if dtype == torch.float16 else 1.0
 
 
 def unsupported(dtype: torch.dtype, network: NetworkShape, chunk: int, shared: int = SHARED) -> str | None:
-    """Why the kernels cannot serve queries of ``dtype`` with such a memory, or None.
+    """Reason why the kernels cannot serve queries of ``dtype`` with such a memory, or None.
 
     shared: bytes of shared memory that the GPU lets a program have.
     """

@@ -2,8 +2,8 @@
 
 The keys of a later chunk meet weights that nobody stores, F = A W + B S - X^T (m G): W and S at the block's start, X
 and G of the block's earlier tokens, m the row of P theta of the token before the chunk (kernels.memory.dual.Deferred).
-So the fp32 state is read and written once a block, whatever the chunk; what every chunk reads are the copies of W and S
-in the operands' dtype, which the queries need as well. The first chunk meets the weights that the block was given.
+The fp32 state is then read and written once a block, whatever the chunk; every chunk reads the copies of W and S in the
+operands' dtype, which the queries also need. The first chunk meets the weights that the block was given.
 
 A chunk of STEP tokens is a tile of SUB rows, STEP and at least 16: matrix products want as many.
 """

@@ -1,4 +1,4 @@
-"""What the kernels share: tiles of tokens, the activations and the LayerNorm with their derivatives.
+"""Tiles of tokens, the activations and the LayerNorm with their derivatives: the functions that all kernels share.
 
 A place in a tensor is a 64-bit scalar, added to the pointer first, and a 32-bit tile: 64-bit tiles cost registers.
 Tiles are (c, D) or (c, hidden slice); arithmetic is fp32. kernels.memory.mlp states the same functions in PyTorch.

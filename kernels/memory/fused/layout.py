@@ -1,4 +1,4 @@
-"""Which tokens form a block: a table on the device, made without reading anything back."""
+"""Table of the tokens that form each block, made on the device without reading anything back."""
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ def table(length: int, chunk: int, block: int, blocks: int, offset: Tensor, rese
 
     offset: (B,), tokens already read of the current chunk. reset: bool (B, T) or None. Blocks lie on a grid of
     ``block`` tokens that starts with the chunk, one of the two dividing the other. A block of several chunks has them
-    whole, but for a document's last: what is left of a chunk at the row's beginning is a block of its own, and so is
-    what its end cuts off, since the next call must know the weights there. Rows with fewer end in empty blocks.
+    whole, but for a document's last. The rest of a chunk at the row's beginning is a block of its own; the part that
+    the row's end cuts off is another, because the next call must know the weights there. Rows with fewer end in empty
+    blocks.
     """
     t = torch.arange(length, device=offset.device)
     position = t + offset[:, None]

@@ -21,7 +21,7 @@ from titans_pt.kernels.namespace import namespace
 NAMESPACE = namespace(__name__, __file__)
 
 SCRATCH_BYTES = 1 << 30
-"""What the blocks between two kept states may occupy while they are worked on, unless save_every says otherwise."""
+"""Most bytes of scratch memory for the blocks between two kept states, unless save_every says otherwise."""
 
 
 class Call:
@@ -37,8 +37,8 @@ class Call:
                      + 4 c c (G + L) + 24 c (G + L) + 12 L + 8 D)
       + R * (12 + b) L D h                                                the state's gradient, frozen weights
 
-    Scratch serves the layers of a model one after the other, what is kept stays: so ``every`` is as large as
-    SCRATCH_BYTES lets it be.
+    ``every`` is as large as SCRATCH_BYTES allows, because scratch serves the layers of a model one after the other
+    while kept states stay.
     """
 
     def __init__(self, q, gate, network: NetworkShape, to_start: bool, offset, chunk, resets, save_every):

@@ -1,7 +1,7 @@
-"""The serial part: what each block writes to the state, forward and backward. One program a row (batch, head).
+"""The serial part: each block's write to the state, forward and backward. One program a row (batch, head).
 
 Nothing of the state stays in registers: fp32 states live in global memory, small enough for the L2 cache, and go by in
-slices of the hidden layer, so one program serves every width. The queries have no part in it (read.py).
+slices of the hidden layer: one program serves every width. The queries have no part in it (read.py).
 
 A set of weights is packed: inner matrix (D, hidden) if LAYERS = 2, then outer matrix (hidden, D); LAYERS = 1 is the
 outer one alone, its input being the key (hidden = slice = D). Intermediates keep the dtype of q, k, v.

@@ -18,10 +18,10 @@ HEADER = Path(__file__).with_name("network.h")
 """Header of scan.c and token.c. Named here, it becomes part of exported folders (titans_pt/huggingface/source.py)."""
 MAX_LAYERS = 8
 ACTIVATIONS = ("gelu", "silu", "relu")
-"""In the order of scan.c."""
+"""Activations in the order of scan.c."""
 KEEP_BYTES = 2**24
-"""What the kept states of a call may occupy. Where those before all blocks are more, one of several is kept: computing
-the others again takes less time than memory that was never touched before."""
+"""Most bytes of a call's kept states. If the states before all blocks need more, one of several is kept: computing the
+others again takes less time than touching new memory."""
 
 
 class _Call(ctypes.Structure):
@@ -58,7 +58,7 @@ class _Gradients(ctypes.Structure):
 
 
 def unserved(x: Tensor, network: NetworkShape, source: Path = SOURCE) -> str | None:
-    """Why ``source`` would not serve tensors of ``x``'s device and dtype; None if it would."""
+    """Reason why ``source`` would not serve tensors of ``x``'s device and dtype; None if it would."""
     if network.depth > MAX_LAYERS:
         return f"memories of more than {MAX_LAYERS} layers"
     return native.unserved(source, x)

@@ -38,7 +38,7 @@ class _Outputs(ctypes.Structure):
 
 
 def unserved(x: Tensor, network: NetworkShape) -> str | None:
-    """Why this would not serve tensors of ``x``'s device and dtype; None if it would."""
+    """Reason why this source would not serve tensors of ``x``'s device and dtype; None if it would."""
     return of_source(x, network, SOURCE)
 
 
@@ -125,7 +125,7 @@ class MemoryRecall:
 
 
 def next_token(call: MemoryCall) -> tuple[Tensor, MemoryState]:
-    """What a call of one token gives: nothing is cut into blocks, nothing is kept for gradients."""
+    """Serves a call of one token: nothing is cut into blocks, nothing is kept for gradients."""
     dtype = state_dtype(call.q)
     q, k, v, *gates = (x.to(dtype).contiguous() for x in (call.q, call.k, call.v, call.theta, call.eta, call.alpha))
     norm = None if call.norm is None else tuple(p.to(dtype).contiguous() for p in call.norm)

@@ -15,7 +15,7 @@ RULES: "Registry[type[Rule]]" = Registry("titans_pt.kernels.memory.rules", "mode
 """Every rule by the name that ``model.memory.rule`` gives it."""
 
 Own = tuple[Tensor, ...]
-"""What a rule's own gates say of tokens, in the order of :attr:`Rule.gates`: each (..., 1)."""
+"""A rule's own gates for some tokens, in the order of :attr:`Rule.gates`: each (..., 1)."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,21 @@ class Rule:
 
         S_t = eta_t S_{t-1} - theta_t grad_W loss(M(k_t), v_t)       M_t = (1 - alpha_t) M_{t-1} + S_t
 
-    and a rule that moves M otherwise says so in :meth:`update` and :meth:`coefficients`, which tests compare. What is
-    not linear happens where chunks end: a rule with :meth:`closed` or :meth:`met` lets M accumulate, and what keys and
-    queries of a chunk meet is what these made of it at the end of the chunk before.
+    A rule that moves M otherwise defines :meth:`update` and :meth:`coefficients`, which tests compare. Non-linear steps
+    happen where chunks end: a rule with :meth:`closed` or :meth:`met` lets M accumulate, and keys and queries of a
+    chunk meet their result at the end of the chunk before.
     docs/architecture.md has the recipe.
     """
 
     name: ClassVar[str]
-    """What ``model.memory.rule`` calls it."""
+    """Name of the rule in ``model.memory.rule``."""
     Settings: ClassVar[type[Section]] = NoSettings
     """Its own section of the settings, ``model.memory.<name>``."""
     gates: dict[str, OwnGate] = {}
     """Its own gates, by name."""
     step: float = 1.0
-    """How much larger than the squared loss's the steps may be that keep the memory stable: a factor of the step bound,
-    where model.memory.step_bound is null."""
+    """Factor of the step bound where model.memory.step_bound is null: how much larger than the squared loss's steps
+    this rule's may be while the memory stays stable."""
 
     def __init__(self, settings: Section | None = None):
         self.settings = settings or self.Settings()
@@ -123,17 +123,17 @@ class Rule:
     # ---- what a token writes beside its own gradient, and what its key becomes
 
     window: int = 1
-    """How many tokens' gradients, its own among them, each token writes."""
+    """Number of tokens whose gradients each token writes, its own among them."""
     border: str = "refresh"
-    """What a window finds of the chunk before. "refresh": the gradients at today's chunk's start; "carry": those that
-    they were; "truncate": nothing."""
+    """Gradients that a window uses of the chunk before. "refresh": taken again at today's chunk's start; "carry": as
+    they were; "truncate": none."""
 
     def shares(self, own: Own) -> Tensor:
         """(..., window): the factors of these gradients, the token's own first; own (..., 1) each."""
         return torch.cat(own[: self.window], -1)
 
     def features(self, x: Tensor) -> Tensor:
-        """What the first matrix takes in for a key or query x, (..., D) -> (..., width(D))."""
+        """Input of the first matrix for a key or query x, (..., D) -> (..., width(D))."""
         return x
 
     def width(self, width: int) -> int:
@@ -147,10 +147,8 @@ class Rule:
         return self.window == 1 and whole
 
     def share(self, v: Tensor, own: Own) -> Tensor | None:
-        """Which part, 0 to 1, of a bounded theta each token takes, (...): less where its step would be too long.
-        None: all of it.
-
-        Args:
+        """Share of a bounded theta, 0 to 1, that each token takes, (...): less for a step that would be too long. None:
+        all. Args:
             v: (..., D).
             own: each (..., 1).
         """

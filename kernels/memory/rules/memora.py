@@ -24,8 +24,8 @@ class Memora(Rule):
 
     class Settings(Section):
         scale: Annotated[float, Field(gt=0.0)] | None = None
-        """Sum of the weights that lead to an output. Null: as many as there are, a mean of 1; with 1 the inputs of the
-        next layer all but vanish."""
+        """Sum of the weights that lead to an output. Null: their number, which makes their mean 1; with 1 the inputs of
+        the next layer all but vanish."""
 
     settings: Settings
 

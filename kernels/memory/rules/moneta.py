@@ -15,23 +15,23 @@ TINY = 1e-6
 
 @RULES.register
 class Moneta(Rule):
-    """sum |e_i|^p of the error e = M(k) - v. What accumulates is A, and a chunk meets, element by element,
+    """The loss sum |e_i|^p of the error e = M(k) - v. Writes accumulate in A; a chunk meets, element by element,
 
         M = sign(A) |A|^(q-1) / mean(|A|^q)^((q-2)/q)
 
-    the gradient of half the squared q-norm: what "follow the leader, regularised" gives, from which the paper derives
-    its update, with the dual norm as the regulariser. The paper prints A / ||A||_q^(q-2), without sign and power: with
-    q = 4 that shrinks as A grows, so each write makes the next gradients larger, and forgetting makes M grow. Here M is
-    of degree 1 in A; means in place of sums give both the same size.
+    the gradient of half the squared q-norm: the solution of "follow the regularised leader", from which the paper
+    derives its update, with the dual norm as the regulariser. The paper prints A / ||A||_q^(q-2), without sign and
+    power. With q = 4 that shrinks as A grows: each write makes the next gradients larger, and forgetting makes M grow.
+    Here M is of degree 1 in A; means in place of sums give both the same size.
     """
 
     name: ClassVar[str] = "moneta"
 
     class Settings(Section):
         p: Annotated[float, Field(ge=1.0, le=4.0)] = 3.0
-        """Power of the error's coordinates in the loss. Above 2 the loss bends more the larger the error."""
+        """Power of the error's coordinates in the loss. Above 2 large errors bend the loss more."""
         q: Annotated[float, Field(ge=2.0, le=8.0)] = 4.0
-        """Norm of what accumulates. The larger, the fewer weights stand out. 2: M is A, retention is
+        """Norm of the accumulated writes A. A larger q lets fewer weights stand out. 2: M is A, retention is
         model.memory.forgetting alone."""
 
     settings: Settings

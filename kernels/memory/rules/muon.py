@@ -15,8 +15,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 0.7 and 1.2 in five."""
 STEPS = 5
 LEAST = 0.1
-"""Added to the momentum's norm: where errors vanish, so do steps, and gradients through them stay bounded. With 0.01 in
-its place gradients over 1,024 tokens are a thousand times as large in small heads and chunks."""
+"""Constant added to the momentum's norm: steps vanish with the errors, and gradients through them stay bounded. With
+0.01 gradients over 1,024 tokens are a thousand times as large in small heads and chunks."""
 
 
 def scaled(momentum: Tensor) -> Tensor:
@@ -92,11 +92,12 @@ class Muon(ChunkSteps):
 
     class Settings(Section):
         form: Literal["orthogonal", "unit"] = "orthogonal"
-        """orthogonal: five Newton-Schulz steps. unit: S over its norm, as long as an orthogonal matrix; costs nothing.
+        """Map of the momentum S. orthogonal: five Newton-Schulz steps. unit: S over its norm, as long as an orthogonal
+        matrix; costs nothing.
         """
         size: Annotated[float, Field(gt=0.0)] = 0.03
         """Largest step of a chunk, over sqrt(inputs) + sqrt(outputs) of a matrix, the length of a random one: 0.72 for
-        64 and 256. A gate of the chunk's last token, 0 to 1, is a factor."""
+        64 and 256. The step is also multiplied by a gate of the chunk's last token, 0 to 1."""
 
     settings: Settings
 

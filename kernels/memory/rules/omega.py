@@ -15,10 +15,11 @@ class WindowSettings(Section):
     """Settings of rules in which a token writes the gradients of several."""
 
     window: Annotated[int, Field(ge=1, le=64)] = 4
-    """Tokens whose gradients each token writes, itself among them, each times a gate that this token sets."""
+    """Tokens whose gradients each token writes, itself among them. Each gradient is multiplied by a gate of the token
+    that writes."""
     border: Literal["refresh", "carry", "truncate"] = "refresh"
-    """What the window finds of the chunk before. refresh: its gradients at today's chunk's start, as ATLAS' Eq. 16 has
-    it. carry: the gradients that they were. truncate: nothing; then no window is wider than the chunk."""
+    """Gradients that a window uses of the chunk before. refresh: taken again at today's chunk's start (ATLAS, Eq. 16).
+    carry: as they were. truncate: none; the window is then no wider than the chunk."""
     degree: Literal[1, 2] = 1
     """Degree of the polynomial features of keys and queries. 1: keys and queries themselves. 2: also the products of
     their channels, for small heads: the first matrix takes in 152 numbers for a head of width 16, 2,144 for 64."""
@@ -65,7 +66,7 @@ class Windowed(Rule):
 
 @RULES.register
 class Omega(Windowed):
-    """With plain steps, momentum and forgetting as Titans'. OmegaNet is this without momentum
+    """Titans' steps, momentum and forgetting, with a window of gradients. OmegaNet is this without momentum
     (model.memory.momentum=false).
 
     The paper prints an outer product with the sign of ascent (Eq. 11, 55). It leaves open what happens at borders of

@@ -11,7 +11,7 @@ from titans_pt.kernels.memory.rules.base import RULES, Own, OwnGate, Rule
 
 @RULES.register
 class Yaad(Rule):
-    """With the error e = M(k) - v and a threshold d_t > 0 that the token sets, in Titans' scale (no half):
+    """Huber loss of the error e = M(k) - v with a threshold d_t > 0 that the token sets, in Titans' scale (no half):
 
         radial      ||e||^2 if ||e|| <= d, else 2 d ||e|| - d^2           the paper's Eq. 15, for the whole vector
         coordinate  the same for each coordinate of e, summed             what public implementations have
@@ -27,8 +27,9 @@ class Yaad(Rule):
 
     class Settings(Section):
         form: Literal["radial", "coordinate", "switch"] = "radial"
-        """Where the error is cut. radial: its length, Huber's loss of the vector. coordinate: each coordinate by
-        itself. switch: above the threshold the gradient is that of the l1 norm, as MIRAS prints it; it jumps there."""
+        """Quantity with a threshold. radial: the error's length, Huber's loss of the vector. coordinate: each
+        coordinate of the error. switch: above the threshold the gradient is that of the l1 norm, as MIRAS prints it; it
+        jumps there."""
 
     settings: Settings
 
