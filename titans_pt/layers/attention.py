@@ -71,7 +71,7 @@ class Attention(nn.Module):
         return k, v
 
     def rotation_from(self, first: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """What rotates the heads ``like`` (B, T, H, D) of the tokens from place ``first`` on."""
+        """Rotation of the heads ``like`` (B, T, H, D) of the tokens from place ``first`` on."""
         return rotation_from(first, like, self.rope_base, self.rope_scaling)
 
     def turns(self) -> Tensor:
@@ -115,7 +115,7 @@ class Attention(nn.Module):
         return y.flatten(-2), AttentionState(k, v, prefix_k, prefix_v, visible, position + length)
 
     def unlimited(self, x: Tensor, documents: Documents | None = None) -> Tensor:
-        """What :meth:`forward` would give of whole sequences without a window, (B, T, H D)."""
+        """Output of :meth:`forward` for whole sequences without a window, (B, T, H D)."""
         q = self.queries(x)
         k, v = self.keys_values(x)
         turn = self.rotation_from(0, q)
@@ -134,10 +134,11 @@ class Attention(nn.Module):
         return k, v
 
     def _after(self, k: Tensor, v: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What a state keeps of keys and values (B, n, K, D), and ``visible``.
+        """Keys and values that a state keeps, (B, n, K, D), and ``visible``.
 
-        Rows whose documents began at different places have their sinks where their newest tokens begin: how many keys
-        from the end belong to the row says where its document begins, in the state as in the sequence.
+        Rows whose documents began at different places have their sinks where their newest tokens begin. The number of
+        keys that belong to a row, counted from the end, says where its document begins, in the state as in the
+        sequence.
         """
         count = self.window and self.window - 1
         if first is None:

@@ -27,7 +27,7 @@ NONE = -1
 
 @dataclass
 class Caches:
-    """What a stream keeps of its segments. Its size is bounded by CachingConfig.slots.
+    """Caches that a stream keeps of its segments. Their number is bounded by CachingConfig.slots.
 
     weights: of each slot, the oldest first, L tensors (B, H, d_in, d_out): the memory as its next token would meet it.
     pools: of each slot (B, H, D), the mean key of its segment. keys: (B, H, D), the sum of the unfinished segment's.
@@ -167,7 +167,7 @@ class Caching(nn.Module):
         return Caches(tuple(weights_of), tuple(pools), keys, torch.stack(columns, 1), place)
 
     def _dropped(self, numbers: list[int], now: int) -> int:
-        """Which of a full set of caches makes room for that of segment ``now``."""
+        """Index of the cache, in a full set, that makes room for that of segment ``now``."""
         if self.config.drop == "oldest" or len(numbers) < 2:
             return 0
         behind, before = [*numbers[1:], now], [NONE, *numbers[:-1]]
@@ -178,7 +178,7 @@ class Caching(nn.Module):
     # ---- what the plan and the FLOP count ask
 
     def mean_read(self, length: int) -> tuple[float, float]:
-        """How many caches a token of a document of ``length`` has, and how many of them count (means)."""
+        """Number of caches that a token of a document of ``length`` has, and number of those that count (means)."""
         config = self.config
         held = counted = 0
         for begin in range(0, length, config.segment):

@@ -32,8 +32,8 @@ class ContinuumState:
 class LevelMemory(nn.Module):
     """(B, T, d_model) -> out(M(k)), (B, T, d_model): an MLP per head, M, at the weights of its period's start.
 
-    Its input gives one key per head, which is query and key: M(k) is what an MLP makes of its input. The period's
-    tokens move M together, at its end, so nothing of a period waits for the rest of it.
+    Its input gives one key per head, which is query and key: M(k) is an MLP's output for its input. The period's
+    tokens move M together, at its end: nothing of a period waits for the rest of it.
     """
 
     sharding = {"key": Shard.COLUMN, "value": Shard.COLUMN, "output_norm": Shard.SUMMED, "out": Shard.LAST_ROW}

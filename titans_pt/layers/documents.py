@@ -1,4 +1,4 @@
-"""Where documents start in packed sequences, worked out once for all layers."""
+"""Starts of documents in packed sequences, worked out once for all layers."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass
 class Documents:
-    """Where documents start in B rows of T tokens.
+    """Starts of documents in B rows of T tokens.
 
     starts: (B, T) bool, True where one starts.
     begin: (B, T) int64, the newest start in the row at or before each token; -1 where it lies before the first token.
@@ -23,9 +23,9 @@ class Documents:
 
     @staticmethod
     def of(reset: Tensor, device: torch.device) -> "Documents":
-        """From reset, (B, T) bool; when it is on the CPU, nothing waits for a GPU.
+        """Documents of reset, (B, T) bool; if it is on the CPU, nothing waits for a GPU.
 
-        ``most`` is a power of two, 8 at least: what is compiled for it serves nearly all batches.
+        ``most`` is a power of two, 8 at least: code compiled for it serves nearly all batches.
         """
         count = max(8, int(reset.sum(1).max()))
         return Documents._make(reset.to(device, non_blocking=True), 1 << (count - 1).bit_length())
@@ -41,5 +41,5 @@ class Documents:
         return Documents(starts, begin, bounds.to(torch.int32), most)
 
     def cut(self, begin: int, end: int) -> "Documents":
-        """Those of the tokens begin .. end - 1 of each row."""
+        """Documents of the tokens begin .. end - 1 of each row."""
         return Documents._make(self.starts[:, begin:end], min(self.most, end - begin))

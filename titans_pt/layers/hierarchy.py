@@ -63,11 +63,11 @@ class InnerMemory(nn.Module):
 class HierarchicalMemory(nn.Module):
     """(B, T, d_model) -> V(q_t) + sum_i W^i_t(P_t q_t) of every token, (B, T, d_model), heads side by side, normalised.
 
-    TNT (arXiv 2511.07343). V, the global memory, is read as it was at the start of its chunk, so nothing of a chunk
-    waits for its other tokens. The local memories W^i see what is near; they begin again at a learned M_0 every
-    ``shard`` tokens, so shards can be computed side by side. P_t is the sum of k k^T over the shard up to t; P_t q_t
-    gets unit length, as keys have (the paper does not say): what a local memory is asked for lies among what it was
-    taught. All share queries, keys and values. The paper trains without momentum and forgetting.
+    TNT (arXiv 2511.07343). V, the global memory, is read as it was at the start of its chunk: nothing of a chunk
+    waits for its other tokens. The local memories W^i see nearby tokens. They begin again at a learned M_0 every
+    ``shard`` tokens, which lets shards be computed side by side. P_t is the sum of k k^T over the shard up to t; P_t
+    q_t gets unit length, as keys have (the paper does not say): the queries of a local memory lie among the keys that
+    it was taught. All share queries, keys and values. The paper trains without momentum and forgetting.
 
     A prefix is written to each memory once; what it leaves is where documents, and the local ones' shards, begin.
     """
@@ -110,7 +110,8 @@ class HierarchicalMemory(nn.Module):
         return self.output_norm(y.to(self.output_norm.weight.dtype)).flatten(-2), state
 
     def _locals(self, y, after, q, k, v, x, start, state, before, documents):
-        """What the local memories add to y, all memories' states, the place in the shard, and the keys' sum."""
+        """Adds the local memories' outputs to y; returns it with all memories' states, the place in the shard, and the
+        keys' sum."""
         shard, length = self.hierarchy.shard, x.shape[1]
         place, reset = _places(state.place if state else None, len(x), length, shard, documents)
         most = 1 + length // shard + (documents.most if documents else 0)
@@ -192,7 +193,7 @@ class HierarchicalMemory(nn.Module):
         return states + sum(each) * -(-length // shard)
 
     def unserved(self, dtype: torch.dtype) -> str | None:
-        """Why the fused kernels would not serve the local memories on a GPU; None if they would."""
+        """Reason why the fused kernels would not serve the local memories on a GPU; None if they would."""
         each = (
             unserved(dtype, memory.shape, memory.config.chunk_size, rule=memory.gates.rule)
             for memory in self.memories[1:]

@@ -36,7 +36,7 @@ def takes_small_steps(config: MemoryConfig) -> bool:
 def default_step_bound(config: MemoryConfig) -> float:
     """Largest theta / (1 - eta) that is known to be stable, for ||M(k) - v||^2 with unit keys.
 
-    A chunk takes C gradients at one point, so the step it makes grows with C: 0.1 holds up to C = 16, 0.03 at
+    A chunk takes C gradients at one point, and its step grows with C: 0.1 holds up to C = 16, 0.03 at
     C = 64, and C times the bound stays below 2 beyond. A quarter of that for three matrices, an eighth for four.
     """
     bound = min(0.1, 1.9 / config.chunk_size) * Rule.of(config).step
@@ -105,7 +105,7 @@ def _erasing_flops(rule: Rule, layer: tuple[int, int], block: int, reads: bool) 
 
 
 def _window_factors(rule: Rule, block: int) -> tuple[float, float]:
-    """How many keys a block of tokens takes gradients of, and writes, over how many tokens it has."""
+    """Keys of which a block of tokens takes gradients, and keys that it writes, each per token of the block."""
     written = 1 + (rule.window - 1) / block
     return 1.0 if rule.border == "carry" else written, written
 
@@ -131,7 +131,7 @@ def kept_bytes(shape: NetworkShape, config: MemoryConfig, heads: int, length: in
 
 
 STRETCH = 0.05
-"""How far a hard gate's sigmoid reaches beyond 0 and 1 before it is cut."""
+"""Reach of a hard gate's sigmoid beyond 0 and 1 before it is cut."""
 
 
 class _Cut(torch.autograd.Function):
@@ -162,7 +162,7 @@ def _hard(share: Tensor) -> Tensor:
 
 
 def _logit(gate: float, hard: bool = False) -> float:
-    """What the sigmoid is given for a gate inside (0, 1)."""
+    """Argument of the sigmoid for a gate inside (0, 1)."""
     share = (gate + STRETCH) / (1 + 2 * STRETCH) if hard else gate
     return math.log(share / (1 - share))
 
@@ -172,8 +172,8 @@ class MemoryGates(nn.Module):
     rule's own gates, each (B, T, H); fp32. alpha is (B, T, H, channels) with alpha="channel", from two linear layers of
     a low rank between them.
 
-    theta = bound (1 - eta) gate(.): whatever the outer loop learns, the inner loop stays inside its stable region. What
-    a token writes is theta times an error that grows with its value, and so does the curvature that a step meets; deep
+    theta = bound (1 - eta) gate(.): whatever the outer loop learns, the inner loop stays inside its stable region. A
+    token writes theta times an error that grows with its value, and the curvature that a step meets grows with it. Deep
     memories, which have no room for that, take min(1, sqrt(D) / (2 ||v||)) of theta.
     With theta="free" it is softplus(.), any positive number: Titans, Eq. 10, has "theta_t" without a range or a
     non-linearity, and softplus is the usual one for a step without a bound (Mamba's, for example).
@@ -200,10 +200,10 @@ class MemoryGates(nn.Module):
         self.own = nn.Linear(d_model, n_heads * len(self.rule.gates)) if self.rule.gates else None
 
     def own_initialisation(self):
-        """Gates start nearly constant at their configured values.
+        """Starts the gates nearly constant at their configured values.
 
-        A hard alpha is made so: next to its cut it is fifty times as steep as a sigmoid there, and under weights like
-        the others' a tenth would be forgotten at some tokens from the first step on.
+        A hard alpha needs this: next to its cut it is fifty times as steep as a sigmoid. Under weights like the
+        others' a tenth would be forgotten at some tokens from the first step on.
         """
         hard = self.config.gates == "hard"
         theta, eta, alpha = self.config.theta_init, self.config.eta_init, self.config.alpha_init
@@ -301,8 +301,8 @@ class Projection(nn.Module):
 class MemoryNetwork(nn.Module):
     """The learned start of the memory MLP, M_0, and its LayerNorm, which the inner loop leaves alone.
 
-    A module that hands out its parameters (as copies) when it is called, so that whoever shards parameters by module
-    (ZeRO-3) has them whole wherever they are used. Weight decay leaves them alone: M_0 is the start of a state under a
+    A module that hands out its parameters (as copies) when it is called: code that shards parameters by module (ZeRO-3)
+    then has them whole wherever they are used. Weight decay leaves them alone: M_0 is the start of a state under a
     LayerNorm, and the smaller it is the larger every inner step.
     """
 
@@ -521,7 +521,7 @@ class NeuralMemory(nn.Module):
         return 1 if self.caching is None else self.caching.config.segment * (self.caching.config.slots + 1)
 
     def unserved(self, dtype: torch.dtype) -> str | None:
-        """Why the fused kernels would not serve it on a GPU, for inputs of ``dtype``; None if they would."""
+        """Reason why the fused kernels would not serve it on a GPU, for inputs of ``dtype``; None if they would."""
         return unserved(dtype, self.shape, self.config.chunk_size, self.config.alpha == "channel", rule=self.gates.rule)
 
     def scratch_bytes(self) -> int:

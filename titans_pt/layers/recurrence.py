@@ -1,4 +1,4 @@
-"""What the layers around a linear recurrence share: its state, unit keys, and the decay of selective state spaces."""
+"""Parts that layers around a linear recurrence share: its state, unit keys, and the decay of selective state spaces."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class RecurrentState:
 
 
 def precise(x: Tensor) -> Tensor:
-    """In the precision of states: fp64 stays, all else becomes fp32."""
+    """Converts to the precision of states: fp64 stays, all else becomes fp32."""
     return x.to(state_dtype(x))
 
 
@@ -51,8 +51,8 @@ class SelectiveDecay(nn.Module):
     """x (B, T, H) -> step s = softplus(x + dt_bias) and log decay -exp(A_log) s, (B, T, H) in the state's precision.
 
     Mamba2 (arXiv 2405.21060) and Gated DeltaNet (arXiv 2412.06464): one decay per token and head. With a ``width``, one
-    per key channel, too, (B, T, H, width) (KDA, arXiv 2510.26692): dt_bias is of channels, A_log of heads. exp(A_log)
-    starts uniform between ``lowest`` and 16.
+    per token, head and key channel, (B, T, H, width) (KDA, arXiv 2510.26692): dt_bias is of channels, A_log of heads.
+    exp(A_log) starts uniform between ``lowest`` and 16.
     """
 
     sharding = {"": Shard.COLUMN}

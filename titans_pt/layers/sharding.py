@@ -1,7 +1,7 @@
-"""How layers and mixers declare what tensor parallelism does with them.
+"""Declarations by layers and mixers of their tensor parallelism.
 
 A class declares ``sharding``: path (of a submodule or parameter, "" for itself) -> one of these names. Their meaning is
-in titans_pt.parallel.split, so that the declaring classes import nothing of parallel/.
+in titans_pt.parallel.split: the declaring classes import nothing of parallel/.
 
 The pattern is Megatron-LM's (arXiv 1909.08053): heads, hidden units and vocabulary are divided among the ranks. Rank
 r of n holds heads [r H / n, (r + 1) H / n) with everything that belongs to them, takes whole inputs (ENTER), and adds
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 
 class Shard(Enum):
-    """What a tensor rank does with one module or parameter."""
+    """Ways in which a tensor rank holds one module or parameter."""
 
     WHOLE = "whole"
     """Nothing: every rank holds all of it and computes the same."""

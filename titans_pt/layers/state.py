@@ -1,4 +1,4 @@
-"""What layers carry from one call to the next, as nested dataclasses of tensors: any mixer's state, a whole model's.
+"""State that layers carry from one call to the next, as nested dataclasses of tensors: any mixer's, a whole model's.
 
 Everything that walks a state uses :func:`parts` and :func:`with_parts`. torch.utils._pytree would need every class of
 states to be registered, those of mixers outside this repository included.
@@ -57,7 +57,7 @@ def tensors(state: Any) -> Iterator[torch.Tensor]:
 
 
 def rows(state: Any) -> int | None:
-    """How many rows ``state`` is of: the first dimension of its first tensor. None without a tensor."""
+    """Number of rows that ``state`` is of: the first dimension of its first tensor. None without a tensor."""
     first = next(tensors(state), None)
     return None if first is None else len(first)
 

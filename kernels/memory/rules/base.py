@@ -147,8 +147,10 @@ class Rule:
         return self.window == 1 and whole
 
     def share(self, v: Tensor, own: Own) -> Tensor | None:
-        """Share of a bounded theta, 0 to 1, that each token takes, (...): less for a step that would be too long. None:
-        all. Args:
+        """Share of a bounded theta, 0 to 1, that each token takes, (...): less where its step would be too long; None:
+        all.
+
+        Args:
             v: (..., D).
             own: each (..., 1).
         """
