@@ -108,7 +108,7 @@ class Backbone(nn.ModuleList):
         """Whole sequences (no state in, none out) then pass each block through torch.compile.
 
         Blocks of one kind share their code. The shape is compiled in: a new one is compiled again. Sequences
-        that documents cut are compiled only in blocks whose mixer says so (``compiles_documents``).
+        that documents cut are compiled only in blocks whose mixer sets ``compiles_documents``.
         """
         self.put_on("compiled", Compiled() if on else None)
         for block in self:

@@ -45,7 +45,7 @@ class Forecaster(nn.Module):
 
     @property
     def patches(self) -> int:
-        """How many patches a lookback has."""
+        """Number of patches of a lookback."""
         return patches_of(self.lookback, self.patch, self.stride)
 
     def forward(

@@ -1,7 +1,7 @@
-"""Layers beside each other: layer l on piece p of a sequence while layer l + 1 works on piece p - 1.
+"""Layers in parallel: layer l works on piece p of a sequence while layer l + 1 works on piece p - 1.
 
 A mixer that is serial in time keeps a GPU busy with as many programs as it has rows and heads: at one row, with 12 of
-132 processors. Its state makes a cut of the sequence invisible, so the layers of a diagonal of (piece, layer) need
+132 processors. Its state makes a cut of the sequence invisible. The layers of a diagonal of (piece, layer) then need
 nothing of each other and may run at the same time, on a GPU each in a stream of its own. The numbers are those of the
 pieces one after the other. Autograd runs each part of the backward pass in the stream of its forward pass.
 """
@@ -71,7 +71,7 @@ def wavefront(
 
 
 class _NoStreams:
-    """On a CPU: one part after the other."""
+    """Streams of a CPU: one part runs after the other."""
 
     def lane(self, layer: int, x: Tensor):
         return nullcontext()
@@ -83,8 +83,9 @@ class _NoStreams:
 class _Streams:
     """A stream for each layer, in which its pieces follow each other; a piece waits for the layer before.
 
-    They begin when all is done that the current stream was given before; it waits for them in :meth:`join`. So a CUDA
-    graph can hold them. Memory of one stream that another reads is marked, else the allocator would give it away early.
+    They begin when all is done that the current stream was given before; it waits for them in :meth:`join`, which
+    lets a CUDA graph hold them. Memory of one stream that another reads is marked, else the allocator would give it
+    away early.
     """
 
     def __init__(self, x: Tensor, layers: int, states: list[Any]):

@@ -31,12 +31,12 @@ class Mixer(nn.Module):
     """
 
     name: ClassVar[str]
-    """What ``model.mixers`` calls it."""
+    """Name of the mixer in ``model.mixers``."""
     Settings: ClassVar[type[Section]] = NoSettings
     """Its own section of the settings, ``model.<name>``."""
     sharding: ClassVar[Sharding | None] = None
-    """How it is cut over tensor ranks (titans_pt.layers.sharding). Its layers may declare their own parts; one of these
-    declarations must name every parameter. None: parallel.tensor > 1 is refused."""
+    """Split of the mixer over tensor ranks (titans_pt.layers.sharding). Its layers may declare their own parts; one of
+    these declarations must name every parameter. None: parallel.tensor > 1 is refused."""
     per_rank: ClassVar[tuple[str, ...]] = ()
     """Attributes that count heads: on a tensor rank each becomes the rank's share."""
     ends: ClassVar[tuple[str, ...]] = ("out",)
@@ -63,7 +63,7 @@ class Mixer(nn.Module):
 
     @classmethod
     def _given(cls, config: ModelConfig) -> dict[str, Any]:
-        """What is given of its own settings, not validated yet."""
+        """Given settings of the mixer's own section, not validated yet."""
         return typed(config.section(cls.name), cls.Settings, f"model.{cls.name}")
 
     @classmethod
@@ -116,8 +116,8 @@ class Mixer(nn.Module):
         return blocks(x, state, documents)
 
     def unlimited(self, x: Tensor, documents: Documents | None = None) -> Tensor:
-        """What a pretrained attention layer that was given a window gives of whole sequences without it, for attention
-        transfer; (B, T, d_model). What never had a window gives its output."""
+        """Output for whole sequences without the window that a pretrained attention layer was given, for attention
+        transfer; (B, T, d_model). A mixer that never had a window gives its output."""
         return self(x, documents=documents)[0]
 
     def flops(self, length: int) -> Flops:
@@ -139,7 +139,7 @@ class Mixer(nn.Module):
         itself."""
 
     def unserved(self, dtype: torch.dtype) -> str | None:
-        """Why a GPU could not use the mixer's kernels for inputs of ``dtype``; None if it could.
+        """Reason why a GPU could not use the mixer's kernels for inputs of ``dtype``; None if it could.
 
         If None, the plan measures memory with meta tensors, which follow the GPU path; otherwise it measures on the CPU
         and scales up.

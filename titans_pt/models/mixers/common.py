@@ -1,4 +1,4 @@
-"""What mixers share: the window's check, the memory mixers' base, persistent tokens, the gate between two branches."""
+"""Parts that mixers share: checks of the window, the memory mixers' base, persistent tokens, the gate of branches."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal
@@ -34,11 +34,11 @@ class WindowedAttention(Windowed):
     out: nn.Linear
 
     def unlimited(self, x: Tensor, documents: Documents | None = None) -> Tensor:
-        """As :meth:`Mixer.unlimited`."""
+        """Output without the window: see :meth:`Mixer.unlimited`."""
         return self.out(self.attention.unlimited(x, documents))
 
     def limited(self, x: Tensor, documents: Documents | None = None) -> Tensor:
-        """What the window alone gives, (B, T, d_model)."""
+        """Output of the window alone, (B, T, d_model)."""
         return self.out(self.attention(x, documents=documents)[0])
 
 
@@ -47,7 +47,7 @@ class BesideAttention(WindowedAttention):
 
 
 def check_attention(config: Config, need: Need, any_width: bool = True):
-    """What a mixer with rotary attention calls in its :meth:`Mixer.check`.
+    """Checks a mixer with rotary attention, in its :meth:`Mixer.check`.
 
     Args:
         any_width: its heads together may be of another width than the model.
@@ -103,7 +103,7 @@ def fitting_attention(config: ModelConfig, length: int | None = None) -> dict[st
 
 
 def check_window(config: Config, need: Need, any_width: bool = True):
-    """What a mixer with attention over ``model.window`` calls in its :meth:`Mixer.check`; see check_attention."""
+    """Checks a mixer with attention over ``model.window``, in its :meth:`Mixer.check`; see check_attention."""
     check_attention(config, need, any_width)
     length = config.data.seq_len
     need(
@@ -115,7 +115,7 @@ def check_window(config: Config, need: Need, any_width: bool = True):
 
 
 def check_periods(config: Config, need: Need):
-    """What must hold between ``model.mlp_periods`` and other settings, as one-line errors."""
+    """Checks ``model.mlp_periods`` against other settings; errors take one line."""
     model, name = config.model, "model.mlp_periods"
     if not model.mlp_periods:
         return
@@ -324,28 +324,28 @@ class GateSettings(Section):
     """Settings of a mixer that joins attention and memory by a :class:`BranchGate`."""
 
     gate: Literal["mix", "product"] = "mix"
-    """How attention and memory are joined. mix: a learned share of each, per token and head. product: as the paper
-    says, the product of both, each normalised and passed through gate_activation."""
+    """Join of attention and memory. mix: a learned share of each, per token and head. product: as in the paper, the
+    product of both, each normalised and passed through gate_activation."""
     gate_activation: Literal["sigmoid", "silu", "tanh", "identity"] = "silu"
-    """gate=product: the non-linearity, which the paper does not name."""
+    """Non-linearity of gate=product, which the paper does not name."""
 
 
 class OutputGateSettings(Section):
     """Settings of a mixer that gates the memory's output by a linear layer."""
 
     output_gate: Literal["sigmoid", "silu"] = "sigmoid"
-    """What the gate's linear layer passes through before it multiplies what the memory recalled. silu: as in other
-    recurrent models; with it recall reaches a third of the answers that it reaches with a sigmoid."""
+    """Non-linearity between the gate's linear layer and its product with the memory's output. silu: as in other
+    recurrent models; recall then reaches a third of the answers that it reaches with a sigmoid."""
 
 
 class BranchGate(nn.Module):
-    """gate=mix: o = s * b + (1 - s) * a, s = sigmoid(linear(x)): how much of each of two branches, per token and head.
+    """gate=mix: o = s * b + (1 - s) * a, s = sigmoid(linear(x)): a share of each of two branches, per token and head.
     gate=product: o = act(a) * act(b). In both, a and b are normalised with a learned vector first.
 
     The product is what Titans, Section 4.2 says: "we normalize the outputs using learnable vector-valued weights,
     followed by a non-linearity"; which one is not published. It multiplies what the memory (b) recalls by whatever
-    attention (a) has at that token: with a product, even one that is added to the sum and learned from zero, recall
-    stays at 31 % (docs/notebook.md). So the mix is the default.
+    attention (a) has at that token. The mix is the default because with a product, even one that is added to the sum
+    and learned from zero, recall stays at 31 % (docs/notebook.md).
 
     x, a, b, o: (B, T, d_model). The mixer declares how the norms are cut.
     """

@@ -22,8 +22,8 @@ class DeltaNet(HeadWidthMixer):
 
     class Settings(Section):
         head_width: Positive = 128
-        """Width of a head's queries, keys and values; model.d_model / head_width heads. If it is not given and does not
-        divide model.d_model: a smaller one that does."""
+        """Width of a head's queries, keys and values, for model.d_model / head_width heads. The default is lowered
+        until it divides model.d_model."""
         allow_neg_eigval: bool = False
         """beta between 0 and 2 instead of 0 and 1: the transition I - beta k k^T has eigenvalues down to -1, which
         state tracking needs (arXiv 2411.12537)."""

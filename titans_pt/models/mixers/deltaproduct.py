@@ -30,7 +30,7 @@ class DeltaProduct(ExpansionMixer):
 
     class Settings(Section):
         n_heads: Positive = 6
-        """Heads. If it is not given and the widths of keys and values cannot be shared out: fewer."""
+        """Number of heads. The default is lowered until the heads divide the widths of keys and values."""
         key_expansion: Annotated[float, Field(gt=0.0)] = 0.75
         """Width of all queries, and of all keys of one write, over model.d_model."""
         value_expansion: Annotated[float, Field(gt=0.0)] = 1.5

@@ -23,10 +23,10 @@ class GDN2(ChannelDeltaMixer):
 
     class Settings(Section):
         head_width: Positive = 128
-        """Width of a head's queries, keys and values; model.d_model / head_width heads. If it is not given and does not
-        divide model.d_model: a smaller one that does."""
+        """Width of a head's queries, keys and values, for model.d_model / head_width heads. The default is lowered
+        until it divides model.d_model."""
         allow_neg_eigval: bool = False
-        """The gate of what is erased between 0 and 2 instead of 0 and 1, for negative eigenvalues of the transition
+        """Range of the erasing gate: between 0 and 2 instead of 0 and 1, for negative eigenvalues of the transition
         (arXiv 2411.12537)."""
 
     sharding = ChannelDeltaMixer.sharding | {"erase": Shard.COLUMN, "written": Shard.COLUMN}

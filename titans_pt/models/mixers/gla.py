@@ -27,7 +27,7 @@ class GLA(ExpansionMixer):
 
     class Settings(Section):
         n_heads: Positive = 4
-        """Heads. If it is not given and the widths of keys and values cannot be shared out: fewer."""
+        """Number of heads. The default is lowered until the heads divide the widths of keys and values."""
         key_expansion: Annotated[float, Field(gt=0.0)] = 0.5
         """Width of all queries, and of all keys, over model.d_model."""
         value_expansion: Annotated[float, Field(gt=0.0)] = 1.0

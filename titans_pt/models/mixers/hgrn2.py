@@ -14,10 +14,10 @@ from titans_pt.models.mixers.recurrent import HeadWidthMixer, linear
 
 
 class LowerBounds(nn.Module):
-    """What every layer keeps at least, (d, L) in [0, 1): nothing in the first, more in each later one.
+    """Lower bounds of what each layer keeps, (d, L) in [0, 1): 0 in the first, more in each later one.
 
     softmax(logits) over the L layers, summed up to each, less the first: one parameter of the whole model. Channels
-    come first, as tensor ranks cut them. A module, so that whoever shards parameters by module has them where they
+    come first, as tensor ranks cut them. It is a module: code that shards parameters by module then has them where they
     are used.
     """
 
@@ -45,8 +45,8 @@ class HGRN2(HeadWidthMixer):
 
     class Settings(Section):
         head_width: Positive = 128
-        """Width of a head's queries, keys and values; model.d_model / head_width heads. If it is not given and does not
-        divide model.d_model: a smaller one that does."""
+        """Width of a head's queries, keys and values, for model.d_model / head_width heads. The default is lowered
+        until it divides model.d_model."""
 
     sharding = {
         "": Shard.ENTER,

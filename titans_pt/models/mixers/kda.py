@@ -13,7 +13,7 @@ from titans_pt.models.mixers.recurrent import CONVOLVED, HeadWidthMixer, linear
 
 
 class ChannelDeltaMixer(HeadWidthMixer):
-    """What KDA and Gated DeltaNet-2 share: all but the strength of what is erased and written, :meth:`write`.
+    """Common base of KDA and Gated DeltaNet-2: all but the strength of what is erased and written, :meth:`write`.
 
     q, k, v each through a convolution and SiLU; q and k of unit length, q scaled by K^-1/2; log decay
     -exp(A_log) softplus(W2 W1 x + dt_bias) per token and key channel, before the error is taken; out(RMSNorm per head *
@@ -67,8 +67,8 @@ class KDA(ChannelDeltaMixer):
 
     class Settings(Section):
         head_width: Positive = 128
-        """Width of a head's queries, keys and values; model.d_model / head_width heads. If it is not given and does not
-        divide model.d_model: a smaller one that does."""
+        """Width of a head's queries, keys and values, for model.d_model / head_width heads. The default is lowered
+        until it divides model.d_model."""
         allow_neg_eigval: bool = False
         """beta between 0 and 2 instead of 0 and 1: the transition I - beta k k^T has eigenvalues down to -1, which
         state tracking needs (arXiv 2411.12537)."""

@@ -21,8 +21,8 @@ class LinearAttention(HeadWidthMixer):
 
     class Settings(Section):
         head_width: Positive = 64
-        """Width of a head's queries, keys and values; model.d_model / head_width heads. If it is not given and does not
-        divide model.d_model: a smaller one that does."""
+        """Width of a head's queries, keys and values, for model.d_model / head_width heads. The default is lowered
+        until it divides model.d_model."""
 
     sharding = {
         "": Shard.ENTER,

@@ -23,8 +23,8 @@ from titans_pt.models.mixers.common import (
 
 class MABSettings(Section):
     attention_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of training samples, drawn for each layer and step, whose layer has no output of attention: what the memory
-    could leave to the window it must then know itself."""
+    """Share of training samples, drawn for each layer and step, whose layer has no output of attention: the memory must
+    then know what it could leave to the window."""
 
 
 @dataclass

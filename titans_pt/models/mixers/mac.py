@@ -70,21 +70,21 @@ class MemoryTokens:
         return MemoryTokens(torch.cat([self.k, k], 1), torch.cat([self.v, v], 1), self.places + places)
 
     def since(self, oldest: int) -> "MemoryTokens":
-        """Those from the place ``oldest`` on."""
+        """Memory tokens from the place ``oldest`` on."""
         past = sum(place < oldest for place in self.places)
         return MemoryTokens(self.k[:, past:], self.v[:, past:], self.places[past:])
 
 
 class MACSettings(GateSettings):
     segment: Positive = 512
-    """Tokens of a segment. If it is not given and 512 do not fit data.seq_len or model.memory.chunk_size: half of
+    """Tokens of a segment. Where the default of 512 does not fit data.seq_len or model.memory.chunk_size, it is half of
     data.seq_len, in whole chunks."""
     memory_tokens: Positive = 256
-    """Memory tokens h that a segment attends to; segment / memory_tokens tokens share one. If it is not given and 256
-    do not divide ``segment``: half of it."""
+    """Memory tokens h that a segment attends to; segment / memory_tokens tokens share one. Where the default of 256
+    does not divide ``segment``, it is half of ``segment``."""
     write: Literal["residual", "attention"] = "residual"
-    """What is written to the memory. residual: the token plus a learned share of its attention. attention: as the paper
-    prints it, what attention made of the token and nothing else."""
+    """Input of the memory's write. residual: the token plus a learned share of its attention. attention: the output of
+    attention alone, as printed in the paper."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -99,15 +99,15 @@ class MAC(MemoryMixer):
     [persistent | h | segment]; y = x + write * a is written and read; o = out(gate(x + a, M_t(y))).
 
     The paper has y = a and o = out(gate(a, M_t(a))): write=attention. The ``x +`` is ours ("residual connections
-    throughout"): attention starts as a mean over all that it sees, and without it that mean, in which tokens can hardly
-    be told apart, is all there is to write. ``write`` is a learned vector that starts at 0: what attention adds to a
-    token depends on its place, so the key of a question is not the key that was written, and recall stays at 31 % for
-    long (docs/notebook.md).
+    throughout"). Attention starts as a mean over all that it sees, in which tokens can hardly be told apart; without
+    ``x +`` the memory could write nothing else. ``write`` is a learned vector that starts at 0: what attention adds to
+    a token depends on its place. The key of a question is then not the key that was written, and recall stays at 31 %
+    for long (docs/notebook.md).
 
     Titans, Section 4.1, made causal. Token i sees h_j for j <= i only: h_j is read with the query of token j, and the
     paper's fully visible prefix would show token i the queries of tokens after it. M_t is each token's OWN memory, not
-    the one of the segment's end. One memory token for every segment / memory_tokens tokens, read with the query of
-    the FIRST of them, so that every token sees the one of its own group.
+    the one of the segment's end. Each segment / memory_tokens tokens share one memory token, read with the query of the
+    FIRST of them: every token sees the one of its own group.
     Queries, keys and values of the tokens are projected once; only h, y and the memory go segment by segment.
     """
 

@@ -31,8 +31,8 @@ class MALState:
 
 class MALSettings(OutputGateSettings):
     residual: bool = True
-    """True: attention sees each token plus what the memory recalled, which is also added to attention's output. False,
-    as the paper prints it: attention sees what was recalled and nothing else."""
+    """Whether attention sees each token plus the memory's output, which is also added to attention's output. False:
+    attention sees the memory's output alone, as printed in the paper."""
 
 
 @MIXERS.register
@@ -85,7 +85,7 @@ class MAL(WindowedMemoryMixer):
         return m + a if self.residual else a, MALState(memory, attention)
 
     def _seen(self, x: Tensor, m: Tensor) -> Tensor:
-        """What attention sees of tokens x of which the memory recalled m."""
+        """Input of attention for tokens x with the memory's output m."""
         return self.norm(x + m if self.residual else m)
 
     def _recalled(self, x: Tensor, m: Tensor) -> Tensor:

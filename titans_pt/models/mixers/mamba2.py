@@ -32,7 +32,7 @@ class Mamba2(LinearMemoryMixer):
         expansion: Positive = 2
         """Channels over model.d_model."""
         head_width: Positive = 64
-        """Channels of a head. If it is not given and does not divide the channels: a smaller number that does."""
+        """Channels of a head. The default is lowered until it divides the channels."""
 
     sharding = {
         "": Shard.ENTER,

@@ -1,4 +1,4 @@
-"""What the mixers around kernels.linear_memory share."""
+"""Parts that the mixers around kernels.linear_memory share."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ CONVOLVED = {
     "norm": Shard.SUMMED,
     "out": Shard.LAST_ROW,
 }
-"""How the parts are split of a mixer with :meth:`LinearMemoryMixer.make_convolved`, a norm per head and ``out``."""
+"""Split over tensor ranks of a mixer with :meth:`LinearMemoryMixer.make_convolved`, a norm per head and ``out``."""
 
 
 def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
@@ -37,7 +37,7 @@ def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
 class LinearMemoryMixer(Mixer):
     """A mixer around one linear memory of ``n_heads`` heads with keys of ``key_width`` and values of ``value_width``.
 
-    Whoever derives from it calls :meth:`remember` once in its forward pass, and gives :meth:`heads`.
+    A subclass calls :meth:`remember` once in its forward pass, and defines :meth:`heads`.
     """
 
     per_rank = ("n_heads",)
@@ -46,7 +46,7 @@ class LinearMemoryMixer(Mixer):
     erases: ClassVar[bool] = False
     """Whether what it erases has keys of its own."""
     decay: str | None = None
-    """What has a decay of its own: None, "head", "token" or "channel" (see kernels.linear_memory.unserved)."""
+    """Unit with a decay of its own: None, "head", "token" or "channel" (see kernels.linear_memory.unserved)."""
 
     def __init__(self, config: ModelConfig, key_width: int, value_width: int):
         super().__init__()

@@ -43,9 +43,9 @@ class RetNet(HeadWidthMixer):
 
     class Settings(Section):
         head_width: Annotated[int, Field(gt=0, multiple_of=2)] = 128
-        """Width of a head's queries and keys, values are twice as wide; model.d_model / head_width heads. The paper has
-        256, which leaves half as many heads to share out over tensor ranks. If it is not given and does not divide
-        model.d_model: a smaller one that does."""
+        """Width of a head's queries and keys, for model.d_model / head_width heads; values are twice as wide. The paper
+        has 256, which leaves half as many heads to share out over tensor ranks. The default is lowered until it divides
+        model.d_model."""
 
     sharding = {
         "": Shard.ENTER,

@@ -31,7 +31,7 @@ class RMTState:
 
 @dataclass
 class RMTRows:
-    """Where documents have cut the rows: the state of each row by itself."""
+    """State of each row by itself, after documents have cut the rows."""
 
     rows: list[RMTState]
 
@@ -81,9 +81,9 @@ class RMT(AttentionMixer):
 
     class Settings(Section):
         segment: Positive = 512
-        """Tokens of a segment. If it is not given and data.seq_len is no longer: half of that."""
+        """Tokens of a segment. Where data.seq_len is no longer than the default of 512, it is half of data.seq_len."""
         memory_tokens: Positive = 16
-        """Tokens that carry the memory from one segment to the next; as many are read and written."""
+        """Tokens that carry the memory from one segment to the next; the same number is read and written."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)

@@ -36,11 +36,11 @@ class HeadNorm(nn.Module):
 
 @MIXERS.register
 class RWKV7(HeadWidthMixer):
-    """S <- (diag(w) - (a * kappa) kappa^T) S + k v^T: what is erased lies at kappa, of unit length, not at the key k.
+    """S <- (diag(w) - (a * kappa) kappa^T) S + k v^T: it erases at kappa, of unit length, not at the key k.
 
     Every input is a learned mean of the token and the one before it. w = exp(-exp(-1/2) sigmoid(.)), the rate
-    a = sigmoid(.) and the gate come of low ranks. kappa reads S before its decay, so a token is two sub-steps of the
-    linear memory: it erases kappa / w, which it reads after the decay, and writes a * kappa; then it writes k.
+    a = sigmoid(.) and the gate come of low ranks. kappa reads S before its decay, which makes a token two sub-steps of
+    the linear memory: it erases kappa / w, which it reads after the decay, and writes a * kappa; then it writes k.
     out(gate * (LayerNorm per head of S^T r + (r * r_k)^T k v)); r is not scaled.
 
     The paper mixes the first layer's values into those of all others. A mixer sees its own block alone: here every
@@ -53,15 +53,16 @@ class RWKV7(HeadWidthMixer):
 
     class Settings(Section):
         head_width: Positive = 64
-        """Width of a head's queries, keys and values; model.d_model / head_width heads. If it is not given and does not
-        divide model.d_model: a smaller one that does."""
+        """Width of a head's queries, keys and values, for model.d_model / head_width heads. The default is lowered
+        until it divides model.d_model."""
         decay_rank: Positive | None = None
         """Width between the two matrices that make the decay. Null: 2.5 sqrt(model.d_model) head_width / 64, rounded to
         a multiple of 32, 32 at least."""
         rate_rank: Positive | None = None
-        """The same for the rate of erasing."""
+        """Width between the two matrices that make the rate of erasing. Null: by the formula of decay_rank."""
         gate_rank: Positive | None = None
-        """The same for the output gate. Null: 5 sqrt(model.d_model), rounded likewise."""
+        """Width between the two matrices that make the output gate. Null: 5 sqrt(model.d_model), rounded as for
+        decay_rank."""
 
     sharding = {
         "": Shard.ENTER,
@@ -111,8 +112,8 @@ class RWKV7(HeadWidthMixer):
 
     @torch.no_grad()
     def own_initialisation(self):
-        """As in the authors' code (RWKV-LM, RWKV-v7): biases and means that differ along the channels and the layers,
-        small keys, low ranks that begin at their biases, and a mixer that begins with 0."""
+        """Initialises as the authors' code does (RWKV-LM, RWKV-v7): biases and means that differ along the channels and
+        the layers, small keys, low ranks that begin at their biases, and a mixer that begins with 0."""
         d, width = self.out.in_features, self.key_width
         depth, rest = self._place / max(1, self._layers - 1), 1 - self._place / self._layers
         channel = torch.arange(d)

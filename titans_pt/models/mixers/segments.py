@@ -1,6 +1,6 @@
-"""MAC's bookkeeping in plain numbers: where segments end, which memory tokens belong to them, which token sees which.
+"""MAC's bookkeeping in plain numbers: ends of segments, the memory tokens of each, and the tokens that each token sees.
 
-All of it is decided on the host. The numbers are known before the computation starts, so nothing waits for a GPU.
+All of it is decided on the host. The numbers are known before the computation starts: nothing waits for a GPU.
 A place is a token's number in its row's whole stream; an index is its number in the current call.
 """
 
@@ -76,14 +76,15 @@ class Segments:
         return list(found[0]) if len(found) == 1 else sorted(set().union(*found))
 
     def selection(self, places: list[int], device: torch.device) -> slice | Tensor:
-        """What selects the tokens at ``places`` of the call: a slice where they are evenly spaced, which is free."""
+        """Index of the tokens at ``places`` of the call: a slice where they are evenly spaced, which is free."""
         even = self._even([place - self.base for place in places])
         if even:
             return slice(even.start, even.stop, even.step)
         return torch.tensor([place - self.base for place in places], device=device)
 
     def mask(self, piece: Piece, memory_places: list[int], device: torch.device) -> Tensor | None:
-        """Which memory tokens (at ``memory_places``), then which tokens from ``piece.oldest`` on, its tokens see.
+        """Mask of memory tokens (at ``memory_places``), then of tokens from ``piece.oldest`` on, that the piece's
+        tokens see.
 
         Returns:
             bool (B or 1, t, m + n); None for one token that sees all that is kept, and for a piece that starts its

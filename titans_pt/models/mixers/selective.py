@@ -1,4 +1,4 @@
-"""What Mamba and Longhorn share: all of the layer but what a channel's state forgets."""
+"""Common base of Mamba and Longhorn: all of the layer but what a channel's state forgets."""
 
 from typing import ClassVar
 
@@ -75,7 +75,7 @@ class SelectiveMixer(Mixer):
         return {f"model.d_model * model.{cls.name}.expansion": config.d_model * cls.settings(config).expansion}
 
     def steps(self, raw: Tensor, write: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What channel_scan takes as ``step`` and ``rate``."""
+        """Makes ``step`` and ``rate`` for channel_scan."""
         raise NotImplementedError
 
     def forward(

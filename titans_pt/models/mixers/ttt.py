@@ -1,4 +1,4 @@
-"""What TTT-Linear and TTT-MLP share: the block of the authors' "Mamba backbone" (arXiv 2407.04620, Section 2.7)."""
+"""Common block of TTT-Linear and TTT-MLP: the authors' "Mamba backbone" (arXiv 2407.04620, Section 2.7)."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -20,8 +20,8 @@ from titans_pt.models.mixers.recurrent import fitting_width
 
 class TTTSettings(Section):
     head_width: Annotated[int, Field(gt=0, multiple_of=2)] = 64
-    """Width of a head, and of its inner network's inputs and outputs; model.d_model / head_width heads. If it is not
-    given and does not divide model.d_model: a smaller one that does."""
+    """Width of a head, and of its inner network's inputs and outputs; model.d_model / head_width heads. The default is
+    lowered until it divides model.d_model."""
     mini_batch: Positive = 16
     """Tokens whose gradients are taken at the same weights."""
     base_lr: Annotated[float, Field(gt=0.0)] = 1.0
