@@ -1,4 +1,4 @@
-"""What is learned: one task per file, found by name; base.py has their contract."""
+"""Tasks, which a model learns: one per file, found by name; base.py has their contract."""
 
 from titans_pt.tasks.base import TASKS, Samples, Task, TaskData, task_of
 

@@ -130,7 +130,7 @@ class AnswerLoss(NextTokenLoss):
     def _of_answers(
         self, ids: Tensor, targets: Tensor, reset: Tensor, asked: Tensor, weight: Tensor | None
     ) -> Tensor | dict[str, Tensor]:
-        """As :meth:`forward`, with ids and targets (B, T) int64: what a token is asked for is beside it."""
+        """Computes :meth:`forward` with ids and targets (B, T) int64: the target of a token stands beside it."""
         rows, samples = len(ids), equal_samples(reset)
         starts = reset
         if samples:
@@ -171,7 +171,7 @@ class AnswerTask(Task):
     baseline_name = "chance"
     figures: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     packed: ClassVar[type[PackedQuestions]] = PackedQuestions
-    """What makes rows of its samples."""
+    """Dataset class that packs its samples into rows."""
     answer_loss: ClassVar[type[AnswerLoss]] = AnswerLoss
 
     @abstractmethod

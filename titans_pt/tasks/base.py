@@ -35,7 +35,7 @@ class Samples(Protocol):
         """The arrays of one sample, whose shapes are the same at every position: batches are stacks of them."""
 
     def describe(self, position: int) -> dict:
-        """Where the sample comes from, for the record of a step whose loss was not finite."""
+        """Origin of the sample, for the record of a step whose loss was not finite."""
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,20 @@ class Task:
     """
 
     name: ClassVar[str]
-    """What the setting ``task`` calls it."""
+    """Name of the task in the setting ``task``."""
     Settings: ClassVar[type[Section]] = NoSettings
     """Its own section of the settings, of its name."""
     unit: ClassVar[str]
     """Unit of the loss in messages, such as "nats per token"."""
     baseline_name: str = "baseline"
-    """What :attr:`TaskData.baseline` is called."""
+    """Name of :attr:`TaskData.baseline` in messages."""
     figures: ClassVar[tuple[str, ...]] = ("loss",)
-    """What the objective reports of validation samples, for train.stop_when; those with a loss in their name fall."""
+    """Figures of validation samples that the objective reports, for train.stop_when; those with a loss in their name
+    fall."""
     suites: dict[str, str] = {}
     """Evaluation suites: name -> "module:class", imported when it is asked for (titans_pt.evaluation.runner)."""
     usual: tuple[str, ...] = ()
-    """Those that run when none is named."""
+    """Suites that run when none is named."""
 
     bound: ClassVar[dict[str, str]] = {}
     """Entry of :attr:`TaskData.identity` -> the parameter that means something else under another one: train.init_from
@@ -152,8 +153,8 @@ class Task:
         return tuple(part.to(device, non_blocking=True) for part in batch)
 
     def differs(self, key: str, path: Path, was: str, now: str) -> str:
-        """What is wrong when the entry ``key`` of the identity is not that of the checkpoint ``path``: one line that
-        names the setting; the remedy (put it back, or another run.dir) is added."""
+        """Message for an entry ``key`` of the identity that is not that of the checkpoint ``path``: one line that names
+        the setting; the remedy (put it back, or another run.dir) is added."""
         return f"{key}: {now[:12]}... is not the {key} that {path} was trained with ({was[:12]}...)"
 
     # ---- the run's folder

@@ -35,7 +35,7 @@ from titans_pt.tasks.places import Places
 from titans_pt.tools.files import write_text
 
 CLASSES = "classes.json"
-"""In a run's folder: what the outputs stand for."""
+"""File of a run's folder that holds the meaning of the outputs."""
 _STEP = 64
 """A batch is as long as its longest sequence, rounded up to a multiple of this."""
 
@@ -58,7 +58,7 @@ class SequenceClassifier(nn.Module):
 
     @property
     def counted_rows(self) -> dict[str, int]:
-        """As a language model's."""
+        """Rows of the embedding that stand for a token, as in a language model."""
         return {"embedding.weight": len(TOKENS)}
 
     def own_initialisation(self):
@@ -155,20 +155,21 @@ class ClassifyDna(Task):
 
     class Settings(Section):
         set: Literal["coding", "splice", "worm-human"] | None = "coding"
-        """A set that is made from a package of Debian, downloaded when it is first used. coding: windows of E. coli
-        K-12, inside or outside of protein-coding regions. splice: donor, acceptor or no splice site, of primates.
-        worm-human: windows of two X chromosomes. Null: the one under ``path``."""
+        """Set made from a Debian package, which is downloaded at the first use. coding: windows of E. coli K-12, inside
+        or outside of protein-coding regions. splice: donor, acceptor or no splice site, of primates. worm-human:
+        windows of two X chromosomes. Null: the set under ``path``."""
         path: PathName | None = None
-        """A set laid out as GenomicsBenchmarks' are: train/ and test/ with, for each class, CLASS.csv.gz (id, region,
+        """Set in the layout of GenomicsBenchmarks: train/ and test/ with, for each class, CLASS.csv.gz (id, region,
         start, end, strand; half-open, from 0), CLASS.fa or a folder CLASS of .txt or FASTA files; or train.csv and
         test.csv with the columns sequence and label. With set=null."""
         reference: PathName | None = None
-        """FASTA of the genome that intervals are of: a file, or a folder of chromosomes. The human sets: GRCh38."""
+        """FASTA of the genome that intervals refer to: a file, or a folder of chromosomes. The human sets: GRCh38."""
         crop: Positive | None = None
-        """Cut every sequence to its middle bases, in training and test. Null: whole sequences; one that is longer than
-        data.seq_len is refused."""
+        """Length in bases to which every sequence is cut around its middle, in training and test. Null: whole
+        sequences; one longer than data.seq_len is refused."""
         middle: Positive = 200
-        """Bases of the test's second column, in which every sequence is cut to its middle: lengths tell less there."""
+        """Length in bases of the sequences in the test's second column, cut around their middle: there a sequence's
+        length says less about its class."""
         reads: Annotated[int, Field(ge=1, le=4096)] = 64
         """Test sequences that the model reads at once."""
 
@@ -203,7 +204,7 @@ class ClassifyDna(Task):
     # ---- the model
 
     def build_model(self) -> SequenceClassifier:
-        """As many outputs as the set has classes; before it is known what it is, two."""
+        """Builds a model with one output for each class of the set; before the set is known, with two."""
         classes = self.classes
         if classes is None and (manifest := prepared.read_manifest(Path(self.config.data.dir))):
             classes = tuple(manifest["classes"])

@@ -26,7 +26,7 @@ from titans_pt.tools.files import write_text
 from titans_pt.tools.records import digest
 
 ABOUT = "series.json"
-"""In a run's folder: the channels, and what scales them."""
+"""File of a run's folder that holds the channels and their scales."""
 
 
 class WindowSamples:
@@ -70,13 +70,13 @@ class Forecast(Task):
 
     class Settings(Section):
         series: PathName = "elecdemand"
-        """elecdemand, simbench-generation or simbench-loads, from a package that is downloaded when it is first used;
-        ETTh1, ETTh2, ETTm1, ETTm2, ECL, Traffic or Weather, whose file is in data.dir; or a CSV file."""
+        """Series to learn: elecdemand, simbench-generation or simbench-loads, from a package that is downloaded at the
+        first use; ETTh1, ETTh2, ETTm1, ETTm2, ECL, Traffic or Weather, whose file is in data.dir; or a CSV file."""
         horizon: Positive = 96
-        """Rows that are forecast, H."""
+        """Horizon H: rows that are forecast."""
         lookback: Positive | None = None
-        """Rows that a forecast is made from, L. Null: data.seq_len. A divisor of data.seq_len: samples are then
-        several lookbacks that follow each other, with a forecast after each and the state carried along."""
+        """Lookback L: rows that a forecast is made from. Null: data.seq_len. With a divisor of data.seq_len, samples
+        are several lookbacks in a row, with a forecast after each and the state carried along."""
         patch: Positive = 16
         """Rows of a token."""
         stride: Positive = 8
@@ -86,14 +86,15 @@ class Forecast(Task):
         columns: list[str] | None = None
         """Columns that are read. Null: all but the date."""
         missing: Literal["refuse", "fill"] = "refuse"
-        """Cells without a number. fill: the number above, as far as there is one."""
+        """Treatment of cells without a number. refuse: an error. fill: the number above, if there is one."""
         gaps: Literal["refuse", "fill", "ignore"] = "refuse"
-        """Dates that are not at equal steps. fill: absent rows are added, with the numbers above. ignore: rows are
-        taken as they follow each other, which is done with benchmarks in any case."""
+        """Treatment of dates that are not at equal steps. refuse: an error. fill: absent rows are added, with the
+        numbers above.
+        ignore: rows are taken as they follow each other, as is always done with benchmarks."""
         date_column: str | None = None
-        """Null: found by its name or its content, if there is one."""
+        """Name of the column with the date. Null: found by its name or its content, if there is one."""
         date_format: str | None = None
-        """As in Python's strptime. Null: found."""
+        """Format of the dates, in the notation of Python's strptime. Null: found."""
 
     settings: Settings
 

@@ -99,7 +99,7 @@ class Language(Task):
         )  # fmt: skip
 
     def _sources(self, mixture: Mixture) -> dict[str, tuple[int, float]]:
-        """As in TaskData."""
+        """Sources of a mixture, for TaskData: their tokens and shares."""
         sources = self.config.data.sources
         weights = [source.weight or 0.0 for source in sources]  # all sources of a mixture have one
         return {

@@ -84,12 +84,12 @@ class Needles(AnswerTask):
 
     class Settings(Section):
         needles: Positive = 8
-        """Needles of a sample, a key and its value each."""
+        """Needles of a sample, with a key and a value each."""
         lengths: Annotated[str, Field(pattern=r"^[1-9]\d*(:[1-9]\d*)?(,[1-9]\d*(:[1-9]\d*)?)*$")] = (
             "96:8,256,512,1024,2048"
         )
-        """Tokens of a sample, LENGTH or LENGTH:PARTS with commas between: one after the other, each for its parts of
-        train.max_steps. As many whole samples as fit share a row of data.seq_len tokens."""
+        """Lengths of samples in tokens, LENGTH or LENGTH:PARTS with commas between. They come one after the other, each
+        for its parts of train.max_steps. As many whole samples as fit share a row of data.seq_len tokens."""
         held_out: NonNegative = 0
         """Noise tokens that training never draws, for ``evaluation.needles.noise=unseen``."""
 
@@ -147,7 +147,7 @@ class Needles(AnswerTask):
         )
 
     def drawn(self, length: int) -> NeedlesInNoise:
-        """What training draws at a length."""
+        """Samples that training draws at a length."""
         return NeedlesInNoise(self.config.model.vocab_size, length, self.settings.needles, self.settings.held_out)
 
     def questions(self, position: int | None) -> NeedlesInNoise:

@@ -4,7 +4,7 @@ import numpy as np
 
 
 class Places:
-    """Which of ``total`` places is read at each position, which counts over all epochs.
+    """Order of reading: the one of ``total`` places that is read at each position, which counts over all epochs.
 
     Args:
         count: places of an epoch, drawn for each; None: all.

@@ -108,7 +108,7 @@ class Recall(AnswerTask):
 
     @property
     def mqar(self) -> MQAR:
-        """What training draws."""
+        """Samples that training draws."""
         settings = self.settings
         length = settings.length or self.config.data.seq_len
         return MQAR(self.config.model.vocab_size, length, settings.pairs, settings.distance)

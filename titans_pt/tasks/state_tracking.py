@@ -193,7 +193,7 @@ class Arithmetic(States):
 
 
 class PackedStates(PackedQuestions):
-    """As PackedQuestions, of :class:`States`."""
+    """Counterpart of PackedQuestions for :class:`States`."""
 
     at: Any
 
@@ -250,7 +250,7 @@ def stages(lengths: str) -> list[tuple[Sequence[int], int]]:
 
 @TASKS.register
 class StateTracking(AnswerTask):
-    """Which element of a group, or which number, is what has been read so far?"""
+    """Asks for the element of a group, or the number, that the tokens read so far amount to."""
 
     name = "state_tracking"
     suites = {"state_tracking": "titans_pt.evaluation.state_tracking:StateAnswers"}
@@ -261,22 +261,22 @@ class StateTracking(AnswerTask):
 
     class Settings(Section):
         problem: str = "parity"
-        """parity, or a group: Zn (numbers modulo n), Sn (permutations), An (even permutations), products such as A4xZ5.
-        arithmetic: sums and products modulo ``modulus``; brackets: the same with brackets."""
+        """Problem to track. parity, or a group: Zn (numbers modulo n), Sn (permutations), An (even permutations),
+        products such as A4xZ5. arithmetic: sums and products modulo ``modulus``; brackets: the same with brackets."""
         generators: Annotated[str, Field(pattern=r"^(all|swaps|three_cycles|moves-[1-9]\d{0,2})$")] = "all"
-        """Elements that are drawn, of a group: all; swaps of two points; three_cycles; moves-K: all that move at most K
+        """Elements of a group that are drawn. all; swaps: of two points; three_cycles; moves-K: all that move at most K
         points."""
         tokens: Annotated[int, Field(ge=1, le=64)] = 1
-        """Tokens of an element: itself, then fillers, after the last of which the product is asked for."""
+        """Tokens of an element: itself, then fillers. The product is asked for after the last one."""
         modulus: Annotated[int, Field(ge=2, le=1000)] = 5
-        """Values are numbers modulo this, in arithmetic and brackets."""
+        """Modulus of the values, in arithmetic and brackets."""
         asked: Literal["every", "last"] = "every"
-        """every: the product after every element (arithmetic: the value after every number). last: at the end alone.
-        With brackets there is a value at the end alone."""
+        """Places of the questions. every: the product after every element (arithmetic: the value after every number).
+        last: at the end alone. With brackets there is a value at the end alone."""
         lengths: Annotated[str, Field(pattern=rf"^{_LENGTHS}(,{_LENGTHS})*$")] = "3-40"
         """Elements of a sample (arithmetic: tokens, the = included): 32, a range 3-40 or a choice 32/64/128, from which
         each sample draws. Stages with commas between come one after the other, each for its parts of train.max_steps:
-        "4:1,8:1,3-40:6". As many samples as fit share a row of data.seq_len tokens; short ones are filled up."""
+        "4:1,8:1,3-40:6". As many samples as fit share a row of data.seq_len tokens; short samples are padded."""
 
     settings: Settings
 
