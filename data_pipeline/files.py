@@ -30,7 +30,7 @@ def _zstd(path: Path, _mode: str) -> io.BufferedReader:
 
 
 _OPEN = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
-"""What opens a file, by the suffix of its compression."""
+"""Functions that open a file, by the suffix of its compression."""
 ALLOWED = (
     ".txt, .jsonl or .ndjson (each also with .gz, .bz2, .xz or .zst behind it), compressed .json with an object "
     "per line, .parquet"
@@ -84,11 +84,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Listing:
-    """What lies under the path of a kind=files source.
+    """Files under the path of a kind=files source.
 
     Attributes:
-        files: what is read, in reading order; what should be and cannot (:func:`obstacle`) is among it.
-        ignored: names, relative to the path, of what is not read: other suffixes, hidden files and folders.
+        files: all that is read, in reading order; unreadable files (:func:`obstacle`) are among them.
+        ignored: names, relative to the path, of files that are not read: other suffixes, hidden files and folders.
     """
 
     files: list[Path]
@@ -183,8 +183,8 @@ def _format(path: Path, named: bool = False) -> tuple[str, str] | None:
     """(.txt, .jsonl or .parquet; suffix of the compression or ""), by the name of a file; None if it is not read.
 
     Args:
-        named: the path is the source's own, or was listed before. Then .json is read, too; in a folder such a file is
-            mostly about the data, not data.
+        named: the path is the source's own, or was listed before. Then .json is also read; in a folder such a file
+            mostly describes the data.
     """
     stem, last = os.path.splitext(path.name.lower())
     compression = last if last in _OPEN else ""
@@ -195,7 +195,7 @@ def _format(path: Path, named: bool = False) -> tuple[str, str] | None:
 
 
 def obstacle(path: Path) -> Rejected | None:
-    """Why a path cannot be read as a file at all; None if it can be tried."""
+    """Reason why a path cannot be read as a file at all; None if it can be tried."""
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
@@ -224,7 +224,7 @@ def pieces(path: Path, source: SourceConfig, target: int) -> Iterator[tuple[int,
     """Yields (start, stop, bytes) of the pieces of a file, each of about ``target`` bytes where the format allows it.
 
     Row groups of .parquet (bytes: of the uncompressed columns), bytes of .jsonl and of .txt with several documents.
-    A compressed file is one piece, and so is one that cannot be read: reading it will report what is wrong.
+    A compressed file is one piece. An unreadable file is one piece: reading it will report what is wrong.
     """
     if obstacle(path) or not os.access(path, os.R_OK):
         yield 0, None, 0
@@ -317,7 +317,7 @@ def _begin(footer: parquet.FileMetaData, group: int) -> int:
 
 
 def _foreign_encoding(path: Path, start: int) -> Rejected | None:
-    """What to say of a text file in UTF-16 or UTF-32: it begins with their mark, or with every second byte NUL."""
+    """Rejection of a text file in UTF-16 or UTF-32: it begins with their mark, or with every second byte NUL."""
     kind, compression = _format(path, named=True)
     if start or kind == ".parquet":
         return None
@@ -335,7 +335,7 @@ def _foreign_encoding(path: Path, start: int) -> Rejected | None:
 
 
 def _separator(source: SourceConfig) -> re.Pattern[bytes] | None:
-    """What stands between the documents of a source's .txt files, with lines of any system; None: nothing."""
+    """Separator of the documents of a source's .txt files, with lines of any system; None: no separator."""
     root = Path(source.path)
     lone = root.is_file() and (_format(root) or ("", ""))[0] == ".txt"
     separator = "\n\n" * lone if source.separator is None else source.separator
@@ -404,7 +404,7 @@ def _jsonl(path: Path, start: int, stop: int | None) -> Iterator[Row | Rejected]
 
 
 def _json_remedy(line: bytes) -> str:
-    """What to do about a line that is not a JSON object."""
+    """Remedy for a line that is not a JSON object."""
     if b"\r" in line.strip():
         return "its lines end with CR alone: tr '\\r' '\\n' < FILE > NEW"
     if line.lstrip(b" \t\xef\xbb\xbf").startswith(b"["):

@@ -33,7 +33,7 @@ def files(source: SourceConfig) -> list[str]:
 
 
 def version(source: SourceConfig) -> list:
-    """What changes when the dataset does: its files, with their entity tags or times. Raises as :func:`files`."""
+    """Fingerprint of the dataset: its files, with their entity tags or times. Raises as :func:`files`."""
     names = files(source)
     tags = _builder(source).config.data_files[source.split].origin_metadata[: len(names)]
     return [names, [list(tag) for tag in tags]]

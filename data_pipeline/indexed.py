@@ -1,4 +1,4 @@
-"""Token files in Megatron's indexed-dataset format: PREFIX.bin holds tokens, PREFIX.idx says where documents begin.
+"""Token files in Megatron's indexed-dataset format: PREFIX.bin holds tokens, PREFIX.idx the documents' beginnings.
 
 PREFIX.idx, little-endian, without padding:
 
@@ -6,10 +6,10 @@ PREFIX.idx, little-endian, without padding:
     sizes i32[S], tokens of a sequence; pointers i64[S], its first byte in .bin; document indices i64[D], the
     sequence at which each document begins, and S at the end.
 
-What is written here has one sequence a document, so D = S + 1. Other Megatron files can be read as well. Neither
+Files written here have one sequence a document: D = S + 1. Other Megatron files can also be read. Neither
 reading nor writing holds more than a piece of either file in memory.
 
-PREFIX.crc32, little-endian, has the CRC-32 of every 4,096 bytes of PREFIX.bin as u32: what is read is compared with it.
+PREFIX.crc32, little-endian, has the CRC-32 of every 4,096 bytes of PREFIX.bin as u32: reads are compared with it.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class IndexedWriter:
         self._pages, self._page, self._filled = array("I"), 0, 0  # checksums; that of the page in work, and its bytes
         self._bin = open(self._part(".bin"), "wb")  # noqa: SIM115  closed by finish and abort
         self._idx = open(self._part(".idx"), "w+b")  # noqa: SIM115
-        self._idx.seek(HEADER.size)  # the header has counts, so it comes last
+        self._idx.seek(HEADER.size)  # the counts in the header are known only at the end
 
     def __enter__(self) -> "IndexedWriter":
         return self

@@ -1,4 +1,4 @@
-"""What is in token files: ``titans data inspect``."""
+"""Report on token files: ``titans data inspect``."""
 
 from pathlib import Path
 
@@ -133,7 +133,7 @@ def _print_documents(stream: IndexedDataset, count: int, tokenizer: Tokenizer) -
 
 
 def _print_document(stream: IndexedDataset, j: int, ids: np.ndarray, tokenizer: Tokenizer) -> None:
-    """Where document ``j`` comes from, and how ``ids``, all or some of its tokens, begin."""
+    """Prints the origin of document ``j`` and the beginning of ``ids``, all or some of its tokens."""
     place = document_place(stream, j)
     where = "(format 1: no place kept)"
     if place:

@@ -64,7 +64,7 @@ def collate(samples: Sequence[tuple[np.ndarray, ...]]) -> tuple[torch.Tensor, ..
 
 
 def _indivisible(batch_samples: int, micro_batch: int, world_size: int, seq_len: int) -> str:
-    """What to change so that the batch divides: a smaller micro-batch where one does, or another batch."""
+    """Remedy for a batch that does not divide: a smaller micro-batch where one does, or another batch."""
     together = micro_batch * world_size
     remedy = f"set train.batch_tokens={-(-batch_samples // together) * together * seq_len}"
     share, rest = divmod(batch_samples, world_size)

@@ -20,7 +20,7 @@ FORMAT = 2
 READABLE = (1, 2)
 """Formats whose token files can be trained on; 1 has no list of documents."""
 _NEEDED = ("settings", "content", "tokenizer_sha256", "vocab_size", "splits")
-"""What the manifests of all these formats have."""
+"""Entries that the manifests of all these formats have."""
 _REMEDY = "copy it again, or make the token files again with: titans prepare CONFIG --force"
 _NEWER = ("data.near_duplicates", "data.validation_sources")
 """Settings that a manifest has only if they are given: as before there were such."""
@@ -47,10 +47,10 @@ def read_manifest(folder: Path) -> dict | None:
 
 
 def damage(folder: Path, manifest: dict, names: Iterable[str] | None = None, read: bool = True) -> dict[str, str]:
-    """What is wrong with the files that a manifest lists: {name: problem}, empty where every byte is as written.
+    """Problems of the files that a manifest lists: {name: problem}, empty where every byte is as written.
 
     Args:
-        names: of the files to look at; None: all that are listed. What the manifest does not list is not looked at.
+        names: of the files to look at; None: all that are listed. Files that the manifest does not list are not read.
         read: False compares sizes alone.
     """
     found, listed = {}, manifest.get("files", {})

@@ -132,7 +132,7 @@ _DUPLICATES = "duplicates"
 def _duplicates(folder: Path, sizes: list[int], out: Path) -> np.ndarray:
     """uint8 (documents of all parts,), on disk: 1 where an earlier document has the same hash.
 
-    The hashes go to buckets by their first bytes, so equal ones meet in one bucket, which is then sorted in memory.
+    The hashes go to buckets by their first bytes: equal ones meet in one bucket, which is then sorted in memory.
     """
     total, path = sum(sizes), out / _DUPLICATES
     with open(path, "wb") as file:

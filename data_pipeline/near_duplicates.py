@@ -2,7 +2,7 @@
 
 A document's sketch is its MinHash (Broder 1997), made by rensa: two sketches agree at about as many of their places as
 the documents share of their sequences (Jaccard). Only documents whose sketches agree at all places of some band are
-compared (locality-sensitive hashing): the bands are so narrow that a pair at the threshold is hardly ever missed.
+compared (locality-sensitive hashing): narrow bands hardly ever miss a pair at the threshold.
 """
 
 from collections.abc import Sequence

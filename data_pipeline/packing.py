@@ -24,7 +24,7 @@ _WORD = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """What ``titans prepare`` left in data.dir.
+    """Token files that ``titans prepare`` left in data.dir.
 
     Attributes:
         train: its streams of tokens: one, or one per source where these have weights.
@@ -100,7 +100,7 @@ class TokenFiles:
         return PackedSamples(self.validation, config.data.seq_len, 0)
 
     def shortages(self, config: Config) -> list[str]:
-        """What to say of each stream that is shorter than one sample, with remedies."""
+        """Messages, with remedies, about each stream that is shorter than one sample."""
         return list(self._shortages(config).values())
 
     def _check(self, config: Config, names: list[str]) -> None:
@@ -134,8 +134,8 @@ class TokenFiles:
 class PackedSamples:
     """A token stream cut into samples, in an order that is a function of (seed, position).
 
-    Sample n of T tokens has the inputs [nT, nT + T) and the targets [nT + 1, nT + T + 1) of the stream, so each
-    token of the stream but the first is a target once an epoch (a last window that is not full is dropped).
+    Sample n of T tokens has the inputs [nT, nT + T) and the targets [nT + 1, nT + T + 1) of the stream: each token of
+    the stream but the first is a target once an epoch (a last window that is not full is dropped).
 
     Args:
         dataset: the stream. seq_len: T. shuffle: False gives the order of the stream.
@@ -165,7 +165,7 @@ class PackedSamples:
         return self._n
 
     def index(self, position: int) -> int:
-        """Which sample n of the stream is the one at ``position`` >= 0, counted over all epochs."""
+        """Number n, in the stream, of the sample at ``position`` >= 0, counted over all epochs."""
         epoch, i = divmod(position, self._n)
         return int(self._permutation(epoch)[i]) if self.shuffle else i
 
@@ -191,7 +191,7 @@ class PackedSamples:
         return self.dataset
 
     def describe(self, position: int) -> dict:
-        """Where the sample at ``position`` comes from, for an error log.
+        """Origin of the sample at ``position``, for an error log.
 
         ``tokens`` is the range [start, stop) of the stream, ``documents`` the first and last document in it.
         """
@@ -231,9 +231,10 @@ def on_other_strand(seed: int, position: int) -> bool:
 class Mixture:
     """Samples of several streams by weight, in an order that is a function of (weights, position).
 
-    The heaviest stream takes its share of all positions, evenly spaced; the next its share of those that are left; and
-    so on. So in ANY window of n positions a stream with share w of the weight has n * w samples, off by less than 1
-    with two streams and less than 2 + ln(k) with k. Each stream goes through its own epochs. Nothing is kept in memory.
+    The heaviest stream takes its share of all positions, evenly spaced; the next its share of those that are left, down
+    to the lightest. In ANY window of n positions a stream with share w of the weight has n * w samples, off by less
+    than 1 with two streams and less than 2 + ln(k) with k. Each stream goes through its own epochs. Nothing is kept in
+    memory.
 
     Args:
         streams: samples of the same length. weights: of each, relative to one another.
@@ -261,15 +262,16 @@ class Mixture:
         raise AssertionError("the last stream's share is 1")
 
     def sample(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """As :meth:`PackedSamples.sample`."""
+        """Inputs and targets: see :meth:`PackedSamples.sample`."""
         stream, position = self.locate(position)
         return self.streams[stream].sample(position)
 
     def stream(self, position: int) -> IndexedDataset:
-        """As :meth:`PackedSamples.stream`."""
+        """Stream of a position: see :meth:`PackedSamples.stream`."""
         return self.streams[self.locate(position)[0]].dataset
 
     def describe(self, position: int) -> dict:
-        """As :meth:`PackedSamples.describe`; ``position`` is that in the mixture, epoch and sample are the stream's."""
+        """Origin of a sample: see :meth:`PackedSamples.describe`. ``position`` is that in the mixture, epoch and sample
+        are the stream's."""
         stream, own = self.locate(position)
         return self.streams[stream].describe(own) | {"position": position}

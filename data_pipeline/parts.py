@@ -64,7 +64,7 @@ Report = Callable[[int, int, int, int], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What all parts of one ``titans prepare`` have in common."""
+    """Common input of all parts of one ``titans prepare``."""
 
     data: DataConfig
     tokenizer: Path
@@ -78,9 +78,9 @@ def part_path(folder: Path, index: int, suffix: str) -> Path:
 
 
 def read_summary(folder: Path, index: int) -> dict | None:
-    """What was counted in a part: documents, tokens, sha256 of .bin, source_sha256 (of the bytes it was read from),
+    """Counts of a part: documents, tokens, sha256 of .bin, source_sha256 (of the bytes it was read from),
     empty, filtered, rejected, round_trip (documents decoded again: tried, equal), files (sha256 of the others by
-    suffix). None while it is not complete, or if it is damaged: then the part is written again."""
+    suffix). None for a part that is incomplete or damaged: it is then written again."""
     try:
         return unseal(part_path(folder, index, ".json").read_bytes())
     except (FileNotFoundError, ValueError):
@@ -91,7 +91,7 @@ def write_parts(job: Job, parts: dict[int, Part], workers: int) -> None:
     """Writes those of ``parts`` (by their number) that are not complete, with ``workers`` cores.
 
     Raises:
-        UserError: unusable input; a process was killed. Parts that are complete stay so.
+        UserError: unusable input; a process was killed. Complete parts stay.
         OSError: disk full, folder not writable.
     """
     todo = {index: part for index, part in parts.items() if read_summary(job.folder, index) is None}
@@ -140,7 +140,7 @@ def _in_processes(job: Job, todo: list[tuple[int, Part]], processes: int, progre
 def _work(job: Job, todo: list[tuple[int, Part]], following, counters, failures) -> None:
     """One process: takes the next part until there is none."""
     os.environ.setdefault("RAYON_NUM_THREADS", str(job.threads))  # rensa's, which would take all cores
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def report(*more: int) -> None:
@@ -239,7 +239,7 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, job: Job, round_trip: C
 
 
 def _changed(document: Document, back: str) -> str:
-    """Where a document and what its tokens decode to begin to differ."""
+    """Place where a document and the text decoded from its tokens begin to differ."""
     at = len(os.path.commonprefix([document.text, back]))
     was, now = (repr(text[max(0, at - 10) : at + 10]) for text in (document.text, back))
     where = one_line(f"{document.file} row {document.row}")

@@ -81,9 +81,9 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
     """Writes the token files of ``config`` to data.dir and returns their manifest.
 
     Each document ends with eos, which is the boundary between documents. Exact duplicates are dropped. Whether a
-    document is held out depends on its text alone, so it stays where it is when the sources grow. Nothing is done
-    if the folder already holds what these settings and sources give. After a stop of any kind the same call continues
-    with the missing parts.
+    document is held out depends on its text alone: it stays where it is when the sources grow. Nothing is done
+    if the folder already holds the result of these settings and sources. After a stop of any kind the same call
+    continues with the missing parts.
 
     Args:
         force: replace token files that other settings or sources gave.
@@ -178,7 +178,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
 
 
 def summary(manifest: dict, folder: Path, seconds: float) -> str:
-    """What was prepared, for the reader: documents, tokens, what was left out, the time, and where it is."""
+    """Summary for the reader: documents, tokens, what was left out, the time, and the folder."""
     shown = one_line(str(folder))
     lines = [f"{shown}: prepared in {seconds:,.0f} s"]
     lines += [
@@ -204,7 +204,7 @@ def summary(manifest: dict, folder: Path, seconds: float) -> str:
 
 
 def _losses(manifest: dict) -> str:
-    """What the tokenizer does not give back; empty for one that loses nothing."""
+    """Losses of the tokenizer's decoding; empty for a tokenizer that loses nothing."""
     trip, lost = manifest.get("round_trip", {"tried": 0, "equal": 0}), ", ".join(manifest.get("lost_kinds", []))
     if changed := trip["tried"] - trip["equal"]:
         return (
@@ -347,7 +347,7 @@ def _build(config: Config, build: Path, fingerprints: dict, shard: tuple[int, in
 
 
 def _floor(out: Path, names: list[str], tokenizer: Tokenizer) -> Floor | None:
-    """What Markov chains that read the training streams need for validation, of the first bases of each."""
+    """Loss on validation of Markov chains that read the training streams; only the first bases of each are read."""
 
     def read(name: str, most: int) -> np.ndarray:
         dataset = IndexedDataset(out / name, tokenizer.vocab_size)
@@ -446,7 +446,7 @@ def _keep_finished(build: Path) -> None:
     if not any(build.glob("part-*.json")):
         shutil.rmtree(build, ignore_errors=True)
         with contextlib.suppress(OSError):
-            build.parent.rmdir()  # unless work with other settings was begun, too
+            build.parent.rmdir()  # unless work with other settings was also begun
 
 
 def _move(merged: Path, folder: Path) -> None:

@@ -26,7 +26,7 @@ from titans_pt.genomics.genomes import GENOMES
 PART_BYTES = 128 << 20
 """Text of one part, about: half a minute to a minute on one core, which is the most that a kill can cost."""
 LETTER = "letter "
-"""What counts of letters other than A, C, G and T begin with."""
+"""Prefix of the counts of letters other than A, C, G and T."""
 _PART_DOCUMENTS = 100_000
 """Documents of one part, for kind=indexed."""
 _HASHED_TOKENS = 1 << 21
@@ -68,7 +68,7 @@ class Document:
 
 
 def refuse(rejected: Rejected) -> None:
-    """What happens to unusable input unless data.bad_input=skip.
+    """Refuses unusable input, which is the default (data.bad_input=skip leaves it out).
 
     Raises:
         UserError: always.

@@ -1,4 +1,4 @@
-"""What every tokenizer can do: text to ids, and back to exactly the text that was encoded."""
+"""Interface of tokenizers: text to ids, and back to exactly the text that was encoded."""
 
 import codecs
 from abc import ABC, abstractmethod
@@ -60,7 +60,8 @@ class Tokenizer(ABC):
 
     @property
     def before_text(self) -> list[int]:
-        """What a model has read when the text of a document begins: ``begin``, or the eos of the document before."""
+        """Tokens that a model has read when the text of a document begins: ``begin``, or the eos of the document
+        before."""
         return list(self.begin) or [self.eos_id]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -84,10 +85,10 @@ def saved_tokenizer(folder: Path) -> Path:
 
 
 class StreamDecoder:
-    """Ids to text, one at a time: what :meth:`push` and :meth:`finish` return, joined, is ``decode`` of all ids.
+    """Ids to text, one at a time: the results of :meth:`push` and :meth:`finish`, joined, are ``decode`` of all ids.
 
     Args:
-        continues: the ids continue other text (generation after a prompt), so a leading space belongs to them.
+        continues: the ids continue other text (generation after a prompt): a leading space belongs to them.
     """
 
     def __init__(self, tokenizer: Tokenizer, continues: bool = False):
@@ -103,5 +104,5 @@ class StreamDecoder:
         return self._utf8.decode(piece)
 
     def finish(self) -> str:
-        """What is left: U+FFFD for a character that was cut, else nothing."""
+        """Rest of the text: U+FFFD for a character that was cut, else nothing."""
         return self._utf8.decode(b"", final=True)

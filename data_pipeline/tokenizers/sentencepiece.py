@@ -80,8 +80,8 @@ class SentencePieceTokenizer(Tokenizer):
 def _stretches(text: str) -> Iterator[tuple[int, int]]:
     """(start, stop) of stretches of at most _STRETCH, cut before a newline or else a space where there is one.
 
-    No piece crosses a newline, and usually none a space, so the ids are those of the whole text. Where a stretch has
-    neither, the one word that is cut may be split otherwise; it is decoded to the same text.
+    The ids are those of the whole text, because no piece crosses a newline, and usually none a space. Where a stretch
+    has neither, the one word that is cut may be split otherwise; it is decoded to the same text.
     """
     start = 0
     while len(text) - start > _STRETCH:

@@ -19,8 +19,8 @@ _LINE_CHARACTERS = 4096
 def train_tokenizer(texts: Iterable[str], out_path: str | Path, vocab_size: int, max_characters: int) -> Tokenizer:
     """Trains a BPE model with byte fallback on the first ``max_characters`` of ``texts`` and writes it.
 
-    The text is taken as it is (no normalisation, no added space), digits are single pieces, newlines are
-    bytes, so no piece crosses a line. The same texts give the same file. unk 0, bos 1, eos 2.
+    The text is taken as it is (no normalisation, no added space), digits are single pieces. Newlines are
+    bytes, which keeps every piece inside a line. The same texts give the same file. unk 0, bos 1, eos 2.
 
     Raises:
         UserError: the text has too few different words for ``vocab_size``, or too many different
