@@ -1,4 +1,4 @@
-"""What came after Titans, each idea as a row beside LMM and MAC: other recurrences, other rules of the memory."""
+"""What came after Titans, each idea a row beside LMM and MAC: other recurrences, other rules of the memory, caches."""
 
 from titans_pt.reproduce.study import Row
 
@@ -8,8 +8,20 @@ RULES = (
     Row("lmm", "yaad", ("model.memory.rule=yaad",), "Huber loss (Yaad)"),
     Row("lmm", "omega-4", ("model.memory.rule=omega", "model.memory.omega.window=4"), "windows of 4 (Omega)"),
     Row("lmm", "omega-16", ("model.memory.rule=omega", "model.memory.omega.window=16"), "windows of 16 (Omega)"),
+    Row("lmm", "dgd", ("model.memory.rule=dgd",), "delta gradient descent"),
     Row("lmm", "unit", ("model.memory.rule=muon", "model.memory.muon.form=unit"), "momentum over its norm"),
     Row("lmm", "muon", ("model.memory.rule=muon",), "orthogonal momentum (Muon)"),
 )
 """LMM with one thing changed, of as many parameters."""
-IDEAS = (*map(Row, MIXERS), *RULES)
+
+
+def ideas(lmm: int, mac: int) -> tuple[Row, ...]:
+    """All rows.
+
+    Args:
+        lmm, mac: model.mlp_hidden with which these have as many parameters with gates for caches as without.
+    """
+    caches = ("model.memory.caching.segment=64", "model.memory.caching.slots=8")
+    cached = (Row(model, "caching", (*caches, f"model.mlp_hidden={hidden}"), "Memory Caching (GRM)")
+              for model, hidden in (("lmm", lmm), ("mac", mac)))  # fmt: skip
+    return (*map(Row, MIXERS), *RULES, *cached)

@@ -7,7 +7,7 @@ from titans_pt.errors import UserError
 from titans_pt.reproduce import measures, pictures
 from titans_pt.reproduce.dna import table4
 from titans_pt.reproduce.forecast import table3
-from titans_pt.reproduce.ideas import IDEAS
+from titans_pt.reproduce.ideas import ideas
 from titans_pt.reproduce.measures import CHUNKS, NEEDLES, TRAINING, Measure
 from titans_pt.reproduce.state_tracking import state_tracking
 from titans_pt.reproduce.study import MODELS, TITANS, Column, Row, Study
@@ -174,7 +174,7 @@ def _chunks(size: str) -> Study:
 
 
 def _ideas(size: str) -> Study:
-    rows = (Row("lmm"), Row("mac"), *IDEAS)
+    rows = (Row("lmm"), Row("mac"), *ideas(421, 293))
     note = "Perplexity on text. The same models on needles, recall and state tracking: those studies."
     return Study("ideas", "What each later idea adds to Titans", size, rows, _text_columns(), _tiny("text", "long"),
                  size, note, seeds=dict.fromkeys(("lmm", "mac"), (0, 1)))  # fmt: skip
@@ -189,7 +189,7 @@ def _recall(size: str) -> Study:
         Column("tokens in all", TRAINING, measures.tokens_trained),
     )
     note = "Eight pairs, at least 40 tokens of filler, eight queries (docs/recall.md)."
-    rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"), *variants, *IDEAS)
+    rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"), *variants, *ideas(257, 190))
     return Study(
         "recall", "Associative recall outside the attention window", size, rows, columns,
         (Measure("recall", "recall"),), size, note, folder="recall", rated=False,
@@ -202,7 +202,7 @@ def _needles(size: str) -> Study:
                                           "evaluation.needles.answers=128"))  # fmt: skip
     far = Measure("far", "needles", ("evaluation.needles.lengths=[1048576]", "evaluation.needles.answers=64"))
     study = needles_in_noise((near, far), {"needles": (2048, 16384, 65536), "far": (1048576,)})
-    rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"), *IDEAS)
+    rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"), *ideas(257, 190))
     return replace(study, rows=rows, seeds=dict.fromkeys(TITANS, (0, 1)))
 
 
