@@ -111,7 +111,7 @@ def test_what_has_no_checksum_is_told(config, tmp_path, capsys):
     inspect_data(config(), verify=True)
     out = capsys.readouterr().out
     assert out.count("checksum correct") == 2
-    assert "train.idx: not in manifest.json and has no checksum" in out
+    assert "train.idx: not in manifest.json, and has no checksum" in out
 
 
 def test_commands(config, tmp_path, capsys):

@@ -56,6 +56,7 @@ def test_the_gpu_check_says_what_a_bare_machine_lacks(tmp_path):
     assert "Traceback" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_bare_machine_with_what_the_head_names_collects_every_gpu_test(tmp_path):
     done = gpu_check(tmp_path, "check", BARE_MACHINE_HAS=f"{named('kernels')} {named('other parts')}")
     log = (tmp_path / "out/collected.log").read_text()

@@ -98,6 +98,7 @@ def in_processes(work, tmp_path, *args):
 
 def _worker(rank: int, work, meet: str, args: tuple):
     torch.set_num_threads(1)
+    dist.distributed_c10d._update_default_pg(None)  # a group of the tests' own process, whose threads no fork has
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
     try:
         work(rank, *args)

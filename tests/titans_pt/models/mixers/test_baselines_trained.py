@@ -9,6 +9,8 @@ from tests.helpers.mixers import BASELINES, own_settings
 from tests.helpers.processes import curve, run_jobs
 from titans_pt.runs import checkpoints
 
+pytestmark = pytest.mark.slow  # test_contract.py and test_split.py hold each part of it
+
 STOPPED, ZERO = "train.stop_at=2", "parallel.zero_stage=3"
 RMT = ["model.mixers=[rmt]", "model.n_layers=2", "model.rmt={segment: 5, memory_tokens: 2}"]
 SPLIT = ["parallel.tensor=2", "parallel.zero_stage=2"]
@@ -36,7 +38,6 @@ def more(runs):
     return runs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other"), [("one", "one-zero3"), ("rmt", "rmt-zero3")])
 def test_losses_under_zero_3_are_those_of_one_process(more, one, other):
     test_losses_are_those_of_one_process(more, one, other)
