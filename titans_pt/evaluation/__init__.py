@@ -1,4 +1,4 @@
-"""What a trained model can do: perplexity, needles in long contexts, and text from a prompt."""
+"""Evaluations of a trained model: perplexity, needles in long contexts, and text from a prompt."""
 
 from titans_pt.evaluation.generation import generate, generate_batch
 from titans_pt.evaluation.runner import evaluate

@@ -1,7 +1,7 @@
 """Stories in the grammar of bAbI's tasks 1 to 5 (Weston et al., "Towards AI-Complete Question Answering", 2015).
 
 bAbI's own files are in no package. These stories have its sentences, its people, places and things, and its rules (a
-thing goes where its carrier goes; the last fact counts); they are newly drawn, so they are not bAbI's own stories.
+thing goes where its carrier goes; the last fact counts); they are newly drawn, not bAbI's own stories.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ LABELS = {
 
 
 class _World:
-    """Where everyone is and what they carry; each method adds one fact."""
+    """State of a story: people's places and the things they carry; each method adds one fact."""
 
     def __init__(self, random: Random, people: tuple[str, ...]):
         self.random, self.people = random, people

@@ -117,7 +117,7 @@ WORDINGS = {
 
 
 def frame(task: str, question: str, wording: str, shots: int) -> tuple[str, str]:
-    """What comes before and after the text: ``instructions`` as in the benchmark, ``plain`` as in fine-tuning."""
+    """Prompt before and after the text: ``instructions`` as in the benchmark, ``plain`` as in fine-tuning."""
     if wording == "plain":
         return "", f"\nQuestion: {question}\nAnswer:"
     words = WORDINGS[task]

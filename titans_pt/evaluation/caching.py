@@ -10,7 +10,7 @@ from titans_pt.layers.memory import NeuralMemory
 
 
 def cache_memories(model: nn.Module, config: CachingConfig):
-    """From now on every memory of ``model`` is read together with its caches.
+    """Puts caches on every memory of ``model``, which is read together with them from now on.
 
     Raises:
         UserError: there is no memory, it has caches already, or its chunks do not divide segments.

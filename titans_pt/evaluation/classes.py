@@ -56,7 +56,7 @@ class ClassesOfTest:
         return {"by": name, "first": start, "predicted": logits.argmax(-1).tolist()}
 
     def summary(self, records: list[dict]) -> dict:
-        """By column: accuracy with its Wilson 95 % interval, correlation; and the set's baselines."""
+        """Accuracy by column with its Wilson 95 % interval, correlation; and the set's baselines."""
         labels, classes = self.given.test.labels, len(self.given.classes)
         by: dict[str, list[int]] = {}
         for record in records:

@@ -48,7 +48,7 @@ STOCK = {
     "social_iqa": "siqa/siqa.yaml",
     "boolq": "super_glue/boolq/default.yaml",
 }
-"""Where lm-eval defines the tasks that can be run on local files."""
+"""Files in which lm-eval defines the tasks that can be run on local files."""
 AVERAGED = {
     "lambada_openai": "acc", "piqa": "acc", "hellaswag": "acc_norm", "winogrande": "acc", "arc_easy": "acc",
     "arc_challenge": "acc_norm", "social_iqa": "acc", "boolq": "acc",
@@ -91,7 +91,7 @@ class TitansLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without a context follows: bos, if documents began with it in training; else the eos of the
+        """Token before a text without a context: bos, if documents began with it in training; else the eos of the
         document before."""
         return self.titans_tokenizer.before_text[-1]
 

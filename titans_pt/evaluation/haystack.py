@@ -159,7 +159,7 @@ class _Pieces:
         return self.known[before, text]
 
     def _each(self, parts: Sequence[Part], stretch: Callable[[int, int], Any], string: Callable[[list[int]], Any]):
-        """What ``stretch`` or ``string`` make of each part, in order."""
+        """Yields, for each part in order, the list of results of ``stretch`` or ``string``."""
         hay, before = self.haystack, None
         for part in parts:
             if isinstance(part, str):

@@ -1,4 +1,5 @@
-"""What evaluations with questions about long texts share: reading, answering, the record, the summary, the pictures."""
+"""Common parts of evaluations with questions about long texts: reading, answering, the record, the summary, the
+pictures."""
 
 import json
 import logging
@@ -122,7 +123,7 @@ class LongContext(ABC):
 
     @abstractmethod
     def identity(self, task: str, length: int, depth: float | None, index: int) -> str:
-        """What the sample is a pure function of, as a hash."""
+        """Hash of everything that determines the sample."""
 
     @abstractmethod
     def sample(self, task: str, length: int, depth: float | None, index: int) -> Sample: ...
@@ -175,7 +176,7 @@ class LongContext(ABC):
         }
 
     def summary(self, records: list[dict]) -> dict:
-        """For each task accuracy with its Wilson 95 % interval: over all, by length, and by length and depth."""
+        """Accuracy of each task with its Wilson 95 % interval: over all, by length, and by length and depth."""
         tasks = {}
         for task in self.settings.tasks:
             of_task = [r for r in records if r["task"] == task]

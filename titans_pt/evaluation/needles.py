@@ -58,7 +58,7 @@ class NeedleAnswers:
         }  # fmt: skip
 
     def summary(self, records: list[dict]) -> dict:
-        """For each number of needles accuracy by length, with its Wilson 95 % interval over the answers."""
+        """Accuracy of each number of needles by length, with its Wilson 95 % interval over the answers."""
         found: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for record in records:
             found[record["needles"]][record["length"]] += record["right"]

@@ -43,7 +43,7 @@ DEPTHS = [round(i * 100 / 39) for i in range(40)]
 """Percent of the sentences before a needle in essays, of which RULER draws."""
 NUMBERS = range(1_000_000, 10_000_000)
 CHANCE_NATS = {"numbers": math.log(len(NUMBERS)), "uuids": 122 * math.log(2)}
-"""What a model loses on a value when it knows its form, and not which."""
+"""Loss in nats on a value, for a model that knows the value's form alone."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def arrange(task: Task, drawn: Draw, haystack: Haystack, units: int) -> list[Par
     ]
     words, asked = task.words, query(drawn.asked)
     tail = "\n" + QUESTION.format(query=asked, **words) + PREFIX.format(query=asked, **words)
-    if task.haystack == "essays":  # words are joined by spaces, and so is the first of them to nothing
+    if task.haystack == "essays":  # words are joined by spaces, the first of them to nothing
         inside = context(haystack, units, needles, lead="", empty=True)
         return [HEAD.format(**words) + "\n", *inside, tail]
     return [HEAD.format(**words), *context(haystack, units, needles, lead="\n"), tail]

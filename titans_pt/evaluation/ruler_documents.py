@@ -1,7 +1,7 @@
 """Documents to train on for RULER's needles: a question about a short text, and its answer.
 
 The words are those of :mod:`titans_pt.evaluation.ruler`; keys, values, places, lengths and texts are drawn. The essays
-that an evaluation hides its needles in are not among the texts, so it asks in a text that training never saw.
+that an evaluation hides its needles in are not among the texts: it asks in a text that training never saw.
 """
 
 import json

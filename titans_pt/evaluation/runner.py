@@ -45,7 +45,7 @@ def evaluate(
     """Runs the evaluations of a run's checkpoint and writes what they find.
 
     ``RUN/evaluation/step-XXXXXXXX/`` gets ``NAME.jsonl``, one line per job, and ``summary.json``; ``RUN/plots/`` the
-    figures. Jobs that already have a line are not repeated, so a killed evaluation continues where it stopped.
+    figures. Jobs that already have a line are not repeated: a killed evaluation continues where it stopped.
     Under torchrun, rank i % world does job i; ranks above 0 write ``NAME-rankR.jsonl``, and the one that finds all
     jobs done, the last, writes the summary. Ranks share the folder and send each other nothing.
 
@@ -55,11 +55,11 @@ def evaluate(
             where its token files now are.
         step: the checkpoint; None is the newest.
         suite: one of the task's; None runs its usual ones.
-        out: gets what else goes to the run's folder: ``evaluation/`` and ``plots/``.
+        out: folder for ``evaluation/`` and ``plots/`` instead of the run's.
         at: called before each job with a description of it.
 
     Returns:
-        what summary.json holds, or None while other ranks are still at work.
+        the content of summary.json, or None while other ranks are still at work.
 
     Raises:
         UserError: an unknown suite, another override, or something wrong with the run.

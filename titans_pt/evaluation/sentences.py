@@ -1,4 +1,4 @@
-"""Where sentences end."""
+"""Ends of sentences."""
 
 from titans_pt.errors import UserError
 from titans_pt.tools.data_wheels import PUNKT, fetch

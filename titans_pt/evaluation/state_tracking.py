@@ -46,8 +46,8 @@ class StateAnswers:
         self.chance = task.chance
 
     def measure(self, index: int) -> dict:
-        """For each length the last answers that are right and the samples without a wrong one; for each position,
-        in buckets of powers of two, the right answers. Continues a reading that was killed."""
+        """Counts the right last answers and the samples without a wrong answer at each length, and the right answers at
+        each position, in buckets of powers of two. Continues a reading that was killed."""
         states, lengths, first, rows = self.jobs[index]
         drawn = [states.sample(EVALUATION_SEED, first + row) for row in range(rows)]
         ids, targets = (np.stack(part) for part in zip(*drawn, strict=True))
@@ -97,7 +97,7 @@ class StateAnswers:
         return right
 
     def summary(self, records: list[dict]) -> dict:
-        """By length the accuracy of the last answer (mean) and its Wilson 95 % interval, of whole samples and of all
+        """Accuracy by length of the last answer (mean) with its Wilson 95 % interval, of whole samples and of all
         answers; by position, up to ``last`` elements or tokens, that of all answers."""
         sums: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         places: dict[int, list[int]] = defaultdict(lambda: [0, 0])

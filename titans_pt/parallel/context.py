@@ -1,7 +1,7 @@
 """Context parallelism: each rank has a piece of every sequence, and mixers' states go from rank to rank.
 
-A mixer's state makes a cut of the sequence invisible (titans_pt.models.mixers.base), so what a rank's mixer needs of
-the tokens before its piece is the state that the rank before ends with; the way back, the gradient of that state comes
+A mixer's state makes a cut of the sequence invisible (titans_pt.models.mixers.base): of the tokens before its piece a
+rank's mixer needs only the final state of the rank before. In the backward pass the gradient of that state comes
 from the rank behind. Any mixer with a state serves, whatever the state holds. A rank begins a layer's mixer when the
 rank before has ended it: with the share s of a layer's time in mixers, P ranks reach 1 / (1 + (P - 1) s / L) of the
 ideal speed with L layers.
@@ -61,9 +61,9 @@ class Context:
         """A block's input, x (B, T / P, d_model), and the state of its mixer before this rank's piece; None on the
         first rank.
 
-        DeepSpeed takes gradients in the order in which they come, which must be that of all ranks, and what only a
-        sequence's start uses, such as M_0, has none on the others. So all of a block's come here, 0 where there is
-        none.
+        DeepSpeed takes gradients in the order in which they come, which must be that of all ranks, and parameters that
+        only a sequence's start uses, such as M_0, have none on the others. Therefore all gradients of a block come
+        here, 0 where there is none.
         """
         if self._before is None:
             (x,) = _Received.apply(x, self._anchor(x), self, 0, *block.parameters())
@@ -150,7 +150,7 @@ class _Sent(torch.autograd.Function):
 
 
 def _places(shapes: list[tuple[torch.Size, torch.dtype]]) -> tuple[list[int], int]:
-    """Where each tensor begins in a message, and the message's bytes."""
+    """Beginning of each tensor in a message, and the message's bytes."""
     places, end = [], 0
     for shape, dtype in shapes:
         places.append(end)

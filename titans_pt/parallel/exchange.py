@@ -1,8 +1,8 @@
 """Exchanges inside a tensor group that autograd knows, each with its counterpart in the backward pass.
 
 One rule holds everywhere: a tensor that every rank holds whole has its whole gradient on every rank; a rank's
-part has that part's gradient. So each exchange is correct by itself, whatever comes before or after it. (Megatron-LM,
-arXiv 1909.08053, calls copy and reduce f and g; the sequence's are those of arXiv 2205.05198.)
+part has that part's gradient. Each exchange is therefore correct by itself, whatever comes before or after it.
+(Megatron-LM, arXiv 1909.08053, calls copy and reduce f and g; the sequence's are those of arXiv 2205.05198.)
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ class Exchanges:
         return _Exchange.apply(x, lambda x: group.part(x, dim).contiguous(), lambda g: group.all_gather(g, dim))
 
     def open(self, x: Tensor) -> Tensor:
-        """From a region between mixers and MLPs to the whole sequence."""
+        """Gathers the whole sequence from the ranks' parts, which lie between mixers and MLPs."""
         return self.gather(x, TIME) if self.sequence else x
 
     def close(self, x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Tensor parallelism put on a finished model: what the names of titans_pt.layers.sharding mean.
+"""Tensor parallelism put on a finished model: the meaning of the names in titans_pt.layers.sharding.
 
-Layers and mixers declare how they are cut; :data:`RULES` says what follows. A block's heads are divided among the
+Layers and mixers declare how they are cut; :data:`RULES` lists the consequences. A block's heads are divided among the
 ranks: rank r of n holds heads [r H / n, (r + 1) H / n) of attention and memory, with their projections, convolutions,
-gates, norms and M_0, so the memory runs without any exchange. The model is built whole from one generator and then
-cut, so that every number of tensor ranks starts with the same weights.
+gates, norms and M_0: the memory runs without any exchange. The model is built whole from one generator and then
+cut: every number of tensor ranks starts with the same weights.
 """
 
 import functools
@@ -23,13 +23,13 @@ from titans_pt.parallel.topology import RankGroup
 
 @dataclass(frozen=True)
 class Rule:
-    """What is done with one module, or one parameter (which can only be cut or summed).
+    """Treatment of one module, or of one parameter (which can only be cut or summed).
 
     cut: dimension along which all parameters of its own are cut.
     before, after: the exchange (a method of Exchanges) that its inputs and its output pass.
     becomes: makes the module that takes its place, from (module, exchanges).
     summed: its parameters are whole but used on a rank's own heads: their gradients are summed over ranks.
-    between: it lies between mixers and MLPs: with parallel.sequence its gradients are summed, too.
+    between: it lies between mixers and MLPs: with parallel.sequence its gradients are also summed.
     filled: the ranks need not divide it: zeros fill the last parts.
     """
 

@@ -8,7 +8,7 @@
 
 With train.checkpoint_shards the first two are shards, one file per rank (shards.py), and the format is 2.
 
-A checkpoint is built in a hidden sibling folder and renamed, so a crash or a full disk leaves the earlier ones alone.
+A checkpoint is built in a hidden sibling folder and renamed: a crash or a full disk leaves the earlier ones alone.
 Nothing here knows about ranks or DeepSpeed. docs/checkpoints.md describes the layout.
 """
 
@@ -34,7 +34,7 @@ from titans_pt.tools.files import flush_to_disk
 from titans_pt.tools.tensor_files import describe, save_tensors, sha256
 
 FORMAT, SHARDED = 1, 2
-"""In manifest.json: whole tensors, or shards."""
+"""Formats in manifest.json: whole tensors, or shards."""
 WEIGHT = "weight"
 """The kind of a tensor that is a parameter."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -62,7 +62,7 @@ class Best:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What trainer.json holds: all of a run's progress that is not a tensor."""
+    """Content of trainer.json: all of a run's progress that is not a tensor."""
 
     step: int
     """Steps taken, skipped ones included."""
@@ -83,11 +83,11 @@ class TrainerState:
     """Training loss of step 1, for the summary."""
     wandb_id: str | None = None
     origin: str | None = None
-    """What the run's first weights were taken from (train.init_from); None: they were drawn."""
+    """Source of the run's first weights (train.init_from); None: they were drawn."""
     spikes: dict[str, float] = field(default_factory=dict)
     """Running figures of the loss, see titans_pt.training.spikes.SpikeGuard."""
     best: dict[str, float] = field(default_factory=dict)
-    """What :class:`Best` holds; {} without train.patience."""
+    """State of :class:`Best`; {} without train.patience."""
     topology: dict[str, Any] = field(default_factory=dict)
     """ranks, tensor, zero_stage, precision: for the reader; loading does not depend on it."""
     format: int = FORMAT
@@ -139,7 +139,7 @@ def save(folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], s
 
 
 def shard_folder(folder: Path, step: int) -> Path:
-    """Where all ranks write their shards of checkpoint ``step`` (titans_pt.runs.shards.write_shard)."""
+    """Folder in which all ranks write their shards of checkpoint ``step`` (titans_pt.runs.shards.write_shard)."""
     return folder / f".{checkpoint_path(folder, step).name}.tmp"
 
 

@@ -16,7 +16,7 @@ from titans_pt.runs.loaded import LoadedRun, load_run
 from titans_pt.runs.written import check_weights, write_run
 
 TARGETS = {"titans": "mab", "window": "swa"}
-"""What ``--to`` may name -> the mixer of the layers that are converted."""
+"""Names that ``--to`` accepts -> the mixer of the layers that are converted."""
 SOURCES = ("attention", "swa")
 """Mixers whose layers can be converted."""
 REST = "swa"

@@ -50,7 +50,7 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.stacks = self.path / "stacks"
         self.diverged = self.path / "diverged.txt"
-        """Why the last training here was given up; other processes learn it from this file."""
+        """File with the reason why the last training here was given up; other processes learn it from there."""
 
     @property
     def tokenizer(self) -> Path:
@@ -63,8 +63,8 @@ class RunFolder:
     def lock(self):
         """Locks the folder for one training process; the system releases it even if the process is killed.
 
-        The lock is the kernel's (flock), so it also holds between nodes where the file system passes it on, as NFS
-        and Lustre do; where there are none, a warning says so.
+        The lock is the kernel's (flock): it also holds between nodes where the file system passes it on, as NFS
+        and Lustre do. On a file system without locks, a warning is logged.
 
         Raises:
             UserError: another run is at work in this folder, or it cannot be written to.
@@ -133,7 +133,7 @@ class RunFolder:
     def check_settings(self):
         """Warns if config.yaml is not as a training wrote it: a half of it would be read as a whole one.
 
-        The user may have changed it, so it is used. Files of earlier versions have no checksum.
+        The file is used nevertheless: the user may have changed it. Files of earlier versions have no checksum.
         """
         with contextlib.suppress(OSError):
             _, marked, rest = self.config.read_bytes().partition(_LINES.encode())

@@ -29,7 +29,7 @@ class LoadedRun:
     folder: RunFolder
     config: Config
     model: nn.Module
-    """In eval mode, on the device asked for."""
+    """Model in eval mode, on the device asked for."""
     task: Task
     """Restored: with what it keeps in the folder."""
     step: int
@@ -37,9 +37,9 @@ class LoadedRun:
     precision: str
     """"bf16" or "fp32", of the model's parameters."""
     out: RunFolder | None = None
-    """Where results go instead of the run's own folder."""
+    """Folder of results instead of the run's own."""
     caching: CachingConfig | None = None
-    """What was put on its memories for an evaluation (evaluation.caching)."""
+    """Caches that were put on its memories for an evaluation (evaluation.caching)."""
 
     @property
     def results(self) -> RunFolder:
@@ -60,7 +60,7 @@ class LoadedRun:
 
     @property
     def identity(self) -> str:
-        """What evaluation results belong to: the weights, the precision of computing with them, caches put on them."""
+        """Owner of evaluation results: the weights, the precision of computing with them, caches put on them."""
         found = self.checkpoint_hash if self.precision == "fp32" else f"{self.checkpoint_hash}-{self.precision}"
         return found if self.caching is None else f"{found}-{self.caching.model_dump_json()}"
 
@@ -133,7 +133,7 @@ def load_reading(run: LoadedRun, path: str | Path) -> tuple[torch.Tensor, Any]:
 
 
 def _about(run: LoadedRun) -> dict[str, str]:
-    """What a saved state is good for: this model with these weights."""
+    """Owner of a saved state: this model with these weights."""
     return {"kind": "generation", "model": config_hash(run.config.model), "checkpoint": run.checkpoint_hash}
 
 

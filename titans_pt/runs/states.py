@@ -27,7 +27,7 @@ _READ = 1 << 24
 _REMEDY = "copy it again, or write it again with: titans generate RUN --save-state FILE"
 _PACKAGE = "titans_pt"
 _BEFORE = "kernels."
-"""Where files of version 0.1.0 say that the memory's states live; today's say titans_pt.kernels."""
+"""Module prefix of the memory's states in files of version 0.1.0; today's say titans_pt.kernels."""
 
 
 def save_state(state: Any, path: str | Path, about: dict[str, str] | None = None):
@@ -53,7 +53,7 @@ def save_state(state: Any, path: str | Path, about: dict[str, str] | None = None
 
 
 def load_state(path: str | Path, device: str | torch.device = "cpu") -> Any:
-    """What :func:`save_state` wrote, bit for bit.
+    """Loads a state that :func:`save_state` wrote, bit for bit.
 
     Tensors of floating point come to ``device``; whole numbers (offsets, places) stay on the host, where the mixers
     make masks and cuts of them.
@@ -95,7 +95,7 @@ def _open(path: str | Path) -> tuple[Any, dict[str, str]]:
 
 
 def _entry(checksum: str) -> bytes:
-    """How the header has it. Quotes inside of other entries have a backslash."""
+    """Entry of a checksum in the header. Quotes inside of other entries have a backslash."""
     return f'"sha256":"{checksum}"'.encode()
 
 

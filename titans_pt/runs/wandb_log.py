@@ -21,17 +21,17 @@ class WandbLog:
     """Sends metrics to W&B, online or to files in the run folder; after any failure it warns once and stops sending.
 
     A server that cannot be reached at the start, or refuses the login, is also a warning: the metrics are then
-    kept in the run folder for ``wandb sync``. So is the run's id, so that a resumed run continues the same curves.
+    kept in the run folder for ``wandb sync``. The run's id is also kept there: a resumed run continues the same curves.
 
-    W&B drops what comes with a step that it has had. Steps that are repeated after a crash or with another setting are
-    therefore logged after those of before, and all charts are drawn over a metric of our own, "step".
+    W&B drops records of a step that it has had. Steps that are repeated after a crash or with another setting are
+    therefore logged behind the earlier ones, and all charts are drawn over a metric of our own, "step".
 
-    What a user's environment says goes before our defaults (WANDB_MODE, WANDB_PROJECT, WANDB_NAME, WANDB_DIR), in the
-    case of WANDB_RUN_ID and WANDB_DISABLED before everything.
+    A user's environment goes before our defaults (WANDB_MODE, WANDB_PROJECT, WANDB_NAME, WANDB_DIR); WANDB_RUN_ID and
+    WANDB_DISABLED go before everything.
 
     Attributes:
         id: of the W&B run; None: W&B is off.
-        begins: whether the id is new, so that W&B knows nothing of the run yet.
+        begins: whether the id is new, and W&B knows nothing of the run yet.
     """
 
     def __init__(self, config: Config, folder: RunFolder, run_id: str | None, branch: bool = False):
@@ -125,9 +125,9 @@ class WandbLog:
 
 
 def resolve_mode(mode: str) -> str:
-    """What "auto" stands for on this machine; other modes are as they are.
+    """Mode that "auto" stands for on this machine; other modes are as they are.
 
-    That of WANDB_MODE or `wandb offline`, where there is one; else online if wandb finds a login for its server
+    The mode of WANDB_MODE or `wandb offline`, if there is one; else online if wandb finds a login for its server
     (WANDB_BASE_URL) wherever it keeps logins, and offline if not. WANDB_DISABLED disables every mode.
     """
     if os.environ.get("WANDB_DISABLED", "").strip().lower() in ("1", "true", "yes", "on", "y", "t"):
@@ -150,7 +150,7 @@ def resolve_mode(mode: str) -> str:
 
 
 def _folder(folder: RunFolder) -> str:
-    """Where W&B keeps its folder "wandb"."""
+    """Parent of W&B's folder "wandb"."""
     return os.environ.get("WANDB_DIR") or str(folder.path)
 
 
