@@ -1,4 +1,4 @@
-"""Who works on what, among processes that share a folder."""
+"""Claims on work among processes that share a folder."""
 
 import errno
 import fcntl

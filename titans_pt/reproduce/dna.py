@@ -14,7 +14,7 @@ BENCHMARKS = {
 }  # fmt: skip
 _OFF = ("model.memory.writes=false",)
 STARTS = {"": (), "scratch": (), "memory-off": _OFF, "scratch-memory-off": _OFF}
-"""How a set is learned: with the pretrained weights or without, the memory written or never."""
+"""Ways of learning a set: with the pretrained weights or without, the memory written or never."""
 TINY_MODELS, PAPER_MODELS = ("lmm", "transformer", "mamba2"), ("lmm", "transformer", "mamba", "mamba2")
 TINY_SETS = ("coding", "splice")
 SEEDS = {"tiny": (0, 1, 2), "paper": (0, 1, 2, 3, 4)}

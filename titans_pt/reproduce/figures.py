@@ -10,10 +10,10 @@ from titans_pt.tools.statistics import half_width, wilson
 
 @dataclass(frozen=True)
 class Figure:
-    """``value``: a share of right answers (accuracy), nats per token (perplexity), or any number.
+    """One figure. ``value``: a share of right answers (accuracy), nats per token (perplexity), or any number.
 
-    ``n``: what it was measured on, questions or tokens. ``stderr``: of the nats, over so many ``streams`` of text.
-    ``by_stream``: the nats of each stream, in the order of the text; empty where they were not kept.
+    ``n``: number of questions or tokens that it was measured on. ``stderr``: of the nats, over so many ``streams`` of
+    text. ``by_stream``: the nats of each stream, in the order of the text; empty where they were not kept.
     """
 
     kind: Literal["accuracy", "perplexity", "number"]
@@ -25,7 +25,7 @@ class Figure:
 
     @property
     def shown(self) -> float:
-        """As a table has it: accuracies in percent, a perplexity as such."""
+        """Value in a table's unit: accuracies in percent, a perplexity as such."""
         return {"accuracy": 100 * self.value, "perplexity": _exp(self.value)}.get(self.kind, self.value)
 
 
@@ -56,7 +56,7 @@ def _interval(mean: Figure, figures: Sequence[Figure]) -> tuple[float, float] | 
         low, high = wilson(math.fsum(f.value * f.n for f in figures), mean.n)
         return 100 * low, 100 * high
     if mean.kind == "perplexity" and all(f.stderr is not None for f in figures):
-        # Seeds are scored on the same text: their errors are not independent, so they are averaged, not pooled.
+        # Errors are averaged, not pooled: seeds are scored on the same text, and their errors are not independent.
         error = math.fsum(half_width(f.stderr, f.streams) for f in figures) / len(figures)
         return _exp(mean.value - error), _exp(mean.value + error)
     return None

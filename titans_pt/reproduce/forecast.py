@@ -53,7 +53,7 @@ def _error(row: str, kind: str, streamed: bool = False) -> Find:
 
 
 def _lookback(rows: int) -> tuple[str, ...]:
-    """As many windows in a step as with 96 rows."""
+    """Settings for a lookback of ``rows`` that keep the number of windows in a step at that of 96 rows."""
     return f"data.seq_len={rows}", f"train.batch_tokens={32 * rows}"
 
 

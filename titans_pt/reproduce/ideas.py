@@ -1,4 +1,4 @@
-"""What came after Titans, each idea a row beside LMM and MAC: other recurrences, other rules of the memory, caches."""
+"""Ideas published after Titans, each as a row beside LMM and MAC: other recurrences, other rules of the memory."""
 
 from titans_pt.reproduce.study import Row
 

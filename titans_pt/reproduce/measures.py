@@ -1,4 +1,4 @@
-"""What is measured of a trained run, by ``titans evaluate`` or here, and how to find the figures in the results."""
+"""Measures of a trained run, by ``titans evaluate`` or here, and the way to find their figures in the results."""
 
 import contextlib
 import math
@@ -90,7 +90,8 @@ def chunks_of(model: nn.Module, size: int):
 
 
 Find = Callable[[dict], Figure | None]
-"""What finds a figure in a measure's result; None where the result lacks it (a run without a memory, for example)."""
+"""Function that finds a figure in a measure's result; None if the result lacks it (a run without a memory, for
+example)."""
 
 
 def text_loss(result: dict) -> Figure:
@@ -99,7 +100,7 @@ def text_loss(result: dict) -> Figure:
 
 
 def frozen_loss(after: int) -> Find:
-    """With the memory not written after this many tokens."""
+    """Loss with the memory not written after this many tokens."""
 
     def find(result: dict) -> Figure | None:
         return next((text_loss(row) for row in result["frozen"] if row["after"] == after), None)

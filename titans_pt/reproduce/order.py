@@ -1,4 +1,4 @@
-"""What a command asks for, and the runs that it comes to."""
+"""Order of a command line, and the runs that it comes to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ RATES = {"tiny": (2e-3, 4e-3, 8e-3)}
 
 @dataclass(frozen=True)
 class Order:
-    """What the command line asks for.
+    """Content of a command line.
 
     models: as in the study's folder of configs/, None for all of the study. seeds: None for the study's own. tokens: of
     each run, None for the configured. rates: learning rates to choose from, () for the study's. words: KEY=VALUE for
@@ -96,7 +96,7 @@ def _before(study: Study, row: Row, order: Order) -> str | None:
 
 
 def _measures(study: Study, config: Config) -> tuple[Measure, ...]:
-    """What of a study is measured of a run: what its task has a suite for."""
+    """Measures of a study that are made of a run: those that its task has a suite for."""
     suites = TASKS.find(config.task).suites
     return tuple(m for m in study.measures if m.suite in suites or m.suite == "chunks")
 
@@ -104,7 +104,7 @@ def _measures(study: Study, config: Config) -> tuple[Measure, ...]:
 def equal_size(file: str, mixers: str, words: Sequence[str]) -> tuple[str, ...]:
     """Settings that make a model of ``mixers``, as in ``mamba+swa``, from the config ``file``.
 
-    A model without a memory, unless model.mlp_hidden is given, gets MLPs so wide that none with a memory has more
+    Unless model.mlp_hidden is given, a model without a memory gets wider MLPs, until no model with a memory has more
     parameters.
     """
     pattern = f"model.mixers=[{mixers.replace('+', ',')}]"

@@ -1,4 +1,4 @@
-"""What a study hands to a reader: TARGET.md, and TARGET.html, one file with the curves in it."""
+"""Page of a study for the reader: TARGET.md, and TARGET.html, one file with the curves in it."""
 
 import base64
 import html

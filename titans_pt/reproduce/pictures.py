@@ -11,7 +11,7 @@ THICK = ("lmm", "mac", "mag", "mal")
 """Models whose lines stand out."""
 STARTED = {"": "pretrained", "scratch": "from scratch", "memory-off": "pretrained, memory off",
            "scratch-memory-off": "from scratch, memory off"}  # fmt: skip
-"""How a run of a labelled set begins, by what its variant has behind the set's name."""
+"""Start of a labelled set's run, by the variant's name after the set's."""
 AT_CHANCE = 8.0
 """A model whose accuracy is no further above chance, in points, is one grey line among others."""
 Seeds = dict[str, list[dict]]
@@ -283,7 +283,7 @@ def states(shown: Seeds, start: Path) -> list[Path]:
 
 
 def needles_asked(record: dict) -> list[dict]:
-    """What all measures of a record have asked: rows of needles, noise, by_length."""
+    """Questions about needles from all measures of a record: rows of needles, noise, by_length."""
     return [row for result in record["measured"].values() for row in result.get("asked", ())]
 
 

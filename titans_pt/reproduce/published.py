@@ -23,7 +23,7 @@ class Published:
 
 @cache
 def published(target: str, size: str) -> Published | None:
-    """What has been published of ``target`` for models of ``size``; None: nothing."""
+    """Published figures of ``target`` for models of ``size``; None: there are none."""
     tree = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     table = tree.get(target)
     rows = table and (table.get(size) or table.get("every size"))

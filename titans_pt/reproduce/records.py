@@ -86,6 +86,6 @@ class Records:
         return record
 
     def write(self, name: str, record: dict[str, Any]):
-        """As a whole or not at all; a line for each entry, so that a change shows as one."""
+        """Writes a record as a whole or not at all; a line for each entry, which makes a change show as one."""
         lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in seal(record).items())
         write_text(self.path(name), "{\n" + ",\n".join(lines) + "\n}\n")

@@ -26,7 +26,7 @@ MFU = (0.4, 0.1)
 
 
 def planned(whole: Study, order: Order) -> tuple[Study, list[Run]]:
-    """What of a study is asked for, and its runs; without learning rates in ``order`` with the study's own.
+    """Part of a study that is asked for, and its runs; without learning rates in ``order`` with the study's own.
 
     Raises:
         UserError: there is no such model or setting.
@@ -37,7 +37,7 @@ def planned(whole: Study, order: Order) -> tuple[Study, list[Run]]:
 
 
 def show_plan(whole: Study, order: Order):
-    """``titans reproduce --dry-run``: prints what there is to do; writes nothing."""
+    """``titans reproduce --dry-run``: prints the plan; writes nothing."""
     _, runs = planned(whole, order)
     print(plan(runs, Records(order.out / "records")).markdown(), end="")
 
@@ -79,8 +79,8 @@ def reproduce(whole: Study, order: Order, ranks: int | None) -> int:
 
 
 def with_others(order: Order, whole: Study, records: Records) -> Order:
-    """The order of the pages, in the study's order: the models asked for, and all others of which there are records.
-    Whoever asks for one model more adds to the page, and takes nothing from it."""
+    """Order of the pages, in the study's order: the models asked for, and all others of which there are records. An
+    order for one more model adds to the page, and takes nothing from it."""
     if order.models is None or whole.timed:
         return order
     there = {row.model for row in whole.rows for seed in seeds_of(whole, row, order)
@@ -149,7 +149,7 @@ def submit(words: Sequence[str], workers: int, options: Sequence[str]):
 
 
 def plan(runs: Sequence[Run], records: Records) -> Table:
-    """What each run needs, and how far it is; hours are arithmetic, not measurements."""
+    """Requirements of each run, and its progress; hours are arithmetic, not measurements."""
     hours = [f"H100-hours at {mfu:.0%} MFU" for mfu in MFU]
     table = Table(["run", "parameters", "tokens", "FLOPs", *hours, "checkpoints GiB", "to do"])
     total = {"tokens": 0, "flops": 0.0, "disk": 0}

@@ -75,7 +75,7 @@ class Run:
         return config and records.of(self.name, config)
 
     def missing(self, record: dict[str, Any] | None) -> list[str]:
-        """What is to be done: "training", then names of measures. Nothing more is done to a run that failed."""
+        """Open work: "training", then names of measures. Nothing more is done to a run that failed."""
         if record and record["failed"]:
             return []
         found = record["measured"] if record else {}
@@ -140,7 +140,7 @@ def best_learning_rate(probes: dict[float, dict]) -> float:
 
 
 def describe(config: Config, folder: RunFolder, parameters: int, began: int, seconds: float | None) -> dict[str, Any]:
-    """What a record says of a training.
+    """Entries of a record on a training.
 
     Args:
         began: the step at which this process took it up.

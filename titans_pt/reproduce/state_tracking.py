@@ -42,7 +42,7 @@ _BASELINES = (
 _LATER = (
     ("kda", "negative"), ("gdn2", "negative"), ("deltaproduct", ""), ("rwkv7", ""), ("lmm", "linear-c1-one-yaad"),
 )  # fmt: skip
-"""What came after Titans; one seed."""
+"""Models published after Titans; one seed."""
 MODELS = {
     "parity": (
         *(("lmm", change) for change in _OF_LMM), ("mac", ""), ("mac", "c1-one"), ("mag", ""), ("mag", "c1-one"),

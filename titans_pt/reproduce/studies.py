@@ -42,7 +42,7 @@ SUITES = {
     ),
     "chunks": Measure("chunks", "chunks"),
 }  # fmt: skip
-"""What is measured of models that were trained at 4K."""
+"""Measures of models that were trained at 4K."""
 TINY = SUITES | {
     "babilong": _of_lengths(TINY_BABILONG, 20),
     "text": Measure("text", "perplexity", ("evaluation.perplexity.tokens=131072", "evaluation.perplexity.length=512")),

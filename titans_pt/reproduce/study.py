@@ -1,4 +1,4 @@
-"""What a study consists of: rows (models and variants of them), columns (figures), measures, pictures."""
+"""Parts of a study: rows (models and variants of them), columns (figures), measures, pictures."""
 
 from dataclasses import dataclass, field
 
@@ -62,17 +62,17 @@ class Row:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """What is set over the model's config."""
+        """Settings over those of the model's config."""
         return VARIANTS[self.variant] if self.words is None else self.words
 
     @property
     def key(self) -> str:
-        """As in published.yaml."""
+        """Key of the row in published.yaml."""
         return f"{self.model}/{self.variant}" if self.variant else self.model
 
     @property
     def name(self) -> str:
-        """For a reader."""
+        """Name of the row for a reader."""
         name = NAMES.get(self.model, self.model.upper())
         return f"{name}, {self.change or CHANGES[self.variant]}" if self.variant else name
 

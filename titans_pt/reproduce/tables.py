@@ -15,12 +15,12 @@ from titans_pt.tools.statistics import half_width, standard_error
 
 NOT_RUN = "not run"
 NONE = "-"
-"""What a model cannot have: a memory that is off, where it has none."""
+"""Mark of a figure that a model cannot have, such as that of a memory switched off, if it has none."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """ours: None where nothing was measured; ``why`` then says so. records: of the seeds in it."""
+    """One cell. ours: None where nothing was measured; ``why`` then says so. records: of the seeds in it."""
 
     row: Row
     column: Column
@@ -69,14 +69,14 @@ def cells(study: Study, runs: Sequence[Run], records: Records) -> list[Cell]:
 
 
 def _result(record: dict, column: Column) -> dict | None:
-    """What a column's figure is looked for in; None: it was not measured."""
+    """Result that holds a column's figure; None: it was not measured."""
     if column.measure == TRAINING:
         return None if record["failed"] else record["trained"]
     return record["measured"].get(column.measure)
 
 
 def _why(kept: dict[int, dict], column: Column) -> str:
-    """Why there is no figure."""
+    """Reason why there is no figure."""
     if not kept:
         return NOT_RUN
     if failed := [record["failed"] for record in kept.values() if record["failed"]]:
@@ -123,9 +123,9 @@ def details(found: Sequence[Cell]) -> Table:
 
 
 def behind(study: Study, found: Sequence[Cell]) -> Table | None:
-    """How many nats the mean of each model is behind the best one of a column. The 95 % interval is over streams of the
-    same text, of the seeds whose losses by stream were kept: what all models find hard there is not in it, and neither
-    is how far seeds differ. None where no losses by stream were kept."""
+    """Nats by which the mean of each model is behind the best one of a column. The 95 % interval is over streams of the
+    same text, of the seeds whose losses by stream were kept: it leaves out what all models find hard in that text, and
+    how far seeds differ. None where no losses by stream were kept."""
     columns = []
     for column in study.columns:
         kept = {cell.row: cell.ours for cell in found if cell.column == column and cell.ours}
@@ -148,7 +148,7 @@ def _behind(own: Pooled, best: Pooled) -> str:
 
 
 def rates(runs: Sequence[Run], records: Records) -> Table | None:
-    """How each model's learning rate was chosen; None where none was."""
+    """Table of how each model's learning rate was chosen; None where none was."""
     models = {Row(run.model).name: run for run in runs if run.probes}
     if not models:
         return None

@@ -293,7 +293,7 @@ class Engine:
         return found
 
     def pieces(self) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
-        """What this rank holds of weights and moments, as runs.shards.write_shard takes it; copies on the CPU.
+        """Weights and moments that this rank holds, in the form of runs.shards.write_shard; copies on the CPU.
 
         Not collective. Over all ranks every number is there once.
         """
@@ -393,8 +393,8 @@ class Engine:
 def _one_optimizer_for_all_stages() -> Iterator[None]:
     """Lets DeepSpeed sum bf16 gradients in fp32 under ZeRO 1 with ZeRO's own optimizer.
 
-    That optimizer can (it does so with offloading), but without offloading DeepSpeed takes another, which does not skip
-    steps that are not finite. In bf16, 256 micro-batches lose 2 % of the gradient.
+    ZeRO's own optimizer can (it does with offloading), but without offloading DeepSpeed takes another, which does not
+    skip steps that are not finite. In bf16, 256 micro-batches lose 2 % of the gradient.
     """
     from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 
@@ -407,9 +407,9 @@ def _one_optimizer_for_all_stages() -> Iterator[None]:
 
 
 def _import_deepspeed():
-    """DeepSpeed, quiet, on the CPU where there is no GPU, and without its habit of compiling on the way.
+    """Imports DeepSpeed: quiet, on the CPU if there is no GPU, and without its habit of compiling on the way.
 
-    Its import costs seconds, so only a run that trains pays for it.
+    Its import costs seconds, which only a run that trains pays.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -1,4 +1,4 @@
-"""How often a run reads its data: epochs for the plan, and a warning where one step reads a sample several times."""
+"""Epochs of a run's data for the plan, and a warning if one step reads a sample several times."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Reading:
 
 
 def readings(config: Config, data: TaskData) -> list[Reading]:
-    """What a run to train.max_steps reads: of all its data; of a mixture each source in turn."""
+    """Readings of a run to train.max_steps: of all its data; of a mixture each source in turn."""
     batch = config.train.batch_tokens // config.data.seq_len
     parts = data.sources or {"the training data": (len(data.train), 1.0)}
     return [

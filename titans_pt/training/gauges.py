@@ -1,4 +1,4 @@
-"""What an operator watches beside the loss: slow ranks, lost time, memory, speed per device."""
+"""Gauges that an operator watches beside the loss: slow ranks, lost time, memory, speed per device."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -41,7 +41,7 @@ MEETING = 10.0
 
 
 class Agent(LocalElasticAgent):
-    """What starts a node's processes and watches them. torch 2.11 to 2.13 call these two methods."""
+    """Agent that starts a node's processes and watches them. torch 2.11 to 2.13 call these two methods."""
 
     def _monitor_workers(self, worker_group):
         result = super()._monitor_workers(worker_group)
@@ -184,7 +184,7 @@ def _store(host: str, port: int) -> TCPStore | None:
 
 
 def _job(environment: Mapping[str, str], program: Sequence[str]) -> str:
-    """What distinguishes jobs on one port."""
+    """Identity of a job among those on one port."""
     words = "\0".join(program).encode()
     return variable(environment, "JOB")[1] or f"titans-{hashlib.sha256(words).hexdigest()[:12]}"
 

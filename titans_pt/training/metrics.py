@@ -1,4 +1,4 @@
-"""What a run reports while it trains: metrics, one JSON object per line, and a progress bar."""
+"""Reports of a run while it trains: metrics, one JSON object per line, and a progress bar."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ from titans_pt.tools.sealed import seal, unseal
 
 log = logging.getLogger(__name__)
 _FIGURES = {"train": ("loss",), "validation": ("validation_loss",)}
-"""What others read from records of these kinds."""
+"""Entries that others read from records of these kinds."""
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 FLOP/s of known GPUs (SXM), by a part of their name."""
 

@@ -1,4 +1,5 @@
-"""What a training run will need, before it starts: the grid of ranks, the batch, and an estimate of memory per rank."""
+"""Requirements of a training run, before it starts: the grid of ranks, the batch, and an estimate of memory per
+rank."""
 
 import contextlib
 import os
@@ -145,7 +146,7 @@ def make_plan(task: Task, ranks: int | None = None, gpu: bool | None = None) -> 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a whole training takes. tokens: steps of samples. flops: as titans_pt.layers.flops counts. disk: bytes of
+    """Cost of a whole training. tokens: steps of samples. flops: as titans_pt.layers.flops counts. disk: bytes of
     the checkpoints kept. read: tokens that the blocks read."""
 
     parameters: int
@@ -162,7 +163,7 @@ class Cost:
         )
 
     def gpu_hours(self, mfu: float) -> float:
-        """On one H100 that reaches the share ``mfu`` of its dense bf16 peak."""
+        """GPU-hours on one H100 that reaches the share ``mfu`` of its dense bf16 peak."""
         return self.flops / (mfu * PEAK_FLOPS["H100"] * 3600)
 
 
@@ -212,7 +213,7 @@ def _model_bytes(config: Config, own: int, learned: int, replicas: int, accumula
 
 
 def _activation_bytes(task: Task, micro: int, gpu: bool) -> dict[str, int]:
-    """What a micro-batch keeps for the backward pass, by what the real blocks keep."""
+    """Bytes that a micro-batch keeps for the backward pass, as the real blocks keep them."""
     config = task.config
     m, tensor, steps, samples = config.model, config.parallel.tensor, config.data.seq_len, micro
     steps //= config.parallel.context

@@ -1,4 +1,4 @@
-"""Where a training step's time goes: a torch.profiler trace in the run folder, and shares by kind of work."""
+"""Time of a training step: a torch.profiler trace in the run folder, and shares by kind of work."""
 
 import logging
 import re
@@ -58,7 +58,7 @@ def start_profile() -> profile:
 
 
 class Stopwatch:
-    """Where the seconds of a step went: what passes between two marks belongs to the second.
+    """Seconds of a step by part: the time between two marks belongs to the second.
 
     On a GPU it records events in the stream and waits for them only in :meth:`seconds`.
     """

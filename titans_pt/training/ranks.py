@@ -19,8 +19,8 @@ T = TypeVar("T")
 JOINING = 300.0
 """Seconds for which a process waits for the others of its job to start, at least."""
 PATIENCE = timedelta(days=7)
-"""How long an exchange between ranks may take. The backends' own timeouts would end a process without saying where the
-others stand, and a job that was suspended for longer as soon as it continues."""
+"""Longest time that an exchange between ranks may take. The backends' own timeouts would end a process without saying
+where the others stand, and would end a suspended job as soon as it continues."""
 
 
 class Ranks:
@@ -38,7 +38,7 @@ class Ranks:
     def on_first(self, action: Callable[[], T]) -> T:
         """Runs ``action`` on rank 0 alone; every rank gets its result, or raises its exception.
 
-        So all ranks fail together, and none waits for one that has stopped.
+        All ranks then fail together, and none waits for one that has stopped.
         """
         answer: list = [None, None]
         failure = None

@@ -1,4 +1,4 @@
-"""Where a run begins: at step 0, or at a checkpoint that its settings can continue."""
+"""Start of a run: at step 0, or at a checkpoint that its settings can continue."""
 
 import logging
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins.
+    """Start of a run.
 
     config: the task's settings, as the run began with them.
-    checkpoint, state: what it continues from; None: it starts.
+    checkpoint, state: the checkpoint that it continues; None: it starts.
     branch: later checkpoints were set aside for it (train.resume=STEP).
-    weights: what a run that starts takes its first weights from; None: it draws them.
+    weights: source of the first weights of a run that starts; None: it draws them.
     """
 
     config: Config
@@ -127,7 +127,7 @@ def _chosen(config: Config, folder: RunFolder, step: int) -> Path:
 def check_resumable(path: Path, state: TrainerState, task: Task, config: Config, identity: dict[str, str]):
     """Refuses settings that would make the run another one; logs all other changes.
 
-    The position in the data is a number of samples in an order made from run.seed, data.seq_len and the data, so
+    The position in the data is a number of samples in an order made from run.seed, data.seq_len and the data:
     these must stay. Another batch, number of ranks, ZeRO stage or precision continues at the same sample.
 
     Raises:

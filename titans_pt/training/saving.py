@@ -1,4 +1,4 @@
-"""When a run writes checkpoints and deletes old ones."""
+"""Times at which a run writes checkpoints and deletes old ones."""
 
 import logging
 import threading
@@ -132,7 +132,7 @@ class Saver:
                         "same command to continue from step %d", path, self.folder.checkpoints, state.step)  # fmt: skip
 
     def _gather(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """On rank 0 model and optimiser as checkpoints.save takes them, empty on the others."""
+        """Gathers model and optimiser on rank 0, in the form of checkpoints.save; the other ranks get empty ones."""
         self.watch.at(f"the checkpoint of step {step}, gathering")
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
@@ -148,8 +148,8 @@ class Saver:
     def give_up(self):
         """Ends the run for good after steps that were not finite.
 
-        The same settings would lead here again, so no launcher should start it again by itself: the weights before
-        these steps may already be ruined, and every checkpoint written now would push out a healthy one.
+        No launcher should restart the run by itself, because the same settings would lead here again: the weights
+        before these steps may already be ruined, and every checkpoint written now would push out a healthy one.
 
         Raises:
             Diverged: always.

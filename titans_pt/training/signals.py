@@ -25,8 +25,8 @@ class StopSignals:
     end. Under nohup SIGHUP stays ignored: the run outlives its terminal.
 
     The first Ctrl-C says at once what happens. The third raises KeyboardInterrupt, for users who do not want to wait
-    for the checkpoint; the second does not, since torchrun passes on the Ctrl-C that its processes get from the
-    terminal, too.
+    for the checkpoint; the second does not, because torchrun passes on the Ctrl-C that its processes also get from the
+    terminal.
     """
 
     def __init__(self):

@@ -27,7 +27,7 @@ from titans_pt.tools.tensor_files import check_sums
 
 log = logging.getLogger(__name__)
 EXPORTED = "model."
-"""What names have before ours in an exported folder."""
+"""Prefix of parameters' names in an exported folder, before ours."""
 _REMEDY = "make the settings alike, or name what is to start fresh in train.init_fresh"
 
 
@@ -81,7 +81,8 @@ def counted_rows(model: nn.Module) -> dict[str, int]:
 
 
 def find_weights(given: str) -> Weights:
-    """What ``train.init_from`` names: a run (its newest complete checkpoint), a checkpoint, or an exported folder.
+    """Finds the weights that ``train.init_from`` names: in a run (its newest complete checkpoint), a checkpoint, or an
+    exported folder.
 
     Raises:
         UserError: it is none of them, or damaged.
