@@ -29,7 +29,7 @@ _OS_REMEDIES = {
     errno.EISDIR: ("a file belongs there: move the folder away", "another place"),
     errno.ENOTDIR: ("a part of the path is a file", "another place"),
 }
-"""What to do, or what is the matter, and what to set the command's WRITES to."""
+"""Remedy or cause, and value to set the command's WRITES to."""
 _CPU_OUT_OF_MEMORY = r"can't allocate memory|not enough memory"
 _LOST_PEER = r"connection (closed|reset|refused)|broken pipe|socket closed|remote process exited|ncclRemoteError"
 
@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> int:
     """Runs a command line (without the program's name) and returns its exit status; errors go to stderr.
 
     0: done. 1: a bug of ours (with a traceback). 2: an error that the user can fix, in one line.
-    128 + n: stopped by signal n, after a checkpoint; SIGPIPE: whoever read the output has gone.
+    128 + n: stopped by signal n, after a checkpoint; SIGPIPE: the reader of the output has gone.
     """
     if instruction := os.environ.get(COMPLETION):
         from click.shell_completion import shell_complete
@@ -137,7 +137,7 @@ def _runtime_error(error: RuntimeError) -> int:
 def _fail(message: str, status: int = EXIT_USER, patience: float = 5.0) -> int:
     """Prints ``message`` as one line. Under torchrun, ranks other than 0 wait ``patience`` seconds first.
 
-    Most errors hit all ranks, and torchrun stops the others as soon as one has failed: so the line appears once, and
+    Most errors hit all ranks, and torchrun stops the others as soon as one has failed: the line then appears once, and
     an error of a single rank still appears.
     """
     if rank := place(strict=False).rank:

@@ -15,7 +15,7 @@ class Registry(Generic[T]):
     """Classes of one kind (mixers, tasks), each with a ``name``.
 
     A name is looked up among the registered classes (:meth:`register`), then as a module of ``package``: the file
-    NAME.py there registers the class NAME. So adding one is adding a file, and a class that lives elsewhere registers
+    NAME.py there registers the class NAME. Adding one is adding a file. A class that lives elsewhere registers
     itself when its module is imported (``run.imports`` names such modules).
 
     Args:
@@ -58,7 +58,7 @@ class Registry(Generic[T]):
         return sorted(self._found)
 
     def built_in(self) -> list[str]:
-        """Those of :meth:`names` that are files of the package."""
+        """Names that are files of the package."""
         return [name for name in self.names() if self._found[name].__module__.startswith(f"{self.package}.")]
 
     def _files(self) -> list[str]:

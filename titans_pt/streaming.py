@@ -19,7 +19,7 @@ from titans_pt.token_plans import put_on
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's tensors are; CPU for a model without any."""
+    """Device of the model's tensors; CPU for a model without any."""
     first = next(chain(model.parameters(), model.buffers()), None)
     return torch.device("cpu") if first is None else first.device
 
@@ -31,10 +31,10 @@ def best_device(local_rank: int = 0) -> str:
 
 
 def padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Prompts of different lengths as one batch, filled up on the left.
+    """Pads prompts of different lengths on the left to one batch.
 
-    What is filled in is read as a document of its own before the prompt, of which a model sees nothing once the prompt
-    begins: its memory starts there, and so do its windows and convolutions.
+    Padding is read as a document of its own before the prompt, of which a model sees nothing once the prompt
+    begins: its memory, windows and convolutions start there.
 
     Returns:
         ids (B, T) int64, and reset (B, T) bool, True where a prompt begins; :func:`prefill` takes both.

@@ -158,8 +158,8 @@ def compiled_blocks():
 
 
 def _gated_delta_rule(x: dict[str, Tensor]) -> Callable[[], Tensor]:
-    # eta as its step, alpha as its decay: any numbers in (0, 1) take as long. linear_memory knows where its kernels are
-    # wrong (some versions of triton) and says so.
+    # eta serves as its step, alpha as its decay: any numbers in (0, 1) take as long. linear_memory reports the versions
+    # of triton whose kernels are wrong.
     return lambda: linear_memory(x["q"], x["k"], x["v"], torch.log1p(-x["alpha"]), x["eta"], backend="fla")[0]
 
 
@@ -186,7 +186,7 @@ def work(length: int, batch: int, expansion: int, itemsize: int) -> tuple[float,
 
 
 def _reason(name: str, expansion: int, build, chunk: int, device: str, dtype: torch.dtype) -> str:
-    """Why an implementation is not timed; empty if it may be."""
+    """Reason why an implementation is not timed; empty if it may be."""
     if name.startswith("fla") and find_spec("fla") is None:
         return "flash-linear-attention is not installed"
     if name.startswith(("fla", "triton")) and device != "cuda":
@@ -200,7 +200,7 @@ def _reason(name: str, expansion: int, build, chunk: int, device: str, dtype: to
 
 
 def _check(name: str, expansion: int, build, chunk: int, device: str, dtype: torch.dtype) -> str:
-    """What is wrong with an implementation's outputs and gradients on a short call; empty if nothing is.
+    """Error of an implementation's outputs and gradients on a short call; empty if there is none.
 
     The memory: against the dual form in float64. Gated delta rule: outputs against its recurrence. TTT: finite.
     """
@@ -247,14 +247,14 @@ def _exact(x: dict[str, Tensor], chunk: int, seed: Tensor, rounded: int | None =
 
 
 def _limits(x: dict[str, Tensor], exact: list[Tensor], chunk: int, seed: Tensor) -> list[float]:
-    """How far off each of ``exact`` an implementation may be: three times as far as the dual form in float64 moves when
-    its inputs and results are rounded to q's dtype, and at least TOLERANCES."""
+    """Largest error allowed for each of ``exact``: three times as far as the dual form in float64 moves when its inputs
+    and results are rounded to q's dtype, and at least TOLERANCES."""
     moved = [[_error(a, b) for a, b in zip(_exact(x, chunk, seed, n), exact, strict=True)] for n in range(DRAWS)]
     return [max(TOLERANCES[x["q"].dtype], 3 * max(errors)) for errors in zip(*moved, strict=True)]
 
 
 def _used(name: str, x: dict[str, Tensor]) -> list[Tensor]:
-    """What an implementation differentiates."""
+    """Inputs that an implementation differentiates."""
     if name == "fla gated_delta_rule":
         return [x[n] for n in ("q", "k", "v", "alpha", "eta")]
     if name == "fla ttt_linear":
@@ -328,7 +328,7 @@ def milliseconds(function, device: str, rounds: int) -> float:
 
 
 def measured_ceilings(device: str, dtype: torch.dtype) -> dict[str, float]:
-    """What this machine reaches: a large matrix product (TFLOP/s), a large copy (GB/s, read and written)."""
+    """Ceilings of this machine: a large matrix product (TFLOP/s), a large copy (GB/s, read and written)."""
     n, size = (8192, 1 << 30) if device == "cuda" else (512, 1 << 24)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     matmul = milliseconds(lambda: a @ b, device, 10)

@@ -1,4 +1,4 @@
-"""What the benchmarks ask of their process, and how they leave their rows."""
+"""Setup of the benchmarks' process, and output of their rows."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""What the memory's kernels move and multiply, counted while Triton's interpreter runs them, and what that must cost.
+"""Bytes and FLOPs of the memory's kernels, counted while Triton's interpreter runs them, and their lowest cost.
 
     python -m titans_pt.benchmarks.roofline [--chunk C] [--expansion E] [--length T] [--batch B]
 
@@ -113,7 +113,7 @@ def counting():
 
 
 def count(chunk: int = 64, expansion: int = 4, blocks: int = 2) -> dict[str, Count]:
-    """What each kernel does for one block of one head, in a forward and backward pass of ``blocks`` blocks."""
+    """Bytes and FLOPs of each kernel for one block of one head, in a forward and backward pass of ``blocks`` blocks."""
     from titans_pt.kernels.memory import neural_memory
 
     draw = torch.Generator().manual_seed(0)

@@ -38,7 +38,7 @@ def benchmark_stream(out: Path, config: Config, tokens: int, stretches: int):
 
     Random tokens, untrained weights (speed and memory do not depend on them), one row, bf16 on a GPU and fp32 on a CPU,
     in pieces of evaluation.prefill_tokens. One more stretch is read before, to warm up. A machine's speed drifts in the
-    minutes that it takes, so at last TURNS short stretches from the very start and from the end take turns.
+    minutes that this takes: at last TURNS short stretches from the very start and from the end take turns.
 
     Raises:
         UserError: fewer tokens than stretches.

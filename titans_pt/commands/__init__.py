@@ -24,7 +24,7 @@ COMPLETION = "_TITANS_COMPLETE"
 """The environment variable in which a shell asks for completions, as the script of ``titans completion`` makes it."""
 
 SUBJECT = "titans_pt.subject"
-"""Where a context's ``meta`` keeps the CONFIG or RUN that a command works on, for errors that name no file."""
+"""Key in a context's ``meta`` of the CONFIG or RUN that a command works on, for errors that name no file."""
 
 
 class Commands(Mapping[str, click.Command]):

@@ -32,7 +32,7 @@ class Checked(click.ParamType):
 
 
 MOST = 2**63 - 1
-"""What counts, seeds and positions may be: what 64 bits hold."""
+"""Largest value of counts, seeds and positions: 64 bits hold it."""
 
 
 def whole(least: int) -> Checked:

@@ -119,7 +119,7 @@ _STUDIES = {"recall": "recall", "needles": "needles"}
 
 
 def mixers_of(model: str) -> list[str]:
-    """What model.mixers is for a model that --models names: ``mamba+swa`` has the two in turns.
+    """Value of model.mixers for a model that --models names: ``mamba+swa`` has the two in turns.
 
     Raises:
         UserError: one of them is unknown.
@@ -131,7 +131,7 @@ def mixers_of(model: str) -> list[str]:
 
 
 def _mixers_in(config: str) -> list[str] | None:
-    """What a config of the package says of model.mixers itself."""
+    """Value of model.mixers that a config of the package sets itself."""
     from titans_pt.config.yaml import parse_yaml  # not at the top: layers do without PyYAML
 
     tree = usual(parse_yaml(packaged()[config].read_text(encoding="utf-8"), config))

@@ -77,7 +77,7 @@ def _with_sections(section: type[Section], registry: Registry) -> type[Section]:
 
 
 def json_schema(tree: type[Section] | None = None) -> JsonSchemaValue:
-    """What a YAML file of settings may hold, as a JSON schema (draft 2020-12) with the docs as descriptions.
+    """JSON schema (draft 2020-12) of a YAML file of settings, with the docs as descriptions.
 
     Rules that join several settings (d_model is a multiple of n_heads) are the program's to check. ``tree`` is
     :func:`whole_tree` by default.

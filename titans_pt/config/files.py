@@ -40,8 +40,8 @@ def load_config(name: str | Path, overrides: Sequence[str] = (), model: bool = T
 
 
 def load_stored(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """As :func:`load_config`, of the config.yaml in a run's folder, which an earlier version may have written: what it
-    lacks is what that version did."""
+    """Loads the config.yaml of a run's folder, as :func:`load_config`. An earlier version may have written it: settings
+    that it lacks get the values that stand for that version's behaviour."""
     return validated(as_stored(_merged(Path(path))), overrides, model=True)
 
 
@@ -129,7 +129,7 @@ def _layers(path: Path, seen: tuple[Path, ...]) -> Iterator[tuple[Path, dict]]:
 
 
 def _merged(path: Path) -> dict:
-    """What a file and its ancestors say."""
+    """Settings of a file and its ancestors."""
     merged: dict = {}
     for _, tree in _layers(path, ()):
         merged = _merge(merged, tree)

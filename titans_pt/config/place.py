@@ -1,4 +1,4 @@
-"""Where a run's folder lies now, and what the paths in its settings mean there.
+"""Place of a run's folder now, and meaning of the paths in its settings there.
 
 A relative path in settings counts from the folder in which the run was started. A run's own config.yaml may be read
 from elsewhere, and a run's folder may have been moved.
@@ -49,7 +49,7 @@ def in_its_place(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _bases(folder: Path, was: str) -> Iterator[Path]:
-    """Where the run may have been started, the likeliest first."""
+    """Folders in which the run may have been started, the likeliest first."""
     folder = Path(os.path.abspath(folder))
     try:
         noted = Path(json.loads((folder / ABOUT).read_text(encoding="utf-8"))[STARTED_IN])

@@ -1,4 +1,4 @@
-"""What a word without quotes means: it depends on the setting that it is given to.
+"""Meaning of a word without quotes: it depends on the setting that it is given to.
 
 The numbers, booleans and nulls are YAML 1.2's (core schema); PyYAML's own are those of YAML 1.1, where ``no`` is false,
 ``2026-01-05`` a date, ``1:30`` the number 90 and ``1e6`` a string.
@@ -22,7 +22,7 @@ class Plain(str):
     """A word (scalar) that was written without quotes."""
 
     def read(self, kinds: set[type]) -> Any:
-        """The word as the first of null, boolean, number and text that is among ``kinds``, which a setting may be.
+        """Reads the word as the first of null, boolean, number and text among ``kinds``, which a setting may be.
 
         A whole number may be written as 1e6. A word that is none of them is read as YAML reads it, for the message.
         Null is never a text: a setting that cannot be null says so.
@@ -41,7 +41,7 @@ class Plain(str):
 
     @property
     def usual(self) -> Any:
-        """What YAML 1.2 makes of it (and of digits with underscores between, as YAML 1.1 does)."""
+        """Value of the word in YAML 1.2 (digits with underscores between are read as in YAML 1.1)."""
         if self in _NULLS:
             return None
         if self in _BOOLEANS:

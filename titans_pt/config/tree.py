@@ -17,10 +17,10 @@ NeedleTask = Literal[
     "niah_multivalue", "niah_multiquery",
 ]  # fmt: skip
 NEEDLE_TASKS: tuple[str, ...] = get_args(NeedleTask)
-"""What ``evaluation.needle.tasks`` may name; titans_pt.evaluation.ruler builds exactly these."""
+"""Names that ``evaluation.needle.tasks`` may list; titans_pt.evaluation.ruler builds exactly these."""
 
 GenomeName = Literal["ecoli", "worm-x", "human-x"]
-"""What ``data.sources`` kind=genome may name; titans_pt.genomics.genomes has exactly these."""
+"""Names of genomes for ``data.sources`` kind=genome; titans_pt.genomics.genomes has exactly these."""
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -67,7 +67,7 @@ class Section(BaseModel):
 
 
 class NoSettings(Section):
-    """For mixers, tasks and memory rules without settings of their own."""
+    """Empty section of mixers, tasks and memory rules without settings of their own."""
 
 
 class RunConfig(Section):
@@ -158,7 +158,7 @@ class TokenizerConfig(Section):
     """Begin each document with bos, in training and wherever the run's model reads a text from its start. Every
     document ends with eos."""
     lossy: Literal["warn", "refuse"] = "warn"
-    """For a tokenizer whose decoding differs from the text, such as one that drops line breaks. warn: ``titans
+    """Treatment of a tokenizer whose decoding differs from the text, such as one that drops line breaks. warn: ``titans
     prepare`` names the loss and counts the documents that changed. refuse: it stops."""
     train_characters: Positive = 20_000_000
     """Maximum number of characters of the text to train a tokenizer on."""
@@ -180,12 +180,12 @@ class DataConfig(Section):
     dir: PathName = "data/default"
     """Folder of the token files that ``titans prepare`` writes and training reads."""
     sources: Annotated[list[SourceConfig], Field(min_length=1)] = [SourceConfig()]
-    """Where the text comes from. The default is one source: the documentation that ships with Python."""
+    """Sources of the text. The default is one source: the documentation that ships with Python."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer of the text."""
     bad_input: Literal["refuse", "skip"] = "refuse"
-    """For unreadable input (a truncated file, bytes that are not UTF-8, a row without the text column). refuse: stop
-    and name it. skip: leave it out, count it, and list it in rejected.jsonl of ``dir``."""
+    """Treatment of unreadable input (a truncated file, bytes that are not UTF-8, a row without the text column).
+    refuse: stop and name it. skip: leave it out, count it, and list it in rejected.jsonl of ``dir``."""
     near_duplicates: Annotated[float, Field(ge=0.5, le=1.0)] | None = None
     """Drop a document whose Jaccard similarity with an earlier one is at least about this: the share of their sequences
     of five tokens that both have, estimated by MinHash (0.8 is usual). Null: drop only identical texts."""
@@ -228,7 +228,7 @@ class DataConfig(Section):
 
     @property
     def every_source(self) -> list[SourceConfig]:
-        """Those for validation first: of documents that are equal, the first is kept."""
+        """All sources, those for validation first: of documents that are equal, the first is kept."""
         return [*self.validation_sources, *self.sources]
 
 
@@ -258,10 +258,10 @@ class CachingConfig(Section):
     beside its own, and a stream's state holds as many weight sets more. A cached memory of the usual shape has the size
     of the keys and values of 256 tokens: shorter segments save nothing."""
     drop: Literal["oldest", "spread"] = "oldest"
-    """Which cache goes when there are more than ``slots``. oldest: the newest stay. spread: the one whose neighbours
-    are closest to each other for its age; those that stay lie the farther apart the older they are."""
+    """Cache that goes when there are more than ``slots``. oldest: the newest stay. spread: the one whose neighbours
+    are closest to each other for its age; the remaining caches lie the farther apart the older they are."""
     shares: Literal["gated", "sparse", "average", "sum"] = "gated"
-    """What the running memory and each cache count. gated (GRM): softmax of a learned vector of the token times the
+    """Weights of the running memory and of each cache. gated (GRM): softmax of a learned vector of the token times the
     mean key of each one's segment. sparse (SSC): the same among the running memory and the ``top`` caches; all of them
     are computed nevertheless. average: decay^age, divided by the sum of them. sum: 1 each. Both have no parameters."""
     top: Positive = 4
@@ -296,7 +296,7 @@ class MemoryConfig(Section):
     __pydantic_extra__: dict[str, dict[str, Any]]
 
     rule: str = "titans"
-    """What the memory learns by, by name. titans: the squared error. yaad: a Huber loss, which outliers move less.
+    """Learning rule of the memory. titans: the squared error. yaad: a Huber loss, which outliers move less.
     moneta: an l_p loss, weights held by an l_q norm. memora: weights that are distributions. dot: Hebb's, without
     correction. muon: one orthogonal step a chunk; lact: that by Hebb's loss, at constant lengths of weights. omega: a
     token writes a window; atlas: that with muon's steps. dgd: a token replaces what weights held along its inputs. All
@@ -323,9 +323,9 @@ class MemoryConfig(Section):
     forgetting: bool = True
     """False: alpha = 0."""
     forget_to: Literal["start", "zero"] = "start"
-    """Where alpha pulls the weights. start, the weights with which the document began: M = (1 - alpha) (M - M_0) + M_0
-    + S. zero, as the paper prints it: M = (1 - alpha) M + S. Small weights under the LayerNorm make inner steps large:
-    a memory that forgot to zero may not learn again, and outer gradients explode."""
+    """Target of alpha's pull on the weights. start: those with which the document began, M = (1 - alpha) (M - M_0) +
+    M_0 + S. zero, as the paper prints it: M = (1 - alpha) M + S. Small weights under the LayerNorm make inner steps
+    large: a memory that forgot to zero may not learn again, and outer gradients explode."""
     gates: Literal["hard", "sigmoid"] = "sigmoid"
     """hard: theta and alpha are a sigmoid stretched to (-0.05, 1.05) and clipped to [0, 1]; they can close and open
     fully. sigmoid: they only approach 0 and 1. eta is a sigmoid in both. A theta that is free has no gate."""
@@ -495,7 +495,7 @@ class ModelConfig(Section):
 
     @property
     def embedding_factor(self) -> float:
-        """What embeddings are multiplied by."""
+        """Factor of embeddings."""
         return self.d_model**0.5 if self.embedding_scale is None else self.embedding_scale
 
     @property
@@ -820,7 +820,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     """Steps, batch, optimiser, checkpoints."""
     parallel: ParallelConfig = ParallelConfig()
-    """How the model and the batch are split over ranks."""
+    """Split of the model and the batch over ranks."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Settings of ``titans evaluate`` and of evaluations during training."""
     wandb: WandbConfig = WandbConfig()

@@ -54,7 +54,7 @@ _ALLOWED = {
     "bool_type": "true or false",
     "string_type": "a text",
 }
-"""What is allowed, by pydantic's names of errors whose own words are Python's."""
+"""Allowed values, by pydantic's names of errors whose own words are Python's."""
 
 
 def _with_alternatives_joined(errors: list[ErrorDetails]) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def _short(value: Any) -> str:
 
 
 def unknown_key(path: str, given: Any, known: list[str], flat: bool = False) -> str:
-    """What is wrong with a key that is no setting.
+    """Message for a key that is no setting.
 
     Args:
         flat: the key itself has dots, as on the command line.

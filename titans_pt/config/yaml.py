@@ -108,7 +108,7 @@ for _kind, _pattern in (("float", FLOAT), ("int", INT)):
 
 @lru_cache(maxsize=256)
 def _loaded(text: str) -> Any:
-    """What ``text`` holds. Many configs inherit from the same few, and a study loads hundreds."""
+    """Content of ``text``. Many configs inherit from the same few, and a study loads hundreds."""
     return yaml.load(text, _Loader)
 
 

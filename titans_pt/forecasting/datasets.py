@@ -40,8 +40,8 @@ CHANNELS = {"elecdemand": 2, "simbench-generation": 42, "simbench-loads": 96, "E
 
 
 def channels_of(series: str, columns: Sequence[str] | None = None, date_column: str | None = None) -> int | None:
-    """How many channels a series will have, without reading it: by its name, or the first lines of its file. None
-    where there is no such file.
+    """Number of channels of a series, without reading it: by its name, or by the first lines of its file. None if there
+    is no such file.
 
     Raises:
         UserError: the file's first lines are wrong.

@@ -47,14 +47,14 @@ class Series:
 
     @property
     def spacing(self) -> str | None:
-        """How far rows are apart, for a reader; None without dates."""
+        """Spacing of the rows, for a reader; None without dates."""
         if not self.dates:
             return None
         months = _months(self.dates)
         return f"{months} month{'s' * (months > 1)}" if months else str(usual_step(self.dates))
 
     def following(self, count: int) -> list[str]:
-        """What the ``count`` rows behind the last are called: dates that go on, or numbers of rows."""
+        """Names of the ``count`` rows behind the last: dates that go on, or numbers of rows."""
         rows = len(self.values)
         if not self.dates:
             return [str(rows + i) for i in range(count)]

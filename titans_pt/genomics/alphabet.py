@@ -12,12 +12,12 @@ FIRST = len(SPECIALS)
 BOS, EOS, PAD, UNKNOWN = SPECIALS.index("[BOS]"), SPECIALS.index("[SEP]"), SPECIALS.index("[PAD]"), TOKENS.index("N")
 
 CODES = b"ACGTUNRYSWKMBDHV-."
-"""What IUPAC lets stand for a nucleotide, an ambiguous one, or a gap."""
+"""Letters that IUPAC uses for a nucleotide, an ambiguous one, or a gap."""
 UPPER = bytes(range(256)).upper()
 ONLY_LETTERS = bytes(byte if byte in LETTERS else ord("N") for byte in UPPER)
-"""For bytes.translate: lower case becomes upper case, everything but A, C, G, T becomes N."""
+"""Table for bytes.translate: lower case becomes upper case, everything but A, C, G, T becomes N."""
 COMPLEMENTS = bytes.maketrans(b"ACGTacgt", b"TGCAtgca")
-"""For bytes.translate."""
+"""Table for bytes.translate: each base becomes the other strand's."""
 
 ENCODED = np.full(256, UNKNOWN, dtype=np.uint8)
 """Byte -> id; what is no base, in either case, is N."""

@@ -1,4 +1,4 @@
-"""What a set gives away without a model: class frequencies, lengths, copies, and counts of short words."""
+"""Baselines of a set without a model: class frequencies, lengths, copies, and counts of short words."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

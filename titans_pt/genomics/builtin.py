@@ -73,7 +73,7 @@ SETS: dict[str, Callable[[], LabelledSet]] = {"coding": coding, "splice": splice
 SOURCES = {
     "coding": (packages.CCT,), "splice": (packages.MLBENCH,), "worm-human": (packages.BSGENOME, packages.SMALT),
 }  # fmt: skip
-"""What each set is made from."""
+"""Packages that each set is made from."""
 
 
 def _windows(found: dict[str, tuple[bytes, np.ndarray]], width: int, most: int | None = None) -> LabelledSet:

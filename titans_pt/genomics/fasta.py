@@ -96,7 +96,7 @@ def _record(path: Path, header: bytes, line: int, lines: list[bytes]) -> Record 
 
 
 def _problem(counts: np.ndarray, length: int) -> str | None:
-    """Why letters with these frequencies are no nucleotides; None if they are."""
+    """Reason why letters with these frequencies are no nucleotides; None if they are."""
     foreign = [byte for byte in np.flatnonzero(counts) if byte not in CODES]
     shown = ", ".join(repr(chr(byte)) if byte < 128 else f"byte {byte}" for byte in foreign[:_SHOWN])
     if any(not (byte < 128 and (chr(byte).isalpha() or chr(byte) == "*")) for byte in foreign):

@@ -10,7 +10,7 @@ from titans_pt.genomics.alphabet import FIRST
 ORDERS = 12
 """The longest context, in bases."""
 STRENGTHS = tuple(4.0**n for n in range(9))
-"""How many observations a shorter context's prediction counts as, to choose from for each order."""
+"""Numbers of observations that a shorter context's prediction may count as; one is chosen for each order."""
 _MOST = 11
 """Bases of a counted context, with the next one: 4^12 numbers, 134 MB."""
 
@@ -76,7 +76,8 @@ def _codes(bases: np.ndarray, known: np.ndarray, order: int) -> tuple[np.ndarray
 
 
 def _counts(train: np.ndarray, asked: np.ndarray, order: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often each of ``asked``, and its context with any base, is among ``train``; codes of order + 1 bases."""
+    """Number of times that each of ``asked``, and its context with any base, is among ``train``; codes of order + 1
+    bases."""
     if order < _MOST + 1:
         counts = np.bincount(train, minlength=4 ** (order + 1))
         return counts[asked], counts.reshape(-1, 4).sum(1)[asked >> 2]

@@ -19,7 +19,7 @@ from titans_pt.errors import UserError
 from titans_pt.tools.files import check_room
 
 MIRROR = "http://deb.debian.org/debian"
-"""Where TITANS_DEBIAN_MIRROR does not name another one. Packages are compared with their SHA-256."""
+"""Default mirror, without TITANS_DEBIAN_MIRROR. Packages are compared with their SHA-256."""
 
 
 @dataclass(frozen=True)

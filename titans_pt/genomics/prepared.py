@@ -115,7 +115,7 @@ def read(folder: Path) -> PreparedSet:
 
 
 def told(manifest: dict[str, Any], folder: Path) -> str:
-    """What a set holds and what it gives away, for the reader."""
+    """Description of a set and of its baselines, for the reader."""
     lines = [f"{folder}: {len(manifest['classes'])} classes ({', '.join(manifest['classes'])})"]
     for name, counts in manifest["counts"].items():
         least, usual, most = manifest["lengths"][name]

@@ -125,7 +125,7 @@ def _split(folder: Path, split: str, given: str, letters: dict[str, int]) -> dic
 
 
 def _pieces(path: Path, letters: dict[str, int]) -> Iterator[bytes | Interval]:
-    """What a file of one class holds."""
+    """Sequences or intervals in a file of one class."""
     if is_fasta(path):
         yield from _of_fasta(path, letters)
     elif path.name.endswith((".csv", ".csv.gz")):

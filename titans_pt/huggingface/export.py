@@ -75,7 +75,7 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
 
 
 def _replaced(folder: Path) -> list[Path]:
-    """What an earlier export left in ``folder``, config.json first.
+    """Files of an earlier export in ``folder``, config.json first.
 
     Raises:
         UserError: a file, a run, or a model or a tokenizer that is no export.
@@ -101,7 +101,7 @@ def _carried(path: Path) -> bool:
 
 
 def _model_type(config: Path) -> str | None:
-    """What a config.json says; None without one, or where it is none."""
+    """Model type in a config.json; None without one, or for another kind of file."""
     try:
         return json.loads(config.read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError):
@@ -109,7 +109,7 @@ def _model_type(config: Path) -> str | None:
 
 
 def published(config: Config) -> dict:
-    """What an exported folder tells of a run's settings: all that the model and its tokenizer need, no path of this
+    """Settings of a run for an exported folder: all that the model and its tokenizer need, no path of this
     machine, and nothing of the user."""
     tree = config.model_dump(mode="json")
     tokenizer = {key: tree["data"]["tokenizer"][key] for key in ("eos_token", "add_bos")}

@@ -39,7 +39,7 @@ _PARTS = {
     "mlp.gate_proj.weight": "mlp.gate.weight", "mlp.up_proj.weight": "mlp.up.weight",
     "mlp.down_proj.weight": "mlp.down.weight",
 }  # fmt: skip
-"""What a layer's parameter begins with -> ours."""
+"""Prefix of a parameter's name in their layers -> ours."""
 _ENDS = {"model.embed_tokens.weight": "embedding.weight", "model.norm.weight": "norm.weight",
          "lm_head.weight": "head.weight"}  # fmt: skip
 _OUT_BIAS = "self_attn.o_proj.bias"
@@ -242,7 +242,7 @@ def _named(model: torch.nn.Module, config: Any, path: Path) -> Iterator[tuple[st
             yield _ENDS[name], p
             continue
         _, _, layer, part = name.split(".", 3)
-        if part == _OUT_BIAS:  # Llama's attention_bias gives the output projection one, too
+        if part == _OUT_BIAS:  # Llama's attention_bias also gives the output projection one
             if bool(p.count_nonzero()):
                 raise UserError(f"{path}: {name} is not zero; titans-pt's output projection has no bias, so import "
                                 "another model")  # fmt: skip

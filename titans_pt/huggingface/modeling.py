@@ -27,8 +27,8 @@ from titans_pt.token_plans import put_on
 MODELING = "modeling_titans"
 """This file's name, without .py, in exported folders."""
 LONGEST = 1 << 20
-"""The tokenizer's model_max_length. No text is too long for a memory, but tools that find no number cut at their own,
-and some fill up to it, so it has to be finite."""
+"""Value of the tokenizer's model_max_length. No text is too long for a memory, but tools that find no number cut at
+their own, and some pad to it: it has to be finite."""
 _UNSERVED = {
     "inputs_embeds": "the model reads token ids; pass input_ids",
     "output_attentions": "a memory has no attention weights; leave it out",
@@ -96,7 +96,7 @@ class TitansConfig(PreTrainedConfig):
 
 @dataclass
 class TitansOutput(ModelOutput):
-    """What a call returns.
+    """Output of a call.
 
     loss: a number, where labels were given. logits: (B, T, vocab_size).
     past_key_values: the state after the last token, by the name under which transformers' own loops look for it.
@@ -115,8 +115,8 @@ class TitansOutput(ModelOutput):
 
 
 class TitansForCausalLM(PreTrainedModel, GenerationMixin):
-    """titans_pt's language model with Hugging Face's call. Prompts of different lengths are filled up on the left, as
-    the tokenizer does it, with an attention mask that says so; the memory begins where the prompt does."""
+    """titans_pt's language model with Hugging Face's call. Prompts of different lengths are padded on the left by the
+    tokenizer, with an attention mask that says so; the memory begins where the prompt does."""
 
     config_class = TitansConfig
     base_model_prefix = "model"
@@ -308,7 +308,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _count(labels: Tensor) -> Tensor:
-    """How many labels (B, T) a loss is the mean of."""
+    """Number of labels (B, T) that a loss is the mean of."""
     return (labels[:, 1:] != -100).sum()
 
 

@@ -1,9 +1,10 @@
 """The source files that a model needs, as an exported folder carries them for ``trust_remote_code``.
 
-transformers copies a folder's modeling file and, flat, the files that it imports relatively. So every module of ours
-that the model imports becomes one file next to it: its dotted name with underscores, its text unchanged but for the
-imports of ours. Triton's kernels, which modules import inside functions, come along; a GPU uses them. Files that are
-not Python (kernels in C), which a module finds as ``Path(__file__).with_name(NAME)``, come along as text in CARRIED.
+transformers copies a folder's modeling file and, flat, the files that it imports relatively. Every module of ours
+that the model imports therefore becomes one file next to it: its dotted name with underscores, its text unchanged but
+for the imports of ours. Triton's kernels, which modules import inside functions, come along; a GPU uses them. Files
+that are not Python (kernels in C), which a module finds as ``Path(__file__).with_name(NAME)``, come along as text in
+CARRIED.
 """
 
 import ast
@@ -195,7 +196,7 @@ def _imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def _imports_for_types(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Those under ``if TYPE_CHECKING:``, which never run: what they name is not carried."""
+    """Imports under ``if TYPE_CHECKING:``, which never run: the modules that they name are not carried."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             yield from (each for line in node.body for each in _imports(line))

@@ -1,4 +1,4 @@
-"""What a look into the memories found, token by token."""
+"""Record of a look into the memories, token by token."""
 
 import warnings
 from dataclasses import dataclass

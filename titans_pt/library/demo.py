@@ -1,4 +1,4 @@
-"""``titans demo``: what a memory and a window still know of eight needles, the longer noise has followed.
+"""``titans demo``: recall of eight needles by a memory and by a window, after more and more noise.
 
 The model comes with the package (titans_pt/pretrained/needles-lmm). It reads one stream in constant memory: needles in
 noise as in its training, then more noise. After 2,048 tokens, 4,096 and so on, a copy of its state is asked for the
@@ -28,17 +28,17 @@ from titans_pt.tools.plots import figure_format, length_axis, new_figure, own_st
 
 MODEL = "needles-lmm"
 NEEDLES, WINDOW = 8, 2048
-"""As the model was trained: needles of a sample, and tokens of the longest."""
+"""Values of the model's training: needles of a sample, and tokens of the longest."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """How many of the needles were known when ``tokens`` had been read, the needles included."""
+    """Numbers of needles known when ``tokens`` had been read, the needles included."""
 
     tokens: int
     memory: int
     window: int
-    """With only the last WINDOW tokens in view."""
+    """Needles known with only the last WINDOW tokens in view."""
 
 
 def demo(tokens: int, seed: int = 0, picture: Path | None = None) -> list[Asked]:
@@ -98,7 +98,7 @@ def _ask(run: LoadedRun, tokens: int, seed: int, done: Callable[[int], object]) 
 
 
 def _stops(tokens: int) -> list[int]:
-    """When the needles are asked for: WINDOW tokens, their doubles below ``tokens``, and ``tokens``."""
+    """Places at which the needles are asked for: WINDOW tokens, their doubles below ``tokens``, and ``tokens``."""
     stops = [WINDOW]
     while 2 * stops[-1] < tokens:
         stops.append(2 * stops[-1])

@@ -86,7 +86,7 @@ class NeuralMemory(memory.NeuralMemory):
         return super().forward(x, state, documents, **more)
 
     def inspect(self, x: Tensor, state: NeuralMemoryState | None = None, reset: Tensor | None = None) -> MemoryFigures:
-        """What the memory makes of each token: its surprise, gates and norms, (B, T, n_heads) each.
+        """Surprise, gates and norms of the memory at each token, (B, T, n_heads) each.
 
         The arguments are those of :meth:`forward`. Token by token in PyTorch: for looking, not for training.
         """
@@ -132,7 +132,7 @@ class _Layer(Mixer):
         return super().forward(x, state, documents)
 
     def inspect(self, x: Tensor, state: Any = None, reset: Tensor | None = None) -> MemoryFigures:
-        """As :meth:`NeuralMemory.inspect`, of the memory in this layer; what it writes of x alone.
+        """Inspects the memory in this layer, as :meth:`NeuralMemory.inspect` does: its writes of x alone.
 
         Raises:
             UserError: the layer has no neural memory.
@@ -261,7 +261,7 @@ def _by_keywords() -> Iterator[None]:
 
 
 def _checked_input(x: Tensor, d_model: int, state: Any, reset: Tensor | None) -> Documents | None:
-    """What ``reset`` says of the sequences in x, once all three fit together."""
+    """Documents that ``reset`` makes of the sequences in x, after a check that all three fit together."""
     if x.dim() != 3 or x.shape[-1] != d_model or x.numel() == 0:
         raise UserError(f"x: given shape {tuple(x.shape)}; allowed: (B, T, {d_model}), at least one row and one token")
     if (given := rows(state)) not in (None, len(x)):

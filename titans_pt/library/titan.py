@@ -14,7 +14,7 @@ from titans_pt.layers.state import fork
 from titans_pt.streaming import best_device, check_draws, prefill, sample
 from titans_pt.tools.extras import needed
 
-# In functions, too: runs have their settings in YAML and a tokenizer, whose packages the layers do without.
+# Imports inside functions: runs have their settings in YAML and a tokenizer, whose packages the layers do without.
 if TYPE_CHECKING:
     from titans_pt.runs.loaded import LoadedRun
 
@@ -24,7 +24,7 @@ PRETRAINED = Path(__file__).parents[1] / "pretrained"
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model has read so far: the logits (1, V) for the next token, and the state of every layer.
+    """State of a model's reading: the logits (1, V) for the next token, and the state of every layer.
 
     Its size does not grow with the text, except for full attention. It belongs to the weights that read.
     """
@@ -116,7 +116,7 @@ class Titan(nn.Module):
         top_p: float = 0.95,
         state: Reading | None = None,
     ) -> str:
-        """Continues ``text``; the defaults are those of ``titans generate``, and so is the text.
+        """Continues ``text``; defaults and text are those of ``titans generate``.
 
         Args:
             text: it may be left out with ``state``.
@@ -153,7 +153,7 @@ class Titan(nn.Module):
                 return "".join(pieces) + decoder.finish()
 
     def load_state(self, path: str | Path) -> Reading:
-        """What :meth:`Reading.save`, or ``titans generate --save-state``, wrote with the same weights.
+        """Loads the file that :meth:`Reading.save`, or ``titans generate --save-state``, wrote with the same weights.
 
         Raises:
             UserError: not such a file, a damaged one, or one of other weights.
@@ -172,7 +172,7 @@ class Titan(nn.Module):
 
 
 def _loaded(path: Path, device: str | torch.device, precision: str | None) -> "LoadedRun":
-    """What :meth:`Titan.from_pretrained` may be given, as a loaded run."""
+    """Loads the argument of :meth:`Titan.from_pretrained` as a run."""
     from titans_pt.runs import checkpoints
     from titans_pt.runs.folder import RunFolder
     from titans_pt.runs.loaded import load_run

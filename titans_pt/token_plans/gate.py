@@ -11,7 +11,7 @@ from titans_pt.token_plans.plan import Unplanned, plain, weight_of
 
 
 def gate_step(gate: nn.Module, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Callable[[], object]]:
-    """What the gate makes of x and the branches a, b, (B, d_model) like them, and the step that fills it."""
+    """Output of the gate for x and the branches a, b, (B, d_model) like them, and the step that fills it."""
     gate = plain(gate, BranchGate)
     if gate.linear is None:
         raise Unplanned

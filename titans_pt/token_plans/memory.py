@@ -74,7 +74,7 @@ def recall_step(memory: nn.Module, queries: Tensor) -> tuple[Callable[[tuple[Ten
 
 
 def projection_map(projection: nn.Module, x: Tensor) -> Map:
-    """What a projection makes of a token x (B, d_model), heads side by side."""
+    """Output of a projection for a token x (B, d_model), heads side by side."""
     projection = plain(projection, Projection)
     weight, conv = weight_of(projection.linear), plain(projection.conv, ShortConvolution)
     unit = len(weight) // projection.n_heads if projection.unit else 0
@@ -84,7 +84,7 @@ def projection_map(projection: nn.Module, x: Tensor) -> Map:
 def _gates_step(
     gates: MemoryGates, raw: Tensor, v: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], object]]:
-    """What the gates make of their linear layer's output, (B, n), and the values, (B, d_model), as (B, 1, H, 1 or L)
+    """Gates from their linear layer's output, (B, n), and the values, (B, d_model), as (B, 1, H, 1 or L)
     each, and the step that fills them."""
     config = gates.config
     if gates.alpha_out is not None:

@@ -1,4 +1,4 @@
-"""Which mixers have a plan: found by class."""
+"""Mixers that have a plan, found by class."""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -18,7 +18,7 @@ from titans_pt.kernels.one_token import Maps, unserved
 Module = TypeVar("Module", bound=nn.Module)
 Owner = TypeVar("Owner", bound=nn.Module)
 MOST_ROWS = 8
-"""With more rows, one product of two matrices is faster than a product of matrix and vector for each row."""
+"""Most rows of a plan: with more, one product of two matrices is faster than one of matrix and vector for each row."""
 MOST_FOR_ONE_THREAD = 2_000_000
 """Weights, times rows, of half a block. Where PyTorch has several threads they read more than this sooner than one
 thread does, all its calls included."""

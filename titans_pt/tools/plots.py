@@ -1,5 +1,5 @@
-"""What all figures share: made without a display, in one style, saved whole. matplotlib is imported when a figure is
-drawn."""
+"""Common parts of all figures: made without a display, in one style, saved whole. matplotlib is imported when a figure
+is drawn."""
 
 from __future__ import annotations
 

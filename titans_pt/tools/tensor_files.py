@@ -19,7 +19,7 @@ SUMS = "SHA256SUMS"
 def save_tensors(tensors: dict[str, Tensor], path: Path):
     """Writes fp32 tensors as safetensors (its format: length of the header, header as JSON, the numbers).
 
-    The library's save_file holds Python's lock until the disk is done, so training would pause; these writes do not.
+    The library's save_file holds Python's lock until the disk is done, which would pause training; these writes do not.
     Tensors must be on the CPU and contiguous.
 
     Raises:
