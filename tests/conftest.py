@@ -1,4 +1,4 @@
-"""What tests share: a tiny prepared corpus, and a tiny model's settings on it."""
+"""Common fixtures of tests: a tiny prepared corpus, and a tiny model's settings on it."""
 
 import json
 import os

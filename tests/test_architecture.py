@@ -30,7 +30,7 @@ PACKAGES = [ROOT / "titans_pt", ROOT / "kernels", ROOT / "data_pipeline"]
 
 
 def words(text: str) -> list[str]:
-    """What stands in backticks."""
+    """Names in backticks."""
     return re.findall(r"`([^`\n]+)`", text)
 
 

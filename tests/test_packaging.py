@@ -1,4 +1,4 @@
-"""What we install: one name of our own, whole, with the configs, and next to Hugging Face's package kernels."""
+"""Installed files: one name of our own, whole, with the configs, and next to Hugging Face's package kernels."""
 
 import os
 import shutil

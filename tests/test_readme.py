@@ -80,7 +80,7 @@ def test_the_readme_leads_to_every_page():
 
 
 def test_links_lead_to_sections():
-    """What follows # in a link is the heading of a section, as GitHub writes it."""
+    """The part after # in a link is the heading of a section, as GitHub writes it."""
     for page in PAGES:
         for link, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", page.read_text()):
             target = (page.parent / link) if link else page

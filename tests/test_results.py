@@ -75,7 +75,7 @@ def variants(target: str) -> dict[str, list[Cell]]:
 
 
 def ablations() -> list[str]:
-    """What each change costs, in nats and in those of the paper, and the other figures; the costliest last."""
+    """Costs of each change, in nats and in those of the paper, and the other figures; the costliest last."""
     rows = sorted(variants("table5").items(), key=lambda item: item[1][0].ours.mean)
     whole = dict(rows)[""][0]
     return [
@@ -235,7 +235,7 @@ FULL_SIZE = ("table1 340m", "table1 760m", "table2 340m", "table5 400m", "figure
 
 
 def costs() -> list[str]:
-    """What studies of full size take, from the last line of their plans."""
+    """Costs of studies of full size, from the last line of their plans."""
     lines = []
     for target, size in map(str.split, FULL_SIZE):
         _, runs = planned(target_study(target, size), Order(Path("out")))
@@ -344,7 +344,7 @@ OF_DNA = {
 
 
 def of_conversion() -> dict[str, dict[int, list[list[float]]]]:
-    """What was scored of SmolLM2-135M -> stream -> [n, sum, sum of squares] of each bucket of positions."""
+    """Scores of SmolLM2-135M -> stream -> [n, sum, sum of squares] of each bucket of positions."""
     names = {"full": "full attention", "window": "window 64, 4 sinks", "transfer": "memories, stage 1"}
     found: dict[str, dict[int, list[list[float]]]] = {}
     for file, name in names.items():

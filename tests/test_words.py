@@ -1,4 +1,4 @@
-"""How docstrings, comments, messages and pages are written, as far as a test can tell."""
+"""Style of docstrings, comments, messages and pages, as far as a test can tell."""
 
 import ast
 import io
@@ -20,6 +20,8 @@ HINGE = re.compile(
     r"|\b[Ww]hat (?:is there|there is)\b"
 )
 """Words on which an argument turns without its subject being named again."""
+OPENING = re.compile(r"\s*(Of|What|Where|Why|Those)\b")
+"""First words of a docstring that should begin with a verb or a noun."""
 NUMBER = re.compile(r"(?<![\w.\\)\]])\.\d+\b")
 """A number without its leading zero."""
 
@@ -48,12 +50,12 @@ def messages(tree: ast.AST) -> Iterator[ast.AST]:
 
 def faults(source: str, shipped: bool = True) -> list[tuple[int, str]]:
     """(line, what is wrong) of a Python file."""
-    if not NUMBER.search(source) and not re.search(r"[\"']\s*Of\b", source):
+    if not NUMBER.search(source) and not re.search(rf"[\"']{OPENING.pattern}", source):
         return []  # most files: nothing to parse
     tree, found = ast.parse(source), []
     for node in docstrings(tree):
-        if re.match(r"\s*Of\b", node.value):
-            found.append((node.lineno, "a docstring that begins with Of"))
+        if opening := OPENING.match(node.value):
+            found.append((node.lineno, f"a docstring that begins with {opening[1]}"))
         found += [(node.lineno, number) for number in NUMBER.findall(node.value)]
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -102,7 +104,7 @@ def test_planted_hinges_are_found():
 def test_what_is_planted_is_found():
     planted = '''"""Of a module."""
 x = 1
-"""Of a setting."""
+"""What a setting is."""
 
 
 class C:
@@ -111,11 +113,18 @@ class C:
 
     def f(self):
         """Off by .5 at most."""
+
+    def g(self):
+        """Why it fails; None if it does not."""
+
+    def h(self):
+        """Where it lies."""
+        """Those of a row."""
         # within .77 nats
         raise ValueError(f"given {x:.0%} of -.25, at most")
 '''
-    assert faults(planted) == [
-        (1, "a docstring that begins with Of"), (3, "a docstring that begins with Of"),
-        (7, "a docstring that begins with Of"), (11, ".5"), (12, ".77"), (13, ".25"),
-    ]  # fmt: skip
+    openings = [(1, "Of"), (3, "What"), (7, "Of"), (14, "Why"), (17, "Where"), (18, "Those")]
+    begins = [(line, f"a docstring that begins with {word}") for line, word in openings]
+    assert sorted(faults(planted)) == sorted([*begins, (11, ".5"), (19, ".77"), (20, ".25")])
     assert not faults('"""Often 0.5 of blocks.0.x, 3.10, v(x).1"""\nf"{1:.2f} of it"')
+    assert not faults('"""Whatever it is, Whether it is, of what"""\nx = "What it is"')

@@ -1,4 +1,4 @@
-"""Which files of a folder are read, which are named as unread or refused, and what their content may look like."""
+"""Files of a folder: those that are read, named as unread or refused, and their allowed content."""
 
 import bz2
 import gzip

@@ -114,7 +114,7 @@ SAMPLE_100BT = [f"sample/100BT/{i:03d}_{j:05d}.parquet" for i in range(14) for j
 
 
 def test_the_documented_patterns_are_24_files():
-    """Those that max_files=24 would stream."""
+    """Files that max_files=24 would stream."""
     command = re.search(r"hf download HuggingFaceFW/fineweb-edu.*?```", DOCS.read_text(), re.S)[0]
     patterns = re.findall(r"--include '(.+?)'", command)
     others = ["README.md", "data/CC-MAIN-2024-10/000_00000.parquet", "sample/10BT/000_00000.parquet"]

@@ -245,7 +245,7 @@ def test_a_damaged_index_or_tokenizer_is_refused_when_it_is_opened(config, tmp_p
 
 
 def test_damaged_tokens_are_refused_when_they_are_read(config, tmp_path):
-    """Those of other pages are not."""
+    """Damage on other pages is not noticed."""
     prepare(config())
     files = TokenFiles.open(config())
     flip(tmp_path / "data" / "train.bin", 3 * 4096 // 2)  # in the second page: tokens 2048 to 4095

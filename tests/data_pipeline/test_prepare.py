@@ -41,7 +41,7 @@ FILES = [
 
 
 def names(folder):
-    """What is in a folder, but for finished parts of an interrupted call."""
+    """Names in a folder, without finished parts of an interrupted call."""
     return sorted(path.name for path in folder.iterdir() if path.name != ".preparing")
 
 

@@ -29,7 +29,7 @@ TOLERANCE = 1e-5
 """Largest relative difference of a loss or a gradient norm."""
 IN_A_START = 15
 """Trainings of one start: each leaves threads of its process groups, which slow all later ones."""
-# Heads of 16: the memory's LayerNorm over a head of 4 makes training chaotic, two data-parallel ranks then differ, too.
+# Heads of 16: the memory's LayerNorm over a head of 4 makes training chaotic; two data-parallel ranks then also differ.
 SIZE = {
     "model": {"d_model": 64, "n_layers": 2, "n_heads": 4, "mlp_hidden": 64, "memory": {"depth": 2, "expansion": 2}},
     "train": {"max_steps": 20, "lr": 1e-3},

@@ -36,7 +36,7 @@ def own_settings(mixers: list[str]) -> dict:
 NAMES = MIXERS.built_in()
 """Every mixer of the package."""
 BASELINES = sorted(OWN.keys() - {"rmt"})
-"""Those of them that are mixers and no more: RMT wraps the model."""
+"""Mixers among them that are no more than that: RMT wraps the model."""
 
 
 def small_config(mixers: list[str], **changes) -> ModelConfig:

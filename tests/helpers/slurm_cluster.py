@@ -57,7 +57,7 @@ PartitionName=urgent Nodes=node[1-2] PriorityTier=10 PreemptMode=OFF
 
 
 def why_not() -> str | None:
-    """What is missing here for a cluster; None when there is nothing, or nothing that cannot be installed."""
+    """Reason why no cluster can be started here; None if nothing is missing, or nothing that cannot be installed."""
     if os.geteuid():
         return "a SLURM cluster needs root, for network namespaces"
     if any(shutil.which(program) is None for program in PROGRAMS) and shutil.which("apt-get") is None:
@@ -190,7 +190,7 @@ class Cluster:
             time.sleep(0.5)
 
     def job(self, number: str) -> dict[str, str]:
-        """What ``scontrol show job`` says of a job, by name."""
+        """Entries of ``scontrol show job`` for a job, by name."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

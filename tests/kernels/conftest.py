@@ -1,4 +1,4 @@
-"""What the tests of several kernels share: other people's plain PyTorch functions, computing in float64."""
+"""Common parts of the tests of several kernels: other people's plain PyTorch functions, computing in float64."""
 
 from importlib import import_module
 

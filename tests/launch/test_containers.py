@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 DOCKER = (ROOT / "launch/Dockerfile").read_text()
 APPTAINER = (ROOT / "launch/apptainer.def").read_text()
 PROGRAMS = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-"""Where pip puts hadolint and shellcheck, whether or not the environment is active."""
+"""Path in which pip puts hadolint and shellcheck, whether or not the environment is active."""
 
 
 def lint(program: str, *arguments, **options) -> subprocess.CompletedProcess:

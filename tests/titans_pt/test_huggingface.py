@@ -51,7 +51,7 @@ torch.save(found, "found")
 
 
 def loaded_elsewhere(tmp_path, *names):
-    """What ELSEWHERE finds in the exported folders NAME-hf of ``tmp_path``."""
+    """Results of ELSEWHERE in the exported folders NAME-hf of ``tmp_path``."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     words = [sys.executable, "-c", ELSEWHERE, *names]
@@ -86,7 +86,7 @@ def byte_level(tmp_path_factory):
 def folders(request, tmp_path_factory, prepared, byte_level):
     folder = tmp_path_factory.mktemp("hf")
     model = {"tie_embeddings": False, "mixers": ["mal"]} if request.param == "untied" else {}
-    # Forgetting as the models of version 0.1.0 did it, which do not say so.
+    # Forgetting of models of version 0.1.0, whose settings do not name it.
     model["memory"] = {**TINY["model"]["memory"], "forget_to": "zero"}
     run = untrained_run(folder / "run", byte_level if request.param == "tokenizer.json" else prepared, **model)
     assert cli.run(["export", str(run), "--out", str(folder / "hf")]) == 0
@@ -263,7 +263,7 @@ def own_mixer(tmp_path, monkeypatch):
 
 @pytest.mark.timeout(900)
 def test_the_folders_carry_their_code(tmp_path, prepared, byte_level, own_mixer):
-    """Where this package is not installed, transformers alone gives the same logits, ids and texts: for all mixers
+    """Without this package, transformers alone gives the same logits, ids and texts: for all mixers
     (rmt wants to be the only kind), both kinds of tokenizers, and a mixer from a package of the user's."""
     together = [mixer for mixer in MIXERS.built_in() if mixer != "rmt"]
     models = {"all": {"mixers": together, "n_layers": len(together)}, "rmt": {"mixers": ["rmt"]},

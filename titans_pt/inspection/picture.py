@@ -22,7 +22,7 @@ COLUMNS, ROWS, EXCERPT = 120, 15, 400
 """Limits of the excerpt: characters per line, lines, tokens."""
 STRETCH = 16
 """Tokens of a stretch whose mean decides which one is the most surprising."""
-# White is what is usual, so that colour is only where there is something to see; ink stays black on all of it.
+# White stands for the usual, and colour marks what deviates; ink stays black on all of it.
 SURPRISE = ["#ffffff", "#ffe9a8", "#fdb863", "#ef6548"]
 GATES = {"theta": "theta (step)", "eta": "eta (momentum)", "alpha": "alpha (forgetting)"}
 NORMS = {"surprise": "||u|| (surprise)", "weight_norm": "||M||", "momentum_norm": "||S||"}

@@ -351,7 +351,7 @@ def prune(folder: Path, keep_last: int, keep_every: int | None = None, keep: Col
     """
     gone = []
     for path in outdated(folder, keep_last, keep_every, keep):
-        # Renamed first, so that an interrupted deletion does not leave a damaged checkpoint.
+        # Renamed first: an interrupted deletion then leaves no damaged checkpoint.
         hidden = path.with_name(f".{path.name}.old")
         try:
             if os.path.lexists(hidden):

@@ -107,7 +107,7 @@ def through_plan(
         plans = of_owner[key] = _Plans(parts)
     if plans.waited_for():
         return None
-    # Taken and put back whole, so that threads that share a model do not share a plan.
+    # Taken and put back whole: threads that share a model then do not share a plan.
     found = plans.free.pop() if plans.free else _made(owner, make, x) if plans.like(x) else None
     try:
         if found is None or not found[1].accepts(state):

@@ -1,4 +1,4 @@
-"""What a lossy tokenizer loses, by the kinds of text that are tried, and by the documents that change."""
+"""Losses of a lossy tokenizer, by the kinds of text that are tried, and by the documents that change."""
 
 import io
 import json

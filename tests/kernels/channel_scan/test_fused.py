@@ -105,7 +105,7 @@ def test_asked_for_what_it_does_not_serve(change, reason):
 
 def test_what_falls_back_says_why_once():
     class OnGPU:
-        """As much of a tensor as the choice looks at."""
+        """Part of a tensor that the choice looks at."""
 
         device, dtype, shape = torch.device("cuda"), torch.float32, (1, 1, 5)
 
@@ -118,7 +118,7 @@ def test_what_falls_back_says_why_once():
 
 
 def test_without_contents_it_takes_the_kernels():
-    """What would be allocated on a GPU can be asked for anywhere."""
+    """Allocations on a GPU can be measured anywhere."""
     tensors = {n: x.to("meta").requires_grad_() for n, x in make(2, 100, 8, 16, dtype=torch.float32).items()}
     out, state = channel_scan(**tensors, output_final_state=True)
     assert out.shape == (2, 100, 8) and state.shape == (2, 8, 16)

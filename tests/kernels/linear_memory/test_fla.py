@@ -1,4 +1,4 @@
-"""What is handed to flash-linear-attention's operators, and what becomes of their answers.
+"""Arguments of flash-linear-attention's operators, and the use of their results.
 
 Its kernels need a GPU: on other machines the definition stands in for them, taking and giving what they do.
 """
@@ -153,7 +153,7 @@ def installed(monkeypatch):
 
 
 class OnGPU:
-    """As much of a tensor as the choice looks at."""
+    """Part of a tensor that the choice looks at."""
 
     device, dtype, is_meta, requires_grad = torch.device("cuda"), torch.bfloat16, False, False
 

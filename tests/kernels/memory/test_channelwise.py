@@ -10,7 +10,7 @@ from titans_pt.kernels.memory import NetworkShape, neural_memory
 
 
 def channelwise(tensors, depth, *, extremes=False, seed=0):
-    """What ``make`` gave, with an alpha for each channel; with ``extremes`` a third of them are exactly 0 or 1."""
+    """Tensors of ``make``, with an alpha for each channel; with ``extremes`` a third of them are exactly 0 or 1."""
     gen = torch.Generator().manual_seed(seed + 7)
     shape = (*tensors[0].shape[:3], sum(w.shape[1] for w in tensors[6 : 6 + depth]))
     alpha = torch.rand(shape, generator=gen, dtype=torch.float64)

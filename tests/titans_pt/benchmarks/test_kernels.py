@@ -62,7 +62,7 @@ def test_limits_are_what_roundings_cost(monkeypatch):
 
 
 def test_the_fla_row_asks_our_dispatch(monkeypatch):
-    """Where flash-linear-attention would raise, or be wrong, the row says why."""
+    """The row gives the reason if flash-linear-attention would raise, or be wrong."""
     monkeypatch.setattr("titans_pt.kernels.linear_memory.dispatch.unsupported", lambda *_: "triton 3.6.0 is wrong here")
     (build,) = [build for name, _, build, _ in kernels.implementations() if name == "fla gated_delta_rule"]
     with pytest.raises(ValueError, match="triton 3.6.0 is wrong here"):

@@ -1,4 +1,4 @@
-"""What the kernels move and multiply, counted in Triton's interpreter, and the least time of it."""
+"""Bytes and FLOPs of the kernels, counted in Triton's interpreter, and the least time of them."""
 
 from collections import Counter
 

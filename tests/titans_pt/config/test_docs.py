@@ -65,7 +65,7 @@ def test_the_schema_refuses(text):
 
 
 class Leaf(Section):
-    """What a leaf is."""
+    """Leaf of the tree."""
 
     size: Annotated[int, Field(ge=1, le=9)] = 2
     """Its ``size``, 1|2."""
@@ -88,7 +88,7 @@ def test_sections_are_followed_wherever_they_stand():
         assert f"\n## {path}\n" in page
         assert f"| `{path}.size` | integer ≥ 1, ≤ 9 | `2` | Its `size`, 1\\|2. |" in page
     assert "\n## several[]\n\nSome.\n" in page
-    assert "\n## plain\n\nWhat a leaf is.\n" in page
+    assert "\n## plain\n\nLeaf of the tree.\n" in page
     assert "| `maybe` | section or `null` | `null` |" in page
     assert "| `deep` | mapping, NAME: list: section | `{}` |" in page
     assert "| `named` | mapping, NAME: section |  |" in page

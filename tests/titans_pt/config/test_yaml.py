@@ -1,4 +1,4 @@
-"""What a word without quotes means, in files and on the command line; keys that stand twice; aliases."""
+"""Meaning of a word without quotes, in files and on the command line; keys that stand twice; aliases."""
 
 import pytest
 import yaml

@@ -9,7 +9,7 @@ from titans_pt.evaluation import babi
 
 
 def read(facts):
-    """Who is where, where each thing has been, and the gifts, from the sentences alone."""
+    """Places of people, places where each thing has been, and the gifts, from the sentences alone."""
     place, carrier, seen, gifts = {}, {}, {}, []
     for fact in facts:
         if match := re.fullmatch(rf"(\w+) (?:{'|'.join(babi.MOVES)}) the (\w+)\.", fact):

@@ -32,7 +32,7 @@ def test_a_run_is_measured_with_and_without(tmp_path, prepared, capsys):
 
 
 def test_the_weights_are_those_of_the_model_that_was_trained_without(tmp_path, prepared):
-    """What an evaluation reads is what a model of these settings with the same weights computes."""
+    """An evaluation reads the output of a model of these settings with the same weights."""
     run = load_run(untrained_run(tmp_path / "run", prepared, mixers=["mag"]), overrides=AVERAGE[:1])
     caching = run.config.evaluation.caching
     model = run.config.model

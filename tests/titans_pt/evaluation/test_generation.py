@@ -15,7 +15,7 @@ from titans_pt.evaluation import generation
 
 
 class Decoder:
-    """As data_pipeline.StreamDecoder for the tokens that are characters."""
+    """Counterpart of data_pipeline.StreamDecoder for the tokens that are characters."""
 
     def __init__(self, tokenizer, continues):
         assert continues
@@ -71,7 +71,7 @@ def test_many_prompts_are_each_continued_as_if_alone(sentencepiece, run, capsys)
 
 
 def new_text(run, ids, count, state=None):
-    """What a model writes after ``ids``, greedily, one token at a time."""
+    """Text that a model writes after ``ids``, greedily, one token at a time."""
     new = list(streaming.greedy(run.model, *streaming.prefill(run.model, torch.tensor([ids]), 100, state), count))
     decoder = StreamDecoder(run.tokenizer, continues=True)
     return "".join(map(decoder.push, new)) + decoder.finish()

@@ -32,7 +32,7 @@ def made(tokenizer, essays, **changes):
 
 
 def check(it, task, length, depth, index):
-    """What every sample must be, by its text alone."""
+    """Checks a sample by its text alone."""
     tokenizer, kind = it.tokenizer, ruler.TASKS[task]
     sample = it.sample(task, length, depth, index)
     text = tokenizer.decode(sample.ids.tolist())

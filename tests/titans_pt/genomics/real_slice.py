@@ -19,7 +19,7 @@ from titans_pt.genomics.genomes import GENOMES
 from titans_pt.genomics.sets import Interval, intervals
 
 SETS = ("human_enhancers_cohn", "human_enhancers_ensembl", "human_ensembl_regulatory", "human_ocr_ensembl")
-"""Those with all of their classes there."""
+"""Sets with all of their classes there."""
 
 
 def blocks_of(chain: Path, region: str) -> list[tuple[int, int, int]]:
@@ -40,7 +40,7 @@ def blocks_of(chain: Path, region: str) -> list[tuple[int, int, int]]:
 
 
 def lifted(interval: Interval, blocks: list[tuple[int, int, int]]) -> tuple[int, int] | None:
-    """Where an interval is there; None if it is not inside one stretch."""
+    """Place of an interval there; None if it is not inside one stretch."""
     place = bisect_right(blocks, (interval.start, 1 << 62, 0)) - 1
     if place < 0:
         return None

@@ -1,4 +1,4 @@
-"""What a set gives away: counted by hand on sets in which it is known."""
+"""Baselines of a set: counted by hand on sets in which they are known."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What transformers and its users expect of a model: the kinds of its own tests of models, of generation and of
+"""Expectations of transformers and its users of a model: the kinds of its own tests of models, of generation and of
 tokenizers that apply to one whose past is a state."""
 
 import copy

@@ -104,7 +104,7 @@ def test_any_mixer_streams_with_it(mixer, tmp_path):
 
 
 def test_levels_move_at_their_own_pace():
-    """What a token teaches a level is read after its period: an update of the slow one changes nothing before that."""
+    """A level reads a token's lesson after its period: an update of the slow one changes nothing before that."""
     torch.manual_seed(0)
     x = torch.randn(1, 16, 16, dtype=torch.float64)
     changed = x.clone()

@@ -1,4 +1,4 @@
-"""What is known of documents against a loop over tokens."""
+"""Facts about documents, against a loop over tokens."""
 
 import pytest
 import torch

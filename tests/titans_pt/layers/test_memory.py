@@ -1,4 +1,4 @@
-"""What the memory layer promises of its parts: bounded gates, unit keys, where M_0 starts."""
+"""Promises of the memory layer about its parts: bounded gates, unit keys, the start of M_0."""
 
 import pytest
 import torch
@@ -36,8 +36,8 @@ def test_the_step_is_bounded_whatever_the_gates_see(chunk_size, depth, scale):
 
 
 def growth(config: MemoryConfig, long: float = 1.0) -> float:
-    """How much larger a small change of M_0 has become in what is read after 512 tokens of a text in which few words
-    stand for most, each written with the largest step; above 1, outer gradients grow with the length of the text.
+    """Growth of a small change of M_0, as it is read after 512 tokens of a text in which few words stand for most, each
+    written with the largest step; above 1, outer gradients grow with the length of the text.
 
     long: how many times as long as at first the values are.
     """

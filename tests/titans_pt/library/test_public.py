@@ -1,4 +1,4 @@
-"""What the package exports: names and signatures as in public.txt, imported quickly and without the extras."""
+"""Exports of the package: names and signatures as in public.txt, imported quickly and without the extras."""
 
 import inspect
 import json

@@ -41,7 +41,7 @@ def models(*quick):
 
 
 def breaks(call, *arguments):
-    """Why torch.compile would leave the graph in ``call``."""
+    """Reasons why torch.compile would leave the graph in ``call``."""
     found = torch._dynamo.explain(call)(*arguments)
     assert found.graph_count == len(found.break_reasons) + 1
     return found.break_reasons

@@ -21,7 +21,7 @@ UNKNOWN = {
 }  # fmt: skip
 for count in UNKNOWN.values():
     count._get_raw = True  # they take tensors and find the shapes themselves
-"""What the counter leaves out on a CPU."""
+"""Operators that the counter leaves out on a CPU."""
 
 
 @pytest.fixture(autouse=True)

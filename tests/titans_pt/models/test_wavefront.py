@@ -26,7 +26,7 @@ def test_what_does_not_go_with_it_is_refused(tiny, settings, message):
 
 
 def test_a_diagonal_starts_with_its_last_layer():
-    """What a layer waits for in its stream, all that the layer before was given, is then no more than its input."""
+    """A layer then waits in its stream for no more than its input, which is all that the layer before was given."""
     calls = []
 
     def run(layer, x, state, documents):

@@ -1,4 +1,4 @@
-"""What is put on a backbone from outside: in one order, and off again."""
+"""Ways put on a backbone from outside: in one order, and off again."""
 
 import copy
 

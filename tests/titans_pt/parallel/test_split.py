@@ -183,7 +183,7 @@ def test_kinds_of_memory(memory):
 
 
 def test_nothing_of_a_head_is_left_whole():
-    """What stays whole on every rank is known by name; all else has half its size."""
+    """The parts that stay whole on every rank are known by name; all others have half their size."""
     for mixers in MODELS.values():
         shapes = check(config(mixers))
         whole = {name: p.shape for name, p in build(config(mixers)).named_parameters()}  # noqa: F821

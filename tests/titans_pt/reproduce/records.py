@@ -18,7 +18,7 @@ def record(run: Run, measured: dict | None = None, failed: str = "", **about) ->
 
 
 def text(loss: float, stderr: float | None = 0.01, tokens: int = 131072, by_stream: tuple[float, ...] = ()) -> dict:
-    """What the suite perplexity finds."""
+    """Result of the suite perplexity."""
     place = {"first": 1, "last": 512, "mean": loss, "n": tokens, "stderr": stderr}
     by_length = [{"length": 512, "loss": loss, "perplexity": None}]
     about = {"loss": loss, "stderr": stderr, "tokens": tokens, "streams": 256, "by_stream": list(by_stream)}

@@ -1,4 +1,4 @@
-"""What is planned: the runs of each study, their order, their settings, their cost; and the numbers beside them."""
+"""Plans: the runs of each study, their order, their settings, their cost; and the numbers beside them."""
 
 import math
 from pathlib import Path

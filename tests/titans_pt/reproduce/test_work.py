@@ -1,4 +1,4 @@
-"""Who does what: claims, the order of the work, and a study that is killed and finished."""
+"""Shared work: claims, the order of the work, and a study that is killed and finished."""
 
 import os
 import re

@@ -16,7 +16,7 @@ WHOLE = {"a": torch.randn(4, 6), "b": torch.randn(6, 4), "c": torch.randn(5)}
 CUTS = {"a": Whole((4, 6), 0, 2), "b": Whole((6, 4), 1, 2), "c": Whole((5,))}
 KINDS = (checkpoints.WEIGHT, *checkpoints.MOMENTS)
 AT = {"a": (5, 7), "b": (0, 12), "c": (2, 5)}
-"""Where the pieces of a part end that data rank 0 and 1 hold; rank 0 has nothing of b."""
+"""Ends of the pieces of a part that data rank 0 and 1 hold; rank 0 has nothing of b."""
 
 
 def value(kind: str, name: str) -> torch.Tensor:
@@ -24,7 +24,7 @@ def value(kind: str, name: str) -> torch.Tensor:
 
 
 def write(folder, step=5, numbers=range(4)):
-    """What ranks 0 to 3 (2 tensor x 2 data) write."""
+    """Writes the shards of ranks 0 to 3 (2 tensor x 2 data)."""
     for number in numbers:
         data, tensor = divmod(number, 2)
         pieces, places = {}, {}

@@ -170,7 +170,7 @@ def test_a_file_of_the_users_goes_on(run, series, tmp_path, capsys):
 
 
 def test_how_a_users_file_is_read_can_be_said(run, series, tmp_path, capsys):
-    """What an error proposes works with the same command."""
+    """The setting that an error proposes works with the same command."""
     head, *rows = series.read_text().splitlines()
     gaps = tmp_path / "gaps.csv"
     gaps.write_text("\n".join([head, *rows[:100], *rows[103:-1], rows[-1].split(",")[0] + ",,"]))

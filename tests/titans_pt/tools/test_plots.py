@@ -1,4 +1,4 @@
-"""What all figures share."""
+"""Common parts of all figures."""
 
 import ast
 import os

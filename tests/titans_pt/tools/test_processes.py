@@ -1,4 +1,4 @@
-"""What the environment says of this process, where other programs write to it, too."""
+"""This process in its environment, to which other programs also write."""
 
 import pytest
 

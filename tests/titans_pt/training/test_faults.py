@@ -1,4 +1,4 @@
-"""What happens to a run of two ranks when something is killed, hangs, or fills up."""
+"""Faults of a run of two ranks: something is killed, hangs, or fills up."""
 
 import os
 import signal

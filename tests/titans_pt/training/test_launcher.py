@@ -1,4 +1,4 @@
-"""What our torchrun does with processes that end, in one way or another."""
+"""Reactions of our torchrun to processes that end, in one way or another."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""How the processes of a job meet, or say why not."""
+"""Meeting of a job's processes, or the reason why they do not meet."""
 
 import socket
 

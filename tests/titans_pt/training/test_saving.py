@@ -1,4 +1,4 @@
-"""When a run saves, and which checkpoint it continues from."""
+"""Times at which a run saves, and the checkpoint that it continues from."""
 
 import errno
 import os

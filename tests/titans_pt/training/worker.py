@@ -1,4 +1,4 @@
-"""What the process tests run on each rank: several short runs in one process, since starting one costs seconds.
+"""Jobs of the process tests on each rank: several short runs in one process, since starting one costs seconds.
 
     torchrun --standalone --nproc_per_node 2 worker.py CONFIG FOLDER JOB...
 

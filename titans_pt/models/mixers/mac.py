@@ -95,8 +95,8 @@ class MACSettings(GateSettings):
 
 @MIXERS.register
 class MAC(MemoryMixer):
-    """For each segment: h = M(q) with the memory of the END of the previous segment; a = attention, causal, over
-    [persistent | h | segment]; y = x + write * a is written and read; o = out(gate(x + a, M_t(y))).
+    """Memory as a context. In each segment h = M(q) with the memory of the END of the previous one; a = attention,
+    causal, over [persistent | h | segment]; y = x + write * a is written and read; o = out(gate(x + a, M_t(y))).
 
     The paper has y = a and o = out(gate(a, M_t(a))): write=attention. The ``x +`` is ours ("residual connections
     throughout"). Attention starts as a mean over all that it sees, in which tokens can hardly be told apart; without

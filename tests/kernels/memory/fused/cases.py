@@ -143,8 +143,9 @@ DRAWS = {torch.float32: 1, torch.float16: 3, torch.bfloat16: 3}
 
 
 def limits(case: Case, exact: tuple[list[Tensor], list[Tensor], Tensor]) -> tuple[list[float], list[float]]:
-    """How far off results and gradients may be, relative to their norm: three times as far as ``exact``, the oracle's,
-    move in float64 when inputs, weights and returned values are rounded to the case's dtype (the most of some draws).
+    """Largest allowed errors of results and gradients, relative to their norm: three times as far as ``exact``, the
+    oracle's, move in float64 when inputs, weights and returned values are rounded to the case's dtype (the most of some
+    draws).
 
     Raises:
         AssertionError: they move by more than a tenth: in such a case right kernels and wrong ones look alike.

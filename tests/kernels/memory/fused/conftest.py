@@ -1,4 +1,4 @@
-"""What the tests of the kernels share."""
+"""Common fixtures of the kernels' tests."""
 
 import pytest
 import torch

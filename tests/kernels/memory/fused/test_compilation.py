@@ -103,8 +103,9 @@ def test_every_small_chunk(kernel, D, C):
 
 
 def shapes(D: int, depth: int, dtype: str) -> list[dict]:
-    """What the dispatcher accepts, but for what only changes how often loops repeat: chunks of 2 to 8 (as those of 1
-    and 16), of more than 64 (as 64), and most hidden widths. length: of a short call, whose blocks are smaller."""
+    """Shapes that the dispatcher accepts, without those that only change how often loops repeat: chunks of 2 to 8 (as
+    those of 1 and 16), of more than 64 (as 64), and most hidden widths. length: of a short call, whose blocks are
+    smaller."""
     own = {"D": D, "depth": depth, "dtype": dtype}
     read = [{"kernel": kernel, "plain": plain} for kernel in ("read", "read_backward") for plain in (False, True)]
     write = [{"kernel": kernel, "C": C} for kernel in ("scan", "scan_backward") for C in (64, 32, 16, 1)]

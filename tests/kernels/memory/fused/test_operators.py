@@ -17,7 +17,7 @@ SMALL = Case(T=20, H=1, depth=1)
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """What the operator was called with, by a call of the memory that needs gradients."""
+    """Arguments of the operator in a call of the memory that needs gradients."""
     calls = []
 
     def record(*given):
@@ -160,7 +160,8 @@ def test_table_of_blocks():
 
 
 def test_table_of_blocks_of_many_chunks():
-    """Chunks of 4, blocks of 16: what is left of a chunk comes alone, and so does what the row's end cuts off."""
+    """Chunks of 4, blocks of 16: the rest of a chunk comes alone, and the part that the row's end cuts off comes
+    alone."""
     reset = torch.zeros(2, 40, dtype=torch.bool)
     reset[1, 21] = True
     blocks = layout.count(40, 4, 16, offset=True, resets=1)

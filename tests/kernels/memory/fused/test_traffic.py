@@ -1,4 +1,4 @@
-"""What the forward scan moves: the interpreted kernel's loads and stores against a count from its source."""
+"""Traffic of the forward scan: the interpreted kernel's loads and stores against a count from its source."""
 
 import pytest
 

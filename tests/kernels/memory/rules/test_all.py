@@ -1,4 +1,4 @@
-"""What every built-in rule must do, each of its forms: the definition by autograd, cuts, its own loss's gradient."""
+"""Contract of every built-in rule, in each of its forms: the definition by autograd, cuts, its own loss's gradient."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ FORMS = {
 }
 ALL = [(name, form) for name, forms in FORMS.items() for form in forms]
 OTHERS = [each for each in ALL if each[0] not in ("titans", "yaad", "dot")]
-"""Those that are not served as Titans' own, whose products tests/titans_pt/models/test_flops.py counts."""
+"""Rules that are not served as Titans' own, whose products tests/titans_pt/models/test_flops.py counts."""
 every_form = pytest.mark.parametrize("name, form", ALL, ids=str)
 every_rule = pytest.mark.parametrize("name", FORMS)
 

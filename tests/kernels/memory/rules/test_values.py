@@ -1,4 +1,4 @@
-"""What rules make of numbers that were worked out by hand: the naive form and the chunked one share these functions."""
+"""Results of rules for numbers worked out by hand: the naive form and the chunked one share these functions."""
 
 import math
 
@@ -19,7 +19,7 @@ def numbers(*values) -> torch.Tensor:
 
 
 def test_moneta_meets_the_gradient_of_half_the_squared_norm():
-    # q = 4 of (2, -1): mean |A|^4 = 17/2, so M = (8, -1) / sqrt(8.5).
+    # q = 4 of (2, -1): mean |A|^4 = 17/2, hence M = (8, -1) / sqrt(8.5).
     found = rule("moneta", p=3, q=4).met(numbers([2.0, -1.0]))
     torch.testing.assert_close(found, numbers([8.0, -1.0]) / math.sqrt(8.5), rtol=1e-5, atol=0)
     assert torch.allclose(rule("moneta", p=3, q=2).met(numbers([2.0, -1.0])), numbers([2.0, -1.0]))

@@ -170,7 +170,7 @@ def test_tensor_ranks_have_every_gradient_of_the_whole_model(mixer, sequence):
 
 @pytest.mark.parametrize("mixer", ["hgrn2", "ttt_mlp"])
 def test_four_tensor_ranks_with_checkpointing(mixer):
-    """What layers share, and what stands outside of the heads."""
+    """Parameters that layers share, and those outside of the heads."""
     check(small_config([mixer, "swa"], n_layers=4), size=4, sequence=True, checkpointing=True)
 
 
