@@ -1,5 +1,4 @@
-"""Common parts of evaluations with questions about long texts: reading, answering, the record, the summary, the
-pictures."""
+"""Common parts of evaluations that ask about long texts: reading, answering, the record, the summary, the pictures."""
 
 import json
 import logging

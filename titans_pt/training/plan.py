@@ -1,5 +1,4 @@
-"""Requirements of a training run, before it starts: the grid of ranks, the batch, and an estimate of memory per
-rank."""
+"""Requirements of a training run before it starts: the grid of ranks, the batch, and estimated memory per rank."""
 
 import contextlib
 import os

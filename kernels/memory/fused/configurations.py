@@ -63,7 +63,7 @@ def chunk_tokens(chunk: int, block: int) -> dict[str, int]:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Precision of products of fp32 operands: each is a sum of tensor cores' 10-bit numbers, which keeps fp32's
+    """Precision of fp32 products: each operand is a sum of tensor cores' 10-bit numbers, which keeps fp32's
     accuracy."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
 

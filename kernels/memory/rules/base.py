@@ -147,7 +147,7 @@ class Rule:
         return self.window == 1 and whole
 
     def share(self, v: Tensor, own: Own) -> Tensor | None:
-        """Share of a bounded theta, 0 to 1, that each token takes, (...): less where its step would be too long; None:
+        """Share of a bounded theta, 0 to 1, that each token takes, (...): less if its step would be too long; None:
         all.
 
         Args:
