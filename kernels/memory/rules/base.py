@@ -147,8 +147,7 @@ class Rule:
         return self.window == 1 and whole
 
     def share(self, v: Tensor, own: Own) -> Tensor | None:
-        """Share of a bounded theta, 0 to 1, that each token takes, (...): less if its step would be too long; None:
-        all.
+        """Share of a bounded theta, 0 to 1, that a token takes, (...): less if the step would be too long; None: all.
 
         Args:
             v: (..., D).
