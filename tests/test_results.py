@@ -463,7 +463,7 @@ def test_what_states_are_read_as():
     assert learned == {
         ("lmm", "parity-c1-one"), ("lmm", "parity-c1-one-still"), ("lmm", "parity-c1-half"),
         ("lmm", "parity-linear-c1-one"), ("lmm", "parity-linear-c1-one-still"), ("deltanet", "parity-negative"),
-        ("gated_deltanet", "parity-negative"),
+        ("gated_deltanet", "parity-negative"), ("deltaproduct", "parity"),
     }  # fmt: skip
     attended = {("mac", "parity-c1-one"): 0.75, ("mag", "parity-c1-one"): 0.95}
     for key, most in attended.items():
