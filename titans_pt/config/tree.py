@@ -422,6 +422,15 @@ class AttentionConfig(Section):
     """Slower rotary frequencies, as in Llama 3.1. Null: those of model.rope_base."""
 
 
+class LoraConfig(Section):
+    layers: Annotated[list[str], Field(min_length=1)] = ["*"]
+    """Linear layers of the blocks, by name or pattern: ["*.mixer.attention.*", "*.mlp.*"]. The default is all."""
+    rank: Positive = 16
+    """Rank of what is added to a layer's weight."""
+    alpha: Annotated[float, Field(gt=0.0)] = 16.0
+    """The product of the two matrices counts alpha / rank."""
+
+
 class ModelConfig(Section):
     """The settings that mixers share. A mixer's own settings are a section with its name, ``model.NAME``, which the
     mixer itself validates."""
@@ -473,6 +482,10 @@ class ModelConfig(Section):
     width of 64 it is a sixth of 1 / sqrt(d_model), and the memory's keys and values start very small."""
     memory: MemoryConfig = MemoryConfig()
     """The neural long-term memory (lmm, mac, mag, mal, mab)."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters on linear layers, for fine-tuning: two further matrices each, lora_a and lora_b, whose product
+    is added to the weight and starts at 0. train.trainable=["*.lora_*"] trains them alone; ``titans export`` adds them
+    to the weights (docs/conversion.md). Null: none."""
 
     @model_validator(mode="before")
     @classmethod

@@ -22,6 +22,7 @@ from titans_pt.huggingface.card import model_card
 from titans_pt.huggingface.llama import NAMES, read_llama, source_of
 from titans_pt.huggingface.modeling import TitansConfig, TitansForCausalLM, TitansTokenizer
 from titans_pt.huggingface.source import CARRIED, HEAD
+from titans_pt.layers.lora import merged
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import load_run, with_rows
 from titans_pt.runs.written import write_run
@@ -49,8 +50,8 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
     run = load_run(run_dir, step, precision="fp32")
     given = run.config.data.tokenizer
     tokenizer = TitansTokenizer(str(run.tokenizer.path), eos_token=given.eos_token, begin_with_bos=given.add_bos)
-    # The embedding and the head as the tokenizer has entries: other rows count nowhere.
-    exact = run.config.model.model_copy(update={"vocab_size": run.tokenizer.vocab_size})
+    # The embedding and the head as the tokenizer has entries: other rows count nowhere. Adapters end in the weights.
+    exact = run.config.model.model_copy(update={"vocab_size": run.tokenizer.vocab_size, "lora": None})
     run = replace(run, config=run.config.model_copy(update={"model": exact}))
     config = TitansConfig(
         published(run.config), run.step, run.checkpoint_hash, run.tokenizer.sha256, eos_token_id=run.tokenizer.eos_id,
@@ -58,7 +59,7 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
     )  # fmt: skip
     model = TitansForCausalLM(config)
     rows = dict.fromkeys(run.model.counted_rows, exact.vocab_size)
-    weights = run.model.state_dict().items()
+    weights = merged(run.model).items()
     model.model.load_state_dict({name: with_rows(p, rows[name]) if name in rows else p for name, p in weights})
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=_UNFINISHED) as scratch:

@@ -37,7 +37,7 @@ _ANY_LENGTH = 1 << 40
 """Stands for data.seq_len, which a layer does not have, in checks of settings: no window and no chunk is longer."""
 _OF_A_MODEL = {
     "mixers", "vocab_size", "vocab_multiple", "d_model", "mlp_hidden", "mlp_periods", "tie_embeddings",
-    "embedding_scale", "memory",
+    "embedding_scale", "memory", "lora",
 }  # fmt: skip
 """Settings of ``model`` that say nothing about one layer, or have a place of their own."""
 _OF_A_MEMORY = {"write_cost"}

@@ -13,6 +13,7 @@ from titans_pt.errors import UserError
 from titans_pt.layers.continuum import ContinuumMemory, ContinuumState
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
+from titans_pt.layers.lora import LowRank, adapt
 from titans_pt.layers.mlp import SwiGLU
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
@@ -161,7 +162,8 @@ class Backbone(nn.ModuleList):
 
     def flops(self, length: int) -> Flops:
         """Per token, mean over a sequence of ``length`` (one document, prefix not counted as tokens)."""
-        return sum((block.flops(length) for block in self), Flops(0, 0))
+        adapters = (layer.flops() for layer in self.modules() if isinstance(layer, LowRank))
+        return sum((*(block.flops(length) for block in self), *adapters), Flops(0, 0))
 
 
 def initialise(model: nn.Module, config: ModelConfig):
@@ -169,7 +171,11 @@ def initialise(model: nn.Module, config: ModelConfig):
 
     Normal(0, init_std) for every linear layer and embedding, those that end a residual branch smaller by
     sqrt(2 n_layers); biases 0. Then modules that define ``own_initialisation`` apply it. All other parameters
-    (M_0, convolutions, persistent tokens) keep the values with which they were made.
+    (M_0, convolutions, persistent tokens) keep the values with which they were made. Adapters (``model.lora``) come
+    last: all else starts as it does without them.
+
+    Raises:
+        UserError: model.lora names a layer that the model does not have.
     """
     ends = {id(m.get_submodule(name)) for m in model.modules() for name in getattr(m, "ends", ())}
     for module in model.modules():
@@ -182,6 +188,9 @@ def initialise(model: nn.Module, config: ModelConfig):
     for module in model.modules():
         if (own := getattr(module, "own_initialisation", None)) is not None:
             own()
+    if config.lora is not None:
+        for blocks in [module for module in model.modules() if isinstance(module, Backbone)]:
+            adapt(model, blocks, config.lora)
 
 
 def exempt_from_decay(model: nn.Module) -> set[str]:

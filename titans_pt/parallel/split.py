@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.errors import UserError
+from titans_pt.layers.lora import LowRank
 from titans_pt.layers.sharding import Shard, filled
 from titans_pt.models.mixers import Mixer
 from titans_pt.parallel.exchange import Exchanges
@@ -25,7 +26,8 @@ from titans_pt.parallel.topology import RankGroup
 class Rule:
     """Treatment of one module, or of one parameter (which can only be cut or summed).
 
-    cut: dimension along which all parameters of its own are cut.
+    cut: dimension along which all parameters of its own are cut, but for the one of an adapter's two matrices that does
+        not have it: that stays whole, and its gradients are summed over ranks.
     before, after: the exchange (a method of Exchanges) that its inputs and its output pass.
     becomes: makes the module that takes its place, from (module, exchanges).
     summed: its parameters are whole but used on a rank's own heads: their gradients are summed over ranks.
@@ -115,8 +117,11 @@ class TensorParallel:
             if isinstance(mixer, Mixer):
                 _check_named(name, mixer, named)
         for owner, path, part, rule in found:
+            shared = part.shared(rule.cut) if isinstance(part, LowRank) and rule.cut is not None else None
             for p in _own_parameters(part):
-                if rule.cut is not None:
+                if p is shared:
+                    p.register_hook(self.group.all_reduce)
+                elif rule.cut is not None:
                     assert rule.filled or p.shape[rule.cut] % self.group.size == 0, names[id(p)]
                     self._cut(names[id(p)], p, rule.cut)
                 if rule.summed or (rule.between and self.exchanges.sequence):

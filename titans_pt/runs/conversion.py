@@ -10,6 +10,7 @@ from torch import Tensor
 from titans_pt.config import ModelConfig
 from titans_pt.config.files import validated
 from titans_pt.errors import UserError
+from titans_pt.layers.lora import merged
 from titans_pt.models import build_model
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import LoadedRun, load_run
@@ -31,7 +32,7 @@ def convert_run(
 
     Every layer gets the window and the sinks. Those that become ``to`` get a memory whose projections start from the
     layer's own queries, keys and values, and whose output starts at 0: the model starts as the windowed source, bit for
-    bit.
+    bit. Adapters of the source (model.lora) end in the weights.
 
     Args:
         window, sinks: model.window, model.attention.sinks.
@@ -52,7 +53,8 @@ def convert_run(
     settings = validated(_settings(run, Path(out), to, window, sinks, layers), overrides)
     torch.manual_seed(settings.run.seed)
     fresh = build_model(settings.model, run.tokenizer.vocab_size)
-    weights: dict[str, Tensor] = {**dict(fresh.named_parameters()), **dict(run.model.named_parameters())}
+    given, kept = merged(run.model), [name for name, _ in run.model.named_parameters()]
+    weights: dict[str, Tensor] = dict(fresh.named_parameters()) | {name: given[name] for name in kept if name in given}
     check_weights(Path(out), settings, weights)
     for layer, mixer in enumerate(settings.model.pattern):
         if mixer == TARGETS["titans"]:
@@ -79,7 +81,7 @@ def _settings(run: LoadedRun, out: Path, to: str, window: int, sinks: int, layer
     del model["memory"]
     return tree | {
         "run": tree["run"] | {"dir": str(out)},
-        "model": model | memory | {"mixers": mixers, "window": window},
+        "model": model | memory | {"mixers": mixers, "window": window, "lora": None},
     }
 
 

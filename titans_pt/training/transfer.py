@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,6 +19,7 @@ from titans_pt.config import Config
 from titans_pt.config.checks import completed
 from titans_pt.data_pipeline import saved_tokenizer
 from titans_pt.errors import UserError
+from titans_pt.layers.lora import is_adapter
 from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import differences, with_rows
@@ -53,11 +54,12 @@ class Weights:
 
     @torch.no_grad()
     def load(self, model: nn.Module, fresh: list[str]):
-        """Puts them into ``model``, whose parameters that match a pattern of ``fresh`` keep what they have."""
+        """Puts them into ``model``, whose parameters that match a pattern of ``fresh`` keep what they have, as do
+        adapters that are not in the file."""
         counted = counted_rows(model)
-        with self._open() as (_, get):
+        with self._open() as (there, get):
             for name, p in model.named_parameters():
-                if not _matches(name, fresh):
+                if not _starts_fresh(name, fresh, there):
                     found = get(name)
                     p.copy_(with_rows(found[: counted[name]], len(p)) if name in counted else found)
 
@@ -169,8 +171,9 @@ def check_fit(weights: Weights, task: Task, config: Config, identity: dict[str, 
     settings = ", ".join(f"model.{key}={was!r} there and {now!r} here" for key, was, now in different[:4])
     settings = f" ({settings})" if settings else ""
     log.info("weights of %s; %d of %d parameters start fresh", weights.origin,
-             sum(_matches(n, fresh) for n in here), len(here))  # fmt: skip
-    here, there = ({n: s for n, s in names.items() if not _matches(n, fresh)} for names in (here, there))
+             sum(_starts_fresh(n, fresh, there) for n in here), len(here))  # fmt: skip
+    here = {name: shape for name, shape in here.items() if not _starts_fresh(name, fresh, there)}
+    there = {name: shape for name, shape in there.items() if not _matches(name, fresh)}
     missing, extra = here.keys() - there.keys(), there.keys() - here.keys()
     for problem, names in (("are not in it", missing), ("are in it alone", extra)):
         if names:
@@ -194,6 +197,11 @@ def check_fit(weights: Weights, task: Task, config: Config, identity: dict[str, 
                             f"data.tokenizer.path), or let {name} start fresh: train.init_fresh=[{name}]")  # fmt: skip
     for key, there_is, here_is in different:
         log.warning("train.init_from: model.%s is %r, %s was trained with %r", key, here_is, weights.origin, there_is)
+
+
+def _starts_fresh(name: str, fresh: list[str], there: Mapping[str, Any]) -> bool:
+    """Whether a parameter keeps what it was initialised with; ``there``: what the file has."""
+    return _matches(name, fresh) or (is_adapter(name) and name not in there)
 
 
 def _matches(name: str, patterns: list[str]) -> bool:

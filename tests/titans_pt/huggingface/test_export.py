@@ -6,11 +6,14 @@ import shutil
 
 import pytest
 import tokenizers
+import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.untrained import untrained_run
 from titans_pt import cli, huggingface
 from titans_pt.errors import UserError
+from titans_pt.runs import checkpoints
 from titans_pt.runs.loaded import load_run
 
 
@@ -54,6 +57,25 @@ def test_a_second_export_leaves_nothing_of_the_first(runs, tmp_path, first, seco
     assert AutoTokenizer.from_pretrained(folder)("abc")["input_ids"] == load_run(runs / second).tokenizer.encode("abc")
     back = load_run(huggingface.import_run(folder, tmp_path / "back"))
     assert back.tokenizer.sha256 == load_run(runs / second).tokenizer.sha256
+
+
+def test_adapters_end_in_the_weights(prepared, tmp_path):
+    run = untrained_run(tmp_path / "run", prepared, mixers=["mab"], n_layers=2, init_std=0.2, lora={"rank": 3})
+    path = checkpoints.find(run / "checkpoints")
+    state, weights, draw = checkpoints.read_state(path), checkpoints.read_weights(path), torch.manual_seed(1)
+    weights |= {n: 0.3 * torch.randn(p.shape, generator=draw) for n, p in weights.items() if n.endswith("lora_b")}
+    checkpoints.save(run / "checkpoints", weights, {}, state)
+    folder = huggingface.export_run(run, tmp_path / "hf")
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        assert not [name for name in file.keys() if "lora" in name]  # noqa: SIM118
+    assert json.loads((folder / "config.json").read_text())["settings"]["model"]["lora"] is None
+    ids = torch.randint(3, 280, (2, 30), generator=draw)
+    with torch.no_grad():
+        expected = load_run(run).model(ids)[0]
+        found = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+        back = load_run(huggingface.import_run(folder, tmp_path / "back")).model(ids)[0]
+    assert expected.abs().max() > 0.3
+    assert (found - expected).abs().max() < 1e-5 and (back - expected).abs().max() < 1e-5
 
 
 class Killed(BaseException):

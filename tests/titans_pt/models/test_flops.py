@@ -90,6 +90,17 @@ def test_attention_counts_the_keys_that_are_seen():
     assert both == pytest.approx(flops.total + 3 * masked + whole / 2, rel=1e-12)
 
 
+def test_adapters_are_counted_to_the_product():
+    """What they add to the same model, per layer and block: q, k, v, out (32, 32), gate, up (32, 48), down (48, 32)."""
+    plain, adapted = config(["attention"]), config(["attention"], lora={"rank": 4})
+    (forward, both), (more_forward, more_both) = counted(plain), counted(adapted)
+    assert more_forward - forward == 2 * 2 * 4 * (4 * 64 + 3 * 80)
+    assert more_both - both == 3 * (more_forward - forward)
+    added = build_model(adapted).flops(T).forward - build_model(plain).flops(T).forward
+    assert added == more_forward - forward
+    assert build_model(adapted).flops(T).total - build_model(plain).flops(T).total == more_both - both
+
+
 @pytest.mark.parametrize("model", ["mac", "mag", "mal", "mab", "swa"])
 def test_the_others_are_near(model):
     """They mask more than they see, so the counter has more, and the short sequence makes that difference large."""

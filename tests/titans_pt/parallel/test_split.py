@@ -159,6 +159,17 @@ def test_shared_heads_and_biases(mixers):
     assert shapes["blocks.0.mixer.attention.k.weight"] == (attention.get("head_width", 8), 32)
 
 
+@pytest.mark.parametrize("mixers", [["mab"], ["mac", "mag"], ["mal", "lmm"]], ids=str)
+def test_adapters(mixers):
+    """Of a layer that is cut along its outputs, B is cut; along its inputs, A."""
+    lora = {"rank": 3, "layers": ["*.mixer.*", "*.mlp.*"]}
+    shapes = check(config(mixers, lora=lora, attention={"kv_heads": 2, "bias": True}), sequence=True)
+    mlp = {
+        name: tuple(shapes[f"blocks.0.mlp.{name}"]) for name in ("up.lora_a", "up.lora_b", "down.lora_a", "down.lora_b")
+    }
+    assert mlp == {"up.lora_a": (3, 32), "up.lora_b": (12, 3), "down.lora_a": (3, 12), "down.lora_b": (32, 3)}
+
+
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("vocabulary", [
     {"vocab_multiple": 1, "vocab_size": 53}, {"vocab_multiple": 1, "vocab_size": 5}, {"vocab_multiple": 64},

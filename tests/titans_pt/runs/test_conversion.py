@@ -7,6 +7,7 @@ from tests.helpers.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
+from titans_pt.runs import checkpoints
 from titans_pt.runs.conversion import convert_run
 from titans_pt.runs.loaded import load_run
 
@@ -67,6 +68,27 @@ def test_step_0_is_the_windowed_source(source, ids, tmp_path, memory):
         y, state = titans.model(part, state)
         parts.append(y)
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_adapters_of_the_source_end_in_the_weights(prepared, tmp_path):
+    """The window, as long as the text, takes nothing away; the memory starts from attention with its adapters."""
+    source = untrained_run(
+        tmp_path / "source", prepared, mixers=["attention"], d_model=32, init_std=0.3, lora={"rank": 3}
+    )
+    path = checkpoints.find(source / "checkpoints")
+    state, weights, draw = checkpoints.read_state(path), checkpoints.read_weights(path), torch.manual_seed(1)
+    weights |= {n: 0.3 * torch.randn(p.shape, generator=draw) for n, p in weights.items() if n.endswith("lora_b")}
+    checkpoints.save(source / "checkpoints", weights, {}, state)
+    ids = torch.randint(3, 280, (2, 16), generator=draw)
+    run, adapted = load_run(source), ["model.lora.rank=2"]
+    titans = load_run(convert_run(source, tmp_path / "titans", "titans", 16, S))
+    assert titans.config.model.lora is None
+    torch.testing.assert_close(titans.model(ids)[0], run.model(ids)[0], rtol=1e-4, atol=1e-4)
+    mixer, q = titans.model.blocks[0].mixer, run.model.blocks[0].mixer.attention.q
+    assert torch.equal(mixer.memory.q.linear.weight, q.merged()) and not torch.equal(q.weight, q.merged())
+    again = load_run(convert_run(source, tmp_path / "again", "titans", 16, S, overrides=adapted))
+    assert again.config.model.lora.rank == 2 and torch.equal(again.model(ids)[0], titans.model(ids)[0])
 
 
 @torch.no_grad()

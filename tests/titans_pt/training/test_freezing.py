@@ -22,14 +22,24 @@ PATTERNS = ["*.memory.*", "norm.weight"]
 TRAINABLE = f"train.trainable={json.dumps(PATTERNS)}"
 WAYS = {
     "data": ["parallel.zero_stage=1"],
-    "sharded": ["parallel.zero_stage=3", "train.precision=bf16"],
     "tensor": ["parallel.zero_stage=2", "parallel.tensor=2", "train.checkpoint_shards=true"],
 }
 MORE_WAYS = {
+    "sharded": ["parallel.zero_stage=3", "train.precision=bf16"],
     "data-shards": ["parallel.zero_stage=2", "train.checkpoint_shards=true"],
     "tensor-sharded": ["parallel.zero_stage=3", "parallel.tensor=2", "train.checkpoint_shards=true"],
     "context": ["parallel.zero_stage=2", "parallel.context=2"],
 }
+ADAPTERS = ["model.lora.rank=2", 'train.trainable=["*.lora_*"]']
+ADAPTED = {"adapters-tensor": [*ADAPTERS, "parallel.zero_stage=2", "parallel.tensor=2"]}
+MORE_ADAPTED = {
+    "adapters-data": [*ADAPTERS, "parallel.zero_stage=1"],
+    "adapters-sharded": [*ADAPTERS, "parallel.zero_stage=3"],
+    "adapters-tensor-sharded": [
+        *ADAPTERS, "parallel.zero_stage=3", "parallel.tensor=2", "parallel.sequence=true",
+        "train.checkpoint_shards=true",
+    ],
+}  # fmt: skip
 """Settings of two ranks."""
 
 
@@ -40,12 +50,13 @@ def source(tmp_path_factory, prepared):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, prepared, source):
-    return train(tmp_path_factory.mktemp("ways"), prepared, source, WAYS)
+    return train(tmp_path_factory.mktemp("ways"), prepared, source, WAYS | ADAPTED)
 
 
 @pytest.fixture(scope="module")
 def more_runs(tmp_path_factory, prepared, source):
-    return train(tmp_path_factory.mktemp("more"), prepared, source, WAYS | MORE_WAYS)
+    ways = {"data": WAYS["data"]} | MORE_WAYS | ADAPTED | MORE_ADAPTED
+    return train(tmp_path_factory.mktemp("more"), prepared, source, ways)
 
 
 def train(folder, prepared, source, ways):
@@ -94,14 +105,55 @@ def check(runs, source, way):
     named = {name for name in given if ".memory." in name or name == "norm.weight"}
     assert {name for name in given if not torch.equal(given[name], weights[name])} == named
     assert {name for _, name in moments} == named
-    again = read(runs / f"{way}-parts")
-    for one, other in zip((weights, moments), again, strict=True):
-        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-    losses = [[r["loss"] for r in read_metrics(runs / name / "metrics.jsonl") if r["kind"] == "train"]
-              for name in (way, "data")]  # fmt: skip
-    assert losses[0] == pytest.approx(losses[1], abs=0.03 if way == "sharded" else 1e-4)
+    check_resumed(runs, way)
+    assert losses(runs / way) == pytest.approx(losses(runs / "data"), abs=0.03 if way == "sharded" else 1e-4)
     merge_run(str(runs / way), None)
     assert all(torch.equal(weights[name], found) for name, found in read(runs / way)[0].items())
+
+
+def check_resumed(runs, way):
+    """2 + 2 steps are 4, bit for bit."""
+    for one, other in zip(read(runs / way), read(runs / f"{way}-parts"), strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def losses(run):
+    return [r["loss"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"]
+
+
+@pytest.mark.parametrize("way", ADAPTED)
+def test_adapters_are_trained_beside_the_weights_of_a_run_without_them(runs, source, way):
+    check_adapters(runs, source, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", MORE_ADAPTED)
+def test_adapters_under_more_ways(more_runs, source, way):
+    check_adapters(more_runs, source, way)
+    assert losses(more_runs / way) == pytest.approx(losses(more_runs / "adapters-tensor"), abs=1e-4)
+
+
+def check_adapters(runs, source, way):
+    given, _ = read(source, 3)
+    weights, moments = read(runs / way)
+    adapters = {name for name in weights if ".lora_" in name}
+    assert weights.keys() == given.keys() | adapters and len(adapters) > 2 * 14
+    assert all(torch.equal(given[name], weights[name]) for name in given)
+    assert {name for _, name in moments} == adapters
+    assert all(weights[name].any() for name in adapters)
+    check_resumed(runs, way)
+    found, without = losses(runs / way), losses(runs / "data")
+    assert found[0] == pytest.approx(without[0], abs=1e-5) and found[3] != pytest.approx(without[3], abs=1e-4)
+
+
+def test_the_plan_counts_adapters(tiny):
+    """(1, in) and (out, 1) of each layer: q, k, v, out (16, 16), gate, up (16, 32), down (32, 16)."""
+    config = tiny(model={"n_layers": 2, "mixers": ["swa"]})
+    plan = make_plan(task_of(load_config(config, ["model.lora.rank=1", 'train.trainable=["*.lora_*"]'])), ranks=1)
+    whole = make_plan(task_of(load_config(config)), ranks=1)
+    assert plan.trained == plan.parameters - whole.parameters == 2 * (4 * 32 + 3 * 48)
+    assert plan.bytes["optimiser"] == 12 * plan.trained
+    assert plan.cost.flops > whole.cost.flops
 
 
 def test_the_plan_counts_what_is_trained(tiny, capsys):

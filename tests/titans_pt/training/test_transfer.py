@@ -126,6 +126,25 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(start, tmp_path, prepar
     assert not (tmp_path / "run/checkpoints").exists()
 
 
+def test_adapters_that_the_given_weights_lack_start_as_they_are_drawn(start, source, tmp_path):
+    """They alone: B at 0, A from the run's seed; a run without adapters does not take weights that have them."""
+    found = start(*STILL, "model.lora.rank=3", 'train.trainable=["*.lora_*"]')
+    given = weights(source, 3)
+    torch.manual_seed(0)
+    drawn = dict(build_model(load_config(tmp_path / "run/config.yaml").model).named_parameters())
+    adapters = found.keys() - given.keys()
+    assert adapters == {name for name in drawn if ".lora_" in name} and len(adapters) > 10
+    assert all(torch.equal(found[name], given[name]) for name in given)
+    assert all(close(found[name], drawn[name]) for name in adapters)
+    (tmp_path / "run").rename(tmp_path / "adapted")
+    with pytest.raises(UserError, match=r"are in it alone, such as blocks\.0\..*lora_a \(model\.lora="):
+        start(given=tmp_path / "adapted")
+    with pytest.raises(
+        UserError, match=r"another shape, such as blocks\.0\..*lora_a, \(3, 16\) there and \(2, 16\) here"
+    ):
+        start("model.lora.rank=2", given=tmp_path / "adapted")
+
+
 def test_layers_that_the_given_weights_lack(start):
     with pytest.raises(UserError, match=r"are not in it, such as blocks\.1\..* \(model\.n_layers=1 there and 2 here"):
         start(model={"n_layers": 2})
