@@ -120,12 +120,12 @@ class TensorParallel:
             shared = part.shared(rule.cut) if isinstance(part, LowRank) and rule.cut is not None else None
             for p in _own_parameters(part):
                 if p is shared:
-                    p.register_hook(self.group.all_reduce)
+                    self._sum(p)
                 elif rule.cut is not None:
                     assert rule.filled or p.shape[rule.cut] % self.group.size == 0, names[id(p)]
                     self._cut(names[id(p)], p, rule.cut)
                 if rule.summed or (rule.between and self.exchanges.sequence):
-                    p.register_hook(self.group.all_reduce)
+                    self._sum(p)
             if rule.before:
                 part.register_forward_pre_hook(_before(getattr(self.exchanges, rule.before)))
             if rule.after:
@@ -135,6 +135,11 @@ class TensorParallel:
         for module in model.modules():
             for count in getattr(module, "per_rank", ()):
                 setattr(module, count, getattr(module, count) // self.group.size)
+
+    def _sum(self, p: nn.Parameter):
+        """Sums gradients of p over ranks; one that is frozen has none."""
+        if p.requires_grad:
+            p.register_hook(self.group.all_reduce)
 
     def _cut(self, name: str, p: nn.Parameter, dim: int):
         """Once, though tied embeddings are met twice."""

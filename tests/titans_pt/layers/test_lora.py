@@ -31,7 +31,7 @@ def test_a_model_with_adapters_starts_as_without():
     assert rest.keys() == dict(plain.named_parameters()).keys()
     assert all(torch.equal(p, rest[name]) for name, p in plain.named_parameters())
     assert torch.equal(found(IDS)[0], plain(IDS)[0])
-    assert adapted(found) == {n for n, m in plain.blocks.named_modules("blocks") if isinstance(m, nn.Linear)}
+    assert adapted(found) == {n for n, m in plain.blocks.named_modules(prefix="blocks") if isinstance(m, nn.Linear)}
     for layer in (module for module in found.modules() if isinstance(module, LowRank)):
         assert layer.lora_a.shape == (3, layer.in_features) and layer.lora_b.shape == (layer.out_features, 3)
         assert (
