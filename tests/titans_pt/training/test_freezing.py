@@ -146,9 +146,9 @@ def check_adapters(runs, source, way):
     assert found[0] == pytest.approx(without[0], abs=1e-5) and found[3] != pytest.approx(without[3], abs=1e-4)
 
 
-@pytest.mark.parametrize("more", [[TRAINABLE], ADAPTERS], ids=["memory", "adapters"])
+@pytest.mark.parametrize("more", [['train.trainable=["*.mlp.*"]'], ADAPTERS], ids=["mlp", "adapters"])
 def test_the_plan_of_tensor_ranks(tiny, more):
-    """Parameters that ranks hold whole and that are frozen have no gradients to sum: persistent tokens, gates."""
+    """Parameters that ranks hold whole and that are frozen have no gradients to sum: the memory's norm."""
     config = tiny(model={"n_layers": 2, "mixers": ["mag"]})
     whole, plan = (make_plan(task_of(load_config(config, [*more, f"parallel.tensor={n}"])), ranks=n) for n in (1, 2))
     assert (plan.parameters, plan.trained) == (whole.parameters, whole.trained)
