@@ -93,7 +93,7 @@ def test_what_is_frozen_has_no_gradient_and_adapters_learn():
 
 @torch.no_grad()
 def test_tokens_one_by_one_are_those_of_one_call():
-    """Where there is a prepared fast way without adapters, it is not taken with them."""
+    """A prepared fast path, if there is one, is not taken with adapters."""
     found = model({"rank": 2}, ["lmm", "mab"]).eval()
     for name, p in found.named_parameters():
         if name.endswith("lora_b"):

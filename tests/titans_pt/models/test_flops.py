@@ -91,7 +91,7 @@ def test_attention_counts_the_keys_that_are_seen():
 
 
 def test_adapters_are_counted_to_the_product():
-    """What they add to the same model, per layer and block: q, k, v, out (32, 32), gate, up (32, 48), down (48, 32)."""
+    """FLOPs added to the same model, per layer and block: q, k, v, out (32, 32), gate, up (32, 48), down (48, 32)."""
     plain, adapted = config(["attention"]), config(["attention"], lora={"rank": 4})
     (forward, both), (more_forward, more_both) = counted(plain), counted(adapted)
     assert more_forward - forward == 2 * 2 * 4 * (4 * 64 + 3 * 80)

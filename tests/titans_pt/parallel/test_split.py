@@ -161,7 +161,7 @@ def test_shared_heads_and_biases(mixers):
 
 @pytest.mark.parametrize("mixers", [["mab"], ["mac", "mag"], ["mal", "lmm"]], ids=str)
 def test_adapters(mixers):
-    """Of a layer that is cut along its outputs, B is cut; along its inputs, A."""
+    """A layer that is cut along its outputs has B cut; along its inputs, A."""
     lora = {"rank": 3, "layers": ["*.mixer.*", "*.mlp.*"]}
     shapes = check(config(mixers, lora=lora, attention={"kv_heads": 2, "bias": True}), sequence=True)
     mlp = {
