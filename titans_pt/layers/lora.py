@@ -4,16 +4,13 @@ peft is not used: it renames the parameters of the layers that it wraps, and che
 train.trainable go by these names. Here an adapter adds two names and changes none.
 """
 
-import re
-from fnmatch import fnmatchcase
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_pt.config import LoraConfig
-from titans_pt.errors import UserError
 from titans_pt.layers.flops import Flops, product
+from titans_pt.tools.patterns import check_patterns, matches
 
 ADAPTER = ("lora_a", "lora_b")
 """Names of an adapter's matrices in its layer."""
@@ -59,12 +56,9 @@ def adapt(model: nn.Module, blocks: nn.Module, config: LoraConfig):
     """
     inside = {id(module) for module in blocks.modules()}
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
-    for pattern in config.layers:
-        if not any(fnmatchcase(name, pattern) for name in layers):
-            known = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in layers))
-            raise UserError(f"model.lora.layers: {pattern!r} is the name of no linear layer; there are {known}")
+    check_patterns("model.lora.layers", config.layers, layers, "linear layer")
     for name, layer in layers.items():
-        if any(fnmatchcase(name, pattern) for pattern in config.layers):
+        if matches(name, config.layers):
             model.set_submodule(name, LowRank(layer, config.rank, config.alpha))
 
 

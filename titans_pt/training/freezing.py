@@ -1,11 +1,8 @@
 """Parameters that a training leaves as they are: train.trainable."""
 
-import re
-from fnmatch import fnmatchcase
-
 from torch import nn
 
-from titans_pt.errors import UserError
+from titans_pt.tools.patterns import check_patterns, matches
 
 
 def freeze(model: nn.Module, patterns: list[str]):
@@ -16,13 +13,9 @@ def freeze(model: nn.Module, patterns: list[str]):
     """
     if not patterns:
         return
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            known = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
-            raise UserError(f"train.trainable: {pattern!r} is the name of no parameter; there are {known}")
+    check_patterns("train.trainable", patterns, (name for name, _ in model.named_parameters()), "parameter")
     for name, p in model.named_parameters():
-        p.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
+        p.requires_grad_(matches(name, patterns))
 
 
 def trained(model: nn.Module) -> int:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import differences, with_rows
 from titans_pt.tasks import Task
+from titans_pt.tools.patterns import check_patterns, matches
 from titans_pt.tools.tensor_files import check_sums
 
 log = logging.getLogger(__name__)
@@ -164,16 +164,14 @@ def check_fit(weights: Weights, task: Task, config: Config, identity: dict[str, 
         model = task.build_model()
     here = {name: tuple(p.shape) for name, p in model.named_parameters()}
     there = weights.shapes()
-    for pattern in config.train.init_fresh:
-        if not any(fnmatchcase(name, pattern) for name in here | there):
-            raise UserError(f"train.init_fresh: {pattern!r} is the name of no parameter; there are {', '.join(here)}")
+    check_patterns("train.init_fresh", config.train.init_fresh, here | there, "parameter")
     different = list(differences(weights.config.get("model", {}), config.model.model_dump(mode="json")))
     settings = ", ".join(f"model.{key}={was!r} there and {now!r} here" for key, was, now in different[:4])
     settings = f" ({settings})" if settings else ""
     log.info("weights of %s; %d of %d parameters start fresh", weights.origin,
              sum(_starts_fresh(n, fresh, there) for n in here), len(here))  # fmt: skip
     here = {name: shape for name, shape in here.items() if not _starts_fresh(name, fresh, there)}
-    there = {name: shape for name, shape in there.items() if not _matches(name, fresh)}
+    there = {name: shape for name, shape in there.items() if not matches(name, fresh)}
     missing, extra = here.keys() - there.keys(), there.keys() - here.keys()
     for problem, names in (("are not in it", missing), ("are in it alone", extra)):
         if names:
@@ -192,7 +190,7 @@ def check_fit(weights: Weights, task: Task, config: Config, identity: dict[str, 
                         f"{name}, {there[name]} there and {here[name]} here{settings}; {_REMEDY}")  # fmt: skip
     for key, name in task.bound.items():
         was, now = weights.identity.get(key, ""), identity[key]
-        if was != now and not _matches(name, fresh):
+        if was != now and not matches(name, fresh):
             raise UserError(f"{task.differs(key, Path(weights.origin), was, now)}; use that one (for a tokenizer: "
                             f"data.tokenizer.path), or let {name} start fresh: train.init_fresh=[{name}]")  # fmt: skip
     for key, there_is, here_is in different:
@@ -201,8 +199,4 @@ def check_fit(weights: Weights, task: Task, config: Config, identity: dict[str, 
 
 def _starts_fresh(name: str, fresh: list[str], there: Mapping[str, Any]) -> bool:
     """Whether a parameter keeps what it was initialised with; ``there``: what the file has."""
-    return _matches(name, fresh) or (is_adapter(name) and name not in there)
-
-
-def _matches(name: str, patterns: list[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    return matches(name, fresh) or (is_adapter(name) and name not in there)

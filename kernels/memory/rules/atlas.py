@@ -1,12 +1,9 @@
 """Atlas (arXiv 2505.23735): the Omega rule with Muon."""
 
-from typing import Annotated, ClassVar
-
-from pydantic import Field
-from torch import Tensor
+from typing import ClassVar
 
 from titans_pt.kernels.memory.rules.base import RULES
-from titans_pt.kernels.memory.rules.muon import ChunkSteps, orthogonal, orthogonal_flops
+from titans_pt.kernels.memory.rules.muon import ChunkSteps, StepSettings
 from titans_pt.kernels.memory.rules.omega import Windowed, WindowSettings
 
 
@@ -16,18 +13,7 @@ class Atlas(ChunkSteps, Windowed):
 
     name: ClassVar[str] = "atlas"
 
-    class Settings(WindowSettings):
-        size: Annotated[float, Field(gt=0.0)] = 0.03
-        """Largest step of a chunk, as model.memory.muon.size."""
+    class Settings(WindowSettings, StepSettings):
+        pass
 
     settings: Settings
-
-    @property
-    def most(self) -> float:
-        return self.settings.size
-
-    def direction(self, momentum: Tensor) -> Tensor:
-        return orthogonal(momentum)
-
-    def closing_flops(self, d_in: int, d_out: int) -> float:
-        return orthogonal_flops(d_in, d_out)

@@ -1,15 +1,13 @@
 """LaCT (arXiv 2505.23884): large chunks, the dot product as the loss, orthogonal steps, weights of constant length."""
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from titans_pt.config import Section
 from titans_pt.kernels.memory.rules.base import RULES, Own
 from titans_pt.kernels.memory.rules.dot import Dot
-from titans_pt.kernels.memory.rules.muon import ChunkSteps, orthogonal, orthogonal_flops
+from titans_pt.kernels.memory.rules.muon import ChunkSteps
 
 
 @RULES.register
@@ -28,22 +26,6 @@ class Lact(ChunkSteps, Dot):
     """
 
     name: ClassVar[str] = "lact"
-
-    class Settings(Section):
-        size: Annotated[float, Field(gt=0.0)] = 0.03
-        """Largest step of a chunk, as model.memory.muon.size."""
-
-    settings: Settings
-
-    @property
-    def most(self) -> float:
-        return self.settings.size
-
-    def direction(self, momentum: Tensor) -> Tensor:
-        return orthogonal(momentum)
-
-    def closing_flops(self, d_in: int, d_out: int) -> float:
-        return orthogonal_flops(d_in, d_out)
 
     def closed(self, weights: Tensor, momentum: Tensor, own: Own) -> Tensor:
         moved = super().closed(weights, momentum, own)

@@ -46,6 +46,14 @@ def unit(momentum: Tensor) -> Tensor:
     return min(momentum.shape[-2:]) ** 0.5 * scaled(momentum)
 
 
+class StepSettings(Section):
+    """Settings of rules that take one step a chunk."""
+
+    size: Annotated[float, Field(gt=0.0)] = 0.03
+    """Largest step of a chunk, over sqrt(inputs) + sqrt(outputs) of a matrix, the length of a random one: 0.72 for 64
+    and 256. The step is also multiplied by a gate of the chunk's last token, 0 to 1."""
+
+
 class ChunkSteps(Rule):
     """S_t = eta_t S_{t-1} - theta_t u_t for every token, and one step a chunk of C tokens that starts at F:
 
@@ -55,16 +63,16 @@ class ChunkSteps(Rule):
     theta's own scale does: what theta decides is the share of each token.
     """
 
+    Settings: ClassVar[type[Section]] = StepSettings
+    settings: StepSettings
     gates: dict[str, OwnGate] = {"size": OwnGate(start=0.5, share=True)}
 
     def direction(self, momentum: Tensor) -> Tensor:
-        """S' from S."""
-        raise NotImplementedError
+        """S' from S: made orthogonal."""
+        return orthogonal(momentum)
 
-    @property
-    def most(self) -> float:
-        """Largest step, over the sum of the square roots of a matrix's sides: the length of a random matrix."""
-        raise NotImplementedError
+    def closing_flops(self, d_in: int, d_out: int) -> float:
+        return orthogonal_flops(d_in, d_out)
 
     def update(self, weights, momentum, gradient, theta, eta, alpha, own):
         return (1 - alpha) * weights, eta * momentum - theta * gradient
@@ -75,7 +83,7 @@ class ChunkSteps(Rule):
 
     def closed(self, weights: Tensor, momentum: Tensor, own: Own) -> Tensor:
         a, b = weights.shape[-2:]
-        return weights + self.most * (a**0.5 + b**0.5) * own[-1] * self.direction(momentum)
+        return weights + self.settings.size * (a**0.5 + b**0.5) * own[-1] * self.direction(momentum)
 
 
 @RULES.register
@@ -90,14 +98,11 @@ class Muon(ChunkSteps):
 
     name: ClassVar[str] = "muon"
 
-    class Settings(Section):
+    class Settings(StepSettings):
         form: Literal["orthogonal", "unit"] = "orthogonal"
         """Map of the momentum S. orthogonal: five Newton-Schulz steps. unit: S over its norm, as long as an orthogonal
         matrix; costs nothing.
         """
-        size: Annotated[float, Field(gt=0.0)] = 0.03
-        """Largest step of a chunk, over sqrt(inputs) + sqrt(outputs) of a matrix, the length of a random one: 0.72 for
-        64 and 256. The step is also multiplied by a gate of the chunk's last token, 0 to 1."""
 
     settings: Settings
 
@@ -107,12 +112,8 @@ class Muon(ChunkSteps):
     def gradient(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
         return 2 * error
 
-    @property
-    def most(self) -> float:
-        return self.settings.size
-
     def direction(self, momentum: Tensor) -> Tensor:
-        return orthogonal(momentum) if self.settings.form == "orthogonal" else unit(momentum)
+        return super().direction(momentum) if self.settings.form == "orthogonal" else unit(momentum)
 
     def closing_flops(self, d_in: int, d_out: int) -> float:
-        return orthogonal_flops(d_in, d_out) if self.settings.form == "orthogonal" else 0.0
+        return super().closing_flops(d_in, d_out) if self.settings.form == "orthogonal" else 0.0

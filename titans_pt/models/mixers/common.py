@@ -249,9 +249,9 @@ class MemoryMixer(Mixer):
         return self.memory.piece
 
 
-def check_caching(memory: MemoryConfig, caching: CachingConfig, length: int, need: Need, path: str = "model.memory"):
-    """Calls ``need`` for what must hold between a memory and the caches of it; ``path``: the section of ``caching``."""
-    chunk, name = memory.chunk_size, f"{path}.caching"
+def check_caching(memory: MemoryConfig, caching: CachingConfig, length: int, need: Need):
+    """Calls ``need`` for what must hold between a memory and its caches."""
+    chunk, name = memory.chunk_size, "model.memory.caching"
     need(
         memory.hierarchy is None,
         name,
