@@ -18,6 +18,7 @@ CHANGES = {
     "c1-half": ((*_TOKEN, "model.memory.step_bound=0.5"), "C = 1, bound 0.5"),
     "c1-one": (_REFLECT, "C = 1, bound 1"),
     "c1-one-still": ((*_REFLECT, *_STILL), "C = 1, bound 1, no momentum"),
+    "c1-one-bare": ((*_REFLECT, "model.memory.norm=false"), "C = 1, bound 1, no LayerNorm"),
     "linear": (_LINEAR, "linear"),
     "linear-c1": ((*_LINEAR, *_TOKEN), "linear, C = 1"),
     "linear-c1-half": ((*_LINEAR, *_TOKEN, "model.memory.step_bound=0.5"), "linear, C = 1, bound 0.5"),
@@ -31,6 +32,14 @@ CHANGES = {
 }
 """Settings over a model's own. C: tokens after which a memory takes its gradient, else 16. bound: that of theta, else
 0.1. linear: a memory of one matrix, without LayerNorm; wider MLPs keep the model's size."""
+TRAININGS = {
+    # last word of a variant: (settings over those of the rest, what a reader sees)
+    "slow": (("train.lr=2e-3",), ", half the rate"),
+    "fast": (("train.lr=8e-3",), ", twice the rate"),
+    "two": (("state_tracking.tokens=2", "data.seq_len=80", "train.batch_tokens=5120"), ", two tokens an element"),
+}
+"""Other trainings of the same model. two: a filler after each element, so that a memory writes twice before it is
+asked."""
 _OF_LMM = (
     "", "c1", "c1-half", "c1-one", "c1-one-still", "linear", "linear-c1", "linear-c1-half", "linear-c1-one",
     "linear-c1-one-still",
@@ -43,31 +52,38 @@ _LATER = (
     ("kda", "negative"), ("gdn2", "negative"), ("deltaproduct", ""), ("rwkv7", ""), ("lmm", "linear-c1-one-yaad"),
 )  # fmt: skip
 """Models published after Titans; one seed."""
+_OTHER_RATES = tuple((model, f"{change}-{rate}") for rate in ("slow", "fast") for model, change in (
+    ("lmm", "c1-one"), ("lmm", "linear-c1-one-still"), ("deltanet", "negative")))  # fmt: skip
+_TWO_TOKENS = (("lmm", "linear-c1-one-two"), ("deltanet", "negative-two"))
 MODELS = {
     "parity": (
         *(("lmm", change) for change in _OF_LMM), ("mac", ""), ("mac", "c1-one"), ("mag", ""), ("mag", "c1-one"),
-        *_BASELINES, *_LATER,
+        ("lmm", "c1-one-bare"), *_BASELINES, *_LATER, *_OTHER_RATES,
     ),
     "S3": (
         ("lmm", ""), ("lmm", "c1-one"), ("lmm", "c1-one-still"), ("lmm", "linear-c1-one"),
         ("lmm", "linear-c1-one-still"), ("mac", "c1-one"), ("transformer", ""), ("mamba2", ""),
-        ("deltanet", "negative"), ("gated_deltanet", "negative"), *_LATER,
+        ("deltanet", "negative"), ("gated_deltanet", "negative"), *_LATER, *_TWO_TOKENS,
     ),
     "A5": (("lmm", "c1-one"), ("lmm", "linear-c1-one"), ("transformer", ""), ("deltanet", "negative")),
 }  # fmt: skip
 
 
 def _row(model: str, change: str, problem: str) -> Row:
-    words, name = CHANGES[f"{change}-{model}" if change == "negative" else change]
+    first, _, last = change.rpartition("-")
+    of_model, (trained, how) = (first, TRAININGS[last]) if last in TRAININGS else (change, ((), ""))
+    words, name = CHANGES[f"{of_model}-{model}" if of_model == "negative" else of_model]
     steps = STEPS[problem]
     more = (f"state_tracking.problem={problem}", f"train.max_steps={steps}", f"train.eval_every={steps // 20}")
-    return Row(model, f"{problem}-{change}" if change else problem, (*words, *more), f"{problem}{name and ', ' + name}")
+    shown = f"{problem}{name and ', ' + name}{how}"
+    return Row(model, f"{problem}-{change}" if change else problem, (*words, *trained, *more), shown)
 
 
 def state_tracking(size: str) -> Study:
     rows = [_row(model, change, problem) for problem, models in MODELS.items() for model, change in models]
     seeds = {row.key: SEEDS[row.variant.partition("-")[0]] for row in rows}
-    seeds |= {_row(model, change, problem).key: (0,) for problem in MODELS for model, change in _LATER}
+    once = (*_LATER, *_OTHER_RATES, *_TWO_TOKENS)
+    seeds |= {_row(model, change, problem).key: (0,) for problem in MODELS for model, change in once}
     columns = [Column(f"last of {n} (%)", "states", measures.last_answer(n)) for n in LENGTHS]
     columns += [
         Column("tokens to 99 % of samples", TRAINING, measures.first_at(0.99, "whole")),
