@@ -6,22 +6,38 @@ from pathlib import Path
 
 import yaml
 
+from titans_pt import __version__
+
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 
 
-def test_the_citation_is_of_this_version():
+def test_the_version_stands_once_in_the_code_and_the_citation_has_it():
+    assert PROJECT["dynamic"] == ["version"] and "version" not in PROJECT
+    assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "titans_pt.__version__"}
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
-    assert (str(citation["version"]), citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert (str(citation["version"]), citation["license"]) == (__version__, PROJECT["license"])
+    assert [author["name"] for author in citation["authors"]] == [author["name"] for author in PROJECT["authors"]]
+    assert {*citation["keywords"]} <= {*PROJECT["keywords"]}
     assert [paper["identifiers"][0]["value"] for paper in citation["references"]] == ["arXiv:2501.00663"]
+    assert citation["references"][0]["url"] == PROJECT["urls"]["Paper"]
 
 
 def test_the_changelog_begins_with_what_is_not_released_and_has_this_version():
-    versions = re.findall(r"^## \[(.+?)\]( - \d{4}-\d\d-\d\d)?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    assert versions[0] == ("Unreleased", "")
-    assert PROJECT["version"] in {version for version, date in versions if date}
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.M)
+    assert versions[0] == ("Unreleased", "") and versions[1][0] == __version__
+    dates = [date for _, date in versions[1:]]
+    assert all(dates) and dates == sorted(dates, reverse=True)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert str(citation["date-released"]) == dates[0]
+
+
+def test_an_entry_of_the_changelog_is_one_line():
+    text = (ROOT / "CHANGELOG.md").read_text().split("## [0.1.0]")[0]
+    assert [line for line in text.splitlines() if line.startswith("  ") or len(line) > 170] == []
 
 
 def test_the_workflow_runs_the_checks_on_the_oldest_python():

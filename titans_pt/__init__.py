@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from titans_pt.library.state import detach_state, fork_state, load_state, save_state, take_rows
     from titans_pt.library.titan import Reading, Titan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "LMM": "titans_pt.library.layers",

@@ -100,15 +100,27 @@ def neural_memory(
             max_resets, save_every, stale, soup,
         )  # fmt: skip
         call.check()
-        serves = chosen(call, backend)
-        if torch.compiler.is_compiling() and serves is not TRITON and (backend == "auto" or serves is BLOCKWISE):
+        if torch.compiler.is_compiling() and _breaks_the_graph(call, backend):
             # Not at the top: importing torch's compiler takes seconds, which only a call that is compiled should cost.
             from titans_pt.kernels.memory import uncompiled
 
-            out, state = uncompiled.run(serves.run, call)
+            out, state = uncompiled.run(_run, call, backend)
         else:
-            out, state = serves.run(call)
+            out, state = _run(call, backend)
     return out.to(q.dtype), state if output_final_state else None
+
+
+def _run(call: MemoryCall, backend: str) -> tuple[Tensor, MemoryState]:
+    return chosen(call, backend).run(call)
+
+
+def _breaks_the_graph(call: MemoryCall, backend: str) -> bool:
+    """Whether a compiled call stays outside the graph. On a CPU already the choice does: it looks for compiled C on the
+    disk, which cannot be traced."""
+    if backend == "auto" and call.q.device.type not in GPU:
+        return True
+    serves = chosen(call, backend)
+    return serves is not TRITON and (backend == "auto" or serves is BLOCKWISE)
 
 
 def chosen(call: MemoryCall, backend: str) -> Backend:

@@ -1,6 +1,7 @@
 """Other people's training loops around our layers: compiled, checkpointed, sharded, with Hugging Face's Trainer."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -80,15 +82,20 @@ def test_autocast_keeps_the_memory_in_fp32(name):
     assert norm == pytest.approx(torch.cat([g.flatten() for g in plain.values()]).norm().item(), rel=0.1)
 
 
-@pytest.mark.slow(reason="torch.compile traces for half a minute")
-@pytest.mark.parametrize("name", ["memory", "mac"])
-def test_torch_compile_gives_the_same_gradients(name):
-    """The kernels may break the graph; what comes out is the same. The backend that traces backward passes, too."""
+@pytest.mark.slow(reason="torch.compile traces for half a minute, and Inductor's code takes a compiler as long")
+@pytest.mark.parametrize("name, backend", [("memory", "aot_eager"), ("memory", "inductor"), ("mac", "aot_eager")])
+def test_torch_compile_gives_the_same_gradients(name, backend):
+    """Calls of our kernels break the graph, and nothing else does; outputs and gradients are the same."""
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("Inductor needs a C++ compiler")
     expected = gradients(model(name), batch())
     torch._dynamo.reset()
-    compiled = torch.compile(model(name), backend="aot_eager")
+    counters.clear()
+    compiled = torch.compile(model(name), backend=backend)
     found = gradients(compiled, batch())
     equal({key.removeprefix("_orig_mod."): g for key, g in found.items()}, expected, rtol=1e-4, atol=1e-6)
+    if name == "memory":
+        assert counters["graph_break"] and all("torch.compiler.disable" in reason for reason in counters["graph_break"])
 
 
 def in_processes(work, tmp_path, *args):
