@@ -64,9 +64,9 @@ dna: install
 	$(BIN)/titans prepare dna-tiny/coding
 	@echo "== an LMM of 135,000 parameters reads the genome: its loss beside that of a Markov chain"
 	$(BIN)/titans train dna-tiny/lmm run.dir=$(DNA)/pretrain train.max_steps=300 train.warmup_steps=20
-	@echo "== it learns which windows are coding, and a second one does from scratch"
-	$(BIN)/titans train dna-tiny/coding run.dir=$(DNA)/coding train.init_from=$(DNA)/pretrain
-	$(BIN)/titans train dna-tiny/coding run.dir=$(DNA)/coding-scratch
+	@echo "== it learns which windows are coding; beside it one that has not read the genome"
+	$(BIN)/titans train dna-tiny/coding run.dir=$(DNA)/coding-scratch & \
+	  $(BIN)/titans train dna-tiny/coding run.dir=$(DNA)/coding train.init_from=$(DNA)/pretrain && wait $$!
 	@echo "== the test, from scratch and pretrained, beside what needs no model"
 	$(BIN)/titans evaluate $(DNA)/coding-scratch
 	$(BIN)/titans evaluate $(DNA)/coding
@@ -92,12 +92,11 @@ STATES = runs/statetracking
 PARITY := $(BIN)/titans train configs/state_tracking
 statetracking: install
 	@echo "== parity of 3 to 40 bits, in models of 126,000 parameters: an LMM as it is, one whose steps may reflect, a Transformer"
-	$(PARITY)/lmm.yaml run.dir=$(STATES)/lmm train.max_steps=300
-	$(PARITY)/lmm.yaml run.dir=$(STATES)/lmm-reflecting train.max_steps=300 'train.stop_when=whole >= 0.99' model.memory.chunk_size=1 model.memory.step_bound=1.0
-	$(PARITY)/transformer.yaml run.dir=$(STATES)/transformer train.max_steps=300
+	{ $(PARITY)/lmm.yaml run.dir=$(STATES)/lmm train.max_steps=300 && \
+	  $(PARITY)/transformer.yaml run.dir=$(STATES)/transformer train.max_steps=300; } & \
+	  $(PARITY)/lmm.yaml run.dir=$(STATES)/lmm-reflecting train.max_steps=300 'train.stop_when=whole >= 0.99' model.memory.chunk_size=1 model.memory.step_bound=1.0 && wait $$!
 	@echo "== the parity of up to 512 bits"
-	$(BIN)/titans evaluate $(STATES)/lmm
-	$(BIN)/titans evaluate $(STATES)/transformer
+	$(BIN)/titans evaluate $(STATES)/lmm & $(BIN)/titans evaluate $(STATES)/transformer && wait $$!
 	$(BIN)/titans evaluate $(STATES)/lmm-reflecting
 	@echo "== everything is in $(STATES): lmm-reflecting/plots/state_tracking.png and the others; docs/statetracking.md says what it is"
 	@echo "== next: all models and other groups: titans reproduce statetracking --size tiny"

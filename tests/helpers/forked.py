@@ -1,8 +1,11 @@
 """torchrun for tests: the ranks are forked after the imports, which take longer than most of their trainings.
 
-python -m tests.helpers.forked RANKS MODULE|FILE.py [WORD ...]
+python -m tests.helpers.forked FD reads jobs from stdin, runs one after the other and writes the status of each, a
+line, to the descriptor FD. A job is a line of JSON: {"ranks": N, "program": a module or FILE.py, "words": its
+arguments, "out" and "err": files}.
 """
 
+import json
 import os
 import runpy
 import signal
@@ -45,5 +48,16 @@ def main(ranks: int, program: str, *words: str) -> int:
     return int(failed)
 
 
+def serve(descriptor: int) -> int:
+    for line in sys.stdin:
+        job = json.loads(line)
+        if not (process := os.fork()):
+            for name, stream in (("out", 1), ("err", 2)):
+                os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT), stream)
+            return main(job["ranks"], job["program"], *job["words"])
+        os.write(descriptor, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))
+    sys.exit(serve(int(sys.argv[1])))

@@ -1,6 +1,6 @@
 """Several trainings in one process of each rank, since starting one costs seconds.
 
-    python -m tests.helpers.forked RANKS tests.helpers.jobs CONFIG FOLDER --NAME [KEY=VALUE ...] --NAME ...
+    tests.helpers.jobs CONFIG FOLDER --NAME [KEY=VALUE ...] --NAME ...
 
 Each trains in the folder FOLDER/NAME; --NAME@1 and --NAME@2 are two in the same one.
 """

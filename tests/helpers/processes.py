@@ -1,9 +1,16 @@
 """Starting training in real processes, under torchrun on the CPU, and reading what they leave."""
 
+import json
 import os
+import select
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
+from typing import TextIO
+
+import psutil
 
 from titans_pt.training.metrics import read_metrics
 
@@ -16,11 +23,6 @@ def torchrun(processes: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
 
 
-def forked(processes: int) -> list[str]:
-    """The same, for a module's name or a file: without a torchrun, and with one process's imports for all of them."""
-    return [sys.executable, "-m", "tests.helpers.forked", str(processes)]
-
-
 def run(command: list[str], timeout: float = 600) -> subprocess.CompletedProcess:
     """Runs a command to its end; again if torchrun lost the race for a free port."""
 
@@ -31,10 +33,40 @@ def run(command: list[str], timeout: float = 600) -> subprocess.CompletedProcess
     return once() if result.returncode and "address already in use" in result.stderr.lower() else result
 
 
+@cache
+def _forks() -> tuple[subprocess.Popen, TextIO]:
+    """The process that forks ranks, one for all tests of this process since its imports take six seconds; statuses."""
+    statuses, write = os.pipe()
+    words = [sys.executable, "-m", "tests.helpers.forked", str(write)]
+    with open(os.devnull, "w") as nowhere:  # DeepSpeed prints while it is imported
+        server = subprocess.Popen(
+            words, cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, text=True,
+            pass_fds=[write],
+        )  # fmt: skip
+    os.close(write)
+    return server, open(statuses)
+
+
+def run_forked(ranks: int, program: str, *words: str, timeout: float = 600) -> subprocess.CompletedProcess:
+    """Runs ``program``, a module's name or a file, in ``ranks`` processes, without a torchrun and its imports."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        job = {"ranks": ranks, "program": program, "words": words, "out": str(out), "err": str(err)}
+        server, statuses = _forks()
+        print(json.dumps(job), file=server.stdin, flush=True)
+        if not select.select([statuses], [], [], timeout)[0]:
+            for process in [*psutil.Process(server.pid).children(recursive=True), server]:
+                process.kill()
+            _forks.cache_clear()
+            raise subprocess.TimeoutExpired([program, *words], timeout, out.read_text(), err.read_text())
+        status = int(statuses.readline())
+        return subprocess.CompletedProcess([program, *words], status, out.read_text(), err.read_text())
+
+
 def run_jobs(processes: int, config: Path, folder: Path, jobs: dict[str, list[str]], timeout: float = 600):
     """Trains ``config`` once for each job, {name of its run folder under ``folder``: overrides}, in one start."""
     words = [word for name, overrides in jobs.items() for word in (f"--{name}", *overrides)]
-    result = run([*forked(processes), "tests.helpers.jobs", str(config), str(folder), *words], timeout)
+    result = run_forked(processes, "tests.helpers.jobs", str(config), str(folder), *words, timeout=timeout)
     assert result.returncode == 0, result.stderr[-6000:]
 
 

@@ -8,7 +8,7 @@ import torch
 from tests.conftest import prepare_corpus
 from tests.helpers import matrix
 from tests.helpers.mixers import NAMES
-from tests.helpers.processes import curve, forked, run
+from tests.helpers.processes import curve, run_forked
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.kernels.memory.state import MemoryState
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(1200)
 def test_every_mixer_hands_its_state_on():
     """From rank to rank of three, each of them two that share the heads."""
     names = [*(name for name in NAMES if name != "rmt"), "lmm+caching"]
-    result = run([*forked(6), "tests.titans_pt.parallel.pieces", "2", "3", *names], 1200)
+    result = run_forked(6, "tests.titans_pt.parallel.pieces", "2", "3", *names, timeout=1200)
     assert result.returncode == 0, result.stderr[-4000:]
     found = json.loads(result.stdout.splitlines()[-1])
     assert list(found) == names

@@ -11,7 +11,7 @@ from subprocess import PIPE
 import psutil
 import pytest
 
-from tests.helpers.processes import ENVIRONMENT, ROOT, curve, run, run_jobs, torchrun
+from tests.helpers.processes import ENVIRONMENT, ROOT, curve, run, run_forked, run_jobs, torchrun
 from titans_pt.config.files import load_config
 from titans_pt.runs import checkpoints
 from titans_pt.training.metrics import read_metrics
@@ -68,7 +68,7 @@ def test_a_killed_rank_is_restarted_and_the_curve_is_as_if_undisturbed(tiny, tmp
     assert log.count("starting at step 0") == 1
     assert log.count("resuming at step") == 1
 
-    result = run([*torchrun(2), "-m", "titans_pt", "train", str(config), f"run.dir={tmp_path / 'calm'}"])
+    result = run_forked(2, "titans_pt", "train", str(config), f"run.dir={tmp_path / 'calm'}")
     assert result.returncode == 0, result.stderr[-3000:]
     keys = ("loss", "grad_norm", "lr")
     assert curve(tmp_path / "run", *keys) == curve(tmp_path / "calm", *keys)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import ENVIRONMENT, forked, run
+from tests.helpers.processes import ENVIRONMENT, run, run_forked
 from titans_pt.runs import checkpoints
 from titans_pt.training.metrics import read_metrics
 
@@ -34,7 +34,7 @@ def work(folder: Path, prepared: Path, jobs: list[str]) -> Path:
     source = {"kind": "files", "path": str(prepared.parent / "text.jsonl")}
     config = folder / "config.json"  # JSON is YAML
     config.write_text(json.dumps(merged(TINY, {"data": {"dir": str(prepared), "sources": [source]}})))
-    result = run([*forked(2), str(WORKER), str(config), str(folder), *jobs])
+    result = run_forked(2, str(WORKER), str(config), str(folder), *jobs)
     assert result.returncode == 0, result.stderr
     return folder
 

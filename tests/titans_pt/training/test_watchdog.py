@@ -73,6 +73,7 @@ def test_ranks_that_hang_end_the_run_and_every_place_and_stack_is_told(script, t
     assert "all_reduce" in recorded["entries"][-1]["profiling_name"]
 
 
+@pytest.mark.slow  # the clocks below hold the same in one process
 def test_a_run_that_advances_is_left_alone(script, tmp_path):
     result = run([*torchrun(2), *script, "well", "well"])
     assert result.returncode == 0, result.stderr
