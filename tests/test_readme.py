@@ -88,6 +88,18 @@ def test_links_lead_to_sections():
             assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, link
 
 
+def test_the_notebook_is_newest_first_and_its_index_has_every_entry():
+    """Each title has a date and a verdict; what is superseded says by which entry, as the index does."""
+    index, _, entries = (ROOT / "docs/notebook.md").read_text().partition("\n## ")
+    titles = re.findall(r"^## (.+)$", "## " + entries, re.M)
+    dates = [re.fullmatch(r"(\d{4}-\d\d-\d\d) .+ \((?:works|negative|mixed|measured)\)", title)[1] for title in titles]
+    assert dates == sorted(dates, reverse=True)
+    anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+    rows = re.findall(r"^\| (\d{4}-\d\d-\d\d) \| \[.+?\]\(#(.+?)\) \| .+ \|$", index, re.M)
+    assert rows == list(zip(dates, anchors, strict=True))
+    assert index.count("; superseded (") == entries.count("\n*Superseded (")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_make_targets_exist(page):
     makefile = (ROOT / "Makefile").read_text()
