@@ -83,6 +83,7 @@ def test_autocast_keeps_the_memory_in_fp32(name):
 
 
 @pytest.mark.slow(reason="torch.compile traces for half a minute, and Inductor's code takes a compiler as long")
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name, backend", [("memory", "aot_eager"), ("memory", "inductor"), ("mac", "aot_eager")])
 def test_torch_compile_gives_the_same_gradients(name, backend):
     """Calls of our kernels break the graph, and nothing else does; outputs and gradients are the same."""
