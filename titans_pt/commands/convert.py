@@ -25,8 +25,9 @@ class Layers(click.ParamType):
 @click.command()
 @run_folder
 @overrides("settings of the new run, e.g. model.memory.chunk_size=64")
-@click.option("--to", type=click.Choice(["titans", "window"]), required=True,
-              help="titans: a window with a memory beside it; window: the window alone, its control")  # fmt: skip
+@click.option("--to", type=click.Choice(["titans", "liza", "window"]), required=True,
+              help="titans: a window with a memory beside it; window: the window alone, its control; liza: TPTT's "
+              "mixture with a delta rule, a baseline")  # fmt: skip
 @click.option("--window", type=whole(1), required=True, metavar="W", help="tokens that attention sees")
 @click.option("--sinks", type=whole(0), default=4, metavar="S", help="first tokens that stay visible")
 @click.option("--layers", type=Layers(), default="all", metavar="N,N,...",

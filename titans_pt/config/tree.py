@@ -412,12 +412,12 @@ class AttentionConfig(Section):
     """Heads of keys and values, each shared by n_heads / kv_heads query heads (grouped-query attention): the cache of a
     stream is smaller by that factor. Null: n_heads."""
     head_width: Positive | None = None
-    """Width of a head: attention, swa, mal, mab. Null: d_model / n_heads."""
+    """Width of a head: attention, swa, mal, mab, liza. Null: d_model / n_heads."""
     bias: bool = False
     """A bias in the projections to queries, keys and values, as in Qwen2."""
     sinks: NonNegative = 0
-    """First tokens of each document that every later token sees in addition to its window (swa, mag, mal, mab), at
-    their true positions. Softmax attention puts unused weight on them; a pretrained model breaks without them."""
+    """First tokens of each document that every later token sees in addition to its window (swa, mag, mal, mab, liza),
+    at their true positions. Softmax attention puts unused weight on them; a pretrained model breaks without them."""
     rope_scaling: RopeScaling | None = None
     """Slower rotary frequencies, as in Llama 3.1. Null: those of model.rope_base."""
 
@@ -441,7 +441,7 @@ class ModelConfig(Section):
     mixers: Annotated[list[str], Field(min_length=1)] = ["mac"]
     """Sequence mixers by name, repeated until n_layers are filled: [mac] is a MAC (memory as context), [lmm, lmm, swa]
     a hybrid. lmm: long-term memory alone; mag: memory as gate; mal: memory as layer; mab: memory beside a
-    pretrained attention layer (titans convert)."""
+    pretrained attention layer (titans convert); liza: a delta rule mixed with one, the baseline of mab."""
     vocab_size: Positive = 32000
     """Size of the vocabulary, at least that of the tokenizer; surplus entries are never predicted. With
     data.tokenizer.path null, the size of the tokenizer to train."""
@@ -461,7 +461,7 @@ class ModelConfig(Section):
     after every so many tokens while a sequence is read, by model.memory.rule and the other settings of model.memory.
     [16, 128] is a fast one and a slow one. []: none."""
     window: Positive = 2048
-    """Sliding window in tokens, the token itself included (mag, mal, mab, swa). If it is not given: at most
+    """Sliding window in tokens, the token itself included (mag, mal, mab, liza, swa). If it is not given: at most
     data.seq_len."""
     persistent_tokens: NonNegative = 128
     """Learned tokens before the sequence, the same for all data (titans mixers)."""
@@ -470,7 +470,7 @@ class ModelConfig(Section):
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Base of the rotary position embedding's wavelengths."""
     attention: AttentionConfig = AttentionConfig()
-    """Attention's heads, biases and positions (attention, swa, mac, mag, mal, mab, rmt)."""
+    """Attention's heads, biases and positions (attention, swa, mac, mag, mal, mab, liza, rmt)."""
     norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
     """Added to the mean square inside every RMSNorm."""
     tie_embeddings: bool = True

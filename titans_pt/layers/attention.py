@@ -94,10 +94,21 @@ class Attention(nn.Module):
         prefix: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState]:
         """prefix (1, P, d_model): tokens that every token sees, without position; needed where ``state`` is None."""
-        batch, length = x.shape[:2]
+        return self.attend(self.queries(x), *self.keys_values(x), state, documents, prefix)
+
+    def attend(
+        self,
+        plain: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: AttentionState | None = None,
+        documents: Documents | None = None,
+        prefix: Tensor | None = None,
+    ) -> tuple[Tensor, AttentionState]:
+        """:meth:`forward` from the :meth:`queries` ``plain``, (B, T, H, D), and the :meth:`keys_values`, (B, T, K, D):
+        for mixers that use these for more than attention."""
+        batch, length = plain.shape[:2]
         position = state.position if state else 0
-        plain = self.queries(x)
-        k, v = self.keys_values(x)
         turn = self.rotation_from(position, plain)
         q, k = rotate(plain, *turn), rotate(k, *turn)
         if state:
@@ -107,7 +118,7 @@ class Attention(nn.Module):
             prefix_k, prefix_v = (p.expand(batch, -1, -1, -1) for p in self.keys_values(prefix))
         else:
             prefix_k = prefix_v = None
-        first = self._first(batch, k.shape[1] - length, length, state, documents, x.device)
+        first = self._first(batch, k.shape[1] - length, length, state, documents, plain.device)
         always = None if prefix_k is None else Prefix(plain, prefix_k, prefix_v)
         bounds = None if documents is None else documents.bounds
         y = causal_attention(q, k, v, window=self.window, sinks=self.sinks, prefix=always, first=first, bounds=bounds)

@@ -31,7 +31,8 @@ class VocabularyEmbedding(nn.Module):
 class SplitRMSNorm(nn.Module):
     """nn.RMSNorm over a width of which each rank holds a part: (..., d / size) -> the same shape and dtype.
 
-    The mean of squares is that of the whole width, in fp32 (fp64 for fp64); the weight is split with the width.
+    The mean of squares is that of the whole width, in fp32 (fp64 for fp64); the weight, if there is one, is split with
+    the width.
     """
 
     def __init__(self, norm: nn.RMSNorm, exchanges: Exchanges):
@@ -45,7 +46,8 @@ class SplitRMSNorm(nn.Module):
         squares = precise.square().sum(-1, keepdim=True)
         # Every rank uses the sum for its own part: the gradients of it are summed in their turn.
         squares = self.exchanges.copy(self.exchanges.reduce(squares))
-        return (precise * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype) * self.weight
+        y = (precise * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype)
+        return y if self.weight is None else y * self.weight
 
 
 class SplitLayerNorm(nn.Module):

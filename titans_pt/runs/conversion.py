@@ -16,8 +16,8 @@ from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import LoadedRun, load_run
 from titans_pt.runs.written import check_weights, write_run
 
-TARGETS = {"titans": "mab", "window": "swa"}
-"""Names that ``--to`` accepts -> the mixer of the layers that are converted."""
+TARGETS = {"titans": "mab", "liza": "liza", "window": "swa"}
+"""Names that ``--to`` accepts -> the mixer of the layers that are chosen."""
 SOURCES = ("attention", "swa")
 """Mixers whose layers can be converted."""
 REST = "swa"
@@ -30,13 +30,14 @@ def convert_run(
 ) -> Path:  # fmt: skip
     """Writes ``source`` with other mixers to the run folder ``out``, one checkpoint without optimiser state.
 
-    Every layer gets the window and the sinks. Those that become ``to`` get a memory whose projections start from the
-    layer's own queries, keys and values, and whose output starts at 0: the model starts as the windowed source, bit for
-    bit. Adapters of the source (model.lora) end in the weights.
+    Every layer gets the window and the sinks. With ``to="titans"``, chosen layers get a memory whose projections start
+    from the layer's own queries, keys and values, and whose output starts at 0; with "liza", a delta rule whose share
+    of the output starts at 0. The model starts as the windowed source, bit for bit. Adapters of the source (model.lora)
+    end in the weights.
 
     Args:
         window, sinks: model.window, model.attention.sinks.
-        layers: which layers get the memory, counted from 0; None: all.
+        layers: which layers become ``to``, counted from 0; None: all.
         overrides: ``key=value`` settings, such as model.memory.chunk_size.
 
     Raises:

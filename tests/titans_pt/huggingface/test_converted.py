@@ -48,6 +48,15 @@ def test_it_computes_what_the_run_does_and_is_made_of_its_own_files(folder, hub)
 
 
 @torch.no_grad()
+def test_liza_is_exported_with_its_mix(folder, tmp_path):
+    run = convert_run(folder / "source", tmp_path / "run", "liza", 5, 2, [1], ["model.liza.mix_warmup=0"])
+    huggingface.export_run(run, tmp_path / "hf")
+    ids = torch.randint(3, 280, (1, 30), generator=torch.manual_seed(1))
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)(ids).logits
+    torch.testing.assert_close(found, load_run(run).model(ids)[0])
+
+
+@torch.no_grad()
 def test_padding_on_the_left_and_states_change_nothing(folder, hub):
     tokenizer = AutoTokenizer.from_pretrained(folder / "hf", trust_remote_code=True)
     long, short = "kabc defg hij klm nop abc de f ghi", "abc def"

@@ -71,6 +71,20 @@ def test_step_0_is_the_windowed_source(source, ids, tmp_path, memory):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("words", [[], ["model.liza.mix=0", "model.liza.mix_warmup=0", "model.liza.cross_gate=true"]])
+def test_liza_is_the_windowed_source_while_its_mix_is_0(source, ids, tmp_path, words):
+    window = load_run(convert_run(source, tmp_path / "window", "window", W, S))
+    liza = load_run(convert_run(source, tmp_path / "liza", "liza", W, S, [0, 2], words))
+    assert liza.config.model.pattern == ["liza", "swa", "liza"]
+    assert liza.model.state_dict().keys() == window.model.state_dict().keys()
+    expected, _ = window.model(ids)
+    liza.model.blocks.set_progress(0.0)
+    assert torch.equal(liza.model(ids)[0], expected)
+    liza.model.blocks.set_progress(1.0)
+    assert torch.equal(liza.model(ids)[0], expected) == bool(words)
+
+
+@torch.no_grad()
 def test_adapters_of_the_source_end_in_the_weights(prepared, tmp_path):
     """The window, as long as the text, takes nothing away; the memory starts from attention with its adapters."""
     source = untrained_run(

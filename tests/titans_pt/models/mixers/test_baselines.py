@@ -42,7 +42,7 @@ def streamed(model, ids, cuts, state=None, reset=None):
 
 def test_they_are_all_here():
     assert set(BASELINES) < set(NAMES)
-    assert set(NAMES) - set(BASELINES) == {"attention", "swa", "lmm", "mab", "mac", "mag", "mal", "rmt"}
+    assert set(NAMES) - set(BASELINES) == {"attention", "swa", "liza", "lmm", "mab", "mac", "mag", "mal", "rmt"}
 
 
 @torch.no_grad()
