@@ -25,13 +25,13 @@ class Layers(click.ParamType):
 @click.command()
 @run_folder
 @overrides("settings of the new run, e.g. model.memory.chunk_size=64")
-@click.option("--to", type=click.Choice(["titans", "liza", "window"]), required=True,
+@click.option("--to", type=click.Choice(["titans", "liza", "full", "window"]), required=True,
               help="titans: a window with a memory beside it; window: the window alone, its control; liza: TPTT's "
-              "mixture with a delta rule, a baseline")  # fmt: skip
+              "mixture with a delta rule, a baseline; full: full attention in --layers")  # fmt: skip
 @click.option("--window", type=whole(1), required=True, metavar="W", help="tokens that attention sees")
 @click.option("--sinks", type=whole(0), default=4, metavar="S", help="first tokens that stay visible")
 @click.option("--layers", type=Layers(), default="all", metavar="N,N,...",
-              help="layers that get a memory, from 0 on; the others have the window alone")  # fmt: skip
+              help="layers that --to is for, from 0 on; the others have the window alone")  # fmt: skip
 @click.option("--out", type=FOLDER, required=True, metavar="RUN2", help="the run folder to write")
 @checkpoint_step
 def convert(
@@ -40,7 +40,8 @@ def convert(
 ):  # fmt: skip
     """Give a run with full attention a window and a memory.
 
-    The new run computes what the source computes under that window, bit for bit, until it is trained.
+    The new run computes what the source computes under that window, bit for bit, until it is trained. With --to full,
+    chosen layers keep full attention.
     """
     from titans_pt.runs.conversion import convert_run
 

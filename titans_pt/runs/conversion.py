@@ -16,7 +16,7 @@ from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import LoadedRun, load_run
 from titans_pt.runs.written import check_weights, write_run
 
-TARGETS = {"titans": "mab", "liza": "liza", "window": "swa"}
+TARGETS = {"titans": "mab", "liza": "liza", "full": "attention", "window": "swa"}
 """Names that ``--to`` accepts -> the mixer of the layers that are chosen."""
 SOURCES = ("attention", "swa")
 """Mixers whose layers can be converted."""
@@ -32,8 +32,8 @@ def convert_run(
 
     Every layer gets the window and the sinks. With ``to="titans"``, chosen layers get a memory whose projections start
     from the layer's own queries, keys and values, and whose output starts at 0; with "liza", a delta rule whose share
-    of the output starts at 0. The model starts as the windowed source, bit for bit. Adapters of the source (model.lora)
-    end in the weights.
+    of the output starts at 0: the model starts as the windowed source, bit for bit. With "full", they keep full
+    attention. Adapters of the source (model.lora) end in the weights.
 
     Args:
         window, sinks: model.window, model.attention.sinks.

@@ -71,6 +71,20 @@ def test_step_0_is_the_windowed_source(source, ids, tmp_path, memory):
 
 
 @torch.no_grad()
+def test_full_attention_in_some_layers(source, ids, tmp_path):
+    """In all layers but the last: its inputs are the source's, and the window takes away what is beyond it."""
+    full, expected = load_run(convert_run(source, tmp_path / "full", "full", W, S, [0, 1])), load_run(source)
+    assert full.config.model.pattern == ["attention", "attention", "swa"]
+    given = []
+    for run in (full, expected):
+        run.model.blocks[2].mixer.register_forward_pre_hook(lambda _mixer, x: given.append(x[0]))
+    found, wanted = full.model(ids)[0], expected.model(ids)[0]
+    assert torch.equal(*given)
+    torch.testing.assert_close(found[:, : W + S], wanted[:, : W + S], rtol=1e-4, atol=1e-4)
+    assert (found - wanted).abs().amax((0, 2))[W + S :].min() > 1e-3
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("words", [[], ["model.liza.mix=0", "model.liza.mix_warmup=0", "model.liza.cross_gate=true"]])
 def test_liza_is_the_windowed_source_while_its_mix_is_0(source, ids, tmp_path, words):
     window = load_run(convert_run(source, tmp_path / "window", "window", W, S))
