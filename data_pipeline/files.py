@@ -67,7 +67,7 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Row:
+class SourceRow:
     """One row as it was read.
 
     Attributes:
@@ -261,7 +261,7 @@ def pieces(path: Path, source: SourceConfig, target: int) -> Iterator[tuple[int,
         yield 0, None, size
 
 
-def rows(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iterator[Row | Rejected]:
+def rows(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iterator[SourceRow | Rejected]:
     """Rows of one piece of a file, in order. What cannot be read comes as :class:`Rejected` in its place."""
     if rejected := obstacle(path) or _foreign_encoding(path, start):
         yield rejected
@@ -343,13 +343,13 @@ def _separator(source: SourceConfig) -> re.Pattern[bytes] | None:
     return re.compile(escaped) if separator else None
 
 
-def _txt(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iterator[Row | Rejected]:
+def _txt(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iterator[SourceRow | Rejected]:
     """The documents of a .txt file that begin in [start, stop), both of which are where documents begin."""
     separator = _separator(source)
     if separator is None:
         with _opened(path) as file:
             text = file.read().decode("utf-8-sig")
-        yield Row(str(path), str(path), 0, {source.text_column: text.replace("\r\n", "\n").replace("\r", "\n")})
+        yield SourceRow(str(path), str(path), 0, {source.text_column: text.replace("\r\n", "\n").replace("\r", "\n")})
         return
     with _opened(path) as file:
         if start:
@@ -368,10 +368,10 @@ def _txt(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iter
             yield Rejected(where, f"not UTF-8 at byte {error.start} of it", "convert or remove it")
         else:
             value = value.replace("\r\n", "\n").replace("\r", "\n")  # as a file that is one document is read
-            yield Row(where, str(path), start + begin, {source.text_column: value})
+            yield SourceRow(where, str(path), start + begin, {source.text_column: value})
 
 
-def _jsonl(path: Path, start: int, stop: int | None) -> Iterator[Row | Rejected]:
+def _jsonl(path: Path, start: int, stop: int | None) -> Iterator[SourceRow | Rejected]:
     with _opened(path) as file:
         at, number = start, 0
         if start:  # a line belongs to the piece in which it begins
@@ -395,7 +395,7 @@ def _jsonl(path: Path, start: int, stop: int | None) -> Iterator[Row | Rejected]
                     )
                 else:
                     if isinstance(values, dict):
-                        yield Row(where, str(path), at, values)
+                        yield SourceRow(where, str(path), at, values)
                     else:
                         yield Rejected(where, "not an object with fields", _json_remedy(line))
             at += len(line)
@@ -421,7 +421,7 @@ def _arrow(path: Path) -> pyarrow.OSFile:
     return pyarrow.OSFile(os.fsencode(path))
 
 
-def _parquet(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iterator[Row | Rejected]:
+def _parquet(path: Path, source: SourceConfig, start: int, stop: int | None) -> Iterator[SourceRow | Rejected]:
     try:
         opened = parquet.ParquetFile(_arrow(path))
         there = opened.schema_arrow.names
@@ -455,7 +455,7 @@ def _parquet(path: Path, source: SourceConfig, start: int, stop: int | None) -> 
                                 f"repair the row, or name columns other than {', '.join(columns)}",
                             )
                         else:
-                            yield Row(where, str(path), number, values)
+                            yield SourceRow(where, str(path), number, values)
                         number += 1
             except (pyarrow.ArrowException, OSError) as error:
                 reason = " ".join(str(error).split())

@@ -7,7 +7,7 @@ from functools import lru_cache
 import datasets
 
 from titans_pt.config import SourceConfig
-from titans_pt.data_pipeline.files import Rejected, Row, missing
+from titans_pt.data_pipeline.files import Rejected, SourceRow, missing
 from titans_pt.errors import Unreachable, UserError
 
 SLICES = 16
@@ -69,7 +69,7 @@ def pieces(source: SourceConfig) -> Iterator[tuple[str, int, int, int]]:
             yield source.path, start, min(start + ROWS, count), 0
 
 
-def rows(source: SourceConfig, file: str, start: int, stop: int) -> Iterator[Row | Rejected]:
+def rows(source: SourceConfig, file: str, start: int, stop: int) -> Iterator[SourceRow | Rejected]:
     """Rows of one piece, in order; a missing column comes as :class:`Rejected`.
 
     Raises:
@@ -95,7 +95,7 @@ def rows(source: SourceConfig, file: str, start: int, stop: int) -> Iterator[Row
                     return
             data = data.select_columns([column for column in data.column_names if column in wanted])
         for number, values in enumerate(data, first):
-            yield Row(f"{place}, row {number}", place, number, values)
+            yield SourceRow(f"{place}, row {number}", place, number, values)
 
 
 def _streams(source: SourceConfig) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 
 from titans_pt.config import SourceConfig
 from titans_pt.data_pipeline import files, stdlib
-from titans_pt.data_pipeline.files import Rejected, Row, source_files
+from titans_pt.data_pipeline.files import Rejected, SourceRow, source_files
 from titans_pt.data_pipeline.indexed import IndexedDataset
 from titans_pt.data_pipeline.text import replace_surrogates, utf8, visible
 from titans_pt.errors import UserError
@@ -157,11 +157,11 @@ def documents(
 
 def _read(
     source: SourceConfig, counts: Counter, file: str, start: int, stop: int | None
-) -> Iterator[Row | Rejected | Document]:
+) -> Iterator[SourceRow | Rejected | Document]:
     match source.kind:
         case "stdlib":
             for name, text in stdlib.read():
-                yield Row(name, name, 0, {source.text_column: text})
+                yield SourceRow(name, name, 0, {source.text_column: text})
         case "files":
             yield from files.rows(Path(file), source, start, stop)
         case "fasta":
@@ -203,7 +203,7 @@ def _blocks(path: Path, name: str, block: int | None, counts: Counter) -> Iterat
             number += 1
 
 
-def _document(row: Row | Rejected, source: SourceConfig, counts: Counter) -> Document | Rejected | None:
+def _document(row: SourceRow | Rejected, source: SourceConfig, counts: Counter) -> Document | Rejected | None:
     """The document of a row; None if it is dropped and counted."""
     if isinstance(row, Rejected):
         return row

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titans_pt.kernels.attention.flash import Part, flash_attention
+from titans_pt.kernels.attention.flash import KeySet, flash_attention
 from titans_pt.kernels.attention.masked import Prefix, causal_masked, segment_masked
 from titans_pt.kernels.attention.providers import flash_serves
 
@@ -62,12 +62,12 @@ def causal_attention(
 
 def _windowed(q, k, v, window: int | None, sinks: int, prefix: Prefix | None, bounds: Tensor | None = None) -> Tensor:
     """FlashAttention over a window, and over sinks that lie before the window of every query."""
-    parts = [Part(q, k, v, window=window, documents=bounds)]
+    parts = [KeySet(q, k, v, window=window, documents=bounds)]
     if window and sinks:
         seen = slice(k.shape[1] - q.shape[1] - window + 1, None)
-        parts = [Part(q, k[:, seen], v[:, seen], window=window), Part(q, k[:, :sinks], v[:, :sinks], causal=False)]
+        parts = [KeySet(q, k[:, seen], v[:, seen], window=window), KeySet(q, k[:, :sinks], v[:, :sinks], causal=False)]
     if prefix is not None:
-        parts.append(Part(prefix.q, prefix.k, prefix.v, causal=False))
+        parts.append(KeySet(prefix.q, prefix.k, prefix.v, causal=False))
     return flash_attention(parts)
 
 
@@ -102,9 +102,9 @@ def segment_attention(
         # An unfinished group is filled up with queries after all others; their outputs are dropped.
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
         prefix = prefix and Prefix(F.pad(prefix.q, (0, 0, 0, 0, 0, missing)), prefix.k, prefix.v)
-    parts = [Part(q, k, v), Part(q, memory_k, memory_v, shared=stride)]
+    parts = [KeySet(q, k, v), KeySet(q, memory_k, memory_v, shared=stride)]
     if prefix is not None:
-        parts.append(Part(prefix.q, prefix.k, prefix.v, causal=False))
+        parts.append(KeySet(prefix.q, prefix.k, prefix.v, causal=False))
     return flash_attention(parts)[:, :length]
 
 

@@ -1,6 +1,6 @@
 """FlashAttention over several sets of keys as ONE softmax: a window and an always-visible prefix, say.
 
-Each set (:class:`Part`) is one call of a kernel that returns its output o_p and the log-sum-exp l_p of its scores. The
+Each :class:`KeySet` is one call of a kernel that returns its output o_p and the log-sum-exp l_p of its scores. The
 softmax over all sets together is
 
     l = log sum_p exp(l_p),    o = sum_p exp(l_p - l) o_p
@@ -20,7 +20,7 @@ from titans_pt.kernels.attention import providers
 
 
 @dataclass
-class Part:
+class KeySet:
     """Keys that the queries see by one rule. S keys, T queries.
 
     q: (B, T, H, D). k, v: (B, S, K, D), K dividing H. A part may have its own queries (rotated in one, not in another).
@@ -42,8 +42,8 @@ class Part:
 
 
 @dataclass
-class Rule:
-    """A kernel's arguments besides the tensors; see :class:`Part`. row: T, which no document is longer than."""
+class MaskRule:
+    """A kernel's arguments besides the tensors; see :class:`KeySet`. row: T, which no document is longer than."""
 
     causal: bool
     window: int | None
@@ -52,20 +52,20 @@ class Rule:
     row: int
 
 
-def flash_attention(parts: list[Part]) -> Tensor:
+def flash_attention(parts: list[KeySet]) -> Tensor:
     """One softmax over the keys of all parts, scores scaled by D ** -0.5 -> (B, T, H, D) in the queries' dtype.
 
     On CUDA in fp16 or bf16 by FlashAttention (head width a multiple of 8, at most 256), elsewhere by its plain
     equivalent. Every query must see a key.
     """
-    rules = [Rule(p.causal, p.window, p.shared, p.documents, p.q.shape[1]) for p in parts]
+    rules = [MaskRule(p.causal, p.window, p.shared, p.documents, p.q.shape[1]) for p in parts]
     # Views: parts may share their queries, and torch.compile takes no tensor twice.
     return _Merged.apply(rules, *(t for p in parts for t in (p.q.view_as(p.q), p.k, p.v)))
 
 
 class _Merged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rules: list[Rule], *tensors: Tensor) -> Tensor:
+    def forward(ctx, rules: list[MaskRule], *tensors: Tensor) -> Tensor:
         provider = providers.choose(tensors[0])
         outputs, sums, extras = [], [], []
         for n, rule in enumerate(rules):
@@ -104,7 +104,7 @@ class _Merged(torch.autograd.Function):
 # ---- a part's tensors as its kernel wants them: queries that see the same keys become heads, documents one long row
 
 
-def _folded(x: Tensor, rule: Rule, query: bool) -> Tensor:
+def _folded(x: Tensor, rule: MaskRule, query: bool) -> Tensor:
     """(B, T, H, D) -> (B, T / shared, H * shared, D) for queries; (B * T, H, D) with documents."""
     if rule.documents is not None:
         return x.flatten(0, 1)
@@ -113,13 +113,13 @@ def _folded(x: Tensor, rule: Rule, query: bool) -> Tensor:
     return x
 
 
-def _unfolded(x: Tensor, shape: torch.Size, rule: Rule) -> Tensor:
+def _unfolded(x: Tensor, shape: torch.Size, rule: MaskRule) -> Tensor:
     if rule.shared > 1:
         x = x.unflatten(2, (-1, rule.shared)).transpose(2, 3)
     return x.reshape(shape)
 
 
-def _rows_folded(lse: Tensor, rule: Rule) -> Tensor:
+def _rows_folded(lse: Tensor, rule: MaskRule) -> Tensor:
     """(B, H, T) -> (B, H * shared, T / shared); (H, B * T) with documents."""
     if rule.documents is not None:
         return lse.transpose(0, 1).flatten(1).contiguous()
@@ -128,7 +128,7 @@ def _rows_folded(lse: Tensor, rule: Rule) -> Tensor:
     return lse
 
 
-def _rows_unfolded(lse: Tensor, shape: torch.Size, rule: Rule) -> Tensor:
+def _rows_unfolded(lse: Tensor, shape: torch.Size, rule: MaskRule) -> Tensor:
     batch, length, heads, _ = shape
     if rule.documents is not None:
         return lse.view(heads, batch, length).transpose(0, 1)

@@ -30,7 +30,7 @@ from titans_pt.kernels.blocks import Layout, cut, join, runs
 from titans_pt.kernels.memory import native
 from titans_pt.kernels.memory.call import Backend, MemoryCall, rule_alone
 from titans_pt.kernels.memory.network import NetworkShape
-from titans_pt.kernels.memory.scan import MemoryScan, Plan
+from titans_pt.kernels.memory.scan import MemoryScan, ScanPlan
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose, state_dtype
 
 MAX_BLOCK = 64
@@ -81,7 +81,7 @@ def chunked_memory(call: MemoryCall, in_c: bool = False) -> tuple[Tensor, Memory
             group, keep = _groups(layout.count, _block_bytes(inputs[0], network), save_every)
             own = tuple(layout.fold(gate) for gate in call.own)
             scan, gates = MemoryScan, (*own, *call.rule.coefficients(*gates, own, valid))
-        plan = Plan(*new, network, call.rule, to_start, call.theta.shape[-1], group, keep)
+        plan = ScanPlan(*new, network, call.rule, to_start, call.theta.shape[-1], group, keep)
         out, *carry = scan.apply(plan, *inputs, *gates, *affine, *begin, *carry)
         outputs.append(out if whole else layout.unfold(out))
 
@@ -115,7 +115,7 @@ def _block_bytes(x: Tensor, network: NetworkShape) -> int:
 
 
 def _groups(count: int, block_bytes: int, save_every: int | None) -> tuple[int, bool]:
-    """Blocks of a group; whether each of them keeps what its backward pass needs (see Plan)."""
+    """Blocks of a group; whether each of them keeps what its backward pass needs (see ScanPlan)."""
     if save_every:
         return min(save_every, count), False
     fit = max(1, GROUP_BYTES // block_bytes)

@@ -15,7 +15,7 @@ from titans_pt.kernels.memory.tree import each, joined, leaves, rebuilt
 
 
 @dataclass
-class Plan:
+class ScanPlan:
     """Layout of a run of n equally long blocks, as the host knows it.
 
     new_chunk, new_document: per block, a bool for all rows or a bool tensor (B H,).
@@ -46,7 +46,7 @@ class MemoryScan(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, plan: Plan, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor):
+    def forward(ctx, plan: ScanPlan, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor):
         scan = _Scan(plan, q, k, v, rest)
         state, outputs, kept = scan.state, [], []
         for blocks in scan.groups:
@@ -96,7 +96,7 @@ class _Work:
 class _Scan:
     """The flat arguments of MemoryScan by name, and its forward pass, a group of blocks at a time."""
 
-    def __init__(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, rest):
+    def __init__(self, plan: ScanPlan, q: Tensor, k: Tensor, v: Tensor, rest):
         layers = plan.network.depth
         self.plan, self.q, self.k, self.v = plan, q, k, v
         own = len(plan.rule.gates)

@@ -217,7 +217,7 @@ def test_pieces_of_jsonl_are_the_whole(tmp_path_factory, texts, target, newline)
         for start, stop, _ in readers.pieces(path, files(path), target)
         for row in readers.rows(path, files(path), start, stop)
     ]
-    assert [row.values["text"] for row in rows if isinstance(row, readers.Row)] == texts
+    assert [row.values["text"] for row in rows if isinstance(row, readers.SourceRow)] == texts
 
 
 @settings(max_examples=80)

@@ -40,7 +40,7 @@ DRAWS = 3
 
 
 @dataclass
-class Row:
+class KernelTiming:
     """One implementation at one length; figures None where ``note`` says why.
 
     tflops, gigabytes: of forward + backward, a second; operations and bytes as :func:`work` counts them.
@@ -85,7 +85,7 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
         with compiled_blocks() if name == COMPILED else nullcontext():
             reason = _reason(name, expansion, build, chunk, device, dtype)
             for length in lengths:
-                row = Row(name, WIDTH * expansion, length, tokens // length, note=reason)
+                row = KernelTiming(name, WIDTH * expansion, length, tokens // length, note=reason)
                 rows.append(_timed(row, build, expansion, device, dtype, rounds) if not reason else row)
                 print(_line(asdict(rows[-1]).values()), flush=True)
         # Each time: a benchmark that is cut short leaves what it has.
@@ -279,7 +279,7 @@ def _delta_recurrence(x: dict[str, Tensor]) -> Tensor:
     return torch.stack(outputs, 1)
 
 
-def _timed(row: Row, build, expansion: int, device: str, dtype: torch.dtype, rounds: int) -> Row:
+def _timed(row: KernelTiming, build, expansion: int, device: str, dtype: torch.dtype, rounds: int) -> KernelTiming:
     x = inputs(row.batch, row.length, expansion, device, dtype)
     run, used = build(x), _used(row.implementation, x)
     seed = torch.randn_like(x["q"])
@@ -338,7 +338,7 @@ def measured_ceilings(device: str, dtype: torch.dtype) -> dict[str, float]:
     return {"matmul_tflops": 2 * n**3 / matmul / 1e9, "copy_gigabytes": 2 * size / copy / 1e6}
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[KernelTiming]) -> str:
     """The rows as Markdown."""
     heads = ["implementation", "hidden", "T", "B", "forward ms", "forward + backward ms", "tokens/s", "TFLOP/s", "GB/s",
              "peak MiB", "note"]  # fmt: skip
@@ -353,7 +353,7 @@ def _line(cells) -> str:
 
 
 @own_style()
-def _plot(rows: list[Row], path: Path, title: str):
+def _plot(rows: list[KernelTiming], path: Path, title: str):
     figure = new_figure(8, 5)
     axes = figure.add_subplot()
     for name, hidden in dict.fromkeys((r.implementation, r.hidden) for r in rows):

@@ -23,7 +23,7 @@ TURNS = 15
 
 
 @dataclass
-class Stretch:
+class StretchFigures:
     """tokens: read up to its end. tokens_per_second: of it alone. peak_mib: largest allocation so far (a CPU's: of the
     process). state_mib: what is carried on."""
 
@@ -56,7 +56,7 @@ def benchmark_stream(out: Path, config: Config, tokens: int, stretches: int):
     print(f"\n{text}\n{out / 'stream.md'}")
 
 
-def read(config: Config, stretch: int, count: int) -> tuple[list[Stretch], float]:
+def read(config: Config, stretch: int, count: int) -> tuple[list[StretchFigures], float]:
     """``count`` stretches of ``stretch`` tokens, one after the other, after one that is not counted.
 
     Returns them, and the time that a short stretch takes at the end over what it takes at the start (median).
@@ -78,7 +78,7 @@ def read(config: Config, stretch: int, count: int) -> tuple[list[Stretch], float
     for n in range(count + 1):
         seconds, state = timed(stretch, state)
         if n:
-            found.append(Stretch(n * stretch, stretch / seconds, peak_mib(device), state_bytes(state) / 2**20))
+            found.append(StretchFigures(n * stretch, stretch / seconds, peak_mib(device), state_bytes(state) / 2**20))
             print(table(found[-1:]).splitlines()[-1], flush=True)
     short = min(stretch, 8 * piece)
     _, start = timed(short, None)
@@ -86,7 +86,7 @@ def read(config: Config, stretch: int, count: int) -> tuple[list[Stretch], float
     return found, statistics.median(turns)
 
 
-def table(found: list[Stretch], ratio: float | None = None) -> str:
+def table(found: list[StretchFigures], ratio: float | None = None) -> str:
     """Markdown, one line per stretch; with ``ratio``, how far they are apart."""
     lines = ["| tokens | tokens/s | peak MiB | state MiB |", "|---|---|---|---|"]
     lines += [f"| {s.tokens:,} | {s.tokens_per_second:,.0f} | {s.peak_mib:.1f} | {s.state_mib:.2f} |" for s in found]
@@ -103,7 +103,7 @@ def table(found: list[Stretch], ratio: float | None = None) -> str:
 
 
 @own_style()
-def plot(found: list[Stretch], path: Path):
+def plot(found: list[StretchFigures], path: Path):
     """Speed and peak memory against the tokens read, both from zero."""
     figure = new_figure(7.0, 4.8)
     speed, memory = figure.subplots(2, sharex=True)

@@ -18,7 +18,7 @@ _SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
 """
 
 
-class Plain(str):
+class Unquoted(str):
     """A word (scalar) that was written without quotes."""
 
     def read(self, kinds: set[type]) -> Any:
@@ -64,8 +64,8 @@ def _number(text: str) -> int | float | None:
 
 
 def usual(value: Any) -> Any:
-    """A tree in which every :class:`Plain` is what YAML makes of it, wherever it stands."""
-    if isinstance(value, Plain):
+    """A tree in which every :class:`Unquoted` is what YAML makes of it, wherever it stands."""
+    if isinstance(value, Unquoted):
         return value.usual
     if isinstance(value, dict):
         return {key: usual(item) for key, item in value.items()}

@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from titans_pt.config.plain import Plain
+from titans_pt.config.plain import Unquoted
 from titans_pt.config.tree import PATH
 from titans_pt.errors import UserError
 
 
 def typed(value: Any, kind: Any, path: str = "", expand: bool = True) -> Any:
-    """A tree as it came from YAML, with every value read as its setting wants it (:meth:`Plain.read`) and paths
+    """A tree as it came from YAML, with every value read as its setting wants it (:meth:`Unquoted.read`) and paths
     expanded. What is no setting of ``kind`` (sections of mixers and tasks, mistyped names) stays as it is.
 
     Args:
@@ -29,7 +29,7 @@ def typed(value: Any, kind: Any, path: str = "", expand: bool = True) -> Any:
     """
 
     def leaf(word: Any, kinds: dict[Any, bool], place: str) -> Any:
-        word = word.read(set(kinds)) if isinstance(word, Plain) else word
+        word = word.read(set(kinds)) if isinstance(word, Unquoted) else word
         if word is None and NoneType not in kinds and any(map(_is_section, kinds)):
             return {}  # the heading of a section with nothing, or only comments, under it
         return expanded(word, place) if expand and isinstance(word, str) and kinds.get(str) else word

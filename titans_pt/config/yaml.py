@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from titans_pt.config.plain import FLOAT, INT, Plain
+from titans_pt.config.plain import FLOAT, INT, Unquoted
 from titans_pt.errors import UserError
 
 MOST_VALUES = 100_000
@@ -18,7 +18,7 @@ _NOT_YAML = "not valid YAML"
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """dicts, lists, and for words :class:`Plain` or, where they have quotes, str. Keys are str.
+    """dicts, lists, and for words :class:`Unquoted` or, where they have quotes, str. Keys are str.
 
     Args:
         where: file or option, for the message.
@@ -48,7 +48,7 @@ def parse_override(item: str) -> tuple[list[str], Any]:
         raise UserError(f"override {item!r}: write it as key.path=value, e.g. train.max_steps=10")
     value = value.strip()
     if not value.startswith(("[", "{", '"', "'")):
-        return key.split("."), Plain(value)
+        return key.split("."), Unquoted(value)
     try:
         return key.split("."), parse_yaml(value, f"override {item!r}")
     except UserError as error:
@@ -93,7 +93,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.add_constructor(_PLAIN, lambda loader, node: Plain(node.value))
+_Loader.add_constructor(_PLAIN, lambda loader, node: Unquoted(node.value))
 
 
 class _Dumper(yaml.SafeDumper):
@@ -129,5 +129,5 @@ def _unshared(value: Any, left: list[int], inside: tuple[int, ...] = ()) -> Any:
     inside = (*inside, id(value))
     if isinstance(value, list):
         return [_unshared(item, left, inside) for item in value]
-    keys = {key: str(key) if isinstance(key, Plain) else key for key in value}
+    keys = {key: str(key) if isinstance(key, Unquoted) else key for key in value}
     return {keys[key]: _unshared(item, left, inside) for key, item in value.items()}

@@ -52,7 +52,7 @@ def answer_nll(model: nn.Module, last_logits: Tensor, state: Any, answer_ids: li
 
 
 @dataclass(frozen=True)
-class Reading:
+class PromptReading:
     """The result of reading prompts: the last logits (B, V), the state after them, and speed and memory."""
 
     logits: Tensor
@@ -69,7 +69,7 @@ def read(
     save_every: int,
     path: Path,
     show: Callable[[dict], None] = lambda stretch: None,
-) -> Reading:
+) -> PromptReading:
     """:func:`prefill` of prompts in stretches, with the state kept in ``path`` after each but the last.
 
     A killed process continues from there when it is started again with the same arguments; ``path`` must identify model
@@ -99,7 +99,7 @@ def read(
         if tokens < ids.shape[1]:
             save_state(state, path, {"kind": "reading", "stretches": json.dumps(stretches)})
     path.unlink(missing_ok=True)
-    return Reading(logits, state, stretches)
+    return PromptReading(logits, state, stretches)
 
 
 class LongContext(ABC):

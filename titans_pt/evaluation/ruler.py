@@ -47,7 +47,7 @@ CHANCE_NATS = {"numbers": math.log(len(NUMBERS)), "uuids": 122 * math.log(2)}
 
 
 @dataclass(frozen=True)
-class Task:
+class NeedleTask:
     """keys needles' keys, each with ``values`` values, of which ``queries`` keys are asked."""
 
     haystack: Literal["noise", "essays", "needles"]
@@ -70,14 +70,14 @@ class Task:
 
 
 TASKS = {
-    "niah_single_1": Task("noise"),
-    "niah_single_2": Task("essays"),
-    "niah_single_3": Task("essays", value="uuids"),
-    "niah_multikey_1": Task("essays", keys=4),
-    "niah_multikey_2": Task("needles"),
-    "niah_multikey_3": Task("needles", key="uuids", value="uuids"),
-    "niah_multivalue": Task("essays", values=4),
-    "niah_multiquery": Task("essays", keys=4, queries=4),
+    "niah_single_1": NeedleTask("noise"),
+    "niah_single_2": NeedleTask("essays"),
+    "niah_single_3": NeedleTask("essays", value="uuids"),
+    "niah_multikey_1": NeedleTask("essays", keys=4),
+    "niah_multikey_2": NeedleTask("needles"),
+    "niah_multikey_3": NeedleTask("needles", key="uuids", value="uuids"),
+    "niah_multivalue": NeedleTask("essays", values=4),
+    "niah_multiquery": NeedleTask("essays", keys=4, queries=4),
 }
 
 
@@ -112,7 +112,7 @@ class Draw:
         return [value for asked in self.asked for key, value in self.told if key == asked]
 
 
-def draw_sample(task: Task, depth: float | None, random: Random) -> Draw:
+def draw_sample(task: NeedleTask, depth: float | None, random: Random) -> Draw:
     """Puts the needle that is asked for at ``depth``; others, or all if it is None, go where the protocol draws."""
     keys: list[str] = []
     while len(keys) < task.keys:
@@ -135,7 +135,7 @@ def query(keys: list[str]) -> str:
     return keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
 
 
-def arrange(task: Task, drawn: Draw, haystack: Haystack, units: int) -> list[Part]:
+def arrange(task: NeedleTask, drawn: Draw, haystack: Haystack, units: int) -> list[Part]:
     """The parts of a prompt with ``units`` units of haystack, the answer's prefix included."""
     sentences = haystack.sentences(units)
     needles = [
@@ -150,7 +150,7 @@ def arrange(task: Task, drawn: Draw, haystack: Haystack, units: int) -> list[Par
     return [HEAD.format(**words), *context(haystack, units, needles, lead="\n"), tail]
 
 
-def _needle(task: Task, key: str, value: str) -> str:
+def _needle(task: NeedleTask, key: str, value: str) -> str:
     return NEEDLE.format(kind=task.value, key=key, value=value)
 
 
@@ -246,7 +246,7 @@ class RulerNeedles(LongContext):
         return {"score": sum(found) / len(found)}
 
 
-def _other_needles(tokenizer: Any, task: Task, drawn: Draw, budget: int, random: Random) -> Haystack:
+def _other_needles(tokenizer: Any, task: NeedleTask, drawn: Draw, budget: int, random: Random) -> Haystack:
     """Lines of other needles, enough for ``budget`` tokens, none with a key that is asked."""
     lines: list[str] = []
     tokens = 0

@@ -31,7 +31,7 @@ class MemoryFigures:
 
 
 @dataclass
-class _Call:
+class _KernelInputs:
     """One call of a NeuralMemory: what reached its kernel."""
 
     k: Tensor
@@ -42,13 +42,13 @@ class _Call:
     state: MemoryState | None
     reset: Tensor | None
 
-    def first_row(self) -> "_Call":
+    def first_row(self) -> "_KernelInputs":
         """The call as it would have been with that row alone; copies, which keep nothing else alive."""
         tree = (self.k, self.v, self.gates, self.state, self.reset)
         k, v, gates, state, reset = map_tensors(tree, lambda x: x[:1].detach().clone())
         return replace(self, k=k, v=v, gates=gates, state=state, reset=reset)
 
-    def cut(self, place: int) -> tuple["_Call", "_Call"]:
+    def cut(self, place: int) -> tuple["_KernelInputs", "_KernelInputs"]:
         """Two calls, of the tokens before ``place`` and of those from there on; the second lacks its state."""
         tree = (self.k, self.v, self.gates, self.reset)
         halves = []
@@ -66,7 +66,7 @@ class MemoryObserver:
 
     def __init__(self, memory: NeuralMemory, newest: bool = False):
         self.memory, self.newest = memory, newest
-        self._calls: list[_Call] = []
+        self._calls: list[_KernelInputs] = []
         self._parts: dict[str, object] = {}
         self._signature = inspect.signature(memory.forward)
         parts = {name: getattr(memory, name) for name in ("k", "v", "gates", "network")}
@@ -84,7 +84,7 @@ class MemoryObserver:
         weights, norm = self._parts["network"]
         if state and state.start:
             weights = tuple(w[0] for w in state.start)
-        call = _Call(
+        call = _KernelInputs(
             self._parts["k"][0], self._parts["v"][0], self._parts["gates"], given.get("start") or weights, norm,
             state and state.memory, starts,
         )  # fmt: skip
@@ -126,7 +126,7 @@ class MemoryObserver:
             call.state = state
         return MemoryFigures(*(figure.float().cpu() for figure in self._figures(call)))
 
-    def _options(self, call: _Call) -> dict:
+    def _options(self, call: _KernelInputs) -> dict:
         return {
             "network": self.memory.shape,
             "rule": self.memory.gates.rule,
@@ -138,7 +138,7 @@ class MemoryObserver:
             "reset": call.reset,
         }
 
-    def _figures(self, call: _Call) -> tuple[Tensor, ...]:
+    def _figures(self, call: _KernelInputs) -> tuple[Tensor, ...]:
         trace = memory_trace(call.k, call.v, *call.gates[:3], call.weights, **self._options(call))
         gates = (gate.mean(-1) if gate.dim() == 4 else gate for gate in call.gates[:3])
         return trace.surprise, *gates, trace.weight_norm, trace.momentum_norm

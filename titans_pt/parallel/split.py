@@ -23,7 +23,7 @@ from titans_pt.parallel.topology import RankGroup
 
 
 @dataclass(frozen=True)
-class Rule:
+class ShardingRule:
     """Treatment of one module, or of one parameter (which can only be cut or summed).
 
     cut: dimension along which all parameters of its own are cut, but for the one of an adapter's two matrices that does
@@ -45,22 +45,22 @@ class Rule:
 
 
 RULES = {
-    Shard.WHOLE: Rule(),
-    Shard.COLUMN: Rule(cut=0),
-    Shard.ROW: Rule(cut=1, after="reduce"),
-    Shard.LAST_ROW: Rule(cut=1, after="reduce_close"),
-    Shard.ENTER: Rule(before="copy"),
-    Shard.ENTER_COLUMN: Rule(cut=0, before="copy"),
-    Shard.SUMMED: Rule(summed=True),
-    Shard.NORM_OF_ALL_HEADS: Rule(cut=0, becomes=split_norm),
-    Shard.GATHER: Rule(after="gather"),
-    Shard.SPLIT: Rule(after="split"),
-    Shard.CLOSE: Rule(after="close"),
-    Shard.BETWEEN: Rule(between=True),
-    Shard.OPEN: Rule(before="open"),
-    Shard.ENTER_OPEN: Rule(before="open_copy"),
-    Shard.VOCABULARY: Rule(cut=0, becomes=VocabularyEmbedding, filled=True),
-    Shard.LOGITS: Rule(cut=0, before="open_copy", filled=True),
+    Shard.WHOLE: ShardingRule(),
+    Shard.COLUMN: ShardingRule(cut=0),
+    Shard.ROW: ShardingRule(cut=1, after="reduce"),
+    Shard.LAST_ROW: ShardingRule(cut=1, after="reduce_close"),
+    Shard.ENTER: ShardingRule(before="copy"),
+    Shard.ENTER_COLUMN: ShardingRule(cut=0, before="copy"),
+    Shard.SUMMED: ShardingRule(summed=True),
+    Shard.NORM_OF_ALL_HEADS: ShardingRule(cut=0, becomes=split_norm),
+    Shard.GATHER: ShardingRule(after="gather"),
+    Shard.SPLIT: ShardingRule(after="split"),
+    Shard.CLOSE: ShardingRule(after="close"),
+    Shard.BETWEEN: ShardingRule(between=True),
+    Shard.OPEN: ShardingRule(before="open"),
+    Shard.ENTER_OPEN: ShardingRule(before="open_copy"),
+    Shard.VOCABULARY: ShardingRule(cut=0, becomes=VocabularyEmbedding, filled=True),
+    Shard.LOGITS: ShardingRule(cut=0, before="open_copy", filled=True),
 }
 
 

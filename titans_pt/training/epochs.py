@@ -7,7 +7,7 @@ from titans_pt.tasks import TaskData
 
 
 @dataclass(frozen=True)
-class Reading:
+class SourceReading:
     """Training data, or one source of a mixture. samples: in an epoch. per_step, in_all: samples that are read."""
 
     name: str
@@ -20,12 +20,12 @@ class Reading:
         return self.in_all / self.samples
 
 
-def readings(config: Config, data: TaskData) -> list[Reading]:
+def readings(config: Config, data: TaskData) -> list[SourceReading]:
     """Readings of a run to train.max_steps: of all its data; of a mixture each source in turn."""
     batch = config.train.batch_tokens // config.data.seq_len
     parts = data.sources or {"the training data": (len(data.train), 1.0)}
     return [
-        Reading(name, samples, share * batch, share * batch * config.train.max_steps)
+        SourceReading(name, samples, share * batch, share * batch * config.train.max_steps)
         for name, (samples, share) in parts.items()
     ]
 

@@ -4,11 +4,11 @@ from typing import ClassVar
 
 from titans_pt.kernels.memory.rules.base import RULES
 from titans_pt.kernels.memory.rules.muon import ChunkSteps, StepSettings
-from titans_pt.kernels.memory.rules.omega import Windowed, WindowSettings
+from titans_pt.kernels.memory.rules.omega import WindowRule, WindowSettings
 
 
 @RULES.register
-class Atlas(ChunkSteps, Windowed):
+class Atlas(ChunkSteps, WindowRule):
     """omega's window, features and loss; a chunk takes one step along its momentum made orthogonal, as muon's."""
 
     name: ClassVar[str] = "atlas"

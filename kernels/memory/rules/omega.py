@@ -25,7 +25,7 @@ class WindowSettings(Section):
     their channels, for small heads: the first matrix takes in 152 numbers for a head of width 16, 2,144 for 64."""
 
 
-class Windowed(Rule):
+class WindowRule(Rule):
     """Titans' squared error over a window: u_t = grad sum_{j<c} g_j(t) ||M(phi(k_{t-j})) - v_{t-j}||^2."""
 
     Settings: ClassVar[type[Section]] = WindowSettings
@@ -65,7 +65,7 @@ class Windowed(Rule):
 
 
 @RULES.register
-class Omega(Windowed):
+class Omega(WindowRule):
     """Titans' steps, momentum and forgetting, with a window of gradients. OmegaNet is this without momentum
     (model.memory.momentum=false).
 

@@ -4,7 +4,7 @@ import csv
 import json
 
 from titans_pt import cli
-from titans_pt.benchmarks.stream import Stretch, table
+from titans_pt.benchmarks.stream import StretchFigures, table
 
 WORDS = ["benchmark", "stream", "configs/quickstart.yaml", "model.mixers=[lmm]", "model.n_layers=1"]
 
@@ -26,7 +26,7 @@ def test_fewer_tokens_than_stretches(capsys):
 
 
 def test_table():
-    found = [Stretch(100, 50.0, 200.0, 1.0), Stretch(200, 25.0, 201.0, 1.0)]
+    found = [StretchFigures(100, 50.0, 200.0, 1.0), StretchFigures(200, 25.0, 201.0, 1.0)]
     assert table(found).splitlines() == table(found, 1.0).splitlines()[:4]
     assert table(found)[-1] == "\n" and table(found).splitlines()[2] == "| 100 | 50 | 200.0 | 1.00 |"
     mean = "mean 33 tokens/s, stretches -25.0 % to +50.0 %; peak memory +0.50 % from the first to the last"
