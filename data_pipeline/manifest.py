@@ -146,7 +146,7 @@ def _source(source: SourceConfig) -> dict:
 
 
 def _clean(tree: Any) -> Any:
-    """``tree`` with strings that UTF-8 can hold: a path that was typed may be none."""
+    """``tree`` with all strings valid UTF-8, which a typed path may not be."""
     match tree:
         case dict():
             return {key: _clean(value) for key, value in tree.items()}

@@ -160,7 +160,7 @@ def _work(job: Job, todo: list[tuple[int, Part]], following, counters, failures)
 
 
 def _end_with_parent() -> None:
-    """Ends with its parent: a killed parent cannot end its processes, which would run on for hours."""
+    """Ends this process with its parent: a killed parent cannot stop its workers, which would run for hours."""
     multiprocessing.parent_process().join()
     os._exit(1)
 

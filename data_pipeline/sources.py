@@ -284,7 +284,7 @@ def _state(path: Path, times: bool) -> list[int]:
 
 
 def hash_content(source: SourceConfig, part: Part, update: Callable[[bytes], None]) -> None:
-    """Hands the bytes that a part is read from to ``update``, where only modification times would tell a change."""
+    """Passes the bytes of a part to ``update``, for sources whose changes only modification times would show."""
     for file, start, stop in part.pieces:
         if source.kind in ("files", "fasta"):
             files.hash_piece(Path(file), start, stop, update)

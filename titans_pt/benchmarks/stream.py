@@ -24,8 +24,8 @@ TURNS = 15
 
 @dataclass
 class StretchFigures:
-    """tokens: read up to its end. tokens_per_second: of it alone. peak_mib: largest allocation so far (a CPU's: of the
-    process). state_mib: what is carried on."""
+    """Figures of a stretch. tokens: number read at its end. tokens_per_second: in the stretch. peak_mib: largest
+    allocation so far (on a CPU, of the process). state_mib: size of the state that is passed on."""
 
     tokens: int
     tokens_per_second: float

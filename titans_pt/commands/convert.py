@@ -31,7 +31,7 @@ class Layers(click.ParamType):
 @click.option("--window", type=whole(1), required=True, metavar="W", help="tokens that attention sees")
 @click.option("--sinks", type=whole(0), default=4, metavar="S", help="first tokens that stay visible")
 @click.option("--layers", type=Layers(), default="all", metavar="N,N,...",
-              help="layers that --to is for, from 0 on; the others have the window alone")  # fmt: skip
+              help="layers that --to changes, counted from 0; the others have only the window")  # fmt: skip
 @click.option("--out", type=FOLDER, required=True, metavar="RUN2", help="the run folder to write")
 @checkpoint_step
 def convert(

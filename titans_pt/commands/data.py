@@ -14,7 +14,7 @@ def data():
 @data_settings
 @click.option("--documents", type=whole(0), default=3, metavar="K", help="documents to show per stream")
 @click.option("--verify", is_flag=True, help="compare the token files with their checksums")
-@click.option("--sample", type=whole(0), metavar="N", help="show the sample that training reads after N others")
+@click.option("--sample", type=whole(0), metavar="N", help="show the training sample at position N, counted from 0")
 @click.option("--step", type=whole(1), metavar="S", help="show the samples of training step S; not with --sample")
 @click.option("--count", type=whole(1), default=1, metavar="K", help="number of samples with --sample")
 def inspect(config, documents: int, verify: bool, sample: int | None, step: int | None, count: int):

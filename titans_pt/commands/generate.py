@@ -18,8 +18,8 @@ WRITES = "--save-state"
 )  # fmt: skip
 @click.option(
     "--prompts", type=PATH, metavar="FILE",
-    help="a prompt on each line (UTF-8; - is standard input): each is continued by itself, a line of JSON for each; an "
-    "empty line is the beginning of a document",
+    help="a file with one prompt per line (UTF-8; - is standard input); prints one line of JSON per prompt; "
+    "an empty line starts a document",
 )  # fmt: skip
 @click.option("--batch", type=whole(1), default=8, metavar="N", help="prompts of --prompts per batch")
 @click.option(

@@ -24,8 +24,8 @@ WRITES = "run.dir"
 )
 @click.option(
     "--write-cost", type=real(lambda x: 0 <= x <= 1000, "a number from 0 to 1000"), metavar="X",
-    help="model.memory.write_cost; above 0 training goes on to train.max_steps, since gates close long after all "
-    "answers are right",
+    help="weight of the cost on writing (model.memory.write_cost); above 0, "
+         "training runs to train.max_steps, since gates close late",
 )  # fmt: skip
 @click.option(
     "--asked", type=COUNTS, default="1024,2048,4096,8192,16384,32768,65536", metavar="TOKENS,...",
@@ -37,7 +37,7 @@ WRITES = "run.dir"
 @click.option("--answers", type=whole(1), default=256, metavar="N", help="answers to evaluate at each length")
 @click.option(
     "--noise", type=click.Choice(["seen", "unseen"]), default="seen",
-    help="unseen: evaluate only in held-out noise tokens",
+    help="noise tokens of the evaluation; unseen: the held-out ones alone",
 )  # fmt: skip
 @click.option("--ranks", type=whole(1), metavar="N", help="processes of a training (default: one for each GPU)")
 def needles(

@@ -113,5 +113,5 @@ def expanded(text: str, where: str) -> str:
         if os.path.expanduser(home) != home:
             found = os.path.expanduser(found)
         elif not os.path.exists(home):  # a file may have such a name
-            raise UserError(f"{where}: given {text!r}, but {home} is no user with a home here; write the path itself")
+            raise UserError(f"{where}: given {text!r}, but {home} has no home folder here; write the whole path")
     return str(Path(found))

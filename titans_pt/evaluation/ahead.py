@@ -61,7 +61,7 @@ def forecast_file(
         )
     read = path or Path(task.settings.series)
     if read.is_file() and read.resolve() == out.resolve():
-        raise UserError(f"--out: {out} is the file that the forecast is made from; name another one with --out")
+        raise UserError(f"--out: {out} is the input of the forecast; name another file")
     check_room(out, "--out")
     steps = steps or horizon
     scaled = task.scale.fp32(series.values, str(name), series.columns)

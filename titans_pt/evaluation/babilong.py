@@ -158,7 +158,8 @@ def clean(prediction: str) -> str:
 
 
 def strict_score(task: str, question: str, target: str, prediction: str) -> int:
-    """1 if the first sentence has the right one of the task's answers and no other, except those in the question.
+    """1 if the first sentence has the right answer and no other answer of the task, except those in the question; else
+    0.
 
     The benchmark's score.
     """

@@ -249,7 +249,7 @@ def _seconds(stretches: list[dict]) -> float:
 
 
 def _depth(record: dict) -> float | None:
-    """The row of the heat map: depths that were asked for as they are, drawn ones in steps of ten percent."""
+    """Row of the heat map: a requested depth as given, a drawn depth rounded to ten percent."""
     depth = record["depth"]
     return round(record["depth_drawn"], -1) if depth is None and record.get("depth_drawn") is not None else depth
 

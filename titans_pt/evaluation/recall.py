@@ -41,7 +41,7 @@ class RecallAnswers:
             yield "distance", distance, self._resized(distance=distance), fewer
 
     def _resized(self, **changes: int) -> MQAR:
-        """The questions with other pairs or another distance, and as much room between queries, for each of them."""
+        """The questions with another number of pairs or distance, and as much room per query as in training."""
         trained, other = self.trained, replace(self.trained, **changes)
         room = (trained.length - trained.shortest) * other.pairs // trained.pairs
         return replace(other, length=other.shortest + room)

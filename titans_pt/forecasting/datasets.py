@@ -83,7 +83,7 @@ def load(
 
 
 def rows_of_a_day(series: Series) -> int:
-    """Rows after which the daily baseline repeats; 24 where there are no dates, or they are not of a day's parts."""
+    """Period of the daily baseline in rows; 24 without dates, or if the step does not divide a day."""
     if series.name in DAYS or not series.dates:
         return DAYS.get(series.name, 24)
     rows, rest = divmod(timedelta(days=1), series.dates[1] - series.dates[0])

@@ -17,7 +17,7 @@ _MOST = 11
 
 @dataclass(frozen=True)
 class Floor:
-    """nats: per base, by order from 0 on. order: the best one. loss: its nats. bases: that were predicted."""
+    """nats: per base, for each order from 0. order: the best one. loss: its nats per base. bases: number predicted."""
 
     nats: tuple[float, ...]
     order: int

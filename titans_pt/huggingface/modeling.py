@@ -280,7 +280,8 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
                 "output_hidden_states": output_hidden_states, "logits_to_keep": 1}  # fmt: skip
 
     def _get_deprecated_gen_repo(self, generation_mode: GenerationMode, *rest: Any) -> str | None:
-        """Called first of all with the way of generating; most versions would send the user to code on the hub."""
+        """Refuses ways of generating that a state cannot serve. transformers calls this first; most versions would send
+        the user to code on the hub."""
         if generation_mode not in self._supported_generation_modes:
             raise ValueError(
                 f"generate(): {generation_mode.value.replace('_', ' ')} needs to go back to earlier "

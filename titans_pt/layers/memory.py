@@ -135,7 +135,7 @@ STRETCH = 0.05
 
 
 class _Cut(torch.autograd.Function):
-    """x -> x held in [0, 1]; the gradient does not see the cut, so that a gate that is cut can come back.
+    """Clamps x to [0, 1] with a straight-through gradient, so that a clamped gate can reopen.
 
     It is the same in both directions: one that passes only where it leads back into the range pulls a gate off the 0
     that would be best, by its noise alone.

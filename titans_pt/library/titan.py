@@ -194,7 +194,7 @@ def _loaded(path: Path, device: str | torch.device, precision: str | None) -> "L
 
 
 def _exported(folder: Path, device: str | torch.device, precision: str | None) -> "LoadedRun":
-    """An exported folder as a loaded run, by way of a run's folder that is gone again.
+    """Loads an exported folder as a run, through a temporary run folder.
 
     It has the hash of the checkpoint that was exported: the state files of that run are its own.
     """

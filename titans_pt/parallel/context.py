@@ -24,8 +24,8 @@ ALIGNED = 16
 
 
 class Context:
-    """A backbone's way (titans_pt.models.ways) for calls without a state, which take one piece of sequences: the other
-    ranks of the group have the others.
+    """A backbone's way (titans_pt.models.ways) for calls without a state: this rank reads one piece of each sequence,
+    the other ranks of its group read the others.
 
     Args:
         group: the ranks that share a sequence, in its order.

@@ -42,7 +42,8 @@ class Pooled:
 
 
 def pool(found: dict[int, Figure]) -> Pooled:
-    """Figures of one kind by seed. Perplexities are averaged as nats; questions of all seeds count together."""
+    """Figures of one kind for each seed. Means of perplexities are taken in nats; accuracies pool all seeds'
+    questions."""
     figures = list(found.values())
     mean = Figure(figures[0].kind, math.fsum(f.value for f in figures) / len(figures), sum(f.n for f in figures))
     by_seed = {seed: figure.shown for seed, figure in found.items()}

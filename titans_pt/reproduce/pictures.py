@@ -62,8 +62,8 @@ def training(shown: Seeds, start: Path) -> list[Path]:
 
 @own_style()
 def positions(shown: Seeds, start: Path) -> list[Path]:
-    """Loss by position in a long text, of the first seed of each model; dotted with the memory never written. Beside it
-    how far each model is from the best one: what all of them find hard in this text is not in the difference."""
+    """Loss by position in a long text, of the first seed of each model; dotted with the memory never written. Beside
+    it, the difference from the best model, which removes the difficulty shared by all models."""
     long = {name: seeds[0] for name, seeds in shown.items() if "long" in seeds[0]["measured"]}
     if not long:
         return []

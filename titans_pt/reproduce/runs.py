@@ -59,7 +59,7 @@ class Run:
         return cost_of(task_of(self.config))
 
     def settled(self, records: Records) -> Config | None:
-        """``config`` with the learning rate that the probes chose; None while one is not there, or a run before it."""
+        """``config`` with the learning rate that the probes chose; None while a probe or an earlier run is missing."""
         if not all(run.record(records) for run in self.before):
             return None
         if not self.probes:

@@ -304,7 +304,7 @@ class Tensors:
         return {name: tuple(self._model.get_slice(name).get_shape()) for name in self._model.keys()}  # noqa: SIM118
 
     def holds(self, kind: str, name: str) -> bool:
-        """Whether there is such a tensor: parameters that were not trained have no moments."""
+        """Whether the checkpoint has the tensor; frozen parameters have no moments."""
         if self._shards:
             return self._shards.holds(kind, name)
         return name in self._model.keys() if kind == WEIGHT else f"{kind}.{name}" in self._optimizer.keys()  # noqa: SIM118

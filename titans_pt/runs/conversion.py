@@ -87,8 +87,8 @@ def _settings(run: LoadedRun, out: Path, to: str, window: int, sinks: int, layer
 
 
 def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig):
-    """The memory's projections from attention's, keys and values repeated for the heads that share them; where heads
-    are not as wide together as the model, they stay as drawn."""
+    """Projections of the memory, copied from attention's, with keys and values repeated for heads that share them. They
+    keep their random values if the heads' total width differs from the model's."""
     group = config.n_heads // config.kv_heads
     for name, repeats in (("q", 1), ("k", group), ("v", group)):
         heads = weights[f"{prefix}attention.{name}.weight"].unflatten(0, (-1, config.head_width))

@@ -103,7 +103,7 @@ class NextTokenLoss(nn.Module):
         return bias
 
     def _few_at_a_time(self, x: Tensor, targets: Tensor) -> Tensor:
-        """:meth:`_losses` of all, with no more logits at a time than at_once allows."""
+        """Computes :meth:`_losses` in pieces whose logits at_once allows."""
         whole = self.cross_entropy is cross_entropy
         rows, length = at_once(targets.shape[0], targets.shape[1], self.model.config.vocab_rows, whole)
         if (rows, length) == targets.shape:

@@ -99,7 +99,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk: otherwise a rename may get there first."""
+    """Flushes a file, or the names in a folder, to disk, so that a later rename cannot reach the disk first."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -37,8 +37,8 @@ def import_matplotlib() -> Any:
 
 @contextlib.contextmanager
 def own_style() -> Iterator[None]:
-    """Inside, figures have matplotlib's defaults, not the user's (usetex, fonts, colours), and text is text: a $ begins
-    no formula. A decorator of every function that draws."""
+    """Decorates a function that draws: figures use matplotlib's defaults, not the user's settings (usetex, fonts,
+    colours), and a $ begins no formula."""
     matplotlib = import_matplotlib()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()

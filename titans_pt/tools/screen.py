@@ -15,6 +15,6 @@ def say(text: str, stream: TextIO | None = None):
 
 
 def drop(stream: TextIO):
-    """Sends to nowhere what ``stream`` still holds and what is written to it from now on."""
+    """Discards the buffer of ``stream`` and all that is written to it from now on."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())

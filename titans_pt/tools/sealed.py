@@ -35,5 +35,5 @@ def unseal(text: str | bytes) -> dict[str, Any]:
 
 
 def _crc(tree: dict[str, Any]) -> str:
-    """8 hex digits. Of the values, not of the text: spaces and line breaks do not count."""
+    """Checksum of the values, 8 hex digits; spaces and line breaks of the text do not change it."""
     return f"{zlib.crc32(json.dumps(tree, separators=(',', ':')).encode()):08x}"

@@ -68,7 +68,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The records, and the numbers of the lines that are damaged; a last line that a crash cut short is neither."""
+    """Records, and the numbers of damaged lines; a last line that a crash cut short is ignored."""
     records, damaged = [], []
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for number, line in enumerate(lines, start=1):

@@ -139,4 +139,4 @@ class OutOfMemory:
         if isinstance(error, torch.OutOfMemoryError):
             if self._gpu:
                 torch.cuda.memory._dump_snapshot(str(self._path))
-            raise UserError(f"out of GPU memory: {self._remedy}; what held it: {self._path}") from error
+            raise UserError(f"out of GPU memory: {self._remedy}; memory snapshot: {self._path}") from error

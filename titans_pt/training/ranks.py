@@ -150,8 +150,9 @@ def _join(backend: str, mine: Place, patience: timedelta):
             raise  # it chose the port, and chooses another when it starts the processes again
         why = "the port is in use, by another job perhaps" if taken else str(error).partition("\n")[0].rstrip(".")
         raise UserError(
-            f"MASTER_ADDR={address} MASTER_PORT={text}: rank {mine.rank} of {mine.size} cannot meet the others there: "
-            f"{why}; all ranks of a job need the address of rank 0's machine and a free port on it, the same for all"
+            f"MASTER_ADDR={address} MASTER_PORT={text}: rank {mine.rank} of {mine.size} cannot "
+            f"connect to the other ranks: "
+            f"{why}; give all ranks of the job the address of rank 0's machine and the same free port on it"
         ) from None
     dist.init_process_group(backend, store=store, rank=mine.rank, world_size=mine.size, timeout=PATIENCE)
 

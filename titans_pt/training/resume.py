@@ -91,7 +91,7 @@ def build_engine(task: Task, start: Start, ranks: Ranks) -> Engine:
 
 
 def _fresh(task: Task, identity: dict[str, str]) -> Start:
-    """A run's first step; once it has a checkpoint, train.init_from is not looked at again."""
+    """Start of a new run. train.init_from counts only until the run has a checkpoint."""
     given = task.config.train.init_from
     if given is None:
         return Start(task.config)

@@ -43,7 +43,8 @@ class SpikeGuard:
         return found.mean + self.deviations * math.sqrt(found.variance)
 
     def note(self, loss: float):
-        """Takes a finite loss in; a spike's only up to the limit, so that a level that stays is accepted in time."""
+        """Adds a finite loss to the running mean, clipped at the limit, so that a lasting new level is accepted in
+        time."""
         if self.deviations is None:
             return
         found, loss = self._numbers, min(loss, self.limit)

@@ -147,7 +147,7 @@ def fresh_of(task: Task, config: Config) -> list[str]:
 
 
 def check_fit(weights: Weights, task: Task, config: Config, identity: dict[str, str]):
-    """Refuses weights that do not fill the model of ``config`` but for train.init_fresh; warns of other settings.
+    """Refuses weights that leave parameters of the model unset, train.init_fresh aside; warns of settings that differ.
 
     Args:
         identity: of the task's data, see TaskData.

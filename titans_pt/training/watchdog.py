@@ -217,7 +217,7 @@ class Watchdog:
 
 
 def _process_space() -> str | None:
-    """Space in which processes know one another by number: a machine's, or a container's."""
+    """Process-id namespace: that of the machine or of a container."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:

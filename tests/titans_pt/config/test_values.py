@@ -53,7 +53,7 @@ def test_one_file_has_one_spelling(given, path):
 
 @pytest.mark.parametrize(("given", "message"), [
     ("$NOWHERE/x", "run.dir: given '.NOWHERE/x', but the environment variable NOWHERE is not set; set it, or write"),
-    ("~nobody-of-this-name/x", "run.dir: given .*, but ~nobody-of-this-name is no user with a home here"),
+    ("~nobody-of-this-name/x", "run.dir: given .*, but ~nobody-of-this-name has no home folder here"),
 ])  # fmt: skip
 def test_what_stands_for_nothing_is_refused(given, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

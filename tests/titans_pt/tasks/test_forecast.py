@@ -164,7 +164,7 @@ def test_a_file_of_the_users_goes_on(run, series, tmp_path, capsys):
     assert "more than 1e+12 standard deviations from the mean of the training rows" in error("--csv", short)
     own = tmp_path / "own.csv"
     own.write_text(series.read_text())
-    assert "is the file that the forecast is made from" in error("--csv", own, "--out", own)
+    assert "is the input of the forecast" in error("--csv", own, "--out", own)
     assert own.read_text() == series.read_text(), "nothing lost"
     assert "name a CSV file" in error("--csv", own, "--out", tmp_path / "next.png")
 

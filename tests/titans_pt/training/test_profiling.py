@@ -89,7 +89,7 @@ def test_stopwatch_adds_what_has_one_name():
 
 
 def test_out_of_memory_is_one_line(tmp_path):
-    told = pytest.raises(UserError, match="out of GPU memory: lower train.micro_batch=8; what held it: ")
+    told = pytest.raises(UserError, match="out of GPU memory: lower train.micro_batch=8; memory snapshot: ")
     with told, OutOfMemory(tmp_path, torch.device("cpu"), "lower train.micro_batch=8"):
         raise torch.OutOfMemoryError("CUDA out of memory")
 

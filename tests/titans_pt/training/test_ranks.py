@@ -43,7 +43,7 @@ def test_a_port_that_is_in_use_is_named_and_torchrun_may_choose_another(enter):
         other.bind(("localhost", 0))
         other.listen()
         taken = FIRST | {"MASTER_PORT": str(other.getsockname()[1])}
-        with pytest.raises(UserError, match="rank 0 of 2 cannot meet the others there: the port is in use, by another"):
+        with pytest.raises(UserError, match="rank 0 of 2 cannot connect to the other ranks: the port is in use"):
             enter(**taken)
         with pytest.raises(DistNetworkError):
             enter(TORCHELASTIC_RUN_ID="of torchrun", **taken)

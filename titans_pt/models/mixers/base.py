@@ -68,8 +68,8 @@ class Mixer(nn.Module):
 
     @classmethod
     def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
-        """Setting by its dotted path -> default for this model, where the usual one does not fit the rest of it (a head
-        width that does not divide model.d_model). It counts unless the setting is given, and a run stores it.
+        """Setting's dotted path -> default for this model, where the general default does not fit (a head width that
+        does not divide model.d_model). A given setting takes precedence; a run stores the result.
 
         What fits keeps its usual default: runs that have begun must stay the same model.
 
