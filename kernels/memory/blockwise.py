@@ -27,12 +27,16 @@ Rules that are not linear
 Windows, features, erasing
     See window.py for windows and erasure.py for erasing. Features are the first matrix's input for a key or query.
 
+Authors
+    An author (call.py) makes a block's keys, values and gates of what the memory of the chunk's start answers to its
+    queries. The chunk is then as above; the next one has to wait for it, as it has in any case.
+
 Backward: runs of ``save_every`` blocks are computed again; between them the state is kept.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,6 +56,7 @@ from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import Own, Rule
 from titans_pt.kernels.memory.soup import Soup
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose
+from titans_pt.kernels.memory.tree import leaves, rebuilt
 from titans_pt.kernels.memory.window import Recent, band, followed
 
 CHANNELWISE_BLOCK = 16
@@ -91,18 +96,16 @@ def blockwise_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
     outputs, recent = [], tuple(x.flatten(0, 1) for x in call.state.recent)
     for first, last, tokens in runs(blocks):
         layout = Layout(blocks, first, last, tokens, heads)
-        tensors = [
-            layout.fold(x) for x in (call.q, call.k, call.v, call.theta, call.eta, call.alpha, *call.own, *shares)
-        ]
+        written = () if call.author else (call.k, call.v, call.theta, call.eta, call.alpha, *call.own)
+        tensors = [layout.fold(x) for x in (call.q, *written, *shares)]
         valid = layout.valid(device)
         flags = [layout.rows(f, device) for f in (blocks.new_chunk, blocks.new_document, blocks.ends_chunk)]
         every, parts = call.save_every or math.isqrt(layout.count), []
         for begins in range(0, layout.count, every):
             part = slice(begins, begins + every)
-            out, W, S, frozen, recent = checkpoint(
-                scan.blocks, [x[part] for x in tensors], None if valid is None else valid[part],
-                [f[part] for f in flags], W, S, frozen, recent, use_reentrant=False, preserve_rng_state=False,
-            )  # fmt: skip
+            given = [x[part] for x in tensors], W, S, frozen, recent
+            here = None if valid is None else valid[part]
+            out, W, S, frozen, recent = _recomputed(scan, here, [f[part] for f in flags], given)
             parts.append(out)
         outputs.append(layout.unfold(torch.cat(parts)))
 
@@ -116,12 +119,36 @@ def blockwise_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
     )
 
 
+def _recomputed(scan: "_Scan", valid: Tensor | None, flags: list[list], given: tuple) -> tuple:
+    """Blocks whose inputs alone are kept for the backward pass. Each tensor is an argument of its own: those inside
+    lists are kept out of sight of torch's hooks, by which plans measure."""
+
+    def run(*flat: Tensor) -> tuple:
+        tensors, *state = rebuilt(given, iter(flat))
+        return scan.blocks(tensors, valid, flags, *map(tuple, state))
+
+    return checkpoint(run, *leaves(given), use_reentrant=False, preserve_rng_state=False)
+
+
 def plus(a: Weights, b: Weights) -> Weights:
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
 def minus(a: Weights, b: Weights) -> Weights:
     return tuple(x - y for x, y in zip(a, b, strict=True))
+
+
+@dataclass
+class _Writes:
+    """Writes of one block's tokens: k, v (N, c, D), theta (N, c, 1 or L), own gates (N, c, 1), and each layer's
+    coefficients and, of a rule that erases, decays."""
+
+    k: Tensor
+    v: Tensor
+    theta: Tensor
+    own: Own
+    coefficients: "tuple[Ends | Coefficients | ChannelEnds, ...]"
+    decays: tuple[Decay, ...]
 
 
 class _Scan:
@@ -134,6 +161,7 @@ class _Scan:
     def __init__(self, call: MemoryCall, norm: Weights, begin: Weights, soup: Soup | None = None):
         self.soup = soup
         self.network, self.rule, self.channelwise = call.network, call.rule, call.channelwise
+        self.author, self.heads = call.author, call.q.shape[2]
         self.reads_start, self.to_start, self.norm, self.begin = call.reads_start, call.to_start, norm, begin
         self.begin_met = tuple(map(call.rule.met, begin))
 
@@ -143,27 +171,17 @@ class _Scan:
     ) -> tuple[Tensor, Weights, Weights, Weights, Recent]:  # fmt: skip
         """Outputs (n, N, c, D) of n blocks, and the state after them.
 
-        tensors: q, k, v (n, N, c, D), theta, eta, alpha (n, N, c, .), own gates (n, N, c, 1), and a soup's shares.
+        tensors: q, k, v (n, N, c, D), theta, eta, alpha (n, N, c, .), own gates (n, N, c, 1), and a soup's shares; with
+            an author q alone.
         valid: (n, N, c), or None where all tokens are; those that are not change nothing. flags: of each block whether
         a chunk begins, a document begins, a chunk ends: True, False or the rows (N,).
         """
         new_chunk, new_document, ends_chunk = flags
-        q, k, v, theta, eta, alpha, *own = tensors
-        shares = own.pop() if self.soup else [None] * len(q)
-        windowed, erases = self.rule.window > 1, self.rule.erases
-        make = channel_coefficients if self.channelwise else ends if self.reads_start and not erases else exact
-        # With a window theta is in its band, and a rule that erases has its own: of each block for itself.
-        given = (torch.ones_like(theta) if windowed or erases else theta, eta, alpha)
-        layers = list(zip(*(self.network.per_layer(gate) for gate in given), strict=True))
-        found = [make(self.rule, *gates, tuple(own), valid) for gates in layers[: alpha.shape[-1]]]
-        # Of each block its layers'. Unbound, not indexed: the gradient of an index is as large as all blocks.
-        coefficients = list(zip(*(found if len(found) == len(layers) else found * len(layers)), strict=True))
-        decays = _decays(self.network, alpha, valid) if erases else []
-        owns = list(zip(*(gate.unbind() for gate in own), strict=True)) or [()] * len(q)
+        q, *given = tensors
+        shares = given.pop() if self.soup else [None] * len(q)
+        written = [None] * len(q) if self.author else self._writes(*given, valid=valid)
         outputs = []
-        for n, (q_n, k_n, v_n, own_n, c) in enumerate(
-            zip(q.unbind(), k.unbind(), v.unbind(), owns, coefficients, strict=True)
-        ):
+        for n, (q_n, writes) in enumerate(zip(q.unbind(), written, strict=True)):
             if new_document[n] is not False:
                 zero = tuple(torch.zeros_like(s) for s in S)
                 W = choose(new_document[n], zero if self.to_start else self.begin, W)
@@ -173,19 +191,59 @@ class _Scan:
             if new_chunk[n] is not False and not self.rule.nonlinear:
                 frozen = choose(new_chunk[n], plus(W, self.begin) if self.to_start else W, frozen)
             here = None if valid is None else valid[n]
-            if windowed:
+            answers = None
+            if writes is None:
+                answers = self._answer(q_n, frozen)
+                writes = self._authored(answers, frozen, here)
+            c, theta, own = writes.coefficients, writes.theta, writes.own
+            if self.rule.window > 1:
                 gone = [new_document[n], new_chunk[n] if self.rule.border == "truncate" else False]
-                keys, c, recent = self._windowed([k_n, v_n, *own_n], theta[n], c, frozen, recent, gone, here)
+                keys, c, recent = self._windowed([writes.k, writes.v, *own], theta, c, frozen, recent, gone, here)
             else:
-                keys = self._keys(k_n, v_n, own_n, frozen)
-            if erases:
-                c = self._erasing(keys, c, decays[n], theta[n], W, S)
-            outputs.append(self._read(q_n, shares[n], partial(self._running, keys, c, W, S, frozen)))
+                keys = self._keys(writes.k, writes.v, own, frozen)
+            if self.rule.erases:
+                c = self._erasing(keys, c, writes.decays, theta, W, S)
+            if answers is None:
+                answers = self._read(q_n, shares[n], partial(self._running, keys, c, W, S, frozen))
+            outputs.append(answers)
             W, S = _written(keys, c, W, S)
             if ends_chunk[n] is not False and self.rule.nonlinear:
-                last = _last(own_n, here)
+                last = _last(own, here)
                 W, frozen = self._closed(ends_chunk[n], last, W, S, frozen)
         return torch.stack(outputs), W, S, frozen, recent
+
+    def _writes(
+        self, k: Tensor, v: Tensor, theta: Tensor, eta: Tensor, alpha: Tensor, *own: Tensor, valid: Tensor | None
+    ) -> list[_Writes]:
+        """Writes of n blocks, from tensors (n, N, c, .)."""
+        windowed, erases = self.rule.window > 1, self.rule.erases
+        make = channel_coefficients if self.channelwise else ends if self.reads_start and not erases else exact
+        # With a window theta is in its band, and a rule that erases has its own: of each block for itself.
+        given = (torch.ones_like(theta) if windowed or erases else theta, eta, alpha)
+        layers = list(zip(*(self.network.per_layer(gate) for gate in given), strict=True))
+        found = [make(self.rule, *gates, own, valid) for gates in layers[: alpha.shape[-1]]]
+        # Of each block its layers'. Unbound, not indexed: the gradient of an index is as large as all blocks.
+        coefficients = list(zip(*(found if len(found) == len(layers) else found * len(layers)), strict=True))
+        decays = _decays(self.network, alpha, valid) if erases else [()] * len(k)
+        owns = list(zip(*(gate.unbind() for gate in own), strict=True)) or [()] * len(k)
+        each = zip(k.unbind(), v.unbind(), theta.unbind(), owns, coefficients, decays, strict=True)
+        return [_Writes(*block) for block in each]
+
+    def _authored(self, answers: Tensor, frozen: Weights, valid: Tensor | None) -> _Writes:
+        """Writes of a block by its author, from the memory's answers (N, c, D) to its queries."""
+        assert self.author is not None
+
+        def split(x: Tensor) -> Tensor:
+            return x.unflatten(0, (-1, self.heads))
+
+        made = self.author(split(answers), lambda x: split(self._answer(x.flatten(0, 1), frozen)))
+        block = (x.flatten(0, 1).unsqueeze(0) for x in made)
+        (writes,) = self._writes(*block, valid=None if valid is None else valid.unsqueeze(0))
+        return writes
+
+    def _answer(self, x: Tensor, frozen: Weights) -> Tensor:
+        """M(x) at the chunk's start, (N, c, D)."""
+        return mlp.forward(x, frozen, self.norm or None, self.network, self.rule.features(x))
 
     def _keys(self, k: Tensor, v: Tensor, own: Own, frozen: Weights) -> Keys:
         aim = Aim.of(k, v, own, self.norm, self.network)

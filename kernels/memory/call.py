@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +16,23 @@ from titans_pt.kernels.memory.window import no_tokens
 
 FORGET_TO = ("start", "zero")
 
+Read = Callable[[Tensor], Tensor]
+"""(B, H, c, D) -> M(x), (B, H, c, D), at the weights of the chunk's start."""
+Author = Callable[[Tensor, Read], tuple[Tensor, ...]]
+"""Author of what a memory writes: (answers, read) -> keys, values, theta, eta, alpha and the rule's own gates.
+
+answers: M(q) of c tokens, (B, H, c, D), at the weights of their chunk's start, which ``read`` asks again. Keys and
+values (B, H, c, D), gates (B, H, c, 1 or L), own (B, H, c, 1), in the dtype of states.
+"""
+
 
 @dataclass(frozen=True, eq=False)
 class MemoryCall:
     """All that an implementation is given; see :func:`titans_pt.kernels.memory.neural_memory` for each.
 
     q, k, v: (B, T, H, D). theta, eta: (B, T, H, 1 or L); alpha also (B, T, H, network.channels); own: each (B, T, H,
-    1); gates in the dtype of states. weights: L tensors (H, d_in, d_out). norm: two (H, D), or None.
+    1); gates in the dtype of states. weights: L tensors (H, d_in, d_out). norm: two (H, D), or None. With an author k,
+    v and gates are only shapes, and all tokens read their chunk's start.
     """
 
     q: Tensor
@@ -43,6 +54,14 @@ class MemoryCall:
     save_every: int | None = None
     stale: bool = False
     soup: Soup | None = None
+    author: Author | None = None
+
+    @staticmethod
+    def authored(q: Tensor, author: Author, weights: Weights, network: NetworkShape, **options: Any) -> "MemoryCall":
+        """The call of a memory with an author; q (B, T, H, D)."""
+        gate = q.new_zeros(*q.shape[:-1], 1, dtype=state_dtype(q))
+        own = (gate,) * len(options.get("rule", TITANS).gates)
+        return MemoryCall(q, q, q, gate, gate, gate, weights, network, own=own, stale=True, author=author, **options)
 
     @property
     def to_start(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from titans_pt.kernels.common import no_autocast, warn_once
 from titans_pt.kernels.memory import mlp
 from titans_pt.kernels.memory.blockwise import BLOCKWISE
-from titans_pt.kernels.memory.call import Backend, MemoryCall, rule_alone, wrong
+from titans_pt.kernels.memory.call import Author, Backend, MemoryCall, rule_alone, wrong
 from titans_pt.kernels.memory.chunked import CHUNKED, NATIVE
 from titans_pt.kernels.memory.naive import NAIVE
 from titans_pt.kernels.memory.native.token import TOKEN
@@ -99,15 +99,59 @@ def neural_memory(
             tuple(gate.to(dtype).unsqueeze(-1) for gate in own), chunk_size, forget_to, initial_state, reset,
             max_resets, save_every, stale, soup,
         )  # fmt: skip
-        call.check()
-        if torch.compiler.is_compiling() and _breaks_the_graph(call, backend):
-            # Not at the top: importing torch's compiler takes seconds, which only a call that is compiled should cost.
-            from titans_pt.kernels.memory import uncompiled
+        return _served(call, output_final_state, backend)
 
-            out, state = uncompiled.run(_run, call, backend)
-        else:
-            out, state = _run(call, backend)
-    return out.to(q.dtype), state if output_final_state else None
+
+def self_modifying_memory(
+    q: Tensor,
+    author: Author,
+    weights: Weights,
+    *,
+    network: NetworkShape | None = None,
+    norm: Weights | None = None,
+    chunk_size: int = 16,
+    forget_to: str = "zero",
+    initial_state: MemoryState | None = None,
+    output_final_state: bool = False,
+    reset: Tensor | None = None,
+    backend: str = "auto",
+    save_every: int | None = None,
+    rule: Rule = TITANS,
+) -> tuple[Tensor, MemoryState | None]:
+    """A memory whose keys, values and gates are made of its own answers (Nested Learning, arXiv 2512.24695, Eq. 86-91).
+
+    All of a chunk is read at the weights of its start: outputs y_t = M(q_t), and whatever ``author`` asks in addition.
+    The chunk's tokens then write, and the next chunk may begin.
+
+    Args:
+        q: (B, T, H, D), any float dtype.
+        author: (answers, read) -> k, v, theta, eta, alpha, own gates of a block of c tokens. answers: y of the block,
+            (B, H, c, D); read: further questions (B, H, c, D) to the same memory -> its answers. It returns k and v
+            (B, H, c, D), theta, eta, alpha (B, H, c, 1 or L), one alpha for a matrix, and the rule's own gates
+            (B, H, c, 1), all in the dtype of states. Gradients flow through it; the inner gradient takes v as given.
+        backend: "naive" (definition), "chunked" (exact, any rule), "auto": chunked.
+
+    All other arguments, results and errors are those of :func:`neural_memory`.
+    """
+    with no_autocast(q):
+        call = MemoryCall.authored(
+            q, author, weights, network or NetworkShape.of(weights, norm), norm=norm, rule=rule, chunk_size=chunk_size,
+            forget_to=forget_to, state=initial_state, reset=reset, save_every=save_every,
+        )  # fmt: skip
+        return _served(call, output_final_state, backend)
+
+
+def _served(call: MemoryCall, output_final_state: bool, backend: str) -> tuple[Tensor, MemoryState | None]:
+    """Checks a call and runs it by the implementation that serves it."""
+    call.check()
+    if torch.compiler.is_compiling() and _breaks_the_graph(call, backend):
+        # Not at the top: importing torch's compiler takes seconds, which only a call that is compiled should cost.
+        from titans_pt.kernels.memory import uncompiled
+
+        out, state = uncompiled.run(_run, call, backend)
+    else:
+        out, state = _run(call, backend)
+    return out.to(call.q.dtype), state if output_final_state else None
 
 
 def _run(call: MemoryCall, backend: str) -> tuple[Tensor, MemoryState]:

@@ -16,29 +16,34 @@ layer's input x of k_t at the start of the chunk, and its own theta for each lay
 A rule that is not linear closes every chunk: M = closed(M, S) after its last token, and the weights of the next chunk's
 start, at which u_t is taken and which its queries meet, are met(M).
 
+An author makes k_t, v_t and the gates of M_{t'}(q_t) and of further reads of M_{t'}; u_t is the gradient in the weights
+that k_t meets alone, v_t being given.
+
 alpha is one number for a whole matrix, or one for each of its rows (channels of d_in): (1 - alpha_t) is then a diagonal
 matrix on the left of M_{t-1}, the weights that x @ M takes in. The loss, and the lines of S and M, are the rule's.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from titans_pt.kernels.memory import mlp
-from titans_pt.kernels.memory.call import Backend, MemoryCall
+from titans_pt.kernels.memory.call import Author, Backend, MemoryCall
 from titans_pt.kernels.memory.rules import Own, Rule
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 from titans_pt.kernels.memory.window import Recent
 
 
 def naive_memory(
-    call: MemoryCall, observe: Callable[[Weights, Weights, Weights], Any] | None = None
+    call: MemoryCall, observe: Callable[[Weights, Weights, Weights, Weights], Any] | None = None
 ) -> tuple[Tensor, MemoryState]:
     """Outputs (B, T, H, D) and the state after them.
 
-    observe: called after each token with u_t, M_t and S_t, each L tensors (B, H, d_in, d_out).
+    observe: called after each token with u_t, M_t and S_t, each L tensors (B, H, d_in, d_out), and theta_t, eta_t and
+        alpha_t, (B, H, 1 or L; channels) each.
     """
     call = call.of_rows()
     q, weights, network, state, rule = call.q, call.weights, call.network, call.state, call.rule
@@ -62,11 +67,13 @@ def naive_memory(
             gone = offset == 0 if rule.border == "truncate" else torch.zeros_like(offset, dtype=torch.bool)
             gone = gone if call.reset is None else gone | call.reset[:, t]
             recent = (torch.where(gone.view(-1, 1, 1, 1), 0.0, recent[0]), *recent[1:])
-        gradient, recent = _gradient(call, t, start, keep_graph, recent)
+        now, at = (call, t) if call.author is None else (_written_by(call.author, call, t, start), 0)
+        gradient, recent = _gradient(now, at, start, keep_graph, recent)
         # Of each layer theta, eta, alpha, (B, H, 1 or d_in, 1): a row of the matrix is a channel of its inputs.
-        gates = zip(*(network.per_layer(gate[:, t]) for gate in (call.theta, call.eta, call.alpha)), strict=True)
-        own = tuple(gate[:, t].unsqueeze(-1) for gate in call.own)
-        inputs = _inputs(call, t, start) if rule.erases else [None] * len(start)
+        of_all = tuple(gate[:, at] for gate in (now.theta, now.eta, now.alpha))
+        gates = zip(*map(network.per_layer, of_all), strict=True)
+        own = tuple(gate[:, at].unsqueeze(-1) for gate in now.own)
+        inputs = _inputs(now, at, start) if rule.erases else [None] * len(start)
         moved = [
             _moved(rule, w - w0, s, u, tuple(gate.unsqueeze(-1) for gate in layer), own, x)
             for w, w0, s, u, layer, x in zip(current, origin, momentum, gradient, gates, inputs, strict=True)
@@ -74,7 +81,7 @@ def naive_memory(
         current = tuple(w0 + w for w0, (w, _) in zip(origin, moved, strict=True))
         momentum = tuple(s for _, s in moved)
         if observe:
-            observe(gradient, current, momentum)
+            observe(gradient, current, momentum, of_all)
         outputs.append(_forward(call, q[:, t], _mixed(call, t, start if call.reads_start else current)))
         offset = (offset + 1) % call.chunk_size
         if rule.nonlinear:
@@ -85,6 +92,13 @@ def naive_memory(
     if not rule.nonlinear:
         start = choose(offset == 0, current, start)
     return torch.stack(outputs, 1), MemoryState(current, momentum, start, offset.to(state.offset.device), recent)
+
+
+def _written_by(author: Author, call: MemoryCall, t: int, weights: Weights) -> MemoryCall:
+    """The call of token t alone, with what the author makes of the memory's answers."""
+    answers = _through(call, call.q[:, t].unsqueeze(-2), weights)
+    k, v, theta, eta, alpha, *own = (x.transpose(1, 2) for x in author(answers, lambda x: _through(call, x, weights)))
+    return replace(call, q=call.q[:, t : t + 1], k=k, v=v, theta=theta, eta=eta, alpha=alpha, own=tuple(own))
 
 
 def _moved(
@@ -135,8 +149,8 @@ def _gradient(call: MemoryCall, t: int, weights: Weights, keep_graph: bool, rece
     rule = call.rule
     token = [x[:, t].unsqueeze(-2) for x in (call.k, call.v, *call.own)]  # (B, H, 1, .)
     with torch.enable_grad():
-        if not keep_graph:
-            weights = tuple(w.detach() for w in weights)
+        # Copies: values may come from the same weights, and are given.
+        weights = tuple((w if keep_graph else w.detach()).clone() for w in weights)
         weights = tuple(w if w.requires_grad else w.requires_grad_() for w in weights)
         if rule.window == 1:
             k, v, *own = token

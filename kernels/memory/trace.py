@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titans_pt.kernels.memory.call import MemoryCall
+from titans_pt.kernels.memory.call import Author, MemoryCall
 from titans_pt.kernels.memory.naive import naive_memory
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import TITANS, Own, Rule
@@ -17,12 +17,16 @@ class Trace:
     """Each (B, T, H), fp32 (fp64 for fp64 inputs); norms are Frobenius, over all L matrices of a head together.
 
     surprise: ||u_t||, u_t the gradient of the rule's loss, in Titans grad_W ||M_{t'}(k_t) - v_t||^2, at the weights of
-    the start of t's chunk. weight_norm: ||M_t||. momentum_norm: ||S_t||; both after the token.
+    the start of t's chunk. weight_norm: ||M_t||. momentum_norm: ||S_t||; both after the token. theta, eta, alpha: the
+    gates, means over matrices where each has its own.
     """
 
     surprise: Tensor
     weight_norm: Tensor
     momentum_norm: Tensor
+    theta: Tensor
+    eta: Tensor
+    alpha: Tensor
 
 
 @torch.no_grad()
@@ -52,9 +56,41 @@ def memory_trace(
         k, k, v, *gates, tuple(weights), network or NetworkShape.of(weights, norm), norm, rule,
         tuple(gate.to(dtype).unsqueeze(-1) for gate in own), chunk_size, forget_to, initial_state, reset,
     )  # fmt: skip
+    return _traced(call)
+
+
+@torch.no_grad()
+def self_modifying_trace(
+    q: Tensor,
+    author: Author,
+    weights: Weights,
+    *,
+    network: NetworkShape | None = None,
+    norm: Weights | None = None,
+    chunk_size: int = 16,
+    forget_to: str = "zero",
+    initial_state: MemoryState | None = None,
+    reset: Tensor | None = None,
+    rule: Rule = TITANS,
+) -> Trace:
+    """The arguments are those of :func:`~titans_pt.kernels.memory.self_modifying_memory`."""
+    return _traced(
+        MemoryCall.authored(
+            q, author, tuple(weights), network or NetworkShape.of(weights, norm), norm=norm, rule=rule,
+            chunk_size=chunk_size, forget_to=forget_to, state=initial_state, reset=reset,
+        )
+    )  # fmt: skip
+
+
+def _traced(call: MemoryCall) -> Trace:
     call.check()
     figures = []
-    naive_memory(call, lambda *found: figures.append(torch.stack([_norm(matrices) for matrices in found])))
+
+    def note(gradient: Weights, weights: Weights, momentum: Weights, gates: Weights):
+        norms = (_norm(matrices) for matrices in (gradient, weights, momentum))
+        figures.append(torch.stack([*norms, *(gate.mean(-1) for gate in gates)]))
+
+    naive_memory(call, note)
     return Trace(*torch.stack(figures, dim=2).unbind(0))
 
 

@@ -16,7 +16,7 @@ from titans_pt.config import Config
 from titans_pt.data_pipeline import TokenFiles, document_begins
 from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_positions
-from titans_pt.layers.memory import MemoryGates
+from titans_pt.layers.memory import Gates
 from titans_pt.runs.loaded import LoadedRun
 from titans_pt.streaming import device_of
 from titans_pt.tools.records import digest
@@ -29,7 +29,7 @@ LOSS_ROWS = 512
 @contextlib.contextmanager
 def frozen_memory(model: nn.Module):
     """Inside, the memory is read but not written: M stays as it is, its momentum at rest."""
-    gates = [module for module in model.modules() if isinstance(module, MemoryGates)]
+    gates = [module for module in model.modules() if isinstance(module, Gates)]
     before = [gate.writes for gate in gates]
     try:
         for gate in gates:

@@ -123,6 +123,11 @@ def stale_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
     return Flops(once, 3 * once)
 
 
+def read_flops(shape: NetworkShape) -> Flops:
+    """Per token and head of one more read of the memory of a chunk's start, which the backward pass repeats."""
+    return Flops(sum(_products(shape)), 3 * sum(_products(shape)))
+
+
 def kept_bytes(shape: NetworkShape, config: MemoryConfig, heads: int, length: int) -> int:
     """See :meth:`NeuralMemory.kept_state_bytes`."""
     one = heads * sum(a * b for a, b in shape.layers)
@@ -167,10 +172,8 @@ def _logit(gate: float, hard: bool = False) -> float:
     return math.log(share / (1 - share))
 
 
-class MemoryGates(nn.Module):
-    """x (B, T, d_model) -> theta, eta, alpha, each (B, T, H), or (B, T, H, L) with per_layer_gates, and the memory
-    rule's own gates, each (B, T, H); fp32. alpha is (B, T, H, channels) with alpha="channel", from two linear layers of
-    a low rank between them.
+class Gates(nn.Module):
+    """Ranges of theta, eta, alpha and the memory rule's own gates, whatever their numbers are read off.
 
     theta = bound (1 - eta) gate(.): whatever the outer loop learns, the inner loop stays inside its stable region. A
     token writes theta times an error that grows with its value, and the curvature that a step meets grows with it. Deep
@@ -179,61 +182,49 @@ class MemoryGates(nn.Module):
     non-linearity, and softplus is the usual one for a step without a bound (Mamba's, for example).
     """
 
-    sharding = {"linear": Shard.COLUMN, "alpha_in": Shard.SUMMED, "alpha_out": Shard.COLUMN, "own": Shard.COLUMN}
-    per_rank = ("n_heads",)
-
-    def __init__(self, d_model: int, n_heads: int, config: MemoryConfig, channels: int):
+    def __init__(self, config: MemoryConfig):
         super().__init__()
-        self.n_heads, self.config = n_heads, config
+        self.config = config
         self.writes = config.writes
         """False from some token on leaves the memory as it is there."""
         self.layers = config.depth if config.per_layer_gates else 1
         self.bound = config.step_bound or default_step_bound(config)
         self.damped = config.theta == "bounded" and takes_small_steps(config)
-        self.alpha_in = self.alpha_out = None
-        if config.alpha == "channel":
-            self.alpha_in = nn.Linear(d_model, config.alpha_rank, bias=False)
-            self.alpha_out = nn.Linear(config.alpha_rank, n_heads * channels)
-        self.kinds = 3 if self.alpha_out is None else 2
-        self.linear = nn.Linear(d_model, self.kinds * n_heads * self.layers)
         self.rule = Rule.of(config)
-        self.own = nn.Linear(d_model, n_heads * len(self.rule.gates)) if self.rule.gates else None
 
-    def own_initialisation(self):
-        """Starts the gates nearly constant at their configured values.
-
-        A hard alpha needs this: next to its cut it is fifty times as steep as a sigmoid. Under weights like the
-        others' a tenth would be forgotten at some tokens from the first step on.
-        """
+    @property
+    def starts(self) -> tuple[float, float, float]:
+        """Numbers of which theta, eta and alpha are what they are configured to be at initialisation."""
         hard = self.config.gates == "hard"
         theta, eta, alpha = self.config.theta_init, self.config.eta_init, self.config.alpha_init
         if self.config.theta == "free":
             step = math.log(math.expm1(self.bound * (1 - eta) * theta))
         else:
             step = _logit(theta, hard)
-        starts = step, _logit(eta), _logit(alpha, hard)
-        with torch.no_grad():
-            self.linear.bias.view(self.n_heads, self.layers, self.kinds).copy_(torch.tensor(starts[: self.kinds]))
-            if self.alpha_out is not None:
-                self.alpha_out.bias.fill_(starts[2])
-            if self.own is not None:
-                gates = self.rule.gates.values()
-                begin = [_logit(gate.start) if gate.share else math.log(math.expm1(gate.start)) for gate in gates]
-                self.own.bias.view(self.n_heads, -1).copy_(torch.tensor(begin))
-            if hard:
-                linear = self.linear.weight.view(self.n_heads, self.layers, self.kinds, -1)[:, :, 2:]
-                (linear if self.alpha_out is None else self.alpha_out.weight).zero_()
+        return step, _logit(eta), _logit(alpha, hard)
 
-    def forward(self, x: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """v (B, T, H, D): the values that will be written."""
-        raw = self.linear(x)
-        raw = raw.to(state_dtype(x))
-        raw = raw.unflatten(-1, (self.n_heads, self.layers, self.kinds))  # heads outermost: they split over ranks
-        if self.alpha_out is None:
+    @property
+    def own_starts(self) -> list[float]:
+        """The same of the rule's own gates."""
+        gates = self.rule.gates.values()
+        return [_logit(gate.start) if gate.share else math.log(math.expm1(gate.start)) for gate in gates]
+
+    def opened(self, raw: Tensor, alpha: Tensor | None, own: tuple[Tensor, ...], v: Tensor) -> tuple[Tensor, ...]:
+        """theta, eta, alpha, own gates.
+
+        Args:
+            raw: (..., L, 3), numbers of each layer's gates; (..., L, 2) where alpha has its own.
+            alpha: None, or (..., channels).
+            own: each (...).
+            v: (..., D), the values that will be written.
+
+        Returns:
+            theta, eta (..., L), alpha (..., L or channels), own each (...).
+        """
+        if alpha is None:
             theta, eta, alpha = torch.sigmoid(raw).unbind(-1)
         else:
             theta, eta = torch.sigmoid(raw).unbind(-1)
-            alpha = self.alpha_out(self.alpha_in(x)).to(state_dtype(x)).unflatten(-1, (self.n_heads, -1))
             alpha = torch.sigmoid(alpha)
         if self.config.gates == "hard":
             # Not momentum: at 1 the surprise of a token would be added again with every later one, for ever.
@@ -245,23 +236,70 @@ class MemoryGates(nn.Module):
         theta = F.softplus(raw[..., 0]) if self.config.theta == "free" else self.bound * (1 - eta) * theta
         if self.damped:
             theta = theta * share_for(v).unsqueeze(-1)
-        own = self._own(x)
+        own = tuple(
+            torch.sigmoid(each) if gate.share else F.softplus(each)
+            for gate, each in zip(self.rule.gates.values(), own, strict=True)
+        )
         if self.config.theta == "bounded":
             share = self.rule.share(v.to(theta.dtype), tuple(gate.unsqueeze(-1) for gate in own))
             theta = theta if share is None else theta * share.unsqueeze(-1)
         if not self.writes:  # times 0: every parameter keeps a gradient, which data parallelism counts on
             theta, eta, alpha = 0 * theta, 0 * eta, 0 * alpha
+        return theta, eta, alpha, *own
+
+
+class MemoryGates(Gates):
+    """x (B, T, d_model) -> theta, eta, alpha, each (B, T, H), or (B, T, H, L) with per_layer_gates, and the memory
+    rule's own gates, each (B, T, H); fp32. alpha is (B, T, H, channels) with alpha="channel", from two linear layers of
+    a low rank between them.
+    """
+
+    sharding = {"linear": Shard.COLUMN, "alpha_in": Shard.SUMMED, "alpha_out": Shard.COLUMN, "own": Shard.COLUMN}
+    per_rank = ("n_heads",)
+
+    def __init__(self, d_model: int, n_heads: int, config: MemoryConfig, channels: int):
+        super().__init__(config)
+        self.n_heads = n_heads
+        self.alpha_in = self.alpha_out = None
+        if config.alpha == "channel":
+            self.alpha_in = nn.Linear(d_model, config.alpha_rank, bias=False)
+            self.alpha_out = nn.Linear(config.alpha_rank, n_heads * channels)
+        self.kinds = 3 if self.alpha_out is None else 2
+        self.linear = nn.Linear(d_model, self.kinds * n_heads * self.layers)
+        self.own = nn.Linear(d_model, n_heads * len(self.rule.gates)) if self.rule.gates else None
+
+    def own_initialisation(self):
+        """Starts the gates nearly constant at their configured values.
+
+        A hard alpha needs this: next to its cut it is fifty times as steep as a sigmoid. Under weights like the
+        others' a tenth would be forgotten at some tokens from the first step on.
+        """
+        starts = self.starts
+        with torch.no_grad():
+            self.linear.bias.view(self.n_heads, self.layers, self.kinds).copy_(torch.tensor(starts[: self.kinds]))
+            if self.alpha_out is not None:
+                self.alpha_out.bias.fill_(starts[2])
+            if self.own is not None:
+                self.own.bias.view(self.n_heads, -1).copy_(torch.tensor(self.own_starts))
+            if self.config.gates == "hard":
+                linear = self.linear.weight.view(self.n_heads, self.layers, self.kinds, -1)[:, :, 2:]
+                (linear if self.alpha_out is None else self.alpha_out.weight).zero_()
+
+    def forward(self, x: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """v (B, T, H, D): the values that will be written."""
+        raw = self.linear(x)
+        raw = raw.to(state_dtype(x))
+        raw = raw.unflatten(-1, (self.n_heads, self.layers, self.kinds))  # heads outermost: they split over ranks
+        alpha, own = None, ()
+        if self.alpha_out is not None:
+            alpha = self.alpha_out(self.alpha_in(x)).to(state_dtype(x)).unflatten(-1, (self.n_heads, -1))
+        if self.own is not None:
+            own = self.own(x).to(state_dtype(x)).unflatten(-1, (self.n_heads, -1)).unbind(-1)
+        theta, eta, alpha, *own = self.opened(raw, alpha, own, v)
         if self.layers == 1:
             theta, eta = theta.squeeze(-1), eta.squeeze(-1)
             alpha = alpha.squeeze(-1) if self.alpha_out is None else alpha
         return theta, eta, alpha, *own
-
-    def _own(self, x: Tensor) -> tuple[Tensor, ...]:
-        if self.own is None:
-            return ()
-        raw = self.own(x).to(state_dtype(x)).unflatten(-1, (self.n_heads, -1)).unbind(-1)
-        gates = zip(self.rule.gates.values(), raw, strict=True)
-        return tuple(torch.sigmoid(r) if gate.share else F.softplus(r) for gate, r in gates)
 
     def flops(self) -> Flops:
         """Per token."""

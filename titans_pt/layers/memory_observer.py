@@ -9,14 +9,23 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from titans_pt.kernels.memory import MemoryState, memory_trace, neural_memory
+from titans_pt.kernels.memory import (
+    MemoryState,
+    memory_trace,
+    neural_memory,
+    self_modifying_memory,
+    self_modifying_trace,
+)
+from titans_pt.kernels.memory.call import Author
 from titans_pt.layers.memory import NeuralMemory
+from titans_pt.layers.self_modifying import SelfModifyingMemory
 from titans_pt.layers.state import map_tensors
 
 
 @dataclass
 class MemoryFigures:
-    """One memory's, each (B, T, H) fp32 on the CPU; gates are means over its matrices where each has its own.
+    """One memory's, each (B, T, H) fp32 on the CPU; gates are means over its matrices where each has its own. Of a
+    SelfModifyingMemory they are those of its main memories.
 
     surprise: ||grad_W ||M(k_t) - v_t||^2||, at the weights of the chunk's start. theta, eta, alpha: the gates.
     weight_norm, momentum_norm: ||M_t||, ||S_t||. Norms are Frobenius, over all matrices of a head together.
@@ -32,44 +41,48 @@ class MemoryFigures:
 
 @dataclass
 class _KernelInputs:
-    """One call of a NeuralMemory: what reached its kernel."""
+    """One call of a memory: what reached its kernel. tokens: k, v and gates, or, with an author, the queries."""
 
-    k: Tensor
-    v: Tensor
-    gates: tuple[Tensor, ...]
+    tokens: tuple[Tensor, ...]
+    author: Author | None
     weights: tuple[Tensor, ...]
     norm: tuple[Tensor, Tensor] | None
     state: MemoryState | None
     reset: Tensor | None
 
+    @property
+    def length(self) -> int:
+        return self.tokens[0].shape[1]
+
     def first_row(self) -> "_KernelInputs":
         """The call as it would have been with that row alone; copies, which keep nothing else alive."""
-        tree = (self.k, self.v, self.gates, self.state, self.reset)
-        k, v, gates, state, reset = map_tensors(tree, lambda x: x[:1].detach().clone())
-        return replace(self, k=k, v=v, gates=gates, state=state, reset=reset)
+        tree = (self.tokens, self.state, self.reset)
+        tokens, state, reset = map_tensors(tree, lambda x: x[:1].detach().clone())
+        return replace(self, tokens=tokens, state=state, reset=reset)
 
     def cut(self, place: int) -> tuple["_KernelInputs", "_KernelInputs"]:
         """Two calls, of the tokens before ``place`` and of those from there on; the second lacks its state."""
-        tree = (self.k, self.v, self.gates, self.reset)
+        tree = (self.tokens, self.reset)
         halves = []
         for part in (slice(None, place), slice(place, None)):
-            k, v, gates, reset = map_tensors(tree, lambda x, part=part: x[:, part])
-            halves.append(replace(self, k=k, v=v, gates=gates, reset=reset))
+            tokens, reset = map_tensors(tree, lambda x, part=part: x[:, part])
+            halves.append(replace(self, tokens=tokens, reset=reset))
         return tuple(halves)
 
 
 class MemoryObserver:
-    """Notes the calls of one NeuralMemory, through hooks on it and on its parts, until it is closed.
+    """Notes the calls of one memory, through hooks on it and on its parts, until it is closed.
 
     With ``newest`` it notes the first row of the newest call alone, for :meth:`sample`.
     """
 
-    def __init__(self, memory: NeuralMemory, newest: bool = False):
+    def __init__(self, memory: NeuralMemory | SelfModifyingMemory, newest: bool = False):
         self.memory, self.newest = memory, newest
         self._calls: list[_KernelInputs] = []
         self._parts: dict[str, object] = {}
         self._signature = inspect.signature(memory.forward)
-        parts = {name: getattr(memory, name) for name in ("k", "v", "gates", "network")}
+        names = ("x", "q", "gates.readout") if isinstance(memory, SelfModifyingMemory) else ("k", "v", "gates")
+        parts = {name: memory.get_submodule(name) for name in (*names, "network")}
         self._handles = [part.register_forward_hook(partial(self._part, name)) for name, part in parts.items()]
         self._handles.append(memory.register_forward_hook(self._call, with_kwargs=True))
 
@@ -81,14 +94,17 @@ class MemoryObserver:
         state = given.get("state")
         documents = given.get("documents")
         starts = documents.starts if documents else given.get("reset")  # the layer of titans_pt.library takes a mask
-        weights, norm = self._parts["network"]
-        if state and state.start:
-            weights = tuple(w[0] for w in state.start)
-        call = _KernelInputs(
-            self._parts["k"][0], self._parts["v"][0], self._parts["gates"], given.get("start") or weights, norm,
-            state and state.memory, starts,
-        )  # fmt: skip
-        self._parts.clear()
+        parts, author = self._parts, None
+        weights, norm = parts["network"]
+        if isinstance(self.memory, SelfModifyingMemory):
+            tokens = (self.memory.queries(parts["x"][0], parts["q"][0]),)
+            author = partial(self.memory.written, parts["gates.readout"])
+        else:
+            tokens = (parts["k"][0], parts["v"][0], *parts["gates"])
+            if state and state.start:
+                weights = tuple(w[0] for w in state.start)
+        call = _KernelInputs(tokens, author, given.get("start") or weights, norm, state and state.memory, starts)
+        parts.clear()
         if self.newest:
             self._calls = [call.first_row()]
         else:
@@ -102,7 +118,7 @@ class MemoryObserver:
         calls, left = [], tokens
         while left > 0:
             calls.insert(0, self._calls.pop())
-            left -= calls[0].k.shape[1]
+            left -= calls[0].length
         if left < 0:
             raise RuntimeError(f"a memory read {-left} tokens more than the model was given")
         self._calls.clear()
@@ -117,20 +133,23 @@ class MemoryObserver:
         """
         call = self._calls.pop().first_row()
         self._calls.clear()
-        before = max(call.k.shape[1] - tokens, 0)
+        before = max(call.length - tokens, 0)
         if before:
             past, call = call.cut(before)
-            _, state = neural_memory(
-                past.k, past.k, past.v, *past.gates[:3], past.weights, output_final_state=True, **self._options(past)
-            )
-            call.state = state
+            options = self._options(past) | {"output_final_state": True}
+            if past.author is None:
+                k, v, theta, eta, alpha, *own = past.tokens
+                _, call.state = neural_memory(
+                    k, k, v, theta, eta, alpha, past.weights, own=tuple(own), **options
+                )  # fmt: skip
+            else:
+                _, call.state = self_modifying_memory(*past.tokens, past.author, past.weights, **options)
         return MemoryFigures(*(figure.float().cpu() for figure in self._figures(call)))
 
     def _options(self, call: _KernelInputs) -> dict:
         return {
             "network": self.memory.shape,
             "rule": self.memory.gates.rule,
-            "own": call.gates[3:],
             "norm": call.norm,
             "chunk_size": self.memory.config.chunk_size,
             "forget_to": self.memory.config.forget_to,
@@ -139,9 +158,15 @@ class MemoryObserver:
         }
 
     def _figures(self, call: _KernelInputs) -> tuple[Tensor, ...]:
-        trace = memory_trace(call.k, call.v, *call.gates[:3], call.weights, **self._options(call))
-        gates = (gate.mean(-1) if gate.dim() == 4 else gate for gate in call.gates[:3])
-        return trace.surprise, *gates, trace.weight_norm, trace.momentum_norm
+        if call.author is None:
+            k, v, theta, eta, alpha, *own = call.tokens
+            trace = memory_trace(k, v, theta, eta, alpha, call.weights, own=tuple(own), **self._options(call))
+            shown = slice(None)
+        else:
+            trace = self_modifying_trace(*call.tokens, call.author, call.weights, **self._options(call))
+            shown = SelfModifyingMemory.main
+        found = trace.surprise, trace.theta, trace.eta, trace.alpha, trace.weight_norm, trace.momentum_norm
+        return tuple(figure[..., shown] for figure in found)
 
     def close(self):
         for handle in self._handles:
@@ -150,8 +175,9 @@ class MemoryObserver:
 
 @contextmanager
 def observe_memories(model: nn.Module, newest: bool = False) -> Iterator[dict[str, MemoryObserver]]:
-    """A MemoryObserver for each NeuralMemory of ``model``, by its name there, for the length of the ``with``."""
-    memories = {name: module for name, module in model.named_modules() if isinstance(module, NeuralMemory)}
+    """A MemoryObserver for each memory of ``model``, by its name there, for the length of the ``with``."""
+    kinds = (NeuralMemory, SelfModifyingMemory)
+    memories = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     observers = {name: MemoryObserver(memory, newest) for name, memory in memories.items()}
     try:
         yield observers

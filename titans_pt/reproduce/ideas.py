@@ -2,8 +2,8 @@
 
 from titans_pt.reproduce.study import Row
 
-MIXERS = ("kda", "gdn2", "deltaproduct", "rwkv7")
-"""Models with a linear memory."""
+MIXERS = ("kda", "gdn2", "deltaproduct", "rwkv7", "hope")
+"""Models with a linear memory, and Hope, whose memories write each other's lessons."""
 RULES = (
     Row("lmm", "yaad", ("model.memory.rule=yaad",), "Huber loss (Yaad)"),
     Row("lmm", "omega-4", ("model.memory.rule=omega", "model.memory.omega.window=4"), "windows of 4 (Omega)"),

@@ -15,6 +15,7 @@ from titans_pt.data_pipeline import TokenFiles
 from titans_pt.evaluation import runner
 from titans_pt.evaluation.perplexity import token_losses
 from titans_pt.layers.memory import NeuralMemory
+from titans_pt.layers.self_modifying import SelfModifyingMemory
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.figures import Figure
 from titans_pt.runs.loaded import load_run
@@ -75,7 +76,7 @@ def across_chunks(run: Path, streams: int = 64) -> list[dict]:
 @contextlib.contextmanager
 def chunks_of(model: nn.Module, size: int):
     """Inside, the memories of ``model`` take their gradients at the start of chunks of ``size`` tokens."""
-    memories = [module for module in model.modules() if isinstance(module, NeuralMemory)]
+    memories = [module for module in model.modules() if isinstance(module, (NeuralMemory, SelfModifyingMemory))]
     before = [memory.config for memory in memories]
     try:
         for memory in memories:

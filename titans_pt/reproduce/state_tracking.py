@@ -49,7 +49,8 @@ _BASELINES = (
     ("gated_deltanet", "negative"), ("ttt_linear", ""), ("ttt_mlp", ""),
 )  # fmt: skip
 _LATER = (
-    ("kda", "negative"), ("gdn2", "negative"), ("deltaproduct", ""), ("rwkv7", ""), ("lmm", "linear-c1-one-yaad"),
+    ("kda", "negative"), ("gdn2", "negative"), ("deltaproduct", ""), ("rwkv7", ""), ("hope", ""),
+    ("lmm", "linear-c1-one-yaad"),
 )  # fmt: skip
 """Models published after Titans; one seed."""
 _OTHER_RATES = tuple((model, f"{change}-{rate}") for rate in ("slow", "fast") for model, change in (

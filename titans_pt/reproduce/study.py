@@ -34,7 +34,7 @@ NAMES = {
     "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "gated_deltanet_h1": "Gated DeltaNet-H1",
     "gated_deltanet_h2": "Gated DeltaNet-H2", "ttt_linear": "TTT-Linear", "ttt_mlp": "TTT-MLP", "retnet": "RetNet",
     "linear_attention": "linear attention", "longhorn": "Longhorn", "lmm-hierarchy": "LMM, hierarchy",
-    "gdn2": "Gated DeltaNet-2", "deltaproduct": "DeltaProduct", "rwkv7": "RWKV-7",
+    "gdn2": "Gated DeltaNet-2", "deltaproduct": "DeltaProduct", "rwkv7": "RWKV-7", "hope": "Hope",
 } | {name: name.upper() for name in (*TITANS, "gla", "hgrn2", "rmt", "kda")}  # fmt: skip
 """Models as papers write them; others are shown as their mixers."""
 CHANGES = {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titans_pt.layers.memory import MemoryGates
+from titans_pt.layers.memory import Gates
 
 
 @contextmanager
@@ -21,11 +21,11 @@ def write_gates(model: nn.Module, collect: bool = True) -> Iterator[list[Tensor]
     """
     gates: list[Tensor] = []
 
-    def note(module: MemoryGates, _: Any, made: tuple[Tensor, ...]):
+    def note(module: Gates, _: Any, made: tuple[Tensor, ...]):
         theta, eta, *_ = made
         gates.append(theta / (module.bound * (1 - eta)))
 
-    watched = [module for module in model.modules() if isinstance(module, MemoryGates)] if collect else []
+    watched = [module for module in model.modules() if isinstance(module, Gates)] if collect else []
     hooks = [module.register_forward_hook(note) for module in watched]
     try:
         yield gates

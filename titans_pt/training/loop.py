@@ -19,6 +19,7 @@ from titans_pt.data_pipeline import Loader
 from titans_pt.data_pipeline.loader import collate
 from titans_pt.evaluation import runner
 from titans_pt.layers.memory import NeuralMemory
+from titans_pt.layers.self_modifying import SelfModifyingMemory
 from titans_pt.runs import checkpoints
 from titans_pt.runs.checkpoints import TrainerState
 from titans_pt.runs.folder import RunFolder
@@ -300,7 +301,7 @@ class Trainer:
         The training pass cannot serve: hooks do not fire inside a compiled block. All ranks take part, since a forward
         pass may be collective.
         """
-        if not any(isinstance(module, NeuralMemory) for module in self.engine.model.modules()):
+        if not any(isinstance(module, (NeuralMemory, SelfModifyingMemory)) for module in self.engine.model.modules()):
             return {}
         first = tuple(None if part is None else part[:1] for part in batch)
         with memory_probe(self.engine.model) as means, torch.compiler.set_stance("force_eager"):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from titans_pt.kernels.memory import MemoryState
-from titans_pt.layers.memory import MemoryGates
+from titans_pt.layers.memory import Gates
 from titans_pt.layers.memory_observer import observe_memories
 from titans_pt.layers.state import find
 from titans_pt.tasks.base import backbone_of
@@ -48,7 +48,7 @@ def memory_probe(model: nn.Module):
     observing = ExitStack()
     observers = observing.enter_context(observe_memories(model, newest=True))
     first = model.register_forward_hook(surprise)
-    handles = [m.register_forward_hook(gates) for m in model.modules() if isinstance(m, MemoryGates)]
+    handles = [m.register_forward_hook(gates) for m in model.modules() if isinstance(m, Gates)]
     handles.append(backbone_of(model).register_forward_hook(states))
     try:
         yield lambda: {name: float(torch.stack(values).mean()) for name, values in seen.items()}

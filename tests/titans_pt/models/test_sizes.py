@@ -67,7 +67,7 @@ def without_embedding(config):
 def test_all_models_of_the_tiny_study_have_equally_many_parameters():
     """1 to 2 million without the embedding, which all share; within one percent of the Transformer's."""
     # In this size alone:
-    patterns = PATTERNS | {"omeganet": ["lmm"], "lmm_grm": ["lmm"], "mac_grm": ["mac"]}
+    patterns = PATTERNS | {"omeganet": ["lmm"], "lmm_grm": ["lmm"], "mac_grm": ["mac"], "hope": ["hope"]}
     assert {path.stem for path in (CONFIGS / "tiny").glob("*.yaml")} == {"size", *patterns}
     configs = {model: config_of("tiny", model) for model in patterns}
     one = without_embedding(configs["transformer"])
@@ -90,7 +90,7 @@ def test_the_baselines_of_the_studies_of_recall_have_as_many_parameters_as_the_l
 
     largest = max(map(titan, ("lmm", "mac", "mag", "mal")))
     paths = sorted((CONFIGS / study).glob("*.yaml"))
-    assert {path.stem for path in paths} == {*PATTERNS, "lmm-hierarchy"}
+    assert {path.stem for path in paths} == {*PATTERNS, "lmm-hierarchy", "hope"}
     for path in paths:
         config = load_config(path)
         assert abs(without_embedding(config) / largest - 1) < 0.01, path
