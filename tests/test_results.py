@@ -343,11 +343,20 @@ OF_DNA = {
 }
 
 
+CONVERTED = {
+    "full": "full attention",
+    "window": "window 64, 4 sinks",
+    "transfer-29": "memories, stage 1 of 29 steps",
+    "transfer": "memories, stage 1 of 100 steps",
+    "lora": "window, low-rank adapters, 16 steps",
+}
+"""Records of docs/results/conversion -> what the page calls the model."""
+
+
 def of_conversion() -> dict[str, dict[int, list[list[float]]]]:
     """Scores of SmolLM2-135M -> stream -> [n, sum, sum of squares] of each bucket of positions."""
-    names = {"full": "full attention", "window": "window 64, 4 sinks", "transfer": "memories, stage 1"}
     found: dict[str, dict[int, list[list[float]]]] = {}
-    for file, name in names.items():
+    for file, name in CONVERTED.items():
         for text in (RESULTS / f"conversion/{file}.jsonl").read_text().splitlines():
             row = json.loads(text)
             never = ", never written" if row["freeze_after"] == 0 else ""
@@ -363,8 +372,8 @@ def nats(streams: dict[int, list[list[float]]], buckets: slice) -> dict[int, flo
     }
 
 
-BEYOND = slice(7, 10)
-"""Positions 65 to 512."""
+NEAR, BEYOND = slice(0, 7), slice(7, 10)
+"""Positions 1 to 64, and 65 to 512."""
 
 
 def beyond_the_window() -> list[str]:
@@ -372,9 +381,10 @@ def beyond_the_window() -> list[str]:
     found = of_conversion()
     window, lines = nats(found["window 64, 4 sinks"], BEYOND), []
     for name, streams in found.items():
-        parts = [sum(nats(streams, slice(n, n + 1)).values()) / len(streams) for n in (7, 8, 9)]
+        buckets = NEAR, slice(7, 8), slice(8, 9), slice(9, 10)
+        parts = [sum(nats(streams, bucket).values()) / len(streams) for bucket in buckets]
         gains = [window[start] - loss for start, loss in nats(streams, BEYOND).items()]
-        gained = "-" if name.startswith("window") else f"{sum(gains) / len(gains):.3f} ± {standard_error(gains):.3f}"
+        gained = "-" if streams is found["window 64, 4 sinks"] else f"{sum(gains) / len(gains):.3f} ± {standard_error(gains):.3f}"
         lines.append(line(name, *(f"{part:.3f}" for part in parts), gained))
     return lines
 
@@ -521,20 +531,25 @@ def test_what_forecasts_are_read_as():
 
 def test_what_a_conversion_is_read_as():
     """The claims of docs/conversion.md."""
-    found, (near, text) = of_conversion(), (slice(0, 7), CONVERSION.read_text())
-    on, never, full, window = (
-        found[name] for name in ("memories, stage 1", "memories, stage 1, never written", "full attention",
-                                 "window 64, 4 sinks")
-    )  # fmt: skip
-    costs = [(nats(window, BEYOND)[start] - loss) for start, loss in nats(full, BEYOND).items()]
-    gains, static = ([nats(window, BEYOND)[start] - loss for start, loss in nats(each, BEYOND).items()]
-                     for each in (on, never))  # fmt: skip
-    assert f"{sum(gains) / sum(costs):.0%}".replace("%", " %") == "5 %" and 0.7 < sum(static) / sum(gains) < 0.8
-    for part, sign in ((BEYOND, 1), (near, -1)):
-        worth = [sign * (nats(never, part)[start] - loss) for start, loss in nats(on, part).items()]
+    found, text = of_conversion(), CONVERSION.read_text()
+    full, window = (nats(found[name], BEYOND) for name in ("full attention", "window 64, 4 sinks"))
+    cost = sum(window[start] - loss for start, loss in full.items())
+    for steps, share in ((29, "5 %"), (100, "7 %")):
+        name = f"memories, stage 1 of {steps} steps"
+        on, never = found[name], found[f"{name}, never written"]
+        gain, static = (sum(window[s] - loss for s, loss in nats(each, BEYOND).items()) for each in (on, never))
+        assert f"{gain / cost:.0%}".replace("%", " %") == share and 0.7 < static / gain < 0.81
+        for part, sign in ((BEYOND, 1), (NEAR, -1)):
+            worth = [sign * (nats(never, part)[start] - loss) for start, loss in nats(on, part).items()]
+            assert part == NEAR or f"{sum(worth) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
+    assert f"{sum(worth) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
+    for part in (BEYOND, NEAR):
+        adapted, plain = (nats(found[n], part) for n in ("window, low-rank adapters, 16 steps", "window 64, 4 sinks"))
+        worth = [plain[start] - loss for start, loss in adapted.items()]
         assert f"{sum(worth) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
-    steps = json.loads((RESULTS / "conversion/transfer-training.json").read_text())["steps"]
-    assert len(steps) == 29 and sum(loss for _, loss in steps[-5:]) / 5 == pytest.approx(0.81, abs=0.005)
+    steps = [loss for _, loss in json.loads((RESULTS / "conversion/transfer-training.json").read_text())["steps"]]
+    assert len(steps) == 100 and sum(steps[20:40]) / 20 == pytest.approx(0.82, abs=0.005)
+    assert sum(steps[-10:]) / 10 == pytest.approx(0.73, abs=0.005)
 
 
 if __name__ == "__main__":
