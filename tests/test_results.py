@@ -384,7 +384,7 @@ def beyond_the_window() -> list[str]:
         buckets = NEAR, slice(7, 8), slice(8, 9), slice(9, 10)
         parts = [sum(nats(streams, bucket).values()) / len(streams) for bucket in buckets]
         gains = [window[start] - loss for start, loss in nats(streams, BEYOND).items()]
-        gained = "-" if streams is found["window 64, 4 sinks"] else f"{sum(gains) / len(gains):.3f} ± {standard_error(gains):.3f}"
+        gained = f"{sum(gains) / len(gains):.3f} ± {standard_error(gains):.3f}" if any(gains) else "-"
         lines.append(line(name, *(f"{part:.3f}" for part in parts), gained))
     return lines
 
