@@ -349,6 +349,7 @@ CONVERTED = {
     "transfer-29": "memories, stage 1 of 29 steps",
     "transfer": "memories, stage 1 of 100 steps",
     "lora": "window, low-rank adapters, 16 steps",
+    "liza-lora": "LiZA, low-rank adapters, 16 steps",
 }
 """Records of docs/results/conversion -> what the page calls the model."""
 
@@ -547,6 +548,9 @@ def test_what_a_conversion_is_read_as():
         adapted, plain = (nats(found[n], part) for n in ("window, low-rank adapters, 16 steps", "window 64, 4 sinks"))
         worth = [plain[start] - loss for start, loss in adapted.items()]
         assert f"{sum(worth) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
+    mixed = nats(found["LiZA, low-rank adapters, 16 steps"], BEYOND)
+    worse = [loss - window[start] for start, loss in mixed.items()]
+    assert f"{sum(worse) / len(worse):.3f} ± {standard_error(worse):.3f} nats above" in text
     steps = [loss for _, loss in json.loads((RESULTS / "conversion/transfer-training.json").read_text())["steps"]]
     assert len(steps) == 100 and sum(steps[20:40]) / 20 == pytest.approx(0.82, abs=0.005)
     assert sum(steps[-10:]) / 10 == pytest.approx(0.73, abs=0.005)
