@@ -18,6 +18,10 @@ CHANGES = {
     "c1-half": ((*_TOKEN, "model.memory.step_bound=0.5"), "C = 1, bound 0.5"),
     "c1-one": (_REFLECT, "C = 1, bound 1"),
     "c1-one-still": ((*_REFLECT, *_STILL), "C = 1, bound 1, no momentum"),
+    "c1-half-bare": (
+        (*_TOKEN, "model.memory.step_bound=0.5", "model.memory.norm=false"),
+        "C = 1, bound 0.5, no LayerNorm",
+    ),
     "c1-one-bare": ((*_REFLECT, "model.memory.norm=false"), "C = 1, bound 1, no LayerNorm"),
     "linear": (_LINEAR, "linear"),
     "linear-c1": ((*_LINEAR, *_TOKEN), "linear, C = 1"),
@@ -59,7 +63,7 @@ _TWO_TOKENS = (("lmm", "linear-c1-one-two"), ("deltanet", "negative-two"))
 MODELS = {
     "parity": (
         *(("lmm", change) for change in _OF_LMM), ("mac", ""), ("mac", "c1-one"), ("mag", ""), ("mag", "c1-one"),
-        ("lmm", "c1-one-bare"), *_BASELINES, *_LATER, *_OTHER_RATES,
+        ("lmm", "c1-half-bare"), ("lmm", "c1-one-bare"), *_BASELINES, *_LATER, *_OTHER_RATES,
     ),
     "S3": (
         ("lmm", ""), ("lmm", "c1-one"), ("lmm", "c1-one-still"), ("lmm", "linear-c1-one"),
