@@ -87,7 +87,7 @@ def _row(model: str, change: str, problem: str) -> Row:
 def state_tracking(size: str) -> Study:
     rows = [_row(model, change, problem) for problem, models in MODELS.items() for model, change in models]
     seeds = {row.key: SEEDS[row.variant.partition("-")[0]] for row in rows}
-    once = (*_LATER, *_OTHER_RATES, *_TWO_TOKENS)
+    once = (*_LATER, *_TWO_TOKENS, *(row for row in _OTHER_RATES if row[1].endswith("slow")))
     seeds |= {_row(model, change, problem).key: (0,) for problem in MODELS for model, change in once}
     columns = [Column(f"last of {n} (%)", "states", measures.last_answer(n)) for n in LENGTHS]
     columns += [
