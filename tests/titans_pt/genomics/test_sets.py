@@ -14,7 +14,7 @@ GENOME = {"chr1": "ACGTACGTTTGACCA", "2": "GGGGCCCCAATT"}
 
 
 def intervals(*rows: str) -> bytes:
-    return gzip.compress("\n".join(["id,region,start,end,strand", *rows, ""]).encode())
+    return gzip.compress("\n".join(["id,region,start,end,strand", *rows, ""]).encode(), mtime=0)
 
 
 @pytest.fixture
@@ -70,6 +70,7 @@ def broken(folder: Path, name: str, rows: bytes):
     (folder / "train" / name).write_bytes(rows)
 
 
+# The messages are the tests' names: those of bytes would hold the time at which gzip made them, other in each worker.
 @pytest.mark.parametrize("rows, message", [
     (gzip.compress(b"id,chrom,start,end,strand\n"), r"negative.csv.gz: has no column 'region' \(id, chrom, start"),
     (intervals("0,chr1,0,99,+"), r"chr1:0-99 ends beyond chr1, which has 15 bases; name the genome"),
@@ -80,7 +81,7 @@ def broken(folder: Path, name: str, rows: bytes):
     (intervals("0,chr1,0,4"), "csv.gz:2: has 4 fields, its head has 5"),
     (intervals(), "the class 'negative' of train is empty"),
     (b"no gzip", "negative.csv.gz: unreadable"),
-])  # fmt: skip
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_what_is_wrong_with_intervals(folder, genome, rows, message):
     broken(folder, "negative.csv.gz", rows)
     with pytest.raises(UserError, match=message) as error:

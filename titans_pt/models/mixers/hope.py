@@ -29,7 +29,7 @@ class Hope(MemoryMixer):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.output_gate = self.settings(config).output_gate
-        self.memory = SelfModifyingMemory(
+        self.memory = SelfModifyingMemory(  # type: ignore[assignment]  # of all mixers this one alone has another memory
             config.d_model, config.memory_heads, config.conv_width, config.memory, config.norm_eps
         )
         self.gate = nn.Linear(config.d_model, config.d_model, bias=False)
