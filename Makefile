@@ -62,7 +62,7 @@ dna: install
 	@echo "== a genome of 4.9 million bases, from a package of Debian (6 MB), and windows of another's, coding or not (42 MB)"
 	$(BIN)/titans prepare dna-tiny/lmm & $(BIN)/titans prepare dna-tiny/coding && wait $$!
 	@echo "== an LMM of 135,000 parameters reads the genome: its loss beside that of a Markov chain"
-	$(BIN)/titans train dna-tiny/lmm run.dir=$(DNA)/pretrain train.max_steps=300 train.warmup_steps=20
+	$(BIN)/torchrun --standalone --nproc_per_node 2 -m titans_pt train dna-tiny/lmm run.dir=$(DNA)/pretrain train.max_steps=300 train.warmup_steps=20
 	@echo "== it learns which windows are coding; beside it one that has not read the genome"
 	$(BIN)/titans train dna-tiny/coding run.dir=$(DNA)/coding-scratch & \
 	  $(BIN)/titans train dna-tiny/coding run.dir=$(DNA)/coding train.init_from=$(DNA)/pretrain && wait $$!

@@ -353,6 +353,8 @@ CONVERTED = {
     "window": "window 64, 4 sinks",
     "transfer-29": "memories, stage 1 of 29 steps",
     "transfer": "memories, stage 1 of 100 steps",
+    "memory": "memories, stage 2 of 16 steps",
+    "memory-lora": "memories and low-rank adapters, stage 2 of 16 steps",
     "lora": "window, low-rank adapters, 16 steps",
     "liza-lora": "LiZA, low-rank adapters, 16 steps",
 }
@@ -575,6 +577,15 @@ def test_what_a_conversion_is_read_as():
         adapted, plain = (nats(found[n], part) for n in ("window, low-rank adapters, 16 steps", "window 64, 4 sinks"))
         worth = [plain[start] - loss for start, loss in adapted.items()]
         assert f"{sum(worth) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
+    tuned = "memories, stage 2 of 16 steps"
+    gain = sum(window[s] - loss for s, loss in nats(found[tuned], BEYOND).items())
+    assert f"{gain / len(window):.3f} nats beyond the window, {gain / cost:.0%}".replace("%", " %") in text
+    both, alone = "memories and low-rank adapters, stage 2 of 16 steps", "window, low-rank adapters, 16 steps"
+    for part in (BEYOND, NEAR):
+        for less, more in ((f"{tuned}, never written", tuned), (alone, both)):
+            before = nats(found[less], part)
+            worth = [before[s] - loss for s, loss in nats(found[more], part).items()]
+            assert f"{sum(worth) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
     mixed = nats(found["LiZA, low-rank adapters, 16 steps"], BEYOND)
     worse = [loss - window[start] for start, loss in mixed.items()]
     assert f"{sum(worse) / len(worse):.3f} ± {standard_error(worse):.3f} nats above" in text
