@@ -61,11 +61,11 @@ DNA = runs/dna
 dna: install
 	@echo "== a genome of 4.9 million bases, from a package of Debian (6 MB), and windows of another's, coding or not (42 MB)"
 	$(BIN)/titans prepare dna-tiny/lmm & $(BIN)/titans prepare dna-tiny/coding && wait $$!
-	@echo "== an LMM of 135,000 parameters reads the genome: its loss beside that of a Markov chain"
-	$(BIN)/torchrun --standalone --nproc_per_node 2 -m titans_pt train dna-tiny/lmm run.dir=$(DNA)/pretrain train.max_steps=300 train.warmup_steps=20
-	@echo "== it learns which windows are coding; beside it one that has not read the genome"
+	@echo "== an LMM of 135,000 parameters reads the genome; beside it a second one learns, from scratch, which windows are coding"
 	$(BIN)/titans train dna-tiny/coding run.dir=$(DNA)/coding-scratch & \
-	  $(BIN)/titans train dna-tiny/coding run.dir=$(DNA)/coding train.init_from=$(DNA)/pretrain && wait $$!
+	  $(BIN)/titans train dna-tiny/lmm run.dir=$(DNA)/pretrain train.max_steps=250 train.warmup_steps=20 && wait $$!
+	@echo "== the first one learns the same"
+	$(BIN)/titans train dna-tiny/coding run.dir=$(DNA)/coding train.init_from=$(DNA)/pretrain
 	@echo "== the test, from scratch and pretrained, beside what needs no model"
 	$(BIN)/titans evaluate $(DNA)/coding-scratch & $(BIN)/titans evaluate $(DNA)/coding && wait $$!
 	@echo "== everything is in $(DNA): pretrain/plots/loss.png, coding/plots/classes.png; docs/dna.md says what it is"
