@@ -222,7 +222,7 @@ class _Scan:
         given = (torch.ones_like(theta) if windowed or erases else theta, eta, alpha)
         layers = list(zip(*(self.network.per_layer(gate) for gate in given), strict=True))
         found = [make(self.rule, *gates, own, valid) for gates in layers[: alpha.shape[-1]]]
-        # Of each block its layers'. Unbound, not indexed: the gradient of an index is as large as all blocks.
+        # Per block, those of its layers. unbind, not indexing: the gradient of an index has the size of all blocks.
         coefficients = list(zip(*(found if len(found) == len(layers) else found * len(layers)), strict=True))
         decays = _decays(self.network, alpha, valid) if erases else [()] * len(k)
         owns = list(zip(*(gate.unbind() for gate in own), strict=True)) or [()] * len(k)

@@ -57,11 +57,29 @@ class MemoryCall:
     author: Author | None = None
 
     @staticmethod
-    def authored(q: Tensor, author: Author, weights: Weights, network: NetworkShape, **options: Any) -> "MemoryCall":
-        """The call of a memory with an author; q (B, T, H, D)."""
+    def given(
+        q: Tensor, k: Tensor, v: Tensor, theta: Tensor, eta: Tensor, alpha: Tensor, weights: Weights,
+        network: NetworkShape | None, norm: Weights | None, own: Own, **options: Any,
+    ) -> "MemoryCall":  # fmt: skip
+        """The call of a memory whose keys, values and gates are given. Gates in any float dtype; those of one number a
+        head may be (B, T, H). network: None for what weights and norm say."""
+        dtype = state_dtype(q)
+        theta, eta, alpha = (g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha))
+        own = tuple(gate.to(dtype).unsqueeze(-1) for gate in own)
+        shape = network or NetworkShape.of(weights, norm)
+        return MemoryCall(q, k, v, theta, eta, alpha, weights, shape, norm, own=own, **options)
+
+    @staticmethod
+    def authored(
+        q: Tensor, author: Author, weights: Weights, network: NetworkShape | None, norm: Weights | None, **options: Any
+    ) -> "MemoryCall":
+        """The call of a memory with an author; q (B, T, H, D). network: None for what weights and norm say."""
         gate = q.new_zeros(*q.shape[:-1], 1, dtype=state_dtype(q))
         own = (gate,) * len(options.get("rule", TITANS).gates)
-        return MemoryCall(q, q, q, gate, gate, gate, weights, network, own=own, stale=True, author=author, **options)
+        shape = network or NetworkShape.of(weights, norm)
+        return MemoryCall(
+            q, q, q, gate, gate, gate, weights, shape, norm, own=own, stale=True, author=author, **options
+        )
 
     @property
     def to_start(self) -> bool:

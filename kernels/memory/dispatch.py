@@ -17,7 +17,7 @@ from titans_pt.kernels.memory.native.token import TOKEN
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import TITANS, Own, Rule
 from titans_pt.kernels.memory.soup import Soup
-from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
+from titans_pt.kernels.memory.state import MemoryState, Weights
 
 BACKENDS = ("auto", "triton", "native", "chunked", "naive")
 HAS_TRITON = find_spec("triton") is not None
@@ -91,13 +91,11 @@ def neural_memory(
     Raises:
         ValueError: shapes, network or backend that do not fit, or a backend that does not serve this.
     """
-    dtype = state_dtype(q)
     with no_autocast(q):
-        theta, eta, alpha = (g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha))
-        call = MemoryCall(
-            q, k, v, theta, eta, alpha, weights, network or NetworkShape.of(weights, norm), norm, rule,
-            tuple(gate.to(dtype).unsqueeze(-1) for gate in own), chunk_size, forget_to, initial_state, reset,
-            max_resets, save_every, stale, soup,
+        call = MemoryCall.given(
+            q, k, v, theta, eta, alpha, weights, network, norm, own, rule=rule, chunk_size=chunk_size,
+            forget_to=forget_to, state=initial_state, reset=reset, max_resets=max_resets, save_every=save_every,
+            stale=stale, soup=soup,
         )  # fmt: skip
         return _served(call, output_final_state, backend)
 
@@ -135,8 +133,8 @@ def self_modifying_memory(
     """
     with no_autocast(q):
         call = MemoryCall.authored(
-            q, author, weights, network or NetworkShape.of(weights, norm), norm=norm, rule=rule, chunk_size=chunk_size,
-            forget_to=forget_to, state=initial_state, reset=reset, save_every=save_every,
+            q, author, weights, network, norm, rule=rule, chunk_size=chunk_size, forget_to=forget_to,
+            state=initial_state, reset=reset, save_every=save_every,
         )  # fmt: skip
         return _served(call, output_final_state, backend)
 

@@ -9,7 +9,7 @@ from titans_pt.kernels.memory.call import Author, MemoryCall
 from titans_pt.kernels.memory.naive import naive_memory
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import TITANS, Own, Rule
-from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
+from titans_pt.kernels.memory.state import MemoryState, Weights
 
 
 @dataclass
@@ -50,11 +50,9 @@ def memory_trace(
     """The arguments are those of :func:`~titans_pt.kernels.memory.neural_memory`, without the queries: those write
     nothing.
     """
-    dtype = state_dtype(k)
-    gates = (g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha))
-    call = MemoryCall(
-        k, k, v, *gates, tuple(weights), network or NetworkShape.of(weights, norm), norm, rule,
-        tuple(gate.to(dtype).unsqueeze(-1) for gate in own), chunk_size, forget_to, initial_state, reset,
+    call = MemoryCall.given(
+        k, k, v, theta, eta, alpha, tuple(weights), network, norm, own, rule=rule, chunk_size=chunk_size,
+        forget_to=forget_to, state=initial_state, reset=reset,
     )  # fmt: skip
     return _traced(call)
 
@@ -76,8 +74,8 @@ def self_modifying_trace(
     """The arguments are those of :func:`~titans_pt.kernels.memory.self_modifying_memory`."""
     return _traced(
         MemoryCall.authored(
-            q, author, tuple(weights), network or NetworkShape.of(weights, norm), norm=norm, rule=rule,
-            chunk_size=chunk_size, forget_to=forget_to, state=initial_state, reset=reset,
+            q, author, tuple(weights), network, norm, rule=rule, chunk_size=chunk_size, forget_to=forget_to,
+            state=initial_state, reset=reset,
         )
     )  # fmt: skip
 
