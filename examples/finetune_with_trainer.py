@@ -1,4 +1,4 @@
-"""Fine-tunes an exported model with Hugging Face's Trainer. It needs titans-pt[eval] and accelerate.
+"""Fine-tunes an exported model with Hugging Face's Trainer. It needs titans-pt[eval].
 
 titans export runs/quickstart --out exported
 python examples/finetune_with_trainer.py exported text.txt finetuned --steps 100

@@ -89,7 +89,7 @@ def source_of(path: Path) -> Source | None:
     if not files[0].is_file():
         raise UserError(f"{files[0]}: no such file; name a GGUF file, or a folder with config.json")
     if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
-        raise UserError(f"{files[0]}: GGUF needs {' and '.join(missing)}; install: pip install {' '.join(missing)}")
+        raise UserError(f"{files[0]}: GGUF needs {' and '.join(missing)}; pip install 'titans-pt[eval]'")
     return Source(files[0].parent, files[0].name)
 
 

@@ -9,7 +9,7 @@ EXTRAS = {
     "text": ("yaml", "sentencepiece", "tokenizers"),
     "demo": ("click", "tqdm", "matplotlib"),
     "train": ("deepspeed", "datasets", "pyarrow", "wandb", "wonderwords", "pooch", "requests"),
-    "eval": ("lm_eval", "nltk", "transformers", "huggingface_hub"),
+    "eval": ("lm_eval", "nltk", "transformers", "huggingface_hub", "accelerate", "gguf"),
     "data": ("rensa",),
     "gpu": ("liger_kernel", "fla"),
     "tensorboard": ("tensorboard",),

@@ -175,7 +175,7 @@ def test_more_that_is_refused(tokenizer, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="holds 2 GGUF files; name one of them"):
         huggingface.import_run(tmp_path / "gguf", tmp_path / "run")
     monkeypatch.setattr("titans_pt.huggingface.llama.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="a.gguf: GGUF needs gguf and accelerate; install: pip install gguf accelerate"):
+    with pytest.raises(UserError, match="a.gguf: GGUF needs gguf and accelerate; pip install 'titans-pt.eval.'"):
         huggingface.import_run(tmp_path / "gguf/a.gguf", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
