@@ -5,11 +5,16 @@
 import json
 import math
 import re
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
+from titans_pt.reproduce.figures import Apart, apart, between_seeds, pool
+from titans_pt.reproduce.measures import text_loss
 from titans_pt.reproduce.order import Order
 from titans_pt.reproduce.pictures import needles as draw
 from titans_pt.reproduce.pictures import needles_asked
@@ -17,8 +22,8 @@ from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.reproduce import plan, planned
 from titans_pt.reproduce.runs import Run
 from titans_pt.reproduce.studies import study as target_study
-from titans_pt.reproduce.study import CHANGES, MODELS, NAMES, Study
-from titans_pt.reproduce.tables import Cell, behind, cells, number
+from titans_pt.reproduce.study import CHANGES, MODELS, NAMES, Column, Study
+from titans_pt.reproduce.tables import Cell, behind, cells, number, rates
 from titans_pt.tools.statistics import standard_error
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +45,7 @@ def seeds(cell: Cell) -> str:
     return ", ".join(number(by_seed[seed]) for seed in sorted(by_seed)) if len(by_seed) > 1 else "-"
 
 
+@cache
 def found(target: str) -> tuple[Study, list[Run], list[list[Cell]]]:
     """A study, its runs, and the cells of every row of which something was run."""
     study, runs = planned(target_study(target, "tiny"), Order(Path("out")))
@@ -56,40 +62,78 @@ def lowest_first(rows: list[list[Cell]]) -> list[list[Cell]]:
     return sorted(rows, key=lambda row: row[0].ours.mean)
 
 
+def rate_of(run: Run, records: Records, record: dict) -> str:
+    """The learning rate of a record; with a sign while a probe of another is open, or its whole run."""
+    lr, ready = record["trained"]["lr"], run.settled(records)
+    best = ready.config.train.lr if ready else run.choice.progress(records)[0].missing[0]
+    return f"{'≥ ' * (best > lr)}{'≤ ' * (best < lr)}{lr:.1e}".replace("e-0", "e-").replace(".0e", "e")
+
+
 def models() -> list[str]:
     """The learning rate, the mean over seeds, each seed, how far behind the best on the same text, and the others."""
     study, runs, rows = found("table1")
-    records, rates = Records(RESULTS / "records"), {run.model: run for run in runs if not run.is_probe}
+    records, of_model = Records(RESULTS / "records"), {run.model: run for run in runs}
     apart = {name: by for name, by, *_ in behind(study, [cell for row in rows for cell in row]).rows}
     text = []
     for first, *others in lowest_first(rows):
         row = first.row
-        rate = f"{rates[row.model].settled(records).train.lr:.0e}".replace("e-0", "e-")
+        rate = rate_of(of_model[row.model], records, first.records[0])
         text.append(line(row.name, rate, told(first), seeds(first), apart.get(row.name, "-"), *map(told, others)))
     return text
 
 
+def learning_rates() -> list[str]:
+    """Losses of the probes, one model a line."""
+    _, runs, _ = found("table1")
+    return [line(*row) for row in rates(runs, Records(RESULTS / "records")).rows]
+
+
 def variants(target: str) -> dict[str, list[Cell]]:
-    """The cells of an LMM and of its variants, all of seed 0."""
+    """The cells of an LMM and of its variants."""
     return {row[0].row.variant: row for row in found(target)[2] if row[0].row.model == "lmm"}
+
+
+def between(column: str) -> tuple[float, int]:
+    """Variance of a column's nats between seeds, pooled over all models and variants of the studies of text."""
+    rows = {cell.row: cell.ours for target in ("table1", "table5") for row in found(target)[2] for cell in row
+            if cell.column.title == column and cell.ours}  # fmt: skip
+    return between_seeds(rows.values())
+
+
+def on_same_seeds(rows: dict[str, Cell]) -> dict[str, str]:
+    """Nats by which each variant is behind the complete LMM in one column, from the seeds that both have."""
+    told = {"": "+0.000"}
+    for variant, cell in rows.items():
+        common = sorted(cell.ours.figures.keys() & rows[""].ours.figures.keys()) if variant else []
+        if common:
+            own, whole = (pool({seed: each.ours.figures[seed] for seed in common}) for each in (cell, rows[""]))
+            told[variant] = apart(own, whole, between(cell.column.title)).told("+")
+    return told
 
 
 def ablations() -> list[str]:
     """Costs of each change, in nats and in those of the paper, and the other figures; the costliest last."""
-    rows = sorted(variants("table5").items(), key=lambda item: item[1][0].ours.mean)
-    whole = dict(rows)[""][0]
+    rows = variants("table5")
+    near, far = (on_same_seeds({variant: row[n] for variant, row in rows.items()}) for n in (0, 1))
+    whole = rows[""][0]
     return [
         line(
-            CHANGES.get(variant, "LMM"), told(first), f"{math.log(first.ours.mean / whole.ours.mean):+.3f}",
-            f"{math.log(first.paper / whole.paper):+.3f}", *map(told, others),
+            CHANGES.get(variant, "LMM"), ", ".join(map(str, first.ours.by_seed)), told(first), near[variant],
+            f"{math.log(first.paper / whole.paper):+.3f}", told(others[0]), far[variant], *map(told, others[1:]),
         )
-        for variant, (first, *others) in rows
+        for variant, (first, *others) in sorted(rows.items(), key=lambda item: float(near[item[0]].split()[0]))
     ]  # fmt: skip
 
 
 def depths() -> list[str]:
-    """Perplexity by the length of the text, one depth a line."""
-    return [line(variant[-1:] or "2", *map(told, row)) for variant, row in variants("figure7").items()]
+    """Perplexity by the length of the text, one depth a line, and the nats to depth 2 over the whole text."""
+    study, runs, _ = found("figure7")
+    whole = replace(study, columns=(Column("to 16K", "long", text_loss),))
+    far = on_same_seeds({cell.row.variant: cell for cell in cells(whole, runs, Records(RESULTS / "records"))})
+    return [
+        line(variant[-1:] or "2", ", ".join(map(str, row[0].ours.by_seed)), *map(told, row), far[variant])
+        for variant, row in variants("figure7").items()
+    ]
 
 
 def chunks() -> list[str]:
@@ -213,9 +257,12 @@ def asked_in_short() -> list[str]:
 
 
 def ablations_in_short() -> list[str]:
-    """The first columns of the ablations."""
+    """The first columns of the ablations, without intervals."""
     cells = ([cell.strip() for cell in row.strip("|").split("|")] for row in ablations())
-    return [line("nothing" if name == "LMM" else name.removeprefix("without "), *rest[:4]) for name, *rest in cells]
+    return [
+        line("nothing" if name == "LMM" else name.removeprefix("without "), seeds, near, cost, *rest)
+        for name, seeds, near, cost, *rest in ((*row[:5], row[5]) for row in cells)
+    ]
 
 
 def draw_needles(path: Path) -> None:
@@ -414,7 +461,8 @@ PAGES = {
     REPRODUCE: {"| | trainings | tokens | FLOPs |": costs},
     TINY: {
         "| model | learning rate | perplexity |": models,
-        "| LMM of seed 0 |": ablations,
+        "| model | 0.002 |": learning_rates,
+        "| LMM | seeds |": ablations,
         "| depth of the LMM's memory |": depths,
         "| trained with chunks of |": chunks,
         "| tokens of a sequence |": throughput,
@@ -437,7 +485,30 @@ def table_of(head: str, text: str) -> re.Match[str]:
 @pytest.mark.parametrize(("page", "head"), [(page, head) for page, tables in PAGES.items() for head in tables])
 def test_a_table_is_that_of_its_records(page, head):
     lines = PAGES[page][head]()
-    assert lines and table_of(head, page.read_text())[2].splitlines() == lines
+    table = table_of(head, page.read_text())
+    assert lines and table[2].splitlines() == lines
+    assert {row.count("|") for row in lines} == {table[1].partition("\n")[0].count("|")}, "a column is missing"
+
+
+def test_what_models_of_text_are_read_as():
+    """The leads and ties that docs/tiny.md names."""
+    rows = {row[0].row.model: row for row in found("table1")[2]}
+
+    def behind_by(own: str, other: str, column: int = 0) -> Apart:
+        cells = rows[own][column], rows[other][column]
+        return apart(*(cell.ours for cell in cells), between(cells[0].column.title))
+
+    for best in ("mac", "lmm"):
+        others = [model for model in rows if model not in ("mac", "lmm")]
+        assert all(behind_by(model, best).nats > 0 and not behind_by(model, best).tie for model in others)
+        assert not behind_by("mamba2", best, 1).tie
+    ties = [("lmm", "mac"), ("mamba2", "mag"), ("gated_deltanet", "gated_deltanet_h2"), ("transformer", "swa"),
+            ("rmt", "swa"), *combinations(("mamba2", "gated_deltanet", "gated_deltanet_h2", "mal"), 2)]  # fmt: skip
+    assert all(behind_by(*pair).tie for pair in ties)
+    assert all(behind_by("swa", model).nats > 0.1 and not behind_by("swa", model).tie
+               and behind_by("swa", model, 1).tie for model in ("ttt_linear", "ttt_mlp"))  # fmt: skip
+    assert all(not behind_by(*pair).tie for pair in (("gated_deltanet_h1", "gated_deltanet"), ("mamba", "mamba2"),
+                                                     ("longhorn", "mamba2")))  # fmt: skip
 
 
 def test_what_classes_of_dna_are_read_as():

@@ -28,13 +28,14 @@ def _list_of(number: Checked, allowed: str) -> Checked:
 @click.option("--models", type=NAMES, metavar="NAMES", help="only these models (default: all in the table)")
 @click.option(
     "--seeds", type=_list_of(whole(0), "whole numbers"), metavar="N,...",
-    help="seeds of weights and data order (default: 0; tiny: 0,1 for the main models)",
+    help="seeds of weights and data order (default: 0; tiny: up to 0,1,2)",
 )  # fmt: skip
 @click.option("--out", type=FOLDER, metavar="DIR", help="folder of runs and results (default: runs/reproduce/SIZE)")
 @click.option("--tokens", type=whole(1), metavar="N", help="training tokens (default: as configured)")
 @click.option(
     "--rates", type=_list_of(_rate, "numbers above 0, at most 1"), metavar="LR,...",
-    help="learning rates to choose from for each model (default: tiny 2e-3,4e-3,8e-3; else the configured one)",
+    help="the only learning rates to choose from for each model (default: tiny 2e-3,4e-3,8e-3, and more while the best "
+    "is the lowest or highest; else the configured one)",
 )  # fmt: skip
 @click.option("--ranks", type=whole(1), metavar="N", help="processes of a training (default: one for each GPU)")
 @click.option(

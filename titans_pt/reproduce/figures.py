@@ -1,11 +1,11 @@
 """One measured number with its uncertainty, and how those of several seeds become one."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from titans_pt.tools.statistics import half_width, wilson
+from titans_pt.tools.statistics import half_width, half_width_of_sum, standard_error, variance_within, wilson
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,18 @@ class Figure:
 @dataclass(frozen=True)
 class Pooled:
     """The mean over seeds, as shown; ``interval`` of 95 % that comes from the samples of the evaluation, not from the
-    seeds; each seed's own value beside it. ``by_stream``: means over the seeds that have them."""
+    seeds; each seed's own figure beside it. ``by_stream``: means over the seeds that have them."""
 
     mean: float
     n: int
     interval: tuple[float, float] | None
-    by_seed: dict[int, float]
+    figures: dict[int, Figure]
     by_stream: tuple[float, ...] = ()
+
+    @property
+    def by_seed(self) -> dict[int, float]:
+        """Each seed's own value, as shown."""
+        return {seed: figure.shown for seed, figure in self.figures.items()}
 
 
 def pool(found: dict[int, Figure]) -> Pooled:
@@ -46,10 +51,56 @@ def pool(found: dict[int, Figure]) -> Pooled:
     questions."""
     figures = list(found.values())
     mean = Figure(figures[0].kind, math.fsum(f.value for f in figures) / len(figures), sum(f.n for f in figures))
-    by_seed = {seed: figure.shown for seed, figure in found.items()}
     streams = [figure.by_stream for figure in figures if figure.by_stream]
     by_stream = tuple(math.fsum(nats) / len(nats) for nats in zip(*streams, strict=True))
-    return Pooled(mean.shown, mean.n, _interval(mean, figures), by_seed, by_stream)
+    return Pooled(mean.shown, mean.n, _interval(mean, figures), found, by_stream)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Difference in nats, and half the width of its 95 % interval."""
+
+    nats: float
+    error: float
+
+    @property
+    def tie(self) -> bool:
+        """Whether the interval contains 0."""
+        return abs(self.nats) <= self.error
+
+    def told(self, sign: str = "") -> str:
+        """``sign``: "+" shows that of the difference in any case."""
+        low, high = self.nats - self.error, self.nats + self.error
+        return f"{self.nats:{sign}.3f} ({low:.3f} to {high:.3f}){', a tie' if self.tie else ''}"
+
+
+def between_seeds(models: Iterable[Pooled]) -> tuple[float, int]:
+    """Variance of the nats between seeds of one model, pooled over the models, and its degrees of freedom."""
+    return variance_within([[figure.value for figure in model.figures.values()] for model in models])
+
+
+def apart(own: Pooled, other: Pooled, seeds: tuple[float, int]) -> Apart:
+    """Nats by which ``own`` is behind ``other``, with an interval over streams and seeds together.
+
+    Two-way random effects: the loss of a model with a seed on a stream is the model's, plus the stream's for all
+    models, plus parts of model and stream, of the seed, and of both. The difference of two models on the same streams
+    is free of the second. Its variance is estimated as the sum of the variance over streams of the difference (means
+    over seeds) by the number of streams, and of the variance between seeds by the number of seeds of each model. The
+    part of seed and stream counts twice, which makes the interval wider than needed by little (Owen, The pigeonhole
+    bootstrap, Annals of Applied Statistics 1, 2007). The interval is that of one pair, not of all pairs at once.
+
+    Args:
+        own, other: figures in nats with the same streams, at least two.
+        seeds: of :func:`between_seeds`. One variance for all models, because two or three seeds say little about that
+            of their own model; a model with one seed has it too. Without degrees of freedom the interval leaves the
+            seeds out.
+    """
+    nats = [math.fsum(f.value for f in each.figures.values()) / len(each.figures) for each in (own, other)]
+    streams = [a - b for a, b in zip(own.by_stream, other.by_stream, strict=True)]
+    variance, freedom = seeds
+    parts = [(standard_error(streams) ** 2, len(streams) - 1)]
+    parts += [(variance * (1 / len(own.figures) + 1 / len(other.figures)), freedom)]
+    return Apart(nats[0] - nats[1], half_width_of_sum(parts))
 
 
 def _interval(mean: Figure, figures: Sequence[Figure]) -> tuple[float, float] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -11,12 +12,13 @@ from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.measures import Measure
-from titans_pt.reproduce.runs import PROBE_SHARE, Run
+from titans_pt.reproduce.rates import PROBE_SHARE, Grid
+from titans_pt.reproduce.runs import Choice, Run
 from titans_pt.reproduce.study import TITANS, Row, Study
 from titans_pt.reproduce.timing import Timing
 from titans_pt.tasks import TASKS, task_of
 
-RATES = {"tiny": (2e-3, 4e-3, 8e-3)}
+RATES = {"tiny": Grid((2e-3, 4e-3, 8e-3), within=(2.5e-4, 6.4e-2))}
 """Learning rates that are tried, for sizes where nobody has published one for each model."""
 
 
@@ -25,9 +27,9 @@ class Order:
     """Content of a command line.
 
     models: as in the study's folder of configs/, None for all of the study. seeds: None for the study's own. tokens: of
-    each run, None for the configured. rates: learning rates to choose from, () for the study's. words: KEY=VALUE for
-    every run. variants: of every model, None for those of the study. config: a file or the name of one that all models
-    start from, which then are mixers, ``mamba+swa`` those in turns; None for the study's.
+    each run, None for the configured. rates: the only learning rates to choose from, () for the study's rule. words:
+    KEY=VALUE for every run. variants: of every model, None for those of the study. config: a file or the name of one
+    that all models start from, which then are mixers, ``mamba+swa`` those in turns; None for the study's.
     """
 
     out: Path
@@ -67,7 +69,7 @@ def run_name(row: Row, seed: int) -> str:
 
 
 def runs_of(study: Study, order: Order) -> list[Run]:
-    """The runs of a study, in the order in which they are worth having: first seeds first, each after its probes.
+    """The runs of a study, in the order in which they are worth having: first seeds first.
 
     Raises:
         UserError: a setting that is wrong.
@@ -75,16 +77,21 @@ def runs_of(study: Study, order: Order) -> list[Run]:
     if study.timed:
         return [_timing(study, row, order) for row in study.rows]
     planned = [(row, seed) for row in study.rows for seed in seeds_of(study, row, order)]
-    runs, probes = [], {}
+    runs, choices = [], {model: _choice(study, model, order) for model in {row.model for row in study.rows}}
     for row, seed in sorted(planned, key=lambda item: item[1]):  # stable: the study's order within a seed
-        if row.model not in probes:
-            probes[row.model] = tuple(_probe(study, row.model, rate, order) for rate in order.rates)
-            runs += probes[row.model]
         config = _config(study, row, seed, order, order.tokens, run_name(row, seed), ())
         before = [run for run in runs if run.name == _before(study, row, order)]
         runs.append(Run(run_name(row, seed), row.model, row.variant, config, _measures(study, config),
-                        probes[row.model], tuple(before)))  # fmt: skip
+                        choices[row.model], tuple(before)))  # fmt: skip
     return runs
+
+
+def _choice(study: Study, model: str, order: Order) -> Choice | None:
+    """Choice of a model's learning rate; None: the configured one is taken."""
+    own = RATES.get(study.size) if study.rated else None
+    grid = Grid(tuple(order.rates)) if order.rates else own
+    probe = cache(lambda rate: _probe(study, model, rate, order))
+    return grid and Choice(grid, probe, named=bool(order.rates and own))
 
 
 def _before(study: Study, row: Row, order: Order) -> str | None:
@@ -136,7 +143,7 @@ def _probe(study: Study, model: str, rate: float, order: Order) -> Run:
     name, row = f"{model}-lr{rate:g}", Row(model)
     whole = _config(study, row, 0, order, order.tokens, name, ())
     tokens = whole.train.max_steps * whole.train.batch_tokens // PROBE_SHARE
-    return Run(name, model, "", _config(study, row, 0, order, tokens, name, (f"train.lr={rate!r}",)), is_probe=True)
+    return Run(name, model, "", _config(study, row, 0, order, tokens, name, (f"train.lr={rate!r}",)))
 
 
 def _config(

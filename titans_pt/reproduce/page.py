@@ -7,10 +7,11 @@ from pathlib import Path
 
 from titans_pt.reproduce.pictures import by_row
 from titans_pt.reproduce.published import published
+from titans_pt.reproduce.rates import PROBE_SHARE
 from titans_pt.reproduce.records import Records
-from titans_pt.reproduce.runs import PROBE_SHARE, Run
+from titans_pt.reproduce.runs import Run
 from titans_pt.reproduce.study import Study
-from titans_pt.reproduce.tables import Table, behind, cells, details, overview, rates
+from titans_pt.reproduce.tables import Table, behind, cells, details, kept_of, overview, rates, tenths
 from titans_pt.tools.files import write_text
 
 _STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em}
@@ -30,15 +31,15 @@ def write(study: Study, runs: Sequence[Run], records: Records, out: Path) -> lis
     lines = [text for text in (READING, study.note, source and f"Published: {source.source}") if text]
     first, others = overview(study, found), []
     if apart := behind(study, found):
-        others.append(("Nats behind the best, on the same text (95 % interval over its streams)", apart))
+        words = "Nats behind the best, on the same text (95 % interval over its streams and over seeds; a tie: with 0)"
+        others.append((words, apart))
     if chosen := rates(runs, records):
         words = f"Validation loss after one {PROBE_SHARE}th of the tokens, by learning rate; the lowest is taken"
         others.append((words, chosen))
+    if compared := tenths(runs, records):
+        others.append(("Whether probes order learning rates as whole runs do (validation loss, seed 0)", compared))
     others.append(("Every figure", details(found)))
-    kept = [(row.name, record) for row in study.rows for run in runs
-            if not run.is_probe and (run.model, run.variant) == (row.model, row.variant)
-            and (record := run.record(records))]  # fmt: skip
-    shown = by_row(kept)
+    shown = by_row([(row.name, record) for row in study.rows for record in kept_of(row, runs, records).values()])
     pictures = [path for draw in study.pictures if shown for path in draw(shown, out / study.target)]
     title = f"{study.title} ({study.target}, {study.size})"
     page, document = out / f"{study.target}.md", out / f"{study.target}.html"

@@ -52,6 +52,10 @@ class Records:
     def path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
 
+    def names(self, run: str) -> list[str]:
+        """Names of the records of a run, one for each learning rate that it was trained with."""
+        return sorted(path.stem for found in (f"{run}.json", f"{run}-lr*.json") for path in self.folder.glob(found))
+
     def read(self, name: str) -> dict[str, Any] | None:
         """The record of a run; None if there is none yet.
 

@@ -12,9 +12,9 @@ from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.reproduce import page
 from titans_pt.reproduce.claims import claim
-from titans_pt.reproduce.order import RATES, Order, chosen, run_name, runs_of, seeds_of
+from titans_pt.reproduce.order import Order, chosen, run_name, runs_of, seeds_of
 from titans_pt.reproduce.records import Records
-from titans_pt.reproduce.runs import Run
+from titans_pt.reproduce.runs import Run, in_order
 from titans_pt.reproduce.study import Study
 from titans_pt.reproduce.tables import Table
 from titans_pt.reproduce.work import work
@@ -26,20 +26,24 @@ MFU = (0.4, 0.1)
 
 
 def planned(whole: Study, order: Order) -> tuple[Study, list[Run]]:
-    """Part of a study that is asked for, and its runs; without learning rates in ``order`` with the study's own.
+    """Part of a study that is asked for, and its runs.
 
     Raises:
         UserError: there is no such model or setting.
     """
     asked = chosen(whole, order)
-    rates = order.rates or (RATES.get(whole.size, ()) if whole.rated else ())
-    return asked, runs_of(asked, replace(order, rates=rates))
+    return asked, runs_of(asked, order)
 
 
 def show_plan(whole: Study, order: Order):
     """``titans reproduce --dry-run``: prints the plan; writes nothing."""
-    _, runs = planned(whole, order)
-    print(plan(runs, Records(order.out / "records")).markdown(), end="")
+    (_, runs), records = planned(whole, order), Records(order.out / "records")
+    print(plan(runs, records).markdown(), end="")
+    growing = (run.choice.grid.within for run in runs if run.choice and not run.settled(records))
+    if within := next(filter(None, growing), None):
+        low, high = within
+        print(f"\nMore probes may follow: while a model's best learning rate is the lowest or highest tried, half or "
+              f"twice that is tried next, from {low:g} to {high:g}.")  # fmt: skip
 
 
 def reproduce(whole: Study, order: Order, ranks: int | None) -> int:
@@ -84,7 +88,7 @@ def with_others(order: Order, whole: Study, records: Records) -> Order:
     if order.models is None or whole.timed:
         return order
     there = {row.model for row in whole.rows for seed in seeds_of(whole, row, order)
-             if records.path(run_name(row, seed)).exists()}  # fmt: skip
+             if records.names(run_name(row, seed))}  # fmt: skip
     models = dict.fromkeys(row.model for row in whole.rows if row.model in there.union(order.models))
     return replace(order, models=list(models))
 
@@ -114,18 +118,18 @@ def one_text(runs: Sequence[Run], records: Records, fingerprint: str | None):
         UserError: two runs, or a run and the token files, are of different texts.
     """
     known = "the files in data.dir"
-    for run in runs:
-        record = records.read(run.name)
+    for name in (name for run in in_order(runs, records) for name in records.names(run.name)):
+        record = records.read(name)
         was = record and record["trained"].get("data", {}).get("data")
         if not was:
             continue
         fingerprint = fingerprint or was
         if was != fingerprint:
             raise UserError(
-                f"{records.path(run.name)}: trained on other text than {known}, and its figures do not compare; choose "
+                f"{records.path(name)}: trained on other text than {known}, and its figures do not compare; choose "
                 "another --out, or delete the records of the one text to train those runs again"
             )
-        known = str(records.path(run.name))
+        known = str(records.path(name))
 
 
 def submit(words: Sequence[str], workers: int, options: Sequence[str]):
@@ -153,12 +157,15 @@ def plan(runs: Sequence[Run], records: Records) -> Table:
     hours = [f"H100-hours at {mfu:.0%} MFU" for mfu in MFU]
     table = Table(["run", "parameters", "tokens", "FLOPs", *hours, "checkpoints GiB", "to do"])
     total = {"tokens": 0, "flops": 0.0, "disk": 0}
-    for run in runs:
-        cost, undone = run.cost, run.missing(run.record(records))
+    for run in in_order(runs, records):
+        ready, cost = run.settled(records), run.cost
+        undone = (ready or run).missing(ready and ready.record(records))
+        if not ready and any(records.of(each.name, each.config) for each in run.chosen(records)):
+            undone = ["training, if its learning rate changes"]
         if "training" in undone:
             total = {key: total[key] + getattr(cost, key) for key in total}
         table.rows.append([
-            run.name, f"{cost.parameters:,}", f"{cost.tokens:,}", f"{cost.flops:.3g}",
+            (ready or run).name, f"{cost.parameters:,}", f"{cost.tokens:,}", f"{cost.flops:.3g}",
             *(_hours(cost.gpu_hours(mfu)) for mfu in MFU), f"{cost.disk / 2**30:.2f}", ", ".join(undone) or "nothing",
         ])  # fmt: skip
     ratio = [cost.gpu_hours(mfu) / cost.flops for mfu in MFU]

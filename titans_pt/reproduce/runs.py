@@ -9,7 +9,8 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from titans_pt.config import Config
 from titans_pt.config.yaml import resolved_yaml
 from titans_pt.errors import Diverged, UserError
 from titans_pt.reproduce.measures import Measure
+from titans_pt.reproduce.rates import Grid, Progress
 from titans_pt.reproduce.records import Records, without_folders
 from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder, versions
@@ -29,24 +31,48 @@ from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 from titans_pt.training.plan import Cost, cost_of
 
-PROBE_SHARE = 10
-"""Learning rates are tried on the tokens divided by this."""
+
+@dataclass(frozen=True)
+class Choice:
+    """Choice of a learning rate: short runs, ``probe(rate)``, on a ``grid``.
+
+    named: the run's name says its rate; False: only where the grid grew to it. Records of smaller grids therefore stay.
+    """
+
+    grid: Grid
+    probe: Callable[[float], "Run"]
+    named: bool = False
+
+    def progress(self, records: Records) -> tuple[Progress, dict[float, float]]:
+        """State of the choice, and the loss by rate of the probes that have a record."""
+        losses: dict[float, float] = {}
+        while True:
+            state = self.grid.progress(losses)
+            found = {rate: record for rate in state.missing if (record := self.probe(rate).record(records))}
+            if not found:
+                return state, losses
+            losses |= {rate: _loss(record) for rate, record in found.items()}
+
+
+def _loss(record: dict[str, Any]) -> float:
+    loss = record["trained"]["validation_loss"]
+    return math.inf if record["failed"] or loss is None else loss
 
 
 @dataclass(frozen=True)
 class Run:
-    """``config``: all its settings; with ``probes`` all but the learning rate, which is the best of theirs."""
+    """``config``: all its settings; with a ``choice`` all but the learning rate, and the folder if its name changes."""
 
     name: str
     model: str
     variant: str
     config: Config
     measures: tuple[Measure, ...] = ()
-    probes: tuple["Run", ...] = ()
+    choice: Choice | None = None
     before: tuple["Run", ...] = ()
     """Runs that come first: their weights are read."""
-    is_probe: bool = False
-    """A short run that only serves to choose a learning rate."""
+    rates: tuple[tuple[float, float], ...] = ()
+    """Learning rates from which that of ``config`` was chosen, each with the loss of its probe."""
 
     @property
     def data(self) -> tuple[str, ...]:
@@ -58,21 +84,39 @@ class Run:
     def cost(self) -> Cost:
         return cost_of(task_of(self.config))
 
-    def settled(self, records: Records) -> Config | None:
-        """``config`` with the learning rate that the probes chose; None while a probe or an earlier run is missing."""
+    def probes(self, records: Records) -> list["Run"]:
+        """Short runs that the choice of the learning rate asks for so far, the lowest rate first."""
+        return [self.choice.probe(rate) for rate in self.choice.progress(records)[0].rates] if self.choice else []
+
+    def at(self, rate: float, named: bool) -> "Run":
+        """The run with a learning rate, which its name says if ``named``."""
+        config, name = self.config, f"{self.name}-lr{rate:g}" if named else self.name
+        update = {
+            "train": config.train.model_copy(update={"lr": rate}),
+            "run": config.run.model_copy(update={"dir": str(Path(config.run.dir).with_name(name))}),
+        }
+        return replace(self, name=name, config=config.model_copy(update=update), choice=None)
+
+    def chosen(self, records: Records) -> list["Run"]:
+        """The run with the rate that the probes so far choose, then with those that smaller grids chose."""
         if not all(run.record(records) for run in self.before):
-            return None
-        if not self.probes:
-            return self.config
-        found = [(probe, records.of(probe.name, probe.config)) for probe in self.probes]
-        if not all(record for _, record in found):
-            return None
-        lr = best_learning_rate({probe.config.train.lr: record for probe, record in found})
-        return self.config.model_copy(update={"train": self.config.train.model_copy(update={"lr": lr})})
+            return []
+        if self.choice is None:
+            return [self]
+        first, named = self.choice.grid.first, self.choice.named
+        return [self.at(rate, named or rate not in first) for rate in self.choice.progress(records)[0].bests]
+
+    def settled(self, records: Records) -> "Run | None":
+        """The run with the learning rate that the probes chose; None while a probe or an earlier run is missing."""
+        chosen = self.chosen(records)
+        if not chosen or self.choice is None:
+            return chosen[0] if chosen else None
+        state, losses = self.choice.progress(records)
+        return None if state.missing else replace(chosen[0], rates=tuple((rate, losses[rate]) for rate in state.rates))
 
     def record(self, records: Records) -> dict[str, Any] | None:
-        config = self.settled(records)
-        return config and records.of(self.name, config)
+        ready = self.settled(records)
+        return ready and records.of(ready.name, ready.config)
 
     def missing(self, record: dict[str, Any] | None) -> list[str]:
         """Open work: "training", then names of measures. Nothing more is done to a run that failed."""
@@ -82,24 +126,28 @@ class Run:
         undone = [m.name for m in self.measures if found.get(m.name, {}).get("words") != m.settings(self.config.model)]
         return [*(() if record else ("training",)), *undone]
 
-    def begin(self, config: Config, trained: dict[str, Any], failed: str) -> dict[str, Any]:
-        """A record without measurements; ``failed`` says why there will be none."""
+    def begin(self, trained: dict[str, Any], failed: str) -> dict[str, Any]:
+        """A record without measurements; ``failed`` says why there will be none. The loss of a rate that failed is
+        null."""
         return {
-            "name": self.name, "model": self.model, "variant": self.variant, "seed": config.run.seed, "failed": failed,
-            "trained": trained, "measured": {}, "config": portable(config),
+            "name": self.name, "model": self.model, "variant": self.variant, "seed": self.config.run.seed,
+            "failed": failed, "rates": [[rate, loss if math.isfinite(loss) else None] for rate, loss in self.rates],
+            "trained": trained, "measured": {}, "config": portable(self.config),
         }  # fmt: skip
 
-    def complete(self, config: Config, records: Records, ranks: int, claim: int) -> int:
+    def complete(self, records: Records, ranks: int, claim: int) -> int:
         """Does what is missing and writes it to the record; returns 0, or the status of a training that was stopped.
 
+        Only for a run of :meth:`settled`.
+
         Args:
-            config: of :meth:`settled`.
             ranks: processes of a training.
             claim: descriptor that the processes of a training inherit: while they live, the run is claimed.
 
         Raises:
             UserError: the weights of a trained run, of which something is still to be measured, are not there.
         """
+        config = self.config
         folder, record = RunFolder(config.run.dir), records.of(self.name, config)
         if record is None:
             began, cpu = _steps(folder), time.process_time()
@@ -112,7 +160,7 @@ class Run:
                 return status
             seconds = (time.process_time() - cpu) if ranks == 1 and not torch.cuda.is_available() else None
             trained = describe(config, folder, self.cost.parameters, began, seconds)
-            record = self.begin(config, trained, failed)
+            record = self.begin(trained, failed)
             records.write(self.name, record)
         for measure in self.measures:
             if measure.name not in self.missing(record):
@@ -128,15 +176,13 @@ class Run:
         return 0
 
 
-def best_learning_rate(probes: dict[float, dict]) -> float:
-    """The rule: the lowest validation loss after a tenth of the tokens; a run that failed has lost; of two that are
-    equal the smaller rate."""
-
-    def loss(lr: float) -> float:
-        found = probes[lr]["trained"]["validation_loss"]
-        return math.inf if probes[lr]["failed"] or found is None else found
-
-    return min(sorted(probes), key=loss)
+def in_order(runs: Sequence[Run], records: Records) -> list[Run]:
+    """``runs``, each after the probes that the choice of its learning rate asks for so far; every probe once."""
+    found: dict[str, Run] = {}
+    for run in runs:
+        for each in (*run.probes(records), run):
+            found.setdefault(each.name, each)
+    return list(found.values())
 
 
 def describe(config: Config, folder: RunFolder, parameters: int, began: int, seconds: float | None) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from titans_pt.reproduce.study import MODELS, TITANS, Column, Row, Study
 from titans_pt.reproduce.timing import SPEED, speed_at
 
 SIZES = ("tiny", "170m", "340m", "400m", "760m", "1.3b")
-TWICE = ("transformer", "swa", "samba", "mamba2", "gated_deltanet", "ttt_linear", *TITANS)
-"""Trained with two seeds in the tiny study's table1; elsewhere a model stands beside variants, which have one."""
+LEADING = (*TITANS, "mamba2", "gated_deltanet_h2", "gated_deltanet", "deltanet", "samba", "mamba")
+"""The ten best models of the tiny study's table1, which have three seeds there; the others have two."""
 BABILONG = (2048, 4096, 8192, 16384, 32768, 65536, 131072, 524288, 1048576, 10485760)
 TINY_BABILONG = (1024, 2048, 4096)
 """Lengths of the stories: of models that were trained at 4K, and at 512."""
@@ -77,7 +77,8 @@ def _table1(size: str) -> Study:
     if size == "tiny":
         note = "The paper's figures are perplexities of WikiText, of models of 340M parameters: compare their order."
         return Study("table1", "Language models at equal parameters and tokens", size, rows, _text_columns(),
-                     _tiny("text", "long"), "340m", note, seeds=dict.fromkeys(TWICE, (0, 1)))  # fmt: skip
+                     _tiny("text", "long"), "340m", note,
+                     seeds=dict.fromkeys(MODELS, (0, 1)) | dict.fromkeys(LEADING, (0, 1, 2)))  # fmt: skip
     accuracies = {
         "piqa": "acc", "hellaswag": "acc_norm", "winogrande": "acc", "arc_easy": "acc", "arc_challenge": "acc_norm",
         "social_iqa": "acc", "boolq": "acc",
@@ -115,7 +116,7 @@ def _table5(size: str) -> Study:
         note = "The paper's figures are the means of WikiText's and LAMBADA's perplexities at 400M parameters."
         columns = (Column("perplexity", "text", measures.text_loss, "perplexities"), *_text_columns()[1:])
         return Study("table5", "What each part of the memory gives", size, ABLATIONS, columns, _tiny("text", "long"),
-                     "400m", note)  # fmt: skip
+                     "400m", note, seeds={row.key: (0, 1, 2) for row in ABLATIONS})  # fmt: skip
     columns = (
         Column("WikiText and LAMBADA ppl", "commonsense", measures.both_perplexities, "perplexities"),
         Column("reasoning", "commonsense", measures.average, "reasoning"),
@@ -133,6 +134,7 @@ def _figure7(size: str) -> Study:
     return Study(
         "figure7", "Perplexity by the memory's depth and the length of the text", size, rows, columns,
         _measures(size, "long"), size, "The paper prints a curve, no numbers.",
+        seeds={row.key: (0, 1) if row.variant == "depth-4" else (0, 1, 2) for row in rows} if size == "tiny" else {},
     )  # fmt: skip
 
 
@@ -177,7 +179,7 @@ def _ideas(size: str) -> Study:
     rows = (Row("lmm"), Row("mac"), *ideas(421, 293))
     note = "Perplexity on text. The same models on needles, recall and state tracking: those studies."
     return Study("ideas", "What each later idea adds to Titans", size, rows, _text_columns(), _tiny("text", "long"),
-                 size, note, seeds=dict.fromkeys(("lmm", "mac"), (0, 1)))  # fmt: skip
+                 size, note, seeds=dict.fromkeys(("lmm", "mac"), (0, 1, 2)))  # fmt: skip
 
 
 def _recall(size: str) -> Study:

@@ -5,13 +5,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from titans_pt.reproduce.figures import Pooled, pool
+from titans_pt.reproduce.figures import Pooled, apart, between_seeds, pool
 from titans_pt.reproduce.measures import TRAINING
 from titans_pt.reproduce.published import published
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.runs import Run
 from titans_pt.reproduce.study import Column, Row, Study
-from titans_pt.tools.statistics import half_width, standard_error
 
 NOT_RUN = "not run"
 NONE = "-"
@@ -48,13 +47,22 @@ class Table:
         return f"<table>{line('th', self.head)}{''.join(line('td', row) for row in self.rows)}</table>"
 
 
+def kept_of(row: Row, runs: Sequence[Run], records: Records) -> dict[int, dict]:
+    """Records of a row by seed, all with one learning rate: the best so far with which a run was trained whole."""
+    own = [run for run in runs if (run.model, run.variant) == (row.model, row.variant)]
+    for at_one_rate in zip(*(run.chosen(records) for run in own), strict=True):
+        found = {run.config.run.seed: records.of(run.name, run.config) for run in at_one_rate}
+        if any(found.values()):
+            return {seed: record for seed, record in found.items() if record}
+    return {}
+
+
 def cells(study: Study, runs: Sequence[Run], records: Records) -> list[Cell]:
     """Every cell of a study's table, row by row; nothing in it is guessed."""
     beside = published(study.target, study.compared)
     found = []
     for row in study.rows:
-        own = [run for run in runs if (run.model, run.variant) == (row.model, row.variant) and not run.is_probe]
-        kept = {run.config.run.seed: record for run in own if (record := run.record(records))}
+        kept = kept_of(row, runs, records)
         for column in study.columns:
             paper = beside and beside.value(row.key, column.published)
             figures = {
@@ -123,46 +131,71 @@ def details(found: Sequence[Cell]) -> Table:
 
 
 def behind(study: Study, found: Sequence[Cell]) -> Table | None:
-    """Nats by which the mean of each model is behind the best one of a column. The 95 % interval is over streams of the
-    same text, of the seeds whose losses by stream were kept: it leaves out what all models find hard in that text, and
-    how far seeds differ. None where no losses by stream were kept."""
+    """Nats by which the mean of each model is behind the best one of a column, with the 95 % interval over the streams
+    of the same text and over seeds (:func:`apart`). The last line has the standard deviation between seeds. None where
+    no losses by stream were kept."""
     columns = []
     for column in study.columns:
         kept = {cell.row: cell.ours for cell in found if cell.column == column and cell.ours}
+        seeds = between_seeds(kept.values())
         if len(kept := {row: ours for row, ours in kept.items() if len(ours.by_stream) > 1}) > 1:
-            columns.append((column.title, kept, min(kept.values(), key=lambda ours: ours.mean)))
+            columns.append((column.title, kept, min(kept.values(), key=lambda ours: ours.mean), seeds))
     table = Table(["model", *(title for title, *_ in columns)])
     for row in study.rows:
-        shown = [_behind(kept[row], best) if row in kept else "-" for _, kept, best in columns]
+        shown = ["-" if row not in kept else "best" if kept[row] is best else apart(kept[row], best, seeds).told()
+                 for _, kept, best, seeds in columns]  # fmt: skip
         if set(shown) - {"-"}:
             table.rows.append([row.name, *shown])
-    return table if table.rows else None
-
-
-def _behind(own: Pooled, best: Pooled) -> str:
-    if own is best:
-        return "best"
-    apart = [a - b for a, b in zip(own.by_stream, best.by_stream, strict=True)]
-    mean, error = math.log(own.mean / best.mean), half_width(standard_error(apart), len(apart))
-    return f"{mean:.3f} ({mean - error:.3f} to {mean + error:.3f})"
+    if not table.rows:
+        return None
+    between = (f"{math.sqrt(variance):.3f} ({freedom} degrees of freedom)" if freedom else "one seed: left out"
+               for *_, (variance, freedom) in columns)  # fmt: skip
+    table.rows.append(["standard deviation between seeds", *between])
+    return table
 
 
 def rates(runs: Sequence[Run], records: Records) -> Table | None:
     """Table of how each model's learning rate was chosen; None where none was."""
-    models = {Row(run.model).name: run for run in runs if run.probes}
+    models = {Row(run.model).name: run for run in runs if run.choice}
     if not models:
         return None
-    tried = sorted({probe.config.train.lr for run in models.values() for probe in run.probes})
+    tried = sorted({probe.config.train.lr for run in models.values() for probe in run.probes(records)})
     table = Table(["model", *(f"{rate:g}" for rate in tried), "chosen"])
     for model, run in models.items():
-        shown = []
-        for probe in sorted(run.probes, key=lambda probe: probe.config.train.lr):
+        shown = dict.fromkeys(tried, NONE)
+        for probe in run.probes(records):
             record = probe.record(records)
             loss = record and record["trained"]["validation_loss"]
-            shown.append(NOT_RUN if record is None else "failed" if record["failed"] else f"{loss:.4f}")
-        config = run.settled(records)
-        table.rows.append([model, *shown, f"{config.train.lr:g}" if config else "-"])
+            told = NOT_RUN if record is None else "failed" if record["failed"] else f"{loss:.4f}"
+            shown[probe.config.train.lr] = told
+        ready = run.settled(records)
+        table.rows.append([model, *shown.values(), f"{ready.config.train.lr:g}" if ready else "-"])
     return table
+
+
+def tenths(runs: Sequence[Run], records: Records) -> Table | None:
+    """Whether the probes order learning rates as whole runs do: models of which whole runs of the first seed at several
+    rates have a record, with their validation losses. None without such a model."""
+    table = Table(["model", "learning rates", "after the probe", "after the whole run", "same best", "same order"])
+    first_seeds: dict[str, Run] = {}
+    for run in runs:
+        if run.choice and not run.variant:
+            first_seeds.setdefault(run.model, run)
+    for run in first_seeds.values():
+        losses = {}
+        for probe in run.probes(records):
+            rate, short = probe.config.train.lr, probe.record(records)
+            whole = [record for each in (*run.chosen(records), run.at(rate, named=True))
+                     if each.config.train.lr == rate and (record := records.of(each.name, each.config))]  # fmt: skip
+            if short and whole and not short["failed"] and not whole[0]["failed"]:
+                losses[rate] = [record["trained"]["validation_loss"] for record in (short, whole[0])]
+        if len(losses) < 2:
+            continue
+        first, last = (sorted(losses, key=lambda rate, n=n: losses[rate][n]) for n in (0, 1))
+        shown = [", ".join(f"{loss[n]:.4f}" for loss in losses.values()) for n in (0, 1)]
+        same = ("yes" if left == right else "no" for left, right in ((first[0], last[0]), (first, last)))
+        table.rows.append([Row(run.model).name, ", ".join(f"{rate:g}" for rate in losses), *shown, *same])
+    return table if table.rows else None
 
 
 def number(value: float) -> str:

@@ -4,7 +4,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from titans_pt.benchmarks.training import STEPS, Case, in_a_process
-from titans_pt.config import Config
 from titans_pt.reproduce.figures import Figure
 from titans_pt.reproduce.measures import Find
 from titans_pt.reproduce.records import Records
@@ -31,7 +30,7 @@ class Timing(Run):
     def missing(self, record: dict[str, Any] | None) -> list[str]:
         return [] if record and record["measured"][SPEED]["words"] == self._asked() else [SPEED]
 
-    def complete(self, config: Config, records: Records, ranks: int, claim: int) -> int:
+    def complete(self, records: Records, ranks: int, claim: int) -> int:
         cases = [Case(self.model, length) for length in self.lengths]
         found = [asdict(in_a_process(case, self.file, list(self.words), self.tokens)) for case in cases]
         trained = {
@@ -40,7 +39,7 @@ class Timing(Run):
         }  # fmt: skip
         measured = {SPEED: {"words": self._asked(), "cases": found}}
         failed = "" if any(not case["failure"] for case in found) else found[0]["failure"]
-        records.write(self.name, self.begin(config, trained, failed) | {"measured": measured})
+        records.write(self.name, self.begin(trained, failed) | {"measured": measured})
         return 0
 
 

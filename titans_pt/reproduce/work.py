@@ -6,7 +6,7 @@ from pathlib import Path
 
 from titans_pt.reproduce.claims import claim
 from titans_pt.reproduce.records import Records
-from titans_pt.reproduce.runs import Run
+from titans_pt.reproduce.runs import Run, in_order
 
 PATIENCE = 20.0
 """Seconds between two looks at runs that wait for another process."""
@@ -23,20 +23,20 @@ def work(runs: Sequence[Run], folder: Path, records: Records, ranks: int, finish
     """
     while True:
         waiting, elsewhere = False, []
-        for run in runs:
-            if not run.missing(run.record(records)):
-                continue
-            if (config := run.settled(records)) is None:
+        for run in in_order(runs, records):
+            if (ready := run.settled(records)) is None:
                 waiting = True
                 continue
-            with claim(folder / "claims" / run.name) as descriptor:
+            if not ready.missing(ready.record(records)):
+                continue
+            with claim(folder / "claims" / ready.name) as descriptor:
                 if descriptor is None:
-                    elsewhere.append(run.name)
+                    elsewhere.append(ready.name)
                     continue
-                if not run.missing(run.record(records)):  # finished while we looked elsewhere
+                if not (undone := ready.missing(ready.record(records))):  # finished while we looked elsewhere
                     break
-                print(f"== {run.name}: {', '.join(run.missing(run.record(records)))}", flush=True)
-                if status := run.complete(config, records, ranks, descriptor):
+                print(f"== {ready.name}: {', '.join(undone)}", flush=True)
+                if status := ready.complete(records, ranks, descriptor):
                     return status
             finished()
             break  # from the top: the order of runs is that of their worth

@@ -49,3 +49,32 @@ def standard_error(values: Sequence[float]) -> float | None:
         return None
     mean = math.fsum(values) / n
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+
+
+def variance_within(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Variance of values around the mean of their group, pooled over groups, and its degrees of freedom.
+
+    The analysis of variance's mean square within groups: groups share one variance. (0, 0) without a group of two.
+    """
+    squares, freedom = [], 0
+    for values in groups:
+        mean = math.fsum(values) / len(values)
+        squares += [(value - mean) ** 2 for value in values]
+        freedom += len(values) - 1
+    return (math.fsum(squares) / freedom, freedom) if freedom else (0.0, 0)
+
+
+def half_width_of_sum(parts: Sequence[tuple[float, int]]) -> float:
+    """Half the width of the 95 % interval of an estimate whose variance is the sum of independently estimated parts.
+
+    Degrees of freedom by Satterthwaite (Biometrics Bulletin 2, 1946), rounded down; at least those of one part.
+
+    Args:
+        parts: variance and degrees of freedom of each; one without degrees of freedom is left out.
+    """
+    known = [(variance, freedom) for variance, freedom in parts if freedom]
+    total = math.fsum(variance for variance, _ in known)
+    if not 0 < total < math.inf:
+        return total and math.inf
+    freedom = total**2 / math.fsum(variance**2 / freedom for variance, freedom in known)
+    return half_width(math.sqrt(total), math.floor(freedom + 1e-9) + 1)

@@ -14,7 +14,7 @@ def record(run: Run, measured: dict | None = None, failed: str = "", **about) ->
     """The record of ``run`` as it is configured, with these results by measure."""
     words = {m.name: m.settings(run.config.model) for m in run.measures}
     found = {name: {"words": words[name], **result} for name, result in (measured or {}).items()}
-    return run.begin(run.config, trained(**about), failed) | {"measured": found, "config": portable(run.config)}
+    return run.begin(trained(**about), failed) | {"measured": found, "config": portable(run.config)}
 
 
 def text(loss: float, stderr: float | None = 0.01, tokens: int = 131072, by_stream: tuple[float, ...] = ()) -> dict:

@@ -12,7 +12,7 @@ from titans_pt.runs.loaded import differences
 
 
 def recorded(run, **measured) -> dict:
-    return run.begin(run.config, {"parameters": 1, "steps": 9, "tokens": 9, "hardware": "", "checkpoint": ""}, "") | {
+    return run.begin({"parameters": 1, "steps": 9, "tokens": 9, "hardware": "", "checkpoint": ""}, "") | {
         "measured": measured
     }
 
@@ -28,7 +28,7 @@ def test_runs_begin_with_pretrained_weights_and_wait_for_them(tmp_path):
     assert tuned.config.run.seed == 2 and by_name["lmm-splice-memory-off-s1"].config.model.memory.writes is False
     assert tuned.settled(records) is None and scratch.settled(records) is not None
     records.write(first.name, recorded(first, text={}))
-    assert tuned.settled(records) == tuned.config
+    assert tuned.settled(records) == tuned
     assert [m.name for m in first.measures] == ["text"] and [m.name for m in tuned.measures] == ["classes"]
     assert [len(group) for group in by_data(runs)] == [1, 12, 12], "what reads the same data is compared"
 

@@ -16,8 +16,8 @@ from titans_pt.reproduce.order import Order, chosen, runs_of
 from titans_pt.reproduce.published import FILE, published
 from titans_pt.reproduce.records import Records, decisive
 from titans_pt.reproduce.reproduce import plan, submit
-from titans_pt.reproduce.runs import best_learning_rate
-from titans_pt.reproduce.studies import OF_THEIR_OWN, SIZES, SMALL, TARGETS, TWICE, study
+from titans_pt.reproduce.runs import in_order
+from titans_pt.reproduce.studies import LEADING, OF_THEIR_OWN, SIZES, SMALL, TARGETS, study
 from titans_pt.reproduce.study import MODELS, VARIANTS, Row
 from titans_pt.reproduce.tables import cells
 from titans_pt.runs.loaded import differences
@@ -72,7 +72,7 @@ def test_a_timing_that_fails_at_every_length_says_why(tmp_path, monkeypatch):
             return Measurement(case.model, case.length, None, None, failure="" if case.length == works else "no memory")
 
         monkeypatch.setattr(timing, "in_a_process", in_a_process)
-        assert run.complete(run.config, records, 1, 0) == 0
+        assert run.complete(records, 1, 0) == 0
         return [cell.why for cell in cells(asked, [run], records)]
 
     asked = chosen(study("figure9", "tiny"), Order(OUT, ["samba"]))
@@ -82,24 +82,28 @@ def test_a_timing_that_fails_at_every_length_says_why(tmp_path, monkeypatch):
 
 
 def test_a_run_comes_after_the_choice_of_its_rate_and_first_seeds_come_first():
-    names = [run.name for run in runs(models=["swa", "rmt"], rates=(1e-3, 2e-3))]
-    assert names == ["swa-lr0.001", "swa-lr0.002", "swa-s0", "rmt-lr0.001", "rmt-lr0.002", "rmt-s0", "swa-s1"]
+    asked = runs(models=["swa", "rmt"], rates=(1e-3, 2e-3))
+    names = [run.name for run in in_order(asked, Records(OUT))]
+    assert names == ["swa-lr0.001", "swa-lr0.002", "swa-s0", "rmt-lr0.001", "rmt-lr0.002", "rmt-s0", "swa-s1",
+                     "rmt-s1"]  # fmt: skip
 
 
 def test_seeds():
     by_model = {model: [run.config.run.seed for run in runs(models=[model])] for model in ("lmm", "rmt")}
-    assert by_model == {"lmm": [0, 1], "rmt": [0]} and "lmm" in TWICE
+    assert by_model == {"lmm": [0, 1, 2], "rmt": [0, 1]} and set(LEADING) < set(MODELS) and len(LEADING) == 10
     assert [run.config.run.seed for run in runs(models=["rmt"], seeds=[3, 4])] == [3, 4]
     assert [run.config.run.seed for run in runs(size="340m", models=["lmm"])] == [0]
-    for target in ("table5", "figure7", "chunks"):
-        assert {run.config.run.seed for run in runs(target)} == {0}, "a model and its variants have the same"
+    for target, seeds in ("table5", {0, 1, 2}), ("figure7", {0, 1, 2}), ("chunks", {0}):
+        found = {run.name.rpartition("-")[0]: run for run in runs(target)}
+        assert {run.config.run.seed for run in runs(target)} == seeds and len(found) * len(seeds) >= len(runs(target))
 
 
 def test_a_probe_has_a_tenth_of_the_tokens_and_its_own_schedule():
-    probe, whole = runs(models=["rmt"], rates=(1e-3,))
+    [whole] = runs(models=["rmt"], seeds=[0])
+    probe = whole.choice.probe(1e-3)
     assert (whole.config.train.max_steps, whole.config.train.batch_tokens) == (1024, 4096)
     assert (probe.config.train.max_steps, probe.config.train.lr, probe.config.train.warmup_steps) == (102, 1e-3, 20)
-    [short] = runs(models=["rmt"], tokens=4096 * 7)
+    [short] = runs(models=["rmt"], tokens=4096 * 7, seeds=[0])
     assert (short.config.train.max_steps, short.config.train.warmup_steps) == (7, 1)
 
 
@@ -117,21 +121,12 @@ def test_variants_change_a_few_settings_of_the_model_alone():
             assert changed == {word.partition("=")[0]: yaml.safe_load(word.partition("=")[2]) for word in words}
 
 
-def test_the_rule_for_the_learning_rate():
-    def tried(loss, failed=""):
-        return {"trained": {"validation_loss": loss}, "failed": failed}
-
-    assert best_learning_rate({1e-3: tried(3.0), 4e-3: tried(2.5), 8e-3: tried(2.0, "diverged")}) == 4e-3
-    assert best_learning_rate({8e-3: tried(2.5), 4e-3: tried(2.5)}) == 4e-3
-    assert best_learning_rate({4e-3: tried(2.5), 8e-3: tried(None, "diverged")}) == 4e-3
-
-
 def test_a_record_counts_as_long_as_the_settings_of_its_own_model_stay(tmp_path, monkeypatch):
     """A run of before a setting of the memory existed: that of a model without one still is what would be run now."""
     monkeypatch.setattr("titans_pt.config.history.FORMER_DEFAULTS", {"model.memory.writes": False})
     records = Records(tmp_path)
     for model, counts in (("transformer", True), ("lmm", False)):
-        run = runs(models=[model], rates=(1e-3,))[0]
+        run = runs(models=[model])[0].choice.probe(1e-3)
         old = record(run, loss=3.0)
         old["config"]["model"]["memory"].pop("writes")
         records.write(run.name, old)
@@ -143,12 +138,12 @@ def test_a_record_counts_as_long_as_the_settings_of_its_own_model_stay(tmp_path,
 
 
 def test_the_plan_says_what_is_left(tmp_path):
-    planned, records = runs(models=["rmt"], rates=(1e-3, 2e-3)), Records(tmp_path)
-    first, second, whole = planned
+    planned, records = runs(models=["rmt"], rates=(1e-3, 2e-3), seeds=[0]), Records(tmp_path)
+    (whole,) = planned
     assert [row[-1] for row in plan(planned, records).rows] == ["training", "training", "training, text, long", ""]
-    records.write(first.name, record(first, loss=3.0))
-    records.write(second.name, record(second, loss=2.0))
-    assert whole.settled(records).train.lr == 2e-3
+    for probe, loss in zip(whole.probes(records), (3.0, 2.0), strict=True):
+        records.write(probe.name, record(probe, loss=loss))
+    assert whole.settled(records).config.train.lr == 2e-3
     rows = plan(planned, records).rows
     assert [row[-1] for row in rows] == ["nothing", "nothing", "training, text, long", ""]
     assert rows[-1][2] == f"{whole.cost.tokens:,}" == f"{1024 * 4096:,}"

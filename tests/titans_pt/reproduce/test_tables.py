@@ -2,13 +2,15 @@
 
 import math
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.titans_pt.reproduce.records import record, text
 from titans_pt.errors import UserError
 from titans_pt.reproduce import page
-from titans_pt.reproduce.figures import Figure, pool
+from titans_pt.reproduce.figures import Figure, apart, between_seeds, pool
 from titans_pt.reproduce.order import Order, chosen, runs_of
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.studies import study
@@ -20,7 +22,7 @@ from titans_pt.tools.statistics import wilson
 def made(tmp_path):
     """Two seeds of swa, one of gla that failed, mac that was trained and not measured, rmt that was not run."""
     order = Order(tmp_path, models=["swa", "gla", "mac", "rmt"])
-    asked = chosen(study("table1", "tiny"), order)
+    asked = replace(chosen(study("table1", "tiny"), order), rated=False)
     runs, records = runs_of(asked, order), Records(tmp_path / "records")
     by_name = {run.name: run for run in runs}
     for name, measured, failed in (
@@ -71,7 +73,7 @@ def test_pooled_figures():
 def test_how_far_models_are_apart_is_asked_on_the_same_text(tmp_path):
     """Streams differ by nats, models by hundredths: the interval of a difference is that of the differences."""
     order = Order(tmp_path, models=["swa", "gla", "rmt", "mac"], seeds=(0, 1))
-    asked = chosen(study("table1", "tiny"), order)
+    asked = replace(chosen(study("table1", "tiny"), order), rated=False)
     runs, records = runs_of(asked, order), Records(tmp_path)
     streams = {"swa-s0": (2.0, 4.0, 3.0), "swa-s1": (), "gla-s0": (2.0, 4.02, 3.04), "rmt-s0": ()}
     losses = {"swa-s0": 3.0, "swa-s1": 3.2, "gla-s0": 3.02, "rmt-s0": 3.0}
@@ -80,19 +82,67 @@ def test_how_far_models_are_apart_is_asked_on_the_same_text(tmp_path):
             records.write(run.name, record(run, {"text": text(losses[run.name], by_stream=streams[run.name])}))
     table = behind(asked, cells(asked, runs, records))
     assert table.head == ["model", "perplexity"]
-    error = 4.3027 * 0.02 / math.sqrt(3)  # swa's seeds have 3.1, and with streams it is 0, -0.02 and -0.04 behind
-    assert table.rows == [["sliding window", f"0.080 ({0.08 - error:.3f} to {0.08 + error:.3f})"], ["GLA", "best"]]
+    # swa's seeds have 3.1, and with streams it is 0, -0.02 and -0.04 behind; seeds: 0.02 with one degree of freedom.
+    over_streams, over_seeds = 0.02**2 / 3, 0.02 * (1 / 2 + 1)
+    error = 12.7062 * math.sqrt(over_streams + over_seeds)
+    told = f"0.080 ({0.08 - error:.3f} to {0.08 + error:.3f}), a tie"
+    assert table.rows == [["sliding window", told], ["GLA", "best"],
+                          ["standard deviation between seeds", "0.141 (1 degrees of freedom)"]]  # fmt: skip
+    records.path("swa-s1").unlink()
+    alone = behind(asked, cells(asked, runs, records)).rows
+    error = 4.3027 * 0.02 / math.sqrt(3)
+    assert alone == [["sliding window", "best"], ["GLA", f"0.020 ({0.02 - error:.3f} to {0.02 + error:.3f}), a tie"],
+                     ["standard deviation between seeds", "one seed: left out"]]  # fmt: skip
     records.path("gla-s0").unlink()
     assert behind(asked, cells(asked, runs, records)) is None, "one model is behind nobody"
+
+
+@pytest.mark.parametrize(("between", "each", "both", "streams"), [
+    # standard deviations: of seeds, of a model's streams, of seed and stream; number of streams
+    (0.02, 0.06, 0.03, 64), (0.02, 0.0, 0.0, 64), (0.0, 0.06, 0.0, 64), (0.02, 0.06, 0.06, 4),
+])  # fmt: skip
+def test_intervals_of_differences_hold_what_they_promise(between, each, both, streams):
+    """Six models with one to three seeds and known variance components, the first two compared, often."""
+    seeds, rng, samples = (3, 2, 2, 2, 3, 1), np.random.default_rng(0), 600
+    widths, inside, spread = [], 0, []
+    for _ in range(samples):
+        shared, models = rng.normal(0, 1, streams), []
+        for n, count in enumerate(seeds):
+            own = shared + rng.normal(0, each, streams)
+            loss = 3 + n + own + rng.normal(0, between, (count, 1)) + rng.normal(0, both, (count, streams))
+            models.append(pool({seed: Figure("perplexity", row.mean(), 1, by_stream=tuple(row))
+                                for seed, row in enumerate(loss)}))  # fmt: skip
+        found = apart(models[1], models[0], between_seeds(models))
+        inside += abs(found.nats - 1) <= found.error
+        widths.append(found.error)
+        spread.append(found.nats - 1)
+    true = math.sqrt(between**2 * (1 / 3 + 1 / 2) + 2 * each**2 / streams + both**2 * (1 / 3 + 1 / 2) / streams)
+    assert np.std(spread) == pytest.approx(true, rel=0.1)
+    # 0.95, with the error of so many samples below; above, the part of seed and stream that counts twice.
+    assert 0.95 - 3 * math.sqrt(0.95 * 0.05 / samples) < inside / samples <= 1.0
+    assert np.median(widths) < 3.5 * true, "and is not useless"
+
+
+def test_a_tie_is_called_one():
+    def model(*losses):
+        return pool({n: Figure("perplexity", loss, 1, by_stream=(loss, loss)) for n, loss in enumerate(losses)})
+
+    best, near, far = model(3.0, 3.02), model(3.03), model(4.0, 4.02)
+    seeds = between_seeds([best, near, far])
+    assert seeds == pytest.approx((0.0002, 2))
+    error = 4.3027 * math.sqrt(0.0002 * 1.5)
+    assert apart(near, best, seeds).told("+") == f"+0.020 ({0.02 - error:.3f} to {0.02 + error:.3f}), a tie"
+    error = 4.3027 * math.sqrt(0.0002)
+    assert apart(far, best, seeds).told() == f"1.000 ({1 - error:.3f} to {1 + error:.3f})"
 
 
 def test_the_choice_of_learning_rates_is_shown(tmp_path):
     order = Order(tmp_path, models=["rmt"], rates=(1e-3, 2e-3, 4e-3))
     asked = chosen(study("table1", "tiny"), order)
     runs, records = runs_of(asked, order), Records(tmp_path)
-    for run, loss, failed in zip(runs, (3.0, 2.5, 9.0), ("", "", "diverged"), strict=False):
+    for probe, loss, failed in zip(runs[0].probes(records), (3.0, 2.5, 9.0), ("", "", "diverged"), strict=True):
         assert rates(runs, records).rows[0][-1] == "-"
-        records.write(run.name, record(run, failed=failed, loss=loss))
+        records.write(probe.name, record(probe, failed=failed, loss=loss))
     assert rates(runs, records).rows == [["RMT", "3.0000", "2.5000", "failed", "0.002"]]
 
 
@@ -111,7 +161,7 @@ def test_pages(made, tmp_path):
 def test_records_are_of_the_runs_that_are_asked_for(made, tmp_path):
     _, _, records = made
     order = Order(tmp_path, models=["swa"], words=("model.window=64",))
-    other = runs_of(chosen(study("table1", "tiny"), order), order)[0]
+    other = runs_of(replace(chosen(study("table1", "tiny"), order), rated=False), order)[0]
     with pytest.raises(UserError, match=r"swa-s0.json: of a run with model.window=128, asked for is 64; .*--out"):
         other.record(records)
     whole = records.path("swa-s0").read_text()
@@ -125,8 +175,8 @@ def test_records_are_of_the_runs_that_are_asked_for(made, tmp_path):
 def test_a_record_names_no_folder_of_the_machine(tmp_path):
     source = "data.sources=[{kind: files, path: /secret/place/texts}]"
     words = ("data.dir=/secret/place/data", source, "data.tokenizer.path=/secret/place/t.model")
-    order = Order(tmp_path / "secret", models=["rmt"], words=words)
-    [run] = runs_of(chosen(study("table1", "tiny"), order), order)
+    order = Order(tmp_path / "secret", models=["rmt"], seeds=[0], words=words)
+    [run] = runs_of(replace(chosen(study("table1", "tiny"), order), rated=False), order)
     records = Records(tmp_path)
     records.write(run.name, record(run))
     assert "secret" not in records.path(run.name).read_text()

@@ -62,6 +62,9 @@ class StandIn:
     needs: list = field(default_factory=list)
     done: bool = False
 
+    def probes(self, records):
+        return []
+
     def record(self, records):
         return {} if self.done else None
 
@@ -69,9 +72,9 @@ class StandIn:
         return [] if self.done else ["training"]
 
     def settled(self, records):
-        return "config" if all(run.done for run in self.needs) else None
+        return self if all(run.done for run in self.needs) else None
 
-    def complete(self, config, records, ranks, descriptor):
+    def complete(self, records, ranks, descriptor):
         self.log.append(self.name)
         self.done = True
         return 0
@@ -109,6 +112,10 @@ SMALL = [
 ]  # fmt: skip
 
 
+WHOLE = "swa-s0-lr0.01"
+"""The run whose learning rate was chosen from the two given."""
+
+
 def words(prepared: Path, out: Path, steps: int) -> list[str]:
     source = f"data.sources=[{{kind: files, path: {prepared.parent / 'text.jsonl'}}}]"
     return ["reproduce", "table1", "--size", "tiny", "--models", "swa", "--seeds", "0", "--tokens", str(64 * steps),
@@ -123,10 +130,12 @@ def test_a_study_is_done_once(prepared, tmp_path, ranks, monkeypatch, capsys):
     assert "| swa-s0 |" in capsys.readouterr().out and not out.exists()
     assert titans(words(prepared, out, 10)) == 0
     kept = {path: path.stat().st_mtime_ns for path in (out / "records").iterdir()}
-    assert {path.stem for path in kept} == {"swa-lr0.001", "swa-lr0.01", "swa-s0"}
-    record = Records(out / "records").read("swa-s0")
+    assert {path.stem for path in kept} == {"swa-lr0.001", "swa-lr0.01", WHOLE}
+    record = Records(out / "records").read(WHOLE)
+    tried = [Records(out / "records").read(f"swa-lr{rate}")["trained"]["validation_loss"] for rate in (0.001, 0.01)]
+    assert record["rates"] == [[0.001, tried[0]], [0.01, tried[1]]]
     assert record["trained"]["steps"] == 10 and set(record["measured"]) == {"text", "long"}
-    assert "== swa-s0: training, text, long" in capsys.readouterr().out
+    assert f"== {WHOLE}: training, text, long" in capsys.readouterr().out
     table = (out / "table1.md").read_text()
     assert record["trained"]["checkpoint"][:12] in table
 
@@ -139,13 +148,13 @@ def test_a_study_is_done_once(prepared, tmp_path, ranks, monkeypatch, capsys):
     assert "of a run with train.max_steps=1, asked for is 2; choose another folder" in capsys.readouterr().err
 
     record["trained"]["data"]["data"] = "of another edition"
-    Records(out / "records").write("swa-s0", record)
+    Records(out / "records").write(WHOLE, record)
     assert titans(words(prepared, out, 10)) == 2
-    assert f"swa-s0.json: trained on other text than {out}/records/swa-lr0.01.json" in capsys.readouterr().err
+    assert f"{WHOLE}.json: trained on other text than {out}/records/swa-lr0.01.json" in capsys.readouterr().err
     for probe in (out / "records").glob("swa-lr*"):
         probe.unlink()
     assert titans(words(prepared, out, 10)) == 2
-    assert "swa-s0.json: trained on other text than the files in data.dir" in capsys.readouterr().err
+    assert f"{WHOLE}.json: trained on other text than the files in data.dir" in capsys.readouterr().err
 
 
 def test_a_model_more_is_a_row_more(prepared, tmp_path, ranks, monkeypatch):
@@ -173,7 +182,9 @@ def test_a_run_that_diverges_has_a_record_and_any_other_error_none(prepared, tmp
     ends_with(Diverged)
     assert titans(words(prepared, tmp_path, 10)) == 0
     records = Records(tmp_path / "records")
-    assert records.read("swa-s0")["failed"] == said.partition(";")[0] and not records.read("swa-s0")["measured"]
+    failed = records.read("swa-s0-lr0.001")
+    assert failed["failed"] == said.partition(";")[0] and not failed["measured"]
+    assert failed["rates"] == [[0.001, None], [0.01, None]]
     assert f"failed ({said.partition(';')[0]})" in (tmp_path / "table1.md").read_text()
     ends_with(UserError)
     said = "train.max_nonfinite: any other error of the same words"
@@ -191,12 +202,12 @@ def test_several_ranks_that_diverge_have_the_same_record(prepared, tmp_path, mon
     monkeypatch.setattr(sys, "executable", str(launcher))
     more = [*words(prepared, tmp_path, 10), "--ranks", "2", "train.micro_batch=2"]
     assert titans(more) == 0
-    record = Records(tmp_path / "records").read("swa-s0")
+    record = Records(tmp_path / "records").read("swa-s0-lr0.001")
     assert record["failed"] == said and not record["measured"]
-    (tmp_path / "records" / "swa-s0.json").unlink()
+    (tmp_path / "records" / "swa-s0-lr0.001.json").unlink()
     launcher.write_text("#!/bin/sh\nexit 2\n")
     assert titans(more) == 2, "what an earlier training says does not count"
-    assert not (tmp_path / "records" / "swa-s0.json").exists()
+    assert not Records(tmp_path / "records").names("swa-s0")
 
 
 def _until(condition, process: subprocess.Popen):
@@ -212,7 +223,7 @@ def test_killed_three_times_the_table_is_the_same(prepared, tmp_path):
     steps = 60
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     subprocess.run(_titans(words(prepared, undisturbed, steps)), env=ENVIRONMENT, check=True, capture_output=True)
-    run = killed / "runs" / "swa-s0"
+    run = killed / "runs" / WHOLE
     moments = [
         lambda: any((killed / "runs" / "swa-lr0.01" / "checkpoints").glob("step-*3")),
         lambda: any((run / "checkpoints").glob("step-*20")),
@@ -225,8 +236,8 @@ def test_killed_three_times_the_table_is_the_same(prepared, tmp_path):
         ) as process:  # fmt: skip
             _until(moment, process)
             process.kill()
-        assert not (killed / "records" / "swa-s0.json").exists() or moment is moments[-1]
-    assert set(Records(killed / "records").read("swa-s0")["measured"]) < {"text", "long"}, "killed in the middle"
+        assert not Records(killed / "records").names("swa-s0") or moment is moments[-1]
+    assert set(Records(killed / "records").read(WHOLE)["measured"]) < {"text", "long"}, "killed in the middle"
     subprocess.run(_titans(words(prepared, killed, steps)), env=ENVIRONMENT, check=True, capture_output=True)
     assert (killed / "table1.md").read_text() == (undisturbed / "table1.md").read_text()
 
@@ -236,8 +247,8 @@ def test_killed_three_times_the_table_is_the_same(prepared, tmp_path):
 def test_a_run_trains_in_several_processes(prepared, tmp_path):
     more = [*words(prepared, tmp_path, 10), "--ranks", "2", "train.micro_batch=2"]
     subprocess.run(_titans(more), env=ENVIRONMENT, check=True, capture_output=True)
-    assert Records(tmp_path / "records").read("swa-s0")["trained"]["steps"] == 10
-    assert "2 data ranks" in (tmp_path / "runs" / "swa-s0" / "log.txt").read_text()
+    assert Records(tmp_path / "records").read(WHOLE)["trained"]["steps"] == 10
+    assert "2 data ranks" in (tmp_path / "runs" / WHOLE / "log.txt").read_text()
 
 
 def _titans(arguments: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from titans_pt.tools.statistics import half_width, wilson
+from titans_pt.tools.statistics import half_width, half_width_of_sum, variance_within, wilson
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,20 @@ def test_students_t_leaves_a_twentieth_outside(n):
     inside = angles <= math.atan(half_width(1.0, n) / math.sqrt(freedom))
     share = np.trapezoid(density[inside], angles[inside]) / np.trapezoid(density, angles)
     assert share == pytest.approx(0.95, abs=2e-5)
+
+
+def test_variance_within_groups():
+    # Around 2: 1 + 1; around 5: nothing, and no degree of freedom for the group of one.
+    assert variance_within([[1.0, 3.0], [5.0, 5.0, 5.0], [7.0]]) == (2.0 / 3, 3)
+    assert variance_within([[1.0], [2.0]]) == (0.0, 0)
+
+
+def test_half_width_of_a_sum():
+    assert half_width_of_sum([(0.04, 9)]) == half_width(0.2, 10)
+    assert half_width_of_sum([(0.04, 9), (1.0, 0)]) == half_width(0.2, 10), "without degrees of freedom it is left out"
+    # Two equal parts: their degrees of freedom add up. A part of nothing brings none.
+    assert half_width_of_sum([(0.02, 4), (0.02, 4)]) == half_width(0.2, 9)
+    assert half_width_of_sum([(0.04, 4), (0.0, 100)]) == half_width(0.2, 5)
+    # (0.03 + 0.01)^2 / (0.03^2 / 2 + 0.01^2 / 50) = 3.54, rounded down
+    assert half_width_of_sum([(0.03, 2), (0.01, 50)]) == half_width(0.2, 4)
+    assert half_width_of_sum([(0.0, 3)]) == 0.0 and half_width_of_sum([(math.inf, 3)]) == math.inf

@@ -1,0 +1,162 @@
+"""The rule for learning rates: the grid, the runs that it asks for, and what pages show meanwhile."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.titans_pt.reproduce.records import record
+from titans_pt.errors import UserError
+from titans_pt.reproduce.order import Order, chosen, runs_of
+from titans_pt.reproduce.rates import Grid, Progress
+from titans_pt.reproduce.records import Records
+from titans_pt.reproduce.reproduce import plan, planned, show_plan
+from titans_pt.reproduce.runs import in_order
+from titans_pt.reproduce.studies import study
+from titans_pt.reproduce.tables import kept_of, rates, tenths
+
+GROWS = Grid((2e-3, 4e-3, 8e-3), within=(1e-3, 3.2e-2))
+
+
+@pytest.mark.parametrize(("losses", "state"), [
+    ({}, ((2e-3, 4e-3, 8e-3), (2e-3, 4e-3, 8e-3), ())),
+    ({2e-3: 3.0, 8e-3: 1.0}, ((2e-3, 4e-3, 8e-3), (4e-3,), ())),
+    ({2e-3: 3.0, 4e-3: 1.0, 8e-3: 2.0}, ((2e-3, 4e-3, 8e-3), (), (4e-3,))),
+    ({2e-3: 3.0, 4e-3: 2.0, 8e-3: 1.0}, ((2e-3, 4e-3, 8e-3, 1.6e-2), (1.6e-2,), (8e-3,))),
+    ({2e-3: 3.0, 4e-3: 2.0, 8e-3: 1.0, 1.6e-2: 5.0}, ((2e-3, 4e-3, 8e-3, 1.6e-2), (), (8e-3,))),
+    ({2e-3: 3.0, 4e-3: 2.0, 8e-3: 1.0, 1.6e-2: math.inf}, ((2e-3, 4e-3, 8e-3, 1.6e-2), (), (8e-3,))),
+    # Of two equal the smaller, which is at no end.
+    ({2e-3: 3.0, 4e-3: 1.0, 8e-3: 1.0}, ((2e-3, 4e-3, 8e-3), (), (4e-3,))),
+    # To the bound and no further, upwards and downwards.
+    ({2e-3: 5.0, 4e-3: 4.0, 8e-3: 3.0, 1.6e-2: 2.0, 3.2e-2: 1.0},
+     ((2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), (), (3.2e-2, 1.6e-2, 8e-3))),
+    ({1e-3: math.inf, 2e-3: math.inf, 4e-3: math.inf, 8e-3: math.inf},
+     ((1e-3, 2e-3, 4e-3, 8e-3), (), (1e-3, 2e-3))),
+    # What the rule did not ask for does not count: the grid stops at its first best inside.
+    ({2e-3: 3.0, 4e-3: 1.0, 8e-3: 2.0, 1.6e-2: 0.5}, ((2e-3, 4e-3, 8e-3), (), (4e-3,))),
+])  # fmt: skip
+def test_a_grid_grows_until_its_best_is_inside(losses, state):
+    assert GROWS.progress(losses) == Progress(*state)
+
+
+def test_a_grid_given_by_hand_stays():
+    assert Grid((8e-3, 4e-3)).progress({4e-3: 2.0, 8e-3: 1.0}) == Progress((4e-3, 8e-3), (), (8e-3,))
+    assert Grid((8e-3,)).progress({8e-3: 1.0}) == Progress((8e-3,), (), (8e-3,))
+
+
+class Made:
+    """Two seeds of a model, and records of it that nobody trained."""
+
+    def __init__(self, folder, model="rmt", **asked):
+        self.order = Order(folder, models=[model], seeds=(0, 1), **asked)
+        self.study = chosen(study("table1", "tiny"), self.order)
+        self.runs, self.records = runs_of(self.study, self.order), Records(folder / "records")
+        self.first, self.second = self.runs
+
+    def probes(self, *losses: float, failed: tuple[float, ...] = ()):
+        """Records of probes at 2e-3, 4e-3, ..., with these losses."""
+        for n, loss in enumerate(losses):
+            probe = self.first.choice.probe(2e-3 * 2**n)
+            self.records.write(probe.name, record(probe, failed="diverged" if loss in failed else "", loss=loss))
+
+    def whole(self, run, loss: float):
+        self.records.write(run.name, record(run, loss=loss))
+
+    def kept(self):
+        """Learning rate and seeds of what a page shows."""
+        found = kept_of(self.study.rows[0], self.runs, self.records)
+        return {each["trained"]["validation_loss"] for each in found.values()}, sorted(found)
+
+
+def test_probes_are_asked_for_as_records_arrive_and_whole_runs_wait(tmp_path, capsys):
+    made = Made(tmp_path)
+    names = ["rmt-lr0.002", "rmt-lr0.004", "rmt-lr0.008"]
+    assert [run.name for run in in_order(made.runs, made.records)] == [*names, "rmt-s0", "rmt-s1"]
+    made.probes(3.0, 2.0, 1.0)
+    names.append("rmt-lr0.016")
+    assert [run.name for run in in_order(made.runs, made.records)] == [*names, "rmt-s0", "rmt-s1"]
+    assert made.first.settled(made.records) is None
+    show_plan(study("table1", "tiny"), made.order)
+    assert "half or twice that is tried next, from 0.00025 to 0.064." in capsys.readouterr().out
+    made.probes(3.0, 2.0, 1.0, 1.5)
+    ready = made.first.settled(made.records)
+    assert (ready.name, ready.config.train.lr) == ("rmt-s0", 8e-3), "the best is inside: as it was before"
+    assert ready.rates == ((2e-3, 3.0), (4e-3, 2.0), (8e-3, 1.0), (1.6e-2, 1.5))
+    assert ready.config.run.dir == made.first.config.run.dir and ready.settled(made.records) == ready
+    show_plan(study("table1", "tiny"), made.order)
+    assert "half or twice" not in capsys.readouterr().out
+
+
+def test_a_rate_beyond_the_first_grid_is_in_the_name_and_the_record_says_what_was_tried(tmp_path):
+    made = Made(tmp_path)
+    made.probes(4.0, 3.0, 2.0, 1.0, 9.0, failed=(9.0,))
+    ready = made.second.settled(made.records)
+    assert (ready.name, ready.config.train.lr) == ("rmt-s1-lr0.016", 1.6e-2)
+    assert ready.config.run.dir == str(tmp_path / "runs" / "rmt-s1-lr0.016")
+    assert ready.begin({}, "")["rates"] == [[2e-3, 4.0], [4e-3, 3.0], [8e-3, 2.0], [1.6e-2, 1.0], [3.2e-2, None]]
+    assert ready.begin({}, "")["name"] == "rmt-s1-lr0.016"
+
+
+def test_pages_show_what_there_is_at_one_rate(tmp_path):
+    """Two whole runs at the end of the first grid; the rate moves; a whole run at the new one."""
+    made = Made(tmp_path)
+    made.probes(3.0, 2.0, 1.0)
+    for run in made.runs:
+        made.whole(run.at(8e-3, named=False), 3.5)
+    assert made.kept() == ({3.5}, [0, 1]) and made.first.record(made.records) is None
+    line = rates(made.runs, made.records).rows[0]
+    assert line == ["RMT", "3.0000", "2.0000", "1.0000", "not run", "-"]
+    assert [row[-1] for row in plan(made.runs, made.records).rows][3:] == [
+        "training", *["training, if its learning rate changes"] * 2, "",
+    ]  # fmt: skip
+    made.probes(3.0, 2.0, 1.0, 0.5)
+    assert made.kept() == ({3.5}, [0, 1]), "the next probe is open, and nothing was trained at 1.6e-2"
+    made.probes(3.0, 2.0, 1.0, 0.5, 0.7)
+    made.whole(made.first.settled(made.records), 3.4)
+    assert made.kept() == ({3.4}, [0]), "never the means of two rates"
+    assert made.first.record(made.records)["trained"]["validation_loss"] == 3.4
+    assert made.second.record(made.records) is None
+    table = tenths(made.runs, made.records)
+    assert table.rows == [["RMT", "0.008, 0.016", "1.0000, 0.5000", "3.5000, 3.4000", "yes", "yes"]]
+    made.whole(made.first.at(4e-3, named=True), 3.3)
+    table = tenths(made.runs, made.records)
+    losses = ["0.004, 0.008, 0.016", "2.0000, 1.0000, 0.5000", "3.3000, 3.5000, 3.4000"]
+    assert table.rows == [["RMT", *losses, "no", "no"]]
+
+
+def test_rates_by_hand_are_exactly_these_and_stand_beside_the_rule(tmp_path):
+    by_rule, by_hand = Made(tmp_path), Made(tmp_path, rates=(8e-3,))
+    by_rule.probes(3.0, 1.0, 2.0)
+    assert by_rule.first.settled(by_rule.records).name == "rmt-s0"
+    ready = by_hand.first.settled(by_hand.records)
+    assert (ready.name, ready.config.train.lr) == ("rmt-s0-lr0.008", 8e-3)
+    assert by_rule.records.names("rmt-s0") == []
+    by_hand.whole(ready, 3.0)
+    assert by_rule.records.names("rmt-s0") == ["rmt-s0-lr0.008"] and by_rule.kept() == (set(), [])
+    _, full = planned(study("table1", "340m"), Order(tmp_path, models=["rmt"], rates=(1e-3,)))
+    assert not full[0].choice.named, "a size without a rule has no other rates"
+
+
+def test_variants_have_the_rate_of_their_model(tmp_path):
+    order = Order(tmp_path, models=["lmm"], seeds=(0,))
+    runs, records = runs_of(chosen(study("figure7", "tiny"), order), order), Records(tmp_path)
+    for rate, loss in ((2e-3, 2.0), (4e-3, 1.0), (8e-3, 3.0)):
+        probe = runs[0].choice.probe(rate)
+        records.write(probe.name, record(probe, loss=loss))
+    assert {run.settled(records).config.train.lr for run in runs} == {4e-3}
+    assert [run.settled(records).name for run in runs] == ["lmm-depth-1-s0", "lmm-s0", "lmm-depth-3-s0",
+                                                           "lmm-depth-4-s0"]  # fmt: skip
+
+
+def test_a_record_of_another_rate_inside_the_grid_is_refused(tmp_path):
+    made = Made(tmp_path)
+    made.probes(3.0, 1.0, 2.0)
+    made.whole(made.first.at(8e-3, named=False), 3.0)
+    with pytest.raises(UserError, match=r"rmt-s0.json: of a run with train.lr=0.008, asked for is 0.004"):
+        made.first.record(made.records)
+
+
+def test_without_a_rule_the_configured_rate_is_taken(tmp_path):
+    asked = replace(study("table1", "tiny"), rated=False)
+    run = runs_of(asked, Order(tmp_path, models=["rmt"]))[0]
+    assert run.settled(Records(tmp_path)) == run and not run.probes(Records(tmp_path))
