@@ -490,6 +490,18 @@ def test_a_table_is_that_of_its_records(page, head):
     assert {row.count("|") for row in lines} == {table[1].partition("\n")[0].count("|")}, "a column is missing"
 
 
+@pytest.mark.parametrize(("page", "most"), [(TINY, 4), (BASELINES, 1)])
+def test_hours_of_eight_gpus_are_those_of_the_plans(page, most):
+    """The hours that pages give beside a command are an eighth of the plan's in docs/reproduce.md."""
+    plans = {row.split("`")[1]: [cell.strip() for cell in row.split("|")[5:7]]
+             for row in REPRODUCE.read_text().splitlines() if row.startswith("| `titans reproduce")}  # fmt: skip
+    said = re.findall(r"`(titans\s+reproduce\s+\w+\s+--size\s+\w+)`[^`]*?(\d+)\s+to\s+(\d+)\s+hours", page.read_text())
+    assert len(said) == most
+    for command, *hours in said:
+        planned_hours = plans[f"{' '.join(command.split())} --dry-run"]
+        assert hours == [f"{int(each.replace(',', '')) / 8:.0f}" for each in planned_hours]
+
+
 def test_what_models_of_text_are_read_as():
     """The leads and ties that docs/tiny.md names."""
     rows = {row[0].row.model: row for row in found("table1")[2]}
