@@ -11,9 +11,10 @@ from titans_pt.reproduce.order import Order, chosen, runs_of
 from titans_pt.reproduce.rates import Grid, Progress
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.reproduce import plan, planned, show_plan
-from titans_pt.reproduce.runs import in_order
+from titans_pt.reproduce.runs import Run, in_order
 from titans_pt.reproduce.studies import study
 from titans_pt.reproduce.tables import kept_of, rates, tenths
+from titans_pt.reproduce.work import work
 
 GROWS = Grid((2e-3, 4e-3, 8e-3), within=(1e-3, 3.2e-2))
 
@@ -85,6 +86,25 @@ def test_probes_are_asked_for_as_records_arrive_and_whole_runs_wait(tmp_path, ca
     assert ready.config.run.dir == made.first.config.run.dir and ready.settled(made.records) == ready
     show_plan(study("table1", "tiny"), made.order)
     assert "half or twice" not in capsys.readouterr().out
+
+
+def test_work_tries_rates_until_the_best_is_inside_and_then_trains(tmp_path, monkeypatch):
+    losses = {2e-3: 4.0, 4e-3: 3.0, 8e-3: 2.0, 1.6e-2: 1.0, 3.2e-2: 1.5}
+    made, log = Made(tmp_path), []
+
+    def complete(run, records, ranks, claim):
+        log.append(run.name)
+        measured = {measure.name: {} for measure in run.measures}
+        records.write(run.name, record(run, measured, loss=losses[run.config.train.lr]))
+        return 0
+
+    monkeypatch.setattr(Run, "complete", complete)
+    assert work(made.runs, tmp_path, made.records, 1, lambda: None) == 0
+    probes = ["rmt-lr0.002", "rmt-lr0.004", "rmt-lr0.008", "rmt-lr0.016", "rmt-lr0.032"]
+    assert log == [*probes, "rmt-s0-lr0.016", "rmt-s1-lr0.016"]
+    kept = made.records.read("rmt-s1-lr0.016")
+    assert kept["rates"] == [list(pair) for pair in losses.items()] and kept["trained"]["validation_loss"] == 1.0
+    assert work(made.runs, tmp_path, made.records, 1, lambda: None) == 0 and len(log) == 7
 
 
 def test_a_rate_beyond_the_first_grid_is_in_the_name_and_the_record_says_what_was_tried(tmp_path):
