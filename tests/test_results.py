@@ -6,7 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -400,6 +400,7 @@ CONVERTED = {
     "window": "window 64, 4 sinks",
     "transfer-29": "memories, stage 1 of 29 steps",
     "transfer": "memories, stage 1 of 100 steps",
+    "never": "never written in training, stage 1 of 100 steps",
     "memory": "memories, stage 2 of 16 steps",
     "memory-lora": "memories and low-rank adapters, stage 2 of 16 steps",
     "lora": "window, low-rank adapters, 16 steps",
@@ -408,10 +409,19 @@ CONVERTED = {
 """Records of docs/results/conversion -> what the page calls the model."""
 
 
-def of_conversion() -> dict[str, dict[int, list[list[float]]]]:
+LONGER = {
+    "full-6144": "full attention",
+    "window-6144": "window 64, 4 sinks",
+    "memory-96": "memories",
+    "never-96": "the same network, never written in training",
+}
+"""The same after stage 2 of 96 steps, on twice the text."""
+
+
+def of_conversion(files: dict[str, str]) -> dict[str, dict[int, list[list[float]]]]:
     """Scores of SmolLM2-135M -> stream -> [n, sum, sum of squares] of each bucket of positions."""
     found: dict[str, dict[int, list[list[float]]]] = {}
-    for file, name in CONVERTED.items():
+    for file, name in files.items():
         for text in (RESULTS / f"conversion/{file}.jsonl").read_text().splitlines():
             row = json.loads(text)
             never = ", never written" if row["freeze_after"] == 0 else ""
@@ -431,9 +441,9 @@ NEAR, BEYOND = slice(0, 7), slice(7, 10)
 """Positions 1 to 64, and 65 to 512."""
 
 
-def beyond_the_window() -> list[str]:
+def beyond_the_window(files: dict[str, str] = CONVERTED) -> list[str]:
     """Losses by position, and what is gained over the window beyond it, paired by stream."""
-    found = of_conversion()
+    found = of_conversion(files)
     window, lines = nats(found["window 64, 4 sinks"], BEYOND), []
     for name, streams in found.items():
         buckets = NEAR, slice(7, 8), slice(8, 9), slice(9, 10)
@@ -451,7 +461,11 @@ def which_layers() -> list[str]:
 
 
 PAGES = {
-    CONVERSION: {"| SmolLM2-135M |": beyond_the_window, "| layers with full attention |": which_layers},
+    CONVERSION: {
+        "| SmolLM2-135M |": beyond_the_window,
+        "| 96 steps of next tokens |": partial(beyond_the_window, LONGER),
+        "| layers with full attention |": which_layers,
+    },
     README: {"| model | perplexity at 512 tokens |": overview},
     PAGE: {
         "| model | seeds | perplexity at 512 tokens |": models_in_short,
@@ -647,7 +661,7 @@ def test_what_forecasts_are_read_as():
 
 def test_what_a_conversion_is_read_as():
     """The claims of docs/conversion.md."""
-    found, text = of_conversion(), CONVERSION.read_text()
+    found, text = of_conversion(CONVERTED), CONVERSION.read_text()
     full, window = (nats(found[name], BEYOND) for name in ("full attention", "window 64, 4 sinks"))
     cost = sum(window[start] - loss for start, loss in full.items())
     for steps, share in ((29, "5 %"), (100, "7 %")):
@@ -672,12 +686,20 @@ def test_what_a_conversion_is_read_as():
             before = nats(found[less], part)
             worth = [before[s] - loss for s, loss in nats(found[more], part).items()]
             assert f"{sum(worth) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
+    longer = of_conversion(LONGER)
+    memories, control = longer["memories"], longer["the same network, never written in training"]
+    for part in (BEYOND, NEAR):
+        for without in (control, longer["memories, never written"]):
+            before = nats(without, part)
+            worth = [before[s] - loss for s, loss in nats(memories, part).items()]
+            assert f"{abs(sum(worth)) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
     mixed = nats(found["LiZA, low-rank adapters, 16 steps"], BEYOND)
     worse = [loss - window[start] for start, loss in mixed.items()]
     assert f"{sum(worse) / len(worse):.3f} ± {standard_error(worse):.3f} nats above" in text
-    steps = [loss for _, loss in json.loads((RESULTS / "conversion/transfer-training.json").read_text())["steps"]]
-    assert len(steps) == 100 and sum(steps[20:40]) / 20 == pytest.approx(0.82, abs=0.005)
-    assert sum(steps[-10:]) / 10 == pytest.approx(0.73, abs=0.005)
+    for record, learned in (("transfer", (0.82, 0.73)), ("never", (0.84, 0.74))):
+        steps = [loss for _, loss in json.loads((RESULTS / f"conversion/{record}-training.json").read_text())["steps"]]
+        means = sum(steps[20:40]) / 20, sum(steps[-10:]) / 10
+        assert len(steps) == 100 and means == pytest.approx(learned, abs=0.005)
 
 
 if __name__ == "__main__":
