@@ -46,14 +46,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from titans_pt.kernels.blocks import Layout, cut, join, runs
-from titans_pt.kernels.memory import mlp
+from titans_pt.kernels.memory import mlp, native
 from titans_pt.kernels.memory.call import Backend, MemoryCall
-from titans_pt.kernels.memory.chunked import MAX_BLOCK
+from titans_pt.kernels.memory.chunked import MAX_BLOCK, in_c
 from titans_pt.kernels.memory.coefficients import Coefficients, Ends
 from titans_pt.kernels.memory.dual import Aim, Keys, key_side
 from titans_pt.kernels.memory.erasure import Decay, Erasing, erasing
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import Own, Rule
+from titans_pt.kernels.memory.scan import ScanPlan
 from titans_pt.kernels.memory.soup import Soup
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 from titans_pt.kernels.memory.tree import leaves, rebuilt
@@ -64,11 +65,13 @@ CHANNELWISE_BLOCK = 16
 each layer."""
 
 
-def blockwise_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
+def blockwise_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, MemoryState]:
     """Outputs (B, T, H, D) and the state after them.
 
     Memory beyond inputs and outputs: the state (three weight sets) per ``save_every`` blocks, and what autograd keeps
     of that many; None is the square root of the number of blocks.
+
+    compiled: each block by native.NativeScan; what is not linear stays with PyTorch's operators.
     """
     call = call.of_rows()
     assert call.state is not None
@@ -88,7 +91,7 @@ def blockwise_memory(call: MemoryCall) -> tuple[Tensor, MemoryState]:
     begin = fold(call.weights)
     affine = () if call.norm is None else tuple(p.reshape(batch * heads, 1, -1) for p in call.norm)
     soup = call.soup and Soup(tuple(map(fold, call.soup.weights)), call.soup.shares)
-    scan = _Scan(call, affine, begin, soup)
+    scan = _Scan(call, affine, begin, soup, compiled)
     shares = () if soup is None else (soup.shares.to(call.q.dtype),)
     W, S, frozen = fold(call.state.weights), fold(call.state.momentum), fold(call.state.chunk_weights)
     if call.to_start:
@@ -158,8 +161,8 @@ class _Scan:
     differences to it, forgotten to zero, and queries meet M_0 + W.
     """
 
-    def __init__(self, call: MemoryCall, norm: Weights, begin: Weights, soup: Soup | None = None):
-        self.soup = soup
+    def __init__(self, call: MemoryCall, norm: Weights, begin: Weights, soup: Soup | None, compiled: bool):
+        self.soup, self.compiled = soup, compiled
         self.network, self.rule, self.channelwise = call.network, call.rule, call.channelwise
         self.author, self.heads = call.author, call.q.shape[2]
         self.reads_start, self.to_start, self.norm, self.begin = call.reads_start, call.to_start, norm, begin
@@ -191,6 +194,12 @@ class _Scan:
             if new_chunk[n] is not False and not self.rule.nonlinear:
                 frozen = choose(new_chunk[n], plus(W, self.begin) if self.to_start else W, frozen)
             here = None if valid is None else valid[n]
+            if self.compiled:
+                out, W, S = self._block_in_c(q_n, writes, W, S, frozen)
+                outputs.append(out)
+                if ends_chunk[n] is not False:
+                    W, frozen = self._closed(ends_chunk[n], _last(writes.own, here), W, S, frozen)
+                continue
             answers = None
             if writes is None:
                 answers = self._answer(q_n, frozen)
@@ -211,6 +220,20 @@ class _Scan:
                 last = _last(own, here)
                 W, frozen = self._closed(ends_chunk[n], last, W, S, frozen)
         return torch.stack(outputs), W, S, frozen, recent
+
+    def _block_in_c(
+        self, q: Tensor, writes: _Writes, W: Weights, S: Weights, frozen: Weights
+    ) -> tuple[Tensor, Weights, Weights]:
+        """Outputs of a block that reads its chunk's start, (N, c, D), and W and S after it."""
+        network, layers = self.network, self.network.depth
+        one = writes.theta.shape[-1]  # gates: one for all layers, or one each
+        ends = [(c.a, c.b, c.p.mT, c.m, c.e) for c in writes.coefficients[:one]]
+        coefficients = [torch.stack(x).unsqueeze(1) for x in zip(*ends, strict=True)]
+        tokens = (x.unsqueeze(0) for x in (q, writes.k, writes.v))
+        threshold = (gate.unsqueeze(0) for gate in writes.own[: native.thresholds(self.rule)])
+        plan = ScanPlan([False], [False], network, self.rule, False, one, 1, torch.is_grad_enabled(), at_start=True)
+        found = native.NativeScan.apply(plan, *tokens, *coefficients, *threshold, *self.norm, *W, *S, *frozen)
+        return found[0].squeeze(0), found[1 : 1 + layers], found[1 + layers : 1 + 2 * layers]
 
     def _writes(
         self, k: Tensor, v: Tensor, theta: Tensor, eta: Tensor, alpha: Tensor, *own: Tensor, valid: Tensor | None
@@ -448,4 +471,13 @@ def _unserved(call: MemoryCall) -> str | None:
     return None if own else "chunked.py serves it, faster"
 
 
+def _in_c(call: MemoryCall) -> str | None:
+    if not call.rule.nonlinear:
+        return "chunked.py serves it, faster"
+    if call.rule.window > 1:
+        return f"the memory rule is {call.rule.name}, with a window (model.memory.rule)"
+    return in_c(call)
+
+
 BLOCKWISE = Backend(_unserved, blockwise_memory)
+NATIVE_BLOCKS = Backend(_in_c, partial(blockwise_memory, compiled=True))

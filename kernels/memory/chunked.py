@@ -28,10 +28,12 @@ from torch import Tensor
 
 from titans_pt.kernels.blocks import Layout, cut, join, runs
 from titans_pt.kernels.memory import native
-from titans_pt.kernels.memory.call import Backend, MemoryCall, rule_alone
+from titans_pt.kernels.memory.call import Backend, MemoryCall
+from titans_pt.kernels.memory.coefficients import Coefficients
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.scan import MemoryScan, ScanPlan
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose, state_dtype
+from titans_pt.kernels.memory.window import Wide, band
 
 MAX_BLOCK = 64
 """Tokens of a compute block at most: the (block x block) products then stay small whatever the gradient chunk."""
@@ -41,14 +43,14 @@ KEEP_BYTES = 2**24
 """Most bytes that a call keeps for its backward pass, beyond inputs and outputs."""
 
 
-def chunked_memory(call: MemoryCall, in_c: bool = False) -> tuple[Tensor, MemoryState]:
+def chunked_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, MemoryState]:
     """Outputs (B, T, H, D) and the state after them.
 
     Memory beyond inputs and outputs, for the backward pass: one (W, S, chunk W) per ``save_every`` blocks, and the
     intermediates of ``save_every`` blocks. None: everything where that is no more than KEEP_BYTES, else the square root
     of the number of blocks, or as many as GROUP_BYTES hold.
 
-    in_c: by native.NativeScan, not by PyTorch operators.
+    compiled: by native.NativeScan, not by PyTorch operators.
     """
     call = call.of_rows()
     state, network, reset, to_start, save_every = call.state, call.network, call.reset, call.to_start, call.save_every
@@ -63,41 +65,89 @@ def chunked_memory(call: MemoryCall, in_c: bool = False) -> tuple[Tensor, Memory
     begin = fold(call.weights) if reset is not None or to_start else ()
     affine = () if call.norm is None else tuple(p.reshape(batch * heads, 1, -1) for p in call.norm)
     running = fold(state.weights)
-    if to_start and not in_c:
+    if to_start and not compiled:
         running = tuple(w - w0 for w, w0 in zip(running, begin, strict=True))
+    wide = None
+    if call.rule.window > 1:  # in C, where rows are cut alike
+        gone = blocks.new_chunk if call.rule.border == "truncate" else blocks.new_document
+        wide = Wide(state.recent, [call.k, call.v, *call.own], blocks, gone)
     carry = (*running, *fold(state.momentum), *fold(state.chunk_weights))
     outputs = []
     for first, last, tokens in runs(blocks):
         layout = Layout(blocks, first, last, tokens, heads)
         new = layout.rows(blocks.new_chunk, device), layout.rows(blocks.new_document, device)
-        whole = in_c and blocks.index is None  # C reads tokens where they are
+        # C reads tokens where they are, unless a window reads some of them twice.
+        whole = compiled and blocks.index is None and wide is None
         inputs = [x[:, tokens] if whole else layout.fold(x) for x in (call.q, call.k, call.v)]
-        gates = [g[:, tokens] if whole else layout.fold(g).movedim(-1, 0) for g in (call.theta, call.eta, call.alpha)]
-        valid = layout.valid(device)
-        if in_c:
-            group, keep = native.group(layout.count, batch * heads, network, call.q.element_size(), save_every)
-            scan, gates = native.NativeScan, (*gates, valid)
+        own = [layout.fold(gate) for gate in call.own]
+        there = None
+        if wide is not None:
+            (inputs[1], inputs[2], *wide_own), there = wide.of(layout)
+        gates = _coefficients(call, layout, own, there)
+        plan = ScanPlan(*new, network, call.rule, to_start, call.theta.shape[-1], 0, False, whole, call.reads_start)
+        if compiled:
+            if call.reads_start:
+                gates[:3] = (x[..., -1:, :] for x in gates[:3])
+            plan.group, plan.keep = native.group(
+                layout.count, batch * heads, network, call.q.element_size(), save_every
+            )
+            threshold = (own if wide is None else wide_own)[: native.thresholds(call.rule)]
+            out, *carry = native.NativeScan.apply(plan, *inputs, *gates, *threshold, *affine, *begin, *carry)
         else:
-            group, keep = _groups(layout.count, _block_bytes(inputs[0], network), save_every)
-            own = tuple(layout.fold(gate) for gate in call.own)
-            scan, gates = MemoryScan, (*own, *call.rule.coefficients(*gates, own, valid))
-        plan = ScanPlan(*new, network, call.rule, to_start, call.theta.shape[-1], group, keep)
-        out, *carry = scan.apply(plan, *inputs, *gates, *affine, *begin, *carry)
+            plan.group, plan.keep = _groups(layout.count, _block_bytes(inputs[0], network), save_every)
+            out, *carry = MemoryScan.apply(plan, *inputs, *own, *gates, *affine, *begin, *carry)
         outputs.append(out if whole else layout.unfold(out))
 
-    if to_start and not in_c:
+    if to_start and not compiled:
         carry[:layers] = [w0 + w for w0, w in zip(begin, carry[:layers], strict=True)]
     parts = [tuple(w.view(batch, heads, *w.shape[1:]) for w in carry[n * layers : (n + 1) * layers]) for n in range(3)]
     ended = (blocks.offset == 0).tolist()
     fresh = parts[0] if all(ended) else parts[2]
     if any(ended) and not all(ended):
         fresh = choose(torch.tensor(ended, device=device), parts[0], parts[2])
-    return join(outputs, blocks, length), MemoryState(parts[0], parts[1], fresh, blocks.offset)
+    recent = state.recent if wide is None else wide.left()
+    return join(outputs, blocks, length), MemoryState(parts[0], parts[1], fresh, blocks.offset, recent)
+
+
+def _coefficients(call: MemoryCall, layout: Layout, own: list[Tensor], there: Tensor | None) -> list[Tensor]:
+    """The fields of Coefficients of a run's blocks, (gate_layers, n, N, ...); own (n, N, c, 1) each. there: of a window,
+    see :meth:`Wide.of`."""
+    theta, eta, alpha = (layout.fold(gate).movedim(-1, 0) for gate in (call.theta, call.eta, call.alpha))
+    alone = torch.ones_like(theta) if there is not None else theta
+    found = call.rule.coefficients(alone, eta, alpha, tuple(own), layout.valid(theta.device))
+    if there is None:
+        return list(found)
+    reach = band(theta.unsqueeze(-1) * call.rule.shares(tuple(own)), there)
+    return list(vars(Coefficients(*found).through(reach)).values())
+
+
+def in_c(call: MemoryCall) -> str | None:
+    """Reason why C, in whole scans or block by block, does not serve a call; None if it does."""
+    rule = call.rule
+    if rule.compiled_loss is None or rule.erases or call.network.inputs is not None:
+        return f"the memory rule is {rule.name} with these settings (model.memory.rule), which C does not know"
+    if call.channelwise:
+        return "alpha has one value per channel (model.memory.alpha=channel)"
+    if call.soup is not None or call.author is not None:
+        return "weights of several memories are read at once, or the memory writes what it is asked"
+    if call.reads_start and call.chunk_size > MAX_BLOCK:
+        return f"tokens read the memory of their chunk's start, in chunks longer than {MAX_BLOCK}"
+    return native.unserved(call.q.new_empty(0, dtype=state_dtype(call.q)), call.network)
 
 
 def _in_c(call: MemoryCall) -> str | None:
-    reason = rule_alone(call.rule, call.channelwise, call.stale, call.soup is not None)
-    return reason or native.unserved(call.q.new_empty(0, dtype=state_dtype(call.q)), call.network)
+    if call.rule.nonlinear:
+        return f"the memory rule is {call.rule.name}, which is not linear"
+    if call.rule.window > 1 and (call.rule.border == "carry" or not _alike(call)):
+        return "windows carry gradients (border=carry), or documents begin at different tokens of the rows"
+    return in_c(call)
+
+
+def _alike(call: MemoryCall) -> bool:
+    """Whether blocks are cut alike in every row."""
+    state, reset = call.state, call.reset
+    offsets = state is None or bool((state.offset == state.offset[0]).all())
+    return offsets and (reset is None or bool((reset == reset[:1]).all()))
 
 
 def _unserved(call: MemoryCall) -> str | None:
@@ -125,4 +175,4 @@ def _groups(count: int, block_bytes: int, save_every: int | None) -> tuple[int, 
 
 
 CHUNKED = Backend(_unserved, chunked_memory)
-NATIVE = Backend(_in_c, partial(chunked_memory, in_c=True))
+NATIVE = Backend(_in_c, partial(chunked_memory, compiled=True))

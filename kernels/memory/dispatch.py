@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titans_pt.kernels.common import no_autocast, warn_once
 from titans_pt.kernels.memory import mlp
-from titans_pt.kernels.memory.blockwise import BLOCKWISE
+from titans_pt.kernels.memory.blockwise import BLOCKWISE, NATIVE_BLOCKS
 from titans_pt.kernels.memory.call import Author, Backend, MemoryCall, rule_alone, wrong
 from titans_pt.kernels.memory.chunked import CHUNKED, NATIVE
 from titans_pt.kernels.memory.naive import NAIVE
@@ -175,7 +175,7 @@ def chosen(call: MemoryCall, backend: str) -> Backend:
         wrong(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
     if backend != "auto":
         names: tuple[str, ...] = (backend,)
-    elif call.reads_start or call.soup:
+    elif (call.reads_start or call.soup) and call.q.device.type in GPU:
         names = ("chunked",)
     else:
         names = ("triton" if call.q.device.type in GPU else "native", "chunked")
@@ -208,7 +208,12 @@ def _run_triton(call: MemoryCall) -> tuple[Tensor, MemoryState]:
 
 
 TRITON = Backend(_triton_serves, _run_triton)
-_NAMED = {"triton": (TRITON,), "native": (TOKEN, NATIVE), "chunked": (CHUNKED, BLOCKWISE), "naive": (NAIVE,)}
+_NAMED = {
+    "triton": (TRITON,),
+    "native": (TOKEN, NATIVE, NATIVE_BLOCKS),
+    "chunked": (CHUNKED, BLOCKWISE),
+    "naive": (NAIVE,),
+}
 """Backend by its name -> implementations, of which the first that serves a call runs it."""
 
 

@@ -22,6 +22,8 @@ class ScanPlan:
     to_start: whether forgetting leads to M_0, not to zero. gate_layers: 1 or L.
     group: blocks whose queries are read at once. keep: whether a forward pass keeps what its backward pass needs;
     else it keeps the state at each group's start, from which the group is computed again.
+    whole, at_start: of native.NativeScan alone. Whether tokens are where the caller has them; whether they read their
+    chunk's start.
     """
 
     new_chunk: list
@@ -32,6 +34,8 @@ class ScanPlan:
     gate_layers: int
     group: int
     keep: bool
+    whole: bool = False
+    at_start: bool = False
 
 
 COEFFICIENTS = len(fields(Coefficients))

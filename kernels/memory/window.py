@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titans_pt.kernels.blocks import Blocks, Layout
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import Rule
 
@@ -46,3 +47,42 @@ def band(shares: Tensor, there: Tensor) -> Tensor:
     rows = F.pad(shares.flip(-1), (0, c)).flatten(-2)[..., : c * (w + c)]  # each row one place further right
     found = rows.unflatten(-1, (c, w + c))
     return torch.cat([found[..., :w] * there.mT, found[..., w:]], -1)
+
+
+class Wide:
+    """Blocks that are cut alike in every row, with the keys of the w tokens before each of them.
+
+    recent: :data:`Recent` before the first token, (B, H, w, .) each. tokens: k, v and own gates, (B, T, H, .) each.
+    gone: whether, per block, nothing before it is in its window.
+    """
+
+    def __init__(self, recent: Recent, tokens: list[Tensor], blocks: Blocks, gone: list[bool]):
+        self.w = recent[0].shape[2]
+        there, *kept = (x.transpose(1, 2) for x in recent)
+        self.joined = [torch.cat([old, x], 1) for old, x in zip(kept, tokens, strict=True)]
+        self.there = torch.cat([there, there.new_ones(*tokens[0].shape[:3], 1)], 1)
+        starts = torch.tensor([0, *blocks.lengths]).cumsum(0)[:-1]
+        self.starts = starts.to(there.device)
+        self.first = torch.where(torch.tensor(gone), starts, -self.w).cummax(0).values.to(there.device)
+
+    def of(self, layout: Layout) -> tuple[list[Tensor], Tensor]:
+        """Of a run's n blocks: k, v and own gates, (n, N, w + c, .) each, and whether the first w are there,
+        (n, N, w, 1)."""
+        tokens = layout.tokens
+        part = slice(tokens.start, tokens.stop + self.w)  # the token t stands at w + t
+        c = (tokens.stop - tokens.start) // layout.count
+
+        def fold(x: Tensor) -> Tensor:
+            windows = x[:, part].unfold(1, self.w + c, c)  # (B, n, H, ., w + c)
+            return windows.permute(1, 0, 2, 4, 3).flatten(1, 2)
+
+        place = self.starts[layout.span, None] + torch.arange(-self.w, 0, device=self.first.device)
+        seen = place >= self.first[layout.span, None]
+        return [fold(x) for x in self.joined], fold(self.there)[..., : self.w, :] * seen[:, None, :, None]
+
+    def left(self) -> Recent:
+        """:data:`Recent` after the last token."""
+        length = self.there.shape[1] - self.w
+        place = torch.arange(length - self.w, length, device=self.first.device)
+        there = self.there[:, -self.w :] * (place >= self.first[-1])[:, None, None]
+        return tuple(x.transpose(1, 2) for x in (there, *(x[:, -self.w :] for x in self.joined)))

@@ -5,6 +5,7 @@ PyTorch operators over all rows at once move every weight set through the shared
 
 import ctypes
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from titans_pt.kernels import native
 from titans_pt.kernels.memory.network import NetworkShape
+from titans_pt.kernels.memory.rules import Rule
 
 SOURCE = Path(__file__).with_name("scan.c")
 HEADER = Path(__file__).with_name("network.h")
@@ -24,13 +26,23 @@ KEEP_BYTES = 2**24
 others again takes less time than touching new memory."""
 
 
+LOSSES = {"squared": False, "huber": True, "coordinate": True}
+"""Losses in the order of scan.c, and whether they have a threshold; see Rule.compiled_loss."""
+
+
+def _integers(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_int64) for name in names]
+
+
+class _Places(ctypes.Structure):
+    _fields_ = _integers("heads", "batch", "head", "block", "token")
+
+
 class _Call(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_int64)
-        for name in ("blocks", "rows", "tokens", "layers", "width", "hidden", "gate_layers",
-                     "activation", "norm", "residual", "to_start", "every",
-                     "heads", "batch", "head", "block", "token",
-                     "gate_batch", "gate_head", "gate_block", "gate_token", "gate_layer")
+        *_integers("blocks", "rows", "tokens", "keys", "layers", "width", "hidden", "gate_layers"),
+        *_integers("activation", "norm", "residual", "to_start", "loss", "at_start", "every"),
+        ("query", _Places), ("key", _Places),
     ]  # fmt: skip
 
 
@@ -40,9 +52,13 @@ def _pointers(*names: str, per_layer: tuple[str, ...] = (), last: tuple[str, ...
     return [*single, *layers, *((name, ctypes.c_void_p) for name in last)]
 
 
+GIVEN = ("q", "k", "v", "A", "B", "mix", "m", "e")
+"""Tensors of every call, in order: queries, keys, values and the fields of Coefficients."""
+
+
 class _Inputs(ctypes.Structure):
     _fields_ = _pointers(
-        "q", "k", "v", "theta", "eta", "alpha", "valid", "gamma", "beta", "new_chunk", "new_document",
+        *GIVEN, "threshold", "gamma", "beta", "new_chunk", "new_document",
         per_layer=("begin", "W", "S", "F"), last=("kept",),
     )  # fmt: skip
 
@@ -52,9 +68,7 @@ class _Outputs(ctypes.Structure):
 
 
 class _Gradients(ctypes.Structure):
-    _fields_ = _pointers(
-        "out", "q", "k", "v", "theta", "eta", "alpha", "gamma", "beta", per_layer=("begin", "W", "S", "F")
-    )
+    _fields_ = _pointers("out", *GIVEN, "threshold", "gamma", "beta", per_layer=("begin", "W", "S", "F"))
 
 
 def unserved(x: Tensor, network: NetworkShape, source: Path = SOURCE) -> str | None:
@@ -64,62 +78,67 @@ def unserved(x: Tensor, network: NetworkShape, source: Path = SOURCE) -> str | N
     return native.unserved(source, x)
 
 
-class NativeScan(torch.autograd.Function):
-    """apply(plan, q, k, v, theta, eta, alpha, valid, *norm, *begin, *W, *S, *F) -> (out, *W, *S, *F).
+def thresholds(rule: Rule) -> int:
+    """Number of the rule's own gates, its first, that its loss reads."""
+    assert rule.compiled_loss is not None
+    return int(LOSSES[rule.compiled_loss])
 
-    Blocks that are the same in every row, valid None: q, k, v (B, n c, H, D), gates (B, n c, H, gate_layers). Else
-    q, k, v (n, N, c, D), gates (gate_layers, n, N, c), valid (n, N, c). The others and the results as those of
+
+class NativeScan(torch.autograd.Function):
+    """apply(plan, q, k, v, *coefficients, *threshold, *norm, *begin, *W, *S, *F) -> (out, *W, *S, *F).
+
+    q (n, N, c, D), k and v (n, N, keys, D); with plan.whole all three (B, n c, H, D). coefficients: the fields of Coefficients for
+    these keys, (gate_layers, n, N, ...); with plan.at_start A, B and mix have only their last line. threshold: of a loss
+    that has one, (n, N, keys, 1). The others and the results as those of
     :class:`titans_pt.kernels.memory.scan.MemoryScan`, but W is always the memory's weights.
     """
 
     @staticmethod
-    def forward(ctx, plan, q: Tensor, k: Tensor, v: Tensor, theta: Tensor, eta: Tensor, alpha: Tensor, valid, *rest):
-        layers, blocks, rows = plan.network.depth, len(plan.new_chunk), rest[-1].shape[0]
-        tensors = [x.contiguous() for x in (q, k, v, theta, eta, alpha, *rest)]
-        if valid is not None:
-            valid = valid.to(q.dtype).contiguous()
-        call = _call(plan, tensors[0], valid is not None, rows)
-        compiled = native.library(SOURCE, q.dtype)
+    def forward(ctx, plan, *tensors: Tensor):
+        layers, blocks, rows = plan.network.depth, len(plan.new_chunk), tensors[-1].shape[0]
+        tensors = tuple(x.contiguous() for x in tensors)
+        call = _call(plan, tensors)
+        compiled = native.library(SOURCE, tensors[0].dtype)
         compiled.set_size.restype = ctypes.c_int64
         kept = None
         if plan.keep:
             call.every = plan.group
-            kept = q.new_empty(-(-blocks // plan.group) * rows * 3 * compiled.set_size(ctypes.byref(call)))
+            kept = tensors[0].new_empty(-(-blocks // plan.group) * rows * 3 * compiled.set_size(ctypes.byref(call)))
         flags = _flags(plan.new_chunk, rows), _flags(plan.new_document, rows)
-        inputs = _inputs(plan, tensors, valid, flags, kept)
+        inputs = _inputs(plan, tensors, flags, kept)
         out = torch.empty_like(tensors[0])
         state = [torch.empty_like(w) for w in tensors[-3 * layers :]]
         outputs = _Outputs(out=out.data_ptr(), **_by_layer(state, ("W", "S", "F")))
         native.run(compiled.forward, rows, _operations(call), *map(ctypes.byref, (call, inputs, outputs)))
         ctx.plan, ctx.every, ctx.flags = plan, call.every, flags
-        ctx.save_for_backward(*tensors, valid, kept)
+        ctx.save_for_backward(*tensors, kept)
         ctx.set_materialize_grads(False)
         return out, *state
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out, *d_state):
-        *tensors, valid, kept = ctx.saved_tensors
-        plan, layers, rows = ctx.plan, ctx.plan.network.depth, tensors[-1].shape[0]
-        call = _call(plan, tensors[0], valid is not None, rows)
+        *tensors, kept = ctx.saved_tensors
+        plan, layers = ctx.plan, ctx.plan.network.depth
+        rows = tensors[-1].shape[0]
+        call = _call(plan, tensors)
         call.every = ctx.every
-        inputs = _inputs(plan, tensors, valid, ctx.flags, kept)
+        inputs = _inputs(plan, tensors, ctx.flags, kept)
         d_out = torch.zeros_like(tensors[0]) if d_out is None else d_out.contiguous()
-        grads = [torch.empty_like(x) for x in tensors[:6]] + [torch.zeros_like(x) for x in tensors[6 : -3 * layers]]
-        state = tensors[-3 * layers :]
+        token_wise = len(GIVEN) + thresholds(plan.rule)
+        grads = [torch.empty_like(x) for x in tensors[:token_wise]]
+        grads += [torch.zeros_like(x) for x in tensors[token_wise : -3 * layers]]
         d_state = [
             torch.zeros_like(w) if d is None else d.clone(memory_format=torch.contiguous_format)
-            for w, d in zip(state, d_state, strict=True)
+            for w, d in zip(tensors[-3 * layers :], d_state, strict=True)
         ]
-        norm, begin = grads[6 : 6 + 2 * plan.network.norm], grads[6 + 2 * plan.network.norm :]
-        pointers = dict(zip(("q", "k", "v", "theta", "eta", "alpha"), (g.data_ptr() for g in grads), strict=False))
-        pointers |= dict(zip(("gamma", "beta"), (g.data_ptr() for g in norm), strict=False))
+        single, begin = _single(plan, grads)
         given = _Gradients(
-            out=d_out.data_ptr(), **pointers, **_by_layer(d_state, ("W", "S", "F")), **_by_layer(begin, ("begin",))
+            out=d_out.data_ptr(), **single, **_by_layer(begin, ("begin",)), **_by_layer(d_state, ("W", "S", "F"))
         )
         compiled = native.library(SOURCE, tensors[0].dtype)
         native.run(compiled.reverse, rows, _operations(call), *map(ctypes.byref, (call, inputs, given)))
-        return None, *grads[:6], None, *grads[6:], *d_state
+        return None, *grads, *d_state
 
 
 def group(blocks: int, rows: int, network: NetworkShape, size: int, save_every: int | None) -> tuple[int, bool]:
@@ -129,32 +148,22 @@ def group(blocks: int, rows: int, network: NetworkShape, size: int, save_every: 
     return min(save_every or fewest, blocks), torch.is_grad_enabled()
 
 
-def _call(plan, q: Tensor, folded: bool, rows: int) -> _Call:
-    network, blocks, width, layers = plan.network, len(plan.new_chunk), q.shape[-1], plan.gate_layers
-    if folded:
-        c = q.shape[2]
-        places = {"heads": 1, "batch": c * width, "head": 0, "block": rows * c * width, "token": width}
-        gates = {"batch": c, "head": 0, "block": rows * c, "token": 1, "layer": blocks * rows * c}
+def _call(plan, tensors: Sequence[Tensor]) -> _Call:
+    q, k, A, mix = tensors[0], tensors[1], tensors[3], tensors[5]
+    network, (gate_layers, blocks, rows), keys = plan.network, A.shape[:3], mix.shape[-1]
+    if plan.whole:
+        length, heads, width = q.shape[1:]
+        tokens, step = length // blocks, heads * width
+        places = [_Places(heads, length * step, width, tokens * step, step)] * 2
     else:
-        length, heads = q.shape[1:3]
-        c = length // blocks
-        places = _places(length, heads, width, c)
-        gates = _places(length, heads, layers, c) | {"layer": 1}
-        del gates["heads"]
+        tokens = q.shape[2]
+        places = [_Places(1, x[0, 0].numel(), 0, x[0].numel(), x.shape[-1]) for x in (q, k)]
     return _Call(
-        blocks=blocks, rows=rows, tokens=c, layers=network.depth, width=width, hidden=network.hidden,
-        gate_layers=layers, activation=ACTIVATIONS.index(network.activation), norm=network.norm,
-        residual=network.residual, to_start=plan.to_start, **places,
-        **{f"gate_{name}": step for name, step in gates.items()},
+        blocks=blocks, rows=rows, tokens=tokens, keys=keys, layers=network.depth, width=network.width,
+        hidden=network.hidden, gate_layers=gate_layers, activation=ACTIVATIONS.index(network.activation),
+        norm=network.norm, residual=network.residual, to_start=plan.to_start,
+        loss=list(LOSSES).index(plan.rule.compiled_loss), at_start=plan.at_start, query=places[0], key=places[1],
     )  # fmt: skip
-
-
-def _places(length: int, heads: int, width: int, c: int) -> dict[str, int]:
-    """Strides of a tensor (B, T, heads, width) that is read in blocks of c tokens."""
-    return {
-        "heads": heads, "batch": length * heads * width, "head": width, "block": c * heads * width,
-        "token": heads * width,
-    }  # fmt: skip
 
 
 def _operations(call: _Call) -> int:
@@ -168,23 +177,25 @@ def _flags(each: list, rows: int) -> ctypes.Array:
     return ctypes.create_string_buffer(b"".join(parts), len(each) * rows)
 
 
-def _inputs(
-    plan, tensors: list[Tensor], valid: Tensor | None, flags: tuple[ctypes.Array, ctypes.Array], kept: Tensor | None
-) -> _Inputs:
+def _single(plan, tensors: Sequence[Tensor]) -> tuple[dict[str, int], Sequence[Tensor]]:
+    """Addresses by name of all that is not a weight, and M_0; tensors: those of apply or their gradients, without W, S
+    and F."""
+    threshold = ("threshold",) * thresholds(plan.rule)
+    names = (*GIVEN, *threshold, *("gamma", "beta")[: 2 * plan.network.norm])
+    return {name: x.data_ptr() for name, x in zip(names, tensors, strict=False)}, tensors[len(names) :]
+
+
+def _inputs(plan, tensors: Sequence[Tensor], flags: tuple[ctypes.Array, ctypes.Array], kept: Tensor | None) -> _Inputs:
     layers = plan.network.depth
-    q, k, v, theta, eta, alpha, *rest = tensors
-    norm, begin, state = rest[: 2 * plan.network.norm], rest[2 * plan.network.norm : -3 * layers], rest[-3 * layers :]
-    names = ("q", "k", "v", "theta", "eta", "alpha", "gamma", "beta")
-    pointers = dict(zip(names, (x.data_ptr() for x in (q, k, v, theta, eta, alpha, *norm)), strict=False))
+    single, begin = _single(plan, tensors[: -3 * layers])
     return _Inputs(
-        **pointers,
-        valid=None if valid is None else valid.data_ptr(), kept=None if kept is None else kept.data_ptr(),
+        **single, kept=None if kept is None else kept.data_ptr(),
         new_chunk=ctypes.addressof(flags[0]), new_document=ctypes.addressof(flags[1]),
-        **_by_layer(begin, ("begin",)), **_by_layer(state, ("W", "S", "F")),
+        **_by_layer(begin, ("begin",)), **_by_layer(tensors[-3 * layers :], ("W", "S", "F")),
     )  # fmt: skip
 
 
-def _by_layer(tensors: list[Tensor], names: tuple[str, ...]) -> dict:
+def _by_layer(tensors: Sequence[Tensor], names: tuple[str, ...]) -> dict:
     layers = len(tensors) // len(names)
     array = ctypes.c_void_p * MAX_LAYERS
     return {

@@ -1,4 +1,5 @@
-/* The memory's recurrence over blocks on a CPU: the dual form of dual.py, forward and backward, one row at a time.
+/* The memory's recurrence over blocks on a CPU: the dual form of dual.py, forward and backward, one row at a time. What the
+rule makes of the gates comes as coefficients (coefficients.py).
 
 A row is one head of one batch row; its weights stay in the core's cache while its blocks pass. Names are those of
 dual.py. Activations are stored feature by feature, "T": (features x tokens), tokens padded to whole vectors, so that
@@ -17,14 +18,19 @@ Compiled once per machine for REAL = float or double (native.py), called through
 #define STEP (LANES < 4 ? 4 : LANES)
 #define PAD(n) (((n) + STEP - 1) / STEP * STEP)
 
-/* What every call is told; native.py has the same fields. */
+/* Where row r's token t of block n is, in numbers: r / heads * batch + r % heads * head + n * block + t * token. */
 typedef struct {
-    int64_t blocks, rows, tokens, layers, width, hidden, gate_layers;
-    int64_t activation, norm, residual, to_start;
-    int64_t every; /* blocks between two states that are kept for the backward pass; 0: none is */
-    /* Where row r's token t of block n is, in numbers: r / heads * batch + r % heads * head + n * block + t * token, and
-    the same with gate_* for gates, plus layer * gate_layer. */
-    int64_t heads, batch, head, block, token, gate_batch, gate_head, gate_block, gate_token, gate_layer;
+    int64_t heads, batch, head, block, token;
+} Places;
+
+/* What every call is told; native/__init__.py has the same fields. A block has its tokens' queries and, of a rule with a
+window, more keys than those. */
+typedef struct {
+    int64_t blocks, rows, tokens, keys, layers, width, hidden, gate_layers;
+    int64_t activation, norm, residual, to_start, loss;
+    int64_t at_start; /* queries meet the weights of their chunk's start */
+    int64_t every;    /* blocks between two states that are kept for the backward pass; 0: none is */
+    Places query, key;
 } Call;
 
 /* ---- products of matrices */
@@ -184,113 +190,40 @@ static void normalise_back(int D, int lanes, const real *upstream, Unit u, real 
     }
 }
 
-/* ---- what the gates say: coefficients.py, as recurrences over the tokens */
-
-typedef struct {
-    real *E, *P;          /* (tokens x tokens), [t, i] */
-    real *A, *B, *m;      /* (tokens), of the block's first M and S in M_t and S_t */
-    real *mix, *mix_T;    /* P[t, i] theta_i, and [i, t] */
-    real *p, *e;          /* (tokens), what of a token's gradient is in the last M and S */
-} Gates;
-
-typedef struct {
-    const real *theta, *eta, *alpha, *valid; /* of each token; valid NULL where all are */
-    int64_t step;                            /* between two tokens, but for valid */
-} Given;
-
-static void gates(int c, int lanes, Given g, Gates *o) {
-    real A = 1, B = 0, m = 1;
-    for (int t = 0; t < c; t++) {
-        real keep = 1, eta = 1, counts = g.valid ? g.valid[t] : 1;
-        if (counts) keep = 1 - g.alpha[t * g.step], eta = g.eta[t * g.step];
-        real *E = o->E + t * lanes, *P = o->P + t * lanes;
-        if (t) {
-            for (int i = 0; i < lanes; i++) E[i] = eta * E[i - lanes];
-            for (int i = 0; i < lanes; i++) P[i] = keep * P[i - lanes];
-        } else {
-            memset(E, 0, lanes * sizeof(real));
-            memset(P, 0, lanes * sizeof(real));
-        }
-        E[t] = 1;
-        for (int i = 0; i <= t; i++) P[i] += counts * E[i];
-        m *= eta, A *= keep, B = keep * B + counts * m;
-        o->A[t] = A, o->B[t] = B, o->m[t] = m;
-    }
-    for (int t = c; t < lanes; t++) o->A[t] = o->B[t] = o->m[t] = 0;
-    const real *last_E = o->E + (c - 1) * lanes, *last_P = o->P + (c - 1) * lanes;
-    real theta[lanes];
-    for (int i = 0; i < lanes; i++) theta[i] = i < c && (!g.valid || g.valid[i]) ? g.theta[i * g.step] : 0;
-    for (int i = 0; i < lanes; i++) o->e[i] = last_E[i] * theta[i], o->p[i] = last_P[i] * theta[i];
-    for (int t = 0; t < lanes; t++)
-        for (int i = 0; i < lanes; i++) o->mix[t * lanes + i] = t < c ? o->P[t * lanes + i] * theta[i] : 0;
-    transpose(o->mix, lanes, lanes, lanes, o->mix_T, lanes);
-}
-
 INLINE real total(vec x) {
     real sum = 0;
     for (int i = 0; i < LANES; i++) sum += x[i];
     return sum;
 }
 
-/* From the gradients of mix (overwritten), A, B, the last m and e to those of theta, eta and alpha (tokens, padded),
-which are added to. */
-static void gates_back(int c, int lanes, Given g, const Gates *o, real *d_mix, const real *d_A, const real *d_B,
-                       real d_m, const real *d_e, real *d_theta, real *d_eta, real *d_alpha) {
-    real d_E[lanes], d_P[lanes], theta[lanes];
-    const real *last_E = o->E + (c - 1) * lanes;
-    for (int i = 0; i < lanes; i++) {
-        theta[i] = i < c && (!g.valid || g.valid[i]) ? g.theta[i * g.step] : 0;
-        d_E[i] = d_e[i] * theta[i];
-        d_P[i] = 0;
-        d_theta[i] += d_e[i] * last_E[i];
-    }
-    real dA = 0, dB = 0, dm = d_m;
-    for (int t = c - 1; t >= 0; t--) {
-        real keep = 1, eta = 1, counts = g.valid ? g.valid[t] : 1;
-        if (counts) keep = 1 - g.alpha[t * g.step], eta = g.eta[t * g.step];
-        const real *E = o->E + t * lanes, *P = o->P + t * lanes;
-        real *own = d_mix + t * lanes;
-        memset(own + t + 1, 0, (lanes - t - 1) * sizeof(real)); /* what no token sees of later ones */
-        dA += d_A[t];
-        dB += d_B[t];
-        dm += counts * dB;
-        vec of_keep = {0}, of_eta = {0};
-        for (int i = 0; i <= t; i += LANES) {
-            vec dP = CONST_AT(d_P, i) + CONST_AT(own, i) * CONST_AT(theta, i);
-            vec dE = CONST_AT(d_E, i) + counts * dP;
-            AT(d_theta, i) += CONST_AT(own, i) * CONST_AT(P, i);
-            if (t) of_keep += dP * CONST_AT(P, i - lanes), of_eta += dE * CONST_AT(E, i - lanes);
-            AT(d_P, i) = dP * keep;
-            AT(d_E, i) = dE * eta;
-        }
-        if (counts) {
-            d_alpha[t] -= total(of_keep) + dA * (t ? o->A[t - 1] : 1) + dB * (t ? o->B[t - 1] : 0);
-            d_eta[t] += total(of_eta) + dm * (t ? o->m[t - 1] : 1);
-        }
-        dA *= keep, dB *= keep, dm *= eta;
-    }
-    for (int i = 0; g.valid && i < c; i++) d_theta[i] *= g.valid[i];
-}
-
 /* ---- one block */
 
-/* A layer's intermediates; see dual.py. GR is G token by token. */
+/* A layer's intermediates; see dual.py. GR is G token by token. Of keys: X, G, hidden, slope, pulled and their gradients;
+of queries: Z, query_hidden, ZW, ZS; scores (keys x query lanes). */
 typedef struct {
     int in, out, ld; /* features in and out; row length of the weights */
     real *X, *G, *hidden, *slope, *pulled, *Z, *query_hidden, *scores, *ZW, *ZS, *GR;
     real *dX, *dG, *d_hidden; /* of the backward pass */
 } Layer;
 
+/* A layer's coefficients in a block, and their gradients. A, B: (lanes), of the block's first M and S in M_t. mix_T: (keys
+x lanes), what of a key's gradient is in M_t. p, e: (key lanes), the same of the last M and S. a, b, m: of the first M and
+S in the last M, and of the first S in the last S. */
 typedef struct {
-    int c, lanes, layers, D, activation, norm, residual, gate_layers, to_start;
+    real *A, *B, *mix_T, *p, *e;
+    real a, b, m;
+} Gates;
+
+typedef struct {
+    int c, lanes, keys, key_lanes, layers, D, activation, norm, residual, gate_layers, to_start, loss, at_start;
     int64_t state; /* numbers of one weight set, padded */
     Layer layer[MAX_LAYERS];
     Unit key, query;
-    Gates gate[MAX_LAYERS];
-    real *q, *k, *v, *error, *f, *z, *out, *t1, *t2, *t3, *r;        /* temporary T and R matrices of any size in use */
-    real *mixed, *mixed_T, *d_scores, *d_scores_T, *square;    /* (tokens x tokens) */
+    Gates gate[MAX_LAYERS], d_gate[MAX_LAYERS];
+    real *q, *k, *v, *error, *top, *f, *z, *out, *t1, *t2, *t3, *r; /* temporary T and R matrices of any size in use */
+    real *mixed, *mixed_T, *d_scores, *d_scores_T, *square;        /* (tokens x keys), T (keys x tokens) */
+    real *threshold, *d_threshold;                                 /* (key lanes), of losses that have one */
     real *d_out, *d_q, *d_k, *d_v;
-    real *d_mix[MAX_LAYERS], *d_A[MAX_LAYERS], *d_B[MAX_LAYERS], *d_e[MAX_LAYERS], d_m[MAX_LAYERS];
     const real *gamma, *beta; /* (D) */
     real *d_gamma, *d_beta;   /* (D) */
 } Block;
@@ -298,8 +231,10 @@ typedef struct {
 static int64_t set_layer(const Call *call, Block *b) {
     int64_t at = 0;
     b->c = call->tokens, b->lanes = PAD(call->tokens), b->layers = call->layers, b->D = call->width;
+    b->keys = call->keys, b->key_lanes = PAD(call->keys);
     b->activation = call->activation, b->norm = call->norm, b->residual = call->residual;
     b->gate_layers = call->gate_layers, b->to_start = call->to_start;
+    b->loss = call->loss, b->at_start = call->at_start;
     for (int n = 0; n < b->layers; n++) {
         Layer *l = &b->layer[n];
         l->in = n ? call->hidden : call->width;
@@ -325,75 +260,150 @@ static real *take(Arena *a, int64_t count) {
 
 /* Lays out a block's matrices; with an arena that begins nowhere it only counts. */
 static void lay_out(Block *b, Arena *a) {
-    int lanes = b->lanes, widest = b->D;
+    int lanes = b->lanes, keys = b->key_lanes, more = lanes > keys ? lanes : keys, widest = b->D;
     for (int n = 0; n < b->layers; n++) {
         Layer *l = &b->layer[n];
         widest = l->in > widest ? l->in : widest, widest = l->out > widest ? l->out : widest;
     }
-    int64_t t = (int64_t)UP4(widest) * lanes, r = (int64_t)lanes * PAD(widest), square = lanes * lanes;
+    int64_t wide = (int64_t)UP4(widest) * more, square = b->at_start ? 0 : (int64_t)keys * lanes;
+    wide = wide > square ? wide : square;
     for (int n = 0; n < b->layers; n++) {
         Layer *l = &b->layer[n];
-        real **in[] = {&l->X, &l->Z, &l->dX}, **out[] = {&l->G, &l->ZW, &l->ZS, &l->dG};
-        real **inner[] = {&l->hidden, &l->slope, &l->pulled, &l->query_hidden, &l->d_hidden};
-        for (int i = 0; i < 3; i++) *in[i] = take(a, (int64_t)UP4(l->in) * lanes);
-        for (int i = 0; i < 4; i++) *out[i] = take(a, (int64_t)UP4(l->out) * lanes);
-        for (int i = 0; i < 5; i++) *inner[i] = n + 1 < b->layers ? take(a, (int64_t)UP4(l->out) * lanes) : NULL;
+        int inner = n + 1 < b->layers ? UP4(l->out) : 0;
+        real **key_in[] = {&l->X, &l->dX}, **key_out[] = {&l->G, &l->dG};
+        real **key_inner[] = {&l->hidden, &l->slope, &l->pulled, &l->d_hidden}, **query_out[] = {&l->ZW, &l->ZS};
+        for (int i = 0; i < 2; i++) *key_in[i] = take(a, (int64_t)UP4(l->in) * keys);
+        for (int i = 0; i < 2; i++) *key_out[i] = take(a, (int64_t)UP4(l->out) * keys);
+        for (int i = 0; i < 4; i++) *key_inner[i] = take(a, (int64_t)inner * keys);
+        for (int i = 0; i < 2; i++) *query_out[i] = take(a, (int64_t)UP4(l->out) * lanes);
+        l->Z = take(a, (int64_t)UP4(l->in) * lanes);
+        l->query_hidden = take(a, (int64_t)inner * lanes);
         l->scores = take(a, square);
-        l->GR = take(a, (int64_t)lanes * PAD(l->out));
+        l->GR = take(a, (int64_t)keys * PAD(l->out));
     }
-    Unit *units[] = {&b->key, &b->query};
-    for (int i = 0; i < 2; i++) units[i]->unit = take(a, (int64_t)UP4(b->D) * lanes), units[i]->scale = take(a, lanes);
-    for (int n = 0; n < b->gate_layers; n++) {
-        Gates *g = &b->gate[n];
-        real **squares[] = {&g->E, &g->P, &g->mix, &g->mix_T, &b->d_mix[n]};
-        real **vectors[] = {&g->A, &g->B, &g->m, &g->p, &g->e, &b->d_A[n], &b->d_B[n], &b->d_e[n]};
-        for (int i = 0; i < 5; i++) *squares[i] = take(a, square);
-        for (int i = 0; i < 8; i++) *vectors[i] = take(a, lanes);
+    b->key = (Unit){take(a, (int64_t)UP4(b->D) * keys), take(a, keys)};
+    b->query = (Unit){take(a, (int64_t)UP4(b->D) * lanes), take(a, lanes)};
+    for (int n = 0; n < 2 * b->gate_layers; n++) {
+        Gates *g = n % 2 ? &b->d_gate[n / 2] : &b->gate[n / 2];
+        g->A = take(a, lanes), g->B = take(a, lanes), g->mix_T = take(a, square);
+        g->p = take(a, keys), g->e = take(a, keys);
     }
-    real **narrow[] = {&b->q, &b->k, &b->v, &b->error, &b->f, &b->out, &b->d_out, &b->d_q, &b->d_k, &b->d_v};
-    for (int i = 0; i < 10; i++) *narrow[i] = take(a, (int64_t)UP4(b->D) * lanes);
-    real **wide[] = {&b->z, &b->t1, &b->t2, &b->t3};
-    for (int i = 0; i < 4; i++) *wide[i] = take(a, t > square ? t : square);
-    b->r = take(a, r);
-    real **squares[] = {&b->mixed, &b->mixed_T, &b->d_scores, &b->d_scores_T, &b->square};
-    for (int i = 0; i < 5; i++) *squares[i] = take(a, square);
+    b->threshold = take(a, keys), b->d_threshold = take(a, keys);
+    real **of_queries[] = {&b->q, &b->out, &b->d_out, &b->d_q};
+    for (int i = 0; i < 4; i++) *of_queries[i] = take(a, (int64_t)UP4(b->D) * lanes);
+    real **of_keys[] = {&b->k, &b->v, &b->error, &b->top, &b->f, &b->d_k, &b->d_v};
+    for (int i = 0; i < 7; i++) *of_keys[i] = take(a, (int64_t)UP4(b->D) * keys);
+    real **any[] = {&b->z, &b->t1, &b->t2, &b->t3};
+    for (int i = 0; i < 4; i++) *any[i] = take(a, wide);
+    b->r = take(a, (int64_t)more * PAD(widest));
+    real **squares[] = {&b->mixed, &b->mixed_T, &b->d_scores, &b->d_scores_T};
+    for (int i = 0; i < 4; i++) *squares[i] = take(a, square);
+    b->square = take(a, square > keys ? square : keys);
 }
 
 /* Tokens as the caller has them <-> (D x lanes). */
-static void load_tokens(const Block *b, const real *from, int64_t step, real *to) {
-    for (int i = 0; i < b->D; i++) {
-        for (int t = 0; t < b->c; t++) to[i * b->lanes + t] = from[t * step + i];
-        for (int t = b->c; t < b->lanes; t++) to[i * b->lanes + t] = 0;
+static void load_tokens(int D, int count, int lanes, const real *from, int64_t step, real *to) {
+    for (int i = 0; i < D; i++) {
+        for (int t = 0; t < count; t++) to[i * lanes + t] = from[t * step + i];
+        for (int t = count; t < lanes; t++) to[i * lanes + t] = 0;
     }
 }
 
-static void store_tokens(const Block *b, const real *from, int64_t step, real *to) {
-    for (int t = 0; t < b->c; t++)
-        for (int i = 0; i < b->D; i++) to[t * step + i] = from[i * b->lanes + t];
+static void store_tokens(int D, int count, int lanes, const real *from, int64_t step, real *to) {
+    for (int t = 0; t < count; t++)
+        for (int i = 0; i < D; i++) to[t * step + i] = from[i * lanes + t];
 }
 
-/* to = from scaled token by token, transposed to (tokens x features). */
-static void by_token(const Block *b, int features, const real *from, const real *scale, real *to) {
+/* to = from, transposed to (tokens x features). */
+static void by_token(int features, int count, int lanes, const real *from, real *to) {
     int ld = PAD(features);
-    transpose(from, b->lanes, UP4(features), b->lanes, to, ld);
-    for (int t = 0; t < b->c; t++) {
+    transpose(from, lanes, UP4(features), lanes, to, ld);
+    for (int t = 0; t < count; t++)
         for (int i = features; i < ld; i++) to[t * ld + i] = 0;
-        for (int i = 0; scale && i < ld; i += LANES) AT(to, t * ld + i) *= scale[t];
-    }
 }
 
 /* out = from scaled token by token. */
-static void scaled(const Block *b, int features, const real *from, const real *scale, real *out) {
+static void scaled(int features, int lanes, const real *from, const real *scale, real *out) {
     for (int i = 0; i < features; i++)
-        for (int t = 0; t < b->lanes; t += LANES)
-            AT(out, i * b->lanes + t) = CONST_AT(from, i * b->lanes + t) * CONST_AT(scale, t);
+        for (int t = 0; t < lanes; t += LANES)
+            AT(out, i * lanes + t) = CONST_AT(from, i * lanes + t) * CONST_AT(scale, t);
 }
 
-static const Gates *gate(const Block *b, int n) { return &b->gate[b->gate_layers > 1 ? n : 0]; }
+/* out = from scaled feature by feature. */
+static void scaled_rows(int features, int lanes, const real *from, const real *scale, real *out) {
+    for (int i = 0; i < features; i++)
+        for (int t = i * lanes; t < (i + 1) * lanes; t += LANES) AT(out, t) = CONST_AT(from, t) * scale[i];
+}
 
-/* Rank-one factors of the inner gradient at F: fills X, hidden, slope, error, pulled, G, GR. */
+static int gate_layer(const Block *b, int n) { return b->gate_layers > 1 ? n : 0; }
+
+/* ---- the rule's loss of an error e; native/__init__.py has the same order */
+
+enum { SQUARED, HUBER, COORDINATE };
+
+/* top (D x lanes), the loss's gradient, from e. */
+static void loss(const Block *b, const real *e, real *top) {
+    int D = b->D, lanes = b->key_lanes;
+    for (int t = 0; t < lanes; t += LANES) {
+        vec d = CONST_AT(b->threshold, t), square = {0}, factor = {0};
+        if (b->loss == HUBER) {
+            for (int i = 0; i < D; i++) square += CONST_AT(e, i * lanes + t) * CONST_AT(e, i * lanes + t);
+            for (int j = 0; j < LANES; j++) {
+                real size = sqrt(square[j]), bound = d[j] * sqrt(D);
+                factor[j] = size <= bound ? 2 : 2 * bound / size;
+            }
+        }
+        for (int i = 0; i < D; i++) {
+            vec x = CONST_AT(e, i * lanes + t);
+            if (b->loss == COORDINATE)
+                x = 2 * choose(x > d, d, choose(x < -d, -d, x));
+            else if (b->loss == HUBER)
+                x *= factor;
+            else
+                x *= 2;
+            AT(top, i * lanes + t) = x;
+        }
+    }
+}
+
+/* From the gradient of top to that of e (out, which may be upstream) and the threshold's. */
+static void loss_back(const Block *b, const real *e, const real *upstream, real *out) {
+    int D = b->D, lanes = b->key_lanes;
+    for (int t = 0; t < lanes; t += LANES) {
+        vec d = CONST_AT(b->threshold, t), square = {0}, along = {0}, factor = {0}, turn = {0}, of_d = {0};
+        if (b->loss == HUBER) {
+            for (int i = 0; i < D; i++) {
+                vec x = CONST_AT(e, i * lanes + t);
+                square += x * x, along += x * CONST_AT(upstream, i * lanes + t);
+            }
+            for (int j = 0; j < LANES; j++) {
+                real size = sqrt(square[j]), root_D = sqrt(D), bound = d[j] * root_D, beyond = size > bound;
+                factor[j] = beyond ? 2 * bound / size : 2;
+                turn[j] = beyond ? factor[j] * along[j] / square[j] : 0;
+                of_d[j] = beyond ? 2 * along[j] / size * root_D : 0;
+            }
+        }
+        for (int i = 0; i < D; i++) {
+            vec x = CONST_AT(e, i * lanes + t), u = CONST_AT(upstream, i * lanes + t), none = u * 0;
+            if (b->loss == COORDINATE) {
+                of_d += choose(x > d, 2 * u, choose(x < -d, -2 * u, none));
+                u = choose(x > d, none, choose(x < -d, none, 2 * u));
+            } else if (b->loss == HUBER) {
+                u = factor * u - turn * x;
+            } else {
+                u *= 2;
+            }
+            AT(out, i * lanes + t) = u;
+        }
+        AT(b->d_threshold, t) = of_d;
+    }
+}
+
+/* ---- keys, writes, reads */
+
+/* Rank-one factors of the inner gradient at F: fills X, hidden, slope, error, top, pulled, G, GR. */
 static void key_side(Block *b, const real *F) {
-    int lanes = b->lanes, last = b->layers - 1;
+    int lanes = b->key_lanes, last = b->layers - 1;
     const real *weights[MAX_LAYERS];
     const real *f = F;
     for (int n = 0; n <= last; n++) weights[n] = f, f += (int64_t)b->layer[n].in * b->layer[n].ld;
@@ -405,22 +415,24 @@ static void key_side(Block *b, const real *F) {
         if (n < last) activate(b->activation, l->out * lanes, out, b->layer[n + 1].X, l->slope);
     }
     if (b->norm) normalise(b->D, lanes, b->f, b->key);
-    real *g = b->layer[last].G;
     for (int i = 0; i < b->D; i++) {
         real gamma = b->norm ? b->gamma[i] : 1, beta = b->norm ? b->beta[i] : 0;
         for (int t = i * lanes; t < (i + 1) * lanes; t += LANES) {
             vec y = CONST_AT(b->norm ? b->key.unit : b->f, t);
             if (b->norm) y = y * gamma + beta;
             if (b->residual) y += CONST_AT(b->k, t);
-            vec error = 2 * (y - CONST_AT(b->v, t));
-            AT(b->error, t) = error;
-            AT(g, t) = error * gamma;
+            AT(b->error, t) = y - CONST_AT(b->v, t);
         }
     }
+    loss(b, b->error, b->top);
+    real *g = b->layer[last].G;
+    for (int i = 0; i < b->D; i++)
+        for (int t = i * lanes; t < (i + 1) * lanes; t += LANES)
+            AT(g, t) = CONST_AT(b->top, t) * (b->norm ? b->gamma[i] : 1);
     if (b->norm) normalise_back(b->D, lanes, g, b->key, g);
     for (int n = last; n >= 0; n--) {
         Layer *l = &b->layer[n];
-        by_token(b, l->out, l->G, NULL, l->GR);
+        by_token(l->out, b->keys, lanes, l->G, l->GR);
         if (!n) break;
         Layer *below = &b->layer[n - 1];
         product(l->in, lanes, l->out, weights[n], l->ld, 1, l->G, lanes, below->pulled, lanes, 0);
@@ -431,47 +443,50 @@ static void key_side(Block *b, const real *F) {
 
 /* W and S (one weight set each, layer after layer) after the block. */
 static void write(Block *b, real *W, real *S) {
-    int c = b->c;
     for (int n = 0; n < b->layers; n++) {
         Layer *l = &b->layer[n];
-        const Gates *g = gate(b, n);
-        real a = g->A[c - 1], from_s = g->B[c - 1], m = g->m[c - 1];
+        const Gates *g = &b->gate[gate_layer(b, n)];
         int64_t size = (int64_t)l->in * l->ld;
         for (int64_t i = 0; i < size; i += LANES) {
             vec w = CONST_AT(W, i), s = CONST_AT(S, i);
-            AT(W, i) = a * w + from_s * s;
-            AT(S, i) = m * s;
+            AT(W, i) = g->a * w + g->b * s;
+            AT(S, i) = g->m * s;
         }
-        scaled(b, l->in, l->X, g->p, b->t1);
-        product(l->in, l->ld, c, b->t1, b->lanes, 1, l->GR, l->ld, W, l->ld, -1);
-        scaled(b, l->in, l->X, g->e, b->t1);
-        product(l->in, l->ld, c, b->t1, b->lanes, 1, l->GR, l->ld, S, l->ld, -1);
+        scaled(l->in, b->key_lanes, l->X, g->p, b->t1);
+        product(l->in, l->ld, b->keys, b->t1, b->key_lanes, 1, l->GR, l->ld, W, l->ld, -1);
+        scaled(l->in, b->key_lanes, l->X, g->e, b->t1);
+        product(l->in, l->ld, b->keys, b->t1, b->key_lanes, 1, l->GR, l->ld, S, l->ld, -1);
         W += size, S += size;
     }
 }
 
-/* What the queries find; base: M_0, which W is the difference to, or NULL. Fills Z, query_hidden, scores, ZW, ZS and
-b->out. */
-static void read(Block *b, const real *W, const real *S, const real *base) {
+/* What the queries find in M_t, or at_start in F; base: M_0, which W is the difference to, or NULL. Fills Z,
+query_hidden, scores, ZW, ZS and b->out. */
+static void read(Block *b, const real *W, const real *S, const real *F, const real *base) {
     int lanes = b->lanes, last = b->layers - 1;
     memcpy(b->layer[0].Z, b->q, (size_t)b->D * lanes * sizeof(real));
     for (int n = 0; n <= last; n++) {
         Layer *l = &b->layer[n];
-        const Gates *g = gate(b, n);
+        const Gates *g = &b->gate[gate_layer(b, n)];
         real *z = n < last ? l->query_hidden : b->z;
-        product(l->out, lanes, l->in, W, 1, l->ld, l->Z, lanes, l->ZW, lanes, 0);
-        product(l->out, lanes, l->in, S, 1, l->ld, l->Z, lanes, l->ZS, lanes, 0);
-        product(b->c, lanes, l->in, l->X, 1, lanes, l->Z, lanes, l->scores, lanes, 0);
-        for (int i = 0; i < b->c * lanes; i += LANES) AT(b->t1, i) = CONST_AT(l->scores, i) * CONST_AT(g->mix_T, i);
-        for (int i = 0; i < l->out; i++)
-            for (int t = 0; t < lanes; t += LANES)
-                AT(z, i * lanes + t) = CONST_AT(l->ZW, i * lanes + t) * CONST_AT(g->A, t) +
-                                       CONST_AT(l->ZS, i * lanes + t) * CONST_AT(g->B, t);
-        product(l->out, lanes, b->c, l->G, lanes, 1, b->t1, lanes, z, lanes, -1);
         int64_t size = (int64_t)l->in * l->ld;
-        if (base) product(l->out, lanes, l->in, base, 1, l->ld, l->Z, lanes, z, lanes, 1), base += size;
+        if (b->at_start) {
+            product(l->out, lanes, l->in, F, 1, l->ld, l->Z, lanes, z, lanes, 0);
+        } else {
+            product(l->out, lanes, l->in, W, 1, l->ld, l->Z, lanes, l->ZW, lanes, 0);
+            product(l->out, lanes, l->in, S, 1, l->ld, l->Z, lanes, l->ZS, lanes, 0);
+            product(b->keys, lanes, l->in, l->X, 1, b->key_lanes, l->Z, lanes, l->scores, lanes, 0);
+            for (int i = 0; i < b->keys * lanes; i += LANES)
+                AT(b->t1, i) = CONST_AT(l->scores, i) * CONST_AT(g->mix_T, i);
+            for (int i = 0; i < l->out; i++)
+                for (int t = 0; t < lanes; t += LANES)
+                    AT(z, i * lanes + t) = CONST_AT(l->ZW, i * lanes + t) * CONST_AT(g->A, t) +
+                                           CONST_AT(l->ZS, i * lanes + t) * CONST_AT(g->B, t);
+            product(l->out, lanes, b->keys, l->G, b->key_lanes, 1, b->t1, lanes, z, lanes, -1);
+            if (base) product(l->out, lanes, l->in, base, 1, l->ld, l->Z, lanes, z, lanes, 1), base += size;
+        }
         if (n < last) activate(b->activation, l->out * lanes, z, b->layer[n + 1].Z, NULL);
-        W += size, S += size;
+        W += size, S += size, F += size;
     }
     if (b->norm) normalise(b->D, lanes, b->z, b->query);
     for (int i = 0; i < b->D; i++)
@@ -502,45 +517,84 @@ static void pull_back(int kind, int count, const real *z, const real *upstream, 
 }
 
 /* sums of products over features, one for each token, are added to (or, sign < 0, taken from) out. */
-static void inner(const Block *b, int features, const real *x, const real *y, real *out, int sign) {
-    for (int t = 0; t < b->lanes; t += LANES) {
+static void inner(int features, int lanes, const real *x, const real *y, real *out, int sign) {
+    for (int t = 0; t < lanes; t += LANES) {
         vec sum = {0};
-        for (int i = 0; i < features; i++) sum += CONST_AT(x, i * b->lanes + t) * CONST_AT(y, i * b->lanes + t);
+        for (int i = 0; i < features; i++) sum += CONST_AT(x, i * lanes + t) * CONST_AT(y, i * lanes + t);
         AT(out, t) = sign > 0 ? CONST_AT(out, t) + sum : CONST_AT(out, t) - sum;
     }
 }
 
 /* dW, dS: gradients of a layer's last W and S -> of the first ones, but for what the queries add. */
-static void state_back(int64_t size, const real *W, const real *S, real a, real from_s, real m, real *dW, real *dS,
-                       real *d_a, real *d_b, real *d_m) {
+static void state_back(int64_t size, const real *W, const real *S, const Gates *g, real *dW, real *dS, Gates *d) {
     vec of_a = {0}, of_b = {0}, of_m = {0};
     for (int64_t i = 0; i < size; i += LANES) {
         vec w = CONST_AT(dW, i), s = CONST_AT(dS, i);
         of_a += w * CONST_AT(W, i);
         of_b += w * CONST_AT(S, i);
         of_m += s * CONST_AT(S, i);
-        AT(dW, i) = a * w;
-        AT(dS, i) = from_s * w + m * s;
+        AT(dW, i) = g->a * w;
+        AT(dS, i) = g->b * w + g->m * s;
     }
-    *d_a += total(of_a), *d_b += total(of_b), *d_m += total(of_m);
+    d->a += total(of_a), d->b += total(of_b), d->m += total(of_m);
+}
+
+/* What one layer's outputs say: dz, their gradient, becomes dZ, that of Z; dG, dX and the coefficients' begin here. */
+static void read_back(Block *b, int n, const real *W, const real *S, const real *F, const real *base, const real *dz,
+                      real *dF, real *dZ) {
+    int lanes = b->lanes, keys = b->key_lanes, c = b->c, K = b->keys;
+    Layer *l = &b->layer[n];
+    const Gates *g = &b->gate[gate_layer(b, n)];
+    Gates *d = &b->d_gate[gate_layer(b, n)];
+    memset(l->dG, 0, (size_t)l->out * keys * sizeof(real));
+    if (b->at_start) {
+        memset(l->dX, 0, (size_t)l->in * keys * sizeof(real));
+        product(l->in, lanes, l->out, F, l->ld, 1, dz, lanes, dZ, lanes, 0);
+        by_token(l->out, c, lanes, dz, b->r);
+        product(l->in, l->ld, c, l->Z, lanes, 1, b->r, l->ld, dF, l->ld, 1);
+        return;
+    }
+    inner(l->out, lanes, dz, l->ZW, d->A, 1);
+    inner(l->out, lanes, dz, l->ZS, d->B, 1);
+    product(K, lanes, l->out, l->G, 1, keys, dz, lanes, b->square, lanes, 0);
+    for (int i = 0; i < K * lanes; i += LANES) {
+        vec of_mixed = -CONST_AT(b->square, i), s = CONST_AT(l->scores, i), mix = CONST_AT(g->mix_T, i);
+        AT(b->d_scores_T, i) = of_mixed * mix;
+        AT(b->mixed_T, i) = s * mix;
+        AT(d->mix_T, i) += of_mixed * s;
+    }
+    size_t rest = (size_t)(keys - K) * lanes * sizeof(real);
+    memset(b->d_scores_T + K * lanes, 0, rest);
+    memset(b->mixed_T + K * lanes, 0, rest);
+    transpose(b->d_scores_T, lanes, keys, lanes, b->d_scores, keys);
+    transpose(b->mixed_T, lanes, keys, lanes, b->mixed, keys);
+    product(l->out, keys, c, dz, lanes, 1, b->mixed, keys, l->dG, keys, -1);
+    product(l->in, keys, c, l->Z, lanes, 1, b->d_scores, keys, l->dX, keys, 0);
+    scaled(l->out, lanes, dz, g->A, b->t1);
+    product(l->in, lanes, l->out, W, l->ld, 1, b->t1, lanes, dZ, lanes, 0);
+    scaled(l->out, lanes, dz, g->B, b->t1);
+    product(l->in, lanes, l->out, S, l->ld, 1, b->t1, lanes, dZ, lanes, 1);
+    product(l->in, lanes, K, l->X, keys, 1, b->d_scores_T, lanes, dZ, lanes, 1);
+    if (base) product(l->in, lanes, l->out, base, l->ld, 1, dz, lanes, dZ, lanes, 1);
 }
 
 /* Everything of a block after key_side and read: b->d_out is given; W, S, F, base: as those had them. dW, dS: gradients
-of the weights after the block, then of those before it; dF, d_base are added to. Leaves d_q, d_k, d_v, d_mix (T), d_A,
-d_B, d_m, d_e; a, b and p are within A, B and mix. */
+of the weights after the block, then of those before it; dF, d_base are added to. Leaves d_q, d_k, d_v, d_gate,
+d_threshold. */
 static void backward(Block *b, const real *W, const real *S, const real *F, const real *base, real *dW, real *dS,
                      real *dF, real *d_base) {
-    int lanes = b->lanes, c = b->c, D = b->D, last = b->layers - 1;
-    size_t rest = (size_t)(lanes - c) * lanes * sizeof(real);
+    int lanes = b->lanes, keys = b->key_lanes, c = b->c, K = b->keys, D = b->D, last = b->layers - 1;
     int64_t at[MAX_LAYERS];
     at[0] = 0;
     for (int n = 0; n < last; n++) at[n + 1] = at[n] + (int64_t)b->layer[n].in * b->layer[n].ld;
     for (int n = 0; n < b->gate_layers; n++) {
-        memset(b->d_mix[n], 0, (size_t)lanes * lanes * sizeof(real));
-        memset(b->d_A[n], 0, lanes * sizeof(real));
-        memset(b->d_B[n], 0, lanes * sizeof(real));
-        memset(b->d_e[n], 0, lanes * sizeof(real));
-        b->d_m[n] = 0;
+        Gates *d = &b->d_gate[n];
+        memset(d->A, 0, lanes * sizeof(real));
+        memset(d->B, 0, lanes * sizeof(real));
+        memset(d->p, 0, keys * sizeof(real));
+        memset(d->e, 0, keys * sizeof(real));
+        if (!b->at_start) memset(d->mix_T, 0, (size_t)keys * lanes * sizeof(real));
+        d->a = d->b = d->m = 0;
     }
 
     real *dz = b->z, *dZ = b->t3;
@@ -557,57 +611,35 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
     if (b->norm) normalise_back(D, lanes, dz, b->query, dz);
     for (int n = last; n >= 0; n--) {
         Layer *l = &b->layer[n];
-        const Gates *g = gate(b, n);
-        int of = b->gate_layers > 1 ? n : 0;
+        const Gates *g = &b->gate[gate_layer(b, n)];
+        Gates *d = &b->d_gate[gate_layer(b, n)];
         int64_t size = (int64_t)l->in * l->ld;
         real *dw = dW + at[n], *ds = dS + at[n];
-        inner(b, l->out, dz, l->ZW, b->d_A[of], 1);
-        inner(b, l->out, dz, l->ZS, b->d_B[of], 1);
-        product(c, lanes, l->out, l->G, 1, lanes, dz, lanes, b->square, lanes, 0);
-        for (int i = 0; i < c * lanes; i += LANES) {
-            vec d = -CONST_AT(b->square, i), s = CONST_AT(l->scores, i), mix = CONST_AT(g->mix_T, i);
-            AT(b->d_scores_T, i) = d * mix;
-            AT(b->mixed_T, i) = s * mix;
-            AT(b->d_mix[of], i) += d * s;
-        }
-        memset(b->d_scores_T + c * lanes, 0, rest);
-        memset(b->mixed_T + c * lanes, 0, rest);
-        transpose(b->d_scores_T, lanes, lanes, lanes, b->d_scores, lanes);
-        transpose(b->mixed_T, lanes, lanes, lanes, b->mixed, lanes);
-        memset(l->dG, 0, (size_t)l->out * lanes * sizeof(real));
-        product(l->out, lanes, c, dz, lanes, 1, b->mixed, lanes, l->dG, lanes, -1);
-        product(l->in, lanes, c, l->Z, lanes, 1, b->d_scores, lanes, l->dX, lanes, 0);
-        scaled(b, l->out, dz, g->A, b->t1);
-        product(l->in, lanes, l->out, W + at[n], l->ld, 1, b->t1, lanes, dZ, lanes, 0);
-        scaled(b, l->out, dz, g->B, b->t1);
-        product(l->in, lanes, l->out, S + at[n], l->ld, 1, b->t1, lanes, dZ, lanes, 1);
-        product(l->in, lanes, c, l->X, lanes, 1, b->d_scores_T, lanes, dZ, lanes, 1);
-        if (base) product(l->in, lanes, l->out, base + at[n], l->ld, 1, dz, lanes, dZ, lanes, 1);
+        read_back(b, n, W + at[n], S + at[n], F + at[n], base ? base + at[n] : NULL, dz, dF + at[n], dZ);
 
         /* What the new weights say about the keys. */
-        product(l->out, lanes, l->in, dw, 1, l->ld, l->X, lanes, b->t1, lanes, 0);
-        product(l->out, lanes, l->in, ds, 1, l->ld, l->X, lanes, b->t2, lanes, 0);
-        memset(b->square, 0, lanes * sizeof(real));
-        inner(b, l->out, l->G, b->t1, b->square, -1);
-        for (int t = 0; t < c; t++) b->d_mix[of][t * lanes + c - 1] += b->square[t];
-        inner(b, l->out, l->G, b->t2, b->d_e[of], -1);
+        product(l->out, keys, l->in, dw, 1, l->ld, l->X, keys, b->t1, keys, 0);
+        product(l->out, keys, l->in, ds, 1, l->ld, l->X, keys, b->t2, keys, 0);
+        inner(l->out, keys, l->G, b->t1, d->p, -1);
+        inner(l->out, keys, l->G, b->t2, d->e, -1);
         for (int i = 0; i < l->out; i++)
-            for (int t = 0; t < lanes; t += LANES)
-                AT(l->dG, i * lanes + t) -= CONST_AT(b->t1, i * lanes + t) * CONST_AT(g->p, t) +
-                                            CONST_AT(b->t2, i * lanes + t) * CONST_AT(g->e, t);
-        scaled(b, l->out, l->G, g->p, b->t1);
-        product(l->in, lanes, l->out, dw, l->ld, 1, b->t1, lanes, l->dX, lanes, -1);
-        scaled(b, l->out, l->G, g->e, b->t1);
-        product(l->in, lanes, l->out, ds, l->ld, 1, b->t1, lanes, l->dX, lanes, -1);
+            for (int t = 0; t < keys; t += LANES)
+                AT(l->dG, i * keys + t) -= CONST_AT(b->t1, i * keys + t) * CONST_AT(g->p, t) +
+                                           CONST_AT(b->t2, i * keys + t) * CONST_AT(g->e, t);
+        scaled(l->out, keys, l->G, g->p, b->t1);
+        product(l->in, keys, l->out, dw, l->ld, 1, b->t1, keys, l->dX, keys, -1);
+        scaled(l->out, keys, l->G, g->e, b->t1);
+        product(l->in, keys, l->out, ds, l->ld, 1, b->t1, keys, l->dX, keys, -1);
 
-        state_back(size, W + at[n], S + at[n], g->A[c - 1], g->B[c - 1], g->m[c - 1], dw, ds, &b->d_A[of][c - 1],
-                   &b->d_B[of][c - 1], &b->d_m[of]);
-        by_token(b, l->out, dz, NULL, b->r);
-        if (base) product(l->in, l->ld, c, l->Z, lanes, 1, b->r, l->ld, d_base + at[n], l->ld, 1);
-        scaled(b, l->in, l->Z, g->A, b->t1);
-        product(l->in, l->ld, c, b->t1, lanes, 1, b->r, l->ld, dw, l->ld, 1);
-        scaled(b, l->in, l->Z, g->B, b->t1);
-        product(l->in, l->ld, c, b->t1, lanes, 1, b->r, l->ld, ds, l->ld, 1);
+        state_back(size, W + at[n], S + at[n], g, dw, ds, d);
+        if (!b->at_start) {
+            by_token(l->out, c, lanes, dz, b->r);
+            if (base) product(l->in, l->ld, c, l->Z, lanes, 1, b->r, l->ld, d_base + at[n], l->ld, 1);
+            scaled(l->in, lanes, l->Z, g->A, b->t1);
+            product(l->in, l->ld, c, b->t1, lanes, 1, b->r, l->ld, dw, l->ld, 1);
+            scaled(l->in, lanes, l->Z, g->B, b->t1);
+            product(l->in, l->ld, c, b->t1, lanes, 1, b->r, l->ld, ds, l->ld, 1);
+        }
         if (n) {
             pull_back(b->activation, l->in * lanes, b->layer[n - 1].query_hidden, dZ, dz);
         } else {
@@ -618,78 +650,80 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
     /* The inner gradient, differentiated. */
     for (int n = 0; n < last; n++) {
         Layer *l = &b->layer[n], *above = l + 1;
-        int count = l->out * lanes;
+        int count = l->out * keys;
         for (int i = 0; i < count; i += LANES) AT(b->t1, i) = CONST_AT(l->dG, i) * CONST_AT(l->slope, i);
         curve(b->activation, count, l->hidden, l->dG, l->pulled, l->d_hidden);
-        product(above->out, lanes, above->in, F + at[n + 1], 1, above->ld, b->t1, lanes, above->dG, lanes, 1);
-        product(above->in, above->ld, c, b->t1, lanes, 1, above->GR, above->ld, dF + at[n + 1], above->ld, 1);
+        product(above->out, keys, above->in, F + at[n + 1], 1, above->ld, b->t1, keys, above->dG, keys, 1);
+        product(above->in, above->ld, K, b->t1, keys, 1, above->GR, above->ld, dF + at[n + 1], above->ld, 1);
     }
     Layer *l = &b->layer[last];
     real *df = b->t2, *spare = b->t3;
     if (b->norm) {
-        normalise_back(D, lanes, l->dG, b->key, b->t1);
-        for (int t = 0; t < lanes; t += LANES) {
+        normalise_back(D, keys, l->dG, b->key, b->t1);
+        scaled_rows(D, keys, b->t1, b->gamma, df);
+        loss_back(b, b->error, df, df);
+        for (int t = 0; t < keys; t += LANES) {
             vec flat = {0}, tilt = {0}, along = {0}, scale = CONST_AT(b->key.scale, t);
             for (int i = 0; i < D; i++) {
-                vec unit = CONST_AT(b->key.unit, i * lanes + t), d = CONST_AT(l->dG, i * lanes + t);
-                flat += CONST_AT(b->error, i * lanes + t) * b->gamma[i] * unit;
+                vec unit = CONST_AT(b->key.unit, i * keys + t), d = CONST_AT(l->dG, i * keys + t);
+                flat += CONST_AT(b->top, i * keys + t) * b->gamma[i] * unit;
                 tilt += d * unit;
-                along += d * CONST_AT(l->G, i * lanes + t);
+                along += d * CONST_AT(l->G, i * keys + t);
             }
             scale /= (real)D;
             flat *= scale, tilt *= scale;
             AT(b->square, t) = along * scale;
             for (int i = 0; i < D; i++) {
                 real gamma = b->gamma[i];
-                vec d_y = 2 * gamma * CONST_AT(b->t1, i * lanes + t);
-                AT(b->d_v, i * lanes + t) = -d_y;
-                AT(df, i * lanes + t) = d_y * gamma - CONST_AT(l->dG, i * lanes + t) * flat -
-                                        CONST_AT(b->error, i * lanes + t) * gamma * tilt;
+                vec d_y = CONST_AT(df, i * keys + t);
+                AT(b->d_v, i * keys + t) = -d_y;
+                AT(df, i * keys + t) = d_y * gamma - CONST_AT(l->dG, i * keys + t) * flat -
+                                       CONST_AT(b->top, i * keys + t) * gamma * tilt;
             }
         }
         for (int i = 0; i < D; i++) {
             vec of_gamma = {0}, of_beta = {0};
-            for (int t = i * lanes; t < (i + 1) * lanes; t += LANES) {
+            for (int t = i * keys; t < (i + 1) * keys; t += LANES) {
                 vec d_y = -CONST_AT(b->d_v, t);
-                of_gamma += CONST_AT(b->t1, t) * CONST_AT(b->error, t) + d_y * CONST_AT(b->key.unit, t);
+                of_gamma += CONST_AT(b->t1, t) * CONST_AT(b->top, t) + d_y * CONST_AT(b->key.unit, t);
                 of_beta += d_y;
             }
             b->d_gamma[i] += total(of_gamma), b->d_beta[i] += total(of_beta);
         }
-        normalise_back(D, lanes, df, b->key, df);
+        normalise_back(D, keys, df, b->key, df);
         for (int i = 0; i < D; i++)
-            for (int t = 0; t < lanes; t += LANES)
-                AT(df, i * lanes + t) -= CONST_AT(b->key.unit, i * lanes + t) * CONST_AT(b->square, t);
+            for (int t = 0; t < keys; t += LANES)
+                AT(df, i * keys + t) -= CONST_AT(b->key.unit, i * keys + t) * CONST_AT(b->square, t);
     } else {
-        for (int i = 0; i < D * lanes; i += LANES) {
-            AT(df, i) = 2 * CONST_AT(l->dG, i);
-            AT(b->d_v, i) = -CONST_AT(df, i);
-        }
+        loss_back(b, b->error, l->dG, df);
+        for (int i = 0; i < D * keys; i += LANES) AT(b->d_v, i) = -CONST_AT(df, i);
     }
     for (int n = last; n >= 0; n--) {
         l = &b->layer[n];
-        by_token(b, l->out, df, NULL, b->r);
-        product(l->in, l->ld, c, l->X, lanes, 1, b->r, l->ld, dF + at[n], l->ld, 1);
-        product(l->in, lanes, l->out, F + at[n], l->ld, 1, df, lanes, l->dX, lanes, 1);
+        by_token(l->out, K, keys, df, b->r);
+        product(l->in, l->ld, K, l->X, keys, 1, b->r, l->ld, dF + at[n], l->ld, 1);
+        product(l->in, keys, l->out, F + at[n], l->ld, 1, df, keys, l->dX, keys, 1);
         if (n) {
             Layer *below = l - 1;
-            for (int i = 0; i < l->in * lanes; i += LANES)
+            for (int i = 0; i < l->in * keys; i += LANES)
                 AT(spare, i) = CONST_AT(below->d_hidden, i) + CONST_AT(l->dX, i) * CONST_AT(below->slope, i);
             real *swap = df;
             df = spare, spare = swap;
         }
     }
-    for (int i = 0; i < D * lanes; i += LANES)
+    for (int i = 0; i < D * keys; i += LANES)
         AT(b->d_k, i) = CONST_AT(l->dX, i) - CONST_AT(b->d_v, i) * (real)b->residual;
 }
 
 /* ---- all blocks of some rows */
 
 /* What every call is given: pointers to contiguous tensors; of weights one for each layer, (rows, d_in, d_out). W is the
-memory's weights, whatever they are forgotten to; begin: M_0. */
+memory's weights, whatever they are forgotten to; begin: M_0. Coefficients: see coefficients.py, (gate layers, blocks, rows,
+...); at_start A, B and mix have one line, that of the chunk's end. */
 typedef struct {
-    const real *q, *k, *v;                   /* laid out as Call says, as are results and gradients of their kind */
-    const real *theta, *eta, *alpha, *valid; /* likewise; valid (blocks, rows, tokens) */
+    const real *q, *k, *v; /* laid out as Call says, as are results and gradients of their kind */
+    const real *A, *B, *mix, *m, *e;
+    const real *threshold;                   /* (blocks, rows, keys), or NULL */
     const real *gamma, *beta;                /* (rows, width) */
     const uint8_t *new_chunk, *new_document; /* (blocks, rows) */
     real *begin[MAX_LAYERS], *W[MAX_LAYERS], *S[MAX_LAYERS], *F[MAX_LAYERS];
@@ -704,7 +738,7 @@ typedef struct {
 /* W, S, F: of the state after the last token on entry, before the first one on return. begin: (rows, ...), added to. */
 typedef struct {
     const real *out;
-    real *q, *k, *v, *theta, *eta, *alpha, *gamma, *beta;
+    real *q, *k, *v, *A, *B, *mix, *m, *e, *threshold, *gamma, *beta;
     real *begin[MAX_LAYERS], *W[MAX_LAYERS], *S[MAX_LAYERS], *F[MAX_LAYERS];
 } Gradients;
 
@@ -735,29 +769,58 @@ static void subtract(int64_t size, real *to, const real *x) {
     for (int64_t i = 0; i < size; i += LANES) AT(to, i) -= CONST_AT(x, i);
 }
 
-static int64_t place(const Call *call, int64_t n, int64_t row) {
-    return row / call->heads * call->batch + row % call->heads * call->head + n * call->block;
+static int64_t place(Places p, int64_t n, int64_t row) {
+    return row / p.heads * p.batch + row % p.heads * p.head + n * p.block;
 }
 
-static int64_t gate_place(const Call *call, int64_t n, int64_t row, int g) {
-    return row / call->heads * call->gate_batch + row % call->heads * call->gate_head + n * call->gate_block +
-           g * call->gate_layer;
-}
-
-static Given given(const Call *call, const Inputs *x, int64_t n, int64_t row, int g) {
-    int64_t at = gate_place(call, n, row, g);
-    const real *valid = x->valid ? x->valid + (n * call->rows + row) * call->tokens : NULL;
-    return (Given){x->theta + at, x->eta + at, x->alpha + at, valid, call->gate_token};
-}
-
-/* What a block reads: its tokens, its gates. */
+/* What a block reads: its tokens, its coefficients. */
 static void fetch(Block *b, const Call *call, const Inputs *x, int64_t n, int64_t row) {
-    int64_t at = place(call, n, row);
-    load_tokens(b, x->q + at, call->token, b->q);
-    load_tokens(b, x->k + at, call->token, b->k);
-    load_tokens(b, x->v + at, call->token, b->v);
-    for (int g = 0; g < b->gate_layers; g++) gates(b->c, b->lanes, given(call, x, n, row, g), &b->gate[g]);
+    int c = b->c, lanes = b->lanes, K = b->keys, keys = b->key_lanes, lines = b->at_start ? 1 : c;
+    int64_t at = place(call->key, n, row);
+    load_tokens(b->D, c, lanes, x->q + place(call->query, n, row), call->query.token, b->q);
+    load_tokens(b->D, K, keys, x->k + at, call->key.token, b->k);
+    load_tokens(b->D, K, keys, x->v + at, call->key.token, b->v);
+    for (int i = 0; i < b->gate_layers; i++) {
+        Gates *g = &b->gate[i];
+        int64_t here = (i * call->blocks + n) * call->rows + row;
+        const real *A = x->A + here * lines, *B = x->B + here * lines, *mix = x->mix + here * lines * K;
+        load_tokens(1, K, keys, mix + (lines - 1) * K, 1, g->p);
+        load_tokens(1, K, keys, x->e + here * K, 1, g->e);
+        g->a = A[lines - 1], g->b = B[lines - 1], g->m = x->m[here];
+        if (b->at_start) continue;
+        load_tokens(1, c, lanes, A, 1, g->A);
+        load_tokens(1, c, lanes, B, 1, g->B);
+        load_tokens(K, c, lanes, mix, K, g->mix_T);
+    }
+    for (int t = 0; t < keys; t++)
+        b->threshold[t] = x->threshold && t < K ? x->threshold[(n * call->rows + row) * K + t] : 1;
     b->gamma = x->gamma + row * call->width, b->beta = x->beta + row * call->width;
+}
+
+/* The gradients of what fetch read. */
+static void hand_back(const Block *b, const Call *call, const Gradients *d, int64_t n, int64_t row) {
+    int c = b->c, lanes = b->lanes, K = b->keys, keys = b->key_lanes, lines = b->at_start ? 1 : c;
+    int64_t at = place(call->key, n, row);
+    store_tokens(b->D, c, lanes, b->d_q, call->query.token, d->q + place(call->query, n, row));
+    store_tokens(b->D, K, keys, b->d_k, call->key.token, d->k + at);
+    store_tokens(b->D, K, keys, b->d_v, call->key.token, d->v + at);
+    for (int i = 0; i < b->gate_layers; i++) {
+        const Gates *g = &b->d_gate[i];
+        int64_t here = (i * call->blocks + n) * call->rows + row;
+        real *A = d->A + here * lines, *B = d->B + here * lines, *mix = d->mix + here * lines * K;
+        if (b->at_start) {
+            A[0] = B[0] = 0;
+            memset(mix, 0, K * sizeof(real));
+        } else {
+            store_tokens(1, c, lanes, g->A, 1, A);
+            store_tokens(1, c, lanes, g->B, 1, B);
+            store_tokens(K, c, lanes, g->mix_T, K, mix);
+        }
+        A[lines - 1] += g->a, B[lines - 1] += g->b, d->m[here] = g->m;
+        for (int t = 0; t < K; t++) mix[(lines - 1) * K + t] += g->p[t];
+        store_tokens(1, K, keys, g->e, 1, d->e + here * K);
+    }
+    if (d->threshold) memcpy(d->threshold + (n * call->rows + row) * K, b->d_threshold, K * sizeof(real));
 }
 
 /* The state before a block -> at its start. base: M_0. */
@@ -808,8 +871,8 @@ int forward(const Call *call, const Inputs *x, const Outputs *y, int64_t first, 
             start(&b, call, x, n, row, base, W, S, F);
             fetch(&b, call, x, n, row);
             key_side(&b, F);
-            read(&b, W, S, b.to_start ? base : NULL);
-            store_tokens(&b, b.out, call->token, y->out + place(call, n, row));
+            read(&b, W, S, F, b.to_start ? base : NULL);
+            store_tokens(b.D, b.c, b.lanes, b.out, call->query.token, y->out + place(call->query, n, row));
             write(&b, W, S);
         }
         if (b.to_start) add(state, W, base);
@@ -856,26 +919,13 @@ int reverse(const Call *call, const Inputs *x, const Gradients *d, int64_t first
             }
             for (int64_t n = end - 1; n >= begin; n--) {
                 real *W = played + (n - begin) * 3 * state, *S = W + state, *F = S + state;
-                int64_t at = place(call, n, row);
                 const real *from = b.to_start ? base : NULL;
                 fetch(&b, call, x, n, row);
-                load_tokens(&b, d->out + at, call->token, b.d_out);
+                load_tokens(b.D, b.c, b.lanes, d->out + place(call->query, n, row), call->query.token, b.d_out);
                 key_side(&b, F);
-                read(&b, W, S, from);
+                read(&b, W, S, F, from);
                 backward(&b, W, S, F, from, dW, dS, dF, d_base);
-                store_tokens(&b, b.d_q, call->token, d->q + at);
-                store_tokens(&b, b.d_k, call->token, d->k + at);
-                store_tokens(&b, b.d_v, call->token, d->v + at);
-                for (int g = 0; g < b.gate_layers; g++) {
-                    int64_t here = gate_place(call, n, row, g);
-                    real *to[] = {d->theta + here, d->eta + here, d->alpha + here}, part[3][b.lanes];
-                    memset(part, 0, sizeof part);
-                    transpose(b.d_mix[g], b.lanes, b.lanes, b.lanes, b.square, b.lanes);
-                    gates_back(b.c, b.lanes, given(call, x, n, row, g), &b.gate[g], b.square, b.d_A[g], b.d_B[g],
-                               b.d_m[g], b.d_e[g], part[0], part[1], part[2]);
-                    for (int i = 0; i < 3; i++)
-                        for (int t = 0; t < b.c; t++) to[i][t * call->gate_token] = part[i][t];
-                }
+                hand_back(&b, call, d, n, row);
                 if (x->new_chunk[n * call->rows + row]) {
                     add(state, dW, dF);
                     if (b.to_start) add(state, d_base, dF);

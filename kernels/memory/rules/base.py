@@ -49,6 +49,9 @@ class Rule:
     """Its own section of the settings, ``model.memory.<name>``."""
     gates: dict[str, OwnGate] = {}
     """Its own gates, by name."""
+    compiled_loss: str | None = None
+    """Loss of kernels/memory/native that this one is: squared, or with the first own gate as its threshold huber or
+    coordinate (yaad.py). None: PyTorch's operators serve."""
     step: float = 1.0
     """Factor of the step bound where model.memory.step_bound is null: how much larger than the squared loss's steps
     this rule's may be while the memory stays stable."""
@@ -214,3 +217,19 @@ class Rule:
     def nonlinear(self) -> bool:
         """Whether it has :meth:`closed` or :meth:`met`; tokens then read the memory of their chunk's start."""
         return type(self).closed is not Rule.closed or type(self).met is not Rule.met
+
+
+class SquaredError(Rule):
+    """Titans' own loss, ||M(k) - v||^2, without the half that others put before it: a theta of ours is half of
+    theirs."""
+
+    compiled_loss = "squared"
+
+    def loss(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
+        return error.square().sum(-1)
+
+    def gradient(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
+        return 2 * error
+
+    def gradient_backward(self, upstream: Tensor, error: Tensor, v: Tensor, own: Own):
+        return 2 * upstream, None, [torch.zeros_like(gate) for gate in own]

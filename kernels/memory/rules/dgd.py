@@ -6,11 +6,11 @@ from torch import Tensor
 
 from titans_pt.config import MemoryConfig
 from titans_pt.config.sections import Need
-from titans_pt.kernels.memory.rules.base import RULES, Own, Rule
+from titans_pt.kernels.memory.rules.base import RULES, SquaredError
 
 
 @RULES.register
-class Dgd(Rule):
+class Dgd(SquaredError):
     """Titans' squared error. Each weight matrix W, whose input is x and whose output gets the gradient g, moves to
 
         argmin_W theta ||W^T x + g||^2 + ||W - (1 - alpha) W_{t-1}||^2
@@ -31,12 +31,6 @@ class Dgd(Rule):
     def check(cls, config: MemoryConfig, need: Need):
         allowed = f"must be head with model.memory.rule={cls.name}, which erases whole matrices along their inputs"
         need(config.alpha == "head", "model.memory.alpha", config.alpha, allowed)
-
-    def loss(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
-        return error.square().sum(-1)
-
-    def gradient(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
-        return 2 * error
 
     def steps(self, theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         short = theta / (1 + theta * x.square().sum(-1, keepdim=True))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from titans_pt.config import Section
 from titans_pt.kernels.memory.coefficients import coefficients
-from titans_pt.kernels.memory.rules.base import RULES, Own, OwnGate, Rule
+from titans_pt.kernels.memory.rules.base import RULES, Own, OwnGate, Rule, SquaredError
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """a, b, c of one step, X <- a X + (b A + c A^2) X with A = X X^T: Keller Jordan's, which brings singular values between
@@ -87,7 +87,7 @@ class ChunkSteps(Rule):
 
 
 @RULES.register
-class Muon(ChunkSteps):
+class Muon(ChunkSteps, SquaredError):
     """Titans' squared error with the optimiser Muon in place of plain steps (ATLAS, arXiv 2505.23735, Eq. 32-33), at
     chunk ends.
 
@@ -105,12 +105,6 @@ class Muon(ChunkSteps):
         """
 
     settings: Settings
-
-    def loss(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
-        return error.square().sum(-1)
-
-    def gradient(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
-        return 2 * error
 
     def direction(self, momentum: Tensor) -> Tensor:
         return super().direction(momentum) if self.settings.form == "orthogonal" else unit(momentum)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from titans_pt.config import MemoryConfig, Section
 from titans_pt.config.sections import Need
-from titans_pt.kernels.memory.rules.base import RULES, Own, OwnGate, Rule
+from titans_pt.kernels.memory.rules.base import RULES, Own, OwnGate, SquaredError
 
 
 class WindowSettings(Section):
@@ -25,7 +25,7 @@ class WindowSettings(Section):
     their channels, for small heads: the first matrix takes in 152 numbers for a head of width 16, 2,144 for 64."""
 
 
-class WindowRule(Rule):
+class WindowRule(SquaredError):
     """Titans' squared error over a window: u_t = grad sum_{j<c} g_j(t) ||M(phi(k_{t-j})) - v_{t-j}||^2."""
 
     Settings: ClassVar[type[Section]] = WindowSettings
@@ -41,12 +41,6 @@ class WindowRule(Rule):
     def check(cls, config: MemoryConfig, need: Need):
         allowed = f"must be head with model.memory.rule={cls.name}, whose window has no channels"
         need(config.alpha == "head", "model.memory.alpha", config.alpha, allowed)
-
-    def loss(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
-        return error.square().sum(-1)
-
-    def gradient(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
-        return 2 * error
 
     def share(self, v: Tensor, own: Own) -> Tensor | None:
         """A token's step is the sum of its window's: as long as one of Titans', at most."""

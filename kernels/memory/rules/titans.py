@@ -1,26 +1,15 @@
-"""Titans (arXiv 2501.00663), Eq. 11-14: the squared error."""
+"""Titans (arXiv 2501.00663), Eq. 11-14: the squared error, momentum, forgetting."""
 
 from typing import ClassVar
 
-from torch import Tensor
-
-from titans_pt.kernels.memory.rules.base import RULES, Own, Rule
+from titans_pt.kernels.memory.rules.base import RULES, SquaredError
 
 
 @RULES.register
-class Titans(Rule):
-    """||M(k) - v||^2, without the half that others put before it: a theta of ours is half of theirs."""
+class Titans(SquaredError):
+    """The rule as :class:`titans_pt.kernels.memory.rules.Rule` has it."""
 
     name: ClassVar[str] = "titans"
-
-    def loss(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
-        return error.square().sum(-1)
-
-    def gradient(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
-        return 2 * error
-
-    def gradient_backward(self, upstream: Tensor, error: Tensor, v: Tensor, own: Own):
-        return 2 * upstream, None, []
 
 
 TITANS = Titans()

@@ -33,6 +33,10 @@ class Yaad(Rule):
 
     settings: Settings
 
+    @property
+    def compiled_loss(self) -> str | None:  # type: ignore[override]
+        return {"radial": "huber", "coordinate": "coordinate"}.get(self.settings.form)
+
     def loss(self, error: Tensor, v: Tensor, own: Own) -> Tensor:
         (threshold,) = own
         if self.settings.form == "coordinate":

@@ -6,7 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.memory.test_chunked import TOLERANCE, assert_cuts_are_invisible, compare, make
-from titans_pt.kernels.memory import NetworkShape, memory_read, neural_memory
+from titans_pt.kernels.memory import NetworkShape, memory_read, native, neural_memory
+from titans_pt.kernels.memory.chunked import MAX_BLOCK
+
+NATIVE = native.unserved(torch.zeros(1), NetworkShape(4, 4)) is None
 
 
 @settings(max_examples=25, deadline=None)
@@ -34,7 +37,7 @@ def test_equals_the_definition(
             for _ in range(3)
         ]
         options["initial"] = (*start, torch.randint(0, C, (B,), generator=gen))
-    compare(tensors, depth, ["chunked"], **options)
+    compare(tensors, depth, ["chunked", "native"] if C <= MAX_BLOCK and NATIVE else ["chunked"], **options)
 
 
 @pytest.mark.parametrize("backend", ["naive", "chunked"])

@@ -11,6 +11,7 @@ from titans_pt import cli
 from titans_pt.config import MemoryConfig
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
+from titans_pt.kernels.memory import NetworkShape, native
 from titans_pt.kernels.memory.rules import RULES, Rule
 from titans_pt.layers.memory import NeuralMemory
 from titans_pt.models import build_model
@@ -59,6 +60,20 @@ def test_it_equals_the_definition(name, form, seed):
     # Weights that all but vanish under a LayerNorm are chaos, by definition; logits forgotten to zero are such.
     fixed = {"forget_to": "start"} if name == "memora" else {}
     assert equals_the_definition(rule_of(name, form), seed, **fixed) < 1e-9
+
+
+COMPILED = [
+    ("yaad", {"form": "radial"}), ("yaad", {"form": "coordinate"}), ("omega", {}), ("omega", {"border": "truncate"}),
+    ("omega", {"window": 6}), ("muon", {}), ("muon", {"form": "unit"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, form", COMPILED, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_in_c_it_equals_the_definition(name, form, seed):
+    if missing := native.unserved(torch.zeros(1), NetworkShape(4, 4)):
+        pytest.skip(f"no C: {missing}")
+    assert equals_the_definition(rule_of(name, form), seed, backend="native") < 1e-9
 
 
 @every_form
