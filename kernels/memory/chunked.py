@@ -30,6 +30,7 @@ from titans_pt.kernels.blocks import Layout, cut, join, runs
 from titans_pt.kernels.memory import native
 from titans_pt.kernels.memory.call import Backend, MemoryCall
 from titans_pt.kernels.memory.coefficients import Coefficients
+from titans_pt.kernels.memory.erasure import decay
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.scan import MemoryScan, ScanPlan
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose, state_dtype
@@ -92,7 +93,8 @@ def chunked_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, Me
                 layout.count, batch * heads, network, call.q.element_size(), save_every
             )
             threshold = (own if wide is None else wide_own)[: native.thresholds(call.rule)]
-            out, *carry = native.NativeScan.apply(plan, *inputs, *gates, *threshold, *affine, *begin, *carry)
+            erasing = _erasing(call, layout) if call.rule.erases else ()
+            out, *carry = native.NativeScan.apply(plan, *inputs, *gates, *threshold, *erasing, *affine, *begin, *carry)
         else:
             plan.group, plan.keep = _groups(layout.count, _block_bytes(inputs[0], network), save_every)
             out, *carry = MemoryScan.apply(plan, *inputs, *own, *gates, *affine, *begin, *carry)
@@ -110,10 +112,12 @@ def chunked_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, Me
 
 
 def _coefficients(call: MemoryCall, layout: Layout, own: list[Tensor], there: Tensor | None) -> list[Tensor]:
-    """The fields of Coefficients of a run's blocks, (gate_layers, n, N, ...); own (n, N, c, 1) each. there: of a window,
-    see :meth:`Wide.of`."""
+    """The fields of Coefficients of a run's blocks, (gate_layers, n, N, ...); of theta = 1 for a rule that erases.
+
+    own: (n, N, c, 1) each. there: of a window, see :meth:`Wide.of`.
+    """
     theta, eta, alpha = (layout.fold(gate).movedim(-1, 0) for gate in (call.theta, call.eta, call.alpha))
-    alone = torch.ones_like(theta) if there is not None else theta
+    alone = torch.ones_like(theta) if there is not None or call.rule.erases else theta
     found = call.rule.coefficients(alone, eta, alpha, tuple(own), layout.valid(theta.device))
     if there is None:
         return list(found)
@@ -121,26 +125,38 @@ def _coefficients(call: MemoryCall, layout: Layout, own: list[Tensor], there: Te
     return list(vars(Coefficients(*found).through(reach)).values())
 
 
+def _erasing(call: MemoryCall, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """theta (gate_layers, n, N, c) and the fields of Decay, in a run's blocks."""
+    theta, alpha = (layout.fold(gate).movedim(-1, 0) for gate in (call.theta, call.alpha))
+    valid = layout.valid(theta.device)
+    return theta, *decay(alpha, valid)
+
+
 def in_c(call: MemoryCall) -> str | None:
     """Reason why C, in whole scans or block by block, does not serve a call; None if it does."""
     rule = call.rule
-    if rule.compiled_loss is None or rule.erases or call.network.inputs is not None:
+    unknown = rule.compiled_loss is None or (rule.erases and not rule.compiled_steps)
+    if unknown or call.network.inputs is not None:
         return f"the memory rule is {rule.name} with these settings (model.memory.rule), which C does not know"
     if call.channelwise:
         return "alpha has one value per channel (model.memory.alpha=channel)"
     if call.soup is not None or call.author is not None:
         return "weights of several memories are read at once, or the memory writes what it is asked"
+    if call.reads_start and rule.erases:
+        return f"tokens read the memory of their chunk's start (stale), and the rule {rule.name} erases"
     if call.reads_start and call.chunk_size > MAX_BLOCK:
         return f"tokens read the memory of their chunk's start, in chunks longer than {MAX_BLOCK}"
     return native.unserved(call.q.new_empty(0, dtype=state_dtype(call.q)), call.network)
 
 
 def _in_c(call: MemoryCall) -> str | None:
+    if reason := in_c(call):
+        return reason
     if call.rule.nonlinear:
         return f"the memory rule is {call.rule.name}, which is not linear"
     if call.rule.window > 1 and (call.rule.border == "carry" or not _alike(call)):
         return "windows carry gradients (border=carry), or documents begin at different tokens of the rows"
-    return in_c(call)
+    return None
 
 
 def _alike(call: MemoryCall) -> bool:

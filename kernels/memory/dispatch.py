@@ -79,8 +79,8 @@ def neural_memory(
             kernels.memory.fused.operators.SCRATCH_BYTES holds.
         stale: tokens read the memory as it was at the start of their chunk, and nothing of the chunk itself. For large
             chunks: a few matrix products each, by PyTorch's operators on any device.
-        rule: the inner loss and what the gates do with its gradient; Titans' own by default, which alone "triton" and
-            "native" know.
+        rule: the inner loss and what the gates do with its gradient; Titans' own by default, which alone "triton"
+            knows; "native" knows those with a Rule.compiled_loss.
         own: the rule's own gates in its order, each (B, T, H).
         soup: other memories that every token reads at once with the running one; by PyTorch's operators.
 
@@ -210,7 +210,7 @@ def _run_triton(call: MemoryCall) -> tuple[Tensor, MemoryState]:
 TRITON = Backend(_triton_serves, _run_triton)
 _NAMED = {
     "triton": (TRITON,),
-    "native": (TOKEN, NATIVE, NATIVE_BLOCKS),
+    "native": (TOKEN, NATIVE_BLOCKS, NATIVE),
     "chunked": (CHUNKED, BLOCKWISE),
     "naive": (NAIVE,),
 }

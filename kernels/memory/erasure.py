@@ -33,11 +33,15 @@ class Decay:
 
     @staticmethod
     def of(alpha: Tensor, valid: Tensor | None) -> "list[Decay]":
-        """alpha (n, N, c, 1), valid (n, N, c) or None -> of n blocks. A token that is not valid writes nothing."""
-        gate = alpha.squeeze(-1)
-        reach = coefficients(torch.ones_like(gate), torch.zeros_like(gate), gate, valid)[2]
-        keep = 1 - gate if valid is None else torch.where(valid, 1 - gate, 1.0)
+        """alpha (n, N, c, 1), valid (n, N, c) or None -> of n blocks."""
+        keep, reach = decay(alpha.squeeze(-1), valid)
         return [Decay(*block) for block in zip(keep.unsqueeze(-1).unbind(), reach.unbind(), strict=True)]
+
+
+def decay(alpha: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """a and D, alpha (..., n, N, c), valid (n, N, c) or None. A token that is not valid writes nothing."""
+    reach = coefficients(torch.ones_like(alpha), torch.zeros_like(alpha), alpha, valid)[2]
+    return 1 - alpha if valid is None else torch.where(valid, 1 - alpha, 1.0), reach
 
 
 @dataclass

@@ -41,7 +41,7 @@ class _Places(ctypes.Structure):
 class _Call(ctypes.Structure):
     _fields_ = [
         *_integers("blocks", "rows", "tokens", "keys", "layers", "width", "hidden", "gate_layers"),
-        *_integers("activation", "norm", "residual", "to_start", "loss", "at_start", "every"),
+        *_integers("activation", "norm", "residual", "to_start", "loss", "at_start", "erases", "every"),
         ("query", _Places), ("key", _Places),
     ]  # fmt: skip
 
@@ -55,10 +55,13 @@ def _pointers(*names: str, per_layer: tuple[str, ...] = (), last: tuple[str, ...
 GIVEN = ("q", "k", "v", "A", "B", "mix", "m", "e")
 """Tensors of every call, in order: queries, keys, values and the fields of Coefficients."""
 
+ERASING = ("theta", "keep", "reach")
+"""Tensors of a rule that erases: its gate, and the fields of Decay."""
+
 
 class _Inputs(ctypes.Structure):
     _fields_ = _pointers(
-        *GIVEN, "threshold", "gamma", "beta", "new_chunk", "new_document",
+        *GIVEN, "threshold", *ERASING, "gamma", "beta", "new_chunk", "new_document",
         per_layer=("begin", "W", "S", "F"), last=("kept",),
     )  # fmt: skip
 
@@ -68,7 +71,7 @@ class _Outputs(ctypes.Structure):
 
 
 class _Gradients(ctypes.Structure):
-    _fields_ = _pointers("out", *GIVEN, "threshold", "gamma", "beta", per_layer=("begin", "W", "S", "F"))
+    _fields_ = _pointers("out", *GIVEN, "threshold", *ERASING, "gamma", "beta", per_layer=("begin", "W", "S", "F"))
 
 
 def unserved(x: Tensor, network: NetworkShape, source: Path = SOURCE) -> str | None:
@@ -85,11 +88,12 @@ def thresholds(rule: Rule) -> int:
 
 
 class NativeScan(torch.autograd.Function):
-    """apply(plan, q, k, v, *coefficients, *threshold, *norm, *begin, *W, *S, *F) -> (out, *W, *S, *F).
+    """apply(plan, q, k, v, *coefficients, *threshold, *erasing, *norm, *begin, *W, *S, *F) -> (out, *W, *S, *F).
 
-    q (n, N, c, D), k and v (n, N, keys, D); with plan.whole all three (B, n c, H, D). coefficients: the fields of Coefficients for
-    these keys, (gate_layers, n, N, ...); with plan.at_start A, B and mix have only their last line. threshold: of a loss
-    that has one, (n, N, keys, 1). The others and the results as those of
+    q (n, N, c, D), k and v (n, N, keys, D); with plan.whole all three (B, n c, H, D). coefficients: the fields of
+    Coefficients for these keys, (gate_layers, n, N, ...); with plan.at_start A, B and mix have only their last line.
+    threshold: of a loss that has one, (n, N, keys, 1). erasing: of a rule that erases, theta (gate_layers, n, N, c) and
+    Decay's fields; coefficients are then those of theta = 1. The others and the results as those of
     :class:`titans_pt.kernels.memory.scan.MemoryScan`, but W is always the memory's weights.
     """
 
@@ -125,7 +129,7 @@ class NativeScan(torch.autograd.Function):
         call.every = ctx.every
         inputs = _inputs(plan, tensors, ctx.flags, kept)
         d_out = torch.zeros_like(tensors[0]) if d_out is None else d_out.contiguous()
-        token_wise = len(GIVEN) + thresholds(plan.rule)
+        token_wise = len(_names(plan.rule))
         grads = [torch.empty_like(x) for x in tensors[:token_wise]]
         grads += [torch.zeros_like(x) for x in tensors[token_wise : -3 * layers]]
         d_state = [
@@ -162,7 +166,8 @@ def _call(plan, tensors: Sequence[Tensor]) -> _Call:
         blocks=blocks, rows=rows, tokens=tokens, keys=keys, layers=network.depth, width=network.width,
         hidden=network.hidden, gate_layers=gate_layers, activation=ACTIVATIONS.index(network.activation),
         norm=network.norm, residual=network.residual, to_start=plan.to_start,
-        loss=list(LOSSES).index(plan.rule.compiled_loss), at_start=plan.at_start, query=places[0], key=places[1],
+        loss=list(LOSSES).index(plan.rule.compiled_loss), at_start=plan.at_start,
+        erases=plan.rule.erases, query=places[0], key=places[1],
     )  # fmt: skip
 
 
@@ -177,11 +182,15 @@ def _flags(each: list, rows: int) -> ctypes.Array:
     return ctypes.create_string_buffer(b"".join(parts), len(each) * rows)
 
 
+def _names(rule: Rule) -> tuple[str, ...]:
+    """Names of the tensors of tokens."""
+    return (*GIVEN, *("threshold",)[: thresholds(rule)], *(ERASING if rule.erases else ()))
+
+
 def _single(plan, tensors: Sequence[Tensor]) -> tuple[dict[str, int], Sequence[Tensor]]:
     """Addresses by name of all that is not a weight, and M_0; tensors: those of apply or their gradients, without W, S
     and F."""
-    threshold = ("threshold",) * thresholds(plan.rule)
-    names = (*GIVEN, *threshold, *("gamma", "beta")[: 2 * plan.network.norm])
+    names = _names(plan.rule) + ("gamma", "beta")[: 2 * plan.network.norm]
     return {name: x.data_ptr() for name, x in zip(names, tensors, strict=False)}, tensors[len(names) :]
 
 

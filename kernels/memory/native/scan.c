@@ -29,6 +29,7 @@ typedef struct {
     int64_t blocks, rows, tokens, keys, layers, width, hidden, gate_layers;
     int64_t activation, norm, residual, to_start, loss;
     int64_t at_start; /* queries meet the weights of their chunk's start */
+    int64_t erases;   /* tokens erase before they write; keys are then the tokens */
     int64_t every;    /* blocks between two states that are kept for the backward pass; 0: none is */
     Places query, key;
 } Call;
@@ -198,14 +199,6 @@ INLINE real total(vec x) {
 
 /* ---- one block */
 
-/* A layer's intermediates; see dual.py. GR is G token by token. Of keys: X, G, hidden, slope, pulled and their gradients;
-of queries: Z, query_hidden, ZW, ZS; scores (keys x query lanes). */
-typedef struct {
-    int in, out, ld; /* features in and out; row length of the weights */
-    real *X, *G, *hidden, *slope, *pulled, *Z, *query_hidden, *scores, *ZW, *ZS, *GR;
-    real *dX, *dG, *d_hidden; /* of the backward pass */
-} Layer;
-
 /* A layer's coefficients in a block, and their gradients. A, B: (lanes), of the block's first M and S in M_t. mix_T: (keys
 x lanes), what of a key's gradient is in M_t. p, e: (key lanes), the same of the last M and S. a, b, m: of the first M and
 S in the last M, and of the first S in the last S. */
@@ -214,12 +207,36 @@ typedef struct {
     real a, b, m;
 } Gates;
 
+/* What a rule that erases is given beside its coefficients, which are then those of theta = 1, and the gradients; see
+erasure.py. theta, keep: (lanes). reach_T: (tokens x lanes), [i, t]. */
 typedef struct {
-    int c, lanes, keys, key_lanes, layers, D, activation, norm, residual, gate_layers, to_start, loss, at_start;
+    real *theta, *keep, *reach_T;
+} Erasing;
+
+/* Of a layer that is erased: step, theta / (1 + theta |x|^2), (lanes); erased_T, reach_T step; alike, x_i . x_t; token by
+token what W and S hold along x, known and rows, y. */
+typedef struct {
+    real *step, *erased_T, *alike, *along_W, *along_S, *known, *rows, *d_erased_T, *d_rows, *d_alike;
+} Erased;
+
+/* A layer's intermediates; see dual.py. GR is G token by token. Of keys: X, G, hidden, slope, pulled and their gradients;
+of queries: Z, query_hidden, ZW, ZS; scores (keys x query lanes). gate, d_gate: its coefficients. */
+typedef struct {
+    int in, out, ld; /* features in and out; row length of the weights */
+    real *X, *G, *hidden, *slope, *pulled, *Z, *query_hidden, *scores, *ZW, *ZS, *GR;
+    real *dX, *dG, *d_hidden; /* of the backward pass */
+    Gates gate, d_gate;
+    Erased erased;
+} Layer;
+
+typedef struct {
+    int c, lanes, keys, key_lanes, layers, D, activation, norm, residual, gate_layers, to_start, loss, at_start,
+        erases;
     int64_t state; /* numbers of one weight set, padded */
     Layer layer[MAX_LAYERS];
     Unit key, query;
-    Gates gate[MAX_LAYERS], d_gate[MAX_LAYERS];
+    Gates gate[MAX_LAYERS], d_gate[MAX_LAYERS]; /* as given, for one layer or for all */
+    Erasing erasing[MAX_LAYERS], d_erasing[MAX_LAYERS];
     real *q, *k, *v, *error, *top, *f, *z, *out, *t1, *t2, *t3, *r; /* temporary T and R matrices of any size in use */
     real *mixed, *mixed_T, *d_scores, *d_scores_T, *square;        /* (tokens x keys), T (keys x tokens) */
     real *threshold, *d_threshold;                                 /* (key lanes), of losses that have one */
@@ -234,7 +251,7 @@ static int64_t set_layer(const Call *call, Block *b) {
     b->keys = call->keys, b->key_lanes = PAD(call->keys);
     b->activation = call->activation, b->norm = call->norm, b->residual = call->residual;
     b->gate_layers = call->gate_layers, b->to_start = call->to_start;
-    b->loss = call->loss, b->at_start = call->at_start;
+    b->loss = call->loss, b->at_start = call->at_start, b->erases = call->erases;
     for (int n = 0; n < b->layers; n++) {
         Layer *l = &b->layer[n];
         l->in = n ? call->hidden : call->width;
@@ -280,6 +297,14 @@ static void lay_out(Block *b, Arena *a) {
         l->query_hidden = take(a, (int64_t)inner * lanes);
         l->scores = take(a, square);
         l->GR = take(a, (int64_t)keys * PAD(l->out));
+        if (!b->erases) continue;
+        Erased *e = &l->erased;
+        real **by_pair[] = {&l->gate.mix_T, &l->d_gate.mix_T, &e->erased_T, &e->alike, &e->d_erased_T, &e->d_alike};
+        real **by_line[] = {&e->along_W, &e->along_S, &e->known, &e->rows, &e->d_rows};
+        real **by_key[] = {&l->gate.p, &l->gate.e, &l->d_gate.p, &l->d_gate.e, &e->step};
+        for (int i = 0; i < 6; i++) *by_pair[i] = take(a, square);
+        for (int i = 0; i < 5; i++) *by_line[i] = take(a, (int64_t)keys * PAD(l->out));
+        for (int i = 0; i < 5; i++) *by_key[i] = take(a, keys);
     }
     b->key = (Unit){take(a, (int64_t)UP4(b->D) * keys), take(a, keys)};
     b->query = (Unit){take(a, (int64_t)UP4(b->D) * lanes), take(a, lanes)};
@@ -287,6 +312,9 @@ static void lay_out(Block *b, Arena *a) {
         Gates *g = n % 2 ? &b->d_gate[n / 2] : &b->gate[n / 2];
         g->A = take(a, lanes), g->B = take(a, lanes), g->mix_T = take(a, square);
         g->p = take(a, keys), g->e = take(a, keys);
+        if (!b->erases) continue;
+        Erasing *e = n % 2 ? &b->d_erasing[n / 2] : &b->erasing[n / 2];
+        e->theta = take(a, keys), e->keep = take(a, keys), e->reach_T = take(a, square);
     }
     b->threshold = take(a, keys), b->d_threshold = take(a, keys);
     real **of_queries[] = {&b->q, &b->out, &b->d_out, &b->d_q};
@@ -335,7 +363,31 @@ static void scaled_rows(int features, int lanes, const real *from, const real *s
         for (int t = i * lanes; t < (i + 1) * lanes; t += LANES) AT(out, t) = CONST_AT(from, t) * scale[i];
 }
 
+/* sums of products over features, one for each token, are added to (or, sign < 0, taken from) out. */
+static void inner(int features, int lanes, const real *x, const real *y, real *out, int sign) {
+    for (int t = 0; t < lanes; t += LANES) {
+        vec sum = {0};
+        for (int i = 0; i < features; i++) sum += CONST_AT(x, i * lanes + t) * CONST_AT(y, i * lanes + t);
+        AT(out, t) = sign > 0 ? CONST_AT(out, t) + sum : CONST_AT(out, t) - sum;
+    }
+}
+
 static int gate_layer(const Block *b, int n) { return b->gate_layers > 1 ? n : 0; }
+
+/* Column t of a T matrix (keys x lanes), zeros after it. */
+static void last_column(int K, int key_lanes, int t, int lanes, const real *from, real *to) {
+    for (int i = 0; i < key_lanes; i++) to[i] = i < K ? from[i * lanes + t] : 0;
+}
+
+INLINE void add_line(int count, real factor, const real *x, real *to) {
+    for (int i = 0; i < count; i += LANES) AT(to, i) += factor * CONST_AT(x, i);
+}
+
+INLINE real dot_lines(int count, const real *x, const real *y) {
+    vec sums = {0};
+    for (int i = 0; i < count; i += LANES) sums += CONST_AT(x, i) * CONST_AT(y, i);
+    return total(sums);
+}
 
 /* ---- the rule's loss of an error e; native/__init__.py has the same order */
 
@@ -441,11 +493,142 @@ static void key_side(Block *b, const real *F) {
     }
 }
 
+/* ---- erasing (erasure.py): what comes between the keys and the writes, and its backward pass */
+
+/* Each layer's coefficients: those given, or of a rule that erases with its steps. Fills gate, erased. W, S: at the
+block's start. */
+static void erase(Block *b, const real *W, const real *S) {
+    int lanes = b->lanes, c = b->c;
+    for (int n = 0; n < b->layers; n++) {
+        Layer *l = &b->layer[n];
+        const Gates *given = &b->gate[gate_layer(b, n)];
+        if (!b->erases) {
+            l->gate = *given, l->d_gate = b->d_gate[gate_layer(b, n)];
+            continue;
+        }
+        const Erasing *own = &b->erasing[gate_layer(b, n)];
+        Erased *e = &l->erased;
+        Gates *g = &l->gate;
+        g->A = given->A, g->B = given->B, g->a = given->a, g->b = given->b, g->m = given->m;
+        l->d_gate.A = b->d_gate[gate_layer(b, n)].A, l->d_gate.B = b->d_gate[gate_layer(b, n)].B;
+        memset(e->step, 0, lanes * sizeof(real));
+        inner(l->in, lanes, l->X, l->X, e->step, 1);
+        for (int i = 0; i < lanes; i++) e->step[i] = own->theta[i] / (1 + own->theta[i] * e->step[i]);
+        for (int i = 0; i < c; i++)
+            for (int t = 0; t < lanes; t += LANES) {
+                AT(g->mix_T, i * lanes + t) = CONST_AT(given->mix_T, i * lanes + t) * e->step[i];
+                AT(e->erased_T, i * lanes + t) = CONST_AT(own->reach_T, i * lanes + t) * e->step[i];
+            }
+        for (int i = 0; i < lanes; i += LANES) {
+            AT(g->p, i) = CONST_AT(given->p, i) * CONST_AT(e->step, i);
+            AT(g->e, i) = CONST_AT(given->e, i) * CONST_AT(e->step, i);
+        }
+        product(c, lanes, l->in, l->X, 1, lanes, l->X, lanes, e->alike, lanes, 0);
+        product(c, l->ld, l->in, l->X, 1, lanes, W, l->ld, e->along_W, l->ld, 0);
+        product(c, l->ld, l->in, l->X, 1, lanes, S, l->ld, e->along_S, l->ld, 0);
+        for (int t = 0; t < c; t++) {
+            real *known = e->known + t * l->ld, *row = e->rows + t * l->ld;
+            memset(known, 0, l->ld * sizeof(real));
+            memset(row, 0, l->ld * sizeof(real));
+            add_line(l->ld, t ? g->A[t - 1] : 1, e->along_W + t * l->ld, known);
+            if (t) add_line(l->ld, g->B[t - 1], e->along_S + t * l->ld, known);
+            for (int i = 0; i < t; i++)
+                add_line(l->ld, -g->mix_T[i * lanes + t - 1] * e->alike[i * lanes + t], l->GR + i * l->ld, known);
+            add_line(l->ld, own->keep[t], known, row);
+            for (int i = 0; i < t; i++)
+                add_line(l->ld, -e->erased_T[i * lanes + t] * e->alike[i * lanes + t], e->rows + i * l->ld, row);
+        }
+        int64_t size = (int64_t)l->in * l->ld;
+        W += size, S += size;
+    }
+}
+
+/* What the new W says about the rows that were erased. dw: its gradient. */
+static void write_back(Block *b, int n, const real *dw) {
+    Layer *l = &b->layer[n];
+    Erased *e = &l->erased;
+    int lanes = b->lanes, c = b->c;
+    product(c, l->ld, l->in, l->X, 1, lanes, dw, l->ld, b->r, l->ld, 0);
+    for (int i = 0; i < c; i++) {
+        real share = e->erased_T[i * lanes + c - 1];
+        e->d_erased_T[i * lanes + c - 1] -= dot_lines(l->ld, e->rows + i * l->ld, b->r + i * l->ld);
+        add_line(l->ld, -share, b->r + i * l->ld, e->d_rows + i * l->ld);
+        for (int j = 0; j < l->in; j++)
+            l->dX[j * lanes + i] -= share * dot_lines(l->ld, dw + (int64_t)j * l->ld, e->rows + i * l->ld);
+    }
+}
+
+/* From the gradients of rows, erased_T and the layer's own coefficients to those of what was given; dX, dG, dw and ds are
+added to. W, S: the layer's, at the block's start; dw, ds: their gradients. */
+static void erase_back(Block *b, int n, const real *W, const real *S, real *dw, real *ds) {
+    Layer *l = &b->layer[n];
+    Erased *e = &l->erased;
+    int lanes = b->lanes, c = b->c, ld = l->ld;
+    const Gates *g = &l->gate, *given = &b->gate[gate_layer(b, n)];
+    const Erasing *own = &b->erasing[gate_layer(b, n)];
+    Gates *d = &l->d_gate, *d_given = &b->d_gate[gate_layer(b, n)];
+    Erasing *d_own = &b->d_erasing[gate_layer(b, n)];
+    real *dGR = b->r;
+    memset(dGR, 0, (size_t)lanes * ld * sizeof(real));
+    memset(e->d_alike, 0, (size_t)lanes * lanes * sizeof(real));
+    for (int i = 0; i < c; i++) d->mix_T[i * lanes + c - 1] += d->p[i];
+    for (int t = c - 1; t >= 0; t--) {
+        real *d_row = e->d_rows + t * ld, *d_known = e->known + t * ld; /* known is used up */
+        for (int i = 0; i < t; i++) {
+            real of_pair = -dot_lines(ld, d_row, e->rows + i * ld), alike = e->alike[i * lanes + t];
+            e->d_erased_T[i * lanes + t] += of_pair * alike;
+            e->d_alike[i * lanes + t] += of_pair * e->erased_T[i * lanes + t];
+            add_line(ld, -e->erased_T[i * lanes + t] * alike, d_row, e->d_rows + i * ld);
+        }
+        d_own->keep[t] += dot_lines(ld, d_row, d_known);
+        for (int j = 0; j < ld; j += LANES) AT(d_known, j) = own->keep[t] * CONST_AT(d_row, j);
+        if (t) {
+            d->A[t - 1] += dot_lines(ld, d_known, e->along_W + t * ld);
+            d->B[t - 1] += dot_lines(ld, d_known, e->along_S + t * ld);
+        }
+        for (int i = 0; i < t; i++) {
+            real of_pair = -dot_lines(ld, d_known, l->GR + i * ld);
+            real mix = g->mix_T[i * lanes + t - 1], alike = e->alike[i * lanes + t];
+            d->mix_T[i * lanes + t - 1] += of_pair * alike;
+            e->d_alike[i * lanes + t] += of_pair * mix;
+            add_line(ld, -mix * alike, d_known, dGR + i * ld);
+        }
+        /* of what W and S hold along x_t, in place */
+        for (int j = 0; j < ld; j += LANES) {
+            vec d_along = CONST_AT(d_known, j);
+            AT(e->along_W, t * ld + j) = d_along * (t ? g->A[t - 1] : 1);
+            AT(e->along_S, t * ld + j) = d_along * (t ? g->B[t - 1] : 0);
+        }
+    }
+    for (int i = 0; i < c; i++)
+        for (int j = 0; j < l->out; j++) l->dG[j * lanes + i] += dGR[i * ld + j];
+    product(l->in, ld, c, l->X, lanes, 1, e->along_W, ld, dw, ld, 1);
+    product(l->in, ld, c, l->X, lanes, 1, e->along_S, ld, ds, ld, 1);
+    for (int i = 0; i < c; i++)
+        for (int j = 0; j < l->in; j++)
+            l->dX[j * lanes + i] += dot_lines(ld, W + (int64_t)j * ld, e->along_W + i * ld) +
+                                    dot_lines(ld, S + (int64_t)j * ld, e->along_S + i * ld);
+    for (int i = 0; i < c; i++)
+        for (int t = i + 1; t < c; t++) e->d_alike[t * lanes + i] = e->d_alike[i * lanes + t];
+    product(l->in, lanes, c, l->X, lanes, 1, e->d_alike, lanes, l->dX, lanes, 1);
+    for (int i = 0; i < c; i++) {
+        const real *d_mix = d->mix_T + i * lanes, *d_erased = e->d_erased_T + i * lanes;
+        real step = e->step[i], theta = own->theta[i];
+        real d_step = dot_lines(lanes, d_mix, given->mix_T + i * lanes) +
+                      dot_lines(lanes, d_erased, own->reach_T + i * lanes) + d->e[i] * given->e[i];
+        add_line(lanes, step, d_mix, d_given->mix_T + i * lanes);
+        add_line(lanes, step, d_erased, d_own->reach_T + i * lanes);
+        d_given->e[i] += step * d->e[i];
+        d_own->theta[i] += theta ? d_step * step * step / (theta * theta) : d_step;
+        for (int j = 0; j < l->in; j++) l->dX[j * lanes + i] -= 2 * d_step * step * step * l->X[j * lanes + i];
+    }
+}
+
 /* W and S (one weight set each, layer after layer) after the block. */
 static void write(Block *b, real *W, real *S) {
     for (int n = 0; n < b->layers; n++) {
         Layer *l = &b->layer[n];
-        const Gates *g = &b->gate[gate_layer(b, n)];
+        const Gates *g = &l->gate;
         int64_t size = (int64_t)l->in * l->ld;
         for (int64_t i = 0; i < size; i += LANES) {
             vec w = CONST_AT(W, i), s = CONST_AT(S, i);
@@ -456,6 +639,11 @@ static void write(Block *b, real *W, real *S) {
         product(l->in, l->ld, b->keys, b->t1, b->key_lanes, 1, l->GR, l->ld, W, l->ld, -1);
         scaled(l->in, b->key_lanes, l->X, g->e, b->t1);
         product(l->in, l->ld, b->keys, b->t1, b->key_lanes, 1, l->GR, l->ld, S, l->ld, -1);
+        if (b->erases) {
+            last_column(b->keys, b->key_lanes, b->c - 1, b->lanes, l->erased.erased_T, b->square);
+            scaled(l->in, b->key_lanes, l->X, b->square, b->t1);
+            product(l->in, l->ld, b->keys, b->t1, b->key_lanes, 1, l->erased.rows, l->ld, W, l->ld, -1);
+        }
         W += size, S += size;
     }
 }
@@ -467,7 +655,7 @@ static void read(Block *b, const real *W, const real *S, const real *F, const re
     memcpy(b->layer[0].Z, b->q, (size_t)b->D * lanes * sizeof(real));
     for (int n = 0; n <= last; n++) {
         Layer *l = &b->layer[n];
-        const Gates *g = &b->gate[gate_layer(b, n)];
+        const Gates *g = &l->gate;
         real *z = n < last ? l->query_hidden : b->z;
         int64_t size = (int64_t)l->in * l->ld;
         if (b->at_start) {
@@ -483,6 +671,11 @@ static void read(Block *b, const real *W, const real *S, const real *F, const re
                     AT(z, i * lanes + t) = CONST_AT(l->ZW, i * lanes + t) * CONST_AT(g->A, t) +
                                            CONST_AT(l->ZS, i * lanes + t) * CONST_AT(g->B, t);
             product(l->out, lanes, b->keys, l->G, b->key_lanes, 1, b->t1, lanes, z, lanes, -1);
+            if (b->erases) {
+                for (int i = 0; i < b->keys * lanes; i += LANES)
+                    AT(b->t1, i) = CONST_AT(l->scores, i) * CONST_AT(l->erased.erased_T, i);
+                product(l->out, lanes, b->keys, l->erased.rows, 1, l->ld, b->t1, lanes, z, lanes, -1);
+            }
             if (base) product(l->out, lanes, l->in, base, 1, l->ld, l->Z, lanes, z, lanes, 1), base += size;
         }
         if (n < last) activate(b->activation, l->out * lanes, z, b->layer[n + 1].Z, NULL);
@@ -516,15 +709,6 @@ static void pull_back(int kind, int count, const real *z, const real *upstream, 
     }
 }
 
-/* sums of products over features, one for each token, are added to (or, sign < 0, taken from) out. */
-static void inner(int features, int lanes, const real *x, const real *y, real *out, int sign) {
-    for (int t = 0; t < lanes; t += LANES) {
-        vec sum = {0};
-        for (int i = 0; i < features; i++) sum += CONST_AT(x, i * lanes + t) * CONST_AT(y, i * lanes + t);
-        AT(out, t) = sign > 0 ? CONST_AT(out, t) + sum : CONST_AT(out, t) - sum;
-    }
-}
-
 /* dW, dS: gradients of a layer's last W and S -> of the first ones, but for what the queries add. */
 static void state_back(int64_t size, const real *W, const real *S, const Gates *g, real *dW, real *dS, Gates *d) {
     vec of_a = {0}, of_b = {0}, of_m = {0};
@@ -544,8 +728,8 @@ static void read_back(Block *b, int n, const real *W, const real *S, const real 
                       real *dF, real *dZ) {
     int lanes = b->lanes, keys = b->key_lanes, c = b->c, K = b->keys;
     Layer *l = &b->layer[n];
-    const Gates *g = &b->gate[gate_layer(b, n)];
-    Gates *d = &b->d_gate[gate_layer(b, n)];
+    const Gates *g = &l->gate;
+    Gates *d = &l->d_gate;
     memset(l->dG, 0, (size_t)l->out * keys * sizeof(real));
     if (b->at_start) {
         memset(l->dX, 0, (size_t)l->in * keys * sizeof(real));
@@ -562,6 +746,19 @@ static void read_back(Block *b, int n, const real *W, const real *S, const real 
         AT(b->d_scores_T, i) = of_mixed * mix;
         AT(b->mixed_T, i) = s * mix;
         AT(d->mix_T, i) += of_mixed * s;
+    }
+    if (b->erases) {
+        Erased *e = &l->erased;
+        product(K, lanes, l->out, e->rows, l->ld, 1, dz, lanes, b->square, lanes, 0);
+        for (int i = 0; i < K * lanes; i += LANES) {
+            vec of_mixed = -CONST_AT(b->square, i), s = CONST_AT(l->scores, i), erased = CONST_AT(e->erased_T, i);
+            AT(b->d_scores_T, i) += of_mixed * erased;
+            AT(e->d_erased_T, i) = of_mixed * s;
+            AT(b->t1, i) = s * erased;
+        }
+        by_token(l->out, c, lanes, dz, b->r);
+        memset(e->d_rows, 0, (size_t)keys * l->ld * sizeof(real));
+        product(K, l->ld, c, b->t1, lanes, 1, b->r, l->ld, e->d_rows, l->ld, -1);
     }
     size_t rest = (size_t)(keys - K) * lanes * sizeof(real);
     memset(b->d_scores_T + K * lanes, 0, rest);
@@ -595,6 +792,11 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
         memset(d->e, 0, keys * sizeof(real));
         if (!b->at_start) memset(d->mix_T, 0, (size_t)keys * lanes * sizeof(real));
         d->a = d->b = d->m = 0;
+        if (!b->erases) continue;
+        Erasing *own = &b->d_erasing[n];
+        memset(own->theta, 0, lanes * sizeof(real));
+        memset(own->keep, 0, lanes * sizeof(real));
+        memset(own->reach_T, 0, (size_t)keys * lanes * sizeof(real));
     }
 
     real *dz = b->z, *dZ = b->t3;
@@ -611,10 +813,17 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
     if (b->norm) normalise_back(D, lanes, dz, b->query, dz);
     for (int n = last; n >= 0; n--) {
         Layer *l = &b->layer[n];
-        const Gates *g = &b->gate[gate_layer(b, n)];
-        Gates *d = &b->d_gate[gate_layer(b, n)];
+        const Gates *g = &l->gate;
+        Gates *d = &l->d_gate;
         int64_t size = (int64_t)l->in * l->ld;
         real *dw = dW + at[n], *ds = dS + at[n];
+        Gates *d_given = &b->d_gate[gate_layer(b, n)];
+        d->a = d->b = d->m = 0;
+        if (b->erases) {
+            memset(d->mix_T, 0, (size_t)keys * lanes * sizeof(real));
+            memset(d->p, 0, keys * sizeof(real));
+            memset(d->e, 0, keys * sizeof(real));
+        }
         read_back(b, n, W + at[n], S + at[n], F + at[n], base ? base + at[n] : NULL, dz, dF + at[n], dZ);
 
         /* What the new weights say about the keys. */
@@ -630,8 +839,10 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
         product(l->in, keys, l->out, dw, l->ld, 1, b->t1, keys, l->dX, keys, -1);
         scaled(l->out, keys, l->G, g->e, b->t1);
         product(l->in, keys, l->out, ds, l->ld, 1, b->t1, keys, l->dX, keys, -1);
+        if (b->erases) write_back(b, n, dw);
 
         state_back(size, W + at[n], S + at[n], g, dw, ds, d);
+        d_given->a += d->a, d_given->b += d->b, d_given->m += d->m;
         if (!b->at_start) {
             by_token(l->out, c, lanes, dz, b->r);
             if (base) product(l->in, l->ld, c, l->Z, lanes, 1, b->r, l->ld, d_base + at[n], l->ld, 1);
@@ -640,6 +851,7 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
             scaled(l->in, lanes, l->Z, g->B, b->t1);
             product(l->in, l->ld, c, b->t1, lanes, 1, b->r, l->ld, ds, l->ld, 1);
         }
+        if (b->erases) erase_back(b, n, W + at[n], S + at[n], dw, ds);
         if (n) {
             pull_back(b->activation, l->in * lanes, b->layer[n - 1].query_hidden, dZ, dz);
         } else {
@@ -724,6 +936,7 @@ typedef struct {
     const real *q, *k, *v; /* laid out as Call says, as are results and gradients of their kind */
     const real *A, *B, *mix, *m, *e;
     const real *threshold;                   /* (blocks, rows, keys), or NULL */
+    const real *theta, *keep, *reach;        /* of a rule that erases, (gate layers, blocks, rows, tokens), reach twice */
     const real *gamma, *beta;                /* (rows, width) */
     const uint8_t *new_chunk, *new_document; /* (blocks, rows) */
     real *begin[MAX_LAYERS], *W[MAX_LAYERS], *S[MAX_LAYERS], *F[MAX_LAYERS];
@@ -738,7 +951,7 @@ typedef struct {
 /* W, S, F: of the state after the last token on entry, before the first one on return. begin: (rows, ...), added to. */
 typedef struct {
     const real *out;
-    real *q, *k, *v, *A, *B, *mix, *m, *e, *threshold, *gamma, *beta;
+    real *q, *k, *v, *A, *B, *mix, *m, *e, *threshold, *theta, *keep, *reach, *gamma, *beta;
     real *begin[MAX_LAYERS], *W[MAX_LAYERS], *S[MAX_LAYERS], *F[MAX_LAYERS];
 } Gradients;
 
@@ -791,6 +1004,10 @@ static void fetch(Block *b, const Call *call, const Inputs *x, int64_t n, int64_
         load_tokens(1, c, lanes, A, 1, g->A);
         load_tokens(1, c, lanes, B, 1, g->B);
         load_tokens(K, c, lanes, mix, K, g->mix_T);
+        if (!b->erases) continue;
+        load_tokens(1, c, lanes, x->theta + here * c, 1, b->erasing[i].theta);
+        load_tokens(1, c, lanes, x->keep + here * c, 1, b->erasing[i].keep);
+        load_tokens(K, c, lanes, x->reach + here * c * K, K, b->erasing[i].reach_T);
     }
     for (int t = 0; t < keys; t++)
         b->threshold[t] = x->threshold && t < K ? x->threshold[(n * call->rows + row) * K + t] : 1;
@@ -819,6 +1036,10 @@ static void hand_back(const Block *b, const Call *call, const Gradients *d, int6
         A[lines - 1] += g->a, B[lines - 1] += g->b, d->m[here] = g->m;
         for (int t = 0; t < K; t++) mix[(lines - 1) * K + t] += g->p[t];
         store_tokens(1, K, keys, g->e, 1, d->e + here * K);
+        if (!b->erases) continue;
+        store_tokens(1, c, lanes, b->d_erasing[i].theta, 1, d->theta + here * c);
+        store_tokens(1, c, lanes, b->d_erasing[i].keep, 1, d->keep + here * c);
+        store_tokens(K, c, lanes, b->d_erasing[i].reach_T, K, d->reach + here * c * K);
     }
     if (d->threshold) memcpy(d->threshold + (n * call->rows + row) * K, b->d_threshold, K * sizeof(real));
 }
@@ -871,6 +1092,7 @@ int forward(const Call *call, const Inputs *x, const Outputs *y, int64_t first, 
             start(&b, call, x, n, row, base, W, S, F);
             fetch(&b, call, x, n, row);
             key_side(&b, F);
+            erase(&b, W, S);
             read(&b, W, S, F, b.to_start ? base : NULL);
             store_tokens(b.D, b.c, b.lanes, b.out, call->query.token, y->out + place(call->query, n, row));
             write(&b, W, S);
@@ -915,6 +1137,7 @@ int reverse(const Call *call, const Inputs *x, const Gradients *d, int64_t first
                 memcpy(W + 3 * state, W, 3 * bytes);
                 fetch(&b, call, x, n, row);
                 key_side(&b, F);
+                erase(&b, W, S);
                 write(&b, W + 3 * state, S + 3 * state);
             }
             for (int64_t n = end - 1; n >= begin; n--) {
@@ -923,6 +1146,7 @@ int reverse(const Call *call, const Inputs *x, const Gradients *d, int64_t first
                 fetch(&b, call, x, n, row);
                 load_tokens(b.D, b.c, b.lanes, d->out + place(call->query, n, row), call->query.token, b.d_out);
                 key_side(&b, F);
+                erase(&b, W, S);
                 read(&b, W, S, F, from);
                 backward(&b, W, S, F, from, dW, dS, dF, d_base);
                 hand_back(&b, call, d, n, row);

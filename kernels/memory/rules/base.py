@@ -52,6 +52,8 @@ class Rule:
     compiled_loss: str | None = None
     """Loss of kernels/memory/native that this one is: squared, or with the first own gate as its threshold huber or
     coordinate (yaad.py). None: PyTorch's operators serve."""
+    compiled_steps: bool = False
+    """Whether :meth:`steps` are those that kernels/memory/native has: b = theta / (1 + theta ||x||^2), for both."""
     step: float = 1.0
     """Factor of the step bound where model.memory.step_bound is null: how much larger than the squared loss's steps
     this rule's may be while the memory stays stable."""

@@ -26,6 +26,7 @@ class Dgd(SquaredError):
     """
 
     name: ClassVar[str] = "dgd"
+    compiled_steps = True
 
     @classmethod
     def check(cls, config: MemoryConfig, need: Need):

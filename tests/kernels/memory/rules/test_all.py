@@ -64,7 +64,7 @@ def test_it_equals_the_definition(name, form, seed):
 
 COMPILED = [
     ("yaad", {"form": "radial"}), ("yaad", {"form": "coordinate"}), ("omega", {}), ("omega", {"border": "truncate"}),
-    ("omega", {"window": 6}), ("muon", {}), ("muon", {"form": "unit"}),
+    ("omega", {"window": 6}), ("muon", {}), ("muon", {"form": "unit"}), ("dgd", {}),
 ]  # fmt: skip
 
 
@@ -73,7 +73,8 @@ COMPILED = [
 def test_in_c_it_equals_the_definition(name, form, seed):
     if missing := native.unserved(torch.zeros(1), NetworkShape(4, 4)):
         pytest.skip(f"no C: {missing}")
-    assert equals_the_definition(rule_of(name, form), seed, backend="native") < 1e-9
+    fixed = {"stale": False} if name == "dgd" else {}
+    assert equals_the_definition(rule_of(name, form), seed, backend="native", **fixed) < 1e-9
 
 
 @every_form
