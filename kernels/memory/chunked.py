@@ -13,7 +13,8 @@ A layer applied to queries Z then needs (Z X^T * P theta) G instead of M_t. A bl
 chunk: its keys still meet ``chunk_weights``, its queries the running ones. Products of gates are cumulative products,
 never quotients or logarithms: gates of exactly 0 and 1 are ordinary.
 
-The memory's rule decides what u_i is (its loss) and may have other coefficients than these.
+The memory's rule decides what u_i is (its loss) and may have other coefficients than these. C (native/scan.c) runs the
+same blocks row by row: rules whose loss it has, windows (window.py) and erasing (erasure.py) included.
 
 Queries only read: those of many blocks are answered at once (scan.py; the blocks themselves are in dual.py). Backward:
 a short run keeps what it computed; a long one keeps the state at every ``save_every``-th block and computes again what

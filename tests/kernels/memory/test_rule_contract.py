@@ -74,10 +74,10 @@ class Aligned(Rule):
         return A, torch.zeros_like(A), mix, momentum[..., -1:].exp().unsqueeze(-1), e.unsqueeze(-1)
 
 
-def given(rule, depth, seed=0, T=T, D=8):
+def given(rule, depth, seed=0, T=T, D=8, per_layer=False):
     """Inputs, and the rule's own gates: about as large as the errors, where a loss bends most."""
     gen = torch.Generator().manual_seed(seed)
-    tensors = make(2, T, 2, D, 6, depth, seed=seed)
+    tensors = make(2, T, 2, D, 6, depth, seed=seed, per_layer=per_layer)
     tensors[4], tensors[5] = (0.05 + 0.9 * gate for gate in tensors[4:6])
     own = [0.5 + torch.rand(2, T, 2, generator=gen, dtype=torch.float64) for _ in rule.gates]
     if (inputs := rule.width(D)) != D:
