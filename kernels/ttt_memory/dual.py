@@ -49,7 +49,9 @@ def dual_ttt_memory(
     )
     zero = tuple(torch.zeros_like(s) for s in state.sums)
 
-    def run(first: int, last: int, carry: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    # Each state is an argument of its own: tensors inside a tuple are kept out of sight of torch's hooks, by which
+    # plans measure.
+    def run(first: int, last: int, *carry: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         start, sums, outputs = carry[: len(begin)], carry[len(begin) :], []
         for n in range(first, last):
             if documents[n] is not False:
@@ -66,7 +68,7 @@ def dual_ttt_memory(
     every = save_every or math.isqrt(len(q))
     outputs, carry = [], (*state.start, *state.sums)
     for first in range(0, len(q), every):
-        given = first, min(first + every, len(q)), carry
+        given = first, min(first + every, len(q)), *carry
         if torch.is_grad_enabled():
             out, carry = checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
         else:

@@ -194,3 +194,22 @@ def test_says_what_does_not_fit(change, message):
              "norm": tuple(norm)}  # fmt: skip
     with pytest.raises(ValueError, match=f"ttt_memory: {message}"):
         ttt_memory(**(given | change))
+
+
+def test_the_states_that_are_kept_are_seen_by_those_who_count():
+    """Plans measure a model by torch's hooks on what its backward pass keeps: states between groups are among it."""
+    tensors, layers = make(2, 16, 1, 8, 2, hidden=32)
+    leaves = [x.requires_grad_() for x in tensors]
+    seen: dict[int, int] = {}
+
+    def pack(x):
+        seen[x.data_ptr()] = x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out, _ = call(leaves, layers, backend="dual", save_every=2)
+    out.sum().backward()
+    states = (
+        3 * 2 * sum(2 * p.numel() for p in tensors[5 : 5 + 2 * layers])
+    )  # before groups 2 to 4, start and sums, a row
+    assert sum(seen.values()) > states
