@@ -12,7 +12,8 @@ from titans_pt.layers.memory import Gates
 
 @contextmanager
 def write_gates(model: nn.Module, collect: bool = True) -> Iterator[list[Tensor]]:
-    """Collects the write gates of every memory that reads inside the block: each (rows, ...), 0 to 1, fp32.
+    """Collects the write gates of every memory that reads inside the block: each (rows, ...), 0 to 1, fp32. The list is
+    filled where the block ends.
 
     A gate is theta / (bound (1 - eta)). More momentum lowers theta: a cost of theta alone would close no gate.
 
@@ -20,10 +21,12 @@ def write_gates(model: nn.Module, collect: bool = True) -> Iterator[list[Tensor]
         collect: False collects nothing and costs nothing.
     """
     gates: list[Tensor] = []
+    seen: list[tuple[float, Tensor, Tensor]] = []
 
     def note(module: Gates, _: Any, made: tuple[Tensor, ...]):
-        theta, eta, *_ = made
-        gates.append(theta / (module.bound * (1 - eta)))
+        # Divided after the block: with activation checkpointing an operator in here would belong to the block, which is
+        # computed again without this hook.
+        seen.append((module.bound, made[0], made[1]))
 
     watched = [module for module in model.modules() if isinstance(module, Gates)] if collect else []
     hooks = [module.register_forward_hook(note) for module in watched]
@@ -32,6 +35,7 @@ def write_gates(model: nn.Module, collect: bool = True) -> Iterator[list[Tensor]
     finally:
         for hook in hooks:
             hook.remove()
+    gates += [theta / (bound * (1 - eta)) for bound, theta, eta in seen]
 
 
 def with_write_cost(loss: Tensor, gates: list[Tensor], cost: float, rows: Tensor | None = None) -> Tensor:
