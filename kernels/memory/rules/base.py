@@ -1,7 +1,7 @@
 """The contract of a memory rule: the loss that the memory learns by, and what its gates do with the gradient."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,12 +51,20 @@ class Rule:
     """Its own gates, by name."""
     compiled_loss: str | None = None
     """Loss of kernels/memory/native that this one is: squared, or with the first own gate as its threshold huber or
-    coordinate (yaad.py). None: PyTorch's operators serve."""
+    coordinate (yaad.py). None: PyTorch's operators serve. A subclass with another loss does not inherit it."""
     compiled_steps: bool = False
     """Whether :meth:`steps` are those that kernels/memory/native has: b = theta / (1 + theta ||x||^2), for both."""
     step: float = 1.0
     """Factor of the step bound where model.memory.step_bound is null: how much larger than the squared loss's steps
     this rule's may be while the memory stays stable."""
+
+    def __init_subclass__(cls, **keywords: Any):
+        super().__init_subclass__(**keywords)
+        own = vars(cls)  # a class with a loss or steps of its own does not inherit the names of others
+        if {"loss", "gradient"} & own.keys() and "compiled_loss" not in own:
+            cls.compiled_loss = None
+        if "steps" in own and "compiled_steps" not in own:
+            cls.compiled_steps = False
 
     def __init__(self, settings: Section | None = None):
         self.settings = settings or self.Settings()

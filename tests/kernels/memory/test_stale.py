@@ -69,4 +69,6 @@ def test_cuts_are_invisible(cuts, C, depth, resets, forget_to):
 def test_other_kernels_refuse_it_in_one_line(backend, device):
     tensors = [x.float().to(device) for x in make(1, 3, 2, 16, 32, 2)]
     with pytest.raises(ValueError, match=f'"{backend}" does not serve this: tokens read the memory of their chunk'):
-        neural_memory(*tensors[:6], tuple(tensors[6:8]), norm=tuple(tensors[8:]), backend=backend, stale=True)
+        neural_memory(
+            *tensors[:6], tuple(tensors[6:8]), norm=tuple(tensors[8:]), backend=backend, stale=True, chunk_size=128
+        )

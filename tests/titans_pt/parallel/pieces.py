@@ -3,7 +3,7 @@ process, in float64.
 
     torchrun --nproc_per_node 6 -m tests.titans_pt.parallel.pieces TENSOR CONTEXT MIXER ...
 
-A mixer named NAME+caching is one with cached memories.
+A mixer named NAME+CHANGE is one with another memory; see CHANGES.
 The first rank prints {mixer: the largest difference of logits and gradients} as JSON.
 """
 
@@ -17,14 +17,20 @@ from tests.helpers.mixers import small_model
 from titans_pt.parallel import Context, TensorParallel, Topology
 
 T = 42  # three pieces of 14: cuts inside chunks of 4, segments of 8 and windows of 6
-CACHED = {"memory": {"chunk_size": 4, "expansion": 2, "caching": {"segment": 4, "slots": 2}}}
+CHANGES = {
+    "caching": {"caching": {"segment": 4, "slots": 2}},
+    "omega": {"rule": "omega", "omega": {"window": 6}},
+    "muon": {"rule": "muon"},
+}
+"""Settings of the memory: cached memories, a window longer than a chunk in the state, steps at chunk ends."""
 STARTS = ((0, 9, 10, 30), (13, 14))
 
 
 def difference(mixer: str, grid: Topology) -> float:
     """Difference of this rank's logits and of the gradients summed over context ranks; documents, recomputation."""
-    name, _, caching = mixer.partition("+")
-    model = small_model([name], **(CACHED if caching else {})).train()
+    name, _, change = mixer.partition("+")
+    memory = {"memory": {"chunk_size": 4, "expansion": 2} | CHANGES[change]} if change else {}
+    model = small_model([name], **memory).train()
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 50, (2, T), generator=draw)
     upstream = torch.randn(2, T, 52, generator=draw, dtype=torch.float64)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 def test_every_mixer_hands_its_state_on():
     """From rank to rank of three, each of them two that share the heads."""
-    names = [*(name for name in NAMES if name != "rmt"), "lmm+caching"]
+    names = [*(name for name in NAMES if name != "rmt"), "lmm+caching", "lmm+omega", "lmm+muon"]
     result = run_forked(6, "tests.titans_pt.parallel.pieces", "2", "3", *names, timeout=1200)
     assert result.returncode == 0, result.stderr[-4000:]
     found = json.loads(result.stdout.splitlines()[-1])

@@ -185,7 +185,9 @@ def test_rules_that_move_the_memory_their_own_way_have_one_alpha(tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, form", [("memora", {}), ("dgd", {}), ("atlas", {"window": 2, "degree": 2})], ids=str)
+@pytest.mark.parametrize("name, form", [
+    ("memora", {}), ("dgd", {}), ("lact", {}), ("atlas", {"window": 2, "degree": 2}),
+], ids=str)  # fmt: skip
 def test_it_trains_under_tensor_parallelism_and_zero(tiny, tmp_path, name, form):
     """Two tensor ranks under ZeRO 2 give the losses of one process; their checkpoint is exported and comes back."""
     config = tiny(model={"mixers": ["lmm"], "memory": {"rule": name, name: form}})
