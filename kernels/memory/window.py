@@ -66,7 +66,7 @@ class Wide:
         self.first = torch.where(torch.tensor(gone), starts, -self.w).cummax(0).values.to(there.device)
 
     def of(self, layout: Layout) -> tuple[list[Tensor], Tensor]:
-        """Of a run's n blocks: k, v and own gates, (n, N, w + c, .) each, and whether the first w are there,
+        """k, v and own gates of a run's n blocks, (n, N, w + c, .) each, and whether the first w are there,
         (n, N, w, 1)."""
         tokens = layout.tokens
         part = slice(tokens.start, tokens.stop + self.w)  # the token t stands at w + t
