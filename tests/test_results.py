@@ -412,6 +412,7 @@ CONVERTED = {
 LONGER = {
     "full-6144": "full attention",
     "window-6144": "window 64, 4 sinks",
+    "lora-96": "window, low-rank adapters",
     "memory-96": "memories",
     "never-96": "the same network, never written in training",
 }
@@ -454,6 +455,20 @@ def beyond_the_window(files: dict[str, str] = CONVERTED) -> list[str]:
     return lines
 
 
+def needles_of_conversion() -> list[str]:
+    """Numbers found, and nats per token of the number, at each length."""
+    by_model: dict[str, dict[int, list[dict]]] = {}
+    for row in map(json.loads, (RESULTS / "conversion/needles.jsonl").read_text().splitlines()):
+        by_model.setdefault(row["model"], {}).setdefault(row["length"], []).append(row)
+    lines = []
+    for name, lengths in by_model.items():
+        rows = [lengths[length] for length in (512, 2048)]
+        found = [f"{sum(row['score'] for row in each):.0f} of {len(each)}" for each in rows]
+        loss = [f"{sum(row['answer_nll'] for row in each) / len(each):.2f}" for each in rows]
+        lines.append(line(name, *found, *loss))
+    return lines
+
+
 def which_layers() -> list[str]:
     record = json.loads((RESULTS / "conversion/layers.json").read_text())["layers_with_full_attention"]
     (_, full), (_, none) = record["all 30"], record["none"]
@@ -465,6 +480,7 @@ PAGES = {
         "| SmolLM2-135M |": beyond_the_window,
         "| 96 steps of next tokens |": partial(beyond_the_window, LONGER),
         "| layers with full attention |": which_layers,
+        "| RULER's needle in noise |": needles_of_conversion,
     },
     README: {"| model | perplexity at 512 tokens |": overview},
     PAGE: {
@@ -689,7 +705,7 @@ def test_what_a_conversion_is_read_as():
     longer = of_conversion(LONGER)
     memories, control = longer["memories"], longer["the same network, never written in training"]
     for part in (BEYOND, NEAR):
-        for without in (control, longer["memories, never written"]):
+        for without in (control, longer["memories, never written"], longer["window, low-rank adapters"]):
             before = nats(without, part)
             worth = [before[s] - loss for s, loss in nats(memories, part).items()]
             assert f"{abs(sum(worth)) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
