@@ -194,16 +194,16 @@ class _Scan:
             if new_chunk[n] is not False and not self.rule.nonlinear:
                 frozen = choose(new_chunk[n], plus(W, self.begin) if self.to_start else W, frozen)
             here = None if valid is None else valid[n]
-            if self.compiled:
-                out, W, S = self._block_in_c(q_n, writes, W, S, frozen)
-                outputs.append(out)
-                if ends_chunk[n] is not False:
-                    W, frozen = self._closed(ends_chunk[n], _last(writes.own, here), W, S, frozen)
-                continue
             answers = None
             if writes is None:
                 answers = self._answer(q_n, frozen)
                 writes = self._authored(answers, frozen, here)
+            if self.compiled:
+                out, W, S = self._block_in_c(q_n, writes, W, S, frozen)
+                outputs.append(out if answers is None else answers)
+                if ends_chunk[n] is not False and self.rule.nonlinear:
+                    W, frozen = self._closed(ends_chunk[n], _last(writes.own, here), W, S, frozen)
+                continue
             c, theta, own = writes.coefficients, writes.theta, writes.own
             if self.rule.window > 1:
                 gone = [new_document[n], new_chunk[n] if self.rule.border == "truncate" else False]
@@ -225,14 +225,25 @@ class _Scan:
         self, q: Tensor, writes: _Writes, W: Weights, S: Weights, frozen: Weights
     ) -> tuple[Tensor, Weights, Weights]:
         """Outputs of a block that reads its chunk's start, (N, c, D), and W and S after it."""
-        network, layers = self.network, self.network.depth
-        one = writes.theta.shape[-1]  # gates: one for all layers, or one each
-        ends = [(c.a, c.b, c.p.mT, c.m, c.e) for c in writes.coefficients[:one]]
-        coefficients = [torch.stack(x).unsqueeze(1) for x in zip(*ends, strict=True)]
+        layers, count = self.network.depth, writes.theta.shape[-1]  # gates: one for all layers, or one each
+
+        def stacked(each: list[tuple[Tensor, ...]]) -> list[Tensor]:
+            return [torch.stack(x).unsqueeze(1) for x in zip(*each, strict=True)]
+
+        coefficients, erasing = writes.coefficients[:count], []
+        if self.rule.erases:
+            given = stacked([tuple(vars(c).values()) for c in coefficients])
+            decays = stacked([(decay.keep.squeeze(-1), decay.reach) for decay in writes.decays[:count]])
+            erasing = [writes.theta.movedim(-1, 0).unsqueeze(1), *decays]
+        else:
+            given = stacked([(c.a, c.b, c.p.mT, c.m, c.e) for c in coefficients])
         tokens = (x.unsqueeze(0) for x in (q, writes.k, writes.v))
         threshold = (gate.unsqueeze(0) for gate in writes.own[: native.thresholds(self.rule)])
-        plan = ScanPlan([False], [False], network, self.rule, False, one, 1, torch.is_grad_enabled(), at_start=True)
-        found = native.NativeScan.apply(plan, *tokens, *coefficients, *threshold, *self.norm, *W, *S, *frozen)
+        plan = ScanPlan(
+            [False], [False], self.network, self.rule, False, count, 1, torch.is_grad_enabled(), at_start=True,
+            silent=self.author is not None,
+        )  # fmt: skip
+        found = native.NativeScan.apply(plan, *tokens, *given, *threshold, *erasing, *self.norm, *W, *S, *frozen)
         return found[0].squeeze(0), found[1 : 1 + layers], found[1 + layers : 1 + 2 * layers]
 
     def _writes(
@@ -472,7 +483,7 @@ def _unserved(call: MemoryCall) -> str | None:
 
 
 def _in_c(call: MemoryCall) -> str | None:
-    if not call.rule.nonlinear:
+    if not call.rule.nonlinear and call.author is None:
         return "chunked.py serves it, faster"
     if call.rule.window > 1:
         return f"the memory rule is {call.rule.name}, with a window (model.memory.rule)"

@@ -88,7 +88,7 @@ def chunked_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, Me
         gates = _coefficients(call, layout, own, there)
         plan = ScanPlan(*new, network, call.rule, to_start, call.theta.shape[-1], 0, False, whole, call.reads_start)
         if compiled:
-            if call.reads_start:
+            if call.reads_start and not call.rule.erases:
                 gates[:3] = (x[..., -1:, :] for x in gates[:3])
             plan.group, plan.keep = native.group(
                 layout.count, batch * heads, network, call.q.element_size(), save_every
@@ -141,10 +141,8 @@ def in_c(call: MemoryCall) -> str | None:
         return f"the memory rule is {rule.name} with these settings (model.memory.rule), which C does not know"
     if call.channelwise:
         return "alpha has one value per channel (model.memory.alpha=channel)"
-    if call.soup is not None or call.author is not None:
-        return "weights of several memories are read at once, or the memory writes what it is asked"
-    if call.reads_start and rule.erases:
-        return f"tokens read the memory of their chunk's start (stale), and the rule {rule.name} erases"
+    if call.soup is not None:
+        return "weights of several memories are read at once (model.memory.caching.soup)"
     if call.reads_start and call.chunk_size > MAX_BLOCK:
         return f"tokens read the memory of their chunk's start, in chunks longer than {MAX_BLOCK}"
     return native.unserved(call.q.new_empty(0, dtype=state_dtype(call.q)), call.network)
@@ -153,8 +151,8 @@ def in_c(call: MemoryCall) -> str | None:
 def _in_c(call: MemoryCall) -> str | None:
     if reason := in_c(call):
         return reason
-    if call.rule.nonlinear:
-        return f"the memory rule is {call.rule.name}, which is not linear"
+    if call.rule.nonlinear or call.author is not None:
+        return "chunks are read before they are written; see blockwise.py"
     if call.rule.window > 1 and (call.rule.border == "carry" or not _alike(call)):
         return "windows carry gradients (border=carry), or documents begin at different tokens of the rows"
     return None

@@ -127,7 +127,8 @@ def self_modifying_memory(
             (B, H, c, D); read: further questions (B, H, c, D) to the same memory -> its answers. It returns k and v
             (B, H, c, D), theta, eta, alpha (B, H, c, 1 or L), one alpha for a matrix, and the rule's own gates
             (B, H, c, 1), all in the dtype of states. Gradients flow through it; the inner gradient takes v as given.
-        backend: "naive" (definition), "chunked" (exact, any rule), "auto": chunked.
+        backend: "naive" (definition), "chunked" (exact, any rule), "native" (writes in C, on a CPU), "auto": native
+            where it serves, else chunked.
 
     All other arguments, results and errors are those of :func:`neural_memory`.
     """

@@ -22,8 +22,8 @@ class ScanPlan:
     to_start: whether forgetting leads to M_0, not to zero. gate_layers: 1 or L.
     group: blocks whose queries are read at once. keep: whether a forward pass keeps what its backward pass needs;
     else it keeps the state at each group's start, from which the group is computed again.
-    whole, at_start: of native.NativeScan alone. Whether tokens are where the caller has them; whether they read their
-    chunk's start.
+    whole, at_start, silent: of native.NativeScan alone. Whether tokens are where the caller has them; whether they read
+    their chunk's start; whether they read nothing.
     """
 
     new_chunk: list
@@ -36,6 +36,7 @@ class ScanPlan:
     keep: bool
     whole: bool = False
     at_start: bool = False
+    silent: bool = False
 
 
 COEFFICIENTS = len(fields(Coefficients))

@@ -41,7 +41,7 @@ class _Places(ctypes.Structure):
 class _Call(ctypes.Structure):
     _fields_ = [
         *_integers("blocks", "rows", "tokens", "keys", "layers", "width", "hidden", "gate_layers"),
-        *_integers("activation", "norm", "residual", "to_start", "loss", "at_start", "erases", "every"),
+        *_integers("activation", "norm", "residual", "to_start", "loss", "at_start", "erases", "silent", "every"),
         ("query", _Places), ("key", _Places),
     ]  # fmt: skip
 
@@ -92,6 +92,7 @@ class NativeScan(torch.autograd.Function):
 
     q (n, N, c, D), k and v (n, N, keys, D); with plan.whole all three (B, n c, H, D). coefficients: the fields of
     Coefficients for these keys, (gate_layers, n, N, ...); with plan.at_start A, B and mix have only their last line.
+    With plan.silent nothing is read: q has only the shape of the tokens, and out no meaning.
     threshold: of a loss that has one, (n, N, keys, 1). erasing: of a rule that erases, theta (gate_layers, n, N, c) and
     Decay's fields; coefficients are then those of theta = 1. The others and the results as those of
     :class:`titans_pt.kernels.memory.scan.MemoryScan`, but W is always the memory's weights.
@@ -131,6 +132,8 @@ class NativeScan(torch.autograd.Function):
         d_out = torch.zeros_like(tensors[0]) if d_out is None else d_out.contiguous()
         token_wise = len(_names(plan.rule))
         grads = [torch.empty_like(x) for x in tensors[:token_wise]]
+        if plan.silent:
+            grads[0].zero_()
         grads += [torch.zeros_like(x) for x in tensors[token_wise : -3 * layers]]
         d_state = [
             torch.zeros_like(w) if d is None else d.clone(memory_format=torch.contiguous_format)
@@ -167,7 +170,7 @@ def _call(plan, tensors: Sequence[Tensor]) -> _Call:
         hidden=network.hidden, gate_layers=gate_layers, activation=ACTIVATIONS.index(network.activation),
         norm=network.norm, residual=network.residual, to_start=plan.to_start,
         loss=list(LOSSES).index(plan.rule.compiled_loss), at_start=plan.at_start,
-        erases=plan.rule.erases, query=places[0], key=places[1],
+        erases=plan.rule.erases, silent=plan.silent, query=places[0], key=places[1],
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ typedef struct {
     int64_t activation, norm, residual, to_start, loss;
     int64_t at_start; /* queries meet the weights of their chunk's start */
     int64_t erases;   /* tokens erase before they write; keys are then the tokens */
+    int64_t silent;   /* nothing is read: queries and outputs are not looked at */
     int64_t every;    /* blocks between two states that are kept for the backward pass; 0: none is */
     Places query, key;
 } Call;
@@ -231,7 +232,7 @@ typedef struct {
 
 typedef struct {
     int c, lanes, keys, key_lanes, layers, D, activation, norm, residual, gate_layers, to_start, loss, at_start,
-        erases;
+        erases, silent, pairs; /* pairs: whether coefficients are those of all tokens, not only of the last */
     int64_t state; /* numbers of one weight set, padded */
     Layer layer[MAX_LAYERS];
     Unit key, query;
@@ -252,6 +253,7 @@ static int64_t set_layer(const Call *call, Block *b) {
     b->activation = call->activation, b->norm = call->norm, b->residual = call->residual;
     b->gate_layers = call->gate_layers, b->to_start = call->to_start;
     b->loss = call->loss, b->at_start = call->at_start, b->erases = call->erases;
+    b->silent = call->silent, b->pairs = !b->at_start || b->erases;
     for (int n = 0; n < b->layers; n++) {
         Layer *l = &b->layer[n];
         l->in = n ? call->hidden : call->width;
@@ -282,7 +284,7 @@ static void lay_out(Block *b, Arena *a) {
         Layer *l = &b->layer[n];
         widest = l->in > widest ? l->in : widest, widest = l->out > widest ? l->out : widest;
     }
-    int64_t wide = (int64_t)UP4(widest) * more, square = b->at_start ? 0 : (int64_t)keys * lanes;
+    int64_t wide = (int64_t)UP4(widest) * more, square = b->pairs ? (int64_t)keys * lanes : 0;
     wide = wide > square ? wide : square;
     for (int n = 0; n < b->layers; n++) {
         Layer *l = &b->layer[n];
@@ -731,8 +733,13 @@ static void read_back(Block *b, int n, const real *W, const real *S, const real 
     const Gates *g = &l->gate;
     Gates *d = &l->d_gate;
     memset(l->dG, 0, (size_t)l->out * keys * sizeof(real));
-    if (b->at_start) {
+    if (b->at_start || b->silent) {
         memset(l->dX, 0, (size_t)l->in * keys * sizeof(real));
+        if (b->erases) {
+            memset(l->erased.d_rows, 0, (size_t)keys * l->ld * sizeof(real));
+            memset(l->erased.d_erased_T, 0, (size_t)keys * lanes * sizeof(real));
+        }
+        if (b->silent) return;
         product(l->in, lanes, l->out, F, l->ld, 1, dz, lanes, dZ, lanes, 0);
         by_token(l->out, c, lanes, dz, b->r);
         product(l->in, l->ld, c, l->Z, lanes, 1, b->r, l->ld, dF, l->ld, 1);
@@ -790,7 +797,7 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
         memset(d->B, 0, lanes * sizeof(real));
         memset(d->p, 0, keys * sizeof(real));
         memset(d->e, 0, keys * sizeof(real));
-        if (!b->at_start) memset(d->mix_T, 0, (size_t)keys * lanes * sizeof(real));
+        if (b->pairs) memset(d->mix_T, 0, (size_t)keys * lanes * sizeof(real));
         d->a = d->b = d->m = 0;
         if (!b->erases) continue;
         Erasing *own = &b->d_erasing[n];
@@ -800,7 +807,7 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
     }
 
     real *dz = b->z, *dZ = b->t3;
-    for (int i = 0; i < D; i++) {
+    for (int i = 0; i < D && !b->silent; i++) {
         vec of_gamma = {0}, of_beta = {0};
         for (int t = i * lanes; t < (i + 1) * lanes; t += LANES) {
             vec d = CONST_AT(b->d_out, t);
@@ -810,7 +817,7 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
         }
         if (b->norm) b->d_gamma[i] += total(of_gamma), b->d_beta[i] += total(of_beta);
     }
-    if (b->norm) normalise_back(D, lanes, dz, b->query, dz);
+    if (b->norm && !b->silent) normalise_back(D, lanes, dz, b->query, dz);
     for (int n = last; n >= 0; n--) {
         Layer *l = &b->layer[n];
         const Gates *g = &l->gate;
@@ -843,7 +850,7 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
 
         state_back(size, W + at[n], S + at[n], g, dw, ds, d);
         d_given->a += d->a, d_given->b += d->b, d_given->m += d->m;
-        if (!b->at_start) {
+        if (!b->at_start && !b->silent) {
             by_token(l->out, c, lanes, dz, b->r);
             if (base) product(l->in, l->ld, c, l->Z, lanes, 1, b->r, l->ld, d_base + at[n], l->ld, 1);
             scaled(l->in, lanes, l->Z, g->A, b->t1);
@@ -852,6 +859,7 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
             product(l->in, l->ld, c, b->t1, lanes, 1, b->r, l->ld, ds, l->ld, 1);
         }
         if (b->erases) erase_back(b, n, W + at[n], S + at[n], dw, ds);
+        if (b->silent) continue;
         if (n) {
             pull_back(b->activation, l->in * lanes, b->layer[n - 1].query_hidden, dZ, dz);
         } else {
@@ -931,7 +939,7 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
 
 /* What every call is given: pointers to contiguous tensors; of weights one for each layer, (rows, d_in, d_out). W is the
 memory's weights, whatever they are forgotten to; begin: M_0. Coefficients: see coefficients.py, (gate layers, blocks, rows,
-...); at_start A, B and mix have one line, that of the chunk's end. */
+...); at_start, without erasing, A, B and mix have one line, that of the chunk's end. */
 typedef struct {
     const real *q, *k, *v; /* laid out as Call says, as are results and gradients of their kind */
     const real *A, *B, *mix, *m, *e;
@@ -988,9 +996,9 @@ static int64_t place(Places p, int64_t n, int64_t row) {
 
 /* What a block reads: its tokens, its coefficients. */
 static void fetch(Block *b, const Call *call, const Inputs *x, int64_t n, int64_t row) {
-    int c = b->c, lanes = b->lanes, K = b->keys, keys = b->key_lanes, lines = b->at_start ? 1 : c;
+    int c = b->c, lanes = b->lanes, K = b->keys, keys = b->key_lanes, lines = b->pairs ? c : 1;
     int64_t at = place(call->key, n, row);
-    load_tokens(b->D, c, lanes, x->q + place(call->query, n, row), call->query.token, b->q);
+    if (!b->silent) load_tokens(b->D, c, lanes, x->q + place(call->query, n, row), call->query.token, b->q);
     load_tokens(b->D, K, keys, x->k + at, call->key.token, b->k);
     load_tokens(b->D, K, keys, x->v + at, call->key.token, b->v);
     for (int i = 0; i < b->gate_layers; i++) {
@@ -1000,7 +1008,7 @@ static void fetch(Block *b, const Call *call, const Inputs *x, int64_t n, int64_
         load_tokens(1, K, keys, mix + (lines - 1) * K, 1, g->p);
         load_tokens(1, K, keys, x->e + here * K, 1, g->e);
         g->a = A[lines - 1], g->b = B[lines - 1], g->m = x->m[here];
-        if (b->at_start) continue;
+        if (!b->pairs) continue;
         load_tokens(1, c, lanes, A, 1, g->A);
         load_tokens(1, c, lanes, B, 1, g->B);
         load_tokens(K, c, lanes, mix, K, g->mix_T);
@@ -1016,16 +1024,16 @@ static void fetch(Block *b, const Call *call, const Inputs *x, int64_t n, int64_
 
 /* The gradients of what fetch read. */
 static void hand_back(const Block *b, const Call *call, const Gradients *d, int64_t n, int64_t row) {
-    int c = b->c, lanes = b->lanes, K = b->keys, keys = b->key_lanes, lines = b->at_start ? 1 : c;
+    int c = b->c, lanes = b->lanes, K = b->keys, keys = b->key_lanes, lines = b->pairs ? c : 1;
     int64_t at = place(call->key, n, row);
-    store_tokens(b->D, c, lanes, b->d_q, call->query.token, d->q + place(call->query, n, row));
+    if (!b->silent) store_tokens(b->D, c, lanes, b->d_q, call->query.token, d->q + place(call->query, n, row));
     store_tokens(b->D, K, keys, b->d_k, call->key.token, d->k + at);
     store_tokens(b->D, K, keys, b->d_v, call->key.token, d->v + at);
     for (int i = 0; i < b->gate_layers; i++) {
         const Gates *g = &b->d_gate[i];
         int64_t here = (i * call->blocks + n) * call->rows + row;
         real *A = d->A + here * lines, *B = d->B + here * lines, *mix = d->mix + here * lines * K;
-        if (b->at_start) {
+        if (!b->pairs) {
             A[0] = B[0] = 0;
             memset(mix, 0, K * sizeof(real));
         } else {
@@ -1093,8 +1101,10 @@ int forward(const Call *call, const Inputs *x, const Outputs *y, int64_t first, 
             fetch(&b, call, x, n, row);
             key_side(&b, F);
             erase(&b, W, S);
-            read(&b, W, S, F, b.to_start ? base : NULL);
-            store_tokens(b.D, b.c, b.lanes, b.out, call->query.token, y->out + place(call->query, n, row));
+            if (!b.silent) {
+                read(&b, W, S, F, b.to_start ? base : NULL);
+                store_tokens(b.D, b.c, b.lanes, b.out, call->query.token, y->out + place(call->query, n, row));
+            }
             write(&b, W, S);
         }
         if (b.to_start) add(state, W, base);
@@ -1144,10 +1154,11 @@ int reverse(const Call *call, const Inputs *x, const Gradients *d, int64_t first
                 real *W = played + (n - begin) * 3 * state, *S = W + state, *F = S + state;
                 const real *from = b.to_start ? base : NULL;
                 fetch(&b, call, x, n, row);
-                load_tokens(b.D, b.c, b.lanes, d->out + place(call->query, n, row), call->query.token, b.d_out);
+                if (!b.silent)
+                    load_tokens(b.D, b.c, b.lanes, d->out + place(call->query, n, row), call->query.token, b.d_out);
                 key_side(&b, F);
                 erase(&b, W, S);
-                read(&b, W, S, F, from);
+                if (!b.silent) read(&b, W, S, F, from);
                 backward(&b, W, S, F, from, dW, dS, dF, d_base);
                 hand_back(&b, call, d, n, row);
                 if (x->new_chunk[n * call->rows + row]) {
