@@ -709,6 +709,13 @@ def test_what_a_conversion_is_read_as():
             before = nats(without, part)
             worth = [before[s] - loss for s, loss in nats(memories, part).items()]
             assert f"{abs(sum(worth)) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
+    losses = json.loads((RESULTS / "conversion/other-text.json").read_text())["losses"]
+    plain, memories = losses["window 64, 4 sinks"], losses["memories"]
+    pairs = [(plain, losses[name], 1) for name in ("memories", "window, low-rank adapters", "full attention")]
+    control = losses["the same network, never written in training"]
+    for before, after, part in (*pairs, (control, memories, 1), (control, memories, 0)):
+        worth = [a[part] - b[part] for a, b in zip(before, after, strict=True)]
+        assert f"{abs(sum(worth)) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
     mixed = nats(found["LiZA, low-rank adapters, 16 steps"], BEYOND)
     worse = [loss - window[start] for start, loss in mixed.items()]
     assert f"{sum(worse) / len(worse):.3f} ± {standard_error(worse):.3f} nats above" in text
