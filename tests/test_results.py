@@ -716,6 +716,8 @@ def test_what_a_conversion_is_read_as():
     for before, after, part in (*pairs, (control, memories, 1), (control, memories, 0)):
         worth = [a[part] - b[part] for a, b in zip(before, after, strict=True)]
         assert f"{abs(sum(worth)) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
+    means = json.loads((RESULTS / "conversion/reads.json").read_text())["mean"]
+    assert [round(share, 2) for share in means.values()] == [0.29, 0.28, 0.31, 0.43, 0.47]
     mixed = nats(found["LiZA, low-rank adapters, 16 steps"], BEYOND)
     worse = [loss - window[start] for start, loss in mixed.items()]
     assert f"{sum(worse) / len(worse):.3f} ± {standard_error(worse):.3f} nats above" in text
