@@ -125,6 +125,22 @@ def ablations() -> list[str]:
     ]  # fmt: skip
 
 
+def later_ideas() -> list[str]:
+    """Ideas published after Titans, the best first: nats to the complete LMM, or to MAC, on the seeds that both have."""
+    study, runs, rows = found("ideas")
+    records, run_of = Records(RESULTS / "records"), {(run.model, run.variant): run for run in runs}
+    base = {row[0].row.model: row for row in rows if not row[0].row.variant}
+    text = []
+    for first, far, *others in lowest_first([row for row in rows if row[0].row not in study.rows[:2]]):
+        row = first.row
+        whole = base["mac" if row.model == "mac" else "lmm"]
+        near, away = (on_same_seeds({"": whole[n], "idea": cell})["idea"] for n, cell in enumerate((first, far)))
+        rate = rate_of(run_of[row.model, row.variant], records, first.records[0])
+        shown = (row.name, rate, ", ".join(map(str, first.ours.by_seed)), told(first), near, told(far), away)
+        text.append(line(*shown, *map(told, others)))
+    return text
+
+
 def depths() -> list[str]:
     """Perplexity by the length of the text, one depth a line, and the nats to depth 2 over the whole text."""
     study, runs, _ = found("figure7")
@@ -493,6 +509,7 @@ PAGES = {
         "| model | learning rate | perplexity |": models,
         "| model | 0.002 |": learning_rates,
         "| LMM | seeds |": ablations,
+        "| later idea |": later_ideas,
         "| depth of the LMM's memory |": depths,
         "| trained with chunks of |": chunks,
         "| tokens of a sequence |": throughput,
