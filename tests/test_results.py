@@ -126,7 +126,7 @@ def ablations() -> list[str]:
 
 
 def later_ideas() -> list[str]:
-    """Ideas published after Titans, the best first: nats to the complete LMM, or to MAC, on the seeds that both have."""
+    """Ideas published after Titans, the best first: nats to the complete LMM, or MAC, on seeds that both have."""
     study, runs, rows = found("ideas")
     records, run_of = Records(RESULTS / "records"), {(run.model, run.variant): run for run in runs}
     base = {row[0].row.model: row for row in rows if not row[0].row.variant}
