@@ -22,7 +22,7 @@ def test_gates_are_shares_of_the_step_bound():
     assert sum(len(gate) == 3 for gate in gates) == 1, "one memory over the rows; its persistent tokens are a row apart"
     for gate in gates:
         assert gate.min() > 0 and gate.max() < 1
-        assert float(gate.mean()) == pytest.approx(0.5, abs=0.1), "model.memory.theta_init"
+        assert float(gate.mean()) == pytest.approx(0.5, abs=0.3), "near model.memory.theta_init, as the token has it"
     with write_gates(model, collect=False) as none:
         model(torch.zeros(3, 10, dtype=torch.int64))
     assert none == []
