@@ -33,6 +33,7 @@ from titans_pt.kernels.memory.call import Backend, MemoryCall
 from titans_pt.kernels.memory.coefficients import Coefficients
 from titans_pt.kernels.memory.erasure import decay
 from titans_pt.kernels.memory.network import NetworkShape
+from titans_pt.kernels.memory.rules import Rule
 from titans_pt.kernels.memory.scan import MemoryScan, ScanPlan
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose, state_dtype
 from titans_pt.kernels.memory.window import Wide, band
@@ -81,23 +82,24 @@ def chunked_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, Me
         # C reads tokens where they are, unless a window reads some of them twice.
         whole = compiled and blocks.index is None and wide is None
         inputs = [x[:, tokens] if whole else layout.fold(x) for x in (call.q, call.k, call.v)]
-        own = [layout.fold(gate) for gate in call.own]
-        there = None
+        theta, eta, alpha = (layout.fold(gate).movedim(-1, 0) for gate in (call.theta, call.eta, call.alpha))
+        own, valid, there = [layout.fold(gate) for gate in call.own], layout.valid(device), None
+        own_of_keys = own
         if wide is not None:
-            (inputs[1], inputs[2], *wide_own), there = wide.of(layout)
-        gates = _coefficients(call, layout, own, there)
-        plan = ScanPlan(*new, network, call.rule, to_start, call.theta.shape[-1], 0, False, whole, call.reads_start)
+            (inputs[1], inputs[2], *own_of_keys), there = wide.of(layout)
+        gates = _coefficients(call.rule, theta, eta, alpha, own, valid, there)
+        if compiled:
+            group, keep = native.group(layout.count, batch * heads, network, call.q.element_size(), save_every)
+        else:
+            group, keep = _groups(layout.count, _block_bytes(inputs[0], network), save_every)
+        plan = ScanPlan(*new, network, call.rule, to_start, len(theta), group, keep, whole, call.reads_start)
         if compiled:
             if call.reads_start and not call.rule.erases:
                 gates[:3] = (x[..., -1:, :] for x in gates[:3])
-            plan.group, plan.keep = native.group(
-                layout.count, batch * heads, network, call.q.element_size(), save_every
-            )
-            threshold = (own if wide is None else wide_own)[: native.thresholds(call.rule)]
-            erasing = _erasing(call, layout) if call.rule.erases else ()
+            threshold = own_of_keys[: native.thresholds(call.rule)]
+            erasing = (theta, *decay(alpha, valid)) if call.rule.erases else ()
             out, *carry = native.NativeScan.apply(plan, *inputs, *gates, *threshold, *erasing, *affine, *begin, *carry)
         else:
-            plan.group, plan.keep = _groups(layout.count, _block_bytes(inputs[0], network), save_every)
             out, *carry = MemoryScan.apply(plan, *inputs, *own, *gates, *affine, *begin, *carry)
         outputs.append(out if whole else layout.unfold(out))
 
@@ -112,25 +114,19 @@ def chunked_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, Me
     return join(outputs, blocks, length), MemoryState(parts[0], parts[1], fresh, blocks.offset, recent)
 
 
-def _coefficients(call: MemoryCall, layout: Layout, own: list[Tensor], there: Tensor | None) -> list[Tensor]:
+def _coefficients(
+    rule: Rule, theta: Tensor, eta: Tensor, alpha: Tensor, own: list[Tensor], valid: Tensor | None, there: Tensor | None
+) -> list[Tensor]:
     """The fields of Coefficients of a run's blocks, (gate_layers, n, N, ...); of theta = 1 for a rule that erases.
 
-    own: (n, N, c, 1) each. there: of a window, see :meth:`Wide.of`.
+    theta, eta, alpha: (gate_layers, n, N, c). own: (n, N, c, 1) each. there: of a window, see :meth:`Wide.of`.
     """
-    theta, eta, alpha = (layout.fold(gate).movedim(-1, 0) for gate in (call.theta, call.eta, call.alpha))
-    alone = torch.ones_like(theta) if there is not None or call.rule.erases else theta
-    found = call.rule.coefficients(alone, eta, alpha, tuple(own), layout.valid(theta.device))
+    alone = torch.ones_like(theta) if there is not None or rule.erases else theta
+    found = rule.coefficients(alone, eta, alpha, tuple(own), valid)
     if there is None:
         return list(found)
-    reach = band(theta.unsqueeze(-1) * call.rule.shares(tuple(own)), there)
+    reach = band(theta.unsqueeze(-1) * rule.shares(tuple(own)), there)
     return list(vars(Coefficients(*found).through(reach)).values())
-
-
-def _erasing(call: MemoryCall, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """theta (gate_layers, n, N, c) and the fields of Decay, in a run's blocks."""
-    theta, alpha = (layout.fold(gate).movedim(-1, 0) for gate in (call.theta, call.alpha))
-    valid = layout.valid(theta.device)
-    return theta, *decay(alpha, valid)
 
 
 def in_c(call: MemoryCall) -> str | None:

@@ -192,12 +192,6 @@ static void normalise_back(int D, int lanes, const real *upstream, Unit u, real 
     }
 }
 
-INLINE real total(vec x) {
-    real sum = 0;
-    for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
-}
-
 /* ---- one block */
 
 /* A layer's coefficients in a block, and their gradients. A, B: (lanes), of the block's first M and S in M_t. mix_T: (keys
@@ -214,8 +208,9 @@ typedef struct {
     real *theta, *keep, *reach_T;
 } Erasing;
 
-/* Of a layer that is erased: step, theta / (1 + theta |x|^2), (lanes); erased_T, reach_T step; alike, x_i . x_t; token by
-token what W and S hold along x, known and rows, y. */
+/* A layer's intermediates of erasing, and their gradients. step: theta / (1 + theta |x|^2), (lanes). erased_T: reach_T
+times step. alike: x_i . x_t. Token by token: along_W and along_S, x^T W and x^T S; known, the right side of the system of
+erasure.py; rows, its solution y. */
 typedef struct {
     real *step, *erased_T, *alike, *along_W, *along_S, *known, *rows, *d_erased_T, *d_rows, *d_alike;
 } Erased;
@@ -376,19 +371,8 @@ static void inner(int features, int lanes, const real *x, const real *y, real *o
 
 static int gate_layer(const Block *b, int n) { return b->gate_layers > 1 ? n : 0; }
 
-/* Column t of a T matrix (keys x lanes), zeros after it. */
-static void last_column(int K, int key_lanes, int t, int lanes, const real *from, real *to) {
-    for (int i = 0; i < key_lanes; i++) to[i] = i < K ? from[i * lanes + t] : 0;
-}
-
 INLINE void add_line(int count, real factor, const real *x, real *to) {
     for (int i = 0; i < count; i += LANES) AT(to, i) += factor * CONST_AT(x, i);
-}
-
-INLINE real dot_lines(int count, const real *x, const real *y) {
-    vec sums = {0};
-    for (int i = 0; i < count; i += LANES) sums += CONST_AT(x, i) * CONST_AT(y, i);
-    return total(sums);
 }
 
 /* ---- the rule's loss of an error e; native/__init__.py has the same order */
@@ -497,8 +481,8 @@ static void key_side(Block *b, const real *F) {
 
 /* ---- erasing (erasure.py): what comes between the keys and the writes, and its backward pass */
 
-/* Each layer's coefficients: those given, or of a rule that erases with its steps. Fills gate, erased. W, S: at the
-block's start. */
+/* Sets each layer's coefficients: those given, which a rule that erases multiplies by its steps. Fills gate and erased. W,
+S: at the block's start. */
 static void erase(Block *b, const real *W, const real *S) {
     int lanes = b->lanes, c = b->c;
     for (int n = 0; n < b->layers; n++) {
@@ -553,10 +537,10 @@ static void write_back(Block *b, int n, const real *dw) {
     product(c, l->ld, l->in, l->X, 1, lanes, dw, l->ld, b->r, l->ld, 0);
     for (int i = 0; i < c; i++) {
         real share = e->erased_T[i * lanes + c - 1];
-        e->d_erased_T[i * lanes + c - 1] -= dot_lines(l->ld, e->rows + i * l->ld, b->r + i * l->ld);
+        e->d_erased_T[i * lanes + c - 1] -= dot(e->rows + i * l->ld, b->r + i * l->ld, l->ld);
         add_line(l->ld, -share, b->r + i * l->ld, e->d_rows + i * l->ld);
         for (int j = 0; j < l->in; j++)
-            l->dX[j * lanes + i] -= share * dot_lines(l->ld, dw + (int64_t)j * l->ld, e->rows + i * l->ld);
+            l->dX[j * lanes + i] -= share * dot(dw + (int64_t)j * l->ld, e->rows + i * l->ld, l->ld);
     }
 }
 
@@ -577,25 +561,25 @@ static void erase_back(Block *b, int n, const real *W, const real *S, real *dw, 
     for (int t = c - 1; t >= 0; t--) {
         real *d_row = e->d_rows + t * ld, *d_known = e->known + t * ld; /* known is used up */
         for (int i = 0; i < t; i++) {
-            real of_pair = -dot_lines(ld, d_row, e->rows + i * ld), alike = e->alike[i * lanes + t];
+            real of_pair = -dot(d_row, e->rows + i * ld, ld), alike = e->alike[i * lanes + t];
             e->d_erased_T[i * lanes + t] += of_pair * alike;
             e->d_alike[i * lanes + t] += of_pair * e->erased_T[i * lanes + t];
             add_line(ld, -e->erased_T[i * lanes + t] * alike, d_row, e->d_rows + i * ld);
         }
-        d_own->keep[t] += dot_lines(ld, d_row, d_known);
+        d_own->keep[t] += dot(d_row, d_known, ld);
         for (int j = 0; j < ld; j += LANES) AT(d_known, j) = own->keep[t] * CONST_AT(d_row, j);
         if (t) {
-            d->A[t - 1] += dot_lines(ld, d_known, e->along_W + t * ld);
-            d->B[t - 1] += dot_lines(ld, d_known, e->along_S + t * ld);
+            d->A[t - 1] += dot(d_known, e->along_W + t * ld, ld);
+            d->B[t - 1] += dot(d_known, e->along_S + t * ld, ld);
         }
         for (int i = 0; i < t; i++) {
-            real of_pair = -dot_lines(ld, d_known, l->GR + i * ld);
+            real of_pair = -dot(d_known, l->GR + i * ld, ld);
             real mix = g->mix_T[i * lanes + t - 1], alike = e->alike[i * lanes + t];
             d->mix_T[i * lanes + t - 1] += of_pair * alike;
             e->d_alike[i * lanes + t] += of_pair * mix;
             add_line(ld, -mix * alike, d_known, dGR + i * ld);
         }
-        /* of what W and S hold along x_t, in place */
+        /* In place: the gradients of along_W and along_S. */
         for (int j = 0; j < ld; j += LANES) {
             vec d_along = CONST_AT(d_known, j);
             AT(e->along_W, t * ld + j) = d_along * (t ? g->A[t - 1] : 1);
@@ -608,16 +592,16 @@ static void erase_back(Block *b, int n, const real *W, const real *S, real *dw, 
     product(l->in, ld, c, l->X, lanes, 1, e->along_S, ld, ds, ld, 1);
     for (int i = 0; i < c; i++)
         for (int j = 0; j < l->in; j++)
-            l->dX[j * lanes + i] += dot_lines(ld, W + (int64_t)j * ld, e->along_W + i * ld) +
-                                    dot_lines(ld, S + (int64_t)j * ld, e->along_S + i * ld);
+            l->dX[j * lanes + i] += dot(W + (int64_t)j * ld, e->along_W + i * ld, ld) +
+                                    dot(S + (int64_t)j * ld, e->along_S + i * ld, ld);
     for (int i = 0; i < c; i++)
         for (int t = i + 1; t < c; t++) e->d_alike[t * lanes + i] = e->d_alike[i * lanes + t];
     product(l->in, lanes, c, l->X, lanes, 1, e->d_alike, lanes, l->dX, lanes, 1);
     for (int i = 0; i < c; i++) {
         const real *d_mix = d->mix_T + i * lanes, *d_erased = e->d_erased_T + i * lanes;
         real step = e->step[i], theta = own->theta[i];
-        real d_step = dot_lines(lanes, d_mix, given->mix_T + i * lanes) +
-                      dot_lines(lanes, d_erased, own->reach_T + i * lanes) + d->e[i] * given->e[i];
+        real d_step = dot(d_mix, given->mix_T + i * lanes, lanes) +
+                      dot(d_erased, own->reach_T + i * lanes, lanes) + d->e[i] * given->e[i];
         add_line(lanes, step, d_mix, d_given->mix_T + i * lanes);
         add_line(lanes, step, d_erased, d_own->reach_T + i * lanes);
         d_given->e[i] += step * d->e[i];
@@ -642,7 +626,7 @@ static void write(Block *b, real *W, real *S) {
         scaled(l->in, b->key_lanes, l->X, g->e, b->t1);
         product(l->in, l->ld, b->keys, b->t1, b->key_lanes, 1, l->GR, l->ld, S, l->ld, -1);
         if (b->erases) {
-            last_column(b->keys, b->key_lanes, b->c - 1, b->lanes, l->erased.erased_T, b->square);
+            load_tokens(1, b->keys, b->key_lanes, l->erased.erased_T + b->c - 1, b->lanes, b->square);
             scaled(l->in, b->key_lanes, l->X, b->square, b->t1);
             product(l->in, l->ld, b->keys, b->t1, b->key_lanes, 1, l->erased.rows, l->ld, W, l->ld, -1);
         }
@@ -722,7 +706,7 @@ static void state_back(int64_t size, const real *W, const real *S, const Gates *
         AT(dW, i) = g->a * w;
         AT(dS, i) = g->b * w + g->m * s;
     }
-    d->a += total(of_a), d->b += total(of_b), d->m += total(of_m);
+    d->a += sum(of_a), d->b += sum(of_b), d->m += sum(of_m);
 }
 
 /* What one layer's outputs say: dz, their gradient, becomes dZ, that of Z; dG, dX and the coefficients' begin here. */
@@ -815,7 +799,7 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
             if (b->norm) of_gamma += d * CONST_AT(b->query.unit, t), of_beta += d, d *= b->gamma[i];
             AT(dz, t) = d;
         }
-        if (b->norm) b->d_gamma[i] += total(of_gamma), b->d_beta[i] += total(of_beta);
+        if (b->norm) b->d_gamma[i] += sum(of_gamma), b->d_beta[i] += sum(of_beta);
     }
     if (b->norm && !b->silent) normalise_back(D, lanes, dz, b->query, dz);
     for (int n = last; n >= 0; n--) {
@@ -908,7 +892,7 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
                 of_gamma += CONST_AT(b->t1, t) * CONST_AT(b->top, t) + d_y * CONST_AT(b->key.unit, t);
                 of_beta += d_y;
             }
-            b->d_gamma[i] += total(of_gamma), b->d_beta[i] += total(of_beta);
+            b->d_gamma[i] += sum(of_gamma), b->d_beta[i] += sum(of_beta);
         }
         normalise_back(D, keys, df, b->key, df);
         for (int i = 0; i < D; i++)
