@@ -26,9 +26,9 @@ GROWS = Grid((2e-3, 4e-3, 8e-3), within=(1e-3, 3.2e-2))
     ({2e-3: 3.0, 4e-3: 2.0, 8e-3: 1.0}, ((2e-3, 4e-3, 8e-3, 1.6e-2), (1.6e-2,), (8e-3,))),
     ({2e-3: 3.0, 4e-3: 2.0, 8e-3: 1.0, 1.6e-2: 5.0}, ((2e-3, 4e-3, 8e-3, 1.6e-2), (), (8e-3,))),
     ({2e-3: 3.0, 4e-3: 2.0, 8e-3: 1.0, 1.6e-2: math.inf}, ((2e-3, 4e-3, 8e-3, 1.6e-2), (), (8e-3,))),
-    # Of two equal the smaller, which is at no end.
+    # Two rates have the same loss. The smaller one wins; it is inside the grid, which therefore does not grow.
     ({2e-3: 3.0, 4e-3: 1.0, 8e-3: 1.0}, ((2e-3, 4e-3, 8e-3), (), (4e-3,))),
-    # To the bound and no further, upwards and downwards.
+    # The grid grows up to its bound, upwards and downwards.
     ({2e-3: 5.0, 4e-3: 4.0, 8e-3: 3.0, 1.6e-2: 2.0, 3.2e-2: 1.0},
      ((2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), (), (3.2e-2, 1.6e-2, 8e-3))),
     ({1e-3: math.inf, 2e-3: math.inf, 4e-3: math.inf, 8e-3: math.inf},

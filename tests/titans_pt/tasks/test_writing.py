@@ -18,11 +18,11 @@ def test_gates_are_shares_of_the_step_bound():
     torch.manual_seed(0)
     model = build_model(load_config("configs/recall.yaml", MODEL).model)
     with write_gates(model) as gates:
-        model(torch.zeros(3, 10, dtype=torch.int64))
+        model(torch.arange(30).view(3, 10))
     assert sum(len(gate) == 3 for gate in gates) == 1, "one memory over the rows; its persistent tokens are a row apart"
     for gate in gates:
         assert gate.min() > 0 and gate.max() < 1
-        assert float(gate.mean()) == pytest.approx(0.5, abs=0.3), "near model.memory.theta_init, as the token has it"
+        assert float(gate.mean()) == pytest.approx(0.5, abs=0.1), "model.memory.theta_init"
     with write_gates(model, collect=False) as none:
         model(torch.zeros(3, 10, dtype=torch.int64))
     assert none == []

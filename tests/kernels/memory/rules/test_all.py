@@ -74,8 +74,7 @@ COMPILED = [
 def test_in_c_it_equals_the_definition(name, form, seed):
     if missing := native.unserved(torch.zeros(1), NetworkShape(4, 4)):
         pytest.skip(f"no C: {missing}")
-    fixed = {"stale": False} if name == "dgd" else {}
-    assert equals_the_definition(rule_of(name, form), seed, backend="native", **fixed) < 1e-9
+    assert equals_the_definition(rule_of(name, form), seed, backend="native") < 1e-9
 
 
 @every_form
