@@ -99,20 +99,25 @@ class Run:
 
     def chosen(self, records: Records) -> list["Run"]:
         """The run with the rate that the probes so far choose, then with those that smaller grids chose."""
+        return self._with(self.choice.progress(records)[0].bests if self.choice else (), records)
+
+    def _with(self, rates: Sequence[float], records: Records) -> list["Run"]:
+        """The run with each rate, as it is without a choice; none while an earlier run is missing."""
         if not all(run.record(records) for run in self.before):
             return []
         if self.choice is None:
             return [self]
         first, named = self.choice.grid.first, self.choice.named
-        return [self.at(rate, named or rate not in first) for rate in self.choice.progress(records)[0].bests]
+        return [self.at(rate, named or rate not in first) for rate in rates]
 
     def settled(self, records: Records) -> "Run | None":
         """The run with the learning rate that the probes chose; None while a probe or an earlier run is missing."""
-        chosen = self.chosen(records)
-        if not chosen or self.choice is None:
-            return chosen[0] if chosen else None
+        if self.choice is None:
+            return next(iter(self._with((), records)), None)
         state, losses = self.choice.progress(records)
-        return None if state.missing else replace(chosen[0], rates=tuple((rate, losses[rate]) for rate in state.rates))
+        if state.missing or not (chosen := self._with(state.bests[:1], records)):
+            return None
+        return replace(chosen[0], rates=tuple((rate, losses[rate]) for rate in state.rates))
 
     def record(self, records: Records) -> dict[str, Any] | None:
         ready = self.settled(records)
