@@ -8,7 +8,6 @@ from tests.helpers.mixers import small_config, small_model
 from tests.helpers.ranks import check_ranks
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
-from titans_pt.kernels import native
 from titans_pt.layers.continuum import LevelMemory
 from titans_pt.models import build_model
 from titans_pt.runs.states import load_state, save_state
@@ -114,8 +113,8 @@ def test_levels_move_at_their_own_pace():
         assert differs.tolist() == [t == 1 or t >= period for t in range(16)]
 
 
-def test_its_products_are_counted(monkeypatch):
-    monkeypatch.setattr(native, "library", lambda *_: "switched off by a test")  # PyTorch counts, C does not
+@pytest.mark.usefixtures("without_c")
+def test_its_products_are_counted():
     for rule, period in (("titans", 8), ("dgd", 8)):
         memory = level(rule, period)
         with FlopCounterMode(display=False) as counter, torch.no_grad():

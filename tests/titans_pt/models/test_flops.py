@@ -6,7 +6,6 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from titans_pt.config import ModelConfig
 from titans_pt.kernels import linear_memory as linear_memory_package
-from titans_pt.kernels import native
 from titans_pt.kernels.linear_memory.naive import naive_linear_memory
 from titans_pt.kernels.memory import chunked
 from titans_pt.layers.flops import attention_flops, product
@@ -27,10 +26,9 @@ for count in UNKNOWN.values():
 
 
 @pytest.fixture(autouse=True)
-def in_operators(monkeypatch):
+def in_operators(monkeypatch, without_c):
     """PyTorch's counter sees its own operators, not what is written in C. Nothing is kept: the backward pass plays the
     memory's forward pass again."""
-    monkeypatch.setattr(native, "library", lambda *_: "switched off by a test")
     monkeypatch.setattr(chunked, "KEEP_BYTES", 0)
 
 

@@ -12,7 +12,6 @@ from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.forecasting.protocol import Windows, errors
-from titans_pt.kernels import native
 from titans_pt.kernels.memory import chunked
 from titans_pt.runs import checkpoints
 from titans_pt.tasks import task_of
@@ -190,9 +189,9 @@ def test_how_a_users_file_is_read_can_be_said(run, series, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("mixer", ["lmm", "attention", "mamba2"])
+@pytest.mark.usefixtures("without_c")
 def test_a_plan_counts_channels_as_rows(series, tmp_path, monkeypatch, mixer):
     """Tokens, FLOPs and memory: the file's header says how many channels there are, before it is read."""
-    monkeypatch.setattr(native, "library", lambda *_: "switched off by a test")
     monkeypatch.setattr(chunked, "KEEP_BYTES", 0)
     monkeypatch.setattr(chunked, "GROUP_BYTES", 0)
     wide = tmp_path / "wide.csv"

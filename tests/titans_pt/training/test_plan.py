@@ -3,7 +3,6 @@ import torch
 
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
-from titans_pt.kernels import native
 from titans_pt.kernels.memory import chunked, dispatch
 from titans_pt.models import build_model
 from titans_pt.tasks import Task, task_of
@@ -46,13 +45,13 @@ def test_the_grid_and_the_batch(config):
 @pytest.mark.parametrize("mixer", [
     "lmm", "mac", "attention", "swa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mag", "mal")),
 ])  # fmt: skip
+@pytest.mark.usefixtures("without_c")
 def test_the_estimate_is_what_autograd_keeps(config, mixer, monkeypatch):
     """Scaled up from a shorter row, against the real model on the whole row.
 
     The memory in PyTorch operators, which keep a state for every root of the blocks, not the KEEP_BYTES more that a CPU
     keeps where it saves time.
     """
-    monkeypatch.setattr(native, "library", lambda *_: "switched off by a test")
     monkeypatch.setattr(chunked, "KEEP_BYTES", 0)
     monkeypatch.setattr(chunked, "GROUP_BYTES", 0)
     settings = config(seq_len=2048, model={"mixers": [mixer], "window": 256, "segment": 64, "memory_tokens": 32})

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import titans_pt.kernels.native
 from tests.helpers.mixers import small_config, small_model
 from tests.helpers.processes import curve, run_jobs
 from tests.kernels.memory.rules.cases import cut_difference, equals_the_definition
@@ -136,9 +135,9 @@ def test_a_model_streams_and_its_state_is_kept_in_a_file(mixer, name, form, tmp_
     assert torch.equal(after[:, :12], whole[:, :12]) and not torch.equal(after[0, 12:], whole[0, 12:])
 
 
+@pytest.mark.usefixtures("without_c")
 @pytest.mark.parametrize("name, form", OTHERS, ids=str)
-def test_its_products_are_counted(name, form, monkeypatch):
-    monkeypatch.setattr(titans_pt.kernels.native, "library", lambda *_: "switched off by a test")  # PyTorch counts
+def test_its_products_are_counted(name, form):
     config, block, length, heads = MemoryConfig(rule=name, chunk_size=8, expansion=2, **{name: form}), 8, 32, 2
     memory = NeuralMemory(16, heads, 1, config, 1e-5)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
