@@ -2,14 +2,15 @@
 # On a machine with a GPU: what can only be checked and measured there, in parts of under eight minutes each.
 #   launch/gpu_check.sh [PART ...]
 # PART  check     what is installed and which tests would run; needs no GPU, takes seconds
-#       kernels   the kernels' tests, again under a second assembler, their benchmark, a profile of them
+#       kernels   the kernels' tests, again under a second assembler
+#       speed     the kernels' benchmark, and a profile of them
 #       models    the tests of models and training on a GPU
 #       training  the whole training step at 4K: Titans, Transformer++ and baselines
 #       lengths   the same from 2K to 32K for some of them (Titans, Figure 9)
 #       sweeps    memory depth 1 to 4 and chunk sizes (Figure 8), with and without torch.compile
 #       hierarchy the same with several memories instead of one (TNT), and with a large, stale one alone
 #       long      training at 32K and 128K tokens per sequence; a stream of 10 million; layers side by side in both
-# Without a PART: kernels. A step that fails does not stop the others, but the exit status reports it.
+# Without a PART: kernels and speed. A step that fails does not stop the others, but the exit status reports it.
 #
 # A machine with no more than PyTorch, Triton, pytest (pytest-timeout, pytest-xdist, hypothesis), PyYAML, click and
 # matplotlib needs these wheels besides; `check` says which are missing:
@@ -84,7 +85,8 @@ memory=(tests/kernels/memory/fused/test_{operators,equality,traffic}.py)
 mapfile -t others < <(grep -rl 'pytest.mark.gpu' tests/kernels --include='test_*.py' | grep -v memory/fused | sort)
 mapfile -t models < <(grep -rl 'pytest.mark.gpu' tests/titans_pt --include='test_*.py' | sort)
 
-for part in "${@:-kernels}"; do
+[ $# -gt 0 ] || set -- kernels speed
+for part in "$@"; do
     case $part in
     check)
         need kernels "${kernels[@]}" || status=2
@@ -95,7 +97,7 @@ for part in "${@:-kernels}"; do
         step commands 120 "$python" -m titans_pt benchmark kernels --help
         continue
         ;;
-    kernels) need "$part" "${kernels[@]}" || exit 2 ;;
+    kernels | speed) need "$part" "${kernels[@]}" || exit 2 ;;
     *) need "$part" "${training[@]}" || exit 2 ;;
     esac
     case $part in
@@ -111,6 +113,8 @@ for part in "${@:-kernels}"; do
         fi
         cat "$out/assembler.txt"
         tests kernels 50 -m gpu "${others[@]}"
+        ;;
+    speed)
         benchmark benchmark 130 kernels
         step profile 30 "$python" -m titans_pt.benchmarks.profile "$out"
         if command -v ncu >/dev/null; then
@@ -145,7 +149,7 @@ for part in "${@:-kernels}"; do
             evaluation.wavefront=2048
         ;;
     *)
-        echo "no such part: $part (check, kernels, models, training, lengths, sweeps, hierarchy, long)" >&2
+        echo "no such part: $part (check, kernels, speed, models, training, lengths, sweeps, hierarchy, long)" >&2
         exit 2
         ;;
     esac
