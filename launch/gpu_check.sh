@@ -112,7 +112,7 @@ for part in "$@"; do
             step assemblers 10 "$python" -m titans_pt.benchmarks.assemblers "$out/memory.log" "$out/assembler.log"
         fi
         cat "$out/assembler.txt"
-        tests kernels 50 -m gpu "${others[@]}"
+        tests kernels 90 -m gpu "${others[@]}"
         ;;
     speed)
         benchmark benchmark 130 kernels

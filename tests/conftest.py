@@ -36,6 +36,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
+def pytest_runtest_setup(item: pytest.Item):
+    """After an illegal access a process can do nothing more on its GPU, and every later test would fail in turn: with
+    xdist it ends, which costs the next test only, and another process goes on."""
+    if torch.cuda.is_initialized() and "PYTEST_XDIST_WORKER" in os.environ:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
+
+
 @pytest.fixture
 def without_c(monkeypatch):
     """PyTorch's operators serve what C would: torch's counters and hooks see them."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titans_pt.kernels.memory.mlp import ACTIVATIONS
 from titans_pt.kernels.memory.network import NetworkShape
-from titans_pt.kernels.memory.rules import TITANS, Own, Rule
+from titans_pt.kernels.memory.rules import Own, Rule, Titans
 from titans_pt.kernels.memory.soup import Soup
 from titans_pt.kernels.memory.state import MemoryState, Weights, state_dtype
 from titans_pt.kernels.memory.window import no_tokens
@@ -43,8 +43,8 @@ class MemoryCall:
     alpha: Tensor
     weights: Weights
     network: NetworkShape
-    norm: Weights | None = None
-    rule: Rule = TITANS
+    norm: Weights | None
+    rule: Rule  # no default: Dynamo of PyTorch 2.11 cannot trace defaults that are objects
     own: Own = ()
     chunk_size: int = 16
     forget_to: str = "zero"
@@ -59,7 +59,7 @@ class MemoryCall:
     @staticmethod
     def given(
         q: Tensor, k: Tensor, v: Tensor, theta: Tensor, eta: Tensor, alpha: Tensor, weights: Weights,
-        network: NetworkShape | None, norm: Weights | None, own: Own, **options: Any,
+        network: NetworkShape | None, norm: Weights | None, rule: Rule, own: Own, **options: Any,
     ) -> "MemoryCall":  # fmt: skip
         """The call of a memory whose keys, values and gates are given. Gates in any float dtype; those of one number a
         head may be (B, T, H). network: None for what weights and norm say."""
@@ -67,18 +67,19 @@ class MemoryCall:
         theta, eta, alpha = (g.to(dtype) if g.dim() == 4 else g.to(dtype).unsqueeze(-1) for g in (theta, eta, alpha))
         own = tuple(gate.to(dtype).unsqueeze(-1) for gate in own)
         shape = network or NetworkShape.of(weights, norm)
-        return MemoryCall(q, k, v, theta, eta, alpha, weights, shape, norm, own=own, **options)
+        return MemoryCall(q, k, v, theta, eta, alpha, weights, shape, norm, rule, own=own, **options)
 
     @staticmethod
     def authored(
-        q: Tensor, author: Author, weights: Weights, network: NetworkShape | None, norm: Weights | None, **options: Any
-    ) -> "MemoryCall":
+        q: Tensor, author: Author, weights: Weights, network: NetworkShape | None, norm: Weights | None, rule: Rule,
+        **options: Any,
+    ) -> "MemoryCall":  # fmt: skip
         """The call of a memory with an author; q (B, T, H, D). network: None for what weights and norm say."""
         gate = q.new_zeros(*q.shape[:-1], 1, dtype=state_dtype(q))
-        own = (gate,) * len(options.get("rule", TITANS).gates)
+        own = (gate,) * len(rule.gates)
         shape = network or NetworkShape.of(weights, norm)
         return MemoryCall(
-            q, q, q, gate, gate, gate, weights, shape, norm, own=own, stale=True, author=author, **options
+            q, q, q, gate, gate, gate, weights, shape, norm, rule, own=own, stale=True, author=author, **options
         )
 
     @property
@@ -183,7 +184,7 @@ def rule_alone(rule: Rule, channelwise: bool = False, stale: bool = False, soup:
     None if they do."""
     if soup:
         return "weights of several memories are read at once (model.memory.caching.soup)"
-    if rule != TITANS:
+    if type(rule) is not Titans:  # not `rule != TITANS`: Dynamo of PyTorch 2.11 cannot compare their settings
         return f"the memory rule is {rule.name} (model.memory.rule); titans is served"
     if channelwise:
         return "alpha has one value per channel (model.memory.alpha=channel); alpha=head is served"

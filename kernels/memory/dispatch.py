@@ -93,7 +93,7 @@ def neural_memory(
     """
     with no_autocast(q):
         call = MemoryCall.given(
-            q, k, v, theta, eta, alpha, weights, network, norm, own, rule=rule, chunk_size=chunk_size,
+            q, k, v, theta, eta, alpha, weights, network, norm, rule, own, chunk_size=chunk_size,
             forget_to=forget_to, state=initial_state, reset=reset, max_resets=max_resets, save_every=save_every,
             stale=stale, soup=soup,
         )  # fmt: skip
@@ -134,7 +134,7 @@ def self_modifying_memory(
     """
     with no_autocast(q):
         call = MemoryCall.authored(
-            q, author, weights, network, norm, rule=rule, chunk_size=chunk_size, forget_to=forget_to,
+            q, author, weights, network, norm, rule, chunk_size=chunk_size, forget_to=forget_to,
             state=initial_state, reset=reset, save_every=save_every,
         )  # fmt: skip
         return _served(call, output_final_state, backend)

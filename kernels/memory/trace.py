@@ -51,7 +51,7 @@ def memory_trace(
     nothing.
     """
     call = MemoryCall.given(
-        k, k, v, theta, eta, alpha, tuple(weights), network, norm, own, rule=rule, chunk_size=chunk_size,
+        k, k, v, theta, eta, alpha, tuple(weights), network, norm, rule, own, chunk_size=chunk_size,
         forget_to=forget_to, state=initial_state, reset=reset,
     )  # fmt: skip
     return _traced(call)
@@ -74,7 +74,7 @@ def self_modifying_trace(
     """The arguments are those of :func:`~titans_pt.kernels.memory.self_modifying_memory`."""
     return _traced(
         MemoryCall.authored(
-            q, author, tuple(weights), network, norm, rule=rule, chunk_size=chunk_size, forget_to=forget_to,
+            q, author, tuple(weights), network, norm, rule, chunk_size=chunk_size, forget_to=forget_to,
             state=initial_state, reset=reset,
         )
     )  # fmt: skip

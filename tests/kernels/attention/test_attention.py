@@ -102,14 +102,15 @@ def test_an_unknown_backend():
 
 
 def close(outputs, leaves, oracle, oracle_leaves):
-    """bf16 against fp64: relative to the largest entry, 2 % for gradients, 1 % for outputs."""
+    """bf16 against fp64: relative to the largest entry, 2 % for gradients, 1 % for outputs. A gradient that is
+    exactly 0 (of a token that sees only itself) may have fp32's roundings."""
     gen = torch.Generator().manual_seed(9)
     up = torch.randn(oracle.shape, generator=gen, dtype=torch.float64).to(oracle.device)
     want = torch.autograd.grad(oracle, oracle_leaves, up)
     got = torch.autograd.grad(outputs, leaves, up.to(outputs.dtype))
     assert (outputs.double() - oracle).abs().max() < 1e-2 * oracle.abs().max()
     for g, w in zip(got, want, strict=True):
-        assert (g.double() - w).abs().max() < 2e-2 * w.abs().max()
+        assert (g.double() - w).abs().max() < max(2e-2 * w.abs().max(), 1e-4)
 
 
 def halved(*tensors):
