@@ -36,6 +36,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
+class AtOnce:
+    """Shows failures of GPU tests as they come: a run that its machine's time limit cuts would keep them to itself."""
+
+    def __init__(self, config: pytest.Config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport):
+        if report.failed and "gpu" in report.keywords:
+            self.config.get_terminal_writer().line(f"\n{report.longreprtext}")
+
+
+def pytest_configure(config: pytest.Config):
+    config.pluginmanager.register(AtOnce(config))
+
+
 def pytest_runtest_setup(item: pytest.Item):
     """After an illegal access a process can do nothing more on its GPU, and every later test would fail in turn: with
     xdist it ends, which costs the next test only, and another process goes on."""
@@ -50,6 +65,21 @@ def pytest_runtest_setup(item: pytest.Item):
 def without_c(monkeypatch):
     """PyTorch's operators serve what C would: torch's counters and hooks see them."""
     monkeypatch.setattr("titans_pt.kernels.native.library", lambda *_: "switched off by a test")
+
+
+@pytest.fixture
+def assembler(tmp_path):
+    """``assembler("12.9.86")``: path of a program that says it is ptxas of this version."""
+    made = []
+
+    def put(version: str) -> str:
+        path = tmp_path / f"ptxas{len(made)}"
+        path.write_text(f'#!/bin/sh\necho "Cuda compilation tools, release 0.0, V{version}"\n')
+        path.chmod(0o755)
+        made.append(path)
+        return str(path)
+
+    return put
 
 
 TINY = {

@@ -34,6 +34,12 @@ def _sides(rule) -> tuple[int, int]:
     return (-1 if rule.window is None else rule.window - 1), (0 if rule.causal else -1)
 
 
+def _longest(rule) -> int:
+    """Bound of a document's tokens. Told of documents of one token each, FlashAttention puts query heads that share a
+    key head in the place of tokens, and miscounts where some documents are empty."""
+    return max(rule.row, 2)
+
+
 class Aten:
     """The FlashAttention that PyTorch carries. Deterministic under torch.use_deterministic_algorithms."""
 
@@ -48,7 +54,8 @@ class Aten:
     def _lengths(q, k, rule) -> dict:
         if rule.documents is None:
             return {"cum_seq_q": None, "cum_seq_k": None, "max_q": q.shape[1], "max_k": k.shape[1]}
-        return {"cum_seq_q": rule.documents, "cum_seq_k": rule.documents, "max_q": rule.row, "max_k": rule.row}
+        documents, longest = rule.documents, _longest(rule)
+        return {"cum_seq_q": documents, "cum_seq_k": documents, "max_q": longest, "max_k": longest}
 
     @classmethod
     def forward(cls, q: Tensor, k: Tensor, v: Tensor, rule):
@@ -75,7 +82,7 @@ class FlashAttn:
         left, right = _sides(rule)
         lengths = {} if rule.documents is None else {
             "cu_seqlens_q": rule.documents, "cu_seqlens_k": rule.documents,
-            "max_seqlen_q": rule.row, "max_seqlen_k": rule.row,
+            "max_seqlen_q": _longest(rule), "max_seqlen_k": _longest(rule),
         }  # fmt: skip
         return lengths | {
             "dropout_p": 0.0, "softmax_scale": q.shape[-1] ** -0.5, "causal": rule.causal, "softcap": 0.0,

@@ -236,12 +236,14 @@ def unserved(
     if not HAS_TRITON:
         return "triton is not installed"
     # Not at the top: it imports triton, which machines without a GPU need not have.
-    from titans_pt.kernels.memory.fused.configurations import SHARED, unsupported
+    from titans_pt.kernels.memory.fused.configurations import SHARED, UNSOUND, unsupported
 
     if device is not None and device.type not in GPU:
         return unsupported(dtype, network, chunk_size, sys.maxsize)  # Triton's interpreter has no such limit
     shared = SHARED
     if device is not None and device.type == "cuda" and torch.cuda.is_available():
+        if UNSOUND:
+            return UNSOUND
         shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED)
     return unsupported(dtype, network, chunk_size, shared)
 

@@ -3,23 +3,15 @@
     python -m titans_pt.benchmarks.assemblers               prints its path; which is which, to stderr
     python -m titans_pt.benchmarks.assemblers LOG LOG       compares two logs of pytest -v; exit code 1 if they differ
 
-Triton writes PTX and leaves machine code to ptxas: a kernel can be right under one version and wrong under another.
+A kernel can be right under one version and wrong under another: see kernels/assembler.py.
 """
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
-CUDA = "/usr/local/cuda/bin/ptxas"
-
-
-def version(ptxas: str) -> tuple[int, ...]:
-    """(13, 4, 59) for V13.4.59."""
-    said = subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", said)
-    return tuple(map(int, found.groups())) if found else ()
+from titans_pt.kernels.assembler import choose, installed, version
 
 
 def second(used: str, others: list[str]) -> str | None:
@@ -49,10 +41,10 @@ def main(words: list[str]) -> int:
         return bool(found) or not both
     from triton.backends.nvidia.compiler import get_ptxas
 
+    choose()
     used = get_ptxas(90).path
-    bundled = [str(path) for path in sorted(Path(used).parent.glob("ptxas*"))]
     given = os.environ.get("TITANS_PTXAS")
-    chosen = second(used, [given] if given else [*bundled, CUDA])
+    chosen = second(used, [given] if given else installed(used))
     if chosen is None:
         print(f"no second assembler beside {used} {version(used)}: TITANS_PTXAS names one", file=sys.stderr)
         return 1

@@ -175,9 +175,9 @@ class _Module:
         origin = self._absolute(node)
         lines, names = [], []
         for alias in node.names:
-            found = getattr(import_module(origin), alias.name, None)
-            module = f"{origin}.{alias.name}"
-            if isinstance(found, ModuleType) or found is None and importlib.util.find_spec(module):
+            there, module = import_module(origin), f"{origin}.{alias.name}"
+            known = hasattr(there, alias.name)
+            if isinstance(getattr(there, alias.name), ModuleType) if known else importlib.util.find_spec(module):
                 needs.add(module)
                 flat = _flat(module)
                 # The first line is for transformers, which copies only what stands after "from .".

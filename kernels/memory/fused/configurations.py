@@ -4,11 +4,16 @@ from dataclasses import dataclass
 
 import torch
 
+from titans_pt.kernels.assembler import unsound
 from titans_pt.kernels.memory.network import NetworkShape
 
 WIDTHS, EXPANSIONS, DTYPES = (32, 64, 128), (1, 2, 4), (torch.float32, torch.float16, torch.bfloat16)
 MAX_BLOCK, TILE = 64, 16
 """Tokens of a compute block, whether its chunks are longer or shorter; rows that matrix products want at least."""
+
+UNSOUND = unsound()
+"""Reason why no kernel would be right on this machine's GPU; None with a sound assembler, which Triton then uses.
+Known before the first call: torch.compile could not trace how it is found."""
 
 STEP_TOKENS = 8
 """Calls without a gradient and at most this long go token by token (step.py): then no block is worth its set-up."""

@@ -31,14 +31,8 @@ def test_which_tests_end_differently(tmp_path, capsys):
     assert assemblers.main(list(map(str, logs))) == 1
 
 
-def test_the_second_is_the_newest_of_another_version(tmp_path):
-    paths = []
-    for number, words in enumerate(["12.8, V12.8.93", "12.9, V12.9.86", "13.4, V13.4.59", "12.8, V12.8.93"]):
-        paths.append(tmp_path / f"ptxas{number}")
-        paths[-1].write_text(f'#!/bin/sh\necho "Cuda compilation tools, release {words}"\n')
-        paths[-1].chmod(0o755)
-    paths = list(map(str, paths))
-    assert assemblers.version(paths[2]) == (13, 4, 59)
+def test_the_second_is_the_newest_of_another_version(assembler, tmp_path):
+    paths = [assembler("12.8.93"), assembler("12.9.86"), assembler("13.4.59"), assembler("12.8.93")]
     assert assemblers.second(paths[0], paths) == paths[2]
     assert assemblers.second(paths[0], [paths[0], paths[3], str(tmp_path / "none")]) is None
 
@@ -50,6 +44,7 @@ def used(monkeypatch):
 
 
 def test_the_one_in_use_is_told_from_it(used, monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_PTXAS_PATH", used)
     monkeypatch.setenv("TITANS_PTXAS", used)
     assert assemblers.main([]) == 1
     assert "no second assembler beside" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def test_deepspeed_settings_follow_the_tree(tiny):
     settings = deepspeed_config(config, 3, 4, 1000)
     assert settings["bf16"] == {"enabled": True}
     assert settings["gradient_clipping"] == 0.5
-    assert settings["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000}
+    assert settings["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000, "parameter_alignment": True}
     assert deepspeed_config(config, 3, 4, 10**9)["zero_optimization"]["reduce_bucket_size"] == 500_000_000
     assert (settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (3, 4)
 
@@ -73,6 +73,7 @@ def test_how_gradients_are_exchanged_is_passed_on(tiny):
         "overlap_comm": True,
         "reduce_bucket_size": 300,
         "allgather_bucket_size": 400,
+        "parameter_alignment": True,
     }
     assert settings["communication_data_type"] == "fp32"
     assert deepspeed_config(load_config(tiny()), 3, 4, 1000)["communication_data_type"] is None
@@ -93,6 +94,17 @@ def test_the_memorys_start_does_not_decay():
     decay, keep = ({names[id(p)] for p in group["params"]} for group in parameter_groups(model, 0.1))
     assert {n for n in keep if ".network.weight_" in n} == {f"blocks.0.mixer.memory.network.weight_{n}" for n in (0, 1)}
     assert {"blocks.0.mixer.out.weight", "blocks.0.mixer.persistent", "embedding.weight"} <= decay
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_parameter_begins_where_a_tensor_of_its_own_would(tiny, ranks, precision):
+    """A compiled block assumes that: an odd number of gates must not move what follows it in DeepSpeed's buffer."""
+    model = {"mixers": ["lmm"], "d_model": 24, "n_heads": 3, "n_layers": 2}
+    config = load_config(tiny(model=model, train={"precision": precision}))
+    engine = Engine(task_of(config), build_model(config.model), ranks)
+    sizes = [p.numel() * p.element_size() for p in engine.model.parameters()]
+    assert any(size % 16 for size in sizes)
+    assert all(p.data_ptr() % 16 == 0 for p in engine.model.parameters())
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
