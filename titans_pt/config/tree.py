@@ -373,7 +373,8 @@ class MemoryConfig(Section):
     write_cost: Annotated[float, Field(ge=0.0, le=1000.0)] = 0.0
     """Adds the gradient of write_cost times the mean write gate (0 to 1, over tokens and heads), which penalises
     unnecessary writes. Reported losses exclude it. In tasks with answers (recall, needles) it applies to a row once 99
-    % of its answers are right. Only with theta=bounded."""
+    % of its answers are right. Only with theta=bounded. Other mixers' gates are beta (deltanet, gated_deltanet,
+    deltaproduct, kda), the rate of ttt_linear and ttt_mlp and gdn2's gate of values; further mixers have none."""
     save_every: Positive | None = None
     """The backward pass keeps the memory's weights at every save_every-th block and recomputes those between: less
     memory, the same result. Null: the square root of the number of blocks."""

@@ -1,41 +1,59 @@
 """A cost of writing (model.memory.write_cost): it penalises writes that the task does not need."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from titans_pt.layers.memory import Gates
+from titans_pt.layers.recurrence import precise
+from titans_pt.models.mixers.base import Mixer
+
+Share = Callable[[Any], Tensor]
+"""A module's output -> the share that each token writes of what it could, 0 to 1."""
 
 
 @contextmanager
 def write_gates(model: nn.Module, collect: bool = True) -> Iterator[list[Tensor]]:
-    """Collects the write gates of every memory that reads inside the block: each (rows, ...), 0 to 1, fp32. The list is
+    """Collects the write gates of every mixer that reads inside the block: each (rows, ...), 0 to 1, fp32. The list is
     filled where the block ends.
-
-    A gate is theta / (bound (1 - eta)). More momentum lowers theta: a cost of theta alone would close no gate.
 
     Args:
         collect: False collects nothing and costs nothing.
     """
     gates: list[Tensor] = []
-    seen: list[tuple[float, Tensor, Tensor]] = []
+    seen: list[tuple[Share, Any]] = []
 
-    def note(module: Gates, _: Any, made: tuple[Tensor, ...]):
-        # Divided after the block: with activation checkpointing an operator in here would belong to the block, which is
+    def watch(module: nn.Module, share: Share) -> RemovableHandle:
+        # Taken after the block: with activation checkpointing an operator in here would belong to the block, which is
         # computed again without this hook.
-        seen.append((module.bound, made[0], made[1]))
+        return module.register_forward_hook(lambda _, given, made: seen.append((share, made)))
 
-    watched = [module for module in model.modules() if isinstance(module, Gates)] if collect else []
-    hooks = [module.register_forward_hook(note) for module in watched]
+    hooks = [watch(*gate) for gate in _gates(model)] if collect else []
     try:
         yield gates
     finally:
         for hook in hooks:
             hook.remove()
-    gates += [theta / (bound * (1 - eta)) for bound, theta, eta in seen]
+    gates += [share(made) for share, made in seen]
+
+
+def _gates(model: nn.Module) -> Iterator[tuple[nn.Module, Share]]:
+    for module in model.modules():
+        if isinstance(module, Gates):
+            yield module, partial(_of_steps, module.bound)
+        elif isinstance(module, Mixer) and module.write_gate:
+            yield module.get_submodule(module.write_gate), lambda made: torch.sigmoid(precise(made))
+
+
+def _of_steps(bound: float, made: tuple[Tensor, ...]) -> Tensor:
+    """theta / (bound (1 - eta)). More momentum lowers theta: a cost of theta alone would close no gate."""
+    theta, eta = made[:2]
+    return theta / (bound * (1 - eta))
 
 
 def with_write_cost(loss: Tensor, gates: list[Tensor], cost: float, rows: Tensor | None = None) -> Tensor:
@@ -43,7 +61,7 @@ def with_write_cost(loss: Tensor, gates: list[Tensor], cost: float, rows: Tensor
 
     Args:
         loss: a scalar.
-        gates: of :func:`write_gates`; none where no memory reads.
+        gates: of :func:`write_gates`; none where no mixer reads.
         cost: of the mean gate. A tensor rank sees the gates of its own heads alone and passes cost / ranks.
         rows: (B,) fp32 weight of each row's gates in the mean; None: 1. Gates that belong to no row, those of
             persistent tokens, get the mean weight.

@@ -7,6 +7,7 @@ from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.layers.memory import MemoryGates
 from titans_pt.models import build_model
+from titans_pt.models.mixers.ttt import TTTMixerState
 from titans_pt.parallel import RankGroup
 from titans_pt.tasks import TASKS
 from titans_pt.tasks.writing import with_write_cost, write_gates
@@ -26,6 +27,38 @@ def test_gates_are_shares_of_the_step_bound():
     with write_gates(model, collect=False) as none:
         model(torch.zeros(3, 10, dtype=torch.int64))
     assert none == []
+
+
+GATED = ["deltanet", "gated_deltanet", "deltaproduct", "kda", "gdn2", "ttt_linear", "ttt_mlp"]
+
+
+@pytest.mark.parametrize("mixer", GATED)
+def test_gates_of_other_mixers_are_the_share_that_they_write(mixer):
+    """Closed, they write nothing: the state is as it began."""
+    torch.manual_seed(0)
+    model = build_model(load_config("configs/recall.yaml", [f"model.mixers=[{mixer}]", *MODEL[1:]]).model)
+    ids = torch.arange(30).view(3, 10)
+    with write_gates(model) as gates:
+        model(ids)
+    assert len(gates) == 2 and all(len(gate) == 3 and gate.min() > 0 and gate.max() < 1 for gate in gates)
+    block = model.blocks[0].mixer
+    with torch.no_grad():
+        linear = block.get_submodule(block.write_gate)
+        linear.weight.zero_()
+        (linear.bias if linear.bias is not None else linear.weight).fill_(-1e9)
+    x = torch.rand(3, 10, 16)  # positive: without a bias the gate is sigmoid(-1e9 x)
+    with write_gates(model) as gates:
+        _, state = block(x)
+    assert gates[0].max() == 0
+    written = state.ttt.memory.sums if isinstance(state, TTTMixerState) else [state.memory]
+    assert all(x.abs().max() == 0 for x in written)
+
+
+def test_mixers_without_a_gate_ignore_it():
+    model = build_model(load_config("configs/recall.yaml", ["model.mixers=[swa,mamba2]", *MODEL[1:]]).model)
+    with write_gates(model) as gates:
+        model(torch.arange(30).view(3, 10))
+    assert gates == []
 
 
 def test_the_gradient_is_that_of_the_weighted_mean_and_the_value_stays():

@@ -18,6 +18,7 @@ class DeltaNet(HeadWidthMixer):
     an RMSNorm per head."""
 
     name = "deltanet"
+    write_gate = "beta"
     delta = True
 
     class Settings(Section):

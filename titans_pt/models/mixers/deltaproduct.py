@@ -26,6 +26,7 @@ class DeltaProduct(ExpansionMixer):
     """
 
     name = "deltaproduct"
+    write_gate = "beta"
     delta = True
 
     class Settings(Section):

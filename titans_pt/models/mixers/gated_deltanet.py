@@ -21,6 +21,7 @@ class GatedDeltaNet(ExpansionMixer):
     """DeltaNet with Mamba2's decay and an output gate: out(RMSNorm per head * silu(gate(x)))."""
 
     name = "gated_deltanet"
+    write_gate = "beta"
     delta, decay = True, "token"
 
     class Settings(Section):

@@ -19,6 +19,7 @@ class GDN2(ChannelDeltaMixer):
     """
 
     name = "gdn2"
+    write_gate = "written"
     erases = True
 
     class Settings(Section):

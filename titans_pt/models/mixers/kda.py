@@ -64,6 +64,7 @@ class KDA(ChannelDeltaMixer):
     """beta = sigmoid(W x) per token and head, Eq. 1: S = (I - beta k k^T) diag(decay) S + beta k v^T."""
 
     name = "kda"
+    write_gate = "beta"
 
     class Settings(Section):
         head_width: Positive = 128

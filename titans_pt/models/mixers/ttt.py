@@ -46,6 +46,7 @@ class TTTMixer(Mixer):
 
     Settings = TTTSettings
     normalises = True
+    write_gate = "ttt.rate"
     sharding = {
         "": Shard.CLOSE,  # what it adds to its output is whole in time
         "branch_norm": Shard.WHOLE,
