@@ -16,6 +16,15 @@ from titans_pt.reproduce.timing import SPEED, speed_at
 SIZES = ("tiny", "170m", "340m", "400m", "760m", "1.3b")
 LEADING = (*TITANS, "mamba2", "gated_deltanet_h2", "gated_deltanet", "deltanet", "samba", "mamba")
 """The ten best models of the tiny study's table1, which have three seeds there; the others have two."""
+_COST = ("model.memory.write_cost=0.1", "train.stop_when=null")
+EQUAL_TERMS = (
+    *(Row(model, "sigmoid", ("model.memory.gates=sigmoid",), "sigmoid gates") for model in ("lmm", "mac")),
+    *(Row(model, "cost", _COST, "a cost of writing")
+      for model in ("lmm", "mac", "ttt_mlp", "ttt_linear", "deltanet", "gated_deltanet")),
+    *(Row("lmm", name) for name in ("depth-1", "no-forgetting", "no-momentum")),
+)  # fmt: skip
+"""Needles on equal terms: Titans without what configs/needles.yaml gives them, models with a cost of writing, and the
+parts that lie between TTT-MLP and LMM."""
 BABILONG = (2048, 4096, 8192, 16384, 32768, 65536, 131072, 524288, 1048576, 10485760)
 TINY_BABILONG = (1024, 2048, 4096)
 """Lengths of the stories: of models that were trained at 4K, and at 512."""
@@ -204,7 +213,7 @@ def _needles(size: str) -> Study:
                                           "evaluation.needles.answers=128"))  # fmt: skip
     far = Measure("far", "needles", ("evaluation.needles.lengths=[1048576]", "evaluation.needles.answers=64"))
     study = needles_in_noise((near, far), {"needles": (2048, 16384, 65536), "far": (1048576,)})
-    rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"), *ideas(257, 190))
+    rows = (*(Row(model) for model in MODELS), Row("lmm-hierarchy"), *EQUAL_TERMS, *ideas(257, 190))
     return replace(study, rows=rows, seeds=dict.fromkeys(TITANS, (0, 1)))
 
 
