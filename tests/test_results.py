@@ -5,6 +5,7 @@
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations
@@ -22,7 +23,7 @@ from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.reproduce import plan, planned
 from titans_pt.reproduce.runs import Run
 from titans_pt.reproduce.studies import study as target_study
-from titans_pt.reproduce.study import CHANGES, MODELS, NAMES, Column, Study
+from titans_pt.reproduce.study import CHANGES, MODELS, NAMES, Column, Row, Study
 from titans_pt.reproduce.tables import Cell, behind, cells, number, rates
 from titans_pt.tools.statistics import standard_error
 
@@ -163,14 +164,20 @@ def throughput() -> list[str]:
     return [line(row[0].row.name, *map(told, row)) for row in reversed(lowest_first(rows))]
 
 
+def of_rows(folder: str, rows: Iterable[Row]) -> dict[str, list[dict]]:
+    """The records of each row that has some, by its name, seed by seed."""
+    kept = [json.loads(path.read_text()) for path in (RESULTS / folder).glob("*.json")]
+    found = {}
+    for row in rows:
+        own = [record for record in kept if (record["model"], record["variant"]) == (row.model, row.variant)]
+        if own:
+            found[row.name] = sorted(own, key=lambda record: record["seed"])
+    return found
+
+
 def of_models(folder: str) -> list[list[dict]]:
     """The records of each model as it is, seed by seed."""
-    found = {}
-    for path in sorted((RESULTS / folder).glob("*.json")):
-        record = json.loads(path.read_text())
-        if not record["variant"] and record["model"] in MODELS:
-            found.setdefault(record["model"], []).append(record)
-    return [sorted(seeds, key=lambda record: record["seed"]) for seeds in found.values()]
+    return list(of_rows(folder, map(Row, sorted(MODELS))).values())
 
 
 def spanned(percent: list[float]) -> str:
@@ -181,8 +188,17 @@ def spanned(percent: list[float]) -> str:
 
 def recalled() -> list[str]:
     """A line for each model, the most accurate first."""
+    return lines_of_recall(of_rows("recall", map(Row, MODELS)))
+
+
+def ideas_recalled() -> list[str]:
+    """LMM, MAC and each later idea, the most accurate first."""
+    return lines_of_recall(of_rows("recall", target_study("ideas", "tiny").rows))
+
+
+def lines_of_recall(rows: dict[str, list[dict]]) -> list[str]:
     lines = []
-    for seeds in of_models("recall"):
+    for name, seeds in rows.items():
         each = [100 * record["measured"]["recall"]["mean"] for record in seeds]
         steps, first = [], []
         for record in seeds:
@@ -192,8 +208,8 @@ def recalled() -> list[str]:
             first.append(f"{step:,}" if (step := next(reached, None)) else "-")
         most = seeds[0]["config"]["train"]["max_steps"]
         shown = line(
-            NAMES[seeds[0]["model"]], ", ".join(str(record["seed"]) for record in seeds), spanned(each),
-            ", ".join(first), f"{', '.join(steps)} of {most:,}", f"{seeds[0]['trained']['parameters']:,}",
+            name, ", ".join(str(record["seed"]) for record in seeds), spanned(each), ", ".join(first),
+            f"{', '.join(steps)} of {most:,}", f"{seeds[0]['trained']['parameters']:,}",
         )  # fmt: skip
         lines.append((-sum(each) / len(each), shown))
     return [shown for _, shown in sorted(lines)]
@@ -510,6 +526,7 @@ PAGES = {
         "| model | 0.002 |": learning_rates,
         "| LMM | seeds |": ablations,
         "| later idea |": later_ideas,
+        "| on recall |": ideas_recalled,
         "| depth of the LMM's memory |": depths,
         "| trained with chunks of |": chunks,
         "| tokens of a sequence |": throughput,
