@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -57,24 +58,25 @@ class TokenFiles:
                 f"{where}: token files made with other settings ({what}); set it back, choose another "
                 "data.dir, or run: titans prepare CONFIG --force"
             )
-        names = [*dict.fromkeys(streams(config.data)), "validation"]
-        path = saved_tokenizer(folder)
-        at_once = [path.name, "tokenizer_config.json", *(f"{name}{suffix}" for name in names for suffix in CHECKED)]
-        refuse_damage(folder, damage(folder, manifest, at_once))
-        if not path.is_file() or sha256(path) != manifest["tokenizer_sha256"]:  # a damaged one can end the process
-            raise UserError(
-                f"{path}: not the tokenizer that made the token files next to it; "
-                "put it back, or run: titans prepare CONFIG --force"
-            )
-        tokenizer = load_tokenizer(path, config.data.tokenizer.eos_token, config.data.tokenizer.add_bos)
-        *train, validation = (
-            IndexedDataset(folder / name, tokenizer.vocab_size, f"{name}.crc32" in manifest.get("files", {}))
-            for name in names
-        )
+        tokenizer, *datasets = _opened(config, folder, manifest, [*dict.fromkeys(streams(config.data)), "validation"])
+        *train, validation = datasets
         fingerprint, weights = manifest["content"], [source.weight for source in config.data.sources]
         if len(train) > 1:
             fingerprint = hashlib.sha256(json.dumps([fingerprint, weights]).encode()).hexdigest()
         return cls(tuple(train), validation, tokenizer, manifest, fingerprint)
+
+    @classmethod
+    def of_another_text(cls, config: Config, folder: Path) -> "TokenFiles | None":
+        """Maps the validation tokens of ``folder``, whatever text and settings they were made of, as :meth:`open` does;
+        None if there are none.
+
+        Raises:
+            UserError: a file is broken.
+        """
+        if (manifest := read_manifest(folder)) is None:
+            return None
+        tokenizer, validation = _opened(config, folder, manifest, ["validation"])
+        return cls((), validation, tokenizer, manifest, manifest["content"])
 
     def samples(self, config: Config) -> "PackedSamples | Mixture":
         """Training samples of data.seq_len tokens in the order of run.seed, mixed by the weights of data.sources.
@@ -129,6 +131,23 @@ class TokenFiles:
                 f"sample needs {data.seq_len + 1}: {raise_}lower data.seq_len, or add text in {where}"
             )
         return found
+
+
+def _opened(config: Config, folder: Path, manifest: dict, names: list[str]) -> tuple[Tokenizer, *tuple[Any, ...]]:
+    """The tokenizer of token files, and an IndexedDataset of each stream."""
+    path = saved_tokenizer(folder)
+    at_once = [path.name, "tokenizer_config.json", *(f"{name}{suffix}" for name in names for suffix in CHECKED)]
+    refuse_damage(folder, damage(folder, manifest, at_once))
+    if not path.is_file() or sha256(path) != manifest["tokenizer_sha256"]:  # a damaged one can end the process
+        raise UserError(
+            f"{path}: not the tokenizer that made the token files next to it; "
+            "put it back, or run: titans prepare CONFIG --force"
+        )
+    tokenizer = load_tokenizer(path, config.data.tokenizer.eos_token, config.data.tokenizer.add_bos)
+    return tokenizer, *(
+        IndexedDataset(folder / name, tokenizer.vocab_size, f"{name}.crc32" in manifest.get("files", {}))
+        for name in names
+    )
 
 
 class PackedSamples:

@@ -672,6 +672,8 @@ class PerplexityConfig(Section):
     """Tokens of one scored stream. Null: data.seq_len."""
     freeze_after: list[NonNegative] = []
     """Score again with the memory frozen after this many tokens of each stream; 0: the memory is never written."""
+    text: PathName | None = None
+    """Folder with token files of another text, made with the run's tokenizer. Null: the run's own, in data.dir."""
 
 
 class NeedleConfig(Section):

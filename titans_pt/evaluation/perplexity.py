@@ -99,11 +99,20 @@ class Perplexity:
 
     def __init__(self, run: LoadedRun, config: Config):
         self.loaded, self.config = run, config
-        files = TokenFiles.open(config)
+        setting, folder, remedy = "data.dir", config.data.dir, f"the settings in {run.folder.config}"
+        if (text := config.evaluation.perplexity.text) is None:
+            files = TokenFiles.open(config)
+        else:
+            setting, folder = "evaluation.perplexity.text", text
+            remedy = (f"titans prepare {run.folder.config} data.dir={text} data.tokenizer.path={run.folder.tokenizer} "
+                      "'data.sources=[...]'")  # fmt: skip
+            files = TokenFiles.of_another_text(config, Path(text))
+            if files is None:
+                raise UserError(f"{setting}: {folder} holds no token files; make them with: {remedy}")
         if files.manifest["tokenizer_sha256"] != run.tokenizer.sha256:
             raise UserError(
-                f"data.dir: {config.data.dir} holds token files of another tokenizer than the run's; "
-                f"prepare them again with the settings in {run.folder.config}"
+                f"{setting}: {folder} holds token files of another tokenizer than the run's; "
+                f"prepare them again with {remedy}"
             )
         self.unigram_loss = files.manifest["unigram_loss"]
         self.validation = files.validation
@@ -111,7 +120,7 @@ class Perplexity:
         self.tokens = min(config.evaluation.perplexity.tokens, self.validation.tokens - 1)
         if self.tokens < 1:
             raise UserError(
-                f"data.dir: {config.data.dir} holds {self.validation.tokens} validation tokens, at least 2 are "
+                f"{setting}: {folder} holds {self.validation.tokens} validation tokens, at least 2 are "
                 "needed; raise data.validation_fraction or add text, and prepare again"
             )
         self.sizes = np.array([len(piece) for piece in run.tokenizer.pieces])

@@ -61,15 +61,17 @@ class StandIn(SimpleNamespace):
 def run(tmp_path, monkeypatch):
     """A run of the copying model and ASCII validation text; runner and generation load it for any path."""
     folder = SimpleNamespace(
-        path=tmp_path, config=tmp_path / "config.yaml", evaluation=tmp_path / "evaluation", plots=tmp_path / "plots"
-    )
+        path=tmp_path, config=tmp_path / "config.yaml", evaluation=tmp_path / "evaluation", plots=tmp_path / "plots",
+        tokenizer=tmp_path / "tokenizer.model",
+    )  # fmt: skip
     folder.config.write_text(SETTINGS)
     with IndexedWriter(tmp_path / "validation", 128) as writer:
         for length in (90, 160, 70):
             writer.add([*np.random.default_rng(length).integers(97, 123, length - 1), EOS])
     manifest = {"unigram_loss": 3.3, "tokenizer_sha256": Characters.sha256}
     files = SimpleNamespace(validation=IndexedDataset(tmp_path / "validation"), manifest=manifest)
-    monkeypatch.setattr(perplexity, "TokenFiles", SimpleNamespace(open=lambda config: files))
+    text = perplexity.TokenFiles.of_another_text
+    monkeypatch.setattr(perplexity, "TokenFiles", SimpleNamespace(open=lambda config: files, of_another_text=text))
     loaded = StandIn(
         folder=folder, results=folder, config=load_config(folder.config), model=Scripted(lambda text: "a"),
         tokenizer=Characters(), step=7, checkpoint_hash="c0ffee", precision="fp32",

@@ -13,7 +13,7 @@ from sentencepiece import SentencePieceTrainer
 from tests.helpers.stand_ins import Recurrent
 from tests.helpers.untrained import untrained_run
 from titans_pt.config.files import load_config
-from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, load_tokenizer
+from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, load_tokenizer, saved_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.evaluation import perplexity
 from titans_pt.layers.memory import MemoryGates
@@ -169,6 +169,20 @@ def test_of_another_tokenizer(run):
     perplexity.TokenFiles.open(None).manifest["tokenizer_sha256"] = "other"
     with pytest.raises(UserError, match=r"data\.dir.*another tokenizer"):
         measured(run)
+
+
+def test_another_text(run, prepared, tmp_path):
+    """Its own validation tokens, whatever it was made of; only the tokenizer must be the run's."""
+    path = saved_tokenizer(prepared)
+    with pytest.raises(UserError, match=r"evaluation\.perplexity\.text: .* another tokenizer than the run's"):
+        measured(run, f"evaluation.perplexity.text={prepared}")
+    run.tokenizer = load_tokenizer(path)
+    it = perplexity.Perplexity(run, load_config(run.folder.config, [f"evaluation.perplexity.text={prepared}"]))
+    assert it.validation.prefix == prepared / "validation" and len(it.keys) == len(set(it.keys)) > 0
+    with pytest.raises(
+        UserError, match=r"evaluation\.perplexity\.text: .*nothing holds no token files; .* titans prepare"
+    ):
+        measured(run, f"evaluation.perplexity.text={tmp_path / 'nothing'}")
 
 
 def test_documents_reset_the_state_when_they_did_in_training(run):
