@@ -4,6 +4,7 @@
 # PART  check     what is installed and which tests would run; needs no GPU, takes seconds
 #       kernels   the kernels' tests, again under a second assembler
 #       speed     the kernels' benchmark, and a profile of them
+#       tuning    the kernels with other warps and slices of the hidden layer
 #       models    the tests of models and training on a GPU
 #       training  the whole training step at 4K: Titans, Transformer++ and baselines
 #       lengths   the same from 2K to 32K for some of them (Titans, Figure 9)
@@ -97,7 +98,7 @@ for part in "$@"; do
         step commands 120 "$python" -m titans_pt benchmark kernels --help
         continue
         ;;
-    kernels | speed) need "$part" "${kernels[@]}" || exit 2 ;;
+    kernels | speed | tuning) need "$part" "${kernels[@]}" || exit 2 ;;
     *) need "$part" "${training[@]}" || exit 2 ;;
     esac
     case $part in
@@ -121,6 +122,9 @@ for part in "$@"; do
             step counters 30 ncu --clock-control none --set basic --kernel-name 'regex:^(scan|read|coefficients)' \
                 --launch-count 12 "$python" -m titans_pt.benchmarks.profile "$out" --once
         fi
+        ;;
+    tuning)
+        step tuning 400 "$python" -m titans_pt.benchmarks.tuning "$out/tuning"
         ;;
     models)
         tests models 450 -m gpu "${models[@]}"
@@ -149,7 +153,7 @@ for part in "$@"; do
             evaluation.wavefront=2048
         ;;
     *)
-        echo "no such part: $part (check, kernels, speed, models, training, lengths, sweeps, hierarchy, long)" >&2
+        echo "no such part: $part (check, kernels, speed, tuning, models, training, lengths, sweeps, hierarchy, long)" >&2
         exit 2
         ;;
     esac

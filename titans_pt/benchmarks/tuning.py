@@ -1,0 +1,147 @@
+"""Other launches of the memory's kernels than configurations.KERNELS has: python -m titans_pt.benchmarks.tuning FOLDER
+
+One kernel at a time gets other warps and slices of the hidden layer, all else stays. Times are of forward + backward at
+32K tokens, T = 4K; an error is that of all gradients to those of the usual launch, in bf16. Writes tuning.md and
+tuning.csv to FOLDER. Nothing is changed: a launch is pinned in the code once a measurement supports it.
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titans_pt.benchmarks.kernels import WIDTH, inputs, memory_call
+from titans_pt.benchmarks.process import check_any, write_csv
+from titans_pt.kernels.memory.fused.configurations import KERNELS, Configuration
+from titans_pt.tools.files import write_text
+
+SHAPES = ((4, 16), (4, 64), (2, 64))
+"""(expansion, chunk size) of the memories."""
+WARPS, SLICES = (4, 8), (16, 32, 64)
+ROUNDS = 5
+
+
+@dataclass
+class Launch:
+    """One launch and its figures.
+
+    kernel: "" for all as they are. milliseconds: forward and backward of the whole call; ratio: to the usual launch's.
+    error: largest relative error of a gradient. note: why there are no figures.
+    """
+
+    expansion: int
+    chunk: int
+    kernel: str = ""
+    slice: int = 0
+    warps: int = 0
+    milliseconds: float | None = None
+    ratio: float | None = None
+    error: float | None = None
+    note: str = ""
+
+
+def launches(expansion: int, chunk: int) -> Iterator[Launch]:
+    """The usual launch, then all others of one kernel each."""
+    yield Launch(expansion, chunk)
+    for kernel, by_width in KERNELS.items():
+        usual = by_width[WIDTH]
+        if kernel == "step":  # of single tokens
+            continue
+        for width, warps in product(SLICES if usual.slice else (0,), WARPS):
+            if Configuration(width, warps) != usual:
+                yield Launch(expansion, chunk, kernel, width, warps)
+
+
+@contextmanager
+def launched(launch: Launch) -> Iterator[None]:
+    """The kernels are launched like this inside the block."""
+    if not launch.kernel:
+        yield
+        return
+    usual = KERNELS[launch.kernel][WIDTH]
+    KERNELS[launch.kernel][WIDTH] = Configuration(launch.slice, launch.warps)
+    try:
+        yield
+    finally:
+        KERNELS[launch.kernel][WIDTH] = usual
+
+
+def measured(launch: Launch, tokens: int, length: int, rounds: int) -> tuple[float, list[Tensor]]:
+    """Median milliseconds of ``rounds`` calls after one that compiles, and the gradients."""
+    cuda = torch.cuda.is_available()
+    dtype = torch.bfloat16 if cuda else torch.float32
+    x = inputs(tokens // length, length, launch.expansion, "cuda" if cuda else "cpu", dtype)
+    with launched(launch):
+        call = memory_call("triton", x, launch.chunk)
+        found = list(torch.autograd.grad(call().square().sum(), list(x.values())))
+        times = []
+        for _ in range(rounds if cuda else 0):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            torch.autograd.grad(call().square().sum(), list(x.values()))
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times) if times else 0.0, found
+
+
+def compiles(launch: Launch, tokens: int, length: int) -> str:
+    """Fills Triton's cache, in a process of its own; the reason why that failed, or ""."""
+    try:
+        measured(launch, tokens, length, 0)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others are still to be measured
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+    return ""
+
+
+def tune(out: Path, jobs: int, tokens: int = 32_768, length: int = 4096, shapes: tuple = SHAPES) -> list[Launch]:
+    """All launches of all ``shapes``; ``jobs`` processes compile at a time."""
+    rows = [launch for shape in shapes for launch in launches(*shape)]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        count = len(rows)
+        for row, note in zip(rows, pool.map(compiles, rows, [tokens] * count, [length] * count), strict=True):
+            row.note = note
+    usual: dict[tuple[int, int], tuple[float, list[Tensor]]] = {}
+    for row in rows:
+        if row.note:
+            continue
+        row.milliseconds, found = measured(row, tokens, length, ROUNDS)
+        base, theirs = usual.setdefault((row.expansion, row.chunk), (row.milliseconds, found))
+        row.ratio = row.milliseconds / base if base else None
+        errors = ((a.float() - b.float()).norm() / b.float().norm() for a, b in zip(found, theirs, strict=True))
+        row.error = max(float(error) for error in errors)
+    out.mkdir(parents=True, exist_ok=True)
+    write_csv(out / "tuning.csv", rows)
+    write_text(out / "tuning.md", f"{table(rows)}\n")
+    print(table(rows))
+    check_any([row.note for row in rows])
+    return rows
+
+
+def table(rows: list[Launch]) -> str:
+    """A Markdown table, the fastest of each shape first."""
+    lines = [
+        "| hidden | C | kernel | slice | warps | ms | to the usual | error | note |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: (row.expansion, row.chunk, bool(row.note), row.milliseconds or 0.0)):
+        figures = ["-" if x is None else f"{x:.3g}" for x in (row.milliseconds, row.ratio, row.error)]
+        cells = (row.expansion * WIDTH, row.chunk, row.kernel or "as usual", row.slice or "-", row.warps or "-")
+        lines.append(f"| {' | '.join(map(str, cells))} | {' | '.join(figures)} | {row.note} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--jobs", type=int, default=12)
+    options = parser.parse_args()
+    tune(options.out, options.jobs)
