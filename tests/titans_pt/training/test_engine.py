@@ -107,6 +107,24 @@ def test_every_parameter_begins_where_a_tensor_of_its_own_would(tiny, ranks, pre
     assert all(p.data_ptr() % 16 == 0 for p in engine.model.parameters())
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_blocks_share_a_compiled_program_on_a_gpu(tiny, ranks):
+    """Three heads have nine gates: unaligned, the parameters behind them would begin elsewhere in every block."""
+    model = {"mixers": ["lmm"], "d_model": 96, "n_heads": 3, "n_layers": 3, "memory": {"chunk_size": 16, "depth": 2}}
+    ids = torch.randint(0, 50, (3, 131), device=ranks.device, generator=torch.Generator(ranks.device).manual_seed(1))
+
+    def losses(compiled: bool) -> list[float]:
+        train = {"precision": "bf16", "compile": compiled, "batch_tokens": 390, "micro_batch": 3}
+        config = load_config(tiny(model=model, train=train, data={"seq_len": 130}))
+        torch.manual_seed(0)
+        engine = Engine(task_of(config), build_model(config.model), ranks)
+        engine.set_lr(1e-3)
+        return [float(engine.micro_step((ids, None))) for _ in range(4)]
+
+    assert losses(True) == pytest.approx(losses(False), rel=2e-2)
+
+
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_micro_batches_are_summed_in_fp32_and_steps_that_are_not_finite_are_skipped(tiny, ranks, zero_stage):
     """In bf16 the sum of 128 loses 1 % of the gradient; what is left is the rounding of one exchange in bf16."""
