@@ -19,6 +19,7 @@ data:
   tokenizer: {path: ~/a}
 train: {init_from: ~/a}
 evaluation:
+  perplexity: {text: ~/a}
   needle: {essays: ~/a}
   babilong: {haystack: {kind: files, path: ~/a}}
   commonsense: {data: ~/a}
@@ -39,7 +40,7 @@ def test_they_are_expanded_wherever_a_setting_is_a_path(tmp_path):
     mapped(tree, Config, lambda value, kinds, path: found.append((path, value)) if kinds.get(str) else None)
     # Two settings can name a file and here are other things: sources that are the hub's, tasks of the package.
     assert {value for _, value in found} == {"/home/a"}
-    assert len(found) == 11
+    assert len(found) == 12
 
 
 @pytest.mark.parametrize(("given", "path"), [
