@@ -25,7 +25,8 @@ def half_width(stderr: float, n: int) -> float:
 def wilson(successes: float, n: int, z: float = Z) -> tuple[float, float]:
     """Wilson's score interval of a proportion (1927), 95 % for the default z.
 
-    Unlike mean +- z stderr it stays within [0, 1] and has a width at 0 and at n successes. No trials: (0, 1).
+    Unlike mean +- z stderr it stays within [0, 1] and has a width at 0 and at n successes. It holds the mean, to the
+    last bit: pictures take the distances. No trials: (0, 1).
     """
     if n == 0:
         return 0.0, 1.0
@@ -33,7 +34,7 @@ def wilson(successes: float, n: int, z: float = Z) -> tuple[float, float]:
     middle = p + z * z / (2 * n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
-    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+    return min(p, max(0.0, (middle - half) / scale)), max(p, min(1.0, (middle + half) / scale))
 
 
 def proportion(successes: int, n: int) -> dict[str, float]:

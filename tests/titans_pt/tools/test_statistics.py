@@ -26,6 +26,14 @@ def test_wilson(successes, n, low, high):
     assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
 
 
+def test_wilsons_interval_holds_the_mean():
+    """To the last bit: matplotlib refuses a bar of -1e-16."""
+    for n in range(1, 3000):
+        for successes in (0, 1, n // 2, n - 1, n):
+            low, high = wilson(successes, n)
+            assert low <= successes / n <= high
+
+
 @pytest.mark.parametrize("n", [2, 3, 4, 10, 31, 32, 60, 256, 100_000])
 def test_students_t_leaves_a_twentieth_outside(n):
     """By integrating its density over angles: with x = sqrt(f) tan(a) it is proportional to cos(a)^(f - 1)."""
