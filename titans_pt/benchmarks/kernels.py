@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from titans_pt.benchmarks.process import check_any, write_csv
+from titans_pt.benchmarks.process import check_any, named, write_csv
 from titans_pt.kernels.linear_memory import linear_memory
 from titans_pt.kernels.memory import dual, neural_memory
 from titans_pt.runs.folder import versions
@@ -195,8 +195,8 @@ def _reason(name: str, expansion: int, build, chunk: int, device: str, dtype: to
         return "compiled only on a GPU"
     try:
         return _check(name, expansion, build, chunk, device, dtype)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others are still to be measured
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    except Exception as error:  # noqa: BLE001 - any error becomes the note of its row; the other rows are still measured
+        return named(error)
 
 
 def _check(name: str, expansion: int, build, chunk: int, device: str, dtype: torch.dtype) -> str:

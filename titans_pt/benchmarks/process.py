@@ -28,6 +28,11 @@ def peak_mib(device: torch.device) -> float:
     return memory_mib("VmHWM")
 
 
+def named(error: Exception) -> str:
+    """An error in one short line, for a row of a benchmark that has no figures."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
 def check_any(failures: list[str]):
     """
     Args:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from titans_pt.benchmarks.kernels import WIDTH, inputs, memory_call
-from titans_pt.benchmarks.process import check_any, write_csv
+from titans_pt.benchmarks.process import check_any, named, write_csv
 from titans_pt.kernels.memory.fused.configurations import KERNELS, Configuration
 from titans_pt.tools.files import write_text
 
@@ -97,8 +97,8 @@ def compiles(launch: Launch, tokens: int, length: int) -> str:
     """Fills Triton's cache, in a process of its own; the reason why that failed, or ""."""
     try:
         measured(launch, tokens, length, 0)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others are still to be measured
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+    except Exception as error:  # noqa: BLE001 - any error becomes the note of its row; the other rows are still measured
+        return named(error)
     return ""
 
 

@@ -85,8 +85,8 @@ def deepspeed_config(config: Config, micro_batch: int, accumulation: int, own: i
         "stage": parallel.zero_stage, "reduce_bucket_size": reduce_bucket(config, own),
         "overlap_comm": parallel.overlap, "allgather_bucket_size": parallel.gather_bucket,
         "zero_hpz_partition_size": parallel.node_ranks,
-        # Blocks share one compiled program, which assumes of all parameters the alignment that the first block's have.
-        # Behind an odd number of gates, those of other blocks would begin elsewhere in DeepSpeed's flat buffer.
+        # Blocks share one compiled program, which assumes that the parameters of all blocks are aligned as the first
+        # block's are. Behind an odd number of gates DeepSpeed's flat buffer would not keep that.
         "parameter_alignment": True if parallel.zero_stage < 3 else None,
     }  # fmt: skip
     return {

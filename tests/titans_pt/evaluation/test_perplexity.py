@@ -172,7 +172,7 @@ def test_of_another_tokenizer(run):
 
 
 def test_another_text(run, prepared, tmp_path):
-    """Its own validation tokens, whatever it was made of; only the tokenizer must be the run's."""
+    """The folder's validation tokens are scored. Its sources may differ from the run's, its tokenizer may not."""
     path = saved_tokenizer(prepared)
     with pytest.raises(UserError, match=r"evaluation\.perplexity\.text: .* another tokenizer than the run's"):
         measured(run, f"evaluation.perplexity.text={prepared}")
