@@ -277,18 +277,31 @@ def test_gradient_checkpointing_gives_the_same_gradients(fresh, ids, monkeypatch
     assert len(calls) == 2
 
 
+def check_same(model, other, ids):
+    """Weights bit for bit; logits up to the order of sums, which on some CPUs depends on where in memory weights begin:
+    transformers leaves them in the mapped file, a copy begins at a multiple of 64 bytes."""
+    weights, others = model.state_dict(), other.state_dict()
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight.cpu(), others[name]), name
+    torch.testing.assert_close(model(ids.to(model.device)).logits.cpu(), other(ids).logits)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_resized_embeddings_are_saved_and_loaded(tmp_path, prepared, ids, tied):
     huggingface.export_run(untrained_run(tmp_path / "run", prepared, tie_embeddings=tied), tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    before = model(ids).logits
+    before, embedding = model(ids).logits, model.get_input_embeddings().weight.detach().clone()
     model.resize_token_embeddings(320)
+    assert torch.equal(model.get_input_embeddings().weight[:288], embedding)
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
     after = model(ids, labels=ids)
-    assert after.logits.shape[-1] == 320 and torch.equal(after.logits[..., :288], before) and after.loss.isfinite()
+    assert after.logits.shape[-1] == 320 and after.loss.isfinite()
+    torch.testing.assert_close(after.logits[..., :288], before)
     model.save_pretrained(tmp_path / "larger")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "larger")
-    assert torch.equal(again(ids).logits, after.logits) and again.config.vocab_size == 320
+    check_same(again, model, ids)
+    assert again.config.vocab_size == 320
 
 
 # ----- saving and loading
@@ -301,7 +314,7 @@ def test_saved_again_a_folder_is_still_whole(exported, hub, tokenizer, ids, tmp_
         tokenizer.save_pretrained(tmp_path / name)
         code = {path.name: path.read_text() for path in (exported / "hf").glob("*.py")}
         assert {path.name: path.read_text() for path in (tmp_path / name).glob("*.py")} == code
-        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits, hub(ids).logits)
+        check_same(AutoModelForCausalLM.from_pretrained(tmp_path / name), hub, ids)
         assert AutoTokenizer.from_pretrained(tmp_path / name)("abc </s>") == tokenizer("abc </s>")
         huggingface.import_run(tmp_path / name, tmp_path / f"{name}-run")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
@@ -341,10 +354,9 @@ def test_bf16_placement_and_copies(exported, hub, ids):
     torch.testing.assert_close(half(ids).logits.float(), hub(ids).logits, atol=0.15, rtol=0.05)
     assert half.generate(ids, max_new_tokens=3, num_beams=2).shape[1] <= 16
     for twin in (copy.deepcopy(hub), pickle.loads(pickle.dumps(hub))):
-        assert torch.equal(twin(ids).logits, hub(ids).logits)
+        check_same(twin, hub, ids)
     pytest.importorskip("accelerate")
-    placed = AutoModelForCausalLM.from_pretrained(exported / "hf", device_map="auto")
-    assert torch.equal(placed(ids.to(placed.device)).logits.cpu(), hub(ids).logits)
+    check_same(AutoModelForCausalLM.from_pretrained(exported / "hf", device_map="auto"), hub, ids)
 
 
 # ----- the tokenizer
