@@ -1,11 +1,12 @@
 """The JSON schema and the page of settings: current, complete, and what the program itself takes."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
-import jsonschema
 import pytest
+from jsonschema import Draft202012Validator, ValidationError
 from pydantic import Field
 
 from titans_pt.config import Config, Section
@@ -16,6 +17,11 @@ from titans_pt.config.yaml import parse_yaml
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+@cache
+def validator() -> Draft202012Validator:
+    return Draft202012Validator(json_schema())
 
 
 def test_what_is_committed_is_current():
@@ -41,17 +47,16 @@ def test_the_page_has_every_setting():
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_configs_keep_to_the_schema_and_lead_editors_to_it(path):
     text = path.read_text()
-    jsonschema.validate(usual(parse_yaml(text, path.name)), json_schema())
+    validator().validate(usual(parse_yaml(text, path.name)))
     start, _, place = text.partition("\n")[0].partition("$schema=")
     assert (start, (path.parent / place).resolve()) == ("# yaml-language-server: ", ROOT / SCHEMA)
 
 
 def test_the_schema_takes_the_resolved_tree_and_what_yaml_writes():
-    schema = json_schema()
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(Config().model_dump(mode="json"), schema)
+    Draft202012Validator.check_schema(json_schema())
+    validator().validate(Config().model_dump(mode="json"))
     text = "inherit: [a.yaml, b.yaml]\ntrain: {lr: 3e-4, clip: 1, stop_at: null}"
-    jsonschema.validate(usual(parse_yaml(text, "")), schema)
+    validator().validate(usual(parse_yaml(text, "")))
 
 
 @pytest.mark.parametrize("text", [
@@ -60,8 +65,8 @@ def test_the_schema_takes_the_resolved_tree_and_what_yaml_writes():
     "data: {sources: [{minimum: {score: high}}]}", "- 1", "model: {windw: 3}", "model: {mac: {segmnt: 3}}",
 ])  # fmt: skip
 def test_the_schema_refuses(text):
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(usual(parse_yaml(text, "")), json_schema())
+    with pytest.raises(ValidationError):
+        validator().validate(usual(parse_yaml(text, "")))
 
 
 class Leaf(Section):
