@@ -12,6 +12,8 @@ from titans_pt.config import FORMER_NAMES
 from titans_pt.config.docs import whole_tree
 from titans_pt.config.files import load_config
 from titans_pt.config.words import known_paths
+from titans_pt.kernels.memory.rules import RULES
+from titans_pt.models.mixers import MIXERS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -98,6 +100,23 @@ def test_the_notebook_is_newest_first_and_its_index_has_every_entry():
     rows = re.findall(r"^\| (\d{4}-\d\d-\d\d) \| \[.+?\]\(#(.+?)\) \| .+ \|$", index, re.M)
     assert rows == list(zip(dates, anchors, strict=True))
     assert index.count("; superseded (") == entries.count("\n*Superseded (")
+
+
+def rows_of_models() -> list[tuple[str, list[str]]]:
+    """Setting and names of each row of the README's table of models."""
+    section = (ROOT / "README.md").read_text().partition("\n## Models\n")[2].partition("\n## ")[0]
+    cells = [row.split("|")[2:4] for row in re.findall(r"^\| \w.*$", section, re.M)]
+    return [(re.search("`(.+)`", setting)[1], re.findall("`(.+?)`", names)) for setting, names in cells]
+
+
+def test_the_readme_lists_every_mixer_and_every_rule():
+    listed = {}
+    for setting, names in rows_of_models():
+        assert load_config("quickstart", [word.replace("NAME", (names or [""])[0]) for word in shlex.split(setting)])
+        listed.setdefault(setting, []).extend(names)
+    only_by_conversion = {"mab", "liza"}
+    assert sorted(listed["'model.mixers=[NAME]'"]) == sorted({*MIXERS.names()} - only_by_conversion)
+    assert sorted(listed["model.memory.rule=NAME"]) == sorted(RULES.names())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
