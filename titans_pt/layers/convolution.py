@@ -11,17 +11,29 @@ class ShortConvolution(nn.Module):
     """y_t = sum_l w_l * x_{t-l} (+ b), l < width, one filter per channel; width 1 leaves x as it is.
 
     The state is the last width - 1 inputs, (B, width - 1, channels), zeros before a document's start.
+
+    Args:
+        of_values: whether it is a mixer's convolution of values (``model.value_filters``).
     """
 
-    def __init__(self, channels: int, width: int, bias: bool = False):
+    def __init__(self, channels: int, width: int, bias: bool = False, of_values: bool = False):
         super().__init__()
-        self.width = width
+        self.width, self.of_values = width, of_values
         self.register_parameter("bias", None)
         if width > 1:
-            bound = width**-0.5
-            self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-bound, bound))
+            self.weight = nn.Parameter(torch.empty(channels, width))
             if bias:
-                self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound))
+                self.bias = nn.Parameter(torch.empty(channels))
+            self.begin_at_random()
+
+    @torch.no_grad()
+    def begin_at_random(self):
+        """Draws filters and bias uniformly within 1 / sqrt(width), as PyTorch's convolution does."""
+        bound = self.width**-0.5
+        if self.width > 1:
+            self.weight.uniform_(-bound, bound)
+        if self.bias is not None:
+            self.bias.uniform_(-bound, bound)
 
     @torch.no_grad()
     def begin_as_identity(self):

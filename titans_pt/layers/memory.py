@@ -323,7 +323,7 @@ class Projection(nn.Module):
         super().__init__()
         self.n_heads, self.unit = n_heads, unit
         self.linear = nn.Linear(d_model, d_model, bias=False)
-        self.conv = ShortConvolution(d_model, conv_width)
+        self.conv = ShortConvolution(d_model, conv_width, of_values=not unit)
         if not unit:
             self.conv.begin_as_identity()
 

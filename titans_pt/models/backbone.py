@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from titans_pt.config import ModelConfig
 from titans_pt.errors import UserError
 from titans_pt.layers.continuum import ContinuumMemory, ContinuumState
+from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
 from titans_pt.layers.lora import LowRank, adapt
@@ -171,8 +172,8 @@ def initialise(model: nn.Module, config: ModelConfig):
 
     Normal(0, init_std) for every linear layer and embedding, those that end a residual branch smaller by
     sqrt(2 n_layers); biases 0. Then modules that define ``own_initialisation`` apply it. All other parameters
-    (M_0, convolutions, persistent tokens) keep the values with which they were made. Adapters (``model.lora``) come
-    last: all else starts as it does without them.
+    (M_0, convolutions, persistent tokens) keep the values with which they were made, but for ``model.value_filters``.
+    Those and adapters (``model.lora``) come last: all else starts as it does without them.
 
     Raises:
         UserError: model.lora names a layer that the model does not have.
@@ -188,9 +189,20 @@ def initialise(model: nn.Module, config: ModelConfig):
     for module in model.modules():
         if (own := getattr(module, "own_initialisation", None)) is not None:
             own()
+    for module in model.modules():
+        if isinstance(module, ShortConvolution) and module.of_values:
+            _begin(module, config.value_filters)
     if config.lora is not None:
         for blocks in [module for module in model.modules() if isinstance(module, Backbone)]:
             adapt(model, blocks, config.lora)
+
+
+def _begin(convolution: ShortConvolution, filters: str):
+    """Starts a convolution of values as ``model.value_filters`` says; "own": as it was made."""
+    if filters == "identity":
+        convolution.begin_as_identity()
+    elif filters == "random":
+        convolution.begin_at_random()
 
 
 def exempt_from_decay(model: nn.Module) -> set[str]:

@@ -22,6 +22,8 @@ VARIANTS = {
     "no-momentum": ("model.memory.momentum=false",),
     "no-forgetting": ("model.memory.forgetting=false",),
     "no-persistent": ("model.persistent_tokens=0",),
+    "value-identity": ("model.value_filters=identity",),
+    "value-random": ("model.value_filters=random",),
     "chunk-32": ("model.memory.chunk_size=32",),
     "chunk-64": ("model.memory.chunk_size=64",),
     "chunk-128": ("model.memory.chunk_size=128",),
@@ -40,7 +42,8 @@ NAMES = {
 CHANGES = {
     "depth-1": "linear memory (depth 1)", "depth-3": "depth 3", "depth-4": "depth 4", "no-conv": "without convolutions",
     "no-momentum": "without momentum", "no-forgetting": "without forgetting",
-    "no-persistent": "without persistent memory", "chunk-32": "chunk 32", "chunk-64": "chunk 64",
+    "no-persistent": "without persistent memory", "value-identity": "values' filters from the identity",
+    "value-random": "values' filters from random ones", "chunk-32": "chunk 32", "chunk-64": "chunk 64",
     "chunk-128": "chunk 128", "memory-off": "memory off", "no-ln": "without the LayerNorm inside",
 }  # fmt: skip
 """Variants, for a reader."""

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from titans_pt.config.files import load_config
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
+from titans_pt.models.language_model import LanguageModel
 
 T, CHANNELS = 11, 3
 
@@ -55,6 +57,25 @@ def test_width_one_is_nothing(case):
     _, x, _ = case
     y, state = ShortConvolution(CHANNELS, 1)(x)
     assert y is x and state.shape == (2, 0, CHANNELS)
+
+
+@pytest.mark.parametrize("mixer", ["lmm", "gated_deltanet", "mamba2", "longhorn"])
+def test_the_filters_of_values_begin_as_asked(mixer):
+    """Of every mixer alike, and all other weights stay as they are."""
+    words = ["model.d_model=32", "model.n_layers=1", "model.vocab_size=32", f"model.mixers=[{mixer}]"]
+    models = {}
+    for filters in ("own", "identity", "random"):
+        torch.manual_seed(0)
+        models[filters] = LanguageModel(load_config("quickstart", [*words, f"model.value_filters={filters}"]).model)
+    (name,) = [name for name, module in models["own"].named_modules() if getattr(module, "of_values", False)]
+    own, identity, drawn = (model.state_dict() for model in models.values())
+    start = torch.eye(4)[-1].expand_as(own[f"{name}.weight"])
+    assert torch.equal(identity[f"{name}.weight"], start)
+    assert torch.equal(own[f"{name}.weight"], start) == (mixer == "lmm")
+    assert 0.45 < drawn[f"{name}.weight"].abs().max() <= 0.5
+    for other in own:
+        if not other.startswith(f"{name}."):
+            assert torch.equal(own[other], identity[other]) and torch.equal(own[other], drawn[other]), other
 
 
 @pytest.mark.parametrize("bias", [False, True])

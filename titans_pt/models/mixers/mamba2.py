@@ -56,9 +56,8 @@ class Mamba2(LinearMemoryMixer):
         channels = settings.expansion * d
         self.x, self.z = linear(d, channels), linear(d, channels)
         self.B, self.C = linear(d, settings.state), linear(d, settings.state)
-        self.x_conv, self.B_conv, self.C_conv = (
-            ShortConvolution(n, config.conv_width, bias=True) for n in (channels, settings.state, settings.state)
-        )
+        self.x_conv = ShortConvolution(channels, config.conv_width, bias=True, of_values=True)
+        self.B_conv, self.C_conv = (ShortConvolution(settings.state, config.conv_width, bias=True) for _ in "BC")
         self.step = linear(d, self.n_heads)
         self.decays = SelectiveDecay(self.n_heads, lowest=1)
         self.D = nn.Parameter(torch.ones(self.n_heads))

@@ -70,7 +70,8 @@ class LinearMemoryMixer(Mixer):
         """The layers of :meth:`convolved`, with these widths."""
         widths = queries, keys, values
         self.q, self.k, self.v = (linear(config.d_model, width) for width in widths)
-        self.q_conv, self.k_conv, self.v_conv = (ShortConvolution(width, config.conv_width) for width in widths)
+        self.q_conv, self.k_conv = (ShortConvolution(width, config.conv_width) for width in widths[:2])
+        self.v_conv = ShortConvolution(values, config.conv_width, of_values=True)
 
     def convolved(
         self, x: Tensor, state: RecurrentState | None, documents: Documents | None

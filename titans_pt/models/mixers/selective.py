@@ -64,7 +64,7 @@ class SelectiveMixer(Mixer):
         d, settings = config.d_model, self.settings(config)
         channels, rank, self.states = settings.expansion * d, settings.rank or -(-d // 16), settings.state
         self.x, self.z = linear(d, channels), linear(d, channels)
-        self.conv = ShortConvolution(channels, config.conv_width, bias=True)
+        self.conv = ShortConvolution(channels, config.conv_width, bias=True, of_values=True)
         self.low = linear(channels, rank + 2 * self.states)
         self.inputs = ScanInputs(rank, self.states, channels)
         self.D = nn.Parameter(torch.ones(channels))
