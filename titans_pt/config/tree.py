@@ -469,8 +469,8 @@ class ModelConfig(Section):
     conv_width: Positive = 4
     """Width of the causal depthwise convolution on q, k, v of the memory. 1 disables it."""
     value_filters: Literal["own", "identity", "random"] = "own"
-    """Start of the convolution of a mixer's values, or of its inputs if one convolution serves all. own: the identity for
-    memories, random for the baselines, as their authors have it. identity, random: the same for every mixer."""
+    """Start of the convolution of a mixer's values, or of its inputs if one convolution serves all. own: for memories
+    the identity, for baselines random, as their authors have it. identity, random: the same for every mixer."""
     rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Base of the rotary position embedding's wavelengths."""
     attention: AttentionConfig = AttentionConfig()
