@@ -27,6 +27,14 @@ def precise(x: Tensor) -> Tensor:
     return x.to(state_dtype(x))
 
 
+def varying(number: float) -> Tensor:
+    """A number that changes in the course of a training: fp64, without dimensions, on the CPU, where it combines with
+    tensors of any device. torch.compile takes it as an input. It would take a Python float as a constant, and compile
+    the block again for every value.
+    """
+    return torch.tensor(number, dtype=torch.float64, device="cpu")  # on the CPU also where a model is built on "meta"
+
+
 def unit_length(x: Tensor) -> Tensor:
     """x / sqrt(|x|^2 + 1e-6) along the last dimension, in x's dtype."""
     wide = precise(x)

@@ -11,7 +11,7 @@ from titans_pt.kernels.ttt_memory import TTTState, ttt_memory
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, linear_flops, product
-from titans_pt.layers.recurrence import precise
+from titans_pt.layers.recurrence import precise, varying
 from titans_pt.layers.rotary import rotate, rotation
 from titans_pt.layers.sharding import Shard
 
@@ -58,8 +58,7 @@ class TestTimeTraining(nn.Module):
     is risen base_lr sigmoid(rate(x)) / head width.
 
     Attributes:
-        risen: factor of base_lr, which may change in the course of a training. A number, not a buffer: torch.compile
-            takes a second value as a variable, and what is built without memory (on "meta") keeps it.
+        risen: factor of base_lr, which may change in the course of a training: see ``varying``.
     """
 
     __test__ = False  # pytest: the name is the method's
@@ -85,7 +84,7 @@ class TestTimeTraining(nn.Module):
         """expansion: of the inner network's hidden layer; None: it has none."""
         super().__init__()
         self.n_heads, self.head_width = d_model // head_width, head_width
-        self.risen = 1.0
+        self.risen = varying(1.0)
         self.mini_batch, self.base_lr, self.rope_base = mini_batch, base_lr, rope_base
         self.qk, self.v, self.gate, self.out = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
         self.q_conv, self.k_conv = (ShortConvolution(d_model, conv_width, bias=True) for _ in "qk")

@@ -12,7 +12,7 @@ from titans_pt.config import Config, ModelConfig, Section
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, attention_flops, linear_flops
-from titans_pt.layers.recurrence import RecurrentState, unit_length
+from titans_pt.layers.recurrence import RecurrentState, unit_length, varying
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import WindowedAttention, check_window, fitting_attention
@@ -61,7 +61,7 @@ class LiZA(WindowedAttention, LinearMemoryMixer):
         super().__init__(config, config.head_width, config.head_width)
         settings = self.settings(config)
         self.largest_mix, self.warmup, self.cross_gate = settings.mix, settings.mix_warmup, settings.cross_gate
-        self.mix = self.largest_mix
+        self.mix = varying(self.largest_mix)
         self.attention = Attention(config, config.window)
         self.norm = nn.RMSNorm(self.attention.width, eps=1e-6, elementwise_affine=False)
         self.out = nn.Linear(self.attention.width, config.d_model, bias=False)
@@ -83,7 +83,7 @@ class LiZA(WindowedAttention, LinearMemoryMixer):
         check_window(config, need)
 
     def set_progress(self, done: float):
-        self.mix = self.largest_mix * (min(1.0, done / self.warmup) if self.warmup else 1.0)
+        self.mix = varying(self.largest_mix * (min(1.0, done / self.warmup) if self.warmup else 1.0))
 
     def forward(
         self, x: Tensor, state: LiZAState | None = None, documents: Documents | None = None

@@ -12,6 +12,7 @@ from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops
 from titans_pt.layers.norm import RMSNorm
+from titans_pt.layers.recurrence import varying
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.ttt import TestTimeTraining, TestTimeTrainingState
 from titans_pt.models.mixers.base import Mixer, Need
@@ -82,7 +83,7 @@ class TTTMixer(Mixer):
         return {f"model.d_model / model.{cls.name}.head_width": config.d_model // width}
 
     def set_progress(self, done: float):
-        self.ttt.risen = 0.1 + 0.9 * min(1.0, done / self.warmup) if self.warmup else 1.0
+        self.ttt.risen = varying(0.1 + 0.9 * min(1.0, done / self.warmup) if self.warmup else 1.0)
 
     def forward(
         self, x: Tensor, state: TTTMixerState | None = None, documents: Documents | None = None

@@ -71,6 +71,32 @@ def test_of_ttt_the_memory_alone_is_outside(mixer):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mixer", ["ttt_mlp", "liza"])
+def test_a_warm_up_compiles_nothing_again(mixer, monkeypatch):
+    """What rises from step to step is an input of the compiled block, not a constant of it."""
+    made = []
+
+    def backend(graph, _inputs):
+        made.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch.manual_seed(0)
+    model, ids = build_model(small_config([mixer])), torch.randint(0, 50, (1, 20))
+    found, counts = [], []
+    for step in range(4):
+        model.blocks.set_progress(step / 100)
+        model.blocks.set_compiled(False)
+        expected, _ = model(ids, output_final_state=False)
+        model.blocks.set_compiled(True)
+        found.append(model(ids, output_final_state=False)[0])
+        counts.append(len(made))
+        torch.testing.assert_close(found[-1], expected)
+    assert counts == 4 * [counts[0]] and counts[0] > 0
+    assert mixer == "ttt_mlp" or not torch.allclose(found[0], found[3], atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mixer", ["gated_deltanet", *(
     pytest.param(n, marks=pytest.mark.slow) for n in BASELINES if n != "gated_deltanet"
 )])  # fmt: skip

@@ -49,7 +49,7 @@ def test_the_mix_rises(warmup, mixes):
     found = []
     for done in (0.0, 0.25, 0.5, 1.0):
         mixer.set_progress(done)
-        found.append(mixer.mix)
+        found.append(mixer.mix.item())
     assert found == pytest.approx(mixes)
 
 
