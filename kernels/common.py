@@ -13,7 +13,12 @@ def no_autocast(x: Tensor):
     return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # done while a block is compiled: a warning in its graph would cut it in two
 def warn_once(message: str):
     """Warns once of each message, whatever the warning filters."""
-    warnings.warn(message, stacklevel=3)
+    warned_of(message)
+
+
+@functools.cache
+def warned_of(message: str):
+    warnings.warn(message, stacklevel=4)

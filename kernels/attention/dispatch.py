@@ -7,6 +7,7 @@ from torch import Tensor
 from titans_pt.kernels.attention.flash import KeySet, flash_attention
 from titans_pt.kernels.attention.masked import Prefix, causal_masked, segment_masked
 from titans_pt.kernels.attention.providers import flash_serves
+from titans_pt.kernels.common import warn_once
 
 BACKENDS = ("auto", "flash", "masked")
 
@@ -40,7 +41,12 @@ def causal_attention(
         (B, T, H, D). Scores are scaled by D ** -0.5.
     """
     past = k.shape[1] - q.shape[1]
-    if not _flash(q, backend) or (first is not None and (past or sinks)):
+    flash = _flash(q, backend)
+    if flash and first is not None and (past or sinks):
+        beside = "sinks" if sinks else "a state (parallel.context, train.wavefront)"
+        warn_once(f"attention: documents beside {beside} take explicit masks, which are slower than FlashAttention")
+        flash = False
+    if not flash:
         return causal_masked(q, k, v, window, prefix, first, sinks)
     if first is None:
         bounds = None

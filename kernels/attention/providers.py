@@ -9,13 +9,40 @@ with K dividing H (query head h reads key head h // (H / K)), lse (B, H, T) fp32
     backward(d_out, q, k, v, out, lse, rule, extra) -> d_q, d_k, d_v
 """
 
+from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from titans_pt.kernels.common import warn_once
+
 HALF = (torch.float16, torch.bfloat16)
-HAS_FLASH_ATTN = find_spec("flash_attn") is not None
+OLDEST = (2, 7)
+"""flash-attn whose functions take the arguments with which FlashAttn calls them."""
+
+
+def flash_attn_serves() -> bool:
+    """Whether a flash-attn is installed that FlashAttn can call. A warning says why one that is installed is not."""
+    spec = find_spec("flash_attn")
+    if spec is None:
+        return False
+    # FlashAttention 4 alone has a package of the same name, without version 2's functions.
+    folders = spec.submodule_search_locations or ()
+    if not any((Path(folder) / "flash_attn_interface.py").exists() for folder in folders):
+        return False
+    try:
+        version = metadata.version("flash-attn")
+    except metadata.PackageNotFoundError:
+        return False
+    if tuple(int(part) for part in version.split(".")[:2]) >= OLDEST:
+        return True
+    warn_once(f"flash-attn {version} is too old, PyTorch's own FlashAttention serves; pip install 'flash-attn>=2.7'")
+    return False
+
+
+HAS_FLASH_ATTN = flash_attn_serves()
 
 
 def flash_serves(q: Tensor) -> bool:

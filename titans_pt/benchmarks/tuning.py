@@ -110,15 +110,20 @@ def tune(out: Path, jobs: int, tokens: int = 32_768, length: int = 4096, shapes:
         for row, note in zip(rows, pool.map(compiles, rows, [tokens] * count, [length] * count), strict=True):
             row.note = note
     usual: dict[tuple[int, int], tuple[float, list[Tensor]]] = {}
+    out.mkdir(parents=True, exist_ok=True)
     for row in rows:
         if row.note:
             continue
-        row.milliseconds, found = measured(row, tokens, length, ROUNDS)
+        try:
+            row.milliseconds, found = measured(row, tokens, length, ROUNDS)
+        except Exception as error:  # noqa: BLE001 - as above; what was measured before stays
+            row.note = named(error)
+            continue
         base, theirs = usual.setdefault((row.expansion, row.chunk), (row.milliseconds, found))
         row.ratio = row.milliseconds / base if base else None
         errors = ((a.float() - b.float()).norm() / b.float().norm() for a, b in zip(found, theirs, strict=True))
         row.error = max(float(error) for error in errors)
-    out.mkdir(parents=True, exist_ok=True)
+        write_csv(out / "tuning.csv", rows)  # after every row: a time limit may cut the next one
     write_csv(out / "tuning.csv", rows)
     write_text(out / "tuning.md", f"{table(rows)}\n")
     print(table(rows))

@@ -7,6 +7,7 @@ import torch
 
 from tests.kernels.channel_scan import cases
 from tests.kernels.channel_scan.cases import compare, compare_cut
+from titans_pt.kernels import common
 from titans_pt.kernels.channel_scan import channel_scan, dispatch, fused
 from titans_pt.kernels.memory.state import state_dtype
 
@@ -109,7 +110,7 @@ def test_what_falls_back_says_why_once():
 
         device, dtype, shape = torch.device("cuda"), torch.float32, (1, 1, 5)
 
-    dispatch.warn_once.cache_clear()
+    common.warned_of.cache_clear()
     with pytest.warns(UserWarning, match="the state has 5 entries a channel"):
         assert dispatch._fused(OnGPU, OnGPU, "auto") is None
     with warnings.catch_warnings():

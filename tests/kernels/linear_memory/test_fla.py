@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.linear_memory.cases import DECAYS, assert_same, make, run
+from titans_pt.kernels import common
 from titans_pt.kernels.linear_memory import dispatch, fla, linear_memory
 from titans_pt.kernels.linear_memory.naive import naive_linear_memory
 
@@ -206,7 +207,7 @@ def test_a_broken_compiler_matters_where_it_is_met(installed):
 
 
 def test_what_falls_back_says_why_once(installed, recwarn):
-    dispatch.warn_once.cache_clear()
+    common.warned_of.cache_clear()
     installed(triton="3.6.0")
     for _ in range(2):
         assert not dispatch._takes_fla(Q, Q, TOKEN, TOKEN, None, "auto")

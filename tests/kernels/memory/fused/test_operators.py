@@ -9,6 +9,7 @@ import torch
 
 from tests.kernels.memory.fused import cases
 from tests.kernels.memory.fused.cases import DEVICE, Case, arguments, assert_equal, error, inputs, limits, run
+from titans_pt.kernels import common
 from titans_pt.kernels.memory import NetworkShape, neural_memory
 from titans_pt.kernels.memory.fused import layout, operators, scan
 from titans_pt.kernels.memory.rules.titans import TITANS
@@ -78,7 +79,7 @@ def test_what_falls_back_says_why_once():
         x, gate = torch.empty(1, 16, 1, width, device="meta"), torch.empty(1, 16, 1, 1, device="meta")
         return MemoryCall(x, x, x, gate, gate, gate, (), NetworkShape(width, width, 1), None, TITANS, **options)
 
-    dispatch.warn_once.cache_clear()
+    common.warned_of.cache_clear()
     with pytest.warns(UserWarning, match="head width 48 is none of"):
         assert dispatch.chosen(on_gpu(48), "auto") is dispatch.CHUNKED
     with warnings.catch_warnings():
