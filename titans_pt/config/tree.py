@@ -344,8 +344,9 @@ class MemoryConfig(Section):
     comparisons with the paper's form."""
     step_bound: Annotated[float, Field(gt=0.0)] | None = None
     """theta = step_bound * (1 - eta) * gate(.). Null: the largest bound known to be stable for chunk_size,
-    min(0.1, 1.9 / chunk_size); small deep_steps take a part of it. With theta=free it sets only theta's initial
-    value."""
+    min(0.1, 1.9 / chunk_size), with norm=false min(0.1, 0.95 / chunk_size); small deep_steps take a part of it. With
+    theta=free it sets only theta's initial value. Memories with longer chunks (hierarchy, model.mlp_periods) take at
+    most what is stable there."""
     deep_steps: Literal["small", "full"] = "small"
     """Step size of memories with three and four matrices under a bounded theta. small: a quarter and an eighth of the
     bound (unless step_bound is set), and theta times min(1, sqrt(D) / (2 ||v||)) for a value v. full: the steps of two
@@ -589,7 +590,8 @@ class TrainConfig(Section):
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     """AdamW's epsilon."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
-    """AdamW's weight decay. Matrices decay, embeddings included; norms, biases and the memory's M_0 do not."""
+    """AdamW's weight decay. Matrices decay, among them embeddings, persistent tokens and the filters of convolutions;
+    norms, biases and the memory's M_0 do not."""
     clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Maximum global gradient norm; larger gradients are clipped."""
     z_loss: Annotated[float, Field(ge=0.0)] = 0.0

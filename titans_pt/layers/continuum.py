@@ -16,7 +16,7 @@ from titans_pt.config import ModelConfig
 from titans_pt.kernels.memory import MemoryState, neural_memory
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
-from titans_pt.layers.memory import MemoryGates, MemoryNetwork, network_shape, stale_flops
+from titans_pt.layers.memory import MemoryGates, MemoryNetwork, network_shape, of_chunk, stale_flops
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 
@@ -43,12 +43,12 @@ class LevelMemory(nn.Module):
     def __init__(self, config: ModelConfig, period: int):
         super().__init__()
         d, self.n_heads = config.d_model, config.memory_heads
-        self.config = config.memory.model_copy(update={"chunk_size": period, "hierarchy": None})
+        self.config = of_chunk(config.memory.model_copy(update={"hierarchy": None}), period)
         self.shape = network_shape(d // self.n_heads, self.config)
         self.key = nn.Linear(d, d, bias=False)
         self.value = nn.Linear(d, d, bias=False)
         self.gates = MemoryGates(d, self.n_heads, self.config, self.shape.channels)
-        self.network = MemoryNetwork(self.n_heads, self.shape, self.config.init_std)
+        self.network = MemoryNetwork(self.n_heads, self.shape, self.config)
         self.output_norm = RMSNorm(self.shape.width, eps=config.norm_eps)
         self.out = nn.Linear(d, d, bias=False)
 

@@ -19,6 +19,8 @@ from titans_pt.layers.memory import (
     inner_flops,
     kept_bytes,
     network_shape,
+    of_chunk,
+    prefix_chunk,
     stale_flops,
 )
 from titans_pt.layers.norm import RMSNorm
@@ -53,11 +55,11 @@ class InnerMemory(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int, config: MemoryConfig, chunk: int):
         super().__init__()
-        self.config = config.model_copy(update={"chunk_size": chunk})
+        self.config = of_chunk(config, chunk)
         self.chunk = chunk
         self.shape = network_shape(d_model // n_heads, config)
         self.gates = MemoryGates(d_model, n_heads, self.config, self.shape.channels)
-        self.network = MemoryNetwork(n_heads, self.shape, config.init_std)
+        self.network = MemoryNetwork(n_heads, self.shape, config)
 
 
 class HierarchicalMemory(nn.Module):
@@ -90,8 +92,10 @@ class HierarchicalMemory(nn.Module):
         state: HierarchyState | None = None,
         documents: Documents | None = None,
         start: Starts | None = None,
+        prefix: bool = False,
     ) -> tuple[Tensor, HierarchyState]:
-        """start: M_0 of the memories in place of the learned ones (:meth:`start_after`); a state remembers it."""
+        """start: M_0 of the memories in place of the learned ones (:meth:`start_after`); a state remembers it. prefix:
+        whether x is a prefix, which every memory ends with a whole chunk."""
         q, q_state = self.q(x, state and state.q, documents)
         k, k_state = self.k(x, state and state.k, documents)
         v, v_state = self.v(x, state and state.v, documents)
@@ -99,17 +103,20 @@ class HierarchicalMemory(nn.Module):
             start = tuple(tuple(w[0] for w in weights) for weights in state.start)
         before = state.memories if state else [None] * len(self.memories)
         resets = (None, None) if documents is None else (documents.starts, documents.most)
-        y, after = self._read(0, q, k, v, x, start, before[0], *resets)
+        chunks = [memory.chunk for memory in self.memories]
+        if prefix:
+            chunks = [prefix_chunk(memory.gates.rule, memory.chunk, x.shape[1]) for memory in self.memories]
+        y, after = self._read(0, chunks[0], q, k, v, x, start, before[0], *resets)
         memories, place, keys = [after], torch.zeros(len(x), dtype=torch.int64), None
         if self.hierarchy.locals:
-            y, memories, place, keys = self._locals(y, after, q, k, v, x, start, state, before, documents)
+            y, memories, place, keys = self._locals(y, after, chunks, q, k, v, x, start, state, before, documents)
         kept = None
         if start is not None:
             kept = tuple(tuple(w.expand(len(x), *w.shape) for w in weights) for weights in start)
         state = HierarchyState(tuple(memories), q_state, k_state, v_state, place, keys, kept)
         return self.output_norm(y.to(self.output_norm.weight.dtype)).flatten(-2), state
 
-    def _locals(self, y, after, q, k, v, x, start, state, before, documents):
+    def _locals(self, y, after, chunks, q, k, v, x, start, state, before, documents):
         """Adds the local memories' outputs to y; returns it with all memories' states, the place in the shard, and the
         keys' sum."""
         shard, length = self.hierarchy.shard, x.shape[1]
@@ -125,7 +132,7 @@ class HierarchicalMemory(nn.Module):
             q = F.normalize(q, dim=-1, eps=1e-6)
         total = 0
         for n in range(1, len(self.memories)):
-            out, memory = self._read(n, q, k, v, x, start, before[n], reset, most)
+            out, memory = self._read(n, chunks[n], q, k, v, x, start, before[n], reset, most)
             total, memories = total + out, [*memories, memory]
         if len(x) != len(y):
             total, each = total.reshape(y.shape), len(x) // len(y)
@@ -133,8 +140,9 @@ class HierarchicalMemory(nn.Module):
             keys = None if keys is None else keys[each - 1 :: each]
         return y + total, memories, place, keys
 
-    def _read(self, n: int, q, k, v, x, start, before, reset, most) -> tuple[Tensor, MemoryState]:
-        """Memory n along q, k, v (B, T, H, D); no row of ``reset`` has more than ``most`` starts."""
+    def _read(self, n: int, chunk: int, q, k, v, x, start, before, reset, most) -> tuple[Tensor, MemoryState]:
+        """Memory n along q, k, v (B, T, H, D) in chunks of ``chunk``; no row of ``reset`` has more than ``most``
+        starts."""
         memory = self.memories[n]
         weights, norm = memory.network()
         theta, eta, alpha, *own = memory.gates(x, v)
@@ -144,7 +152,7 @@ class HierarchicalMemory(nn.Module):
             norm=norm,
             rule=memory.gates.rule,
             own=tuple(own),
-            chunk_size=memory.chunk,
+            chunk_size=chunk,
             forget_to=self.config.forget_to,
             initial_state=before,
             output_final_state=True,
@@ -163,7 +171,7 @@ class HierarchicalMemory(nn.Module):
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, Starts]:
         """prefix (1, P, d_model) -> its outputs (1, P, d_model) and each memory's weights after writing it."""
-        y, state = self(prefix)
+        y, state = self(prefix, prefix=True)
         return y, tuple(tuple(w[0] for w in memory.weights) for memory in state.memories)
 
     # ---- what the plan and the FLOP count ask

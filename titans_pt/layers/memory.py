@@ -36,14 +36,33 @@ def takes_small_steps(config: MemoryConfig) -> bool:
 def default_step_bound(config: MemoryConfig) -> float:
     """Largest theta / (1 - eta) that is known to be stable, for ||M(k) - v||^2 with unit keys.
 
-    A chunk takes C gradients at one point, and its step grows with C: 0.1 holds up to C = 16, 0.03 at
-    C = 64, and C times the bound stays below 2 beyond. A quarter of that for three matrices, an eighth for four.
+    A chunk takes C gradients at one point. If all its keys are equal, a linear memory's error is multiplied by
+    1 - 2 C theta: it grows above 1 / C. Without a LayerNorm C times the bound therefore stays below 1. Under one, which
+    bounds the output, it stays below 2: 0.1 holds up to C = 16, 0.03 at C = 64. A quarter of that for three matrices,
+    an eighth for four.
     """
-    bound = min(0.1, 1.9 / config.chunk_size) * Rule.of(config).step
+    bound = min(0.1, (1.9 if config.norm else 0.95) / config.chunk_size) * Rule.of(config).step
     return bound / 2 ** (config.depth - 1) if takes_small_steps(config) else bound
 
 
-def default_init_std(shape: NetworkShape, d_in: int) -> float:
+def of_chunk(config: MemoryConfig, chunk: int) -> MemoryConfig:
+    """Settings of a memory that has another chunk size than ``model.memory.chunk_size``. A step bound that was set for
+    that one is lowered to the largest that is stable here."""
+    other = config.model_copy(update={"chunk_size": chunk})
+    if config.step_bound is None or chunk <= config.chunk_size:
+        return other
+    return other.model_copy(update={"step_bound": min(config.step_bound, default_step_bound(other))})
+
+
+def prefix_chunk(rule: Rule, chunk: int, tokens: int) -> int:
+    """Chunk size with which a memory with chunks of ``chunk`` takes a prefix of ``tokens``. A rule that writes where
+    chunks end must not find the last one unfinished: the largest size up to ``chunk`` that divides the prefix."""
+    if not rule.nonlinear:
+        return chunk
+    return next(size for size in range(min(chunk, tokens), 0, -1) if tokens % size == 0)
+
+
+def default_init_std(config: MemoryConfig, shape: NetworkShape, d_in: int) -> float:
     """Initial standard deviation of a weight matrix of M_0 with ``d_in`` inputs.
 
     Under a LayerNorm a step moves the output by theta / std^2, so that smaller weights make up for the smaller steps of
@@ -51,7 +70,7 @@ def default_init_std(shape: NetworkShape, d_in: int) -> float:
     """
     if not shape.norm:
         return d_in**-0.5
-    return (8 / shape.hidden) ** 0.5 if shape.depth >= DEEP else 0.5
+    return (8 / shape.hidden) ** 0.5 if takes_small_steps(config) else 0.5
 
 
 def network_shape(width: int, config: MemoryConfig) -> NetworkShape:
@@ -172,12 +191,25 @@ def _logit(gate: float, hard: bool = False) -> float:
     return math.log(share / (1 - share))
 
 
+class WriteGate(nn.Module):
+    """A sigmoid's value -> the share of the largest step that a token takes. A module for those who watch it:
+    ``model.memory.write_cost``."""
+
+    def __init__(self, hard: bool):
+        super().__init__()
+        self.hard = hard
+
+    def forward(self, share: Tensor) -> Tensor:
+        return _hard(share) if self.hard else share
+
+
 class Gates(nn.Module):
     """Ranges of theta, eta, alpha and the memory rule's own gates, whatever their numbers are read off.
 
-    theta = bound (1 - eta) gate(.): whatever the outer loop learns, the inner loop stays inside its stable region. A
-    token writes theta times an error that grows with its value, and the curvature that a step meets grows with it. Deep
-    memories, which have no room for that, take min(1, sqrt(D) / (2 ||v||)) of theta.
+    theta = bound (1 - eta) gate(.): under a constant eta a token's surprise is written with bound gate in all, however
+    long momentum carries it. An eta that rises after the token carries it further than that. A token writes theta times
+    an error that grows with its value, and the curvature that a step meets grows with it. Deep memories, which have no
+    room for that, take min(1, sqrt(D) / (2 ||v||)) of theta.
     With theta="free" it is softplus(.), any positive number: Titans, Eq. 10, has "theta_t" without a range or a
     non-linearity, and softplus is the usual one for a step without a bound (Mamba's, for example).
     """
@@ -189,6 +221,8 @@ class Gates(nn.Module):
         """False from some token on leaves the memory as it is there."""
         self.layers = config.depth if config.per_layer_gates else 1
         self.bound = config.step_bound or default_step_bound(config)
+        self.free = config.theta == "free"
+        self.write = WriteGate(config.gates == "hard" and not self.free)
         self.damped = config.theta == "bounded" and takes_small_steps(config)
         self.rule = Rule.of(config)
 
@@ -197,10 +231,7 @@ class Gates(nn.Module):
         """Numbers of which theta, eta and alpha are what they are configured to be at initialisation."""
         hard = self.config.gates == "hard"
         theta, eta, alpha = self.config.theta_init, self.config.eta_init, self.config.alpha_init
-        if self.config.theta == "free":
-            step = math.log(math.expm1(self.bound * (1 - eta) * theta))
-        else:
-            step = _logit(theta, hard)
+        step = math.log(math.expm1(self.bound * (1 - eta) * theta)) if self.free else _logit(theta, hard)
         return step, _logit(eta), _logit(alpha, hard)
 
     @property
@@ -222,18 +253,19 @@ class Gates(nn.Module):
             theta, eta (..., L), alpha (..., L or channels), own each (...).
         """
         if alpha is None:
-            theta, eta, alpha = torch.sigmoid(raw).unbind(-1)
+            share, eta, alpha = torch.sigmoid(raw).unbind(-1)
         else:
-            theta, eta = torch.sigmoid(raw).unbind(-1)
+            share, eta = torch.sigmoid(raw).unbind(-1)
             alpha = torch.sigmoid(alpha)
+        share = self.write(F.softplus(raw[..., 0]) / self.bound if self.free else share)
         if self.config.gates == "hard":
             # Not momentum: at 1 the surprise of a token would be added again with every later one, for ever.
-            theta, alpha = _hard(theta), _hard(alpha)
+            alpha = _hard(alpha)
         if not self.config.momentum:
             eta = torch.zeros_like(eta)
         if not self.config.forgetting:
             alpha = torch.zeros_like(alpha)
-        theta = F.softplus(raw[..., 0]) if self.config.theta == "free" else self.bound * (1 - eta) * theta
+        theta = self.bound * share if self.free else self.bound * (1 - eta) * share
         if self.damped:
             theta = theta * share_for(v).unsqueeze(-1)
         own = tuple(
@@ -346,11 +378,11 @@ class MemoryNetwork(nn.Module):
 
     sharding = {"": Shard.COLUMN}
 
-    def __init__(self, n_heads: int, shape: NetworkShape, init_std: float | None):
+    def __init__(self, n_heads: int, shape: NetworkShape, config: MemoryConfig):
         super().__init__()
         self.shape = shape
         for n, (a, b) in enumerate(shape.layers):
-            std = init_std or default_init_std(shape, a)
+            std = config.init_std or default_init_std(config, shape, a)
             self.register_parameter(f"weight_{n}", nn.Parameter(torch.empty(n_heads, a, b).normal_(std=std)))
         if shape.norm:
             self.norm_weight = nn.Parameter(torch.ones(n_heads, shape.width))
@@ -407,7 +439,7 @@ class NeuralMemory(nn.Module):
         self.v = Projection(d_model, n_heads, conv_width, unit=False)
         self.shape = network_shape(d_model // n_heads, config)
         self.gates = MemoryGates(d_model, n_heads, config, self.shape.channels)
-        self.network = MemoryNetwork(n_heads, self.shape, config.init_std)
+        self.network = MemoryNetwork(n_heads, self.shape, config)
         self.caching = None if config.caching is None else Caching(d_model, n_heads, config.caching)
         self.output_norm = RMSNorm(d_model // n_heads, eps=norm_eps)
 
@@ -499,12 +531,8 @@ class NeuralMemory(nn.Module):
         return torch.cat(outputs, 1), memory, caches
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """prefix (1, P, d_model) -> its outputs (1, P, d_model) and the weights (H, d_in, d_out) after writing it.
-
-        A rule that writes where chunks end must not find the prefix shorter than a chunk.
-        """
-        short = self.gates.rule.nonlinear and prefix.shape[1] < self.config.chunk_size
-        y, state = self(prefix, chunk_size=prefix.shape[1] if short else self.config.chunk_size)
+        """prefix (1, P, d_model) -> its outputs (1, P, d_model) and the weights (H, d_in, d_out) after writing it."""
+        y, state = self(prefix, chunk_size=prefix_chunk(self.gates.rule, self.config.chunk_size, prefix.shape[1]))
         return y, tuple(w[0] for w in state.memory.weights)
 
     def first_weights(self, learned: tuple[Tensor, ...], rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -129,7 +129,7 @@ class SelfModifyingMemory(nn.Module):
         self.q = Projection(d_model, n_heads, conv_width, unit=True)
         self.shape = network_shape(d_model // n_heads, config)
         self.gates = AnswerGates(n_heads, self.shape.width, config)
-        self.network = MemoryNetwork(len(MEMORIES) * n_heads, self.shape, config.init_std)
+        self.network = MemoryNetwork(len(MEMORIES) * n_heads, self.shape, config)
         self.output_norm = RMSNorm(self.shape.width, eps=norm_eps)
 
     def forward(

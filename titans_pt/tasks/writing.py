@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from titans_pt.layers.memory import Gates
+from titans_pt.layers.memory import WriteGate
 from titans_pt.layers.recurrence import precise
 from titans_pt.models.mixers.base import Mixer
 
@@ -44,16 +43,10 @@ def write_gates(model: nn.Module, collect: bool = True) -> Iterator[list[Tensor]
 
 def _gates(model: nn.Module) -> Iterator[tuple[nn.Module, Share]]:
     for module in model.modules():
-        if isinstance(module, Gates):
-            yield module, partial(_of_steps, module.bound)
+        if isinstance(module, WriteGate):
+            yield module, precise
         elif isinstance(module, Mixer) and module.write_gate:
             yield module.get_submodule(module.write_gate), lambda made: torch.sigmoid(precise(made))
-
-
-def _of_steps(bound: float, made: tuple[Tensor, ...]) -> Tensor:
-    """theta / (bound (1 - eta)). More momentum lowers theta: a cost of theta alone would close no gate."""
-    theta, eta = made[:2]
-    return theta / (bound * (1 - eta))
 
 
 def with_write_cost(loss: Tensor, gates: list[Tensor], cost: float, rows: Tensor | None = None) -> Tensor:

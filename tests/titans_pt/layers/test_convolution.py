@@ -61,7 +61,7 @@ def test_width_one_is_nothing(case):
 
 @pytest.mark.parametrize("mixer", ["lmm", "gated_deltanet", "mamba2", "longhorn"])
 def test_the_filters_of_values_begin_as_asked(mixer):
-    """Of every mixer alike, and all other weights stay as they are."""
+    """The setting holds for every mixer alike, and all other weights stay as they are."""
     words = ["model.d_model=32", "model.n_layers=1", "model.vocab_size=32", f"model.mixers=[{mixer}]"]
     models = {}
     for filters in ("own", "identity", "random"):

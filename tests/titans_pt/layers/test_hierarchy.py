@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from titans_pt.config import HierarchyConfig, MemoryConfig
+from titans_pt.config.files import load_config
 from titans_pt.kernels.memory import neural_memory
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.hierarchy import HierarchicalMemory
@@ -52,6 +53,19 @@ def oracle(layer, x, start=None):
             parts.append(read(n, asked, k[:, here], v[:, here], x[:, here], False))
         y = y + torch.cat(parts, 1)
     return layer.output_norm(y).flatten(-2)
+
+
+@pytest.mark.parametrize("rule", ["muon", "lact", "moneta"])
+@pytest.mark.parametrize("locals_", [(), (4,)])
+def test_every_token_of_a_prefix_is_written_to_every_memory(rule, locals_):
+    """Also by rules that write where chunks end, and though the prefix is shorter than the global memory's chunk."""
+    own = load_config("quickstart", [f"model.memory.rule={rule}"]).model.memory.section(rule)
+    layer = make(chunk=32, shard=32, locals_=locals_, **{"rule": rule, rule: own})
+    prefix = torch.randn(1, 6, WIDTH, dtype=torch.float64, requires_grad=True)
+    for weights in layer.start_after(prefix)[1]:
+        (gradient,) = torch.autograd.grad(sum(w.square().sum() for w in weights), prefix, retain_graph=True)
+        each = gradient[0].norm(dim=-1)
+        assert each.min() > 1e-3 * each.max()
 
 
 @pytest.mark.parametrize("options", [

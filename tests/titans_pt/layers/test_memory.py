@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from tests.helpers.mixers import small_config
 from titans_pt.config import MemoryConfig
+from titans_pt.config.files import load_config
 from titans_pt.kernels.memory import neural_memory
 from titans_pt.layers.memory import MemoryGates, NeuralMemory, Projection, _hard, default_step_bound, network_shape
 from titans_pt.models import build_model
@@ -33,6 +34,22 @@ def test_the_step_is_bounded_whatever_the_gates_see(chunk_size, depth, scale):
     assert (theta <= bound * (1 - eta)).all() and bound * chunk_size < 2
     for gate in (theta, eta, alpha):
         assert ((gate >= 0) & (gate <= 1)).all()
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 16, 64])
+def test_without_a_norm_equal_keys_written_with_the_largest_step_do_not_diverge(chunk_size):
+    """A linear memory whose chunks write one pair: its error falls, chunk after chunk."""
+    config = MemoryConfig(chunk_size=chunk_size, depth=1, norm=False, residual=False)
+    bound, chunks, width = default_step_bound(config), 30, 8
+    k = F.normalize(torch.randn(1, 1, 1, width, dtype=torch.float64), dim=-1).expand(1, chunks * chunk_size, 1, width)
+    v = torch.ones_like(k)
+    theta, zero = k.new_full(k.shape[:3], bound), k.new_zeros(k.shape[:3])
+    start = (torch.zeros(1, width, width, dtype=torch.float64),)
+    _, end = neural_memory(k, k, v, theta, zero, zero, start, network=network_shape(width, config), norm=None,
+                           chunk_size=chunk_size, output_final_state=True)  # fmt: skip
+    error = k[0, 0, 0] @ end.weights[0][0, 0] - 1
+    assert error.tolist() == pytest.approx(width * [-((1 - 2 * chunk_size * bound) ** chunks)])
+    assert error.abs().max() < 0.1
 
 
 def growth(config: MemoryConfig, long: float = 1.0) -> float:
@@ -254,6 +271,17 @@ def test_a_prefix_is_written_to_the_memory_that_others_begin_with():
     _, start = memory.start_after(prefix)
     whole, _ = memory(torch.cat([prefix.expand(2, -1, -1), x], 1))
     torch.testing.assert_close(memory(x, start=start)[0], whole[:, 8:])
+
+
+@pytest.mark.parametrize("rule", ["muon", "lact", "atlas", "moneta"])
+@pytest.mark.parametrize("tokens", [2, 4, 6])
+def test_a_rule_that_writes_at_chunk_ends_takes_the_whole_prefix(rule, tokens):
+    config = load_config("quickstart", ["model.memory.chunk_size=4", f"model.memory.rule={rule}"]).model.memory
+    layer = NeuralMemory(16, 2, 4, config, 1e-5).double()
+    prefix = torch.randn(1, tokens, 16, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(sum(w.square().sum() for w in layer.start_after(prefix)[1]), prefix)
+    each = gradient[0].norm(dim=-1)
+    assert each.min() > 1e-3 * each.max()
 
 
 def test_forgetting_leads_to_the_start_after_the_prefix():

@@ -29,6 +29,26 @@ def test_gates_are_shares_of_the_step_bound():
     assert none == []
 
 
+@pytest.mark.parametrize("words", [
+    ["model.memory.depth=3"], ["model.memory.rule=omega"], ["model.memory.rule=moneta"], ["model.memory.gates=sigmoid"],
+])  # fmt: skip
+def test_gates_are_what_the_token_decides_not_what_its_step_is_scaled_by(words):
+    """Longer values or other gates of the rule, which lower theta, do not look like writing less."""
+    torch.manual_seed(0)
+    model = build_model(load_config("configs/recall.yaml", [*MODEL, *words]).model)
+    memory, ids = model.blocks[0].mixer.memory, torch.arange(30).view(3, 10)
+    found = []
+    for longer in (1.0, 30.0):
+        with torch.no_grad():
+            memory.v.linear.weight.mul_(longer)
+            if memory.gates.own is not None:
+                memory.gates.own.bias.add_(longer)
+        with write_gates(model) as gates:
+            model(ids)
+        found.append(gates)
+    assert all(map(torch.equal, *found))
+
+
 GATED = ["deltanet", "gated_deltanet", "deltaproduct", "kda", "gdn2", "ttt_linear", "ttt_mlp"]
 
 

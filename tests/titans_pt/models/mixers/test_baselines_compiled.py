@@ -73,7 +73,7 @@ def test_of_ttt_the_memory_alone_is_outside(mixer):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mixer", ["ttt_mlp", "liza"])
 def test_a_warm_up_compiles_nothing_again(mixer, monkeypatch):
-    """What rises from step to step is an input of the compiled block, not a constant of it."""
+    """A number that rises from step to step is an input of the compiled block, not a constant of it."""
     made = []
 
     def backend(graph, _inputs):
