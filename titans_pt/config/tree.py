@@ -660,8 +660,9 @@ class ParallelConfig(Section):
     """Exchange gradients during the backward pass, with a second buffer (DeepSpeed's overlap_comm). Null: DeepSpeed's
     default, which is true under ZeRO 3."""
     reduce_bucket: Positive | None = None
-    """Numbers in one exchange of gradients. Null: 500 million, or all of a smaller model's; all with parallel.context >
-    1, and with train.wavefront unless parallel.overlap is true."""
+    """Numbers in one exchange of gradients. Null: 500 million, or all of a smaller model's; with parallel.overlap a
+    sixteenth of the model's, at least 25 million; all with parallel.context > 1, and with train.wavefront unless
+    parallel.overlap is true."""
     node_ranks: Positive | None = None
     """ZeRO 3: every group of this many neighbouring ranks, such as a node, holds a second copy of the parameters, and
     the backward pass gathers them inside the group (DeepSpeed's hpZ). Must divide the number of ranks; incompatible

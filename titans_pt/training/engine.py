@@ -61,18 +61,25 @@ def check_node_ranks(config: Config, ranks: int):
         raise UserError(f"parallel.node_ranks: given {size}; must divide the number of ranks, {ranks}")
 
 
+OVERLAPPED = 25_000_000
+"""Least elements of a bucket that is exchanged during the backward pass: smaller messages do not use the network."""
+
+
 def reduce_bucket(config: Config, own: int) -> int:
     """Elements of DeepSpeed's buffer for gradient exchange, on a rank with ``own`` parameters.
 
-    DeepSpeed allocates all of it, however small the model is; half a billion is DeepSpeed's default. Two cases get one
-    bucket for all gradients, which is exchanged after the backward pass. Context ranks are at different layers of it:
+    DeepSpeed allocates all of it, however small the model is; half a billion is DeepSpeed's default. With
+    parallel.overlap it is a sixteenth of the model: a full bucket is exchanged while the backward pass goes on, and one
+    that holds the whole model is full when the pass is over. Two cases get one bucket for all gradients, which is
+    exchanged after the backward pass. Context ranks are at different layers of it:
     an exchange in its middle would wait for ranks that wait for a state's gradient. A wavefront's layers copy their
     gradients into the bucket from a stream each: an exchange in the middle waits for the stream of the last one alone,
     unless DeepSpeed overlaps exchanges with the backward pass.
     """
     if config.parallel.context > 1 or (config.train.wavefront and not config.parallel.overlap):
         return own
-    return min(own, config.parallel.reduce_bucket or 500_000_000)
+    usual = max(OVERLAPPED, own // 16) if config.parallel.overlap else 500_000_000
+    return min(own, config.parallel.reduce_bucket or usual)
 
 
 def deepspeed_config(config: Config, micro_batch: int, accumulation: int, own: int) -> dict[str, Any]:
