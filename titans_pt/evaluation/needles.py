@@ -13,7 +13,7 @@ from titans_pt.tasks.answers import EVALUATION_SEED, answered, stacked
 from titans_pt.tasks.needles import NeedlesInNoise
 from titans_pt.tools.plots import plot_accuracy
 from titans_pt.tools.records import digest
-from titans_pt.tools.statistics import proportion
+from titans_pt.tools.statistics import proportion, without_keys
 
 ROWS = 8
 """Samples read at once."""
@@ -75,9 +75,11 @@ class NeedleAnswers:
         lines = [f"needles in {self.settings.noise} noise: accuracy % [Wilson 95 %] n; chance "
                  f"{100 * summary['chance']:.1f} %"]  # fmt: skip
         for row in summary["asked"]:
+            known = 100 * without_keys(row["needles"])
+            lines.append(f"  {row['needles']:>4} needles (values known, keys not: {known:.1f} %)")
             for cell in row["by_length"]:
                 share = f"{100 * cell['mean']:5.1f} [{100 * cell['low']:.1f}, {100 * cell['high']:.1f}] {cell['n']}"
-                lines.append(f"  {row['needles']:>4} needles in {cell['length']:>12,} tokens: {share}")
+                lines.append(f"  {cell['length']:>17,} tokens: {share}")
         return "\n".join(lines)
 
     def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:

@@ -11,7 +11,7 @@ from titans_pt.tasks.answers import EVALUATION_SEED, answered, stacked
 from titans_pt.tasks.recall import MQAR
 from titans_pt.tools.plots import new_figure, own_style, save_figure
 from titans_pt.tools.records import digest
-from titans_pt.tools.statistics import proportion
+from titans_pt.tools.statistics import proportion, without_keys
 
 ROWS = 64
 """Samples read at once."""
@@ -81,7 +81,9 @@ class RecallAnswers:
         def shown(row: dict) -> str:
             return f"{100 * row['mean']:5.1f} % [{100 * row['low']:.1f}, {100 * row['high']:.1f}], n = {row['n']}"
 
-        lines = [f"recall: accuracy [Wilson 95 %]; chance {100 * summary['chance']:.1f} %",
+        known = 100 * without_keys(summary["trained"]["pairs"])
+        lines = [f"recall: accuracy [Wilson 95 %]; chance {100 * summary['chance']:.1f} %; "
+                 f"values known, keys not: {known:.1f} %",
                  f"  as in training: {shown(summary)}"]  # fmt: skip
         lines += [f"  {row['pairs']:>4} pairs:       {shown(row)}" for row in summary["by_pairs"]]
         lines += [f"  distance {row['distance']:>4}:    {shown(row)}" for row in summary["by_distance"]]

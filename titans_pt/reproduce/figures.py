@@ -32,7 +32,8 @@ class Figure:
 @dataclass(frozen=True)
 class Pooled:
     """The mean over seeds, as shown; ``interval`` of 95 % that comes from the samples of the evaluation, not from the
-    seeds; each seed's own figure beside it. ``by_stream``: means over the seeds that have them."""
+    seeds, None where there is none that says so; each seed's own figure beside it. ``by_stream``: means over the seeds
+    that have them."""
 
     mean: float
     n: int
@@ -47,8 +48,8 @@ class Pooled:
 
 
 def pool(found: dict[int, Figure]) -> Pooled:
-    """Figures of one kind for each seed. Means of perplexities are taken in nats; accuracies pool all seeds'
-    questions."""
+    """Figures of one kind for each seed. Means of perplexities are taken in nats. Accuracies of several seeds have no
+    interval: seeds answer the same questions, and differ by far more than answers do."""
     figures = list(found.values())
     mean = Figure(figures[0].kind, math.fsum(f.value for f in figures) / len(figures), sum(f.n for f in figures))
     streams = [figure.by_stream for figure in figures if figure.by_stream]
@@ -104,8 +105,8 @@ def apart(own: Pooled, other: Pooled, seeds: tuple[float, int]) -> Apart:
 
 
 def _interval(mean: Figure, figures: Sequence[Figure]) -> tuple[float, float] | None:
-    if mean.kind == "accuracy":
-        low, high = wilson(math.fsum(f.value * f.n for f in figures), mean.n)
+    if mean.kind == "accuracy" and len(figures) == 1:
+        low, high = wilson(mean.value * mean.n, mean.n)
         return 100 * low, 100 * high
     if mean.kind == "perplexity" and all(f.stderr is not None for f in figures):
         # Errors are averaged, not pooled: seeds are scored on the same text, and their errors are not independent.

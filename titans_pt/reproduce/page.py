@@ -19,8 +19,8 @@ table{border-collapse:collapse;margin:1em 0;font-size:13px;display:block;overflo
 td,th{border:1px solid #ccc;padding:.25em .6em;text-align:left}th{background:#f3f3f3}img{max-width:100%}"""
 READING = (
     "Ours (the published figure in brackets). The mean over seeds; perplexities are averaged as nats. The interval of "
-    "95 % is that of the evaluation's samples; each seed's own figure shows how far seeds differ. Cells without a "
-    "measurement say why."
+    "95 % is that of the evaluation's samples; accuracies have one for a single seed (Wilson's). Each seed's own "
+    "figure shows how far seeds differ. Cells without a measurement say why."
 )
 
 

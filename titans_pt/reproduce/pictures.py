@@ -5,7 +5,7 @@ from itertools import groupby
 from pathlib import Path
 
 from titans_pt.tools.plots import legend, new_figure, own_style, plot_accuracy, save_figure, styles
-from titans_pt.tools.statistics import proportion
+from titans_pt.tools.statistics import wilson, without_keys
 
 THICK = ("lmm", "mac", "mag", "mal")
 """Models whose lines stand out."""
@@ -133,6 +133,12 @@ def recall(shown: Seeds, start: Path) -> list[Path]:
     learning.set_ylabel("accuracy (%)")
     legend(figure, list(drawn.values()), list(drawn), fontsize=7, loc="outside right upper")
     trained = next((seeds[0]["config"]["recall"] for seeds in shown.values()), {})
+    if pairs := trained.get("pairs"):
+        asked = sorted({row["pairs"] for seeds in shown.values() for record in seeds
+                        for row in record["measured"].get("recall", {}).get("by_pairs", ())})  # fmt: skip
+        others[0].plot(asked, [100 * without_keys(count) for count in asked], ":", color="grey")
+        for axes in (learning, others[1]):
+            drawn["values, no keys"] = axes.axhline(100 * without_keys(pairs), linestyle=":", color="grey")
     others[0].set_xlabel(f"pairs (trained with {trained.get('pairs')})")
     others[0].set_xscale("log", base=2)
     others[0].xaxis.set_major_formatter("{x:,.0f}")
@@ -155,8 +161,9 @@ def needles(shown: Seeds, start: Path) -> list[Path]:
     written = []
     for (noise, count), models in sorted(cells.items()):
         lines = {name: [_over_seeds(n, cells) for n, cells in sorted(of.items())] for name, of in models.items()}
-        path = _named(start, f"{count}-{noise}")
-        written.append(plot_accuracy(lines, path, f"{count} needles in {noise} noise"))
+        path, levels = _named(start, f"{count}-{noise}"), {"values, no keys": without_keys(count)}
+        bands = "bands: range of seeds; of one, Wilson 95 %"
+        written.append(plot_accuracy(lines, path, f"{count} needles in {noise} noise", levels, bands))
     return written
 
 
@@ -185,7 +192,7 @@ def classes(shown: Seeds, start: Path) -> list[Path]:
                          linewidth=1, label=name)  # fmt: skip
         axes.set_yticks(range(len(each)), labels, fontsize=8)
         axes.invert_yaxis()
-        axes.set_xlim(min(30.0, min(min(found) for found in each) - 5), 100)
+        axes.set_xlim(0, 100)
         axes.set_xlabel("accuracy of the test (%; dots: seeds)")
         axes.set_title(", ".join(names[0][1:-1]), fontsize=9)
         axes.legend(fontsize=7, loc="lower left")
@@ -211,13 +218,13 @@ def forecasts(shown: Seeds, start: Path) -> list[Path]:
                 steps.plot(range(1, len(mean) + 1), mean, label=name, **style)
         totals = [[_over_ridge(record)[0] for record in records] for records in rows.values()]
         colors = [f"C{models.index(records[0]['model']) % 10}" for records in rows.values()]
-        bars.barh(range(len(rows)), [sum(each) / len(each) for each in totals], color=colors, alpha=0.6)
+        bars.barh(range(len(rows)), [sum(each) / len(each) - 1 for each in totals], left=1, color=colors, alpha=0.6)
         for place, each in enumerate(totals):
             bars.plot(each, [place] * len(each), "k.", markersize=4)
         bars.set_yticks(range(len(rows)), list(rows), fontsize=7)
         bars.invert_yaxis()
         bars.set_xlim(0.98 * min(1.0, *map(min, totals)), 1.02 * max(map(max, totals)))
-        bars.set_xlabel("MSE of the test over ridge's on the same windows (dots: seeds)")
+        bars.set_xlabel("MSE of the test over ridge's on the same windows (bars: from ridge's; dots: seeds)")
         steps.set_yscale("log", base=2)
         steps.yaxis.set_major_formatter("{x:g}")
         steps.set_xlabel("rows ahead")
@@ -288,9 +295,12 @@ def needles_asked(record: dict) -> list[dict]:
 
 
 def _over_seeds(length: int, cells: Sequence[dict]) -> dict:
-    """A row of plot_accuracy: answers of all seeds count together."""
-    right, n = sum(round(cell["mean"] * cell["n"]) for cell in cells), sum(cell["n"] for cell in cells)
-    return {"length": length, **proportion(right, n), "each": [cell["mean"] for cell in cells]}
+    """A row of plot_accuracy: the mean of the seeds between the lowest and the highest; of one, Wilson's interval."""
+    each = [cell["mean"] for cell in cells]
+    mean, low, high = sum(each) / len(each), min(each), max(each)
+    if len(each) == 1:
+        low, high = wilson(mean * cells[0]["n"], cells[0]["n"])
+    return {"length": length, "mean": mean, "low": low, "high": high, "each": each}
 
 
 def by_row(records: Sequence[tuple[str, dict]]) -> Seeds:

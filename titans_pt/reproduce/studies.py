@@ -191,6 +191,14 @@ def _ideas(size: str) -> Study:
                  size, note, seeds=dict.fromkeys(("lmm", "mac"), (0, 1, 2)))  # fmt: skip
 
 
+def _filters(size: str) -> Study:
+    others = "lmm/value-random", "mamba2/value-identity", "gated_deltanet/value-identity"
+    rows = tuple(Row(*key.split("/")) for other in others for key in (other.partition("/")[0], other))
+    note = "Titans' convolutions of values start as the identity, the others' at random: each with the other's start."
+    return Study("filters", "Start of the values' convolutions", size, rows, _text_columns(), _tiny("text", "long"),
+                 size, note)  # fmt: skip
+
+
 def _recall(size: str) -> Study:
     variants = [Row(model, "memory-off") for model in TITANS]
     variants += [Row("lmm", name) for name in ("no-momentum", "no-forgetting", "depth-1", "no-conv", "no-ln")]
@@ -240,13 +248,14 @@ def _tiny(*names: str) -> tuple[Measure, ...]:
     return _measures("tiny", *names)
 
 
-SMALL = ("ideas", "recall", "needles", "statetracking")
+SMALL = ("ideas", "filters", "recall", "needles", "statetracking")
 """Studies of one size, tiny."""
 OF_THEIR_OWN = ("table3", "table4")
 """Studies whose large size is called paper."""
 TARGETS = {
     "table1": _table1, "table2": _table2, "table3": table3, "table4": table4, "table5": _table5, "figure7": _figure7,
     "figure8": _figure8,
-    "figure9": _figure9, "babilong": _babilong, "chunks": _chunks, "ideas": _ideas, "recall": _recall,
+    "figure9": _figure9, "babilong": _babilong, "chunks": _chunks, "ideas": _ideas, "filters": _filters,
+    "recall": _recall,
     "needles": _needles, "statetracking": state_tracking,
 }  # fmt: skip

@@ -183,11 +183,20 @@ def length_axis(axes: Axes) -> None:
 
 
 @own_style()
-def plot_accuracy(lines: dict[str, list[dict]], path: Path, title: str) -> Path:
+def plot_accuracy(
+    lines: dict[str, list[dict]],
+    path: Path,
+    title: str,
+    levels: dict[str, float] | None = None,
+    bands: str = "bands: Wilson 95 %",
+) -> Path:
     """Accuracy against length, one line per name.
 
-    Rows have length, mean, the 95 % interval low, high, and, if the line is the mean of several, ``each`` of them, for
-    dots.
+    Args:
+        lines: rows have length, mean, the ends of the band, low and high, and, if the line is the mean of several,
+            ``each`` of them, for dots.
+        levels: accuracies to compare with, drawn as dotted lines.
+        bands: meaning of the bands, for the axis.
     """
     many = len(lines) > 10  # more lines than colours: their names stand beside the axes
     figure = new_figure(9.5 if many else 7.0, 4.8 if many else 4.2)
@@ -202,9 +211,12 @@ def plot_accuracy(lines: dict[str, list[dict]], path: Path, title: str) -> Path:
         for row in rows:
             each = row.get("each", ())
             axes.plot([row["length"]] * len(each), [100 * mean for mean in each], ".", color=ink, alpha=0.5)
+    for level in (levels or {}).values():
+        drawn.append(axes.axhline(100 * level, linestyle=":", color="grey"))
     length_axis(axes)
     axes.set_ylim(-3, 103)
-    axes.set_ylabel("accuracy (%; bands: Wilson 95 %)")
+    axes.set_ylabel(f"accuracy (%; {bands})")
     axes.set_title(title)
-    legend(figure if many else axes, drawn, list(lines), fontsize=8, loc="outside right upper" if many else "best")
+    place = (figure, "outside right upper") if many else (axes, "best")
+    legend(place[0], drawn, [*lines, *(levels or {})], fontsize=8, loc=place[1])
     return save_figure(figure, path)

@@ -43,6 +43,15 @@ def proportion(successes: int, n: int) -> dict[str, float]:
     return {"mean": successes / n, "low": low, "high": high, "n": n}
 
 
+def without_keys(answers: int) -> float:
+    """Accuracy of a model that binds no value to its key, with so many answers in a sample.
+
+    It knows the sample's values, which are all different, and leaves out those that were given before: (1 / n + ... + 1
+    / 1) / n. Above chance, but not memory of a pair.
+    """
+    return math.fsum(1 / left for left in range(1, answers + 1)) / answers
+
+
 def standard_error(values: Sequence[float]) -> float | None:
     """Standard error of the mean of independent values; None for a single one."""
     n = len(values)

@@ -109,9 +109,9 @@ def test_a_probe_has_a_tenth_of_the_tokens_and_its_own_schedule():
 
 def test_variants_change_a_few_settings_of_the_model_alone():
     def trees(variant):
-        every = [run for t in ("recall", "table5", "figure7", "chunks") for run in runs(t, seeds=[0])]
-        run = next(run for run in every if (run.model, run.variant) == ("lmm", variant))
-        [base] = [r for t in ("recall", "table1") for r in runs(t, models=["lmm"], seeds=[0])
+        every = [run for t in ("recall", "table5", "figure7", "chunks", "filters") for run in runs(t, seeds=[0])]
+        run = next(run for run in every if run.variant == variant)
+        [base] = [r for t in ("recall", "table1") for r in runs(t, models=[run.model], seeds=[0])
                   if r.config.task == run.config.task and r.variant == ""]  # fmt: skip
         return [decisive(each.config.model_dump(mode="json")) for each in (base, run)]
 

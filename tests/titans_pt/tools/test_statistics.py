@@ -1,11 +1,12 @@
 """Intervals."""
 
 import math
+import random
 
 import numpy as np
 import pytest
 
-from titans_pt.tools.statistics import half_width, half_width_of_sum, variance_within, wilson
+from titans_pt.tools.statistics import half_width, half_width_of_sum, variance_within, wilson, without_keys
 
 
 @pytest.mark.parametrize(
@@ -60,3 +61,17 @@ def test_half_width_of_a_sum():
     # (0.03 + 0.01)^2 / (0.03^2 / 2 + 0.01^2 / 50) = 3.54, rounded down
     assert half_width_of_sum([(0.03, 2), (0.01, 50)]) == half_width(0.2, 4)
     assert half_width_of_sum([(0.0, 3)]) == 0.0 and half_width_of_sum([(math.inf, 3)]) == math.inf
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_a_model_that_binds_no_value_to_its_key(count):
+    """The mean over all orders of the answers, if each time one of the values that are left is guessed."""
+    right = trials = 0
+    draw = random.Random(0)
+    for _ in range(4000):
+        left = list(range(count))
+        for answer in draw.sample(range(count), count):
+            right += draw.choice(left) == answer
+            trials += 1
+            left.remove(answer)
+    assert without_keys(count) == pytest.approx(right / trials, abs=0.01)
