@@ -1,11 +1,12 @@
 """The README and the pages of results say what the records say.
 
-``python -m tests.test_results`` writes their tables again, and the README's picture."""
+``python -m tests.test_results`` writes their tables again, and draws their pictures."""
 
+import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations
@@ -13,18 +14,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 
+from titans_pt.layers.state import state_bytes
+from titans_pt.models import build_model
+from titans_pt.reproduce import pictures
 from titans_pt.reproduce.figures import Apart, apart, between_seeds, pool
 from titans_pt.reproduce.measures import text_loss
 from titans_pt.reproduce.order import Order
-from titans_pt.reproduce.pictures import needles as draw
-from titans_pt.reproduce.pictures import needles_asked
+from titans_pt.reproduce.pictures import Picture, Seeds, by_row, needles_asked
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.reproduce import plan, planned
 from titans_pt.reproduce.runs import Run
 from titans_pt.reproduce.studies import study as target_study
 from titans_pt.reproduce.study import CHANGES, MODELS, NAMES, Column, Row, Study
-from titans_pt.reproduce.tables import Cell, behind, cells, number, rates
+from titans_pt.reproduce.tables import Cell, behind, cells, kept_of, number, rates
 from titans_pt.tools.statistics import standard_error
 
 ROOT = Path(__file__).parents[1]
@@ -77,10 +81,19 @@ def models() -> list[str]:
     apart = {name: by for name, by, *_ in behind(study, [cell for row in rows for cell in row]).rows}
     text = []
     for first, *others in lowest_first(rows):
-        row = first.row
-        rate = rate_of(of_model[row.model], records, first.records[0])
-        text.append(line(row.name, rate, told(first), seeds(first), apart.get(row.name, "-"), *map(told, others)))
+        row, run = first.row, of_model[first.row.model]
+        rate = rate_of(run, records, first.records[0])
+        text.append(line(row.name, rate, told(first), seeds(first), apart.get(row.name, "-"), *map(told, others),
+                         f"{state_of(run):,}", f"{run.cost.flops / 1e13:.1f}"))  # fmt: skip
     return text
+
+
+@torch.no_grad()
+def state_of(run: Run) -> int:
+    """Numbers of state a layer of a run's model, after a row of training."""
+    config = run.config
+    _, state = build_model(config.model)(torch.zeros(1, config.data.seq_len, dtype=torch.int64))
+    return state_bytes(state) // 4 // config.model.n_layers
 
 
 def learning_rates() -> list[str]:
@@ -297,17 +310,60 @@ def ablations_in_short() -> list[str]:
     ]
 
 
-def draw_needles(path: Path) -> None:
+def needles_shown() -> Seeds:
     """The README's picture: an LMM trained with a cost on writing, and others of its size."""
     shown = {"LMM": [json.loads((RESULTS / "titans/lmm-s1.json").read_text())]}
     others = {seeds[0]["model"]: seeds for seeds in of_models("needles")}
     for model in ("ttt_mlp", "ttt_linear", "deltanet", "mamba2", "transformer"):
         shown[NAMES[model]] = others[model]
-    shown["sliding window"] = [json.loads((RESULTS / "titans/swa-s0.json").read_text())]
+    return shown | {"sliding window": [json.loads((RESULTS / "titans/swa-s0.json").read_text())]}
+
+
+def of_study(target: str, folder: str) -> Seeds:
+    """Records of a study's rows by name, as its page shows them."""
+    asked, runs = planned(target_study(target, "tiny"), Order(Path("out")))
+    kept = Records(RESULTS / folder)
+    return by_row([(row.name, record) for row in asked.rows for record in kept_of(row, runs, kept).values()])
+
+
+def baselines(folder: str) -> Seeds:
+    return of_rows(folder, map(Row, MODELS))
+
+
+PICTURES: dict[str, tuple[Callable[[], Seeds], Picture, str]] = {
+    "needles.png": (needles_shown, pictures.needles, "8-seen"),
+    "results/tiny-positions.png": (partial(of_study, "table1", "records"), pictures.positions, "positions"),
+    "results/tiny-training.png": (partial(of_study, "table1", "records"), pictures.training, "training"),
+    "results/baselines-needles.png": (partial(baselines, "needles"), pictures.needles, "8-seen"),
+    "results/baselines-recall.png": (partial(baselines, "recall"), pictures.recall, "accuracy"),
+    "results/dna-classes.png": (partial(of_study, "table4", "dna"), pictures.classes, "classes"),
+    "results/forecast-elecdemand.png": (partial(of_study, "table3", "forecast"), pictures.forecasts, "elecdemand"),
+    "results/forecast-simbench-generation.png":
+        (partial(of_study, "table3", "forecast"), pictures.forecasts, "simbench-generation"),
+    "results/statetracking-lengths.png":
+        (partial(of_study, "statetracking", "state_tracking"), pictures.states, "lengths"),
+}  # fmt: skip
+"""Pictures of docs/: the records that they show, what draws them, and the end of the name that it gives to this one."""
+DRAWN = RESULTS / "pictures.json"
+"""Digest of the records that each picture was drawn from."""
+
+
+def digest_of(shown: Seeds) -> str:
+    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def draw(name: str) -> str:
+    """Draws a picture of docs/; returns the digest of its records."""
+    records, drawn_by, end = PICTURES[name]
     with TemporaryDirectory() as folder:
-        for picture in draw(shown, Path(folder) / "needles"):
-            if picture.stem == "needles-8-seen":
-                path.write_bytes(picture.read_bytes())
+        (picture,) = [path for path in drawn_by(records(), Path(folder) / "x") if path.stem == f"x-{end}"]
+        (ROOT / "docs" / name).write_bytes(picture.read_bytes())
+    return digest_of(records())
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_was_drawn_from_the_records_that_there_are(name):
+    assert json.loads(DRAWN.read_text())[name] == digest_of(PICTURES[name][0]()), "run python -m tests.test_results"
 
 
 FULL_SIZE = ("table1 340m", "table1 760m", "table2 340m", "table5 400m", "figure7 340m", "chunks 340m", "babilong 340m")
@@ -768,4 +824,4 @@ if __name__ == "__main__":
             old = table_of(each, written)
             written = "\n".join([written[: old.end(1) - 1], *of_records(), written[old.end(2) :]])
         page.write_text(written)
-    draw_needles(ROOT / "docs/needles.png")
+    DRAWN.write_text(json.dumps({name: draw(name) for name in PICTURES}, indent=1) + "\n")

@@ -131,7 +131,6 @@ def recall(shown: Seeds, start: Path) -> list[Path]:
                 axes.plot(places, list(zip(*each, strict=True)), ".", color=inks[model]["color"], alpha=0.5)
     learning.set_xlabel("tokens of training")
     learning.set_ylabel("accuracy (%)")
-    legend(figure, list(drawn.values()), list(drawn), fontsize=7, loc="outside right upper")
     trained = next((seeds[0]["config"]["recall"] for seeds in shown.values()), {})
     if pairs := trained.get("pairs"):
         asked = sorted({row["pairs"] for seeds in shown.values() for record in seeds
@@ -139,6 +138,7 @@ def recall(shown: Seeds, start: Path) -> list[Path]:
         others[0].plot(asked, [100 * without_keys(count) for count in asked], ":", color="grey")
         for axes in (learning, others[1]):
             drawn["values, no keys"] = axes.axhline(100 * without_keys(pairs), linestyle=":", color="grey")
+    legend(figure, list(drawn.values()), list(drawn), fontsize=7, loc="outside right upper")
     others[0].set_xlabel(f"pairs (trained with {trained.get('pairs')})")
     others[0].set_xscale("log", base=2)
     others[0].xaxis.set_major_formatter("{x:,.0f}")

@@ -198,7 +198,7 @@ def plot_accuracy(
         levels: accuracies to compare with, drawn as dotted lines.
         bands: meaning of the bands, for the axis.
     """
-    many = len(lines) > 10  # more lines than colours: their names stand beside the axes
+    many = len(lines) > 5  # their names stand beside the axes
     figure = new_figure(9.5 if many else 7.0, 4.8 if many else 4.2)
     axes = figure.subplots()
     drawn = []
@@ -215,8 +215,9 @@ def plot_accuracy(
         drawn.append(axes.axhline(100 * level, linestyle=":", color="grey"))
     length_axis(axes)
     axes.set_ylim(-3, 103)
-    axes.set_ylabel(f"accuracy (%; {bands})")
+    axes.set_ylabel("accuracy (%)")
     axes.set_title(title)
+    axes.annotate(bands, (0, 1.01), xycoords="axes fraction", fontsize=7, color="grey")
     place = (figure, "outside right upper") if many else (axes, "best")
     legend(place[0], drawn, [*lines, *(levels or {})], fontsize=8, loc=place[1])
     return save_figure(figure, path)

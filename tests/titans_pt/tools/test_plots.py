@@ -57,7 +57,8 @@ def test_names_stand_in_the_legend_as_they_are(saved, tmp_path):
     plot_accuracy({name: [ROW] for name in names}, tmp_path / "accuracy.png", "run_1 for $5, then $6")
     (figure,) = saved
     (axes,) = figure.axes
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == names
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == names
     assert not any(text.get_parse_math() for text in figure.findobj(Text))
 
 
