@@ -733,6 +733,9 @@ class HarnessConfig(Section):
     A path: a folder with a file TASK.jsonl for each task, rows as on the hub."""
     limit: Positive | None = None
     """Only the first limit documents of each task."""
+    max_length: Positive | None = None
+    """Tokens of a window in which a long document's perplexity is taken (wikitext), as by lm-eval for models with a
+    maximum context. Null: data.seq_len. Above a document's length: one stream."""
 
 
 class RecallConfig(Section):

@@ -34,6 +34,7 @@ try:
     from lm_eval.api.model import LM, TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise UserError(f"lm-eval: cannot be imported ({error}); install it: pip install 'titans-pt[eval]'") from None
 
@@ -64,6 +65,7 @@ class TitansLM(TemplateLM):
         run: a run, or its folder.
         checkpoint: a step; None is the newest.
         prefill_tokens: see evaluation.prefill_tokens; None is the run's.
+        max_length: see evaluation.commonsense.max_length; None is the length of training.
         unused: batch_size, device and the like, which lm-eval passes to every model.
     """
 
@@ -72,6 +74,7 @@ class TitansLM(TemplateLM):
         run: LoadedRun | str,
         checkpoint: int | None = None,
         prefill_tokens: int | None = None,
+        max_length: int | None = None,
         **unused: Any,
     ):
         super().__init__()
@@ -79,6 +82,7 @@ class TitansLM(TemplateLM):
             run = load_run(run, checkpoint, best_device())
         self.model, self.titans_tokenizer = run.model, run.tokenizer
         self.prefill_tokens = prefill_tokens or run.config.evaluation.prefill_tokens
+        self.max_length = max_length or run.config.data.seq_len
         self._device = device_of(run.model)
 
     @property
@@ -114,10 +118,21 @@ class TitansLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """The whole text in one stream, with the state carried along; there is no maximum context."""
-        tokenizer = self.titans_tokenizer
-        texts = ([*tokenizer.before_text, *tokenizer.encode(request.args[0])] for request in requests)
-        return [-float(token_losses(self.model, torch.tensor(ids), self.prefill_tokens).sum()) for ids in texts]
+        """The text in lm-eval's windows of ``max_length`` tokens, whose predictions do not overlap; the last one is
+        filled up with tokens before it. A text that is no longer is one stream."""
+        return [sum(map(self._likelihood, self._windows(request.args[0]))) for request in requests]
+
+    def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
+        """Tokens before those of a window, and those that it predicts."""
+        ids, before = self.titans_tokenizer.encode(text), self.titans_tokenizer.before_text
+        rolling = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+        for n, (known, wanted) in enumerate(map(make_disjoint_window, rolling)):
+            yield (before if n == 0 else known), wanted
+
+    def _likelihood(self, window: tuple[list[int], list[int]]) -> float:
+        known, wanted = window
+        losses = token_losses(self.model, torch.tensor([*known, *wanted]), self.prefill_tokens)
+        return -float(losses[-len(wanted) :].sum())
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         return [self._continue(*request.args) for request in requests]
@@ -168,6 +183,10 @@ def _key(request) -> str:
     return digest(request.request_type, *request.args)
 
 
+def _rolls(requests: list) -> bool:
+    return any(request.request_type == "loglikelihood_rolling" for request in requests)
+
+
 class Commonsense:
     """One record a document of a task, with the answers to all its requests: the choices of one question, for example.
 
@@ -179,7 +198,7 @@ class Commonsense:
 
     def __init__(self, run: LoadedRun, config: Config):
         self.loaded, self.settings = run, config.evaluation.commonsense
-        self.lm = TitansLM(run, prefill_tokens=config.evaluation.prefill_tokens)
+        self.lm = TitansLM(run, None, config.evaluation.prefill_tokens, self.settings.max_length)
         # lm-eval logs each of its steps as a warning.
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         asking = _Answered({})
@@ -190,7 +209,13 @@ class Commonsense:
         self.jobs = list(documents.items())
         self.keys = [
             digest(
-                self.name, task, [_key(r) for r in requests], run.tokenizer.sha256, run.identity, *run.tokenizer.begin
+                self.name,
+                task,
+                [_key(r) for r in requests],
+                run.tokenizer.sha256,
+                run.identity,
+                *run.tokenizer.begin,
+                *(["max_length", self.lm.max_length] if _rolls(requests) else []),
             )
             for (task, _), requests in self.jobs
         ]

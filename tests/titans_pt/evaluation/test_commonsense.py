@@ -90,11 +90,21 @@ def test_texts_begin_as_documents_did_in_training(tmp_path, prepared):
     assert written == loaded.tokenizer.decode(ids)[3:] and loaded.tokenizer.eos_id not in ids
 
 
-def test_rolling_is_one_stream(loaded):
-    lm = commonsense.TitansLM(loaded, prefill_tokens=5)
+def test_a_rolling_likelihood_is_lm_evals_window_by_window(loaded):
     text = "abc dea fo nk abc dea"
-    ids = [loaded.tokenizer.eos_id, *loaded.tokenizer.encode(text)]
-    assert lm.loglikelihood_rolling([request(text)])[0] == pytest.approx(likelihood(loaded, ids, 1)[0], rel=1e-4)
+    ids = loaded.tokenizer.encode(text)
+    whole = [loaded.tokenizer.eos_id, *ids]
+    stream, _ = likelihood(loaded, whole, 1)
+    for length in (len(ids), 10**6):
+        lm = commonsense.TitansLM(loaded, prefill_tokens=5, max_length=length)
+        assert lm.loglikelihood_rolling([request(text)])[0] == pytest.approx(stream, rel=1e-4)
+    size = len(ids) // 2 - 1  # two windows, and a third that is filled up with tokens of the second
+    parts = whole[: size + 1], whole[size : 2 * size + 1], whole[len(ids) - size :]
+    expected = [likelihood(loaded, part, part_begin)[0] for part, part_begin in
+                zip(parts, (1, 1, size + 1 - (len(ids) - 2 * size)), strict=True)]  # fmt: skip
+    lm = commonsense.TitansLM(loaded, prefill_tokens=5, max_length=size)
+    assert lm.loglikelihood_rolling([request(text)])[0] == pytest.approx(sum(expected), rel=1e-4)
+    assert commonsense.TitansLM(loaded).max_length == loaded.config.data.seq_len
 
 
 def test_generation_ends_where_it_is_told(loaded):
