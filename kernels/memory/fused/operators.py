@@ -20,8 +20,10 @@ from titans_pt.kernels.namespace import namespace
 
 NAMESPACE = namespace(__name__, __file__)
 
-SCRATCH_BYTES = 1 << 30
-"""Most bytes of scratch memory for the blocks between two kept states, unless save_every says otherwise."""
+SCRATCH_BYTES = 2 << 30
+"""Most bytes of scratch memory for the blocks between two kept states, unless save_every says otherwise. All layers
+share it. What each layer keeps falls as it grows, and rises with the square of the rows: at 8 rows of 4,096 tokens 12
+layers of the 170M model keep 0.8 GiB, 24 of the 1.3B model 6.8."""
 
 
 class Call:
