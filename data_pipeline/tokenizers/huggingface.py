@@ -49,7 +49,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.names = [self._tokenizer.id_to_token(i) or "" for i in range(self.vocab_size)]
         self.pieces = self._piece_bytes(tree)
-        self._ends = {"bos_token": config.get("bos_token"), "eos_token": eos_token or config.get("eos_token")}
+        self._ends = {
+            "bos_token": config.get("bos_token") or self._put_first(),
+            "eos_token": eos_token or config.get("eos_token"),
+        }
         self.bos_id, self.eos_id = (self._id(self._ends[key]) for key in ("bos_token", "eos_token"))
         if eos_token and self.eos_id < 0:
             raise UserError(
@@ -75,6 +78,11 @@ class HuggingFaceTokenizer(Tokenizer):
         names = self._ends | {"control_tokens": sorted(self.controls)}
         (folder / CONFIG).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
         return Path(shutil.copyfile(self.path, folder / FILES[1]))
+
+    def _put_first(self) -> str | None:
+        """The token that the file itself puts before a text; None where it puts none."""
+        marked, alone = self._tokenizer.encode("a"), self._tokenizer.encode("a", add_special_tokens=False)
+        return marked.tokens[0] if alone.ids in (marked.ids[1:], marked.ids[1:-1]) else None
 
     def _id(self, token: str | None) -> int:
         found = None if token is None else self._tokenizer.token_to_id(token)

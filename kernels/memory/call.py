@@ -158,14 +158,35 @@ class MemoryCall:
             wrong(f"chunk_size {self.chunk_size} must be at least 1")
         if self.forget_to not in FORGET_TO:
             wrong(f"forget_to {self.forget_to!r} is none of {', '.join(FORGET_TO)}")
-        if self.state is not None and len(self.state.offset) != batch:
-            wrong(f"initial_state has {len(self.state.offset)} rows, q has {batch}")
+        if self.state is not None:
+            self._check_state(self.state)
         if self.soup is not None and self.soup.shares.shape != (*q.shape[:3], 1 + len(self.soup.weights)):
             wrong(
                 f"soup.shares must be {(*q.shape[:3], 1 + len(self.soup.weights))}, got {tuple(self.soup.shares.shape)}"
             )
         if self.reset is not None and (self.reset.dtype != torch.bool or self.reset.shape != q.shape[:2]):
             wrong(f"reset must be bool ({batch}, {length})")
+
+    def _check_state(self, state: MemoryState):
+        """C and the GPU's kernels take a state's addresses as they are: one of another memory would be read, and
+        written, beyond its end."""
+        batch = self.q.shape[0]
+        if len(state.offset) != batch:
+            wrong(f"initial_state has {len(state.offset)} rows, q has {batch}")
+        for name in ("weights", "momentum", "chunk_weights"):
+            given = getattr(state, name)
+            if len(given) != len(self.weights) or any(
+                s.shape[0] != batch or s.shape[1:] != w.shape for s, w in zip(given, self.weights, strict=True)
+            ):
+                wrong(
+                    f"initial_state is of another memory: its {name} are {[tuple(s.shape) for s in given]}, those of "
+                    f"this one {[(batch, *w.shape) for w in self.weights]} (n_heads, depth, expansion)"
+                )
+        if torch.compiler.is_compiling() or state.offset.device.type != "cpu":
+            return  # a look at it would break the graph, or wait
+        if (read := int(state.offset.max())) >= self.chunk_size:
+            wrong(f"initial_state has read {read} tokens of a chunk, chunk_size is {self.chunk_size}; pass a state of "
+                  "that chunk size")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def read_llama(source: Source, scratch: Path) -> Imported:
     _check(config, source.path)
     tokenizer = _tokenizer(source, scratch)
     settings = _settings(config)
-    settings["data"]["tokenizer"] = _tokenizer_settings(tokenizer, config, source.path)
+    settings["data"]["tokenizer"] = _tokenizer_settings(tokenizer, config, source)
     if not source.gguf:
         _check_size(source.folder, config)
     options = {} if source.gguf else {"use_safetensors": True}
@@ -190,7 +190,7 @@ def _check(config: Any, path: Path):
     rope = config.rope_parameters
     rules: list[tuple[str, Any, bool, str]] = [
         ("hidden_act", config.hidden_act, config.hidden_act in ("silu", "swish"), "silu"),
-        ("mlp_bias", getattr(config, "mlp_bias", False), not getattr(config, "mlp_bias", False), "false"),
+        ("mlp_bias", bias := config.model_type == "llama" and config.mlp_bias, not bias, "false"),
         ("rope_type", rope["rope_type"], rope["rope_type"] in ("default", "linear", "llama3"),
          "default, linear, llama3; the others depend on the text's length or scale the scores"),
         ("partial_rotary_factor", part := rope.get("partial_rotary_factor") or 1.0, part == 1.0, "1.0"),
@@ -210,7 +210,8 @@ def _settings(config: Any) -> dict:
     if rope["rope_type"] == "llama3":
         scaling |= {"low_freq": float(rope["low_freq_factor"]), "high_freq": float(rope["high_freq_factor"]),
                     "original_length": rope["original_max_position_embeddings"]}  # fmt: skip
-    window = getattr(config, "sliding_window", None)
+    # transformers reads a window from configs of these types alone, and a bias of attention from a Llama's.
+    window = config.sliding_window if config.model_type in ("mistral", "qwen2") else None
     kinds = ["attention" if window is None else "swa"] * config.num_hidden_layers
     if config.model_type == "qwen2":
         kinds = ["swa" if kind == "sliding_attention" else "attention" for kind in config.layer_types]
@@ -226,7 +227,7 @@ def _settings(config: Any) -> dict:
             "norm_eps": config.rms_norm_eps, "tie_embeddings": config.tie_word_embeddings, "embedding_scale": 1.0,
             "attention": {
                 "kv_heads": config.num_key_value_heads, "head_width": None if width in (None, usual) else width,
-                "bias": config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False)),
+                "bias": config.model_type == "qwen2" or (config.model_type == "llama" and config.attention_bias),
                 "rope_scaling": scaling,
             },
         } | ({"window": window} if "swa" in kinds else {}),
@@ -262,14 +263,14 @@ def _tokenizer(source: Source, scratch: Path) -> Path:
     return scratch / FILES[1]
 
 
-def _tokenizer_settings(path: Path, config: Any, source: Path) -> dict:
+def _tokenizer_settings(path: Path, config: Any, source: Source) -> dict:
     """data.tokenizer of a run: whether texts begin with bos, and what ends them where tokenizer_config.json is silent.
 
     Raises:
         UserError: the tokenizer has ids that the model has no embedding for.
     """
     if path.name != FILES[1]:
-        return {"add_bos": True}  # SentencePiece models of this family begin with it
+        return {"add_bos": _puts_bos(source)}
     try:
         found = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
@@ -277,26 +278,37 @@ def _tokenizer_settings(path: Path, config: Any, source: Path) -> dict:
     entries = max(found.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     if entries > config.vocab_size:
         raise UserError(
-            f"{path}: has {entries} entries, and {source} embeddings of {config.vocab_size}; copy the tokenizer of "
-            "this model, or widen the model with transformers: model.resize_token_embeddings()"
+            f"{path}: has {entries} entries, and {source.path} embeddings of {config.vocab_size}; copy the tokenizer "
+            "of this model, or widen the model with transformers: model.resize_token_embeddings()"
         )
-    return _begin_and_end(found, path, config)
+    return {"add_bos": _puts_bos(source), "eos_token": _end(found, path, config)}
 
 
-def _begin_and_end(found: tokenizers.Tokenizer, path: Path, config: Any) -> dict:
+def _end(found: tokenizers.Tokenizer, path: Path, config: Any) -> str | None:
     try:
         named = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         named = {}
     except ValueError:
         raise UserError(f"{path.parent / 'tokenizer_config.json'}: not valid JSON; copy it again") from None
-    begin, end = (
-        token.get("content") if isinstance(token, dict) else token
-        for token in (named.get("bos_token"), named.get("eos_token"))
-    )
+    end = named.get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
     if end is None and (number := config.eos_token_id) is not None:
         end = found.id_to_token(number[0] if isinstance(number, list) else number)
-    add = named.get("add_bos_token")
-    if not isinstance(add, bool):  # the file itself puts bos before a text, or does not
-        add = begin is not None and found.encode("a").ids[:1] == [found.token_to_id(begin)]
-    return {"add_bos": add and begin is not None, "eos_token": end}
+    return end
+
+
+def _puts_bos(source: Source) -> bool:
+    """Whether transformers puts a token before a text, which then is bos.
+
+    Raises:
+        UserError: it puts other tokens around a text.
+    """
+    theirs = _read(source, AutoTokenizer)
+    marked, alone = theirs("a")["input_ids"], theirs("a", add_special_tokens=False)["input_ids"]
+    if marked == alone:
+        return False
+    if alone in (marked[1:], marked[1:-1]):  # an eos behind it ends documents here as well
+        return True
+    raise UserError(f"{source.path}: its tokenizer puts {len(marked) - len(alone)} tokens around a text; allowed: a "
+                    "bos before it, and an eos behind it; change post_processor in its tokenizer.json")  # fmt: skip

@@ -82,7 +82,8 @@ class TitansConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: str | Path, *rest: Any, **options: Any):
         """Writes config.json, and next to it the code that trust_remote_code=True runs.
 
-        The checksums of an export into the folder would no longer be those of its files.
+        The checksums of an export into the folder would no longer be those of its files. The Trainer sets use_cache to
+        False for its own calls; who loads the folder wants states.
         """
         Path(save_directory, "SHA256SUMS").unlink(missing_ok=True)
         if type(self).source_files is not None:
@@ -91,7 +92,11 @@ class TitansConfig(PreTrainedConfig):
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             for name, text in type(self).source_files(self.model).items():
                 Path(save_directory, name).write_text(text, encoding="utf-8")
-        return super().save_pretrained(save_directory, *rest, **options)
+        given, self.use_cache = self.use_cache, True
+        try:
+            return super().save_pretrained(save_directory, *rest, **options)
+        finally:
+            self.use_cache = given
 
 
 @dataclass
@@ -216,7 +221,8 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             state = past_key_values
         if state is not None:  # not before: FSDP and device_map find blocks by the name of their class
             put_on(self.model.blocks)
-        keep = self.config.use_cache if use_cache is None else use_cache
+        # Who gives a state goes on from it, whatever the Trainer left in the config, where it sets use_cache to False.
+        keep = (self.config.use_cache or state is not None) if use_cache is None else use_cache
         starts = {}
         if attention_mask is not None and not bool(attention_mask.all()):
             shown, begins = _rows(attention_mask, input_ids, state)
@@ -232,7 +238,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             if labels is not None:
                 given, labels = labels, labels.masked_fill(~shown | begins, -100)
                 if num_items_in_batch is not None:  # The Trainer has counted first tokens, which nothing predicts.
-                    num_items_in_batch = num_items_in_batch * _count(labels) / _count(given)
+                    num_items_in_batch = num_items_in_batch * _count(labels).clamp(min=1) / _count(given).clamp(min=1)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         self.model.blocks.set_activation_checkpointing(self.gradient_checkpointing)
         last_only = isinstance(logits_to_keep, int) and logits_to_keep == 1

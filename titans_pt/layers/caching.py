@@ -87,7 +87,7 @@ class Caching(nn.Module):
         return Caches((), (), keys, torch.zeros(rows, 0, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
 
     def cut(self, caches: Caches, length: int, documents: Documents | None) -> list[Piece]:
-        starts = None if documents is None else documents.starts.cpu()
+        starts = None if documents is None else documents.host
         return list(pieces(caches.place.tolist(), length, self.config.segment, starts))
 
     def vectors(self, x: Tensor) -> Tensor | None:

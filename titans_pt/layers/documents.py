@@ -14,12 +14,14 @@ class Documents:
     begin: (B, T) int64, the newest start in the row at or before each token; -1 where it lies before the first token.
     bounds: (n + 1,) int32, starts once the rows lie end to end, each row's first token among them, then B * T to fill.
     most: no row has more starts; known without a look at the GPU.
+    host: ``starts`` on the CPU, for mixers that cut their calls at them: a copy from the GPU would wait for it.
     """
 
     starts: Tensor
     begin: Tensor
     bounds: Tensor
     most: int
+    host: Tensor
 
     @staticmethod
     def of(reset: Tensor, device: torch.device) -> "Documents":
@@ -28,18 +30,23 @@ class Documents:
         ``most`` is a power of two, 8 at least: code compiled for it serves nearly all batches.
         """
         count = max(8, int(reset.sum(1).max()))
-        return Documents._make(reset.to(device, non_blocking=True), 1 << (count - 1).bit_length())
+        return Documents._make(reset.to(device, non_blocking=True), 1 << (count - 1).bit_length(), reset.cpu())
 
     @staticmethod
-    def _make(starts: Tensor, most: int) -> "Documents":
+    def _make(starts: Tensor, most: int, host: Tensor | None = None) -> "Documents":
+        """host: None: ``starts`` is on the CPU."""
         rows, length = starts.shape
         place = torch.arange(rows * length, device=starts.device).view(rows, length)
         first = starts | (place % length == 0)
         bounds = torch.where(first, place, rows * length).flatten().sort().values
         bounds = torch.cat([bounds, bounds.new_full((1,), rows * length)])[: rows * (most + 1) + 1]
         begin = torch.where(starts, place[0], -1).cummax(1).values
-        return Documents(starts, begin, bounds.to(torch.int32), most)
+        return Documents(starts, begin, bounds.to(torch.int32), most, starts if host is None else host)
+
+    def to(self, device: torch.device) -> "Documents":
+        """The same on another device."""
+        return Documents(self.starts.to(device), self.begin.to(device), self.bounds.to(device), self.most, self.host)
 
     def cut(self, begin: int, end: int) -> "Documents":
         """Documents of the tokens begin .. end - 1 of each row."""
-        return Documents._make(self.starts[:, begin:end], min(self.most, end - begin))
+        return Documents._make(self.starts[:, begin:end], min(self.most, end - begin), self.host[:, begin:end])

@@ -224,7 +224,7 @@ def _places(
     t = torch.arange(length)
     place = (torch.zeros(batch, dtype=torch.int64) if old is None else old)[:, None] + t
     if documents is not None:
-        begin = documents.begin.cpu()
+        begin = torch.where(documents.host, t, -1).cummax(1).values
         place = torch.where(begin < 0, place, t - begin)
     starts = place % shard == 0
     if old is None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from titans_pt.config import Config, MemoryConfig, ModelConfig
 from titans_pt.config.checks import checked_model
@@ -22,9 +22,9 @@ from titans_pt.errors import UserError
 from titans_pt.kernels.memory.rules import RULES
 from titans_pt.layers import memory
 from titans_pt.layers.documents import Documents
-from titans_pt.layers.memory import NeuralMemoryState
+from titans_pt.layers.memory import MemoryNetwork, NeuralMemoryState
 from titans_pt.layers.memory_observer import MemoryFigures, observe_memories
-from titans_pt.layers.state import rows
+from titans_pt.layers.state import compact, rows
 from titans_pt.models.backbone import initialise
 from titans_pt.models.mixers import MIXERS, Mixer
 from titans_pt.models.mixers.common import MemoryMixer
@@ -80,10 +80,11 @@ class NeuralMemory(memory.NeuralMemory):
             (B, T, d_model) in the parameters' dtype, and the state after the last token.
 
         Raises:
-            UserError: a shape or the state does not fit.
+            UserError: a shape or the state's rows do not fit.
+            ValueError: the state is of another memory.
         """
         documents = _checked_input(x, self.q.linear.in_features, state, reset)
-        return super().forward(x, state, documents, **more)
+        return _finished(self, state, *super().forward(x, state, documents, **more))
 
     def inspect(self, x: Tensor, state: NeuralMemoryState | None = None, reset: Tensor | None = None) -> MemoryFigures:
         """Surprise, gates and norms of the memory at each token, (B, T, n_heads) each.
@@ -126,10 +127,11 @@ class _Layer(Mixer):
             (B, T, d_model), and the state after the last token.
 
         Raises:
-            UserError: a shape or the state does not fit.
+            UserError: a shape or the state's rows do not fit.
+            ValueError: the state is of another memory.
         """
         documents = _checked_input(x, self.d_model, state, reset)
-        return super().forward(x, state, documents)
+        return _finished(self, state, *super().forward(x, state, documents))
 
     def inspect(self, x: Tensor, state: Any = None, reset: Tensor | None = None) -> MemoryFigures:
         """Inspects the memory in this layer, as :meth:`NeuralMemory.inspect` does: its writes of x alone.
@@ -272,6 +274,16 @@ def _checked_input(x: Tensor, d_model: int, state: Any, reset: Tensor | None) ->
         raise UserError(f"reset: given {reset.dtype} of shape {tuple(reset.shape)}; allowed: torch.bool of shape "
                         f"{tuple(x.shape[:2])}")  # fmt: skip
     return Documents.of(reset, x.device)
+
+
+def _finished(layer: nn.Module, before: Any, y: Tensor, after: Any) -> tuple[Tensor, Any]:
+    """The results of a call: a state that keeps nothing else alive, and, after a state, a gradient of 0 for the
+    parameters that a sequence's start alone uses (M_0, persistent tokens), which DistributedDataParallel waits for."""
+    if before is not None and torch.is_grad_enabled():
+        starts = [p for module in layer.modules() if isinstance(module, MemoryNetwork) for p in module.parameters()]
+        starts += [p for p in [getattr(layer, "persistent", None)] if p is not None]
+        y = y + sum((0 * p.sum() for p in starts if p.requires_grad), y.new_zeros(()))
+    return y, after if torch.compiler.is_compiling() or y.shape[1] == 1 else compact(after)
 
 
 @torch.no_grad()

@@ -196,14 +196,19 @@ def _loaded(path: Path, device: str | torch.device, precision: str | None) -> "L
 def _exported(folder: Path, device: str | torch.device, precision: str | None) -> "LoadedRun":
     """Loads an exported folder as a run, through a temporary run folder.
 
-    It has the hash of the checkpoint that was exported: the state files of that run are its own.
+    While its files are those of the export, it has the hash of the checkpoint that was exported: that run's state files
+    are its own.
     """
     from titans_pt.huggingface import import_run  # imports transformers, which runs do not need
     from titans_pt.runs.folder import RunFolder
     from titans_pt.runs.loaded import load_run
+    from titans_pt.tools.tensor_files import SUMS
 
     with tempfile.TemporaryDirectory(prefix="titans-") as scratch:
         import_run(folder, Path(scratch, "run"))
         run = load_run(Path(scratch, "run"), device=device, precision=precision)
+    run = replace(run, folder=RunFolder(folder))
+    if not (folder / SUMS).is_file():  # saved again by transformers, perhaps with other weights
+        return run
     origin = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("checkpoint_hash")
-    return replace(run, folder=RunFolder(folder), checkpoint_hash=origin or run.checkpoint_hash)
+    return replace(run, checkpoint_hash=origin or run.checkpoint_hash)

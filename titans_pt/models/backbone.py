@@ -44,6 +44,8 @@ class Block(nn.Module):
 
     def mix(self, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
         """The first half, which has a state."""
+        if documents is not None and documents.starts.device != x.device:  # device_map: blocks on several GPUs
+            documents = documents.to(x.device)
         if self.continuum is None:
             y, state = self.mixer(self.mixer_norm(x), state=state, documents=documents)
             return x + y, state
@@ -214,6 +216,19 @@ def exempt_from_decay(model: nn.Module) -> set[str]:
         for name in getattr(module, "no_decay", ())
     }
     return {name for name, p in model.named_parameters() if p.ndim < 2 or name in declared}
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for torch.optim.AdamW of the parameters that require gradients, as this project trains: matrices decay,
+    embeddings included; what has one dimension does not, nor what a layer exempts (``no_decay``), such as M_0, under
+    whose LayerNorm decay would make the memory's own steps larger and larger."""
+    exempt = exempt_from_decay(model)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for n, p in named if n not in exempt], "weight_decay": weight_decay},
+        {"params": [p for n, p in named if n in exempt], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def check_packages(backbone: Backbone, device: torch.device):

@@ -41,9 +41,10 @@ def plainly(part: Callable, block: nn.Module, *arguments: Any) -> Any:
 
 
 def recomputed(part: Callable, block: nn.Module, *arguments: Any) -> Any:
-    """Activation checkpointing: in training only the inputs are kept, and the backward pass computes the rest again."""
+    """Activation checkpointing: in training only the inputs are kept, and the backward pass computes the rest again,
+    with the same random draws (attention_dropout, adapters of peft)."""
     if block.training and torch.is_grad_enabled():
-        return checkpoint(part, block, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(part, block, *arguments, use_reentrant=False)
     return part(block, *arguments)
 
 

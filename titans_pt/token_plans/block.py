@@ -36,6 +36,9 @@ class PlannedBlock(Block):
         return super().feed(x) if found is None else found[0]
 
 
+PlannedBlock.__name__ = Block.__name__  # FSDP and device_map find the classes of _no_split_modules by name
+
+
 def mixing_plan(block: Block, x: Tensor) -> TokenPlan:
     """The first half of one token x (B, d_model)."""
     if isinstance(block.mixer_norm, nn.Identity):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.models.backbone import check_packages, exempt_from_decay
+from titans_pt.models.backbone import check_packages, parameter_groups
 from titans_pt.parallel import Context, TensorParallel, Topology
 from titans_pt.runs.checkpoints import MOMENTS, WEIGHT, Tensors
 from titans_pt.runs.shards import Whole
@@ -124,17 +124,6 @@ def compiles(config: Config, device: torch.device) -> bool:
             return False  # hooks, which read the gates, do not fire inside a compiled block
         return device.type == "cuda" and parallel.zero_stage < 3 and parallel.tensor == parallel.context == 1 and whole
     return config.train.compile
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, embeddings included; what has one dimension does not, nor what a layer exempts (``no_decay``)."""
-    exempt = exempt_from_decay(model)
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for n, p in named if n not in exempt], "weight_decay": weight_decay},
-        {"params": [p for n, p in named if n in exempt], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
 
 
 class ModelParallelUnit:

@@ -117,6 +117,35 @@ def edited(folder, name="config.json", **changes):
     (folder / name).write_text(json.dumps(tree | changes))
 
 
+@pytest.mark.parametrize("config", ['{"bos_token": "<s>"}', "{}", '{"add_bos_token": false}', None])
+def test_texts_begin_with_bos_where_transformers_puts_one(config, tokenizer, tmp_path):
+    """By the tokenizer's template, whatever names bos."""
+    source(tmp_path / "hf", tokenizer)
+    if config is None:
+        (tmp_path / "hf/tokenizer_config.json").unlink()
+    else:
+        (tmp_path / "hf/tokenizer_config.json").write_text(config)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    run = load_run(huggingface.import_run(tmp_path / "hf", tmp_path / "run"))
+    assert run.tokenizer.document("ab") == theirs("ab")["input_ids"]
+    tree = json.loads((tmp_path / "hf/tokenizer.json").read_text())
+    (tmp_path / "hf/tokenizer.json").write_text(json.dumps(tree | {"post_processor": None}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    run = load_run(huggingface.import_run(tmp_path / "hf", tmp_path / "plain"))
+    assert run.tokenizer.document("ab") == theirs("ab")["input_ids"]
+
+
+def test_a_setting_that_transformers_ignores_is_ignored(tokenizer, tmp_path):
+    model = source(tmp_path / "hf", tokenizer)
+    edited(tmp_path / "hf", sliding_window=7)
+    run = load_run(huggingface.import_run(tmp_path / "hf", tmp_path / "run"))
+    torch.testing.assert_close(run.model(IDS)[0], model(IDS).logits[..., :258], atol=1e-4, rtol=1e-4)
+    model = source(tmp_path / "mistral", tokenizer, kind="Mistral", sliding_window=None)
+    edited(tmp_path / "mistral", attention_bias=True, mlp_bias=True)
+    run = load_run(huggingface.import_run(tmp_path / "mistral", tmp_path / "other"))
+    torch.testing.assert_close(run.model(IDS)[0], model(IDS).logits[..., :258], atol=1e-4, rtol=1e-4)
+
+
 REFUSED = {
     "gemma": (lambda f: edited(f, model_type="gemma"),
               r"holds a model of type 'gemma'; allowed: titans, llama \(SmolLM2 too\), qwen2, mistral"),

@@ -359,6 +359,44 @@ def test_bf16_placement_and_copies(exported, hub, ids):
     check_same(AutoModelForCausalLM.from_pretrained(exported / "hf", device_map="auto"), hub, ids)
 
 
+def test_a_folder_of_the_trainer_gives_states(fresh, ids, tmp_path):
+    """The Trainer sets use_cache to False, and saves."""
+    fresh.config.use_cache = False
+    assert fresh(ids).state is None and fresh(ids[:, 6:], state=fresh(ids[:, :6], use_cache=True).state).state
+    fresh.save_pretrained(tmp_path / "hf")
+    assert not fresh.config.use_cache
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(ids).state is not None
+
+
+def test_checkpointing_repeats_random_draws(fresh, ids):
+    fresh.train()
+    for block in fresh.model.blocks:
+        block.mlp.register_forward_pre_hook(lambda _, given: (torch.nn.functional.dropout(given[0], 0.5),))
+    found = []
+    for switch in (fresh.gradient_checkpointing_disable, fresh.gradient_checkpointing_enable):
+        switch()
+        torch.manual_seed(0)
+        fresh.zero_grad()
+        fresh(ids, labels=ids).loss.backward()
+        found.append([p.grad.clone() for p in fresh.parameters() if p.grad is not None])
+    for plain, repeated in zip(*found, strict=True):
+        torch.testing.assert_close(repeated, plain)
+
+
+def test_padding_alone_has_no_loss(hub, ids):
+    mask = torch.ones_like(ids)
+    mask[:, :4] = 0
+    loss = hub(ids, labels=torch.full_like(ids, -100), attention_mask=mask, num_items_in_batch=5).loss
+    assert loss == 0
+
+
+def test_blocks_keep_the_name_of_their_class(fresh, ids):
+    """FSDP and device_map look for it."""
+    fresh.generate(ids, max_new_tokens=2, do_sample=False)
+    assert {type(block).__name__ for block in fresh.model.blocks} == {"Block"}
+    assert type(pickle.loads(pickle.dumps(fresh)).model.blocks[0]) is type(fresh.model.blocks[0])
+
+
 # ----- the tokenizer
 
 

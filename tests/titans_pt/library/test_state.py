@@ -129,3 +129,36 @@ def test_inspect_of_mixers():
     assert LMM(16, **SMALL).inspect(x).theta.min() > 0
     with pytest.raises(UserError, match="inspect: swa has no neural memory"):
         mixer("swa", 16, n_heads=2).inspect(x)
+
+
+OTHERS = {
+    "chunk_size": {"chunk_size": 2}, "expansion": {"expansion": 8}, "heads": {"n_heads": 4},
+    "depth up": {"depth": 3}, "depth down": {"depth": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_state_of_another_memory_is_refused(other, dtype):
+    """C would read and write beyond its end."""
+    x = torch.randn(2, 3, 16, dtype=dtype)
+    _, state = NeuralMemory(16, **SMALL).to(dtype)(x)
+    layer = NeuralMemory(16, **SMALL | OTHERS[other]).to(dtype)
+    with pytest.raises(ValueError, match="initial_state (is of another memory|has read 3 tokens of a chunk)"):
+        layer(x, state)
+
+
+def test_a_state_keeps_nothing_else_alive(layer):
+    with torch.no_grad():
+        _, state = layer(torch.randn(1, 600, 16, dtype=torch.float64))
+    behind = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(state)}
+    assert sum(behind.values()) <= 2 * sum(t.numel() * t.element_size() for t in tensors(state))
+
+
+def test_after_a_state_every_parameter_has_a_gradient(layer):
+    """DistributedDataParallel waits for each; the gradient of what only a start uses is 0."""
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    _, state = layer(x)
+    y, _ = layer(x, detach_state(state))
+    gradients = torch.autograd.grad(y.square().sum(), list(layer.parameters()), allow_unused=True)
+    assert all(gradient is not None for gradient in gradients)

@@ -7,8 +7,9 @@ from titans_pt.config.files import load_config
 from titans_pt.data_pipeline import Loader
 from titans_pt.errors import UserError
 from titans_pt.models import build_model
+from titans_pt.models.backbone import parameter_groups
 from titans_pt.tasks import task_of
-from titans_pt.training.engine import Engine, check_node_ranks, deepspeed_config, local_batch, parameter_groups
+from titans_pt.training.engine import Engine, check_node_ranks, deepspeed_config, local_batch
 
 
 @pytest.mark.parametrize(("samples", "micro", "world", "expected"), [

@@ -124,7 +124,7 @@ class RMT(AttentionMixer):
         if documents is None and not isinstance(state, RMTRows):
             return self._segments(blocks, x, state)
         # Rows end their segments at tokens of their own: each is read by itself.
-        starts = torch.zeros(x.shape[:2], dtype=torch.bool) if documents is None else documents.starts.cpu()
+        starts = torch.zeros(x.shape[:2], dtype=torch.bool) if documents is None else documents.host
         outputs, after = [], []
         with torch.compiler.set_stance("force_eager"):  # pieces of any length: each would be compiled
             for row, before in enumerate(_rows(state, len(x))):

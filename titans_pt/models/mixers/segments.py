@@ -49,7 +49,7 @@ class Segments:
         self, segment: int, stride: int, base: int, length: int, offset: list[int], documents: Documents | None
     ):
         self.segment, self.stride, self.base, self.length, self.offset = segment, stride, base, length, offset
-        self._starts = None if documents is None else documents.starts.cpu()
+        self._starts = None if documents is None else documents.host
 
     def pieces(self) -> Iterator[Piece]:
         """Cuts the call wherever a segment starts in ANY row."""
