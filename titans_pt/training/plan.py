@@ -15,6 +15,7 @@ from titans_pt.errors import UserError
 from titans_pt.models import Backbone
 from titans_pt.models.backbone import Block
 from titans_pt.models.mixers import Mixer
+from titans_pt.models.mixers.common import any_memory
 from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.parallel.topology import grid_shape, grid_text
 from titans_pt.tasks import Task
@@ -31,6 +32,10 @@ BLOCK_KINDS = ("activations", "memory states", "memory scratch")
 """Kinds of memory; all others belong to the task's output end."""
 WEIGHT_BYTES, MOMENT_BYTES = 4, 8
 """fp32 bytes in a checkpoint: of a parameter, and of AdamW's two moments of a trained one."""
+MULTIPROCESSORS = 132
+"""Multiprocessors of an H100 or H200; one holds one program of the memory's serial kernels."""
+BUSY = 0.7
+"""Share of them below which a plan says so."""
 HEADROOM = 0.9
 """Share of a device's memory that a plan may use; the rest is for gaps in the allocator and for libraries."""
 
@@ -67,7 +72,7 @@ class TrainingPlan:
             f"micro-batches x {self.micro_batch} samples x {self.config.data.seq_len} tokens\n"
             f"{self._read()}"
             f"plan: estimated memory per rank {self.total / GIB:.2f} GiB: {kinds}\n"
-            f"plan: {self.cost.text()}"
+            f"{self._idle()}plan: {self.cost.text()}"
         )
 
     def _frozen(self) -> str:
@@ -82,6 +87,21 @@ class TrainingPlan:
         return (
             f"plan: the blocks read each sample as {rows} rows of {length} tokens: {samples * rows * length:,} tokens "
             f"per step, {self.cost.read:,} in all\n"
+        )
+
+    def _idle(self) -> str:
+        """A line where the memory's serial kernels, one program for a head of a row, would leave much of a GPU idle."""
+        model = self.config.model
+        if self.config.train.precision != "bf16" or not any_memory(model.kinds):
+            return ""
+        programs = self.micro_batch * self.sequences[0] * model.memory_heads // self.tensor
+        busy = programs / (-(-programs // MULTIPROCESSORS) * MULTIPROCESSORS)
+        if busy >= BUSY:
+            return ""
+        return (
+            f"plan: the memory's serial kernels have {programs} programs a call (samples x heads), which keep "
+            f"{busy:.0%} of an H100's {MULTIPROCESSORS} multiprocessors busy; a larger train.micro_batch, or fewer "
+            "ranks for the same batch, is faster\n"
         )
 
     def check(self, gib: float | None = None):

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 
@@ -112,6 +114,12 @@ def test_checkpointing_and_sequence_need_less(config):
     }.items()}  # fmt: skip
     assert size["checkpointed"] < 0.5 * size["plain"]
     assert size["sequence"] < size["tensor"] < size["plain"]
+
+
+@pytest.mark.parametrize(("ranks", "told"), [(8, ""), (64, "24 programs a call .*, which keep 18% of")])
+def test_serial_kernels_that_leave_a_gpu_idle_are_told(ranks, told):
+    text = make_plan(task_of(load_config("170m/lmm")), ranks=ranks, gpu=False).text()
+    assert bool(told) == ("programs a call" in text) and re.search(told, text)
 
 
 def test_what_cannot_fit_is_refused(config):
