@@ -22,6 +22,7 @@ class Tokenizer(ABC):
         pieces: bytes (UTF-8) of each id; b"" for control pieces.
         dummy_prefix: a space is put before the text, which decoding must take away again (Llama's tokenizers).
         is_text: False where its alphabet is that of a sequence, which no text could come back from.
+        chat_template: transformers' template of a chat, for exports; None without one.
         complement: id -> id of the other strand's base, int64 (vocab_size,); None where there is no such thing.
     """
 
@@ -35,6 +36,7 @@ class Tokenizer(ABC):
     pieces: list[bytes]
     dummy_prefix: bool
     is_text: bool = True
+    chat_template: str | None = None
     complement: np.ndarray | None = None
 
     @abstractmethod

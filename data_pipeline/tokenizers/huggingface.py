@@ -53,6 +53,7 @@ class HuggingFaceTokenizer(Tokenizer):
             "bos_token": config.get("bos_token") or self._put_first(),
             "eos_token": eos_token or config.get("eos_token"),
         }
+        self.chat_template = _chat_template(path, config)
         self.bos_id, self.eos_id = (self._id(self._ends[key]) for key in ("bos_token", "eos_token"))
         if eos_token and self.eos_id < 0:
             raise UserError(
@@ -76,6 +77,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def save(self, folder: Path) -> Path:
         names = self._ends | {"control_tokens": sorted(self.controls)}
+        if self.chat_template:
+            names |= {"chat_template": self.chat_template}
         (folder / CONFIG).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
         return Path(shutil.copyfile(self.path, folder / FILES[1]))
 
@@ -130,6 +133,17 @@ def _config(path: Path) -> dict:
     if not isinstance(tree, dict):
         raise UserError(f"tokenizer {path.parent / CONFIG}: not valid JSON; copy it again")
     return tree | {key: _content(tree.get(key)) for key in CONTROLS}
+
+
+def _chat_template(path: Path, config: dict) -> str | None:
+    """The template in a file of its own, else that of tokenizer_config.json; of several the one called default."""
+    try:
+        return (path.parent / "chat_template.jinja").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        found = config.get("chat_template")
+    if isinstance(found, list):
+        found = next((each.get("template") for each in found if each.get("name") == "default"), None)
+    return found if isinstance(found, str) else None
 
 
 def _content(token: str | dict | None) -> str | None:

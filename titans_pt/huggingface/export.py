@@ -49,7 +49,10 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
     stale = _replaced(folder)
     run = load_run(run_dir, step, precision="fp32")
     given = run.config.data.tokenizer
-    tokenizer = TitansTokenizer(str(run.tokenizer.path), eos_token=given.eos_token, begin_with_bos=given.add_bos)
+    tokenizer = TitansTokenizer(
+        str(run.tokenizer.path), eos_token=given.eos_token, begin_with_bos=given.add_bos,
+        chat_template=run.tokenizer.chat_template,
+    )  # fmt: skip
     # The embedding and the head as the tokenizer has entries: other rows count nowhere. Adapters end in the weights.
     exact = run.config.model.model_copy(update={"vocab_size": run.tokenizer.vocab_size, "lora": None})
     run = replace(run, config=run.config.model_copy(update={"model": exact}))

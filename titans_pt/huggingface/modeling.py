@@ -430,6 +430,11 @@ class TitansTokenizer(PreTrainedTokenizer):
         """A pair is one text: bos comes once, before it."""
         return [*self.inner.begin, *token_ids_0, *(token_ids_1 or [])]
 
+    def apply_chat_template(self, *given: Any, tokenizer_kwargs: dict[str, Any] | None = None, **options: Any) -> Any:
+        """As transformers has it. Control tokens that the template or a message spells are control tokens here."""
+        spelled = {"split_special_tokens": False} | (tokenizer_kwargs or {})
+        return super().apply_chat_template(*given, tokenizer_kwargs=spelled, **options)
+
     def get_special_tokens_mask(self, token_ids_0, token_ids_1=None, already_has_special_tokens=False) -> list[int]:
         """1 for bos and eos, 0 for text."""
         if already_has_special_tokens:

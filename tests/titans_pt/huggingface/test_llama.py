@@ -135,6 +135,24 @@ def test_texts_begin_with_bos_where_transformers_puts_one(config, tokenizer, tmp
     assert run.tokenizer.document("ab") == theirs("ab")["input_ids"]
 
 
+@pytest.mark.parametrize("file", [False, True])
+def test_a_chat_template_comes_along(file, tokenizer, tmp_path):
+    """Through import and export; its control tokens are control tokens."""
+    template = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
+    source(tmp_path / "hf", tokenizer)
+    if file:
+        (tmp_path / "hf/chat_template.jinja").write_text(template)
+    else:
+        edited(tmp_path / "hf", "tokenizer_config.json", chat_template=template)
+    huggingface.import_run(tmp_path / "hf", tmp_path / "run")
+    huggingface.export_run(tmp_path / "run", tmp_path / "back")
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("back", "hf"))
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    found = [each.apply_chat_template(chat, return_dict=False) for each in (ours, theirs)]
+    assert found[0] == found[1] and found[0][0] == 256 and found[0].count(257) == 2
+    assert 257 not in ours("a</s>")["input_ids"]
+
+
 def test_a_setting_that_transformers_ignores_is_ignored(tokenizer, tmp_path):
     model = source(tmp_path / "hf", tokenizer)
     edited(tmp_path / "hf", sliding_window=7)
