@@ -115,13 +115,17 @@ def between(column: str) -> tuple[float, int]:
 
 
 def on_same_seeds(rows: dict[str, Cell]) -> dict[str, str]:
-    """Nats by which each variant is behind the complete LMM in one column, from the seeds that both have."""
+    """Nats by which each variant is behind the complete model in one column, from the seeds that both have; with an
+    interval where the losses of all streams were kept (early records have their mean alone)."""
     told = {"": "+0.000"}
     for variant, cell in rows.items():
         common = sorted(cell.ours.figures.keys() & rows[""].ours.figures.keys()) if variant else []
         if common:
             own, whole = (pool({seed: each.ours.figures[seed] for seed in common}) for each in (cell, rows[""]))
-            told[variant] = apart(own, whole, between(cell.column.title)).told("+")
+            if len(own.by_stream) == len(whole.by_stream) > 1:
+                told[variant] = apart(own, whole, between(cell.column.title)).told("+")
+            else:
+                told[variant] = f"{math.log(own.mean / whole.mean):+.3f}"
     return told
 
 
@@ -152,6 +156,20 @@ def later_ideas() -> list[str]:
         rate = rate_of(run_of[row.model, row.variant], records, first.records[0])
         shown = (row.name, rate, ", ".join(map(str, first.ours.by_seed)), told(first), near, told(far), away)
         text.append(line(*shown, *map(told, others)))
+    return text
+
+
+def filters() -> list[str]:
+    """Each model as it is, and with the other start of its values' filters."""
+    rows = found("filters")[2]
+    own = {row[0].row.model: row for row in rows if not row[0].row.variant}
+    text = []
+    for row in rows:
+        model, other = row[0].row.model, row[0].row.variant
+        shown = ["identity" if (model == "lmm") != bool(other) else "random"]
+        for plain, cell in zip(own[model][:2], row[:2], strict=True):
+            shown += [told(cell), on_same_seeds({"": plain} | ({other: cell} if other else {}))[other]]
+        text.append(line(NAMES[model], *shown))
     return text
 
 
@@ -581,6 +599,7 @@ PAGES = {
         "| model | learning rate | perplexity |": models,
         "| model | 0.002 |": learning_rates,
         "| LMM | seeds |": ablations,
+        "| values' filters start |": filters,
         "| later idea |": later_ideas,
         "| on recall |": ideas_recalled,
         "| depth of the LMM's memory |": depths,
