@@ -37,7 +37,10 @@ while kill -0 "$step" 2>/dev/null; do  # a trap cuts wait short
     status=0
     wait "$step" || status=$?
 done
-if [[ $asked == 1 ]]; then
+# A job that is cancelled, or that SLURM itself is queueing again, is not RUNNING any more; a preemption's SIGTERM goes to
+# the steps alone, so ask.
+job=" $(scontrol --oneliner show job "$SLURM_JOB_ID") "
+if [[ $job == *" JobState=RUNNING "* ]] && [[ $asked == 1 || $job =~ " PreemptTime="[0-9] ]]; then
     trap '' USR1 TERM  # what queueing again sends to this script must not end what is queued
     scontrol requeue "$SLURM_JOB_ID"
 fi

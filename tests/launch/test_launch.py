@@ -140,6 +140,7 @@ def test_deepspeed(stand_ins, start, variables, port):
 
 
 WHEN = "2026-11-22T08:22:35"
+TRAINING = ["slurm_train.sh", "slurm_reproduce.sh"]
 SLURM = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "77"}
 
 
@@ -167,7 +168,7 @@ def test_slurm_starts_torchrun_on_every_node(stand_ins, start, tmp_path):
     assert not (tmp_path / "asked").exists()
 
 
-@pytest.mark.parametrize("script", ["slurm_train.sh", "slurm_reproduce.sh"])
+@pytest.mark.parametrize("script", TRAINING)
 def test_the_tasks_have_the_cpus_that_were_asked_for(stand_ins, start, tmp_path, script):
     slurm(stand_ins, tmp_path, 'echo "${SRUN_CPUS_PER_TASK-not set}"')
     out, _ = start(script, "c.yaml", SLURM_CPUS_PER_TASK="48", **SLURM).communicate(timeout=30)
@@ -182,16 +183,17 @@ def test_slurm_starts_from_any_folder(stand_ins, start, tmp_path):
     assert out == f"{tmp_path}\n"
 
 
+@pytest.mark.parametrize("script", TRAINING)
 @pytest.mark.parametrize(
     ("number", "state", "queued"),
     [(signal.SIGUSR1, "RUNNING", True), (signal.SIGTERM, "RUNNING", True), (signal.SIGTERM, "COMPLETING", False)],
 )
 def test_slurm_stops_with_a_checkpoint_and_queues_again_unless_cancelled(
-    stand_ins, start, tmp_path, number, state, queued
+    stand_ins, start, tmp_path, script, number, state, queued
 ):
     stop = f'trap "echo saved; exit 143" TERM; echo $$ > {tmp_path}/step; while :; do sleep 0.1; done'
     slurm(stand_ins, tmp_path, stop, f"JobState={state} PreemptTime=None")
-    process = start("slurm_train.sh", "c.yaml", **SLURM)
+    process = start(script, "c.yaml", **SLURM)
     while not (tmp_path / "step").exists():
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.05)
@@ -205,15 +207,16 @@ def test_slurm_stops_with_a_checkpoint_and_queues_again_unless_cancelled(
         assert (tmp_path / "asked").read_text() == "requeue 77\n"
 
 
+@pytest.mark.parametrize("script", TRAINING)
 @pytest.mark.parametrize(
     ("preempted", "state", "queued"),
     [(WHEN, "RUNNING", True), (WHEN, "COMPLETING", False), ("None", "RUNNING", False)],
 )
 def test_slurm_queues_again_after_a_preemption_that_only_the_step_was_told_of(
-    stand_ins, start, tmp_path, preempted, state, queued
+    stand_ins, start, tmp_path, script, preempted, state, queued
 ):
     slurm(stand_ins, tmp_path, "exit 143", f"JobState={state} PreemptTime={preempted}")
-    process = start("slurm_train.sh", "c.yaml", **SLURM)
+    process = start(script, "c.yaml", **SLURM)
     process.communicate(timeout=30)
     assert process.returncode == 143
     assert (tmp_path / "asked").exists() == queued

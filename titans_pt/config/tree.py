@@ -75,7 +75,7 @@ class RunConfig(Section):
     """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
     spare_dir: PathName | None = None
     """A folder on another disk. If run.dir can no longer be written to (its disk is full), a last checkpoint is written
-    there before the run ends. Null: no extra checkpoint is written."""
+    there, in a folder of the run's own, before the run ends. Null: no extra checkpoint is written."""
     seed: Seed = 0
     """Seeds the initial weights and the order of the data."""
     tensorboard: bool = False

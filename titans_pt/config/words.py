@@ -96,4 +96,6 @@ def unknown_key(path: str, given: Any, known: list[str], flat: bool = False) -> 
         or difflib.get_close_matches(path, siblings, n=1)
         or difflib.get_close_matches(path, known, n=1, cutoff=0.0)
     )
+    if not near:
+        return f"{path}: unknown key (given {_short(given)}); {parent or 'this section'} has no settings of its own"
     return f"{path}: unknown key (given {_short(given)}); nearest known key: {near[0]}"

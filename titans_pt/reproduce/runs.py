@@ -235,8 +235,11 @@ def _figures(validation: list[dict], tokens: int) -> dict[str, list]:
 
 
 def weights_hash(checkpoint: Path) -> str:
-    """SHA-256 (hex) of a checkpoint's weights: equal for equal runs, in whichever folder."""
-    return json.loads((checkpoint / checkpoints.MANIFEST).read_text())["files"][checkpoints.MODEL]["sha256"]
+    """SHA-256 (hex) of a checkpoint's weights: equal for equal runs, in whichever folder. Of one in shards, of its
+    manifest: the weights are in no file of their own."""
+    files = json.loads((checkpoint / checkpoints.MANIFEST).read_text())["files"]
+    whole = files.get(checkpoints.MODEL)
+    return whole["sha256"] if whole else checkpoints.checkpoint_hash(checkpoint)
 
 
 def hardware(about: dict[str, str]) -> str:

@@ -175,10 +175,23 @@ def _complete(temporary: Path, final: Path, files: dict[str, Any], state: Traine
     for path in temporary.iterdir():
         flush_to_disk(path)
     flush_to_disk(temporary)
-    if os.path.lexists(final):
-        _delete(final)
-    os.replace(temporary, final)
+    # One that was there keeps its name until the new one is whole, and is deleted when that has it.
+    hidden = final.with_name(f".{final.name}.old")
+    replaced = os.path.lexists(final)
+    if replaced:
+        if os.path.lexists(hidden):
+            _delete(hidden)
+        os.replace(final, hidden)
+    try:
+        os.replace(temporary, final)
+    except BaseException:
+        if replaced:
+            os.replace(hidden, final)
+        raise
     flush_to_disk(final.parent)
+    if replaced:
+        with contextlib.suppress(OSError):  # clean() tries again
+            _delete(hidden)
     return final
 
 
@@ -331,6 +344,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         return {name: tensors.get(WEIGHT, name) for name in tensors.shapes()}
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` has a checkpoint's name and manifest; set aside or copied under another name it is none."""
+    return bool(_NAME.fullmatch(path.name)) and (path / MANIFEST).is_file()
+
+
 def step_of(path: Path) -> int:
     name = _NAME.fullmatch(path.name)
     assert name, path
@@ -396,7 +414,12 @@ def set_aside(folder: Path, after: int) -> list[Path]:
 
 
 def clean(folder: Path):
-    """Removes what unfinished writes and deletions left after a crash."""
+    """Removes what unfinished writes and deletions left after a crash. A checkpoint that was to be replaced, and was
+    not, gets its name back."""
+    for path in folder.glob(".step-*.old"):
+        own = path.with_name(path.name.removeprefix(".").removesuffix(".old"))
+        if not os.path.lexists(own) and shard_folder(folder, step_of(own)).is_dir() and not verify(path):
+            os.replace(path, own)
     for path in folder.glob(".step-*"):
         with contextlib.suppress(OSError):
             _delete(path)

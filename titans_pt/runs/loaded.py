@@ -95,7 +95,8 @@ def load_run(
     model = task.build_model()
     check_packages(backbone_of(model), torch.device(device))
     load_weights(model, checkpoints.read_weights(checkpoint))
-    backbone_of(model).set_progress(state.step / config.train.max_steps)
+    # Of the training that made the checkpoint: the run may have been made longer since.
+    backbone_of(model).set_progress(state.step / completed(state.config)["train"]["max_steps"])
     backbone_of(model).set_wavefront(config.evaluation.wavefront)
     usual = config.train.precision if torch.device(device).type == "cuda" else "fp32"
     precision = precision or config.evaluation.precision or usual

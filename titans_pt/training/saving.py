@@ -1,5 +1,6 @@
 """Times at which a run writes checkpoints and deletes old ones."""
 
+import hashlib
 import logging
 import threading
 from collections.abc import Callable
@@ -21,6 +22,12 @@ from titans_pt.training.ranks import Ranks
 from titans_pt.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
+
+
+def spare_folder(spare: str | Path, run: Path) -> Path:
+    """Folder under ``run.spare_dir`` for the last checkpoints of the run in ``run``. No two runs have the same one."""
+    path = run.resolve()
+    return Path(spare) / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}" / "checkpoints"
 
 
 class Saver:
@@ -94,7 +101,7 @@ class Saver:
             self._stopped.set()
             self._joining.settle()
             if self.config.run.spare_dir:
-                self._rescue(Path(self.config.run.spare_dir) / "checkpoints")
+                self._rescue(spare_folder(self.config.run.spare_dir, self.folder.path))
             raise
 
     def _end_writing(self):

@@ -91,7 +91,7 @@ def find_weights(given: str) -> Weights:
     """
     path = Path(given)
     try:
-        if (path / checkpoints.MANIFEST).is_file():
+        if checkpoints.is_checkpoint(path):
             return _of_checkpoint(checkpoints.find(path.parent, checkpoints.step_of(path)))
         if RunFolder(path).config.is_file():
             return _of_checkpoint(checkpoints.find(RunFolder(path).checkpoints))

@@ -83,6 +83,8 @@ def test_the_resolved_tree_gives_itself_back(file):
     ("", ["model.mac.segmnt=40"], "model.mac.segmnt: unknown key .*nearest known key: model.mac.segment"),
     ("", ["model.windw=40"], "model.windw: unknown key .*nearest known key: model.window"),
     ("", ["model.macc.segment=40"], "model.macc: unknown key .*nearest known key: model.mac"),
+    ("", ["model.mixers=[swa]", "model.swa.window=64"],
+     r"model.swa.window: unknown key \(given 64\); model.swa has no settings of its own"),
     ("", ["model.mixers=[gru]"], "model.mixers: given 'gru'; allowed: .*attention, .*lmm, .*mac, .*swa"),
     ("", ["task=chess"], "task: given 'chess'; allowed: .*language"),
     ("", ["run.imports=[no_such_module]"], "run.imports: given 'no_such_module', which cannot be imported"),

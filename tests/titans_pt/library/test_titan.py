@@ -38,6 +38,14 @@ def test_a_run_a_checkpoint_and_an_exported_folder_are_one_model(run, model, tmp
         assert other.generate(" and", 8, temperature=0, state=state) == asked
 
 
+def test_a_checkpoint_by_a_relative_path_or_a_link(run, model, tmp_path, monkeypatch):
+    expected, _ = model(torch.tensor([[5, 6, 7, 8]]))
+    (tmp_path / "newest").symlink_to(run / "checkpoints/step-00000003")
+    monkeypatch.chdir(run / "checkpoints/step-00000003")
+    for path in (tmp_path / "newest", "."):
+        assert torch.equal(Titan.from_pretrained(path)(torch.tensor([[5, 6, 7, 8]]))[0], expected)
+
+
 def test_a_state_is_left_as_it_is(model):
     notes = model.read("a text that was read before")
     before = [t.clone() for t in tensors(notes.state)]

@@ -158,6 +158,55 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     assert checkpoints.verify(save(tmp_path)) == []
 
 
+def fails_on(name, error):
+    """An os.replace that raises ``error`` where a file or folder would get ``name``."""
+    replace_ = os.replace
+
+    def rename(source, target):
+        if os.path.basename(target) == name and os.path.basename(source).endswith(".tmp"):
+            raise error
+        replace_(source, target)
+
+    return rename
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), SystemExit()])
+def test_what_is_to_be_replaced_stays_when_the_new_one_cannot_take_its_name(tmp_path, monkeypatch, error):
+    path = save(tmp_path)
+    before = checkpoints.checkpoint_hash(path)
+    monkeypatch.setattr(os, "replace", fails_on(path.name, error))
+    with pytest.raises(type(error)):
+        checkpoints.save(tmp_path, WEIGHTS, {}, STATE)
+    assert names(tmp_path) == [path.name]
+    assert checkpoints.checkpoint_hash(path) == before
+
+
+def test_what_was_to_be_replaced_gets_its_name_back_after_a_crash(tmp_path):
+    path = save(tmp_path)
+    before = checkpoints.checkpoint_hash(path)
+    os.replace(path, tmp_path / f".{path.name}.old")
+    (tmp_path / f".{path.name}.tmp").mkdir()
+    checkpoints.clean(tmp_path)
+    assert names(tmp_path) == [path.name]
+    assert checkpoints.checkpoint_hash(path) == before
+
+
+def test_a_deletion_that_a_crash_cut_short_is_finished(tmp_path):
+    path = save(tmp_path)
+    os.replace(path, tmp_path / f".{path.name}.old")
+    checkpoints.clean(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_only_what_has_a_checkpoints_name_and_manifest_is_one(tmp_path):
+    path = save(tmp_path)
+    assert checkpoints.is_checkpoint(path)
+    copy = path.rename(tmp_path / f"{path.name}-2")
+    assert not checkpoints.is_checkpoint(copy)
+    path.mkdir()
+    assert not checkpoints.is_checkpoint(path)
+
+
 def test_a_checkpoint_takes_the_place_of_a_link_and_a_link_can_be_set_aside(tmp_path):
     (tmp_path / "run").mkdir()
     for step in (5, 6):

@@ -78,6 +78,18 @@ def test_load_run(run):
     assert load_run(folder.path, step=3).step == 3
 
 
+def test_progress_is_that_of_the_training_that_wrote_the_checkpoint(run, tiny, monkeypatch):
+    folder, _ = run
+    seen = []
+    monkeypatch.setattr("titans_pt.models.backbone.Backbone.set_progress", lambda self, done: seen.append(done))
+    steps = load_config(tiny()).train.max_steps
+    load_run(folder.path)
+    with folder.lock():
+        folder.write_settings(load_config(tiny(), [f"train.max_steps={steps * 2}"]))
+    load_run(folder.path)
+    assert seen == [3 / steps, 3 / steps]
+
+
 def test_precision_is_part_of_what_results_belong_to(run):
     whole, half = load_run(run[0].path), load_run(run[0].path, overrides=["evaluation.precision=bf16"])
     assert (whole.precision, whole.identity) == ("fp32", whole.checkpoint_hash)

@@ -9,6 +9,7 @@ import torch
 
 from tests.titans_pt.runs.test_checkpoints import STATE
 from titans_pt import cli
+from titans_pt.reproduce.runs import weights_hash
 from titans_pt.runs import checkpoints
 from titans_pt.runs.shards import ShardReader, Whole, shard_file, write_shard
 
@@ -54,6 +55,11 @@ def check(path):
                 for cut in (CUTS[name], Whole(tuple(WHOLE[name].shape)), Whole(tuple(WHOLE[name].shape), 0, 1)):
                     part = value(kind, name).chunk(cut.parts, cut.dim or 0)[-1].flatten()
                     assert torch.equal(tensors.span(kind, name, cut, cut.parts - 1, 1, 5), part[1:5])
+
+
+def test_a_study_records_a_hash_of_shards(tmp_path):
+    path = save(tmp_path)
+    assert weights_hash(path) == checkpoints.checkpoint_hash(path)
 
 
 @pytest.mark.parametrize("shape, dim, parts", [((5, 3), 0, 2), ((3, 5), 1, 2), ((5, 2), 0, 4), ((1, 2), 0, 4)])

@@ -15,6 +15,7 @@ from titans_pt.runs import checkpoints, shards
 from titans_pt.tasks import language
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
+from titans_pt.training.saving import spare_folder
 
 pytestmark = pytest.mark.usefixtures("one_group")
 
@@ -205,7 +206,7 @@ def test_a_full_disk_is_named_and_a_last_checkpoint_goes_elsewhere(tiny, tmp_pat
     with pytest.raises(OSError) as error:
         loop.train(load_config(path, [f"run.spare_dir={tmp_path / 'spare'}"]))
     assert error.value.filename == f"{tmp_path}/run/{file}"
-    (last,) = checkpoints.list_checkpoints(tmp_path / "spare" / "checkpoints")
+    (last,) = checkpoints.list_checkpoints(spare_folder(tmp_path / "spare", tmp_path / "run"))
     assert checkpoints.step_of(last) >= 4
     assert checkpoints.verify(last) == []
     assert f"run.spare_dir: {last} is the last checkpoint; once there is space, move it to" in caplog.text
@@ -238,8 +239,15 @@ def test_a_shard_that_cannot_be_written_ends_the_run_and_leaves_nothing(tiny, tm
         loop.train(load_config(path, [f"run.spare_dir={tmp_path / 'spare'}"]))
     assert error.value.filename == f"{tmp_path}/run/checkpoints/.step-00000004.tmp/shard-00000.safetensors"
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000002"]
-    (last,) = checkpoints.list_checkpoints(tmp_path / "spare/checkpoints")
+    (last,) = checkpoints.list_checkpoints(spare_folder(tmp_path / "spare", tmp_path / "run"))
     assert checkpoints.verify(last) == []
+
+
+def test_runs_that_share_a_spare_disk_keep_their_checkpoints_apart(tmp_path, monkeypatch):
+    folders = {spare_folder("/spare", Path(run)) for run in ("/a/run", "/b/run", "/a/other")}
+    assert len(folders) == 3
+    monkeypatch.chdir(tmp_path)
+    assert spare_folder("/spare", Path("run")) == spare_folder("/spare", tmp_path / "run")
 
 
 def test_a_spare_disk_that_is_full_too(tiny, tmp_path, full, caplog):

@@ -188,6 +188,12 @@ def test_folders_that_hold_no_weights(start, tmp_path, spoil, message):
         start(given=tmp_path / "other")
 
 
+def test_a_checkpoint_under_another_name(start, source):
+    copy = (source / "checkpoints/step-00000003").rename(source / "checkpoints/step-00000003-2")
+    with pytest.raises(UserError, match=f"^train.init_from: given {copy}, which is neither a run's folder nor"):
+        start(given=copy)
+
+
 def test_an_export_without_its_weights(start, tmp_path):
     folder = tmp_path / "other"
     folder.mkdir()
