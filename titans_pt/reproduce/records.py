@@ -1,6 +1,7 @@
 """The record of a run: what it was, its curve and its figures. A small JSON file, to be kept where weights are not."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from titans_pt.tools.files import write_text
 from titans_pt.tools.sealed import seal, unseal
 
 _NEEDED = ("failed", "trained", "measured", "config")
-DECISIVE = ("max_steps", "batch_tokens", "lr", "min_lr_ratio", "warmup_steps", "betas", "eps", "weight_decay", "clip",
-            "stop_when", "patience")  # fmt: skip
-"""Settings in ``train`` that change a run's result. The rest is about speed, memory and files."""
+INCIDENTAL = ("stop_at", "resume", "micro_batch", "activation_checkpointing", "compile", "wavefront", "log_every",
+              "profile_at", "profile_steps", "checkpoint_every", "keep_last", "keep_every", "checkpoint_shards", "timeout",
+              "max_nonfinite")  # fmt: skip
+"""Settings in ``train`` about speed, memory and files. The others change a run's result."""
 
 PATHS = ("path", "reference")
 """Settings of tasks that name files."""
@@ -29,10 +31,15 @@ def decisive(tree: dict) -> dict:
     # What rounding adds to the vocabulary counts, not the multiple that it is rounded up to.
     model["vocab_multiple"] = -model["vocab_size"] % model["vocab_multiple"]
     task = tree.get("task", "language")
+    train = {key: value for key, value in tree["train"].items() if key not in INCIDENTAL}
+    if train["init_from"]:  # with --seeds an earlier run has another seed, and is the same row of the study
+        train["init_from"] = re.sub(r"-s\d+$", "", Path(train["init_from"]).name)
+    if not (train["stop_when"] or train["patience"]):  # no validation ends the run
+        del train["eval_every"], train["eval_samples"]
     return {
         "task": task, task: without_folders(tree.get(task, {})),
         "model": model,
-        "train": {key: tree["train"][key] for key in DECISIVE},
+        "train": train,
         "data": {key: tree["data"][key] for key in ("seq_len", "reset_at_documents", "reverse_complement")},
         "run": {"seed": tree["run"]["seed"]},
     }  # fmt: skip
@@ -41,6 +48,21 @@ def decisive(tree: dict) -> dict:
 def without_folders(section: dict) -> dict:
     """A task's own settings, of paths their last names: where files lie is another matter on every machine."""
     return {key: Path(value).name if key in PATHS and value else value for key, value in section.items()}
+
+
+def compare(where: Path, was: dict, config: Config):
+    """
+    Args:
+        where: the file or folder of a run with the settings ``was``.
+
+    Raises:
+        UserError: the result of ``config`` would be another; names the first difference and what to delete.
+    """
+    for key, old, new in differences(decisive(completed(was)), decisive(config.model_dump(mode="json"))):
+        raise UserError(
+            f"{where}: of a run with {key}={old!r}, asked for is {new!r}; choose another folder (--out; run.dir of titans "
+            f"recall and needles), or delete the run's record and {config.run.dir} to run it again"
+        )
 
 
 class Records:
@@ -81,12 +103,7 @@ class Records:
         """
         if (record := self.read(name)) is None:
             return None
-        was, now = decisive(completed(record["config"])), decisive(config.model_dump(mode="json"))
-        for key, old, new in differences(was, now):
-            raise UserError(
-                f"{self.path(name)}: of a run with {key}={old!r}, asked for is {new!r}; choose another folder (--out; "
-                "run.dir of titans recall and needles), or delete the record to run it again"
-            )
+        compare(self.path(name), record["config"], config)
         return record
 
     def write(self, name: str, record: dict[str, Any]):

@@ -22,7 +22,7 @@ from titans_pt.config.yaml import resolved_yaml
 from titans_pt.errors import Diverged, UserError
 from titans_pt.reproduce.measures import Measure
 from titans_pt.reproduce.rates import Grid, Progress
-from titans_pt.reproduce.records import Records, without_folders
+from titans_pt.reproduce.records import Records, compare, without_folders
 from titans_pt.runs import checkpoints
 from titans_pt.runs.folder import RunFolder, versions
 from titans_pt.tasks import task_of
@@ -150,11 +150,14 @@ class Run:
             claim: descriptor that the processes of a training inherit: while they live, the run is claimed.
 
         Raises:
-            UserError: the weights of a trained run, of which something is still to be measured, are not there.
+            UserError: the weights of a trained run, of which something is still to be measured, are not there; or its
+                folder holds a run with other settings.
         """
         config = self.config
         folder, record = RunFolder(config.run.dir), records.of(self.name, config)
         if record is None:
+            if begun := checkpoints.newest_complete(folder.checkpoints):
+                compare(folder.path, checkpoints.read_state(begun).config, config)
             began, cpu = _steps(folder), time.process_time()
             try:
                 status = loop.train(config) if ranks == 1 else _torchrun(config, ranks, claim)

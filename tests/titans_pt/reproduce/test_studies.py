@@ -121,6 +121,22 @@ def test_variants_change_a_few_settings_of_the_model_alone():
             assert changed == {word.partition("=")[0]: yaml.safe_load(word.partition("=")[2]) for word in words}
 
 
+@pytest.mark.parametrize("word", [
+    "train.schedule=linear", "train.z_loss=1e-4", "train.precision=bf16", "train.spike_deviations=4.0",
+    "train.trainable=[head]", "train.weight_decay=0.0",
+])  # fmt: skip
+def test_what_changes_a_result_is_another_run(word):
+    [base], [other] = runs(models=["rmt"], seeds=[0]), runs(models=["rmt"], seeds=[0], words=[word])
+    trees = [decisive(each.config.model_dump(mode="json")) for each in (base, other)]
+    assert [key for key, _, _ in differences(*trees)] == [word.partition("=")[0]]
+
+
+@pytest.mark.parametrize("word", ["train.micro_batch=4", "train.checkpoint_every=7", "train.eval_every=50"])
+def test_speed_and_files_are_the_machines(word):
+    [base], [other] = runs(models=["rmt"], seeds=[0]), runs(models=["rmt"], seeds=[0], words=[word])
+    assert decisive(base.config.model_dump(mode="json")) == decisive(other.config.model_dump(mode="json"))
+
+
 def test_a_record_counts_as_long_as_the_settings_of_its_own_model_stay(tmp_path, monkeypatch):
     """A run of before a setting of the memory existed: that of a model without one still is what would be run now."""
     monkeypatch.setattr("titans_pt.config.history.FORMER_DEFAULTS", {"model.memory.writes": False})

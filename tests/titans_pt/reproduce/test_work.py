@@ -146,6 +146,15 @@ def test_a_study_is_done_once(prepared, tmp_path, ranks, monkeypatch, capsys):
 
     assert titans(words(prepared, out, 20)) == 2
     assert "of a run with train.max_steps=1, asked for is 2; choose another folder" in capsys.readouterr().err
+    texts = {path: path.read_text() for path in (out / "records").iterdir()}
+    for path in texts:
+        path.unlink()
+    assert titans(words(prepared, out, 20)) == 2
+    said = capsys.readouterr().err
+    assert f"{out}/runs/swa-lr0.001: of a run with train.max_steps=1, asked for is 2;" in said
+    assert said.endswith(f"or delete the run's record and {out}/runs/swa-lr0.001 to run it again\n")
+    for path, text in texts.items():
+        path.write_text(text)
 
     record["trained"]["data"]["data"] = "of another edition"
     Records(out / "records").write(WHOLE, record)
