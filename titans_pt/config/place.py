@@ -4,6 +4,7 @@ A relative path in settings counts from the folder in which the run was started.
 from elsewhere, and a run's folder may have been moved.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 from titans_pt.config.tree import Config
 from titans_pt.config.values import mapped
+from titans_pt.errors import UserError
 
 SETTINGS, ABOUT = "config.yaml", "versions.json"
 """The files of a run's folder that hold its settings, and what made it."""
@@ -45,7 +47,20 @@ def in_its_place(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
             return value
         return next((str(base / value) for base in bases if _is_there(base / value)), value)
 
-    return mapped(tree, Config, leaf)
+    found = mapped(tree, Config, leaf)
+    return found | {name: mapped(tree[name], kind, leaf, name) for name, kind in _of_tasks(tree)}
+
+
+def _of_tasks(tree: dict[str, Any]) -> Iterator[tuple[str, type]]:
+    """The sections of tasks in ``tree``, which Config itself does not know, each with its settings."""
+    names = [key for key, value in tree.items() if isinstance(value, dict) and key not in Config.model_fields]
+    if not names:
+        return
+    from titans_pt.tasks import TASKS  # not at the top: it imports torch
+
+    for name in names:
+        with contextlib.suppress(UserError):  # one of the user's own, whose module is not imported yet
+            yield name, TASKS.find(name).Settings
 
 
 def _bases(folder: Path, was: str) -> Iterator[Path]:

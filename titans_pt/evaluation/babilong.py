@@ -9,7 +9,7 @@ with. The prompt is filled to the sentence in the model's own tokens; the text r
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 from titans_pt.config import Config, SourceConfig
 from titans_pt.config.files import load_stored
-from titans_pt.data_pipeline.sources import documents
+from titans_pt.data_pipeline.sources import Document, documents
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babi
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill, ids_after
@@ -132,12 +132,12 @@ def book_sentences(tokenizer, source: SourceConfig, characters: int) -> list[str
     """The sentences of at least SENTENCE_TOKENS tokens in the first ``characters`` of a text, white space folded.
 
     Raises:
-        UserError: there are none.
+        UserError: there are none, or the text is not there.
     """
     found: list[str] = []
     if source.kind == "files" and source.separator is None:  # sentences go on where data.sources would cut paragraphs
         source = source.model_copy(update={"separator": ""})
-    for document in documents(source):
+    for document in _named_here(documents(source)):
         text = " ".join(document.text[:characters].split())
         found += [s for s in sentences(text) if len(tokenizer.encode(s)) >= SENTENCE_TOKENS]
         characters -= len(document.text)
@@ -149,6 +149,14 @@ def book_sentences(tokenizer, source: SourceConfig, characters: int) -> list[str
             "name a longer text"
         )
     return found
+
+
+def _named_here(text: Iterator[Document]) -> Iterator[Document]:
+    """``text``; errors name the setting of the haystack in place of data.sources."""
+    try:
+        yield from text
+    except UserError as error:
+        raise UserError(str(error).replace("data.sources", "evaluation.babilong.haystack", 1)) from None
 
 
 def clean(prediction: str) -> str:

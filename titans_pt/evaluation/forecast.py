@@ -11,7 +11,7 @@ from titans_pt.forecasting.datasets import rows_of_a_day
 from titans_pt.forecasting.protocol import errors, last_value, ridge, seasonal
 from titans_pt.forecasting.published import MODELS, TABLE3
 from titans_pt.runs.loaded import LoadedRun
-from titans_pt.tasks.forecast import forecast_with
+from titans_pt.tasks.forecast import fingerprint, forecast_with
 from titans_pt.tools.plots import new_figure, own_style, save_figure
 from titans_pt.tools.records import digest
 
@@ -32,6 +32,10 @@ class Forecasts:
         if self.series.columns != run.task.columns:
             raise UserError(f"forecast.series: {run.task.settings.series} has other columns than {run.folder.path} was "
                             "trained on; put the file back")  # fmt: skip
+        if run.task.trained_on not in (None, fingerprint(self.series)):
+            raise UserError(f"forecast.series: {run.task.settings.series} holds other numbers than {run.folder.path} "
+                            "was trained on; put the file back, or forecast from the new one: titans forecast RUN "
+                            "--csv FILE")  # fmt: skip
         self.lookback, self.horizon = run.task.lookback, run.task.settings.horizon
         self.parts = run.task.split(self.series, self.lookback)
         self.day = rows_of_a_day(self.series)

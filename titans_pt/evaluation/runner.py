@@ -1,7 +1,8 @@
 """Runs the evaluations of a checkpoint: results that grow line by line, then one summary, tables and plots.
 
-The task names its suites (``Task.suites``); they are imported when they are asked for. Each is made with (run, config)
-and has ``name``, ``loaded`` (the run), ``keys``, one for each of its jobs, and
+The task names its suites (``Task.suites``); they are imported when they are asked for. Each is made with (run, config),
+which raises UserError if something is missing, and has ``name``, ``loaded`` (the run), ``keys``, one for each of its
+jobs, and
 
 ``measure(i) -> dict``  the record of job i;
 ``summary(records) -> dict``  figures over all records;
@@ -41,6 +42,7 @@ def evaluate(
     suite: str | None = None,
     out: Path | None = None,
     at: Callable[[str], None] = lambda where: None,
+    send: Callable[[str, str, Path], None] | None = None,
 ) -> dict | None:
     """Runs the evaluations of a run's checkpoint and writes what they find.
 
@@ -57,6 +59,8 @@ def evaluate(
         suite: one of the task's; None runs its usual ones.
         out: folder for ``evaluation/`` and ``plots/`` instead of the run's.
         at: called before each job with a description of it.
+        send: takes (name, kind, folder) of the results for W&B, in place of a W&B run that is opened for them
+            (wandb.evaluation): of a training that has one open.
 
     Returns:
         the content of summary.json, or None while other ranks are still at work.
@@ -99,13 +103,25 @@ def evaluate(
     if missing:
         print(f"rank {rank} of {world} is done, {missing} samples are left to other ranks: {folder}", flush=True)
         return None
-    return _summarise(run, config, folder, evaluations, found)
+    return _summarise(run, config, folder, evaluations, found, send)
 
 
-def check(task: Task, suites: Sequence[str]):
-    """Raises UserError if a package is missing that one of ``suites`` needs."""
-    for suite in suites:
-        _named(task, suite)
+def check(task: Task, config: Config):
+    """Makes the suites of a training's evaluations (evaluation.every) before it begins.
+
+    Args:
+        task: opened.
+
+    Raises:
+        UserError: one of them cannot work: a package or a text is missing, or the memories take no caches.
+    """
+    with torch.device("meta"):
+        model = task.build_model()
+    if config.evaluation.caching is not None:
+        cache_memories(model, config.evaluation.caching)
+    run = LoadedRun(RunFolder(config.run.dir), config, model, task, 0, "", config.train.precision)
+    for suite in config.evaluation.suites:
+        _named(task, suite)(run, config)
 
 
 def _named(task: Task, suite: str) -> type:
@@ -138,8 +154,9 @@ def _origin(run: LoadedRun) -> dict:
 
 
 def _summarise(
-    run: LoadedRun, config: Config, folder: Path, evaluations: list[Any], found: list[dict[str, dict]]
-) -> dict:
+    run: LoadedRun, config: Config, folder: Path, evaluations: list[Any], found: list[dict[str, dict]],
+    send: Callable[[str, str, Path], None] | None,
+) -> dict:  # fmt: skip
     path = folder / "summary.json"
     whole = _earlier(path, run) | _origin(run)
     lines = [f"{run.folder.path}, step {run.step}"]
@@ -155,9 +172,13 @@ def _summarise(
     lines += ["", "files:", *(f"  {file}" for file in files)]
     print("\n".join(lines), flush=True)
     if config.wandb.evaluation:
-        wandb = WandbLog(config, run.results, None)
-        wandb.send("evaluation", "evaluation", folder)
-        wandb.close()
+        results = "evaluation", "evaluation", folder
+        if send is not None:
+            send(*results)
+        else:
+            wandb = WandbLog(config, run.results, None)
+            wandb.send(*results)
+            wandb.close()
     return whole
 
 

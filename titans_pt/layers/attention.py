@@ -112,7 +112,7 @@ class Attention(nn.Module):
         turn = self.rotation_from(position, plain)
         q, k = rotate(plain, *turn), rotate(k, *turn)
         if state:
-            prefix_k, prefix_v = state.prefix_k, state.prefix_v
+            prefix_k, prefix_v = (p if p is None else p.to(k.dtype) for p in (state.prefix_k, state.prefix_v))
             k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
         elif prefix is not None:
             prefix_k, prefix_v = (p.expand(batch, -1, -1, -1) for p in self.keys_values(prefix))

@@ -15,8 +15,8 @@ from titans_pt.tools.sealed import seal, unseal
 
 _NEEDED = ("failed", "trained", "measured", "config")
 INCIDENTAL = ("stop_at", "resume", "micro_batch", "activation_checkpointing", "compile", "wavefront", "log_every",
-              "profile_at", "profile_steps", "checkpoint_every", "keep_last", "keep_every", "checkpoint_shards", "timeout",
-              "max_nonfinite")  # fmt: skip
+              "profile_at", "profile_steps", "checkpoint_every", "keep_last", "keep_every", "checkpoint_shards",
+              "timeout", "max_nonfinite")  # fmt: skip
 """Settings in ``train`` about speed, memory and files. The others change a run's result."""
 
 PATHS = ("path", "reference")
@@ -60,8 +60,8 @@ def compare(where: Path, was: dict, config: Config):
     """
     for key, old, new in differences(decisive(completed(was)), decisive(config.model_dump(mode="json"))):
         raise UserError(
-            f"{where}: of a run with {key}={old!r}, asked for is {new!r}; choose another folder (--out; run.dir of titans "
-            f"recall and needles), or delete the run's record and {config.run.dir} to run it again"
+            f"{where}: of a run with {key}={old!r}, asked for is {new!r}; choose another folder (--out; run.dir of "
+            f"titans recall and needles), or delete the run's record and {config.run.dir} to run it again"
         )
 
 

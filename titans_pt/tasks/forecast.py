@@ -105,6 +105,8 @@ class Forecast(Task):
         self.scale: Scale | None = None
         self.series_name = self.settings.series
         self.spacing: str | None = None
+        self.trained_on: str | None = None
+        """Hash of the series that a restored run was trained on (:func:`fingerprint`)."""
 
     @property
     def lookback(self) -> int:
@@ -204,7 +206,7 @@ class Forecast(Task):
         return TaskData(
             WindowSamples(parts.train, self.lookback, self.settings.windows, self.config.run.seed),
             WindowSamples(parts.validation, self.lookback, self.config.train.eval_samples, None),
-            {"data": hashlib.sha256(series.values.tobytes()).hexdigest(), "windows": windows}, baseline,
+            {"data": fingerprint(series), "windows": windows}, baseline,
         )  # fmt: skip
 
     def differs(self, key: str, path: Path, was: str, now: str) -> str:
@@ -222,6 +224,7 @@ class Forecast(Task):
         write_text(folder.path / ABOUT, json.dumps(about, indent=1) + "\n")
 
     def restore(self, folder: RunFolder, identity: dict[str, str]):
+        self.trained_on = identity.get("data")
         path = folder.path / ABOUT
         try:
             about = json.loads(path.read_text(encoding="utf-8"))
@@ -230,6 +233,11 @@ class Forecast(Task):
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path}: missing or damaged ({error!r}); the same titans train command writes it "
                             "again") from None  # fmt: skip
+
+
+def fingerprint(series: Series) -> str:
+    """SHA-256 (hex) of a series' numbers."""
+    return hashlib.sha256(series.values.tobytes()).hexdigest()
 
 
 @torch.no_grad()

@@ -119,7 +119,7 @@ class Trainer:
         self.evaluated_step: int | None = None
         self.last_step = train.stop_at or train.max_steps
         if config.evaluation.every:
-            runner.check(task, config.evaluation.suites)
+            ranks.on_first(lambda: runner.check(task, config))
         self._unlogged_tokens, self._unlogged_seconds = 0, 0.0
         self.gauges = Gauges(ranks)
 
@@ -408,7 +408,8 @@ class Trainer:
             return
         found: dict[str, Any] = {}
         for suite in settings.suites:
-            part = partial(runner.evaluate, self.folder.path, step=self.step, suite=suite, at=self.watch.at)
+            part = partial(runner.evaluate, self.folder.path, step=self.step, suite=suite, at=self.watch.at,
+                           send=self._send_results)  # fmt: skip
             own = part()
             self.watch.at(f"{suite} after step {self.step}, the samples of other ranks")
             self.ranks.sum([0.0])
@@ -419,6 +420,10 @@ class Trainer:
             found |= self.ranks.on_first(result)
         self.evaluated_step = self.step
         self._log("evaluation", **runner.figures(found))
+
+    def _send_results(self, name: str, kind: str, folder: Path):
+        if self.wandb:  # on rank 0, which has all results in the end
+            self.wandb.send(name, kind, folder)
 
     @lost_to("checkpoint")
     def _save(self):

@@ -56,6 +56,17 @@ def test_from_elsewhere_paths_count_from_where_it_was_started(project, monkeypat
     assert load_config(path, ["data.dir=mine"]).data.dir == "mine", "the command line's counts from here"
 
 
+def test_paths_of_a_task_count_from_there_and_names_stay_names(project, monkeypatch):
+    Path("corpora/own.csv").write_text("")
+    for name, series in (("runs/own", "corpora/own.csv"), ("runs/known", "elecdemand")):
+        Path(name).mkdir()
+        RunFolder(name).write_settings(load_config("forecast/lmm", [f"run.dir={name}", f"forecast.series={series}"]))
+    monkeypatch.chdir(project.parent / "elsewhere")
+    for load in (load_config, load_stored):
+        assert load(project / "runs/own/config.yaml").section("forecast")["series"] == str(project / "corpora/own.csv")
+        assert load(project / "runs/known/config.yaml").section("forecast")["series"] == "elecdemand"
+
+
 @pytest.mark.parametrize("noted", [True, False], ids=["", "of an earlier version"])
 @pytest.mark.parametrize("place", ["runs/best", "../elsewhere/best"])
 def test_a_run_that_was_moved_is_the_run_where_it_now_lies(project, place, noted):

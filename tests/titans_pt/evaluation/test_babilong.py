@@ -69,6 +69,11 @@ def test_short_sentences_are_left_out(essays):
         made(Characters(), essays)
 
 
+def test_a_text_that_is_not_there_is_named_by_its_own_setting(essays):
+    with pytest.raises(UserError, match=r"^evaluation\.babilong\.haystack: path='/nowhere': no such file or folder"):
+        made(Characters(), essays, haystack={"kind": "files", "path": "/nowhere"})
+
+
 def test_only_so_many_characters_are_read(essays):
     assert len(" ".join(made(Characters(), essays, characters=120).haystack.units)) <= 120 < len(ESSAY)
 

@@ -1,13 +1,18 @@
 """Every model: causal, rows independent, streamed in any cuts, documents apart. In float64."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titans_pt.config import MemoryConfig, ModelConfig
+from titans_pt.config import Config, MemoryConfig, ModelConfig
+from titans_pt.config.checks import checked_model
 from titans_pt.errors import UserError
+from titans_pt.layers.state import tensors
 from titans_pt.models import build_model
+from titans_pt.models.mixers import MIXERS
 
 MODELS = {name: [name] for name in ("lmm", "mac", "mag", "mal", "mab", "attention", "swa")} | {
     "hybrid": ["lmm", "swa", "mac"]
@@ -110,6 +115,26 @@ def test_streaming_in_any_cuts(model, cuts, resets):
 @torch.no_grad()
 def test_token_by_token(model):
     check_streaming(model, list(range(1, T)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", MIXERS.names())
+def test_a_state_goes_on_in_another_precision(mixer):
+    """A state that a GPU saved in bf16 is continued on a CPU in fp32, and the other way round."""
+    sizes = {"mixers": [mixer], "vocab_size": 50, "d_model": 16, "n_heads": 2, "n_layers": 1, "mlp_hidden": 24}
+    settings = {"window": 6, "persistent_tokens": 3, "memory": {"chunk_size": 4}}
+    own = {"mac": {"segment": 8}, "rmt": {"segment": 8}} | {"mamba2": {"head_width": 8}}
+    words = {"model": sizes | settings | ({mixer: own[mixer]} if mixer in own else {}), "data": {"seq_len": 64}}
+    torch.manual_seed(0)
+    whole = build_model(checked_model(Config.model_validate(words)).model).eval()
+    half = copy.deepcopy(whole).to(torch.bfloat16)
+    ids = tokens(length=40)
+    for before, after in ((whole, half), (half, whole)):
+        _, state = before(ids[:, :21])
+        got, end = after(ids[:, 21:], state)
+        expected, own_end = after(ids[:, 21:], after(ids[:, :21])[1])
+        assert (got - expected).abs().max() < 0.03 * expected.abs().max()
+        assert [t.dtype for t in tensors(end)] == [t.dtype for t in tensors(own_end)]
 
 
 @torch.no_grad()

@@ -1,4 +1,5 @@
 import builtins
+import contextlib
 import os
 import socket
 import time
@@ -8,8 +9,10 @@ import pytest
 import wandb
 
 from titans_pt.config import Config
+from titans_pt.config.files import load_config
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.wandb_log import WandbLog, resolve_mode
+from titans_pt.training import loop
 
 
 @pytest.fixture(autouse=True)
@@ -263,3 +266,30 @@ def test_an_artifact_that_fails_is_one_warning(offline, tmp_path, caplog):
     for _ in range(2):
         log.send("checkpoint", "model", tmp_path / "missing")
     assert len([r for r in caplog.records if "W&B is off" in r.getMessage()]) == 1
+
+
+def test_results_of_a_trainings_evaluations_go_to_its_own_run(tiny, ranks, monkeypatch):
+    """A second run of the same id would end the first one, and the rest of its curves would be lost."""
+    events = []
+
+    class Run:
+        step = 0
+
+        def define_metric(self, *_, **__): ...
+
+        def log(self, values, step):
+            events.extend({key for key in values if key == "train/loss"})
+
+        def log_artifact(self, artifact):
+            events.append(artifact.type)
+
+        def finish(self):
+            events.append("finish")
+
+    monkeypatch.setattr(wandb, "init", lambda **_: Run())
+    monkeypatch.setattr(loop, "process_group", lambda timeout: contextlib.nullcontext(ranks))
+    evaluation = {"every": 1, "suites": ["perplexity"], "perplexity": {"tokens": 64, "length": 32}}
+    path = tiny(train={"max_steps": 2, "warmup_steps": 0, "log_every": 1}, evaluation=evaluation,
+                wandb={"mode": "offline", "evaluation": True})  # fmt: skip
+    assert loop.train(load_config(path)) == 0
+    assert events == ["train/loss", "evaluation", "train/loss", "evaluation", "finish"]

@@ -127,6 +127,16 @@ def test_it_is_evaluated_beside_baselines(run, capsys):
     )
 
 
+def test_other_numbers_are_no_test_of_a_run(run, series, tmp_path, capsys):
+    own = tmp_path / "own.csv"
+    own.write_text(series.read_text())
+    assert loop.train(settings(own, tmp_path / "run")) == 0
+    assert cli.run(["evaluate", str(tmp_path / "run")]) == 0
+    own.write_text(series.read_text().replace(",1", ",2", 1))
+    assert cli.run(["evaluate", str(tmp_path / "run")]) == 2
+    assert f"forecast.series: {own} holds other numbers than {tmp_path}/run was trained on" in capsys.readouterr().err
+
+
 @pytest.mark.slow  # four processes
 def test_ranks_change_nothing(run, series, tmp_path):
     from titans_pt.config.yaml import resolved_yaml

@@ -170,6 +170,20 @@ def test_a_step_without_a_checkpoint_names_those_that_exist(run):
     assert contents(run.folder / "checkpoints") == before
 
 
+@pytest.mark.parametrize(("words", "message"), [
+    (["perplexity.text=/nowhere"], r"^evaluation.perplexity.text: /nowhere holds no token files; make them with"),
+    (["caching.segment=5"], r"^evaluation.caching.segment: given 5; must be a multiple of the run's"),
+    (["suites=[babilong]", "babilong.haystack.kind=files", "babilong.haystack.path=/nowhere"],
+     r"^evaluation.babilong.haystack: path='/nowhere': no such file"),
+])  # fmt: skip
+def test_an_evaluation_that_cannot_work_is_told_before_the_first_step(tiny, tmp_path, words, message):
+    usual = ["every=1", "suites=[perplexity]", "caching.shares=average", "caching.segment=8"]
+    config = load_config(tiny(), ["model.mixers=[lmm]", *(f"evaluation.{word}" for word in (*usual, *words))])
+    with pytest.raises(UserError, match=message):
+        loop.train(config)
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
 @pytest.fixture
 def full(monkeypatch):
     """``full(name, at)``: writing a file of that name fails from its at-th time on, but not under a folder "spare"."""

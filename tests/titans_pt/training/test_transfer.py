@@ -170,6 +170,15 @@ def test_another_tokenizer_is_refused_unless_the_embedding_starts_fresh(start, s
                            weights(source, 3)["embedding.weight"])  # fmt: skip
 
 
+@pytest.mark.parametrize("mixer", [["swa"], ["mac"], ["rmt"]])
+def test_samples_may_be_shorter_than_what_the_weights_came_from(tiny, source, mixer):
+    words = [f"model.mixers={mixer}", "model.window=16", "data.seq_len=8", "train.batch_tokens=64"]
+    own = {"mac": ["model.mac.segment=16"], "rmt": ["model.rmt.segment=16"]}.get(mixer[0], [])
+    with pytest.raises(UserError, match="given 16; (at most|below) data.seq_len=8"):
+        load_config(tiny(), [*words, *own])
+    load_config(tiny(), [*words, *own, f"train.init_from={source}"])
+
+
 def test_other_settings_are_a_warning(start, source, caplog):
     start(*STILL, model={"window": 4})
     assert "train.init_from: model.window is 4" in caplog.text

@@ -1,5 +1,6 @@
 """Parts that mixers share: checks of the window, the memory mixers' base, persistent tokens, the gate of branches."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal
 
@@ -102,10 +103,16 @@ def fitting_attention(config: ModelConfig, length: int | None = None) -> dict[st
     return found | {"model.n_heads": next(heads, usual)}
 
 
+def used_length(config: Config) -> float:
+    """data.seq_len, beyond which parts of a model are of no use; infinite for a run that begins with trained weights,
+    whose samples may be shorter than those before (the first stages of a curriculum)."""
+    return math.inf if config.train.init_from else config.data.seq_len
+
+
 def check_window(config: Config, need: Need, any_width: bool = True):
     """Checks a mixer with attention over ``model.window``, in its :meth:`Mixer.check`; see check_attention."""
     check_attention(config, need, any_width)
-    length = config.data.seq_len
+    length = used_length(config)
     need(
         config.model.window <= length,
         "model.window",

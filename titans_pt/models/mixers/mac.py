@@ -28,6 +28,7 @@ from titans_pt.models.mixers.common import (
     check_attention,
     fitting_attention,
     persistent,
+    used_length,
 )
 from titans_pt.models.mixers.segments import Piece, Segments
 
@@ -169,7 +170,7 @@ class MAC(MemoryMixer):
             "set",
             "must be null for mac, whose segments write and read one memory by turns: use lmm, mag or mal",
         )
-        own, length, chunk = cls.settings(config.model), config.data.seq_len, config.model.memory.chunk_size
+        own, length, chunk = cls.settings(config.model), used_length(config), config.model.memory.chunk_size
         need(
             own.segment % chunk == 0,
             "model.mac.segment",
@@ -214,7 +215,7 @@ class MAC(MemoryMixer):
         turn = attention.rotation_from(base, plain)
         k, v = attention.keys_values(x)
         q, k = rotate(plain, *turn), rotate(k, *turn)
-        prefix = self._prefix(len(x), state)
+        prefix = self._prefix(k, state)
         learned, norm = self.memory.network()
         initial = self.memory.first_weights(learned, len(x), state_dtype(x))
         if state:
@@ -254,14 +255,16 @@ class MAC(MemoryMixer):
         )  # fmt: skip
         return self.out(torch.cat(outputs, 1)), after
 
-    def _prefix(self, rows: int, state: MACState | None) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of the persistent tokens, (B, P, K, D) each; None where there are none."""
+    def _prefix(self, keys: Tensor, state: MACState | None) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of the persistent tokens, (B, P, K, D) each, in the dtype of the segment's ``keys``; None
+        where there are none."""
         if state and state.persistent is not None:
-            return state.persistent
+            k, v = state.persistent
+            return k.to(keys.dtype), v.to(keys.dtype)
         if self.persistent is None:
             return None
         k, v = self.attention.keys_values(self.persistent[None])
-        return k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)
+        return k.expand(len(keys), -1, -1, -1), v.expand(len(keys), -1, -1, -1)
 
     def _steps(self, whole: bool) -> tuple[Callable, Callable]:
         """:meth:`_recall` and :meth:`_write`, called with ``self``, for a piece that is a whole segment or a part."""

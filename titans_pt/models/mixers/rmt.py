@@ -15,6 +15,7 @@ from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.state import check_rows, fork, map_tensors, rows
 from titans_pt.models.mixers.attention import AttentionMixer
 from titans_pt.models.mixers.base import MIXERS, Blocks, Mixer, Need
+from titans_pt.models.mixers.common import used_length
 
 
 @dataclass
@@ -108,7 +109,7 @@ class RMT(AttentionMixer):
     @classmethod
     def check(cls, config: Config, need: Need):
         super().check(config, need)
-        own, length = cls.settings(config.model), config.data.seq_len
+        own, length = cls.settings(config.model), used_length(config)
         need(config.model.kinds == [cls.name], "model.mixers", config.model.mixers, f"[{cls.name}] stands alone")
         need(
             own.segment < length,
