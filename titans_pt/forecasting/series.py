@@ -172,16 +172,20 @@ def _table(path: Path, text: str) -> tuple[list[str], list[int], list[list[str]]
     first = text.partition("\n")[0]
     separator = max(",;\t|", key=first.count)
     reader = csv.reader(text.splitlines(), delimiter=separator)
-    header, lines, rows = [cell.strip() for cell in next(reader, [])], [], []
+    try:
+        table = [(reader.line_num, row) for row in reader]
+    except csv.Error as error:
+        raise UserError(f"{path}: line {reader.line_num}: {error}; mend this line") from None
+    header, lines, rows = [cell.strip() for cell in (table[0][1] if table else [])], [], []
     if all(_is_number(cell) or any(_parsed(cell, form) for form in (None, *FORMATS)) for cell in header):
         raise UserError(f"{path}: line 1 has no names of columns; add a header, such as date{separator}value")
-    for row in reader:
+    for number, row in table[1:]:
         if not row:
             continue
         if len(row) != len(header):
-            raise UserError(f"{path}: line {reader.line_num} has {len(row)} cells, the header {len(header)} (separator "
+            raise UserError(f"{path}: line {number} has {len(row)} cells, the header {len(header)} (separator "
                             f"{separator!r}); mend this line")  # fmt: skip
-        lines.append(reader.line_num)
+        lines.append(number)
         rows.append([cell.strip() if separator == "," else _with_point(cell.strip()) for cell in row])
     if len(rows) < 3:
         raise UserError(f"{path}: {len(rows)} rows; a series has at least 3")

@@ -35,6 +35,8 @@ from titans_pt.tools.tensor_files import describe, save_tensors, sha256
 
 FORMAT, SHARDED = 1, 2
 """Formats in manifest.json: whole tensors, or shards."""
+_KNOWN_AS = "known as"
+"""Entry of manifest.json: hash of the first form of a checkpoint that was merged."""
 WEIGHT = "weight"
 """The kind of a tensor that is a parameter."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -116,10 +118,15 @@ def steps_of(folder: Path) -> str:
     return ", ".join(str(step_of(path)) for path in list_checkpoints(folder)) or "none"
 
 
-def save(folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], state: TrainerState) -> Path:
+def save(
+    folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], state: TrainerState, known_as: str = ""
+) -> Path:
     """Writes checkpoint ``state.step`` under ``folder`` and returns its path.
 
     Tensors must be fp32, on the CPU and contiguous. An older checkpoint of the same step is replaced.
+
+    Args:
+        known_as: the :func:`checkpoint_hash` of another form of it, to which states and results belong.
 
     Raises:
         OSError: disk full, folder not writable; nothing of the new checkpoint remains, the others are untouched.
@@ -132,7 +139,8 @@ def save(folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], s
         temporary.mkdir()
         save_tensors(model, temporary / MODEL)
         save_tensors(optimizer, temporary / OPTIMIZER)
-        return _complete(temporary, final, {name: describe(temporary / name) for name in (MODEL, OPTIMIZER)}, state)
+        files = {name: describe(temporary / name) for name in (MODEL, OPTIMIZER)}
+        return _complete(temporary, final, files, state, known_as)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -166,12 +174,13 @@ def join(
     return None
 
 
-def _complete(temporary: Path, final: Path, files: dict[str, Any], state: TrainerState) -> Path:
+def _complete(temporary: Path, final: Path, files: dict[str, Any], state: TrainerState, known_as: str = "") -> Path:
     """Writes the rest of a checkpoint and renames it."""
     _write_json(temporary / TRAINER, asdict(state))
     files = files | {TRAINER: describe(temporary / TRAINER)}
     form = FORMAT if MODEL in files else SHARDED
-    _write_json(temporary / MANIFEST, {"format": form, "step": state.step, "files": files})
+    known = {_KNOWN_AS: known_as} if known_as else {}
+    _write_json(temporary / MANIFEST, {"format": form, "step": state.step, **known, "files": files})
     for path in temporary.iterdir():
         flush_to_disk(path)
     flush_to_disk(temporary)
@@ -282,8 +291,9 @@ def read_state(path: Path) -> TrainerState:
 
 
 def checkpoint_hash(path: Path) -> str:
-    """SHA-256 (hex) of the manifest, hence of everything in the checkpoint."""
-    return sha256(path / MANIFEST)
+    """SHA-256 (hex) of the manifest, hence of everything in the checkpoint; of one that was merged from shards, that of
+    its first form, which has the same tensors."""
+    return json.loads((path / MANIFEST).read_text()).get(_KNOWN_AS) or sha256(path / MANIFEST)
 
 
 class Tensors:

@@ -69,6 +69,8 @@ def _settings(run: LoadedRun, out: Path, to: str, window: int, sinks: int, layer
     chosen = range(count) if layers is None else layers
     if wrong := [layer for layer in chosen if not 0 <= layer < count]:
         raise UserError(f"--layers: given {wrong[0]}; {run.folder.path} has layers 0 to {count - 1}")
+    if layers is not None and TARGETS[to] == REST:
+        raise UserError(f"--layers: given with --to {to}, which every layer gets; leave it out")
     mixers = [TARGETS[to] if layer in chosen else REST for layer in range(count)]
     if len(set(mixers)) == 1:
         mixers = mixers[:1]
@@ -77,7 +79,8 @@ def _settings(run: LoadedRun, out: Path, to: str, window: int, sinks: int, layer
         raise UserError(f"--window: given {window}; at most data.seq_len={length} of {run.folder.path}")
     # What the memory needs of settings that the source did not use has this project's defaults, not stored ones.
     model = {key: value for key, value in tree["model"].items() if key not in SOURCES}
-    model["attention"] = tree["model"]["attention"] | {"sinks": sinks}
+    windowed = mixers != [TARGETS["full"]]  # without a window every token stays visible
+    model["attention"] = tree["model"]["attention"] | {"sinks": sinks if windowed else 0}
     memory = {} if to == "titans" else {"memory": tree["model"]["memory"]}
     del model["memory"]
     return tree | {

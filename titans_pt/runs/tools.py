@@ -83,7 +83,8 @@ def merge_run(run: str, step: int | None):
                 f"{kind}.{name}": tensors.get(kind, name)
                 for kind in checkpoints.MOMENTS for name in weights if tensors.holds(kind, name)
             }  # fmt: skip
-        checkpoints.save(folder.checkpoints, weights, moments, checkpoints.read_state(path))
+        state, before = checkpoints.read_state(path), checkpoints.checkpoint_hash(path)
+        checkpoints.save(folder.checkpoints, weights, moments, state, known_as=before)
         print(f"{path}: whole tensors now")
 
 

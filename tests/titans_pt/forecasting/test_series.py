@@ -39,6 +39,7 @@ def test_dates_and_separators_are_found(write, text, dates, values):
 @pytest.mark.parametrize(("rows", "message"), [
     (["2020-01-02,1", "2020-01-01,2", "2020-01-03,3"], "line 3: 2020-01-01 .* comes after .*; sort the rows by date"),
     (["2020-01-01,1", "2020-01-02,2", "2020-01-02,3"], "line 4: 2020-01-02 .* is there twice"),
+    (["2020-01-01,1", "2020-01-02,2", f"2020-01-03,{'3' * 200_000}"], "line 4: field larger than field limit"),
     (["2020-01-01,1", "2020-01-02,2,3", "2020-01-03,3"], "line 3 has 3 cells, the header 2"),
     (["2020-01-01,1", "2020-01-02,x", "2020-01-03,3"], "line 3: 'x' in the column 'a' is not a number"),
     (["2020-01-01,1", "2020-01-02,inf", "2020-01-03,3"], "line 3: the column 'a' has inf, numbers may have at most"),

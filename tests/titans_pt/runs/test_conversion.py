@@ -184,6 +184,7 @@ def test_the_command(source, prepared, tmp_path, capsys):
     for more, message in (
         ([], "a: holds a run already; name another folder"),
         (["--out", str(tmp_path / "b"), "--layers", "3"], "--layers: given 3; "),
+        (["--out", str(tmp_path / "b"), "--layers", "1", "--to", "window"], "--layers: given with --to window, which"),
         (["--out", str(tmp_path / "b"), "--layers", "x"], "given 'x'; write all, or numbers of layers"),
         (["--out", str(tmp_path / "b"), "--window", "5000"], "--window: given 5000; at most data.seq_len="),
         (["--out", str(tmp_path / "b"), "model.n_layers=2"], "settings of model are not those of the weights"),
@@ -191,6 +192,9 @@ def test_the_command(source, prepared, tmp_path, capsys):
         assert cli.run([*words, *more]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
+    assert cli.run(["convert", str(source), "--to", "full", "--window", "5", "--out", str(tmp_path / "c")]) == 0
+    config = load_run(tmp_path / "c").config.model
+    assert (config.pattern, config.attention.sinks) == (["attention"] * 3, 0)
     other = untrained_run(tmp_path / "lmm", prepared, mixers=["lmm"])
     with pytest.raises(UserError, match="model.mixers has 'lmm'; only layers of attention and swa can be converted"):
         convert_run(other, tmp_path / "b", "titans", W)

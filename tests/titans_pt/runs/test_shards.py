@@ -125,11 +125,13 @@ def test_shards_become_whole_tensors(tmp_path, capsys):
     path = save(tmp_path / "checkpoints")
     assert cli.run(["checkpoint", "list", str(tmp_path)]) == 0
     assert "format 2" in capsys.readouterr().out
+    before = checkpoints.checkpoint_hash(path)
     assert cli.run(["checkpoint", "merge", str(tmp_path), "--checkpoint", "5"]) == 0
     assert "whole tensors now" in capsys.readouterr().out
     names = {file.name for file in path.iterdir()}
     assert names == {checkpoints.MODEL, checkpoints.OPTIMIZER, checkpoints.TRAINER, checkpoints.MANIFEST}
     assert checkpoints.verify(path) == []
     check(path)
+    assert checkpoints.checkpoint_hash(path) == before, "states and results still belong to it"
     assert cli.run(["checkpoint", "merge", str(tmp_path)]) == 0
     assert "holds whole tensors already" in capsys.readouterr().out
