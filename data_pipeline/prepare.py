@@ -126,7 +126,8 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
             _check_lossy(old, config)
             refuse_damage(folder, damage(folder, old, read=False))
             print(f"{one_line(str(folder))}: token files are up to date, nothing to do", file=sys.stderr)
-            shutil.rmtree(folder / _BUILD, ignore_errors=True)  # left by a process that was killed at its very end
+            with contextlib.suppress(UserError), _locked(folder, exclusive=True):  # others may be at work, with --force
+                shutil.rmtree(folder / _BUILD, ignore_errors=True)  # left by a process that was killed at its very end
             _warn_of_short_streams(config)
             return old
         what = changed_setting(old, config)

@@ -1,4 +1,4 @@
-"""A memory layer inside a plain PyTorch model: it learns to copy a key's value from far back.
+"""A memory layer inside a plain PyTorch model: it learns to copy a key's value from earlier in the sequence.
 
 python examples/memory_in_a_model.py --steps 200
 """

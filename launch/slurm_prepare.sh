@@ -3,7 +3,8 @@
 #     id=$(sbatch --parsable --array 0-15 PATH/launch/slurm_prepare.sh CONFIG [KEY=VALUE ...])
 #     sbatch --dependency afterok:$id PATH/launch/slurm_prepare.sh CONFIG [KEY=VALUE ...]
 # Both from any folder, where the logs then are; the first line of each says which shard it is of. data.dir must be on a
-# file system that all nodes see. A task that was killed is submitted again as it was: what it had finished stays.
+# file system that all nodes see. What a task that was killed had finished stays. Tasks 3 and 7 of 16 again:
+#     TITANS_SHARDS=16 sbatch --array 3,7 PATH/launch/slurm_prepare.sh CONFIG [KEY=VALUE ...]
 #SBATCH --job-name titans-prepare
 #SBATCH --ntasks 1
 #SBATCH --cpus-per-task 32
@@ -16,7 +17,11 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 shard=()
 if [[ -n "${SLURM_ARRAY_TASK_ID:-}" ]]; then
-    shard=(--shard "$((SLURM_ARRAY_TASK_ID - ${SLURM_ARRAY_TASK_MIN:-0}))/$SLURM_ARRAY_TASK_COUNT")
+    if [[ -n ${TITANS_SHARDS:-} ]]; then
+        shard=(--shard "$SLURM_ARRAY_TASK_ID/$TITANS_SHARDS")
+    else
+        shard=(--shard "$((SLURM_ARRAY_TASK_ID - ${SLURM_ARRAY_TASK_MIN:-0}))/$SLURM_ARRAY_TASK_COUNT")
+    fi
     echo "== shard ${shard[1]}, task $SLURM_ARRAY_TASK_ID of job $SLURM_ARRAY_JOB_ID"
 else
     echo "== no shard: the merge of all, or all of the work"

@@ -182,6 +182,12 @@ class MemoryCall:
                     f"initial_state is of another memory: its {name} are {[tuple(s.shape) for s in given]}, those of "
                     f"this one {[(batch, *w.shape) for w in self.weights]} (n_heads, depth, expansion)"
                 )
+        if state.recent:
+            rule = self.rule
+            count = 1 + (2 * len(self.weights) if rule.border == "carry" else 2 + len(rule.gates))
+            if len(state.recent) != count or state.recent[0].shape[2] != rule.window - 1:
+                wrong(f"initial_state is of a rule with another window, border or gates than {rule.name} of "
+                      f"{rule.window} tokens")  # fmt: skip
         if torch.compiler.is_compiling() or state.offset.device.type != "cpu":
             return  # a look at it would break the graph, or wait
         if (read := int(state.offset.max())) >= self.chunk_size:

@@ -25,7 +25,7 @@ def _silu_curvature(z: Tensor) -> Tensor:
 
 
 def _silu_pulled_back(upstream: Tensor, z: Tensor) -> Tensor:
-    """Written out, since channelwise.py differentiates it and PyTorch's own operator has no derivative."""
+    """Written out, since blockwise.py differentiates it and PyTorch's own operator has no derivative."""
     s = torch.sigmoid(z)
     return upstream * (s * (1 + z * (1 - s)))
 

@@ -40,6 +40,18 @@ class MemoryState:
     offset: Tensor
     recent: tuple[Tensor, ...] = ()
 
+    def to(self, dtype: torch.dtype) -> "MemoryState":
+        """The same in another dtype, such as for a layer in fp32 after one in fp64: C and the GPU's kernels take
+        addresses as they are."""
+        if self.weights[0].dtype == dtype:
+            return self
+
+        def converted(tensors: Weights) -> Weights:
+            return tuple(t.to(dtype) for t in tensors)
+
+        weights, momentum, start = map(converted, (self.weights, self.momentum, self.chunk_weights))
+        return MemoryState(weights, momentum, start, self.offset, converted(self.recent))
+
     @staticmethod
     def initial(weights: Weights, batch: int, dtype: torch.dtype | None = None) -> "MemoryState":
         """M_0 = weights (L tensors (H, d_in, d_out)), S_0 = 0, at the start of a chunk."""

@@ -245,7 +245,9 @@ def test_slurm_array_shares_the_samples(stand_ins, start, variables, rank, ranks
     assert out.partition("\n")[2] == f"{rank} {ranks} -m titans_pt evaluate runs/x --suite needle\n"
 
 
-@pytest.mark.parametrize(("variables", "rank", "ranks"), [*ARRAYS, ({}, None, None)])
+@pytest.mark.parametrize(("variables", "rank", "ranks"), [
+    *ARRAYS, ({}, None, None), (task("7", "3", "2") | {"TITANS_SHARDS": "16"}, 7, 16),
+])  # fmt: skip
 def test_slurm_array_shares_the_documents(stand_ins, start, variables, rank, ranks):
     stand_ins("python", 'printf "%s|" "$@"')
     out, _ = start("slurm_prepare.sh", "c.yaml", "data.dir=/a b", SLURM_CPUS_PER_TASK="32", **variables).communicate()

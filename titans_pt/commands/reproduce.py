@@ -17,8 +17,8 @@ def _list_of(number: Checked, allowed: str) -> Checked:
 @click.command()
 @click.argument(
     "target", metavar="TARGET",
-    help="table1, table2, table3, table4, table5, figure7, figure8, figure9, babilong, chunks, recall, needles or "
-    "statetracking",
+    help="table1, table2, table3, table4, table5, figure7, figure8, figure9, babilong, chunks, filters, ideas, recall, "
+    "needles or statetracking",
 )  # fmt: skip
 @overrides("settings for every run, e.g. data.dir=/fast/fineweb")
 @click.option(

@@ -741,9 +741,9 @@ class HarnessConfig(Section):
 class RecallConfig(Section):
     sequences: Positive = 512
     """Samples like those of training, for the accuracy; a quarter of them at each of the other pairs and distances."""
-    pairs: list[Positive] = [2, 4, 8, 16]
+    pairs: Annotated[list[Positive], Once] = [2, 4, 8, 16]
     """Also evaluate with these numbers of pairs, as far as the vocabulary has keys."""
-    distances: list[NonNegative] = [8, 16, 32, 64, 128, 256]
+    distances: Annotated[list[NonNegative], Once] = [8, 16, 32, 64, 128, 256]
     """Also evaluate at these distances, in tokens after the last pair."""
 
 

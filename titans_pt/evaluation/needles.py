@@ -35,7 +35,8 @@ class NeedleAnswers:
                 asked = replace(trained, length=length, needles=needles, unseen=unseen)
                 samples = -(-self.settings.answers // needles)
                 self.jobs += [(asked, first, min(ROWS, samples - first)) for first in range(0, samples, ROWS)]
-        self.keys = [digest(self.name, asdict(asked), first, rows, run.identity) for asked, first, rows in self.jobs]
+        self.keys = [digest(self.name, asdict(asked), first, rows, EVALUATION_SEED, run.identity)
+                     for asked, first, rows in self.jobs]  # fmt: skip
 
     def measure(self, index: int) -> dict:
         """Reads samples that training does not draw, and counts right answers; continues a reading that was killed."""

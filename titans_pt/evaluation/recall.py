@@ -50,7 +50,9 @@ class RecallAnswers:
         return min(ROWS, self.counts[by, value] - first)
 
     def _key(self, by: str, value: int | None, questions: MQAR, first: int) -> str:
-        return digest(self.name, asdict(questions), first, self._rows(by, value, first), self.loaded.identity)
+        kind = [by, value] if by else []  # questions of the trained number of pairs are the trained ones
+        rows = self._rows(by, value, first)
+        return digest(self.name, asdict(questions), first, rows, EVALUATION_SEED, *kind, self.loaded.identity)
 
     def measure(self, index: int) -> dict:
         """Right answers of a batch of samples that training does not draw."""

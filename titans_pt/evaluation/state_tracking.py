@@ -1,6 +1,5 @@
 """Suite state_tracking: accuracy by length and by position, in streams of any length, read in constant memory."""
 
-import json
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -41,16 +40,17 @@ class StateAnswers:
             inside = [n for n in lengths if n <= length] if len(read) == 1 else [length]
             for first in range(0, self.settings.samples, ROWS):
                 self.jobs.append((task.asked(length), inside, first, min(ROWS, self.settings.samples - first)))
-        self.keys = [digest(self.name, type(states).__name__, asdict(states), inside, first, rows, run.identity)
-                     for states, inside, first, rows in self.jobs]  # fmt: skip
+        self.keys = [digest(self.name, type(states).__name__, asdict(states), inside, first, rows, EVALUATION_SEED,
+                            run.identity) for states, inside, first, rows in self.jobs]  # fmt: skip
         self.chance = task.chance
 
     def measure(self, index: int) -> dict:
         """Counts the right last answers and the samples without a wrong answer at each length, and the right answers at
         each position, in buckets of powers of two. Continues a reading that was killed."""
         states, lengths, first, rows = self.jobs[index]
-        drawn = [states.sample(EVALUATION_SEED, first + row) for row in range(rows)]
-        ids, targets = (np.stack(part) for part in zip(*drawn, strict=True))
+        ids, targets = np.empty((2, rows, states.length), dtype=np.int32)  # 8 bytes a token at any length
+        for row in range(rows):
+            ids[row], targets[row] = states.sample(EVALUATION_SEED, first + row)
         right = self._right(torch.from_numpy(ids), targets, self.keys[index])
         asked = targets != NOTHING
         found = []
@@ -75,23 +75,20 @@ class StateAnswers:
         right, state, done = np.zeros(targets.shape, dtype=bool), None, 0
         if kept.exists():
             try:
-                state, about = load_state(kept, device), read_about(kept)
-                done = int(about["tokens"])
-                right[:, :done] = np.unpackbits(
-                    np.array(json.loads(about["right"]), dtype=np.uint8), axis=1, count=done
-                )
+                (state, packed), done = load_state(kept, device), int(read_about(kept)["tokens"])
+                right[:, :done] = np.unpackbits(packed.cpu().numpy(), axis=1, count=done)
             except UserError as error:  # our own file, and all that is lost is time
                 log.warning("%s; the samples are read again from their first token", error)
                 state, done = None, 0
         saved = done
         while done < ids.shape[1]:
             stop = min(done + self.prefill_tokens, ids.shape[1], saved + self.save_every)
-            logits, state = model(ids[:, done:stop].to(device), state)
+            logits, state = model(ids[:, done:stop].long().to(device), state)
             right[:, done:stop] = logits.argmax(-1).cpu().numpy() == targets[:, done:stop]
             done = stop
             if done - saved >= self.save_every and done < ids.shape[1]:
-                packed = json.dumps(np.packbits(right[:, :done], axis=1).tolist())
-                save_state(state, kept, {"kind": "reading", "tokens": str(done), "right": packed})
+                packed = torch.from_numpy(np.packbits(right[:, :done], axis=1))
+                save_state((state, packed), kept, {"kind": "reading", "tokens": str(done)})
                 saved = done
         kept.unlink(missing_ok=True)
         return right

@@ -68,18 +68,24 @@ def load(
     if series in PACKAGED:
         found = _packaged(series)
         return _chosen(found, columns)
-    names = {file: name for name, file in FILES.items()}
     path = folder / FILES[series] if series in FILES else Path(series)
     if not path.is_file():
         where = f"data.dir={folder} has no {FILES[series]}; put it there" if series in FILES else (
             f"it is no file; name a CSV file, or one of {', '.join([*PACKAGED, *FILES])}"
         )  # fmt: skip
         raise UserError(f"forecast.series: given {series!r}; {where}")
-    name = names.get(path.name)
+    name = series if series in FILES else _benchmark(path)
     if name and gaps == "refuse":
         gaps = "ignore"  # as everybody reads them: Weather lacks some rows
     found = read_csv(path, missing, gaps, columns, date_column, date_format)
-    return Series(name or found.name, found.columns, found.values, found.dates, found.notes)
+    own = path.name if found.name in (*FILES, *PACKAGED) else found.name
+    return Series(name or own, found.columns, found.values, found.dates, found.notes)
+
+
+def _benchmark(path: Path) -> str | None:
+    """The benchmark whose usual file ``path`` is, by its name and number of channels, not a user's own weather.csv."""
+    name = next((name for name, file in FILES.items() if file == path.name), None)
+    return name if name and len(columns_of(path)) == CHANNELS[name] else None
 
 
 def rows_of_a_day(series: Series) -> int:

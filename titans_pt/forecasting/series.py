@@ -1,5 +1,6 @@
 """A time series, and reading one from a CSV file."""
 
+import calendar
 import csv
 from collections import Counter
 from collections.abc import Sequence
@@ -85,11 +86,10 @@ def _ends_month(date: datetime) -> bool:
 
 
 def _later(date: datetime, months: int, at_end: bool) -> datetime:
-    """at_end: the last day of that month."""
-    first = date.replace(day=1)
-    years, month = divmod(first.month - 1 + months + at_end, 12)
-    first = first.replace(year=first.year + years, month=month + 1)
-    return first - timedelta(days=1) if at_end else first.replace(day=date.day)
+    """The same day of a later month, or its last: where ``at_end``, or where it has no such day."""
+    years, month = divmod(date.month - 1 + months, 12)
+    year, last = date.year + years, calendar.monthrange(date.year + years, month + 1)[1]
+    return date.replace(year=year, month=month + 1, day=last if at_end else min(date.day, last))
 
 
 def read_csv(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from titans_pt.errors import UserError
+from titans_pt.tools.cache import cache_folder
 from titans_pt.tools.files import check_room
 
 MIRROR = "http://deb.debian.org/debian"
@@ -64,8 +65,6 @@ def member(package: Package, path: str) -> Path:
     Raises:
         UserError: the package cannot be downloaded, or is another one.
     """
-    from titans_pt.tools.data_wheels import cache_folder  # imports pooch, which reading settings does not need
-
     folder = cache_folder() / f"debian-{package.name}-{package.version.replace(':', '%3a')}"
     kept = folder / PurePosixPath(path).name
     if kept.is_file():

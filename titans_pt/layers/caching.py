@@ -87,6 +87,8 @@ class Caching(nn.Module):
         return Caches((), (), keys, torch.zeros(rows, 0, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
 
     def cut(self, caches: Caches, length: int, documents: Documents | None) -> list[Piece]:
+        if len(caches.weights) > self.config.slots:
+            raise ValueError(f"state: given one of {len(caches.weights)} caches; this memory has {self.config.slots}")
         starts = None if documents is None else documents.host
         return list(pieces(caches.place.tolist(), length, self.config.segment, starts))
 

@@ -61,6 +61,9 @@ class ShortConvolution(nn.Module):
             state = x.new_zeros(x.shape[0], past, x.shape[2])
         if past == 0:
             return finished(x, silu, unit), state
+        if state.shape != (x.shape[0], past, x.shape[2]):  # C would read beyond its end
+            raise ValueError(f"state: given one of a convolution {tuple(state.shape)}; this one's is "
+                             f"{(x.shape[0], past, x.shape[2])} (rows, conv_width - 1, channels)")  # fmt: skip
         state = state.to(x.dtype)
         reach = None
         if documents is not None:

@@ -453,6 +453,8 @@ class NeuralMemory(nn.Module):
     ) -> tuple[Tensor, NeuralMemoryState]:
         """start: M_0 in place of the learned one (see :meth:`start_after`); a state remembers it where that matters.
         chunk_size: of a call that begins and ends a sequence, whose memory is not cached; None: the configured one."""
+        if state is not None and (state.caches is None) != (self.caching is None):
+            raise ValueError("state: given one of a memory with other caching; pass a state of this memory")
         q, q_state = self.q(x, state and state.q, documents)
         k, k_state = self.k(x, state and state.k, documents)
         v, v_state = self.v(x, state and state.v, documents)

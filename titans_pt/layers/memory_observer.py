@@ -173,12 +173,16 @@ class MemoryObserver:
             handle.remove()
 
 
+def memories_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Every memory of ``model`` that can be observed, by its name there."""
+    kinds = (NeuralMemory, SelfModifyingMemory)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
 @contextmanager
 def observe_memories(model: nn.Module, newest: bool = False) -> Iterator[dict[str, MemoryObserver]]:
     """A MemoryObserver for each memory of ``model``, by its name there, for the length of the ``with``."""
-    kinds = (NeuralMemory, SelfModifyingMemory)
-    memories = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-    observers = {name: MemoryObserver(memory, newest) for name, memory in memories.items()}
+    observers = {name: MemoryObserver(memory, newest) for name, memory in memories_of(model).items()}
     try:
         yield observers
     finally:

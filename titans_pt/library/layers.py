@@ -25,9 +25,10 @@ from titans_pt.layers.documents import Documents
 from titans_pt.layers.memory import MemoryNetwork, NeuralMemoryState
 from titans_pt.layers.memory_observer import MemoryFigures, observe_memories
 from titans_pt.layers.state import compact, rows
+from titans_pt.layers.ttt import TTTNetwork
 from titans_pt.models.backbone import initialise
 from titans_pt.models.mixers import MIXERS, Mixer
-from titans_pt.models.mixers.common import MemoryMixer
+from titans_pt.models.mixers.common import MemoryMixer, Windowed
 from titans_pt.models.mixers.lmm import LMM as _LMM
 from titans_pt.models.mixers.mac import MAC as _MAC
 from titans_pt.models.mixers.mag import MAG as _MAG
@@ -199,6 +200,8 @@ def _mixer_config(
 ) -> ModelConfig:
     sections = {f"model.{kind.name}": set(kind.Settings.model_fields)}
     sections["model"] = ModelConfig.model_fields.keys() - _OF_A_MODEL
+    if not issubclass(kind, Windowed):
+        sections["model"] -= {"window"}
     if issubclass(kind, MemoryMixer):
         sections["model"] |= {"memory"}
         sections["model.memory"] = MemoryConfig.model_fields.keys() - _OF_A_MEMORY
@@ -236,8 +239,12 @@ def _model_config(
     if n_heads is not None:
         tree["n_heads"] = n_heads
     for key, value in settings.items():
-        path = next((path for path, keys in sections.items() if key in keys), None)
-        if path is None:
+        path, *others = [path for path, keys in sections.items() if key in keys] or [""]
+        if rule := next((other for other in others if other.count(".") == 2), None):
+            name = rule.rpartition(".")[2]
+            raise UserError(f"{caller}: keyword {key!r} is a setting of the layer and of its memory's rule; give the "
+                            f"rule's as memory={{'rule': {name!r}, {name!r}: {{{key!r}: {value!r}}}}}")  # fmt: skip
+        if not path:
             known = sorted(set().union(*sections.values()) | {"d_model"})
             (near,) = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise UserError(f"{caller}: unknown keyword {key!r} (given {value!r}); nearest allowed keyword: {near}")
@@ -280,7 +287,8 @@ def _finished(layer: nn.Module, before: Any, y: Tensor, after: Any) -> tuple[Ten
     """The results of a call: a state that keeps nothing else alive, and, after a state, a gradient of 0 for the
     parameters that a sequence's start alone uses (M_0, persistent tokens), which DistributedDataParallel waits for."""
     if before is not None and torch.is_grad_enabled():
-        starts = [p for module in layer.modules() if isinstance(module, MemoryNetwork) for p in module.parameters()]
+        kinds = MemoryNetwork, TTTNetwork
+        starts = [p for module in layer.modules() if isinstance(module, kinds) for p in module.parameters()]
         starts += [p for p in [getattr(layer, "persistent", None)] if p is not None]
         y = y + sum((0 * p.sum() for p in starts if p.requires_grad), y.new_zeros(()))
     return y, after if torch.compiler.is_compiling() or y.shape[1] == 1 else compact(after)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -76,27 +75,3 @@ class Forecaster(nn.Module):
         tokens = lookbacks * self.patches
         blocks = (self.blocks.flops(tokens) + product(self.patch, width)) * tokens
         return (blocks + product(width, self.horizon) * lookbacks) * (self.channels / length)
-
-
-def forecast_errors(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, ...) each -> mean squared and mean absolute error of every sample, (B,) fp32."""
-    off = (y - target).flatten(1)
-    return off.square().mean(1), off.abs().mean(1)
-
-
-class SquaredError(nn.Module):
-    """The mean squared error around a :class:`Forecaster`."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor | dict[str, Tensor]:
-        """x (B, C, N * lookback), target (B, C, N, horizon) -> the mean loss; with weights (B,) also "mae"."""
-        y, _ = self.model(x, output_final_state=not self.training)
-        squares, absolutes = forecast_errors(y, target)
-        if weight is None:
-            loss = squares.mean()
-            return loss * (1.0 + 0.0 * loss.detach())
-        total = weight.sum().clamp(min=torch.finfo(torch.float32).tiny)
-        return {"loss": (squares * weight).sum() / total, "mae": (absolutes * weight).sum() / total}

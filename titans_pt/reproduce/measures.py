@@ -1,6 +1,7 @@
 """Measures of a trained run, by ``titans evaluate`` or here, and the way to find their figures in the results."""
 
 import contextlib
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from titans_pt.config import ModelConfig
-from titans_pt.data_pipeline import TokenFiles
+from titans_pt.config import Config, ModelConfig
+from titans_pt.config.files import validated
+from titans_pt.data_pipeline import TokenFiles, document_begins
 from titans_pt.evaluation import runner
 from titans_pt.evaluation.perplexity import token_losses
-from titans_pt.layers.memory import NeuralMemory
-from titans_pt.layers.self_modifying import SelfModifyingMemory
+from titans_pt.layers.memory_observer import memories_of
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.figures import Figure
 from titans_pt.runs.loaded import load_run
@@ -43,11 +44,61 @@ class Measure:
         freeze = [f"evaluation.perplexity.freeze_after={list(self.frozen)}"]
         return [*self.words, *(freeze if self.frozen and has_memory(model) else [])]
 
-    def take(self, run: Path, words: list[str]) -> dict[str, Any]:
-        """Measures the newest checkpoint of a run; what a killed process has measured is not measured again."""
+    def evaluation(self, config: Config) -> dict[str, Any]:
+        """The settings in ``evaluation`` on which the figures of a run with these settings depend."""
+        stored = {"evaluation": config.evaluation.model_dump(mode="json")}
+        tree = validated(stored, self.settings(config.model), model=False).evaluation.model_dump(mode="json")
+        return {key: tree[key] for key in (self.suite, "precision", "caching") if key in tree}
+
+    def done(self, found: dict[str, Any], config: Config) -> bool:
+        """Whether ``found``, an entry of a record, was measured as a run with these settings is asked.
+
+        Records of before a setting existed lack it; of files, the last names count.
+        """
+        if found.get("words") != self.settings(config.model):
+            return False
+        was, now = found.get("evaluation", {self.suite: found.get("settings", {})}), self.evaluation(config)
+        return all(_last_names(was[key]) == _last_names(_like(now.get(key), was[key])) for key in was)
+
+    def take(self, run: Path, config: Config, before: dict[str, Any]) -> dict[str, Any]:
+        """Measures the newest checkpoint of a run; what a killed process has measured is not measured again.
+
+        Args:
+            config: with the settings of evaluation, which may be others than at the time of training.
+            before: what the record has of this measure.
+
+        Returns:
+            Entry of the record: the suite's summary, "words" and "evaluation", how it was measured.
+        """
+        words = self.settings(config.model)
+        about = {"words": words, "evaluation": self.evaluation(config)}
         if self.suite == "chunks":
-            return {"by_chunk": across_chunks(run)}
-        return runner.evaluate(run, words, suite=self.suite)[self.suite]
+            return about | {"by_chunk": across_chunks(run)}
+        told = [f"evaluation.{key}={json.dumps(value)}" for key, value in self.evaluation(config).items()]
+        found = runner.evaluate(run, told, suite=self.suite)[self.suite]
+        return about | found | ({"asked": _all_asked(before, found)} if "asked" in found else {})
+
+
+def _like(now: Any, was: Any) -> Any:
+    """``now`` with the settings that ``was`` has."""
+    return {key: now[key] for key in was if key in now} if isinstance(now, dict) and isinstance(was, dict) else now
+
+
+def _last_names(value: Any) -> Any:
+    """Settings without folders: where files lie is another matter on every machine."""
+    if isinstance(value, dict):
+        return {key: _last_names(item) for key, item in value.items()}
+    return Path(value).name if isinstance(value, str) else value
+
+
+def _all_asked(before: dict[str, Any], found: dict[str, Any]) -> list[dict]:
+    """Answers about needles, by number and noise, at all lengths that a run was asked for; of a length the newest."""
+    rows: dict[tuple, dict[int, dict]] = {}
+    for row in (*before.get("asked", ()), *found["asked"]):
+        cells = rows.setdefault((row["needles"], row["noise"]), {})
+        cells |= {cell["length"]: cell for cell in row["by_length"]}
+    return [{"needles": needles, "noise": noise, "by_length": [cells[length] for length in sorted(cells)]}
+            for (needles, noise), cells in rows.items()]  # fmt: skip
 
 
 def has_memory(model: ModelConfig) -> bool:
@@ -66,7 +117,11 @@ def across_chunks(run: Path, streams: int = 64) -> list[dict]:
             losses = []
             for start in range(0, streams * length, length):
                 ids = torch.from_numpy(validation.read(start, start + length + 1).astype("int64"))
-                losses.append(float(token_losses(loaded.model, ids, config.evaluation.prefill_tokens).mean()))
+                reset = None
+                if config.data.reset_at_documents:
+                    reset = torch.from_numpy(document_begins(validation.document_starts, start, len(ids)))
+                part = token_losses(loaded.model, ids, config.evaluation.prefill_tokens, reset)
+                losses.append(float(part.mean()))
         mean, tokens = math.fsum(losses) / streams, streams * length
         of_size = {"chunk": size, "loss": mean, "stderr": standard_error(losses), "tokens": tokens}
         found.append(of_size | {"streams": streams, "by_stream": losses})
@@ -76,7 +131,7 @@ def across_chunks(run: Path, streams: int = 64) -> list[dict]:
 @contextlib.contextmanager
 def chunks_of(model: nn.Module, size: int):
     """Inside, the memories of ``model`` take their gradients at the start of chunks of ``size`` tokens."""
-    memories = [module for module in model.modules() if isinstance(module, (NeuralMemory, SelfModifyingMemory))]
+    memories: list[Any] = list(memories_of(model).values())
     before = [memory.config for memory in memories]
     try:
         for memory in memories:
@@ -198,22 +253,13 @@ def nats(result: dict) -> Figure:
     return Figure("number", result["loss"], result["tokens"])
 
 
-def classified(column: str) -> Find:
-    """Accuracy on a labelled set's test, or on the part of it that a column names."""
+def classified(column: str, correlation: bool = False) -> Find:
+    """Accuracy on a labelled set's test, or on the part of it that a column names; or Matthews' correlation there."""
+    kind, figure = ("number", "mcc") if correlation else ("accuracy", "mean")
 
     def find(result: dict) -> Figure | None:
         row = result["columns"].get(column)
-        return row and Figure("accuracy", row["mean"], row["n"])
-
-    return find
-
-
-def correlation(column: str) -> Find:
-    """Matthews' correlation there."""
-
-    def find(result: dict) -> Figure | None:
-        row = result["columns"].get(column)
-        return row and Figure("number", row["mcc"], row["n"])
+        return row and Figure(kind, row[figure], row["n"])
 
     return find
 

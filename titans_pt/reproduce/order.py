@@ -61,7 +61,7 @@ def chosen(study: Study, order: Order) -> Study:
 
 
 def seeds_of(study: Study, row: Row, order: Order) -> tuple[int, ...]:
-    return tuple(order.seeds) if order.seeds is not None else study.seeds.get(row.key, (0,))
+    return tuple(sorted(set(order.seeds))) if order.seeds is not None else study.seeds.get(row.key, (0,))
 
 
 def run_name(row: Row, seed: int) -> str:

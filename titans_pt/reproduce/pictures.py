@@ -124,11 +124,14 @@ def recall(shown: Seeds, start: Path) -> list[Path]:
         if variant not in ("", "memory-off") or not measured:
             continue
         for axes, by in zip(others, ("pairs", "distance"), strict=True):
-            places = [row[by] for row in measured[0][f"by_{by}"]]
-            each = [[100 * row["mean"] for row in result[f"by_{by}"]] for result in measured]
-            axes.plot(places, [sum(column) / len(measured) for column in zip(*each, strict=True)], **style)
+            each: dict[int, list[float]] = {}  # seeds may have been asked different questions
+            for result in measured:
+                for row in result[f"by_{by}"]:
+                    each.setdefault(row[by], []).append(100 * row["mean"])
+            axes.plot(sorted(each), [sum(each[place]) / len(each[place]) for place in sorted(each)], **style)
             if len(measured) > 1:
-                axes.plot(places, list(zip(*each, strict=True)), ".", color=inks[model]["color"], alpha=0.5)
+                dots = [(place, mean) for place, means in each.items() for mean in means]
+                axes.plot(*zip(*dots, strict=True), ".", color=inks[model]["color"], alpha=0.5)
     learning.set_xlabel("tokens of training")
     learning.set_ylabel("accuracy (%)")
     trained = next((seeds[0]["config"]["recall"] for seeds in shown.values()), {})

@@ -128,7 +128,7 @@ class Run:
         if record and record["failed"]:
             return []
         found = record["measured"] if record else {}
-        undone = [m.name for m in self.measures if found.get(m.name, {}).get("words") != m.settings(self.config.model)]
+        undone = [m.name for m in self.measures if not m.done(found.get(m.name, {}), self.config)]
         return [*(() if record else ("training",)), *undone]
 
     def begin(self, trained: dict[str, Any], failed: str) -> dict[str, Any]:
@@ -178,8 +178,8 @@ class Run:
                     f"{records.path(self.name)}: trained elsewhere, and {folder.path} has no weights to measure "
                     f"{measure.name} of; copy the run's folder there, or delete the record to train it again"
                 )
-            words = measure.settings(config.model)
-            record["measured"][measure.name] = {"words": words, **measure.take(folder.path, words)}
+            before = record["measured"].get(measure.name, {})
+            record["measured"][measure.name] = measure.take(folder.path, config, before)
             records.write(self.name, record)
         return 0
 

@@ -168,7 +168,8 @@ def _babilong(size: str) -> Study:
     tasks = ("qa1", "qa2", "qa3", "qa4", "qa5")
     columns = tuple(Column(_short(n), "babilong", measures.mean_of(tasks, (n,)), _short(n)) for n in lengths)
     rows = tuple(Row(model) for model in ("mac", "mag", "mal", "lmm", "transformer", "gated_deltanet", "rmt"))
-    note = "Few-shot, of the pretrained models; the published figures are of fine-tuned ones (docs/evaluation.md)."
+    note = ("Few-shot, of the pretrained models, in the text of evaluation.babilong.haystack (Python's documentation "
+            "unless set); the published figures are of fine-tuned ones in PG19's books.")  # fmt: skip
     return Study("babilong", "BABILong", size, rows, columns, _measures(size, "babilong"), size, note)
 
 

@@ -52,6 +52,13 @@ def convert_run(
                         "converted: name a run of those, such as titans import writes")  # fmt: skip
     path = run.tokenizer.path
     settings = validated(_settings(run, Path(out), to, window, sinks, layers), overrides)
+    if "swa" in run.config.model.kinds and settings.data.seq_len > run.config.model.window:
+        seen = run.config.model.window
+        raise UserError(f"{source}: its attention sees {seen} tokens, and a conversion takes it for full attention; "
+                        f"give data.seq_len={seen} or less, of which it sees all")  # fmt: skip
+    if settings.model.mlp_periods:
+        raise UserError(f"model.mlp_periods: given {settings.model.mlp_periods}; a conversion has none: it begins as "
+                        "its source, to which the levels would add")  # fmt: skip
     torch.manual_seed(settings.run.seed)
     fresh = build_model(settings.model, run.tokenizer.vocab_size)
     given, kept = merged(run.model), [name for name, _ in run.model.named_parameters()]

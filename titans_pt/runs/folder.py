@@ -25,6 +25,16 @@ log = logging.getLogger(__name__)
 _PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "sentencepiece", "triton", "wandb")
 
 
+class _LogFile(logging.FileHandler):
+    """A log whose disk may be full: what ends the run says that, and which file it was."""
+
+    def handleError(self, record: logging.LogRecord): ...
+
+    def close(self):
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 class RunFolder:
     """The paths of a run folder, and what is written there once.
 
@@ -102,8 +112,9 @@ class RunFolder:
             self.diverged.unlink(missing_ok=True)
             ours = logging.getLogger("titans_pt")
             to_file, to_screen = (
-                logging.FileHandler(self.log, encoding="utf-8", errors="backslashreplace"), logging.StreamHandler()
-            )  # fmt: skip
+                _LogFile(self.log, encoding="utf-8", errors="backslashreplace"),
+                logging.StreamHandler(),
+            )
             to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
             to_screen.setFormatter(logging.Formatter("titans: %(levelname)s: %(message)s"))
             to_screen.setLevel(logging.WARNING)

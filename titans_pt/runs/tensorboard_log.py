@@ -1,5 +1,6 @@
 """The metrics for TensorBoard: ``tensorboard --logdir runs`` compares all runs in a folder."""
 
+import contextlib
 from typing import Any
 
 from titans_pt.errors import UserError
@@ -30,13 +31,22 @@ class TensorBoardLog:
         self._writer = SummaryWriter(str(folder.tensorboard), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, Any]):
+        """
+        Raises:
+            OSError: the disk is full, for example; nothing more is written then.
+        """
         if self._writer is None:
             return
-        for name, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        try:
+            for name, value in values.items():
+                if value is not None:
+                    self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        except OSError:
+            self._writer = None
+            raise
 
     def close(self):
         if self._writer is not None:
-            self._writer.close()
+            with contextlib.suppress(OSError):  # a full disk has been told of
+                self._writer.close()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from titans_pt.errors import UserError
 from titans_pt.layers.loss import cross_entropy
 from titans_pt.models import LanguageModel, build_model
 from titans_pt.parallel import RankGroup
@@ -23,8 +24,9 @@ from titans_pt.tasks.next_token import NextTokenLoss
 from titans_pt.tasks.writing import with_write_cost, write_gates
 from titans_pt.tools.records import digest
 
-EVALUATION_SEED = 2**31
-"""Seed of the samples of validation and evaluation: far from any usual run.seed, whose samples training draws."""
+VALIDATION_SEED, EVALUATION_SEED = 2**31, 2**31 + 1
+"""Seeds of the samples of validation, which may end a training (train.stop_when), and of evaluation: no run.seed, whose
+samples training draws. Until version 0.2.0 evaluation had validation's."""
 ENOUGH = 0.99
 """Share of a row's answers that must be right before its writes cost something. A cost from the first step on would
 close gates before the model knows what they are good for."""
@@ -45,9 +47,11 @@ class Questions(Protocol):
 
 def stacked(questions: Questions, seed: int, first: int, rows: int) -> tuple[Tensor, Tensor]:
     """Samples first .. first + rows - 1: ids (rows, length) and places (rows, P), both int64."""
-    samples = [questions.sample(seed, first + row) for row in range(rows)]
-    ids, places = (np.stack(part) for part in zip(*samples, strict=True))
-    return torch.from_numpy(ids), torch.from_numpy(places)
+    ids, places = np.empty((rows, questions.length), dtype=np.int64), []
+    for row in range(rows):  # samples of millions of tokens are in memory once
+        ids[row], asked = questions.sample(seed, first + row)
+        places.append(asked)
+    return torch.from_numpy(ids), torch.from_numpy(np.stack(places))
 
 
 class PackedQuestions:
@@ -195,10 +199,13 @@ class AnswerTask(Task):
 
     def open(self) -> TaskData:
         length, seed = self.config.data.seq_len, self.config.run.seed
+        if seed in (VALIDATION_SEED, EVALUATION_SEED):
+            raise UserError(f"run.seed: given {seed}, with which the samples of validation or evaluation are drawn; "
+                            "give another")  # fmt: skip
         told = digest(self.settings.model_dump(mode="json"), self.config.model.vocab_size)
         return TaskData(
             self.packed(self.questions, length, seed),
-            self.packed(lambda position: self.questions(None), length, EVALUATION_SEED),
+            self.packed(lambda position: self.questions(None), length, VALIDATION_SEED),
             {"data": told}, -math.log(self.chance),
         )  # fmt: skip
 

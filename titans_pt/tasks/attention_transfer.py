@@ -15,7 +15,7 @@ from titans_pt.models.mixers import MIXERS
 from titans_pt.models.mixers.base import Need
 from titans_pt.models.mixers.common import BesideAttention
 from titans_pt.parallel import RankGroup
-from titans_pt.tasks.base import TASKS, TaskData, nan_unless_finite, with_weights
+from titans_pt.tasks.base import TASKS, TaskData, nan_unless_finite, refuse, with_weights
 from titans_pt.tasks.language import Language
 
 
@@ -50,13 +50,20 @@ class AttentionTransfer(Language):
         )
         dropout = config.model.section("mab").get("attention_dropout", 0)
         need(not dropout, "model.mab.attention_dropout", dropout, f"must be 0 with task={cls.name}; stage 2 takes it")
-        for path, given in (
-            ("parallel.context", config.parallel.context > 1),
-            ("parallel.sequence", config.parallel.sequence),
-            ("train.wavefront", config.train.wavefront is not None),
-        ):
-            section, _, key = path.partition(".")
-            need(not given, path, getattr(getattr(config, section), key), f"not with task={cls.name}; leave it out")
+        seen = config.model.window + config.model.attention.sinks
+        need(
+            seen < config.data.seq_len,
+            "data.seq_len",
+            config.data.seq_len,
+            f"above {seen}, model.window and model.attention.sinks: the window misses nothing of shorter samples",
+        )
+        periods = config.model.mlp_periods
+        need(not periods, "model.mlp_periods", periods, f"not with task={cls.name}, which does not run the levels")
+        context = config.parallel.context
+        need(context == 1, "parallel.context", context, f"not with task={cls.name}; leave it out")
+        refuse(
+            config, need, cls.name, "parallel.sequence", "train.wavefront", "train.z_loss", "model.memory.write_cost"
+        )
 
     def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
         return AttentionTransferLoss(model)
@@ -68,9 +75,17 @@ class AttentionTransfer(Language):
         return replace(super().open(), baseline=1.0)
 
 
+LEAST = 1e-3
+"""Share of full attention's squared output that a window misses at least, in the loss."""
+
+
 class AttentionTransferLoss(nn.Module):
-    """The model and its loss: the mean over layers of |y - f|^2 / |w - f|^2, y a layer's output, f that of full
-    attention, w that of the window alone. 1 is what a conversion begins with, 0 is full attention."""
+    """The model and its loss: the mean over layers and rows of |y - f|^2 / |w - f|^2, y a layer's output, f that of
+    full attention, w that of the window alone. 1 is what a conversion begins with, 0 is full attention.
+
+    Where a row's window misses next to nothing of full attention (documents no longer than it), |w - f|^2 is taken as
+    LEAST |f|^2: such a row would outweigh all others.
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -101,7 +116,8 @@ class AttentionTransferLoss(nn.Module):
                 with torch.no_grad():
                     window = cast(BesideAttention, block.mixer).limited(before, documents)
                 y = blocks.call(_mixed, block, before, documents)
-                errors[n] = _squares(y, full) / _squares(window, full).clamp(min=torch.finfo(torch.float32).tiny)
+                least = LEAST * full.float().square().sum((1, 2)) + torch.finfo(torch.float32).tiny
+                errors[n] = _squares(y, full) / torch.maximum(_squares(window, full), least)
         if weight is not None:
             layers = {n: with_weights(error, weight) for n, error in errors.items()}
             return {"loss": torch.stack(list(layers.values())).mean()} | {f"layer_{n}": e for n, e in layers.items()}

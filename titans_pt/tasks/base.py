@@ -181,6 +181,15 @@ def backbone_of(model: nn.Module) -> Backbone:
     return found
 
 
+def refuse(config: Config, need: Need, name: str, *paths: str):
+    """Refuses settings that the task ``name`` does not serve: all that are set, or true, or above 0."""
+    for path in paths:
+        given: Any = config
+        for key in path.split("."):
+            given = getattr(given, key)
+        need(not given, path, given, f"not with task={name}; leave it out")
+
+
 def with_weights(losses: Tensor, weight: Tensor) -> Tensor:
     """Mean of (B,) figures with the weights (B,), fp32; 0 where all weights are."""
     return (losses * weight).sum() / weight.sum().clamp(min=torch.finfo(torch.float32).tiny)

@@ -30,7 +30,7 @@ from titans_pt.models.backbone import Backbone, initialise
 from titans_pt.models.mixers.base import Need
 from titans_pt.parallel import RankGroup
 from titans_pt.runs.folder import RunFolder
-from titans_pt.tasks.base import TASKS, Task, TaskData, nan_unless_finite, with_weights
+from titans_pt.tasks.base import TASKS, Task, TaskData, nan_unless_finite, refuse, with_weights
 from titans_pt.tasks.places import Places
 from titans_pt.tools.files import write_text
 
@@ -195,11 +195,7 @@ class ClassifyDna(Task):
              "only with classify_dna.path")  # fmt: skip
         need((settings.crop or 0) <= config.data.seq_len, "classify_dna.crop", settings.crop,
              f"at most data.seq_len={config.data.seq_len}")  # fmt: skip
-        need(not config.model.memory.write_cost, "model.memory.write_cost", config.model.memory.write_cost,
-             "must be 0 for task=classify_dna, which has no such cost")  # fmt: skip
-        need(not config.train.z_loss, "train.z_loss", config.train.z_loss, "must be 0 for task=classify_dna")
-        need(not config.parallel.sequence, "parallel.sequence", True,
-             "must be false for task=classify_dna, whose mean is over whole sequences")  # fmt: skip
+        refuse(config, need, cls.name, "model.memory.write_cost", "train.z_loss", "parallel.sequence")
 
     # ---- the model
 

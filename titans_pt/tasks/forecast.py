@@ -9,18 +9,18 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titans_pt.config import Config, PathName, Positive, Section
 from titans_pt.errors import UserError
 from titans_pt.forecasting.datasets import channels_of, load
 from titans_pt.forecasting.protocol import Protocol, Scale, Windows, errors, last_value, protocol
 from titans_pt.forecasting.series import Series, read_csv
-from titans_pt.models.forecaster import Forecaster, SquaredError, patches_of
+from titans_pt.models.forecaster import Forecaster, patches_of
 from titans_pt.models.mixers.base import Need
 from titans_pt.parallel import RankGroup
 from titans_pt.runs.folder import RunFolder
-from titans_pt.tasks.base import TASKS, Task, TaskData
+from titans_pt.tasks.base import TASKS, Task, TaskData, nan_unless_finite, refuse, with_weights
 from titans_pt.tasks.places import Places
 from titans_pt.tools.files import write_text
 from titans_pt.tools.records import digest
@@ -126,12 +126,7 @@ class Forecast(Task):
             f"must be forecast.patch={patch} and a multiple of forecast.stride={stride}, such as {least}",
         )
         need(stride <= patch, "forecast.stride", stride, f"at most forecast.patch={patch}")
-        for path, given in (
-            ("model.memory.write_cost", config.model.memory.write_cost),
-            ("train.z_loss", config.train.z_loss),
-            ("parallel.sequence", config.parallel.sequence),
-        ):
-            need(not given, path, given, "not for task=forecast; leave it out")
+        refuse(config, need, cls.name, "model.memory.write_cost", "train.z_loss", "parallel.sequence")
 
     # ---- the model
 
@@ -233,6 +228,23 @@ class Forecast(Task):
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path}: missing or damaged ({error!r}); the same titans train command writes it "
                             "again") from None  # fmt: skip
+
+
+class SquaredError(nn.Module):
+    """The mean squared error around a :class:`Forecaster`."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor | dict[str, Tensor]:
+        """x (B, C, N * lookback), target (B, C, N, horizon) -> the mean loss; with weights (B,) also "mae"."""
+        y, _ = self.model(x, output_final_state=not self.training)
+        off = (y - target).flatten(1)
+        squares = off.square().mean(1)
+        if weight is None:
+            return nan_unless_finite(squares.mean())
+        return {"loss": with_weights(squares, weight), "mae": with_weights(off.abs().mean(1), weight)}
 
 
 def fingerprint(series: Series) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from titans_pt.config import Config, Section
 from titans_pt.models.mixers.base import Need
-from titans_pt.tasks.answers import EVALUATION_SEED, AnswerLoss, AnswerTask, PackedQuestions
+from titans_pt.tasks.answers import VALIDATION_SEED, AnswerLoss, AnswerTask, PackedQuestions
 from titans_pt.tasks.base import TASKS
 from titans_pt.tasks.groups import Group, group
 
@@ -139,7 +139,7 @@ class Arithmetic(States):
     def chance(self) -> float:
         """The share of the commonest value among a thousand expressions: products make it 0."""
         size = min(self.length, SETTLED)
-        drawn = (self._drawn(np.random.default_rng([EVALUATION_SEED, n]), size)[1][-1] for n in range(1000))
+        drawn = (self._drawn(np.random.default_rng([VALIDATION_SEED, n]), size)[1][-1] for n in range(1000))
         return float(np.bincount(list(drawn)).max() / 1000)
 
     def _drawn(self, draw: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import platform
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,9 +18,9 @@ from titans_pt.config import Config, config_hash
 from titans_pt.config.checks import stop_condition
 from titans_pt.data_pipeline import Loader
 from titans_pt.data_pipeline.loader import collate
+from titans_pt.errors import UserError
 from titans_pt.evaluation import runner
-from titans_pt.layers.memory import NeuralMemory
-from titans_pt.layers.self_modifying import SelfModifyingMemory
+from titans_pt.layers.memory_observer import memories_of
 from titans_pt.runs import checkpoints
 from titans_pt.runs.checkpoints import TrainerState
 from titans_pt.runs.folder import RunFolder
@@ -64,12 +65,26 @@ def train(config: Config) -> int:
         ranks.on_first(lambda: _announce(task, ranks))  # before anything is written
         folder = RunFolder(config.run.dir)
         data = task.open()
+        _check_alike(data, config, ranks)
         ranks.on_first(lambda: stack.enter_context(folder.opened()) and None)
         ranks.on_first(lambda: _announce_epochs(config, data))
         stack.enter_context(watch.stacks_in(folder.stacks))
         trainer = Trainer(task, data, folder, ranks, signals, watch)
         stack.callback(trainer.close)
+        stack.callback(watch.end)  # before W&B sends what is left, for however long
         return trainer.run()
+
+
+def _check_alike(data: TaskData, config: Config, ranks: Ranks):
+    """
+    Raises:
+        UserError: on all ranks: the data of one is other than that of rank 0, as after a copy to some nodes' own disks.
+    """
+    of_ranks = ranks.gather_objects((data.identity, platform.node()))
+    for rank, (identity, node) in enumerate(of_ranks):
+        if identity != of_ranks[0][0]:
+            raise UserError(f"data.dir: {config.data.dir} on {node} (rank {rank}) holds other data than on "
+                            f"{of_ranks[0][1]} (rank 0); copy the same files to all nodes")  # fmt: skip
 
 
 @dataclass
@@ -156,7 +171,7 @@ class Trainer:
         """Opens what rank 0 writes to; returns the metrics of the steps already done."""
         self.folder.write_settings(self.config)
         self.task.keep(self.folder)
-        self.metrics = MetricsLog(self.folder.metrics, self.step)
+        self.metrics = MetricsLog(self.folder.metrics, self.step, branch)
         records = read_metrics(self.folder.metrics)
         self.wandb = WandbLog(self.config, self.folder, state.wandb_id if state else None, branch)
         if self.wandb.begins:  # its curves begin where the run's do
@@ -301,7 +316,7 @@ class Trainer:
         The training pass cannot serve: hooks do not fire inside a compiled block. All ranks take part, since a forward
         pass may be collective.
         """
-        if not any(isinstance(module, (NeuralMemory, SelfModifyingMemory)) for module in self.engine.model.modules()):
+        if not memories_of(self.engine.model):
             return {}
         first = tuple(None if part is None else part[:1] for part in batch)
         with memory_probe(self.engine.model) as means, torch.compiler.set_stance("force_eager"):
@@ -371,6 +386,8 @@ class Trainer:
             return False
         figure, sign, value = stop_condition(self.config.train.stop_when)
         found = self.validation[f"validation_{figure}"]
+        if found is None:  # NaN, as the metrics have it after a resume
+            return False
         return found >= value if sign == ">=" else found <= value
 
     def _validation_batches(self, samples: Samples, count: int) -> Iterator[tuple[tuple[Tensor | None, ...], Tensor]]:
@@ -491,13 +508,13 @@ class Trainer:
     def _log(self, kind: str, **values):
         if self.ranks.first:
             assert self.metrics and self.wandb and self.tensorboard
+            numbers = _numbers(kind, values)
             try:
                 self.metrics.write(kind, self.step, **values)
+                self.tensorboard.write(self.step, numbers)
             except OSError as error:
                 self.saver.report(error)
-            numbers = _numbers(kind, values)
             self.wandb.write(self.step, numbers)
-            self.tensorboard.write(self.step, numbers)
 
     def _say(self, text: str):
         if self.ranks.first:

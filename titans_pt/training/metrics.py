@@ -31,11 +31,16 @@ class MetricsLog:
     "evaluation": figures of summary.json, by their paths in it.
     """
 
-    def __init__(self, path: Path, resumed_step: int):
+    def __init__(self, path: Path, resumed_step: int, branch: bool = False):
         """Opens the file to append; records after ``resumed_step`` are removed, since those steps are repeated.
 
-        A file with lines that cannot be read is kept under another name: what is left of them may be worth a look.
+        Before a ``branch`` the file is kept under another name, for comparison with the curve that the run leaves; one
+        with lines that cannot be read is kept likewise.
         """
+        if branch and path.is_file():
+            copy = _free(path.with_name(f"{path.stem}.before-{resumed_step}{path.suffix}"))
+            shutil.copyfile(path, copy)
+            log.info("the curves so far are kept as %s", copy)
         records, damaged = _read(path)
         if damaged:
             copy = _free(path.with_name(f"{path.stem}.damaged{path.suffix}"))

@@ -195,6 +195,7 @@ def cost_of(task: Task) -> Cost:
     parameters = sum(p.numel() for p in model.parameters())
     tokens = train.max_steps * train.batch_tokens
     kept = train.keep_last + (train.max_steps // train.keep_every if train.keep_every else 0)
+    kept += 1 + bool(train.patience)  # the new one is whole before the oldest goes; the best one stays
     checkpoints = min(kept, -(-train.max_steps // train.checkpoint_every))
     flops = tokens * model.flops(config.data.seq_len).total
     rows, length = task.sequences(tokens // config.data.seq_len, config.data.seq_len)

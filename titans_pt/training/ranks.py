@@ -87,6 +87,13 @@ class Ranks:
         dist.all_gather(found, own)
         return [each.tolist() for each in found]
 
+    def gather_objects(self, value: T) -> list[T]:
+        """The values of every rank, by rank; anything that can be pickled."""
+        found: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(found, value)
+        return found
+
 
 @contextmanager
 def process_group(timeout: float = 600.0):

@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 class Watchdog:
     """``with Watchdog(ranks, timeout) as watchdog``: a thread that watches training, which calls :meth:`at`.
 
-    Every rank reports its place to the store of the process group. When a rank has been at one place for ``timeout``
-    seconds (a collective that a peer never joined, a disk that does not answer), every rank writes its stacks, one rank
-    prints all places, and the process ends with status 1: torchrun then ends or restarts the others.
+    Every rank reports its place to the store of the process group. When no rank has come to a new place for ``timeout``
+    seconds (in a collective that a peer never joined, at a disk that does not answer), every rank writes its stacks,
+    one rank prints all places, and the process ends with status 1: torchrun then ends or restarts the others.
 
     Time in which the watch itself did not run does not count: a job that was suspended (SIGSTOP, a laptop asleep) finds
     the clock an hour later, and is not at fault. A rank that moves on before the end is left alone.
@@ -65,6 +65,10 @@ class Watchdog:
         return self
 
     def __exit__(self, *error):
+        self.end()
+
+    def end(self):
+        """Stops watching: what follows may take any time."""
         self._ended.set()
         for thread in self._threads:
             thread.join(1.0)
@@ -129,6 +133,10 @@ class Watchdog:
         stood = self._stood
         with contextlib.suppress(dist.DistError):  # then _look ends this process
             while self._stands(place):
+                if self._others_move():  # this one waits for them: for their samples of an evaluation, say
+                    self._unanswered = 0
+                    self._ended.wait(self._interval)
+                    continue
                 if self._store.add("stalled", 1) == 1:
                     for _ in range(3):  # the others report their places and write their stacks; one pause may be a gap
                         self._unanswered = 0
@@ -150,6 +158,13 @@ class Watchdog:
 
     def _stands(self, place: tuple[str, float]) -> bool:
         return self._place is place and not self._ended.is_set()
+
+    def _others_move(self) -> bool:
+        """Whether another rank has come to a new place within ``timeout``."""
+        places = self._places()
+        latest = max((alive for _, _, alive, *_ in places.values()), default=0.0)
+        ages = [age + latest - alive for rank, (_, age, alive, *_) in places.items() if rank != self.ranks.rank]
+        return min(ages, default=self.timeout) < self.timeout
 
     def _stalled(self) -> bool:
         """Whether a rank is said to stand still."""

@@ -21,12 +21,16 @@ def check(cases: list[dict], spills: int = 0):
     words = [sys.executable, str(Path(__file__).with_name("compile_offline.py")), json.dumps(cases)]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
     assert done.returncode == 0, done.stderr[-3000:]
+    unknown = set()
     for found in map(json.loads, done.stdout.splitlines()):
         assert found["registers"] <= 255 and found["shared"] <= SHARED, found
         version = ".".join(found["triton"].split(".")[:2])
         if version not in ("3.9", *OLDER):
-            pytest.skip(f"compiled, but nobody measured the spills under Triton {version}")
+            unknown.add(version)
+            continue
         assert found["spills"] <= spills + OLDER.get(version, 0), found
+    if unknown:
+        pytest.skip(f"compiled, but nobody measured the spills under Triton {', '.join(unknown)}")
 
 
 def test_mamba_backward():

@@ -72,8 +72,17 @@ def test_a_name_without_its_file(tmp_path):
         load("nothing", tmp_path)
     (tmp_path / "weather.csv").write_text("date,a\n2020-01-01 00:00,1\n2020-01-01 00:10,2\n2020-01-01 00:40,3\n")
     found = load("Weather", tmp_path)
-    assert found.name == load(str(tmp_path / "weather.csv"), tmp_path).name == "Weather"
     assert rows_of_a_day(found) == 144 and "1 of 2 steps" in found.notes[0], "rows as everybody takes them"
+    with pytest.raises(UserError, match="gap"):  # somebody's own file of that name, by its path
+        load(str(tmp_path / "weather.csv"), tmp_path)
+    own = load(str(tmp_path / "weather.csv"), tmp_path, gaps="fill")
+    assert own.name == "weather" and rows_of_a_day(own) == 144
+    columns = ",".join(f"c{n}" for n in range(7))
+    rows = [f"2020-01-0{day},{','.join('1234567')}" for day in (1, 2, 3)]
+    (tmp_path / "ETTh1.csv").write_text("\n".join([f"date,{columns}", *rows]))
+    assert load(str(tmp_path / "ETTh1.csv"), tmp_path).name == "ETTh1"
+    (tmp_path / "ETTh1.csv").write_text("date,a\n2020-01-01,1\n2020-01-02,2\n2020-01-03,3\n")
+    assert load(str(tmp_path / "ETTh1.csv"), tmp_path).name == "ETTh1.csv", "no benchmark's splits"
 
 
 REAL = {"ETTh1": (0.438, 0.427), "ETTh2": (0.373, 0.397), "simbench-generation": (0.5516, 0.4735),

@@ -138,4 +138,8 @@ def test_dates_go_on():
     assert Series("a", ["a"], np.zeros((3, 1)), hours).following(2) == ["2020-02-29 01:00:00", "2020-02-29 02:00:00"]
     months = [datetime(2020, month, 1) for month in (10, 11, 12)]
     assert Series("a", ["a"], np.zeros((3, 1)), months).following(2) == ["2021-01-01 00:00:00", "2021-02-01 00:00:00"]
+    monthly = [datetime(2020, month, 30) for month in (10, 11, 12)]
+    assert Series("a", ["a"], np.zeros((3, 1)), monthly).following(3) == [
+        "2021-01-30 00:00:00", "2021-02-28 00:00:00", "2021-03-30 00:00:00",
+    ]  # fmt: skip
     assert Series("a", ["a"], np.zeros((3, 1))).following(2) == ["3", "4"]

@@ -9,7 +9,7 @@ import pytest
 
 from titans_pt.errors import UserError
 from titans_pt.genomics.packages import BOWTIE, CCT, Package, member
-from titans_pt.tools.data_wheels import cache_folder
+from titans_pt.tools.cache import cache_folder
 
 
 def deb(files: dict[str, bytes]) -> bytes:

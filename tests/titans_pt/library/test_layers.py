@@ -140,3 +140,16 @@ def test_a_rules_own_settings_are_keywords():
     assert layer.config.section("omega")["window"] == 3
     with pytest.raises(UserError, match="unknown keyword 'window'"):
         NeuralMemory(16, window=3)
+
+
+def test_a_keyword_that_a_layer_would_ignore_is_refused():
+    for kind in (LMM, MAC):
+        with pytest.raises(UserError, match="unknown keyword 'window'"):
+            kind(16, window=4)
+        assert kind(16, rule="omega", window=8).memory.gates.rule.window == 8
+    with pytest.raises(
+        UserError, match="MAG: keyword 'window' is a setting of the layer and of its memory's rule; give"
+    ):
+        MAG(16, rule="omega", window=8)
+    layer = MAG(16, window=8, memory={"rule": "omega", "omega": {"window": 2}})
+    assert (layer.attention.window, layer.memory.gates.rule.window) == (8, 2)

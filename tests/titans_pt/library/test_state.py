@@ -148,6 +148,38 @@ def test_a_state_of_another_memory_is_refused(other, dtype):
         layer(x, state)
 
 
+RULES = {
+    "a window after none": ({}, {"rule": "omega", "window": 4}),
+    "another window": ({"rule": "omega", "window": 4}, {"rule": "omega", "window": 8}),
+    "none after a window": ({"rule": "omega", "window": 4}, {}),
+    "caching after none": ({}, {"caching": {"segment": 4}}),
+    "none after caching": ({"caching": {"segment": 4}}, {}),
+    "fewer caches": ({"caching": {"segment": 4, "slots": 3}}, {"caching": {"segment": 4, "slots": 1}}),
+    "another convolution": ({"conv_width": 2}, {"conv_width": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", RULES)
+def test_a_state_of_another_rule_caching_or_convolution_is_refused(change):
+    one, two = RULES[change]
+    x = torch.randn(2, 13, 16)
+    _, state = NeuralMemory(16, **SMALL | one)(x)
+    layer = NeuralMemory(16, **SMALL | two)
+    if change == "a window after none":  # as if the window began there
+        assert layer(x, state)[0].isfinite().all()
+        return
+    with pytest.raises(ValueError, match="state"):
+        layer(x, state)
+
+
+@pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp"])
+def test_after_a_state_every_parameter_of_ttt_has_a_gradient(name):
+    layer, x = mixer(name, 16, n_heads=2), torch.randn(2, 5, 16)
+    y, _ = layer(x, detach_state(layer(x)[1]))
+    gradients = torch.autograd.grad(y.square().sum(), list(layer.parameters()), allow_unused=True)
+    assert all(gradient is not None for gradient in gradients)
+
+
 def test_a_state_keeps_nothing_else_alive(layer):
     with torch.no_grad():
         _, state = layer(torch.randn(1, 600, 16, dtype=torch.float64))

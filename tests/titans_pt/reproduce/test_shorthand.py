@@ -51,6 +51,9 @@ def test_what_was_trained_is_asked_again_and_not_trained_again(tmp_path, capsys)
     assert {path.name for path in tmp_path.glob("needles-*.png")} == {
         "needles-training.png", "needles-2-seen.png", "needles-4-seen.png", "needles-2-unseen.png"
     }  # fmt: skip
+    assert needles(tmp_path, "--asked", "64") == 0, "a later question stands beside the earlier one"
+    measured = records(tmp_path)["lmm-s0"]["measured"]["needles"]
+    assert [cell["length"] for cell in measured["asked"][0]["by_length"]] == [32, 64]
     assert needles(tmp_path, "train.lr=1e-3") == 2
     assert "train.lr=0.003, asked for is 0.001; choose another" in capsys.readouterr().err
 

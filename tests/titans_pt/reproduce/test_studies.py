@@ -9,6 +9,7 @@ import yaml
 import titans_pt
 from tests.titans_pt.reproduce.records import record
 from titans_pt.benchmarks.training import Case, Measurement, case_config
+from titans_pt.config.files import validated
 from titans_pt.errors import UserError
 from titans_pt.reproduce import timing
 from titans_pt.reproduce.measures import TRAINING
@@ -28,6 +29,12 @@ OUT = Path("out")
 def runs(target="table1", size="tiny", **asked):
     order = Order(OUT, **asked)
     return runs_of(chosen(study(target, size), order), order)
+
+
+def measure_of(run, *words):
+    """(settings of the evaluation, config) of a run with other words."""
+    config = validated(run.config.model_dump(mode="json"), words)
+    return run.measures[0].evaluation(config), config
 
 
 PLANNED = [(target, size) for target in TARGETS for size in ("tiny", "paper" if target in OF_THEIR_OWN else "400m")
@@ -135,6 +142,33 @@ def test_what_changes_a_result_is_another_run(word):
 def test_speed_and_files_are_the_machines(word):
     [base], [other] = runs(models=["rmt"], seeds=[0]), runs(models=["rmt"], seeds=[0], words=[word])
     assert decisive(base.config.model_dump(mode="json")) == decisive(other.config.model_dump(mode="json"))
+
+
+def test_an_evaluation_with_other_settings_is_another_measurement():
+    [run] = runs("recall", models=["swa"], seeds=[0])
+    [other] = runs("recall", models=["swa"], seeds=[0], words=["evaluation.recall.sequences=64"])
+    [half] = runs("recall", models=["swa"], seeds=[0], words=["evaluation.precision=bf16"])
+    (measure,) = run.measures
+    found = {"words": [], "evaluation": measure.evaluation(run.config)}
+    assert measure.done(found, run.config)
+    assert not measure.done(found, other.config) and not measure.done(found, half.config)
+    before = {"words": [], "settings": {"sequences": 512}}  # of a version that knew one setting
+    assert measure.done(before, run.config) and not measure.done(before, other.config)
+    assert measure.done({"words": []}, run.config), "of an earlier version"
+    [text] = runs("babilong", models=["rmt"], seeds=[0])
+    moved = measure_of(text, "evaluation.babilong.haystack={kind: files, path: /a/pg19}")
+    again = measure_of(text, "evaluation.babilong.haystack={kind: files, path: /b/pg19}")
+    assert text.measures[0].done(
+        {"words": text.measures[0].settings(text.config.model), "evaluation": moved[0]}, again[1]
+    )
+
+
+def test_the_order_of_seeds_means_nothing():
+    for seeds in ([1, 0], [0, 1, 1]):
+        found = runs("table4", models=["lmm"], seeds=seeds)
+        names = [run.name for run in found]
+        assert len(names) == len(set(names))
+        assert all(run.before for run in found if run.config.train.init_from)
 
 
 def test_a_record_counts_as_long_as_the_settings_of_its_own_model_stay(tmp_path, monkeypatch):

@@ -91,6 +91,22 @@ def test_a_memory_learns_what_the_window_lacks(converted, ids):
     assert found.item() < 0.9
 
 
+def test_a_row_of_short_documents_does_not_outweigh_the_others(converted, ids):
+    """Its window misses nothing of full attention: what there is to learn is little, and so is its loss."""
+    model = load_run(converted).model.train()
+    for n in (0, 2):
+        torch.nn.init.normal_(model.blocks[n].mixer.memory_out.weight, std=1e-3)
+    reset = torch.zeros(2, 40, dtype=torch.bool)
+    loss = AttentionTransferLoss(model)
+    usual = loss(ids, reset)
+    reset[0, ::3] = True
+    found = loss(ids, reset)
+    assert found < 2 * usual + 1
+    weights = [p for name, p in model.named_parameters() if "memory" in name]
+    gradients = torch.autograd.grad(found, weights, allow_unused=True)
+    assert all(g is None or g.isfinite().all() for g in gradients)
+
+
 @pytest.mark.usefixtures("one_group")
 def test_it_trains_what_was_added_and_the_run_is_a_language_model(tiny, converted, tmp_path, capsys):
     words = ["task=attention_transfer", f"train.init_from={converted}", ADDED, "train.max_steps=4", "data.seq_len=32",
@@ -131,6 +147,10 @@ def test_ranks_agree(tiny, converted, tmp_path):
     ([ADDED, "model.mixers=[swa]"], r"task: given 'attention_transfer'; only with mab in model.mixers=\['swa'\]"),
     (["model.mixers=[mab]"], r"train.trainable: given \[\]; must name what the layers add to attention"),
     ([ADDED, "model.mixers=[mab,swa]", "parallel.context=2"], "parallel.context: given 2; not with task="),
+    ([ADDED, "model.mixers=[mab,swa]", "train.z_loss=0.1"], "train.z_loss: given 0.1; not with task="),
+    ([ADDED, "model.mixers=[mab,swa]", "model.memory.write_cost=0.1"], "model.memory.write_cost: given 0.1; not with"),
+    ([ADDED, "model.mixers=[mab,swa]", "model.window=16"], "data.seq_len: given 16; above 16, model.window and"),
+    ([ADDED, "model.mixers=[mab,swa]", "model.mlp_periods=[8]"], r"model.mlp_periods: given \[8\]; not with task="),
     ([ADDED, "model.mixers=[mab,swa]", "train.wavefront=8"], "train.wavefront: given 8; not with task="),
 ])  # fmt: skip
 def test_what_it_cannot_do_is_refused(tiny, words, message):

@@ -150,8 +150,8 @@ def test_settings_and_data_that_do_not_go_together(dna, tmp_path):
             "classify_dna.reference=a.fa",
         ): "only with classify_dna.path",
         ("classify_dna.crop=64",): "classify_dna.crop: given 64; at most data.seq_len=32",
-        ("model.memory.write_cost=0.1",): "must be 0 for task=classify_dna",
-        ("parallel.sequence=true",): "parallel.sequence: given True; must be false for task=classify_dna",
+        ("model.memory.write_cost=0.1",): "not with task=classify_dna",
+        ("parallel.sequence=true",): "parallel.sequence: given True; not with task=classify_dna",
         ("parallel.context=2",): "parallel.context: given 2; must be 1 with task=classify_dna",
         ("model.vocab_size=8",): "model.vocab_size: given 8; at least 12",
     }.items():

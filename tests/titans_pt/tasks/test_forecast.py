@@ -81,7 +81,7 @@ def test_settings_that_do_not_go_together(series, tmp_path):
         (["data.seq_len=26", "train.batch_tokens=208"], "data.seq_len: given 26; must be .* such as 24"),
         (["forecast.lookback=16"], "forecast.lookback: given 16; must divide data.seq_len=24"),
         (["forecast.stride=9"], "forecast.stride|data.seq_len: given"),
-        (["train.z_loss=0.1"], "train.z_loss: given 0.1; not for task=forecast"),
+        (["train.z_loss=0.1"], "train.z_loss: given 0.1; not with task=forecast"),
     ):
         with pytest.raises(UserError, match=message):
             settings(series, tmp_path, *words)

@@ -1,5 +1,7 @@
 """Multi-query associative recall: samples keep their promises, impossible ones are refused."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,9 +10,11 @@ from hypothesis import strategies as st
 
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
+from titans_pt.evaluation.recall import RecallAnswers
 from titans_pt.models import build_model
 from titans_pt.reproduce.study import VARIANTS
-from titans_pt.tasks.answers import stacked
+from titans_pt.tasks import task_of
+from titans_pt.tasks.answers import EVALUATION_SEED, VALIDATION_SEED, stacked
 from titans_pt.tasks.recall import FILLER, MQAR
 
 CONFIG = "configs/recall.yaml"
@@ -69,6 +73,32 @@ def test_samples_differ_and_stacks_are_samples():
 def test_impossible_samples_are_refused(words, message):
     with pytest.raises(UserError, match=message):
         load_config(CONFIG, words)
+
+
+def test_every_answer_of_an_evaluation_counts_once():
+    """The trained number of pairs and distance are asked for both as in training and beside other numbers."""
+    config = load_config(CONFIG, ["recall.distance=40", "evaluation.recall.distances=[8,40,40]"])
+    suite = RecallAnswers(SimpleNamespace(task=task_of(config), identity="x"), config)
+    assert len(set(suite.keys)) == len(suite.keys)
+    records = [{"by": by, "value": value, "right": 0, "answers": suite._rows(by, value, first) * questions.pairs}
+               for by, value, questions, first in suite.jobs]  # fmt: skip
+    found = suite.summary(records)
+    assert found["n"] == 512 * 8
+    assert [row["pairs"] for row in found["by_pairs"]] == [2, 4, 8, 16]
+    assert [row["distance"] for row in found["by_distance"]] == [8, 40]
+
+
+@pytest.mark.parametrize("seed", [VALIDATION_SEED, EVALUATION_SEED])
+def test_no_training_draws_the_samples_of_validation_or_evaluation(seed):
+    with pytest.raises(UserError, match=f"run.seed: given {seed}, with which the samples of validation or evaluation"):
+        task_of(load_config(CONFIG, [f"run.seed={seed}"])).open()
+
+
+def test_what_ends_a_training_is_not_what_is_reported():
+    task = task_of(load_config(CONFIG))
+    ids, _, _ = task.open().validation.sample(0)
+    asked, _ = stacked(task.mqar, EVALUATION_SEED, 0, 1)
+    assert not np.array_equal(ids[: asked.shape[1]], asked[0].numpy())
 
 
 @torch.no_grad()

@@ -26,6 +26,15 @@ def test_one_object_a_line(tmp_path):
     assert read_metrics(path) == expected
 
 
+def test_a_branch_keeps_the_curve_that_it_leaves(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2, 3])
+    before = path.read_text()
+    MetricsLog(path, 1, branch=True).close()
+    assert [record["step"] for record in read_metrics(path)] == [1]
+    assert (tmp_path / "metrics.before-1.jsonl").read_text() == before
+
+
 def test_a_resume_drops_the_steps_that_come_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 2, 3, 4])

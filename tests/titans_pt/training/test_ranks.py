@@ -1,11 +1,14 @@
 """Meeting of a job's processes, or the reason why they do not meet."""
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import DistNetworkError
 
+from titans_pt.config import Config
 from titans_pt.errors import UserError
+from titans_pt.training import loop
 from titans_pt.training.ranks import process_group
 
 
@@ -68,3 +71,15 @@ def test_one_process_alone_meets_itself_in_any_temporary_folder(tmp_path, monkey
     monkeypatch.setattr("titans_pt.training.ranks.dist.init_process_group", met)
     with pytest.raises(Met), process_group():
         pass
+
+
+def test_ranks_with_other_data_are_refused_by_name(monkeypatch):
+    """As after a copy to the nodes' own disks that one of them missed."""
+    config = Config.model_validate({"data": {"dir": "/local/text"}})
+    data = SimpleNamespace(identity={"data": "new"})
+    told = [({"data": "new"}, "a"), ({"data": "new"}, "b"), ({"data": "old"}, "c")]
+    ranks = SimpleNamespace(gather_objects=lambda own: told)
+    with pytest.raises(UserError, match=r"data.dir: /local/text on c \(rank 2\) holds other data than on a \(rank 0\)"):
+        loop._check_alike(data, config, ranks)
+    told.pop()
+    loop._check_alike(data, config, ranks)

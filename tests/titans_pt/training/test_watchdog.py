@@ -1,5 +1,6 @@
 """A rank that hangs ends the run with a report of where every rank is."""
 
+import json
 import pickle
 import threading
 import time
@@ -138,7 +139,7 @@ def test_a_clock_that_jumps_ends_no_run(monkeypatch, watch, clock):
 
 def test_a_rank_that_moves_on_before_the_end_is_left_alone(watch, caplog):
     watchdog, errors = watch
-    watchdog._store.set("0", "[]")
+    watchdog._store.set("0", json.dumps(["a place", 1.0, 1.0, None, None]))
     add = watchdog._store.add
 
     def add_late(*words):
@@ -155,6 +156,28 @@ def test_a_rank_that_moves_on_before_the_end_is_left_alone(watch, caplog):
     time.sleep(0.1)
     assert errors == []
     assert "rank 0 was at a place for" in caplog.text and "it goes on" in caplog.text
+
+
+def test_a_rank_waits_while_another_advances(watch):
+    """As in an evaluation, in which one has many samples left."""
+    watchdog, errors = watch
+    watchdog.at("the samples of other ranks")
+    for sample in range(40):
+        watchdog._store.set("1", json.dumps([f"sample {sample}", 0.0, 0.03 * sample, None, None]))
+        watchdog._store.set("0", json.dumps(["the samples of other ranks", 0.03 * sample, 0.03 * sample, None, None]))
+        time.sleep(0.03)
+    assert errors == []
+    watchdog._store.set("0", json.dumps(["the samples of other ranks", 9.0, 9.0, None, None]))  # 1 is silent
+    assert watchdog._ended.wait(20)
+    assert "rank 1 has been at sample 39" in errors[0]
+
+
+def test_nothing_is_watched_after_the_end(watch):
+    watchdog, errors = watch
+    watchdog.at("sending what is left to W&B")
+    watchdog.end()
+    time.sleep(0.5)
+    assert errors == []
 
 
 def test_a_rank_whose_first_reporter_moved_on_reports_itself(watch):
