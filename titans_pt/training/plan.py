@@ -166,19 +166,20 @@ def make_plan(task: Task, ranks: int | None = None, gpu: bool | None = None) -> 
 @dataclass(frozen=True)
 class Cost:
     """Cost of a whole training. tokens: steps of samples. flops: as titans_pt.layers.flops counts. disk: bytes of
-    the checkpoints kept. read: tokens that the blocks read."""
+    the checkpoints kept. one: bytes of one of them. read: tokens that the blocks read."""
 
     parameters: int
     tokens: int
     flops: float
     disk: int
+    one: int
     read: int
 
     def text(self) -> str:
         hours = ", ".join(f"{self.gpu_hours(mfu):,.3g} at {mfu:.0%} MFU" for mfu in (0.4, 0.1))
         return (
             f"{self.tokens:,} tokens in all, {self.flops:.3g} FLOPs: H100-hours {hours} (assumed, not measured); "
-            f"checkpoints {self.disk / GIB:.2f} GiB"
+            f"checkpoints {self.disk / GIB:.2f} GiB, and {self.one / GIB:.2f} more while the newest is written"
         )
 
     def gpu_hours(self, mfu: float) -> float:
@@ -195,12 +196,12 @@ def cost_of(task: Task) -> Cost:
     parameters = sum(p.numel() for p in model.parameters())
     tokens = train.max_steps * train.batch_tokens
     kept = train.keep_last + (train.max_steps // train.keep_every if train.keep_every else 0)
-    kept += 1 + bool(train.patience)  # the new one is whole before the oldest goes; the best one stays
+    kept += bool(train.patience)  # the best one stays
     checkpoints = min(kept, -(-train.max_steps // train.checkpoint_every))
     flops = tokens * model.flops(config.data.seq_len).total
     rows, length = task.sequences(tokens // config.data.seq_len, config.data.seq_len)
-    disk = checkpoints * (WEIGHT_BYTES * parameters + MOMENT_BYTES * trained(model))
-    return Cost(parameters, tokens, flops, disk, rows * length)
+    one = WEIGHT_BYTES * parameters + MOMENT_BYTES * trained(model)
+    return Cost(parameters, tokens, flops, checkpoints * one, one, rows * length)
 
 
 class _Rehearsal(RankGroup):
