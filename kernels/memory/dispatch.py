@@ -136,7 +136,7 @@ def self_modifying_memory(
     with no_autocast(q):
         call = MemoryCall.authored(
             q, author, weights, network, norm, rule, chunk_size=chunk_size, forget_to=forget_to,
-            state=initial_state, reset=reset, save_every=save_every,
+            state=initial_state and initial_state.to(state_dtype(q)), reset=reset, save_every=save_every,
         )  # fmt: skip
         return _served(call, output_final_state, backend)
 
