@@ -21,7 +21,7 @@ from titans_pt.layers.state import state_bytes
 from titans_pt.library.titan import PRETRAINED
 from titans_pt.runs.loaded import LoadedRun, load_run
 from titans_pt.streaming import best_device, device_of, prefill
-from titans_pt.tasks.answers import EVALUATION_SEED, answered
+from titans_pt.tasks.answers import VALIDATION_SEED, answered
 from titans_pt.tasks.needles import NeedlesInNoise
 from titans_pt.tools.files import check_room
 from titans_pt.tools.plots import figure_format, length_axis, new_figure, own_style, save_figure
@@ -77,7 +77,7 @@ def demo(tokens: int, seed: int = 0, picture: Path | None = None) -> list[Asked]
 @torch.no_grad()
 def _ask(run: LoadedRun, tokens: int, seed: int, done: Callable[[int], object]) -> Iterator[Asked]:
     sample = NeedlesInNoise(run.config.model.vocab_size, WINDOW, NEEDLES, run.config.section("needles")["held_out"])
-    ids, places = (torch.from_numpy(part)[None] for part in sample.sample(EVALUATION_SEED, seed))
+    ids, places = (torch.from_numpy(part)[None] for part in sample.sample(VALIDATION_SEED, seed))
     first, questions = ids.split([WINDOW - sample.tail, sample.tail], dim=1)
     places, device, noise = places - first.shape[1], device_of(run.model), np.random.default_rng(seed)
 

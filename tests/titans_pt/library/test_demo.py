@@ -23,7 +23,7 @@ def model():
 
 def test_the_memory_keeps_what_the_window_loses(capsys, tmp_path):
     picture = tmp_path / "demo.png"
-    assert demo(9000, picture=picture) == [Asked(2048, 8, 8), Asked(4096, 8, 1), Asked(8192, 8, 0), Asked(9000, 8, 0)]
+    assert demo(9000, picture=picture) == [Asked(2048, 8, 8), Asked(4096, 8, 0), Asked(8192, 8, 0), Asked(9000, 8, 0)]
     assert picture.read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr()
     assert re.search(r"^ +9,000 +8 of 8 +0 of 8$", shown.out, re.M)

@@ -36,7 +36,7 @@ def run_cells(monkeypatch, sizes: dict[str, int]) -> tuple[dict, int]:
 def test_the_cells_run(monkeypatch, capsys):
     names, pictures = run_cells(monkeypatch, FEW)
     assert pictures == 4
-    assert [(point.memory, point.window) for point in names["asked"]] == [(8, 8), (8, 1)]
+    assert [(point.memory, point.window) for point in names["asked"]] == [(8, 8), (8, 0)]
     writes, on_needles = re.search(
         r"block 1: writes (\S+) in all, (\S+) of it on needles", capsys.readouterr().out
     ).groups()
