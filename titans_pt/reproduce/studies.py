@@ -60,6 +60,8 @@ TINY = SUITES | {
     ),
 }  # fmt: skip
 """The same of models that were trained at 512."""
+LEADING_IDEAS = ("lmm/omega-16", "lmm/omega-4")
+"""The later ideas ahead of LMM and MAC on the tiny study's text: they have a second seed."""
 ABLATIONS = (
     *(Row(model) for model in TITANS), Row("lmm", "depth-1"), Row("lmm", "no-conv"), Row("lmm", "no-momentum"),
     Row("lmm", "no-forgetting"), Row("lmm", "no-persistent"),
@@ -188,8 +190,9 @@ def _chunks(size: str) -> Study:
 def _ideas(size: str) -> Study:
     rows = (Row("lmm"), Row("mac"), *ideas(421, 293))
     note = "Perplexity on text. The same models on needles, recall and state tracking: those studies."
+    seeds = dict.fromkeys(("lmm", "mac"), (0, 1, 2)) | dict.fromkeys(LEADING_IDEAS, (0, 1))
     return Study("ideas", "What each later idea adds to Titans", size, rows, _text_columns(), _tiny("text", "long"),
-                 size, note, seeds=dict.fromkeys(("lmm", "mac"), (0, 1, 2)))  # fmt: skip
+                 size, note, seeds=seeds)  # fmt: skip
 
 
 def _filters(size: str) -> Study:
