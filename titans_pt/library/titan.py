@@ -179,8 +179,7 @@ def _loaded(path: Path, device: str | torch.device, precision: str | None) -> "L
 
     if not path.exists() and path.name == str(path) and (PRETRAINED / path).is_dir():
         path = PRETRAINED / path
-    if checkpoints.is_checkpoint(path.resolve()):
-        checkpoint = path.resolve()
+    if checkpoints.is_checkpoint(checkpoint := path.resolve()):
         step = checkpoints.step_of(checkpoint)
         return load_run(checkpoint.parent.parent, step, device, precision=precision)
     if RunFolder(path).config.is_file():

@@ -53,7 +53,7 @@ class Measure:
     def done(self, found: dict[str, Any], config: Config) -> bool:
         """Whether ``found``, an entry of a record, was measured as a run with these settings is asked.
 
-        Records of before a setting existed lack it; of files, the last names count.
+        An older record lacks settings that did not exist yet: these are not compared. Of paths only the last names are.
         """
         if found.get("words") != self.settings(config.model):
             return False
@@ -70,11 +70,11 @@ class Measure:
         Returns:
             Entry of the record: the suite's summary, "words" and "evaluation", how it was measured.
         """
-        words = self.settings(config.model)
-        about = {"words": words, "evaluation": self.evaluation(config)}
+        evaluation = self.evaluation(config)
+        about = {"words": self.settings(config.model), "evaluation": evaluation}
         if self.suite == "chunks":
             return about | {"by_chunk": across_chunks(run)}
-        told = [f"evaluation.{key}={json.dumps(value)}" for key, value in self.evaluation(config).items()]
+        told = [f"evaluation.{key}={json.dumps(value)}" for key, value in evaluation.items()]
         found = runner.evaluate(run, told, suite=self.suite)[self.suite]
         return about | found | ({"asked": _all_asked(before, found)} if "asked" in found else {})
 

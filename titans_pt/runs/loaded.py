@@ -95,7 +95,7 @@ def load_run(
     model = task.build_model()
     check_packages(backbone_of(model), torch.device(device))
     load_weights(model, checkpoints.read_weights(checkpoint))
-    # Of the training that made the checkpoint: the run may have been made longer since.
+    # The checkpoint's own train.max_steps: a later start of the run may have raised it.
     backbone_of(model).set_progress(state.step / completed(state.config)["train"]["max_steps"])
     backbone_of(model).set_wavefront(config.evaluation.wavefront)
     usual = config.train.precision if torch.device(device).type == "cuda" else "fp32"

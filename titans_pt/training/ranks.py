@@ -60,14 +60,13 @@ class Ranks:
     def together(self, action: Callable[[], None]):
         """Runs ``action`` on every rank; if it fails on any, all raise: their own exception, or that of the lowest rank
         that failed."""
-        own, failures = None, [None] * self.world_size
+        own: Exception | None = None
         try:
             action()
         except Exception as error:
             own = error
-        if self.world_size > 1:
-            plain = own is None or isinstance(own, (UserError, OSError))
-            dist.all_gather_object(failures, own if plain else RuntimeError(f"rank {self.rank} failed: {own!r}"))
+        plain = own is None or isinstance(own, (UserError, OSError))
+        failures = self.gather_objects(own if plain else RuntimeError(f"rank {self.rank} failed: {own!r}"))
         if failure := own or next((failure for failure in failures if failure is not None), None):
             raise failure
 
