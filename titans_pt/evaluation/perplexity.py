@@ -17,7 +17,6 @@ from titans_pt.data_pipeline import TokenFiles, document_begins
 from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_positions
 from titans_pt.layers.memory import Gates
-from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import LoadedRun
 from titans_pt.streaming import device_of
 from titans_pt.tools.records import digest
@@ -86,35 +85,6 @@ def position_sums(losses: np.ndarray) -> list[list[float]]:
     return sums
 
 
-def _text(config: Config, tokenizer: str, folder: RunFolder) -> TokenFiles:
-    """The token files that are scored.
-
-    Args:
-        tokenizer: SHA-256 (hex) of the run's.
-        folder: of the run, for messages.
-
-    Raises:
-        UserError: there are none, or they are of another tokenizer.
-    """
-    setting, where, remedy = "data.dir", config.data.dir, f"the settings in {folder.config}"
-    if (text := config.evaluation.perplexity.text) is None:
-        files = TokenFiles.open(config)
-    else:
-        setting, where = "evaluation.perplexity.text", text
-        remedy = (f"titans prepare {folder.config} data.dir={text} data.tokenizer.path={folder.tokenizer} "
-                  "'data.sources=[...]'")  # fmt: skip
-        found = TokenFiles.of_another_text(config, Path(text))
-        if found is None:
-            raise UserError(f"{setting}: {where} holds no token files; make them with: {remedy}")
-        files = found
-    if files.manifest["tokenizer_sha256"] != tokenizer:
-        raise UserError(
-            f"{setting}: {where} holds token files of another tokenizer than the run's; prepare them again with "
-            + remedy
-        )
-    return files
-
-
 class Perplexity:
     """One record a stream of ``length`` tokens; sums are float64, so that they add up in any order.
 
@@ -129,10 +99,21 @@ class Perplexity:
 
     def __init__(self, run: LoadedRun, config: Config):
         self.loaded, self.config = run, config
-        files = _text(config, run.tokenizer.sha256, run.folder)
-        setting, folder = "data.dir", config.data.dir
-        if text := config.evaluation.perplexity.text:
+        setting, folder, remedy = "data.dir", config.data.dir, f"the settings in {run.folder.config}"
+        if (text := config.evaluation.perplexity.text) is None:
+            files = TokenFiles.open(config)
+        else:
             setting, folder = "evaluation.perplexity.text", text
+            remedy = (f"titans prepare {run.folder.config} data.dir={text} data.tokenizer.path={run.folder.tokenizer} "
+                      "'data.sources=[...]'")  # fmt: skip
+            files = TokenFiles.of_another_text(config, Path(text))
+            if files is None:
+                raise UserError(f"{setting}: {folder} holds no token files; make them with: {remedy}")
+        if files.manifest["tokenizer_sha256"] != run.tokenizer.sha256:
+            raise UserError(
+                f"{setting}: {folder} holds token files of another tokenizer than the run's; "
+                f"prepare them again with {remedy}"
+            )
         self.unigram_loss = files.manifest["unigram_loss"]
         self.validation = files.validation
         self.length = config.evaluation.perplexity.length or config.data.seq_len
