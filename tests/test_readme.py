@@ -23,7 +23,8 @@ COMMANDS = (ROOT / "docs/commands.md").read_text()
 def commands():
     """Words of every titans or launch line on a page that names a file in configs/."""
     for page in PAGES:
-        for line in re.findall(r"^\s*((?:titans|launch/torchrun.sh) [^\n]*)$", page.read_text(), re.M):
+        text = page.read_text().replace("\\\n", " ")
+        for line in re.findall(r"^\s*((?:titans|launch/torchrun.sh) [^\n]*)$", text, re.M):
             if re.search(r" \S*configs/", line):
                 yield [word.strip("'") for word in line.split()]
 

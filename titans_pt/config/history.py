@@ -11,6 +11,8 @@ FORMER_DEFAULTS: dict[str, Any] = {
     "model.vocab_multiple": 1,
     "model.memory.forget_to": "zero",
     "model.memory.gates": "sigmoid",
+    "model.memory.projections": "silu",
+    "model.mab.join": "added",
     "model.memory.deep_steps": lambda memory: "full" if memory.get("depth", 2) > 2 else "small",
 }
 """Settings that older stored trees lack -> what the code did before, or a function of their section that says it.
@@ -45,5 +47,10 @@ def _unless_given(section: S, keys: list[str], tree: Any) -> S:
     key, *deeper = keys
     if not isinstance(tree, dict) or key not in tree or (not deeper and key in section.model_fields_set):
         return section
-    value = _unless_given(getattr(section, key), deeper, tree[key]) if deeper else tree[key]
+    value = tree[key]
+    if deeper:
+        inner = getattr(section, key, None)
+        if not isinstance(inner, Section):  # a mixer's own settings, whose given ones are not known any more
+            return section
+        value = _unless_given(inner, deeper, value)
     return section.model_copy(update={key: value})

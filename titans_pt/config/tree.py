@@ -311,6 +311,10 @@ class MemoryConfig(Section):
     """C: tokens whose inner gradients are taken at one set of weights. Part of the model, not a speed setting."""
     activation: Literal["gelu", "silu", "relu"] = "gelu"
     """Activation between the weight matrices of the memory MLP."""
+    projections: Literal["silu", "affine"] = "silu"
+    """Queries, keys and values. silu: a linear layer, a convolution, SiLU, as in the paper. affine: a linear layer with
+    a bias, a convolution. A pretrained attention layer's heads need this: its values have signs, and its keys share a
+    large mean, which a bias takes away (mab)."""
     norm: bool = True
     """LayerNorm inside the memory, M(x) = x + LN(f(x)). It bounds the inner loop."""
     residual: bool = True

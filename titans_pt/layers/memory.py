@@ -342,6 +342,8 @@ class MemoryGates(Gates):
 class Projection(nn.Module):
     """Linear, causal convolution, SiLU, and for queries and keys unit length: (B, T, d_model) -> (B, T, H, D).
 
+    affine: the linear layer has a bias, and there is no SiLU (model.memory.projections).
+
     The filters of values, which have no unit length, begin as the identity: a value is its own token's, and may become
     more. Mixed with the tokens before by random filters, the pairs of a chunk, all written with the gradient at its
     start, add up to one sum in which no value can be told from its neighbours', and recall is learned late or never
@@ -351,10 +353,10 @@ class Projection(nn.Module):
     sharding = {"linear": Shard.COLUMN, "conv": Shard.COLUMN}
     per_rank = ("n_heads",)
 
-    def __init__(self, d_model: int, n_heads: int, conv_width: int, unit: bool):
+    def __init__(self, d_model: int, n_heads: int, conv_width: int, unit: bool, affine: bool = False):
         super().__init__()
-        self.n_heads, self.unit = n_heads, unit
-        self.linear = nn.Linear(d_model, d_model, bias=False)
+        self.n_heads, self.unit, self.affine = n_heads, unit, affine
+        self.linear = nn.Linear(d_model, d_model, bias=affine)
         self.conv = ShortConvolution(d_model, conv_width, of_values=not unit)
         if not unit:
             self.conv.begin_as_identity()
@@ -364,7 +366,7 @@ class Projection(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         y = self.linear(x)
         width = y.shape[-1] // self.n_heads
-        y, state = self.conv(y, state, documents, silu=True, unit=width if self.unit else 0)
+        y, state = self.conv(y, state, documents, silu=not self.affine, unit=width if self.unit else 0)
         return y.unflatten(-1, (self.n_heads, width)), state
 
 
@@ -434,9 +436,10 @@ class NeuralMemory(nn.Module):
                 "constant of a head of width 1, be below it"
             )
         self.config = config
-        self.q = Projection(d_model, n_heads, conv_width, unit=True)
-        self.k = Projection(d_model, n_heads, conv_width, unit=True)
-        self.v = Projection(d_model, n_heads, conv_width, unit=False)
+        affine = config.projections == "affine"
+        self.q = Projection(d_model, n_heads, conv_width, unit=True, affine=affine)
+        self.k = Projection(d_model, n_heads, conv_width, unit=True, affine=affine)
+        self.v = Projection(d_model, n_heads, conv_width, unit=False, affine=affine)
         self.shape = network_shape(d_model // n_heads, config)
         self.gates = MemoryGates(d_model, n_heads, config, self.shape.channels)
         self.network = MemoryNetwork(n_heads, self.shape, config)

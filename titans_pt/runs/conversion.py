@@ -1,17 +1,20 @@
 """A run with full attention as one whose state is of constant size: a window, first tokens, and a memory beside it."""
 
+import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titans_pt.config import ModelConfig
 from titans_pt.config.files import validated
+from titans_pt.data_pipeline import TokenFiles
 from titans_pt.errors import UserError
 from titans_pt.layers.lora import merged
-from titans_pt.models import build_model
+from titans_pt.models import LanguageModel, build_model
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import LoadedRun, load_run
 from titans_pt.runs.written import check_weights, write_run
@@ -31,9 +34,9 @@ def convert_run(
     """Writes ``source`` with other mixers to the run folder ``out``, one checkpoint without optimiser state.
 
     Every layer gets the window and the sinks. With ``to="titans"``, chosen layers get a memory whose projections start
-    from the layer's own queries, keys and values, and whose output starts at 0; with "liza", a delta rule whose share
-    of the output starts at 0: the model starts as the windowed source, bit for bit. With "full", they keep full
-    attention. Adapters of the source (model.lora) end in the weights.
+    from the layer's own queries, keys and values (:func:`_start_memory`), and whose share of the output starts at 0;
+    with "liza", a delta rule of which the same is true: the model starts as the windowed source, bit for bit. With
+    "full", they keep full attention. Adapters of the source (model.lora) end in the weights.
 
     Args:
         window, sinks: model.window, model.attention.sinks.
@@ -64,9 +67,10 @@ def convert_run(
     given, kept = merged(run.model), [name for name, _ in run.model.named_parameters()]
     weights: dict[str, Tensor] = dict(fresh.named_parameters()) | {name: given[name] for name in kept if name in given}
     check_weights(Path(out), settings, weights)
-    for layer, mixer in enumerate(settings.model.pattern):
-        if mixer == TARGETS["titans"]:
-            _start_memory(f"blocks.{layer}.mixer.", weights, settings.model)
+    with_memory = [layer for layer, mixer in enumerate(settings.model.pattern) if mixer == TARGETS["titans"]]
+    inputs = _inputs(run, with_memory) if with_memory else {}
+    for layer in with_memory:
+        _start_memory(f"blocks.{layer}.mixer.", weights, settings.model, inputs[layer])
     return write_run(RunFolder(out), settings, weights, path, run.step)
 
 
@@ -96,17 +100,73 @@ def _settings(run: LoadedRun, out: Path, to: str, window: int, sinks: int, layer
     }
 
 
-def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig):
+FIRST = 4
+"""First tokens of a sample: sinks, unlike all that follow."""
+CALIBRATION = 4096
+"""Tokens, about, of which :func:`_inputs` sees what attention is given."""
+
+
+def _inputs(run: LoadedRun, layers: Sequence[int]) -> dict[int, Tensor]:
+    """Inputs of attention in these layers of the source, (tokens, d_model) each: of training text where it has been
+    prepared, else of random tokens, whose keys have less in common with those of text."""
+    length = run.config.data.seq_len
+    rows = max(1, CALIBRATION // length)
+    try:
+        files = TokenFiles.open(run.config)
+        if files.tokenizer.sha256 != run.tokenizer.sha256:
+            raise UserError(f"data.dir={run.config.data.dir}: encoded with another tokenizer")
+        samples = files.samples(run.config)
+        ids = torch.stack([torch.from_numpy(samples.sample(n)[0][:-1]) for n in range(rows)])
+        source = f"{ids.numel():,} training tokens of {run.config.data.dir}"
+    except UserError as error:
+        ids = torch.randint(run.tokenizer.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+        source = f"random tokens, which say less than text ({error})"
+    print(f"the memory's queries and keys are centred by the means of {source}", file=sys.stderr)
+    found: dict[int, Tensor] = {}
+
+    def keep(layer: int, _mixer: nn.Module, given: tuple[Tensor, ...]):
+        found[layer] = given[0][:, FIRST:].flatten(0, 1)
+
+    mixers = [block.mixer for block in cast(LanguageModel, run.model).blocks]
+    hooks = [mixers[layer].register_forward_pre_hook(partial(keep, layer)) for layer in layers]
+    with torch.inference_mode():
+        run.model(ids)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig, inputs: Tensor):
     """Projections of the memory, copied from attention's, with keys and values repeated for heads that share them. They
-    keep their random values if the heads' total width differs from the model's."""
+    keep their random values if the heads' total width differs from the model's.
+
+    Biases take the mean off queries and keys: keys of a pretrained head point nearly the same way, and a memory that
+    is written under keys which are all alike gives back the mean of the values. Under a softmax that mean has no
+    effect. The norm of what the memory answers starts with the size of values.
+    """
     group = config.n_heads // config.kv_heads
     for name, repeats in (("q", 1), ("k", group), ("v", group)):
-        heads = weights[f"{prefix}attention.{name}.weight"].unflatten(0, (-1, config.head_width))
-        found, target = heads.repeat_interleave(repeats, 0).flatten(0, 1), f"{prefix}memory.{name}."
+
+        def of_all_heads(x: Tensor, repeats: int = repeats) -> Tensor:
+            return x.unflatten(0, (-1, config.head_width)).repeat_interleave(repeats, 0).flatten(0, 1)
+
+        found, target = of_all_heads(weights[f"{prefix}attention.{name}.weight"]), f"{prefix}memory.{name}."
         if found.shape != weights[f"{target}linear.weight"].shape:
             continue
         weights[f"{target}linear.weight"] = found
+        if f"{target}linear.bias" in weights:
+            projected, own = inputs @ found.mT, weights.get(f"{prefix}attention.{name}.bias")
+            if name != "v":  # a bias of attention's would be part of the mean
+                weights[f"{target}linear.bias"] = -projected.mean(0)
+            elif own is not None:
+                weights[f"{target}linear.bias"] = of_all_heads(own)
         if f"{target}conv.weight" in weights:
             identity = torch.zeros_like(weights[f"{target}conv.weight"])
             identity[:, -1] = 1.0
             weights[f"{target}conv.weight"] = identity
+    if f"{prefix}memory_share.weight" in weights:
+        values = inputs @ weights[f"{prefix}memory.v.linear.weight"].mT
+        if f"{prefix}memory.v.linear.bias" in weights:
+            values = values + weights[f"{prefix}memory.v.linear.bias"]
+        norm = weights[f"{prefix}memory.output_norm.weight"]
+        weights[f"{prefix}memory.output_norm.weight"] = torch.full_like(norm, values.square().mean().sqrt().item())

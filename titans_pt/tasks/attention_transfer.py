@@ -46,7 +46,7 @@ class AttentionTransfer(Language):
             bool(config.train.trainable),
             "train.trainable",
             config.train.trainable,
-            'must name what the layers add to attention, such as ["*.memory.*","*.memory_out.*"]',
+            'must name what the layers add to attention, such as ["*.memory*"]',
         )
         dropout = config.model.section("mab").get("attention_dropout", 0)
         need(not dropout, "model.mab.attention_dropout", dropout, f"must be 0 with task={cls.name}; stage 2 takes it")

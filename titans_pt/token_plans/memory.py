@@ -77,8 +77,9 @@ def projection_map(projection: nn.Module, x: Tensor) -> Map:
     """Output of a projection for a token x (B, d_model), heads side by side."""
     projection = plain(projection, Projection)
     weight, conv = weight_of(projection.linear), plain(projection.conv, ShortConvolution)
-    unit = len(weight) // projection.n_heads if projection.unit else 0
-    return Map(x, weight, taps=conv.weight if conv.width > 1 else None, activation="silu", unit=unit)
+    unit, taps = len(weight) // projection.n_heads if projection.unit else 0, conv.weight if conv.width > 1 else None
+    activation = "identity" if projection.affine else "silu"
+    return Map(x, weight, projection.linear.bias, taps=taps, activation=activation, unit=unit)
 
 
 def _gates_step(

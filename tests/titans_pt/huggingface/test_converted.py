@@ -25,7 +25,8 @@ def folder(tmp_path_factory, prepared):
     run = convert_run(source, folder / "start", "titans", 5, 2, [1])
     path = checkpoints.find(run / "checkpoints")
     state, weights = checkpoints.read_state(path), checkpoints.read_weights(path)
-    weights["blocks.1.mixer.memory_out.weight"] = 0.1 * torch.randn(32, 32, generator=torch.manual_seed(0))
+    share = weights["blocks.1.mixer.memory_share.weight"]
+    weights["blocks.1.mixer.memory_share.weight"] = 0.1 * torch.randn(share.shape, generator=torch.manual_seed(0))
     checkpoints.save(run / "checkpoints", weights, {}, state)
     run.rename(folder / "run")
     huggingface.export_run(folder / "run", folder / "hf")

@@ -151,12 +151,20 @@ def test_four_ranks_documents_and_checkpointing(mixers):
     check(config(mixers, tie_embeddings=False), size=4, sequence=True, reset=True, checkpointing=True)
 
 
-@pytest.mark.parametrize("mixers", [["attention", "mag"], ["mac"], ["mab"], ["mal", "swa"], ["liza"]], ids=str)
+@pytest.mark.parametrize("mixers", [["attention", "mag"], ["mac"], ["mal", "swa"], ["liza"]], ids=str)
 def test_shared_heads_and_biases(mixers):
     """Four query heads share two key heads: with two ranks each rank has one key head."""
     attention = {"kv_heads": 2, "bias": True, "sinks": 2} | ({"head_width": 10} if "mal" in mixers else {})
     shapes = check(config(mixers, attention=attention, liza={"cross_gate": True}), sequence="liza" in mixers)
     assert shapes["blocks.0.mixer.attention.k.weight"] == (attention.get("head_width", 8), 32)
+
+
+@pytest.mark.parametrize("join", ["mixed", "added"])
+def test_a_memory_beside_attention(join):
+    linear = {"depth": 1, "norm": False, "residual": False, "projections": "affine"}
+    attention = {"kv_heads": 2, "bias": True, "sinks": 2}
+    shapes = check(config(["mab"], attention=attention, mab={"join": join}, memory=linear))
+    assert shapes["blocks.0.mixer.memory.k.linear.bias"] == (16,)
 
 
 @pytest.mark.parametrize("mixers", [["mab"], ["mac", "mag"], ["mal", "lmm"]], ids=str)

@@ -1,17 +1,23 @@
 """titans convert: step 0 is the windowed source, bit for bit; what it refuses."""
 
+import shutil
+
 import pytest
 import torch
 
 from tests.helpers.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config.files import load_config
+from titans_pt.data_pipeline import TokenFiles
 from titans_pt.errors import UserError
+from titans_pt.layers.rotary import rotate
 from titans_pt.runs import checkpoints
 from titans_pt.runs.conversion import convert_run
 from titans_pt.runs.loaded import load_run
 
 W, S = 5, 2
+ADDED = ["model.mab.join=added"]
+DEEP = ["model.memory.depth=2", "model.memory.norm=true", "model.memory.projections=silu"]
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +25,9 @@ def source(tmp_path_factory, prepared):
     """A run of three layers of attention whose four heads share two of keys."""
     folder = tmp_path_factory.mktemp("conversion") / "source"
     attention = {"kv_heads": 2, "bias": True}
-    return untrained_run(folder, prepared, mixers=["attention"], n_layers=3, d_model=32, n_heads=4, init_std=0.3,
-                         attention=attention)  # fmt: skip
+    data = {"dir": str(prepared), "sources": [{"kind": "files", "path": str(prepared.parent / "text.jsonl")}]}
+    return untrained_run(folder, prepared, data=data, mixers=["attention"], n_layers=3, d_model=32,
+                         n_heads=4, init_std=0.3, attention=attention)  # fmt: skip
 
 
 @pytest.fixture
@@ -52,7 +59,7 @@ def windowed(run, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("memory", [[], ["model.memory.depth=1", "model.memory.rule=yaad", "model.conv_width=1"]])
+@pytest.mark.parametrize("memory", [[], ["model.memory.rule=yaad", "model.conv_width=1"], ADDED + DEEP])
 def test_step_0_is_the_windowed_source(source, ids, tmp_path, memory):
     window = load_run(convert_run(source, tmp_path / "window", "window", W, S))
     titans = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, [0, 2], memory))
@@ -120,43 +127,103 @@ def test_adapters_of_the_source_end_in_the_weights(prepared, tmp_path):
 
 
 @torch.no_grad()
-def test_the_memory_begins_with_attentions_projections(source, ids, tmp_path):
-    mixer = load_run(convert_run(source, tmp_path / "titans", "titans", W, S)).model.blocks[1].mixer
+@pytest.mark.parametrize("words", [[], DEEP, ADDED])
+def test_the_memory_begins_with_attentions_projections(source, ids, tmp_path, words):
+    mixer = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words)).model.blocks[1].mixer
     a, m = mixer.attention, mixer.memory
     assert torch.equal(m.q.linear.weight, a.q.weight)
     for mine, theirs in ((m.k, a.k), (m.v, a.v)):
         assert torch.equal(mine.linear.weight, theirs.weight.view(2, 8, 32).repeat_interleave(2, 0).view(32, 32))
         assert torch.equal(mine.conv.weight[:, -1], torch.ones(32)) and not mine.conv.weight[:, :-1].any()
-    assert not mixer.memory_out.weight.any()
+    if words != DEEP:
+        assert torch.equal(m.v.linear.bias, a.v.bias.view(2, 8).repeat_interleave(2, 0).flatten())
+    out = mixer.memory_share if mixer.memory_out is None else mixer.memory_out
+    assert not any(p.any() for p in out.parameters())
     m_out, _ = m(mixer.memory.q.linear.weight[None, :20])
-    assert m_out.abs().max() > 1e-3  # what memory_out learns from is there
+    assert m_out.abs().max() > 1e-3  # what the output learns from is there
 
 
-def test_it_learns_from_there(source, ids, tmp_path):
-    """At step 0 the outputs' weights of the memory have a gradient; after one step of them all of the memory has."""
-    model = load_run(convert_run(source, tmp_path / "titans", "titans", W, S)).model.train()
+@torch.no_grad()
+def test_queries_and_keys_are_centred(source, tmp_path, capsys):
+    """By the mean over training text, but for a sample's first tokens; over other text little is left of it."""
+    run = load_run(source)
+    files, given = TokenFiles.open(run.config), []
+    run.model.blocks[1].mixer.register_forward_pre_hook(lambda _mixer, x: given.append(x[0]))
+    length = run.config.data.seq_len
+    samples = files.samples(run.config)
+    ids = torch.stack([torch.from_numpy(samples.sample(n)[0][:-1]) for n in range(4096 // length)])
+    run.model(ids)
+    x, a = given[0][:, 4:], run.model.blocks[1].mixer.attention
+    m = load_run(convert_run(source, tmp_path / "titans", "titans", W, S)).model.blocks[1].mixer.memory
+    assert f"the means of {ids.numel():,} training tokens of {run.config.data.dir}" in capsys.readouterr().err
+    for mine, theirs in ((m.q, a.q), (m.k, a.k)):
+        centred = mine.linear(x)
+        assert centred.mean((0, 1)).abs().max() < 1e-5 * theirs(x).abs().max()
+        assert (theirs(x) - theirs.bias).mean((0, 1)).abs().max() > 1e-2
+    torch.testing.assert_close(m.output_norm.weight, m.v.linear(x).square().mean().sqrt().expand(8))
+    moved = tmp_path / "moved"
+    shutil.copytree(source, moved)
+    file = moved / "config.yaml"
+    file.write_text(file.read_text().replace(run.config.data.dir, str(tmp_path / "none")))
+    m = load_run(convert_run(moved, tmp_path / "random", "titans", W, S)).model.blocks[1].mixer.memory
+    assert "by the means of random tokens, which say less than text (data.dir=" in capsys.readouterr().err
+    assert m.k.linear.bias.abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_full_attention_is_a_mixture_with_what_lies_beyond_the_window(source, ids, tmp_path):
+    """Given attention to the tokens beyond the window as the memory, and their share of the softmax, a layer of mab is
+    full attention."""
+    mixer = load_run(convert_run(source, tmp_path / "titans", "titans", W, S)).model.blocks[0].mixer
+    x = torch.randn(2, 40, 32, generator=torch.manual_seed(0))
+    a = mixer.attention
+    turn = a.rotation_from(0, a.queries(x))
+    k, v = (y.repeat_interleave(2, 2) for y in a.keys_values(x))
+    scores = torch.einsum("bthd,bshd->bhts", rotate(a.queries(x), *turn), rotate(k, *turn)) / 8**0.5
+    place = torch.arange(40)
+    beyond = (place <= place[:, None] - W) & (place >= S)
+    whole = scores.masked_fill(place > place[:, None], -torch.inf).softmax(-1)
+    share = (whole * beyond).sum(-1).transpose(1, 2)
+    far = torch.einsum("bhts,bshd->bthd", whole * beyond, v) / share.clamp(min=1e-9).unsqueeze(-1)
+    mixer.memory.forward = lambda *_: (far.flatten(-2), None)
+    mixer.memory_share.forward = lambda _: share
+    torch.testing.assert_close(mixer(x)[0], mixer.unlimited(x), rtol=1e-4, atol=1e-5)
+    assert share.max() > 0.9
+
+
+@pytest.mark.parametrize("words", [[], ADDED])
+def test_it_learns_from_there(source, ids, tmp_path, words):
+    """At step 0 the memory's output has a gradient; after one step of it all of the memory has."""
+    model = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words)).model.train()
     mixer = model.blocks[0].mixer
+    out = mixer.memory_share if mixer.memory_out is None else mixer.memory_out
     model(ids)[0].square().mean().backward()
-    assert mixer.memory_out.weight.grad.abs().max() > 0 and not mixer.memory.k.linear.weight.grad.any()
+    assert out.weight.grad.abs().max() > 0 and not mixer.memory.k.linear.weight.grad.any()
     with torch.no_grad():
-        mixer.memory_out.weight -= mixer.memory_out.weight.grad
+        out.weight -= out.weight.grad
     model.zero_grad()
     model(ids)[0].square().mean().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in mixer.memory.parameters())
 
 
-def test_attention_that_is_left_out_at_random(source, ids, tmp_path):
+@pytest.mark.parametrize("words", [[], ADDED])
+def test_attention_that_is_left_out_at_random(source, ids, tmp_path, words):
     """In training alone; a seed says which samples."""
-    run = convert_run(source, tmp_path / "t", "titans", W, S, None, ["model.mab.attention_dropout=0.5"])
-    plain = load_run(convert_run(source, tmp_path / "p", "titans", W, S)).model
+    run = convert_run(source, tmp_path / "t", "titans", W, S, None, ["model.mab.attention_dropout=0.5", *words])
+    plain = load_run(convert_run(source, tmp_path / "p", "titans", W, S, None, words)).model
     model = load_run(run).model
     assert torch.equal(model(ids)[0], plain(ids)[0])
     mixer, other = model.blocks[0].mixer.train(), plain.blocks[0].mixer
     x = torch.randn(64, 9, 32, generator=torch.manual_seed(0))
     with torch.no_grad():
         for m in (mixer, other):
-            m.memory_out.weight.copy_(0.1 * torch.randn(32, 32, generator=torch.manual_seed(2)))
-        whole, memory = other(x)[0], other.memory_out(other.memory(x)[0])
+            torch.nn.init.normal_((m.memory_out or m.memory_share).weight, std=0.1, generator=torch.manual_seed(2))
+        whole, memory = other(x)[0], other.memory(x)[0]
+        if other.memory_out is None:
+            share = other.memory_share(x).repeat_interleave(8, -1)
+            memory = other.out(share * memory)
+        else:
+            memory = other.memory_out(memory)
         found = [(torch.manual_seed(1), mixer(x)[0])[1] for _ in range(2)]
     assert torch.equal(*found)
     left_out = [torch.allclose(y, m, atol=1e-6) for y, m in zip(found[0], memory, strict=True)]

@@ -15,7 +15,7 @@ from titans_pt.tasks.attention_transfer import AttentionTransferLoss
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 
-ADDED = 'train.trainable=["*.memory.*","*.memory_out.*"]'
+ADDED = 'train.trainable=["*.memory*"]'
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_a_layers_loss_is_its_own(converted, ids):
     model = load_run(converted).model.train()
     torch.manual_seed(0)
     for n in (0, 2):
-        torch.nn.init.normal_(model.blocks[n].mixer.memory_out.weight, std=0.1)
+        torch.nn.init.normal_(model.blocks[n].mixer.memory_share.weight, std=0.1)
     loss = AttentionTransferLoss(model)
     alone = {}
     for n in (0, 2):
@@ -70,7 +70,7 @@ def test_a_layers_loss_is_its_own(converted, ids):
         grads = {name: g for name, g in zip(names, found, strict=True) if g is not None}
         assert all(name.startswith(f"blocks.{n}.mixer.") for name in grads)
         assert all(grads[f"blocks.{n}.mixer.{name}"].abs().max() > 0 for name in ("memory.k.linear.weight",
-                                                                               "memory_out.weight"))  # fmt: skip
+                                                                               "memory_share.weight"))  # fmt: skip
         alone[n] = value.item()
     loss.learn = [0, 2]
     assert loss(ids, None).item() == pytest.approx((alone[0] + alone[2]) / 2)
@@ -95,7 +95,7 @@ def test_a_row_of_short_documents_does_not_outweigh_the_others(converted, ids):
     """Its window misses nothing of full attention: what there is to learn is little, and so is its loss."""
     model = load_run(converted).model.train()
     for n in (0, 2):
-        torch.nn.init.normal_(model.blocks[n].mixer.memory_out.weight, std=1e-3)
+        torch.nn.init.normal_(model.blocks[n].mixer.memory_share.weight, std=1e-3)
     reset = torch.zeros(2, 40, dtype=torch.bool)
     loss = AttentionTransferLoss(model)
     usual = loss(ids, reset)
@@ -132,7 +132,7 @@ def test_it_trains_what_was_added_and_the_run_is_a_language_model(tiny, converte
 def test_ranks_agree(tiny, converted, tmp_path):
     """A source with two heads of keys, over two tensor ranks, two samples at a time, and under ZeRO 3."""
     model = load_run(converted).config.model.model_dump(mode="json")
-    train = {"max_steps": 4, "init_from": str(converted), "trainable": ["*.memory.*", "*.memory_out.*"]}
+    train = {"max_steps": 4, "init_from": str(converted), "trainable": ["*.memory*"]}
     config = tiny(model=model, task="attention_transfer", train=train, data={"seq_len": 32})
     ways = {"tensor": ["parallel.tensor=2"], "data": [], "sharded": ["parallel.zero_stage=3"]}
     run_jobs(2, config, tmp_path, ways)

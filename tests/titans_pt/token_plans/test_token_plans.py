@@ -41,6 +41,12 @@ FORMS = {
     "lmm": ("lmm", {}, {}),
     "mag": ("mag", {}, {}),
     "mab": ("mab", {"attention": SHARED | {"sinks": 2}}, {}),
+    "mab-mixed": (
+        "mab",
+        {"mab": {"join": "mixed"}, "conv_width": 1},
+        {"depth": 1, "norm": False, "residual": False, "projections": "affine"},
+    ),
+    "lmm-affine": ("lmm", {}, {"projections": "affine"}),
     "mal": ("mal", {}, {}),
     "mac": ("mac", {"mac": {"segment": 8, "memory_tokens": 4}}, {}),
     "rmt": ("rmt", {"rmt": {"segment": 8, "memory_tokens": 2}}, {}),

@@ -1,7 +1,7 @@
 """MAB, memory beside attention: what a pretrained attention layer lacks is added to it, and begins as nothing."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -22,6 +22,10 @@ from titans_pt.models.mixers.common import (
 
 
 class MABSettings(Section):
+    join: Literal["mixed", "added"] = "mixed"
+    """mixed: each head's output moves from attention's toward the memory's by a learned share, as full attention's
+    moves toward what lies beyond the window; the output projection is attention's own. It needs a memory head for each
+    of attention's, equally wide. added: the memory has an output projection of its own, and is added."""
     attention_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of training samples, drawn for each layer and step, whose layer has no output of attention: the memory must
     then know what it could leave to the window."""
@@ -33,31 +37,62 @@ class MABState:
     memory: AnyMemoryState
 
 
+def alike(config: ModelConfig) -> bool:
+    """Whether attention and memory have as many heads, equally wide."""
+    return config.memory_heads == config.n_heads and config.n_heads * config.head_width == config.d_model
+
+
 @MIXERS.register
 class MAB(BesideAttention, WindowedMemoryMixer):
-    """out(window_attention(x)) + memory_out(memory(x)); memory_out starts at 0, so that the layer starts as its window.
+    """Window attention a = window_attention(x) and a memory m = memory(x) beside it, for ``titans convert``:
 
-    For ``titans convert``. MAG cannot serve: it normalises both branches and mixes them, which changes a pretrained
-    layer before anything is learned. The names of attention's parameters are those of the mixers attention and swa.
+        join="mixed": out(a + s (m - a)), s = memory_share(x), one number for each head of each token
+        join="added": out(a) + memory_out(m)
+
+    memory_share and memory_out start at 0, so that the layer starts as its window. Full attention has the first form:
+    it is a + s (f - a), where f is attention to what lies beyond the window, and s its share of the softmax.
+
+    MAG cannot serve: it normalises both branches and mixes them, which changes a pretrained layer before anything is
+    learned. The names of attention's parameters are those of the mixers attention and swa. The memory is linear by
+    default, without a LayerNorm: M(k) = v then has the size of attention's values.
     """
 
     name = "mab"
     Settings = MABSettings
-    sharding = {"out": Shard.LAST_ROW, "memory_out": Shard.LAST_ROW}
-    ends = ("out", "memory_out")
+    sharding = {"memory_share": Shard.ENTER_COLUMN, "out": Shard.LAST_ROW, "memory_out": Shard.LAST_ROW}
+    ends = ("out",)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.attention_dropout = self.settings(config).attention_dropout
+        settings = self.settings(config)
+        self.attention_dropout = settings.attention_dropout
         self.attention = Attention(config, config.window)
         self.out = nn.Linear(self.attention.width, config.d_model, bias=False)
         self.memory = build_memory(config)
-        self.memory_out = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.memory_share = self.memory_out = None
+        if settings.join == "mixed":
+            self.memory_share = nn.Linear(config.d_model, config.n_heads)
+        else:
+            self.memory_out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    @classmethod
+    def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
+        linear = {"model.memory.depth": 1, "model.memory.norm": False, "model.memory.residual": False}
+        found = super().defaults(config, length) | linear | {"model.memory.projections": "affine"}
+        return found if alike(config) else found | {"model.mab.join": "added"}
 
     @classmethod
     def check(cls, config: Config, need: Need):
         super().check(config, need)
-        share, name = cls.settings(config.model).attention_dropout, "model.mab.attention_dropout"
+        settings, model = cls.settings(config.model), config.model
+        need(
+            settings.join == "added" or alike(model),
+            "model.mab.join",
+            settings.join,
+            f"must be added: the memory has {model.memory_heads} heads for attention's {model.n_heads} of width "
+            f"{model.head_width}, in a model of width {model.d_model}",
+        )
+        share, name = settings.attention_dropout, "model.mab.attention_dropout"
         need(
             not (share and config.train.activation_checkpointing),
             name,
@@ -66,7 +101,9 @@ class MAB(BesideAttention, WindowedMemoryMixer):
         )
 
     def own_initialisation(self):
-        nn.init.zeros_(self.memory_out.weight)
+        for layer in (self.memory_share, self.memory_out):
+            if layer is not None:
+                nn.init.zeros_(layer.weight)
 
     def forward(
         self, x: Tensor, state: MABState | None = None, documents: Documents | None = None
@@ -76,8 +113,15 @@ class MAB(BesideAttention, WindowedMemoryMixer):
         if self.training and self.attention_dropout:
             # All tensor ranks draw the same numbers: a step seeds the generator (training/loop.py).
             a = a * (torch.rand(len(a), 1, 1, device=a.device) >= self.attention_dropout)
-        return self.out(a) + self.memory_out(m), MABState(attention, memory)
+        after = MABState(attention, memory)
+        if self.memory_out is not None:
+            return self.out(a) + self.memory_out(m), after
+        assert self.memory_share is not None
+        share = self.memory_share(x).to(a.dtype).unsqueeze(-1)
+        a, m = (y.unflatten(-1, (share.shape[-2], -1)) for y in (a, m.to(a.dtype)))
+        return self.out(torch.lerp(a, m, share).flatten(-2)), after
 
     def flops(self, length: int) -> Flops:
-        attention = self.attention.flops(self.attention.seen(length)) + linear_flops(self.out)
-        return attention + self.memory.flops(length) + linear_flops(self.memory_out)
+        layers = [self.out] + [layer for layer in (self.memory_share, self.memory_out) if layer is not None]
+        attention = self.attention.flops(self.attention.seen(length)) + self.memory.flops(length)
+        return sum(map(linear_flops, layers), attention)
