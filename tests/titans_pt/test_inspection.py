@@ -17,7 +17,7 @@ from titans_pt.inspection import inspector as module
 from titans_pt.inspection.picture import COLUMNS, EXCERPT, ROWS, draw, excerpt, running_mean, wrap
 from titans_pt.inspection.table import table
 from titans_pt.kernels.memory import MemoryState
-from titans_pt.layers.memory import MemoryGates
+from titans_pt.layers.memory_gates import MemoryGates
 from titans_pt.layers.state import find
 from titans_pt.models import build_model
 from titans_pt.runs.loaded import load_run

@@ -16,7 +16,7 @@ from titans_pt.config import Config
 from titans_pt.data_pipeline import TokenFiles, document_begins
 from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_positions
-from titans_pt.layers.memory import Gates
+from titans_pt.layers.memory_gates import Gates
 from titans_pt.runs.loaded import LoadedRun
 from titans_pt.streaming import device_of
 from titans_pt.tools.records import digest

@@ -16,7 +16,9 @@ from titans_pt.config import ModelConfig
 from titans_pt.kernels.memory import MemoryState, neural_memory
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
-from titans_pt.layers.memory import MemoryGates, MemoryNetwork, network_shape, of_chunk, stale_flops
+from titans_pt.layers.memory import MemoryNetwork, network_shape
+from titans_pt.layers.memory_costs import stale_flops
+from titans_pt.layers.memory_gates import MemoryGates, of_chunk
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 

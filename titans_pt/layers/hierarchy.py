@@ -12,17 +12,9 @@ from titans_pt.kernels.memory import MemoryState, neural_memory, unserved
 from titans_pt.kernels.memory.state import Weights
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
-from titans_pt.layers.memory import (
-    MemoryGates,
-    MemoryNetwork,
-    Projection,
-    inner_flops,
-    kept_bytes,
-    network_shape,
-    of_chunk,
-    prefix_chunk,
-    stale_flops,
-)
+from titans_pt.layers.memory import MemoryNetwork, Projection, network_shape, prefix_chunk
+from titans_pt.layers.memory_costs import inner_flops, kept_bytes, stale_flops
+from titans_pt.layers.memory_gates import MemoryGates, of_chunk
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 from titans_pt.layers.state import map_tensors

@@ -12,15 +12,9 @@ from titans_pt.config import MemoryConfig
 from titans_pt.kernels.memory import MemoryState, self_modifying_memory
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
-from titans_pt.layers.memory import (
-    Gates,
-    MemoryNetwork,
-    Projection,
-    kept_bytes,
-    network_shape,
-    read_flops,
-    stale_flops,
-)
+from titans_pt.layers.memory import MemoryNetwork, Projection, network_shape
+from titans_pt.layers.memory_costs import kept_bytes, read_flops, stale_flops
+from titans_pt.layers.memory_gates import Gates
 from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from titans_pt.layers.memory import WriteGate
+from titans_pt.layers.memory_gates import WriteGate
 from titans_pt.layers.recurrence import precise
 from titans_pt.models.mixers.base import Mixer
 

@@ -8,15 +8,8 @@ from titans_pt.kernels.memory.call import rule_alone
 from titans_pt.kernels.memory.native import token as memory_token
 from titans_pt.kernels.one_token import Map, Maps, memory_gates
 from titans_pt.layers.convolution import ShortConvolution
-from titans_pt.layers.memory import (
-    STRETCH,
-    MemoryGates,
-    MemoryNetwork,
-    NeuralMemory,
-    NeuralMemoryState,
-    Projection,
-    share_for,
-)
+from titans_pt.layers.memory import MemoryNetwork, NeuralMemory, NeuralMemoryState, Projection
+from titans_pt.layers.memory_gates import STRETCH, MemoryGates, share_for
 from titans_pt.token_plans.norm import norm_step
 from titans_pt.token_plans.plan import TokenPlan, Unplanned, own, plain, weight_of
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from titans_pt.kernels.memory import MemoryState
-from titans_pt.layers.memory import Gates
+from titans_pt.layers.memory_gates import Gates
 from titans_pt.layers.memory_observer import observe_memories
 from titans_pt.layers.state import find
 from titans_pt.tasks.base import backbone_of

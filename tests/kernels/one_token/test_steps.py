@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from titans_pt.config import MemoryConfig
 from titans_pt.kernels import norm
 from titans_pt.kernels.one_token import Map, Maps, Rotation, add, blend, memory_gates, unserved
-from titans_pt.layers.memory import STRETCH, MemoryGates
+from titans_pt.layers.memory_gates import STRETCH, MemoryGates
 from titans_pt.layers.rotary import rotate, rotation, turns
 
 if reason := unserved(torch.zeros(1)):

@@ -16,7 +16,7 @@ from titans_pt.config.files import load_config
 from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, load_tokenizer, saved_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.evaluation import perplexity
-from titans_pt.layers.memory import MemoryGates
+from titans_pt.layers.memory_gates import MemoryGates
 from titans_pt.runs.loaded import load_run
 
 TOKENS, LENGTH = 200, 64

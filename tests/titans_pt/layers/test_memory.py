@@ -8,7 +8,8 @@ from tests.helpers.mixers import small_config
 from titans_pt.config import MemoryConfig
 from titans_pt.config.files import load_config
 from titans_pt.kernels.memory import neural_memory
-from titans_pt.layers.memory import MemoryGates, NeuralMemory, Projection, _hard, default_step_bound, network_shape
+from titans_pt.layers.memory import NeuralMemory, Projection, network_shape
+from titans_pt.layers.memory_gates import MemoryGates, _hard, default_step_bound
 from titans_pt.models import build_model
 
 

@@ -16,7 +16,7 @@ from tests.helpers.processes import ENVIRONMENT, curve, run_jobs
 from titans_pt.config.files import load_config
 from titans_pt.config.yaml import resolved_yaml
 from titans_pt.data_pipeline.loader import collate
-from titans_pt.layers.memory import MemoryGates
+from titans_pt.layers.memory_gates import MemoryGates
 from titans_pt.parallel import RankGroup
 from titans_pt.runs import checkpoints
 from titans_pt.tasks import TASKS

@@ -5,7 +5,7 @@ import torch
 
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
-from titans_pt.layers.memory import MemoryGates
+from titans_pt.layers.memory_gates import MemoryGates
 from titans_pt.models import build_model
 from titans_pt.models.mixers.ttt import TTTMixerState
 from titans_pt.parallel import RankGroup

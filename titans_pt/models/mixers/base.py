@@ -41,7 +41,7 @@ class Mixer(nn.Module):
     """Attributes that count heads: on a tensor rank each becomes the rank's share."""
     write_gate: ClassVar[str] = ""
     """Submodule, a linear layer, whose sigmoid is the share that a token writes of what it could, which
-    model.memory.write_cost penalises. "": none; a memory's own gates (titans_pt.layers.memory) need not be named."""
+    model.memory.write_cost penalises. "": none; a memory's own gates (layers/memory_gates.py) need not be named."""
     ends: ClassVar[tuple[str, ...]] = ("out",)
     """Linear layers that end a residual branch: they start smaller, by sqrt(2 n_layers)."""
     no_decay: ClassVar[tuple[str, ...]] = ()

@@ -1,0 +1,82 @@
+"""Costs of a neural memory: FLOPs of a token, bytes kept for the backward pass."""
+
+import math
+
+from titans_pt.config import MemoryConfig
+from titans_pt.kernels.memory import NetworkShape
+from titans_pt.kernels.memory.blockwise import CHANNELWISE_BLOCK
+from titans_pt.kernels.memory.chunked import MAX_BLOCK
+from titans_pt.kernels.memory.rules import Rule
+from titans_pt.layers.flops import Flops
+
+
+def product_flops(shape: NetworkShape) -> list[int]:
+    """FLOPs of one vector's product with each of a head's weight matrices."""
+    return [2 * a * b for a, b in shape.layers]
+
+
+def _block(config: MemoryConfig) -> int:
+    """Tokens of a compute block."""
+    if config.alpha == "channel":
+        return min(config.chunk_size, CHANNELWISE_BLOCK)
+    return config.chunk_size if Rule.of(config).nonlinear else min(config.chunk_size, MAX_BLOCK)
+
+
+def inner_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
+    """Per token and head: every product of the exact dual form (kernels/memory/dual.py) at the compute block in use.
+    What an alpha per channel adds is element-wise."""
+    rule, block = Rule.of(config), _block(config)
+    if rule.nonlinear:
+        return stale_flops(shape, config)
+    start = config.forget_to == "start"  # then queries also meet M_0
+    inner = 3 if config.alpha == "head" else 0  # products for the gradients of one gate for a whole matrix
+    forward = backward = 0.0
+    again, written = _window_factors(rule, block)
+    for n, weights in enumerate(product_flops(shape)):
+        pull = n > 0  # the error goes down through every layer but the first
+        within = 2 * block * written * sum(shape.layers[n])
+        products = again * (1 + pull) + 2 * written + 2 + start
+        once = products * weights + within + _erasing_flops(rule, shape.layers[n], block, reads=True)
+        forward += once
+        backward += 2 * once + inner * weights / block
+    return Flops(forward, backward)
+
+
+def _erasing_flops(rule: Rule, layer: tuple[int, int], block: int, reads: bool) -> float:
+    """Per token and head, of one matrix: what it holds along a block's inputs, the inputs' products with each other,
+    the triangular system, and what queries do not find any more."""
+    if not rule.erases:
+        return 0.0
+    d_in, d_out = layer
+    return 4 * d_in * d_out + block * (2 * d_in + 3 * d_out + 2 * reads * d_out)
+
+
+def _window_factors(rule: Rule, block: int) -> tuple[float, float]:
+    """Keys of which a block of tokens takes gradients, and keys that it writes, each per token of the block."""
+    written = 1 + (rule.window - 1) / block
+    return 1.0 if rule.border == "carry" else written, written
+
+
+def stale_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
+    """Per token and head of a memory that is read as it was at its chunk's start (kernels/memory/blockwise.py): keys
+    forward and back, two sums over the chunk, queries forward, what its rule makes of it at the chunk's end; in the
+    backward pass all of it again, and twice."""
+    rule, products = Rule.of(config), product_flops(shape)
+    again, written = _window_factors(rule, config.chunk_size)
+    once = (again + 2 * written + 1) * sum(products) + again * sum(products[1:])
+    once += sum(rule.closing_flops(*layer) for layer in shape.layers) / config.chunk_size
+    block = min(config.chunk_size, MAX_BLOCK)
+    once += sum(_erasing_flops(rule, layer, block, reads=False) for layer in shape.layers)
+    return Flops(once, 3 * once)
+
+
+def read_flops(shape: NetworkShape) -> Flops:
+    """Per token and head of one more read of the memory of a chunk's start, which the backward pass repeats."""
+    return Flops(sum(product_flops(shape)), 3 * sum(product_flops(shape)))
+
+
+def kept_bytes(shape: NetworkShape, config: MemoryConfig, heads: int, length: int) -> int:
+    """See :meth:`NeuralMemory.kept_state_bytes`."""
+    one = heads * sum(a * b for a, b in shape.layers)
+    blocks = -(-length // _block(config))
+    return 12 * one * -(-blocks // (config.save_every or math.isqrt(blocks)))

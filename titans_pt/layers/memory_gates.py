@@ -1,0 +1,228 @@
+"""Gates of a neural memory: step size, momentum, forgetting, their ranges, and the largest step that is stable."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titans_pt.config import MemoryConfig
+from titans_pt.kernels.memory.rules import Rule
+from titans_pt.kernels.memory.state import state_dtype
+from titans_pt.layers.flops import Flops, product
+from titans_pt.layers.sharding import Shard
+
+DEEP = 3
+"""Weight matrices from which on a memory is chaotic at the steps that two take: a small change of M_0 grows from chunk
+to chunk, and the outer gradient with it, a thousandfold over 64 chunks with four. They take smaller steps, from smaller
+weights, and still smaller ones toward long values (docs/notebook.md, "Deep memories are chaotic")."""
+
+
+def takes_small_steps(config: MemoryConfig) -> bool:
+    return config.depth >= DEEP and config.deep_steps == "small"
+
+
+def default_step_bound(config: MemoryConfig) -> float:
+    """Largest theta / (1 - eta) that is known to be stable, for ||M(k) - v||^2 with unit keys.
+
+    A chunk takes C gradients at one point. If all its keys are equal, a linear memory's error is multiplied by
+    1 - 2 C theta: it grows above 1 / C. Without a LayerNorm C times the bound therefore stays below 1. Under one, which
+    bounds the output, it stays below 2: 0.1 holds up to C = 16, 0.03 at C = 64. A quarter of that for three matrices,
+    an eighth for four.
+    """
+    bound = min(0.1, (1.9 if config.norm else 0.95) / config.chunk_size) * Rule.of(config).step
+    return bound / 2 ** (config.depth - 1) if takes_small_steps(config) else bound
+
+
+def of_chunk(config: MemoryConfig, chunk: int) -> MemoryConfig:
+    """Settings of a memory that has another chunk size than ``model.memory.chunk_size``. A step bound that was set for
+    that one is lowered to the largest that is stable here."""
+    other = config.model_copy(update={"chunk_size": chunk})
+    if config.step_bound is None or chunk <= config.chunk_size:
+        return other
+    return other.model_copy(update={"step_bound": min(config.step_bound, default_step_bound(other))})
+
+
+STRETCH = 0.05
+"""Reach of a hard gate's sigmoid beyond 0 and 1 before it is cut."""
+
+
+class _Cut(torch.autograd.Function):
+    """Clamps x to [0, 1] with a straight-through gradient, so that a clamped gate can reopen.
+
+    It is the same in both directions: one that passes only where it leads back into the range pulls a gate off the 0
+    that would be best, by its noise alone.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clamp(0, 1)
+
+    @staticmethod
+    def backward(ctx, d_gate: Tensor) -> Tensor:
+        return d_gate
+
+
+def share_for(v: Tensor) -> Tensor:
+    """v (B, T, H, D) -> which share of theta a deep memory takes to write it, (B, T, H) in fp32 (fp64)."""
+    short = 0.5 * v.shape[-1] ** 0.5
+    return short / torch.linalg.vector_norm(v.to(state_dtype(v)), dim=-1).clamp(min=short)
+
+
+def _hard(share: Tensor) -> Tensor:
+    """A sigmoid's value stretched and cut: a gate that reaches 0 and 1."""
+    return _Cut.apply((1 + 2 * STRETCH) * share - STRETCH)
+
+
+def _logit(gate: float, hard: bool = False) -> float:
+    """Argument of the sigmoid for a gate inside (0, 1)."""
+    share = (gate + STRETCH) / (1 + 2 * STRETCH) if hard else gate
+    return math.log(share / (1 - share))
+
+
+class WriteGate(nn.Module):
+    """A sigmoid's value -> the share of the largest step that a token takes. A module for those who watch it:
+    ``model.memory.write_cost``."""
+
+    def __init__(self, hard: bool):
+        super().__init__()
+        self.hard = hard
+
+    def forward(self, share: Tensor) -> Tensor:
+        return _hard(share) if self.hard else share
+
+
+class Gates(nn.Module):
+    """Ranges of theta, eta, alpha and the memory rule's own gates, whatever their numbers are read off.
+
+    theta = bound (1 - eta) gate(.): under a constant eta a token's surprise is written with bound gate in all, however
+    long momentum carries it. An eta that rises after the token carries it further than that. A token writes theta times
+    an error that grows with its value, and the curvature that a step meets grows with it. Deep memories, which have no
+    room for that, take min(1, sqrt(D) / (2 ||v||)) of theta.
+    With theta="free" it is softplus(.), any positive number: Titans, Eq. 10, has "theta_t" without a range or a
+    non-linearity, and softplus is the usual one for a step without a bound (Mamba's, for example).
+    """
+
+    def __init__(self, config: MemoryConfig):
+        super().__init__()
+        self.config = config
+        self.writes = config.writes
+        """False from some token on leaves the memory as it is there."""
+        self.layers = config.depth if config.per_layer_gates else 1
+        self.bound = config.step_bound or default_step_bound(config)
+        self.free = config.theta == "free"
+        self.write = WriteGate(config.gates == "hard" and not self.free)
+        self.damped = config.theta == "bounded" and takes_small_steps(config)
+        self.rule = Rule.of(config)
+
+    @property
+    def starts(self) -> tuple[float, float, float]:
+        """Numbers of which theta, eta and alpha are what they are configured to be at initialisation."""
+        hard = self.config.gates == "hard"
+        theta, eta, alpha = self.config.theta_init, self.config.eta_init, self.config.alpha_init
+        step = math.log(math.expm1(self.bound * (1 - eta) * theta)) if self.free else _logit(theta, hard)
+        return step, _logit(eta), _logit(alpha, hard)
+
+    @property
+    def own_starts(self) -> list[float]:
+        """The same of the rule's own gates."""
+        gates = self.rule.gates.values()
+        return [_logit(gate.start) if gate.share else math.log(math.expm1(gate.start)) for gate in gates]
+
+    def opened(self, raw: Tensor, alpha: Tensor | None, own: tuple[Tensor, ...], v: Tensor) -> tuple[Tensor, ...]:
+        """theta, eta, alpha, own gates.
+
+        Args:
+            raw: (..., L, 3), numbers of each layer's gates; (..., L, 2) where alpha has its own.
+            alpha: None, or (..., channels).
+            own: each (...).
+            v: (..., D), the values that will be written.
+
+        Returns:
+            theta, eta (..., L), alpha (..., L or channels), own each (...).
+        """
+        if alpha is None:
+            share, eta, alpha = torch.sigmoid(raw).unbind(-1)
+        else:
+            share, eta = torch.sigmoid(raw).unbind(-1)
+            alpha = torch.sigmoid(alpha)
+        share = self.write(F.softplus(raw[..., 0]) / self.bound if self.free else share)
+        if self.config.gates == "hard":
+            # Not momentum: at 1 the surprise of a token would be added again with every later one, for ever.
+            alpha = _hard(alpha)
+        if not self.config.momentum:
+            eta = torch.zeros_like(eta)
+        if not self.config.forgetting:
+            alpha = torch.zeros_like(alpha)
+        theta = self.bound * share if self.free else self.bound * (1 - eta) * share
+        if self.damped:
+            theta = theta * share_for(v).unsqueeze(-1)
+        own = tuple(
+            torch.sigmoid(each) if gate.share else F.softplus(each)
+            for gate, each in zip(self.rule.gates.values(), own, strict=True)
+        )
+        if self.config.theta == "bounded":
+            share = self.rule.share(v.to(theta.dtype), tuple(gate.unsqueeze(-1) for gate in own))
+            theta = theta if share is None else theta * share.unsqueeze(-1)
+        if not self.writes:  # times 0: every parameter keeps a gradient, which data parallelism counts on
+            theta, eta, alpha = 0 * theta, 0 * eta, 0 * alpha
+        return theta, eta, alpha, *own
+
+
+class MemoryGates(Gates):
+    """x (B, T, d_model) -> theta, eta, alpha, each (B, T, H), or (B, T, H, L) with per_layer_gates, and the memory
+    rule's own gates, each (B, T, H); fp32. alpha is (B, T, H, channels) with alpha="channel", from two linear layers of
+    a low rank between them.
+    """
+
+    sharding = {"linear": Shard.COLUMN, "alpha_in": Shard.SUMMED, "alpha_out": Shard.COLUMN, "own": Shard.COLUMN}
+    per_rank = ("n_heads",)
+
+    def __init__(self, d_model: int, n_heads: int, config: MemoryConfig, channels: int):
+        super().__init__(config)
+        self.n_heads = n_heads
+        self.alpha_in = self.alpha_out = None
+        if config.alpha == "channel":
+            self.alpha_in = nn.Linear(d_model, config.alpha_rank, bias=False)
+            self.alpha_out = nn.Linear(config.alpha_rank, n_heads * channels)
+        self.kinds = 3 if self.alpha_out is None else 2
+        self.linear = nn.Linear(d_model, self.kinds * n_heads * self.layers)
+        self.own = nn.Linear(d_model, n_heads * len(self.rule.gates)) if self.rule.gates else None
+
+    def own_initialisation(self):
+        """Starts the gates nearly constant at their configured values.
+
+        A hard alpha needs this: next to its cut it is fifty times as steep as a sigmoid. Under weights like the
+        others' a tenth would be forgotten at some tokens from the first step on.
+        """
+        starts = self.starts
+        with torch.no_grad():
+            self.linear.bias.view(self.n_heads, self.layers, self.kinds).copy_(torch.tensor(starts[: self.kinds]))
+            if self.alpha_out is not None:
+                self.alpha_out.bias.fill_(starts[2])
+            if self.own is not None:
+                self.own.bias.view(self.n_heads, -1).copy_(torch.tensor(self.own_starts))
+            if self.config.gates == "hard":
+                linear = self.linear.weight.view(self.n_heads, self.layers, self.kinds, -1)[:, :, 2:]
+                (linear if self.alpha_out is None else self.alpha_out.weight).zero_()
+
+    def forward(self, x: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """v (B, T, H, D): the values that will be written."""
+        raw = self.linear(x)
+        raw = raw.to(state_dtype(x))
+        raw = raw.unflatten(-1, (self.n_heads, self.layers, self.kinds))  # heads outermost: they split over ranks
+        alpha, own = None, ()
+        if self.alpha_out is not None:
+            alpha = self.alpha_out(self.alpha_in(x)).to(state_dtype(x)).unflatten(-1, (self.n_heads, -1))
+        if self.own is not None:
+            own = self.own(x).to(state_dtype(x)).unflatten(-1, (self.n_heads, -1)).unbind(-1)
+        theta, eta, alpha, *own = self.opened(raw, alpha, own, v)
+        if self.layers == 1:
+            theta, eta = theta.squeeze(-1), eta.squeeze(-1)
+            alpha = alpha.squeeze(-1) if self.alpha_out is None else alpha
+        return theta, eta, alpha, *own
+
+    def flops(self) -> Flops:
+        """Per token."""
+        linear = (self.linear, self.alpha_in, self.alpha_out, self.own)
+        return sum((product(x.in_features, x.out_features) for x in linear if x is not None), Flops(0, 0))
