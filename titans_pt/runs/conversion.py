@@ -2,12 +2,12 @@
 
 import sys
 from collections.abc import Sequence
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titans_pt.config import ModelConfig
 from titans_pt.config.files import validated
@@ -109,30 +109,27 @@ CALIBRATION = 4096
 def _inputs(run: LoadedRun, layers: Sequence[int]) -> dict[int, Tensor]:
     """Inputs of attention in these layers of the source, (tokens, d_model) each: of training text where it has been
     prepared, else of random tokens, whose keys have less in common with those of text."""
-    length = run.config.data.seq_len
-    rows = max(1, CALIBRATION // length)
+    length = min(run.config.data.seq_len, CALIBRATION)
+    rows = CALIBRATION // length
     try:
         files = TokenFiles.open(run.config)
         if files.tokenizer.sha256 != run.tokenizer.sha256:
             raise UserError(f"data.dir={run.config.data.dir}: encoded with another tokenizer")
         samples = files.samples(run.config)
-        ids = torch.stack([torch.from_numpy(samples.sample(n)[0][:-1]) for n in range(rows)])
+        ids = torch.stack([torch.from_numpy(samples.sample(n)[0][:length]) for n in range(rows)])
         source = f"{ids.numel():,} training tokens of {run.config.data.dir}"
     except UserError as error:
         ids = torch.randint(run.tokenizer.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
         source = f"random tokens, which say less than text ({error})"
     print(f"the memory's queries and keys are centred by the means of {source}", file=sys.stderr)
-    found: dict[int, Tensor] = {}
-
-    def keep(layer: int, _mixer: nn.Module, given: tuple[Tensor, ...]):
-        found[layer] = given[0][:, FIRST:].flatten(0, 1)
-
-    mixers = [block.mixer for block in cast(LanguageModel, run.model).blocks]
-    hooks = [mixers[layer].register_forward_pre_hook(partial(keep, layer)) for layer in layers]
+    model, found = cast(LanguageModel, run.model), {}
     with torch.inference_mode():
-        run.model(ids)
-    for hook in hooks:
-        hook.remove()
+        x = model.embed(ids)
+        for layer, block in enumerate(islice(model.blocks, max(layers) + 1)):
+            before = block.mixer_norm(x)
+            if layer in layers:
+                found[layer] = before[:, FIRST:].flatten(0, 1)
+            x = block.feed(x + block.mixer(before)[0])
     return found
 
 
