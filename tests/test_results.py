@@ -831,7 +831,7 @@ def test_what_forecasts_are_read_as():
 
 def test_what_a_conversion_is_read_as():
     """The claims of docs/conversion.md."""
-    found, text = of_conversion(CONVERTED), CONVERSION.read_text()
+    found, text = of_conversion(CONVERTED), " ".join(CONVERSION.read_text().split())
     plain = found["window 64, 4 sinks"]
     for part in (BEYOND, NEAR):
         worth = [
