@@ -574,31 +574,29 @@ def nats(streams: dict[int, list[list[float]]], buckets: slice) -> dict[int, flo
 
 NEAR, BEYOND, FAR = slice(0, 7), slice(7, 10), slice(10, 13)
 """Positions 1 to 64, 65 to 512, and 513 to 4,096."""
+EACH = [slice(n, n + 1) for n in range(13)]
+"""The buckets one by one."""
 
 
-def beyond_the_window(files: dict[str, str] = CONVERTED) -> list[str]:
-    """Losses by position, and what is gained over the window beyond it, paired by stream."""
-    found = of_conversion(files)
-    window, lines = nats(found["window 64, 4 sinks"], BEYOND), []
+def ahead(streams: dict, before: dict, buckets: slice) -> list[float]:
+    """By how much each stream's loss over buckets of positions is below the one in ``before``."""
+    losses = nats(before, buckets)
+    return [losses[start] - loss for start, loss in nats(streams, buckets).items()]
+
+
+def with_error(gains: list[float]) -> str:
+    return f"{sum(gains) / len(gains):.3f} ± {standard_error(gains):.3f}"
+
+
+def beyond_the_window(
+    files: dict[str, str] = CONVERTED, columns: Sequence[slice] = (NEAR, *EACH[7:10]), part: slice = BEYOND
+) -> list[str]:
+    """Losses by position, and what is gained over the window in ``part``, paired by stream."""
+    found, lines = of_conversion(files), []
     for name, streams in found.items():
-        buckets = NEAR, slice(7, 8), slice(8, 9), slice(9, 10)
-        parts = [sum(nats(streams, bucket).values()) / len(streams) for bucket in buckets]
-        gains = [window[start] - loss for start, loss in nats(streams, BEYOND).items()]
-        gained = f"{sum(gains) / len(gains):.3f} ± {standard_error(gains):.3f}" if any(gains) else "-"
-        lines.append(line(name, *(f"{part:.3f}" for part in parts), gained))
-    return lines
-
-
-def long_streams() -> list[str]:
-    """Losses by position in streams of 4,096 tokens, and what is gained over the window beyond 512."""
-    found = of_conversion(LONG)
-    window, lines = nats(found["window 64, 4 sinks"], FAR), []
-    for name, streams in found.items():
-        buckets = [NEAR, BEYOND, *(slice(n, n + 1) for n in (10, 11, 12))]
-        parts = [sum(nats(streams, bucket).values()) / len(streams) for bucket in buckets]
-        gains = [window[start] - loss for start, loss in nats(streams, FAR).items()]
-        gained = f"{sum(gains) / len(gains):.3f} ± {standard_error(gains):.3f}" if any(gains) else "-"
-        lines.append(line(name, *(f"{part:.3f}" for part in parts), gained))
+        losses = [sum(nats(streams, buckets).values()) / len(streams) for buckets in columns]
+        gains = ahead(streams, found["window 64, 4 sinks"], part)
+        lines.append(line(name, *(f"{loss:.3f}" for loss in losses), with_error(gains) if any(gains) else "-"))
     return lines
 
 
@@ -626,7 +624,7 @@ PAGES = {
     CONVERSION: {
         "| memories mixed in |": partial(beyond_the_window, MIXED),
         "| another text |": partial(beyond_the_window, OTHER),
-        "| streams of 4,096 tokens |": long_streams,
+        "| streams of 4,096 tokens |": partial(beyond_the_window, LONG, (NEAR, BEYOND, *EACH[10:13]), FAR),
         "| 16 steps of next tokens |": beyond_the_window,
         "| 96 steps of next tokens |": partial(beyond_the_window, LONGER),
         "| layers with full attention |": which_layers,
@@ -834,38 +832,29 @@ def test_what_a_conversion_is_read_as():
     found, text = of_conversion(CONVERTED), " ".join(CONVERSION.read_text().split())
     plain = found["window 64, 4 sinks"]
     for part in (BEYOND, NEAR):
-        worth = [
-            nats(plain, part)[start] - loss for start, loss in nats(found["window, low-rank adapters"], part).items()
-        ]
-        assert f"{sum(worth) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
+        assert with_error(ahead(found["window, low-rank adapters"], plain, part)) in text
     mixed = of_conversion(MIXED)
     for stage in ("stage 1", "stages 1 and 2"):
         memories = mixed[f"memories, {stage}"]
         for without in (mixed[f"never written in training, {stage}"], mixed[f"memories, {stage}, never written"]):
             for part in (BEYOND, NEAR):
-                worth = [nats(without, part)[s] - loss for s, loss in nats(memories, part).items()]
-                assert f"{sum(worth) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
+                assert with_error(ahead(memories, without, part)) in text
     longer = of_conversion(LONGER)
     memories, control = longer["memories"], longer["the same network, never written in training"]
     for part in (BEYOND, NEAR):
         for without in (control, longer["memories, never written"], longer["window, low-rank adapters"]):
-            before = nats(without, part)
-            worth = [before[s] - loss for s, loss in nats(memories, part).items()]
-            assert f"{abs(sum(worth)) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
+            assert with_error(ahead(memories, without, part)).removeprefix("-") in text
     for files, parts in ((OTHER, (BEYOND, NEAR)), (LONG, (FAR,))):
         elsewhere = of_conversion(files)
+        memories, control = (elsewhere[f"{name}, stages 1 and 2"] for name in ("memories", "never written in training"))
         for part in parts:
-            control = nats(elsewhere["never written in training, stages 1 and 2"], part)
-            worth = [control[s] - loss for s, loss in nats(elsewhere["memories, stages 1 and 2"], part).items()]
-            assert f"{sum(worth) / len(worth):.3f} ± {standard_error(worth):.3f}" in text
+            assert with_error(ahead(memories, control, part)) in text
     for record, ends in (("mixed", 0.47), ("mixed-never", 0.65)):
         *_, (step, loss, _) = json.loads((RESULTS / f"conversion/{record}-training.json").read_text())["validation"]
         assert step == 300 and loss == pytest.approx(ends, abs=0.005)
     means = json.loads((RESULTS / "conversion/reads.json").read_text())["mean"]
     assert [round(share, 2) for share in means.values()] == [0.29, 0.28, 0.31, 0.43, 0.47]
-    liza, window = nats(found["LiZA, low-rank adapters"], BEYOND), nats(plain, BEYOND)
-    worse = [loss - window[start] for start, loss in liza.items()]
-    assert f"{sum(worse) / len(worse):.3f} ± {standard_error(worse):.3f} nats above" in text
+    assert f"{with_error(ahead(plain, found['LiZA, low-rank adapters'], BEYOND))} nats above" in text
 
 
 if __name__ == "__main__":

@@ -384,6 +384,11 @@ class MemoryConfig(Section):
     """The backward pass keeps the memory's weights at every save_every-th block and recomputes those between: less
     memory, the same result. Null: the square root of the number of blocks."""
 
+    @property
+    def affine(self) -> bool:
+        """Whether queries, keys and values have a bias and no SiLU."""
+        return self.projections == "affine"
+
     def section(self, rule: str) -> dict[str, Any]:
         """The given ones of a rule's own settings."""
         return self.__pydantic_extra__.get(rule, {})

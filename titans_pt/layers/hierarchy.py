@@ -71,10 +71,9 @@ class HierarchicalMemory(nn.Module):
     def __init__(self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float):
         super().__init__()
         self.config, self.hierarchy = config, config.hierarchy
-        affine = config.projections == "affine"
-        self.q = Projection(d_model, n_heads, conv_width, unit=True, affine=affine)
-        self.k = Projection(d_model, n_heads, conv_width, unit=True, affine=affine)
-        self.v = Projection(d_model, n_heads, conv_width, unit=False, affine=affine)
+        self.q = Projection(d_model, n_heads, conv_width, unit=True, affine=config.affine)
+        self.k = Projection(d_model, n_heads, conv_width, unit=True, affine=config.affine)
+        self.v = Projection(d_model, n_heads, conv_width, unit=False, affine=config.affine)
         chunks = (self.hierarchy.chunk, *self.hierarchy.locals)
         self.memories = nn.ModuleList(InnerMemory(d_model, n_heads, config, chunk) for chunk in chunks)
         self.output_norm = RMSNorm(d_model // n_heads, eps=norm_eps)

@@ -1,4 +1,4 @@
-"""The neural long-term memory as a layer: projections, gates and the learned M_0 around kernels.memory."""
+"""The neural long-term memory as a layer: projections and the learned M_0 around kernels.memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -146,10 +146,9 @@ class NeuralMemory(nn.Module):
                 "constant of a head of width 1, be below it"
             )
         self.config = config
-        affine = config.projections == "affine"
-        self.q = Projection(d_model, n_heads, conv_width, unit=True, affine=affine)
-        self.k = Projection(d_model, n_heads, conv_width, unit=True, affine=affine)
-        self.v = Projection(d_model, n_heads, conv_width, unit=False, affine=affine)
+        self.q = Projection(d_model, n_heads, conv_width, unit=True, affine=config.affine)
+        self.k = Projection(d_model, n_heads, conv_width, unit=True, affine=config.affine)
+        self.v = Projection(d_model, n_heads, conv_width, unit=False, affine=config.affine)
         self.shape = network_shape(d_model // n_heads, config)
         self.gates = MemoryGates(d_model, n_heads, config, self.shape.channels)
         self.network = MemoryNetwork(n_heads, self.shape, config)

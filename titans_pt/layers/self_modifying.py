@@ -119,9 +119,8 @@ class SelfModifyingMemory(nn.Module):
     def __init__(self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float):
         super().__init__()
         self.config = config
-        affine = config.projections == "affine"
-        self.x = Projection(d_model, n_heads, conv_width, unit=True, affine=affine)
-        self.q = Projection(d_model, n_heads, conv_width, unit=True, affine=affine)
+        self.x = Projection(d_model, n_heads, conv_width, unit=True, affine=config.affine)
+        self.q = Projection(d_model, n_heads, conv_width, unit=True, affine=config.affine)
         self.shape = network_shape(d_model // n_heads, config)
         self.gates = AnswerGates(n_heads, self.shape.width, config)
         self.network = MemoryNetwork(len(MEMORIES) * n_heads, self.shape, config)

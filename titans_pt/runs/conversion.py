@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from titans_pt.config import ModelConfig
 from titans_pt.config.files import validated
@@ -152,9 +153,9 @@ def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig, 
             continue
         weights[f"{target}linear.weight"] = found
         if f"{target}linear.bias" in weights:
-            projected, own = inputs @ found.mT, weights.get(f"{prefix}attention.{name}.bias")
+            own = weights.get(f"{prefix}attention.{name}.bias")
             if name != "v":  # a bias of attention's would be part of the mean
-                weights[f"{target}linear.bias"] = -projected.mean(0)
+                weights[f"{target}linear.bias"] = -(inputs @ found.mT).mean(0)
             elif own is not None:
                 weights[f"{target}linear.bias"] = of_all_heads(own)
         if f"{target}conv.weight" in weights:
@@ -162,8 +163,7 @@ def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig, 
             identity[:, -1] = 1.0
             weights[f"{target}conv.weight"] = identity
     if f"{prefix}memory_share.weight" in weights:
-        values = inputs @ weights[f"{prefix}memory.v.linear.weight"].mT
-        if f"{prefix}memory.v.linear.bias" in weights:
-            values = values + weights[f"{prefix}memory.v.linear.bias"]
+        linear = f"{prefix}memory.v.linear."
+        values = F.linear(inputs, weights[f"{linear}weight"], weights.get(f"{linear}bias"))
         norm = weights[f"{prefix}memory.output_norm.weight"]
         weights[f"{prefix}memory.output_norm.weight"] = torch.full_like(norm, values.square().mean().sqrt().item())

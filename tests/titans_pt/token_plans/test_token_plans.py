@@ -41,6 +41,7 @@ FORMS = {
     "lmm": ("lmm", {}, {}),
     "mag": ("mag", {}, {}),
     "mab": ("mab", {"attention": SHARED | {"sinks": 2}}, {}),
+    "mab-added": ("mab", {"mab": {"join": "added"}, "attention": SHARED | {"sinks": 2}}, {}),
     "mab-mixed": (
         "mab",
         {"mab": {"join": "mixed"}, "conv_width": 1},

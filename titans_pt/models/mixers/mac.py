@@ -135,8 +135,9 @@ class MAC(MemoryMixer):
         self.compiled = False
         """Whether whole segments go through torch.compile where the block around them does not."""
         self.persistent = persistent(config)
-        affine = config.memory.projections == "affine"
-        self.read = Projection(config.d_model, config.memory_heads, config.conv_width, unit=True, affine=affine)
+        self.read = Projection(
+            config.d_model, config.memory_heads, config.conv_width, unit=True, affine=config.memory.affine
+        )
         self.attention = Attention(config)
         memory = build_memory(config)
         if not isinstance(memory, NeuralMemory):
