@@ -69,9 +69,11 @@ def convert_run(
     weights: dict[str, Tensor] = dict(fresh.named_parameters()) | {name: given[name] for name in kept if name in given}
     check_weights(Path(out), settings, weights)
     with_memory = [layer for layer, mixer in enumerate(settings.model.pattern) if mixer == TARGETS["titans"]]
-    inputs = _inputs(run, with_memory) if with_memory else {}
+    inputs: dict[int, Tensor] = {}
+    if with_memory and (settings.model.memory.affine or settings.model.section("mab")["join"] == "mixed"):
+        inputs = _inputs(run, with_memory)
     for layer in with_memory:
-        _start_memory(f"blocks.{layer}.mixer.", weights, settings.model, inputs[layer])
+        _start_memory(f"blocks.{layer}.mixer.", weights, settings.model, inputs.get(layer))
     return write_run(RunFolder(out), settings, weights, path, run.step)
 
 
@@ -124,7 +126,7 @@ def _inputs(run: LoadedRun, layers: Sequence[int]) -> dict[int, Tensor]:
         source = f"random tokens, which say less than text ({error})"
     print(f"the memory's queries and keys are centred by the means of {source}", file=sys.stderr)
     model, found = cast(LanguageModel, run.model), {}
-    with torch.inference_mode():
+    with torch.no_grad():
         x = model.embed(ids)
         for layer, block in enumerate(islice(model.blocks, max(layers) + 1)):
             before = block.mixer_norm(x)
@@ -134,13 +136,15 @@ def _inputs(run: LoadedRun, layers: Sequence[int]) -> dict[int, Tensor]:
     return found
 
 
-def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig, inputs: Tensor):
+@torch.no_grad()  # as ZeRO 3 of DeepSpeed, once used in a process, saves every linear map's input for a backward pass
+def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig, inputs: Tensor | None):
     """Projections of the memory, copied from attention's, with keys and values repeated for heads that share them. They
     keep their random values if the heads' total width differs from the model's.
 
     Biases take the mean off queries and keys: keys of a pretrained head point nearly the same way, and a memory that
     is written under keys which are all alike gives back the mean of the values. Under a softmax that mean has no
-    effect. The norm of what the memory answers starts with the size of values.
+    effect. The norm of what the memory answers starts with the size of values. A memory without biases that is added,
+    not mixed, needs no ``inputs``.
     """
     group = config.n_heads // config.kv_heads
     for name, repeats in (("q", 1), ("k", group), ("v", group)):
@@ -154,7 +158,7 @@ def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig, 
         weights[f"{target}linear.weight"] = found
         if f"{target}linear.bias" in weights:
             own = weights.get(f"{prefix}attention.{name}.bias")
-            if name != "v":  # a bias of attention's would be part of the mean
+            if name != "v" and inputs is not None:  # a bias of attention's would be part of the mean
                 weights[f"{target}linear.bias"] = -(inputs @ found.mT).mean(0)
             elif own is not None:
                 weights[f"{target}linear.bias"] = of_all_heads(own)
@@ -162,7 +166,7 @@ def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig, 
             identity = torch.zeros_like(weights[f"{target}conv.weight"])
             identity[:, -1] = 1.0
             weights[f"{target}conv.weight"] = identity
-    if f"{prefix}memory_share.weight" in weights:
+    if f"{prefix}memory_share.weight" in weights and inputs is not None:
         linear = f"{prefix}memory.v.linear."
         values = F.linear(inputs, weights[f"{linear}weight"], weights.get(f"{linear}bias"))
         norm = weights[f"{prefix}memory.output_norm.weight"]

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from tests.helpers.untrained import untrained_run
 from titans_pt import cli
@@ -177,6 +178,19 @@ def test_queries_and_keys_are_centred(source, tmp_path, capsys):
     m = load_run(convert_run(moved, tmp_path / "random", "titans", W, S)).model.blocks[1].mixer.memory
     assert "by the means of random tokens, which say less than text (data.dir=" in capsys.readouterr().err
     assert m.k.linear.bias.abs().max() > 1e-3
+
+
+def test_calibration_where_something_uses_it(source, tmp_path, capsys):
+    words = ["model.mab.join=added", "model.memory.projections=silu"]
+    convert_run(source, tmp_path / "titans", "titans", W, S, None, words)
+    assert "centred" not in capsys.readouterr().err
+
+
+def test_after_zero_3_in_the_same_process(prepared, tmp_path, monkeypatch):
+    """DeepSpeed replaces linear for good, by one that saves its input for the gradient of a bias too."""
+    source = untrained_run(tmp_path / "source", prepared, mixers=["attention"], n_layers=1, d_model=32, n_heads=4)
+    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
+    convert_run(source, tmp_path / "titans", "titans", W, S)
 
 
 @torch.no_grad()
