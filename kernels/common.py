@@ -13,10 +13,13 @@ def no_autocast(x: Tensor):
     return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-@torch.compiler.assume_constant_result  # done while a block is compiled: a warning in its graph would cut it in two
 def warn_once(message: str):
     """Warns once of each message, whatever the warning filters."""
-    warned_of(message)
+    if torch.compiler.is_compiling():  # a warning in a block's graph would cut it in two
+        from titans_pt.kernels.compiling import warn
+    else:
+        warn = warned_of
+    warn(message)
 
 
 @functools.cache

@@ -15,7 +15,6 @@ import sys
 # What every rank imports sooner or later.
 import deepspeed.ops.op_builder.all_ops  # noqa: F401
 import deepspeed.runtime.engine  # noqa: F401
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import matplotlib.figure  # noqa: F401
 import torch._dynamo  # noqa: F401
 

@@ -413,7 +413,11 @@ def _import_deepspeed():
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
+    from deepspeed.runtime import compiler
     from deepspeed.utils import logger
+
+    # It compiles a function of its Muon, which nothing here uses, on the way to any ZeRO: 2 s to import the compiler.
+    compiler.compile = lambda: compiler.dummy_decorator
 
     logger.setLevel("ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # calls DeepSpeed makes

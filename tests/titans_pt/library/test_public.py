@@ -23,7 +23,8 @@ for _ in range(5):
 bare = sorted({"torch", "numpy", "pydantic"} & sys.modules.keys())
 from titans_pt import NeuralMemory, MAC, mixer
 NeuralMemory(16, n_heads=2), MAC(16, n_heads=2), mixer("swa", 16, n_heads=2)
-heavy = {"deepspeed", "datasets", "wandb", "matplotlib", "transformers", "pyarrow", "sentencepiece", "tokenizers"}
+heavy = {"deepspeed", "datasets", "wandb", "matplotlib", "transformers", "pyarrow", "sentencepiece", "tokenizers",
+         "torch._dynamo"}
 layers = sorted(heavy & sys.modules.keys())
 from titans_pt import Titan, save_state
 print(json.dumps([min(seconds), bare, layers, sorted(heavy & sys.modules.keys())]))

@@ -1,7 +1,10 @@
+import sys
+
 import pytest
 import torch
 from torch import nn
 
+from tests.helpers.processes import run
 from titans_pt.config import ModelConfig
 from titans_pt.config.files import load_config
 from titans_pt.data_pipeline import Loader
@@ -53,6 +56,19 @@ def test_deepspeed_settings_follow_the_tree(tiny):
     assert settings["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000, "parameter_alignment": True}
     assert deepspeed_config(config, 3, 4, 10**9)["zero_optimization"]["reduce_bucket_size"] == 500_000_000
     assert (settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (3, 4)
+
+
+def test_a_start_does_not_wait_for_the_compiler(tiny):
+    """DeepSpeed compiles a function of its Muon wherever ZeRO begins, for which torch imports seconds of modules."""
+    program = """
+import sys
+from titans_pt.config.files import load_config
+from titans_pt.training import loop
+loop.train(load_config(sys.argv[1], ["train.stop_at=1"]))
+assert "deepspeed.runtime.zero.muon.original_muon" in sys.modules and "torch._inductor.compile_fx" not in sys.modules
+"""
+    result = run([sys.executable, "-c", program, str(tiny())])
+    assert result.returncode == 0, result.stderr
 
 
 def test_layers_side_by_side_exchange_their_gradients_at_the_end(tiny):

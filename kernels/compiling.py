@@ -1,0 +1,13 @@
+"""Warnings while torch.compile compiles, given at once and left out of the graph.
+
+Imported then alone: with torch.compiler comes the compiler, whose import takes more than a second.
+"""
+
+import torch
+
+from titans_pt.kernels.common import warned_of
+
+
+@torch.compiler.assume_constant_result
+def warn(message: str):
+    warned_of(message)
