@@ -144,8 +144,8 @@ def test_blocks_share_a_compiled_program_on_a_gpu(tiny, ranks):
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_micro_batches_are_summed_in_fp32_and_steps_that_are_not_finite_are_skipped(tiny, ranks, zero_stage):
-    """In bf16 the sum of 128 loses 1 % of the gradient; what is left is the rounding of one exchange in bf16."""
-    count = 128
+    """In bf16 the sum of 64 loses 0.8 % of the gradient; what is left is the rounding of one exchange in bf16."""
+    count = 64
     train = {"precision": "bf16", "batch_tokens": 16 * count, "clip": 1e9}
     config = load_config(tiny(train=train, parallel={"zero_stage": zero_stage}))
     task = task_of(config)

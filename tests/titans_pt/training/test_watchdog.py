@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.processes import run, torchrun
+from tests.helpers.processes import run_forked
 from titans_pt.training.watchdog import Watchdog
 
 SCRIPT = """
@@ -53,12 +53,12 @@ with process_group() as ranks, Watchdog(ranks, 8.0) as watchdog:
 def script(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    return [str(path), str(tmp_path / "stacks")]
+    return [str(path), str(tmp_path / "stacks")]  # a program of run_forked and its first word
 
 
 def test_ranks_that_hang_end_the_run_and_every_place_and_stack_is_told(script, tmp_path):
     how = ["stopped", "asleep", "blocked"]
-    result = run([*torchrun(1 + len(how)), *script, "well", *how])
+    result = run_forked(1 + len(how), *script, "well", *how)
     assert result.returncode == 1
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("titans: error: train.timeout")]
     assert "rank 0 has been at step 7, the sum of the losses for" in line
@@ -76,7 +76,7 @@ def test_ranks_that_hang_end_the_run_and_every_place_and_stack_is_told(script, t
 
 @pytest.mark.slow  # the clocks below hold the same in one process
 def test_a_run_that_advances_is_left_alone(script, tmp_path):
-    result = run([*torchrun(2), *script, "well", "well"])
+    result = run_forked(2, *script, "well", "well")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("done") == 2
     assert not (tmp_path / "stacks").exists()
