@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.memory.test_chunked import assert_cuts_are_invisible, assert_same, compare, make, run
+from tests.kernels.memory.calls import Call, assert_cuts_are_invisible, assert_same, calls, compare, make, run
 from titans_pt.kernels.memory import NetworkShape, neural_memory
 
 
@@ -21,31 +21,10 @@ def channelwise(tensors, depth, *, extremes=False, seed=0):
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    B=st.integers(1, 3), T=st.sampled_from([1, 2, 15, 17, 33]), H=st.integers(1, 2), D=st.sampled_from([4, 8]),
-    hidden=st.sampled_from([5, 8]), depth=st.integers(1, 4), C=st.sampled_from([1, 5, 8, 16, 100]),
-    per_layer=st.booleans(), extremes=st.booleans(), norm=st.booleans(), residual=st.booleans(),
-    activation=st.sampled_from(["gelu", "silu", "relu"]), forget_to=st.sampled_from(["start", "zero"]),
-    resets=st.booleans(), initial=st.booleans(), save_every=st.sampled_from([None, 1, 3]), seed=st.integers(0, 10**6),
-)  # fmt: skip
-def test_equals_the_definition(
-    B, T, H, D, hidden, depth, C, per_layer, extremes, norm, residual, activation, forget_to, resets, initial,
-    save_every, seed,
-):  # fmt: skip
-    tensors = make(B, T, H, D, hidden, depth, per_layer=per_layer, extremes=extremes, norm=norm, seed=seed)
-    tensors = channelwise(tensors, depth, extremes=extremes, seed=seed)
-    gen = torch.Generator().manual_seed(seed + 1)
-    network = NetworkShape(D, hidden, depth, norm, residual, activation)
-    options = dict(network=network, chunk_size=C, forget_to=forget_to, save_every=save_every)
-    if resets:
-        options["reset"] = torch.rand(B, T, generator=gen) < 0.15
-    if initial:
-        start = [
-            [0.3 * torch.randn(B, *w.shape, generator=gen, dtype=w.dtype) for w in tensors[6 : 6 + depth]]
-            for _ in range(3)
-        ]
-        options["initial"] = (*start, torch.randint(0, C, (B,), generator=gen))
-    compare(tensors, depth, ["chunked"], **options)
+@given(call=calls())
+def test_equals_the_definition(call: Call):
+    tensors = channelwise(call.tensors, call.depth, extremes=call.extremes, seed=call.seed)
+    compare(tensors, call.depth, ["chunked"], **call.options)
 
 
 @pytest.mark.parametrize("backend", ["naive", "chunked"])

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 
 from tests.helpers.processes import curve, run_jobs
-from tests.kernels.memory.test_chunked import TOLERANCE, assert_same, make
+from tests.kernels.memory.calls import TOLERANCE, assert_same, make
 from titans_pt import cli
 from titans_pt.config import MemoryConfig, ModelConfig, Section
 from titans_pt.config.files import load_config

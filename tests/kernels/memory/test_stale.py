@@ -5,39 +5,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.memory.test_chunked import TOLERANCE, assert_cuts_are_invisible, compare, make
+from tests.kernels.memory.calls import TOLERANCE, Call, assert_cuts_are_invisible, calls, compare, make
 from titans_pt.kernels.memory import NetworkShape, memory_read, native, neural_memory
 from titans_pt.kernels.memory.chunked import MAX_BLOCK
 
 NATIVE = native.unserved(torch.zeros(1), NetworkShape(4, 4)) is None
 
 
+def diverges(depth: int, length: int) -> bool:
+    """Without a LayerNorm such memories diverge, by definition."""
+    return depth > 1 or length > 33
+
+
 @settings(max_examples=25, deadline=None)
-@given(
-    B=st.integers(1, 3), T=st.sampled_from([1, 2, 17, 33, 150]), H=st.integers(1, 2), D=st.sampled_from([4, 8]),
-    hidden=st.sampled_from([5, 8]), depth=st.integers(1, 4), C=st.sampled_from([1, 5, 16, 70, 200]),
-    per_layer=st.booleans(), extremes=st.booleans(), norm=st.booleans(), residual=st.booleans(),
-    activation=st.sampled_from(["gelu", "silu", "relu"]), forget_to=st.sampled_from(["start", "zero"]),
-    resets=st.booleans(), initial=st.booleans(), save_every=st.sampled_from([None, 1, 3]), seed=st.integers(0, 10**6),
-)  # fmt: skip
-def test_equals_the_definition(
-    B, T, H, D, hidden, depth, C, per_layer, extremes, norm, residual, activation, forget_to, resets, initial,
-    save_every, seed,
-):  # fmt: skip
-    norm = norm or depth > 1 or T > 33  # without it such memories diverge, by definition
-    tensors = make(B, T, H, D, hidden, depth, per_layer=per_layer, extremes=extremes, norm=norm, seed=seed)
-    gen = torch.Generator().manual_seed(seed + 1)
-    network = NetworkShape(D, hidden, depth, norm, residual, activation)
-    options = dict(network=network, chunk_size=C, forget_to=forget_to, save_every=save_every, stale=True)
-    if resets:
-        options["reset"] = torch.rand(B, T, generator=gen) < 0.1
-    if initial:
-        start = [
-            [0.3 * torch.randn(B, *w.shape, generator=gen, dtype=w.dtype) for w in tensors[6 : 6 + depth]]
-            for _ in range(3)
-        ]
-        options["initial"] = (*start, torch.randint(0, C, (B,), generator=gen))
-    compare(tensors, depth, ["chunked", "native"] if C <= MAX_BLOCK and NATIVE else ["chunked"], **options)
+@given(call=calls((1, 2, 17, 33, 150), (1, 5, 16, 70, 200), starts=0.1, with_norm=diverges))
+def test_equals_the_definition(call: Call):
+    backends = ["chunked", "native"] if call.chunk <= MAX_BLOCK and NATIVE else ["chunked"]
+    compare(call.tensors, call.depth, backends, **call.options, stale=True)
 
 
 @pytest.mark.parametrize("backend", ["naive", "chunked"])

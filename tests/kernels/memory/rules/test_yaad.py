@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.memory.test_chunked import assert_same
+from tests.kernels.memory.calls import assert_same
 from tests.kernels.memory.test_rule_contract import given, run
 from titans_pt.kernels.memory import NetworkShape, neural_memory
 from titans_pt.kernels.memory.rules.yaad import Yaad
