@@ -16,6 +16,8 @@ import yaml
 from tests.conftest import TINY
 from tests.helpers.untrained import untrained_run
 from titans_pt import cli
+from titans_pt.config.files import load_config
+from titans_pt.data_pipeline import TokenFiles
 from titans_pt.errors import UserError
 from titans_pt.models.mixers import MIXERS
 from titans_pt.runs.loaded import load_run
@@ -382,6 +384,14 @@ def test_an_import_takes_settings_of_this_machine(folders, tmp_path):
     words = ["import", str(folders / "hf"), "data.dir=elsewhere", "--out", str(tmp_path / "run")]
     assert cli.run(words) == 0
     assert load_run(tmp_path / "run").config.data.dir == "elsewhere"
+
+
+def test_an_imported_run_encodes_text_with_its_own_tokenizer(folders, prepared, tmp_path):
+    source = f"[{{kind: files, path: {prepared.parent / 'text.jsonl'}}}]"
+    config, words = str(folders / "back" / "config.yaml"), [f"data.dir={tmp_path / 'data'}", f"data.sources={source}"]
+    assert cli.run(["prepare", config, *words]) == 0
+    back, files = load_run(folders / "back"), TokenFiles.open(load_config(config, words))
+    assert files.tokenizer.sha256 == back.tokenizer.sha256 == load_run(folders / "run").tokenizer.sha256
 
 
 @pytest.fixture

@@ -155,7 +155,10 @@ def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str]
             f"such as {different[0]}; copy or export it again"
         )
     stored = as_stored(model.config.settings)
-    settings = validated(stored | {"run": stored.get("run", {}) | {"dir": str(run.path)}}, overrides)
+    data = stored.get("data", {})
+    own = data.get("tokenizer", {}) | {"path": str(run.path / tokenizer.name)}  # what titans prepare has to use
+    stored |= {"run": stored.get("run", {}) | {"dir": str(run.path)}, "data": data | {"tokenizer": own}}
+    settings = validated(stored, overrides)
     return write_run(run, settings, dict(model.model.named_parameters()), tokenizer, model.config.step)
 
 
