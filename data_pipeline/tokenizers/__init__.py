@@ -12,8 +12,8 @@ from titans_pt.errors import UserError
 from titans_pt.genomics.alphabet import EOS, TOKENS
 
 __all__ = [
-    "FILES", "NucleotideTokenizer", "StreamDecoder", "Tokenizer", "load_tokenizer", "lost_kinds", "saved_tokenizer",
-    "train_tokenizer",
+    "FILES", "NucleotideTokenizer", "StreamDecoder", "Tokenizer", "ids_after", "load_tokenizer", "lost_kinds",
+    "saved_tokenizer", "train_tokenizer",
 ]  # fmt: skip
 
 
@@ -54,3 +54,9 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None, add_bos: bool
             )
         tokenizer.begin = (tokenizer.bos_id,)
     return tokenizer
+
+
+def ids_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
+    """The ids that ``text`` adds when it follows ``before``; if they cannot be separated, the ids of ``text`` alone."""
+    first, both = tokenizer.encode(before), tokenizer.encode(before + text)
+    return list(both[len(first) :] if both[: len(first)] == first else tokenizer.encode(text))

@@ -18,9 +18,10 @@ from types import SimpleNamespace
 from titans_pt.config import Config, SourceConfig
 from titans_pt.config.files import load_stored
 from titans_pt.data_pipeline.sources import Document, documents
+from titans_pt.data_pipeline.tokenizers import ids_after
 from titans_pt.errors import UserError
 from titans_pt.evaluation import babi
-from titans_pt.evaluation.haystack import Haystack, Part, context, fill, ids_after
+from titans_pt.evaluation.haystack import Haystack, Part, context, fill
 from titans_pt.evaluation.long_context import LongContext, Sample
 from titans_pt.evaluation.sentences import sentences
 from titans_pt.runs.folder import RunFolder

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titans_pt.data_pipeline.tokenizers import ids_after
 from titans_pt.errors import UserError
 
 CHECKED_UNITS = (0, 1, 2, 7, 40)
@@ -134,12 +135,6 @@ def context(
     elif empty:
         parts.append(glue)
     return parts
-
-
-def ids_after(tokenizer: Any, before: str, text: str) -> list[int]:
-    """The ids that ``text`` adds when it follows ``before``; if they cannot be separated, the ids of ``text`` alone."""
-    first, both = tokenizer.encode(before), tokenizer.encode(before + text)
-    return list(both[len(first) :] if both[: len(first)] == first else tokenizer.encode(text))
 
 
 class _Pieces:

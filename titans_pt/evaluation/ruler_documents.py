@@ -13,7 +13,8 @@ from random import Random
 from titans_pt.data_pipeline import stdlib
 from titans_pt.errors import UserError
 from titans_pt.evaluation.haystack import Haystack, prompt_text
-from titans_pt.evaluation.ruler import NOISE, TASKS, arrange, draw_sample, essays, words_of
+from titans_pt.evaluation.ruler import arrange, essays, words_of
+from titans_pt.tasks.ruler_words import NOISE, TASKS, draw_sample
 from titans_pt.tools.files import write_atomically
 
 ALLOWED = tuple(name for name, task in TASKS.items() if task.single and task.haystack != "needles")

@@ -6,14 +6,15 @@ other tokens are random, and their loss is that of random draws.
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.layers.loss import cross_entropy
 from titans_pt.models import LanguageModel, build_model
@@ -23,6 +24,8 @@ from titans_pt.tasks.base import Task, TaskData, nan_unless_finite, with_weights
 from titans_pt.tasks.next_token import NextTokenLoss
 from titans_pt.tasks.writing import with_write_cost, write_gates
 from titans_pt.tools.records import digest
+
+Stage = TypeVar("Stage")
 
 VALIDATION_SEED, EVALUATION_SEED = 2**31, 2**31 + 1
 """Seeds of the samples of validation, which may end a training (train.stop_when), and of evaluation: no run.seed, whose
@@ -43,6 +46,14 @@ class Questions(Protocol):
 
     def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """ids (length,) int64, and the places (P,) int64 of the questions' last tokens; an answer follows each."""
+
+
+def at_stage(every: Sequence[Stage], position: int | None, config: Config) -> Stage:
+    """The one of equally long stages of training in which the row ``position`` is read; None, validation: the last."""
+    if position is None:
+        return every[-1]
+    step = position // max(1, config.train.batch_tokens // config.data.seq_len)
+    return every[min(step * len(every) // config.train.max_steps, len(every) - 1)]
 
 
 def stacked(questions: Questions, seed: int, first: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -168,15 +179,62 @@ class AnswerLoss(NextTokenLoss):
         return False  # the fused head has no logits, of which accuracy is the best one
 
 
-class AnswerTask(Task):
-    """A task whose samples are questions and answers among token ids. Subclasses say what a sample is."""
+class WholeAnswers(AnswerLoss):
+    """For samples with several answers. Figures: accuracy, the mean over samples of the share of right answers; whole,
+    the share of samples without a wrong one; last, the share whose last answer is right."""
 
-    unit = "nats per answer"
+    def _more(self, right: Tensor, asked: Tensor, starts: Tensor) -> dict[str, Tensor]:
+        number = starts.long().cumsum(1) - 1  # of each token's sample
+        blank = torch.zeros(len(right), int(number.max()) + 1, dtype=torch.int64, device=right.device)
+        so_far = asked.long().cumsum(1)
+        ends = blank.scatter_reduce(1, number, so_far * asked, "amax")
+        last = asked & (so_far == ends.gather(1, number))
+        wrong = blank.scatter_add(1, number, (asked & ~right).long())
+        samples = last.sum(1)
+        return {
+            "whole": ((wrong == 0) & (ends > 0)).sum(1) / samples,
+            "last": (last & right).sum(1) / samples,
+        }
+
+
+class AnswersOnly(Task):
+    """A task whose loss is that of answers."""
+
     baseline_name = "chance"
     figures: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
+    answer_loss: ClassVar[type[AnswerLoss]] = AnswerLoss
+
+    @property
+    def seed(self) -> int:
+        """Seed of the samples that training draws.
+
+        Raises:
+            UserError: run.seed is one of those of validation and evaluation.
+        """
+        if (seed := self.config.run.seed) in (VALIDATION_SEED, EVALUATION_SEED):
+            raise UserError(f"run.seed: given {seed}, with which the samples of validation or evaluation are drawn; "
+                            "give another")  # fmt: skip
+        return seed
+
+    def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
+        whole = tensor.size == 1
+        loss = cross_entropy if whole else partial(vocabulary_cross_entropy, group=tensor)
+        best = partial(vocabulary_best, group=tensor)
+        cost = self.config.model.memory.write_cost / tensor.size
+        return self.answer_loss(model, loss, best, self.config.train.z_loss, cost)
+
+    def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
+        """Samples are counted on the host: their starts stay there."""
+        ids, reset, asked = batch
+        return ids.to(device, non_blocking=True), reset, asked.to(device, non_blocking=True)
+
+
+class AnswerTask(AnswersOnly):
+    """Questions and answers of one token each among token ids. Subclasses say what a sample is."""
+
+    unit = "nats per answer"
     packed: ClassVar[type[PackedQuestions]] = PackedQuestions
     """Dataset class that packs its samples into rows."""
-    answer_loss: ClassVar[type[AnswerLoss]] = AnswerLoss
 
     @abstractmethod
     def questions(self, position: int | None) -> Questions:
@@ -190,29 +248,14 @@ class AnswerTask(Task):
     def build_model(self) -> LanguageModel:
         return build_model(self.config.model)
 
-    def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
-        whole = tensor.size == 1
-        loss = cross_entropy if whole else partial(vocabulary_cross_entropy, group=tensor)
-        best = partial(vocabulary_best, group=tensor)
-        cost = self.config.model.memory.write_cost / tensor.size
-        return self.answer_loss(model, loss, best, self.config.train.z_loss, cost)
-
     def open(self) -> TaskData:
-        length, seed = self.config.data.seq_len, self.config.run.seed
-        if seed in (VALIDATION_SEED, EVALUATION_SEED):
-            raise UserError(f"run.seed: given {seed}, with which the samples of validation or evaluation are drawn; "
-                            "give another")  # fmt: skip
+        length, seed = self.config.data.seq_len, self.seed
         told = digest(self.settings.model_dump(mode="json"), self.config.model.vocab_size)
         return TaskData(
             self.packed(self.questions, length, seed),
             self.packed(lambda position: self.questions(None), length, VALIDATION_SEED),
             {"data": told}, -math.log(self.chance),
         )  # fmt: skip
-
-    def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
-        """Samples are counted on the host: their starts stay there."""
-        ids, reset, asked = batch
-        return ids.to(device, non_blocking=True), reset, asked.to(device, non_blocking=True)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from titans_pt.config import Config, NonNegative, Positive, Section
 from titans_pt.models.mixers.base import Need
-from titans_pt.tasks.answers import AnswerTask
+from titans_pt.tasks.answers import AnswerTask, at_stage
 from titans_pt.tasks.base import TASKS
 
 MARK, ASK = 0, 1
@@ -153,11 +153,7 @@ class Needles(AnswerTask):
     def questions(self, position: int | None) -> NeedlesInNoise:
         """Samples of one step have one length; those of validation the last one."""
         every = [length for length, parts in stages(self.settings.lengths) for _ in range(parts)]
-        if position is None:
-            return self.drawn(every[-1])
-        train = self.config.train
-        step = position // (train.batch_tokens // self.config.data.seq_len)
-        return self.drawn(every[min(step * len(every) // train.max_steps, len(every) - 1)])
+        return self.drawn(at_stage(every, position, self.config))
 
     @property
     def chance(self) -> float:

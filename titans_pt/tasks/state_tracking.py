@@ -14,13 +14,12 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from titans_pt.config import Config, Section
 from titans_pt.models.mixers.base import Need
-from titans_pt.tasks.answers import VALIDATION_SEED, AnswerLoss, AnswerTask, PackedQuestions
+from titans_pt.tasks.answers import VALIDATION_SEED, AnswerTask, PackedQuestions, WholeAnswers, at_stage
 from titans_pt.tasks.base import TASKS
 from titans_pt.tasks.groups import Group, group
 
@@ -210,31 +209,14 @@ class PackedStates(PackedQuestions):
         return ids, reset & (np.arange(self.seq_len) <= fit * states.length), targets
 
 
-class StateLoss(AnswerLoss):
-    """The loss of labels that are not part of the input.
-
-    Figures: accuracy, the mean over samples of the share of right answers; whole, the share of samples without a wrong
-    one; last, the share whose last answer is right.
-    """
+class StateLoss(WholeAnswers):
+    """The loss of labels that are not part of the input."""
 
     def forward(  # type: ignore[override]  # its targets are no inputs
         self, ids: Tensor, reset: Tensor, targets: Tensor, weight: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
         """ids and targets (B, T) int64; reset and weight as in AnswerLoss."""
         return self._of_answers(ids, targets.clamp(min=0), reset, targets != NOTHING, weight)
-
-    def _more(self, right: Tensor, asked: Tensor, starts: Tensor) -> dict[str, Tensor]:
-        number = starts.long().cumsum(1) - 1  # of each token's sample
-        blank = torch.zeros(len(right), int(number.max()) + 1, dtype=torch.int64, device=right.device)
-        so_far = asked.long().cumsum(1)
-        ends = blank.scatter_reduce(1, number, so_far * asked, "amax")
-        last = asked & (so_far == ends.gather(1, number))
-        wrong = blank.scatter_add(1, number, (asked & ~right).long())
-        samples = last.sum(1)
-        return {
-            "whole": ((wrong == 0) & (ends > 0)).sum(1) / samples,
-            "last": (last & right).sum(1) / samples,
-        }
 
 
 def stages(lengths: str) -> list[tuple[Sequence[int], int]]:
@@ -342,11 +324,7 @@ class StateTracking(AnswerTask):
 
     def questions(self, position: int | None) -> States:
         """Samples of one step have lengths of one stage; those of validation the last."""
-        if position is None:
-            return self._stages[-1]
-        train = self.config.train
-        step = position // max(1, train.batch_tokens // self.config.data.seq_len)
-        return self._stages[min(step * len(self._stages) // train.max_steps, len(self._stages) - 1)]
+        return at_stage(self._stages, position, self.config)
 
     def asked(self, length: int) -> States:
         """Samples of ``length`` elements, for evaluation."""

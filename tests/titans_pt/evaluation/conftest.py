@@ -13,6 +13,7 @@ from titans_pt.data_pipeline.indexed import IndexedDataset, IndexedWriter
 from titans_pt.data_pipeline.tokenizers import train_tokenizer
 from titans_pt.evaluation import babilong, generation, perplexity, ruler, runner
 from titans_pt.runs.loaded import LoadedRun
+from titans_pt.tasks import ruler_words
 from titans_pt.tasks.language import Language
 
 
@@ -35,7 +36,7 @@ def essays(tmp_path, monkeypatch):
 def sentencepiece(tmp_path_factory):
     """The project's own tokenizer, small, trained on text like that of the tasks."""
     random = Random(0)
-    texts = [f"{ESSAY} {ruler.NEEDLE} {ruler.NOISE}\n{ruler.HEAD}\n{ruler.QUESTION} {ruler.PREFIX}"]
+    texts = [f"{ESSAY} {ruler_words.NEEDLE} {ruler.NOISE}\n{ruler.HEAD}\n{ruler.QUESTION} {ruler.PREFIX}"]
     texts += [ruler.draw(kind, random) for kind in ("words", "numbers", "uuids") for _ in range(200)]
     return train_tokenizer(texts, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", 500, 10**6)
 

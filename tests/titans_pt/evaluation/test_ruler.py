@@ -19,6 +19,7 @@ from titans_pt.evaluation import ruler
 from titans_pt.evaluation.haystack import Haystack, prompt_text
 from titans_pt.evaluation.long_context import answer_nll
 from titans_pt.streaming import prefill
+from titans_pt.tasks import ruler_words
 
 NEW = 10
 
@@ -82,7 +83,7 @@ def test_samples_of_the_project_tokenizer(sentencepiece, essays):
     def samples(task, length, depth, index):
         sample, _ = check(it, task, length, single_or_none(task, depth), index)
         # One more word or line would be too long: a line of noise is the longest.
-        longest = max(len(sentencepiece.encode(x)) for x in (ruler.NOISE, "a " + ruler.NEEDLE + " " + "0" * 80))
+        longest = max(len(sentencepiece.encode(x)) for x in (ruler.NOISE, "a " + ruler_words.NEEDLE + " " + "0" * 80))
         assert length - NEW - len(sample.ids) <= (1 + longest if ruler.TASKS[task].haystack != "essays" else 20)
 
     samples()
@@ -162,8 +163,8 @@ PINNED = ("rightful-litmus", "6655683")
 def test_depths_of_the_protocol(essays):
     it = made(Characters(), essays)
     places = [it.sample("niah_single_2", 1500, None, i).log["depth_drawn"] for i in range(60)]
-    assert set(places) <= set(ruler.DEPTHS) and len(set(places)) > 20
-    assert ruler.DEPTHS[:3] == [0, 3, 5] and ruler.DEPTHS[-1] == 100 and len(set(ruler.DEPTHS)) == 40
+    assert set(places) <= set(ruler_words.DEPTHS) and len(set(places)) > 20
+    assert ruler_words.DEPTHS[:3] == [0, 3, 5] and ruler_words.DEPTHS[-1] == 100 and len(set(ruler_words.DEPTHS)) == 40
 
 
 # ---- the reference
@@ -219,7 +220,7 @@ def test_prompts_are_those_of_the_reference(task, reference, essays, monkeypatch
                 before = before.removesuffix("One of the special magic " + kind.value + " ").strip()
                 place = len(before.split(" ")) if before else 0
                 sentence = next(n for n in range(total + 1) if haystack.end_of(n, units) == place)
-                places.append(next(d for d in ruler.DEPTHS if int(total * (d / 100)) == sentence))
+                places.append(next(d for d in ruler_words.DEPTHS if int(total * (d / 100)) == sentence))
         else:
             at = next(i for i, line in enumerate(lines) if f"for {keys[0]} is" in line)
             places = [100 * (at + 0.5) / units]
@@ -231,7 +232,7 @@ def test_prompts_are_those_of_the_reference(task, reference, essays, monkeypatch
 
 
 def test_keys_are_pairs_of_words():
-    adjectives, nouns = ruler._words()
+    adjectives, nouns = ruler_words._words()
     assert len(adjectives) > 800 and len(nouns) > 4000
     assert all(ruler.draw("words", Random(i)).split("-")[0] in " ".join(adjectives) for i in range(20))
 

@@ -7,7 +7,7 @@ import pytest
 from titans_pt import cli
 from titans_pt.errors import UserError
 from titans_pt.evaluation import ruler_documents as it
-from titans_pt.evaluation.ruler import NEEDLE, NOISE, PREFIX, QUESTION
+from titans_pt.tasks.ruler_words import NEEDLE, NOISE, PREFIX, QUESTION
 
 TEXT = [f"word{n}{'.' if n % 7 == 6 else ''}" for n in range(5000)]
 
