@@ -553,6 +553,17 @@ LONG = {file.replace("other", "long"): name for file, name in OTHER.items()}
 """The same in streams of 4,096 tokens."""
 
 
+WIDE = {
+    "full-6144": "full attention",
+    "wide-window": "window 128, 4 sinks",
+    "wide-transfer": "memories, stage 1",
+    "wide-never-transfer": "never written in training, stage 1",
+    "wide-tuned": "memories, stages 1 and 2",
+    "wide-never-tuned": "never written in training, stages 1 and 2",
+}
+"""Memories that are mixed in, with a window of 128."""
+
+
 def of_conversion(files: dict[str, str]) -> dict[str, dict[int, list[list[float]]]]:
     """Scores of SmolLM2-135M -> stream -> [n, sum, sum of squares] of each bucket of positions."""
     found: dict[str, dict[int, list[list[float]]]] = {}
@@ -574,6 +585,8 @@ def nats(streams: dict[int, list[list[float]]], buckets: slice) -> dict[int, flo
 
 NEAR, BEYOND, FAR = slice(0, 7), slice(7, 10), slice(10, 13)
 """Positions 1 to 64, 65 to 512, and 513 to 4,096."""
+WIDE_NEAR, WIDE_BEYOND = slice(0, 8), slice(8, 10)
+"""Positions 1 to 128, and 129 to 512."""
 EACH = [slice(n, n + 1) for n in range(13)]
 """The buckets one by one."""
 
@@ -593,9 +606,10 @@ def beyond_the_window(
 ) -> list[str]:
     """Losses by position, and what is gained over the window in ``part``, paired by stream."""
     found, lines = of_conversion(files), []
+    (window,) = (streams for name, streams in found.items() if name.endswith("sinks"))
     for name, streams in found.items():
         losses = [sum(nats(streams, buckets).values()) / len(streams) for buckets in columns]
-        gains = ahead(streams, found["window 64, 4 sinks"], part)
+        gains = ahead(streams, window, part)
         lines.append(line(name, *(f"{loss:.3f}" for loss in losses), with_error(gains) if any(gains) else "-"))
     return lines
 
@@ -623,6 +637,7 @@ def which_layers() -> list[str]:
 PAGES = {
     CONVERSION: {
         "| memories mixed in |": partial(beyond_the_window, MIXED),
+        "| window of 128 |": partial(beyond_the_window, WIDE, (WIDE_NEAR, *EACH[8:10]), WIDE_BEYOND),
         "| another text |": partial(beyond_the_window, OTHER),
         "| streams of 4,096 tokens |": partial(beyond_the_window, LONG, (NEAR, BEYOND, *EACH[10:13]), FAR),
         "| 16 steps of next tokens |": beyond_the_window,
@@ -849,9 +864,14 @@ def test_what_a_conversion_is_read_as():
         memories, control = (elsewhere[f"{name}, stages 1 and 2"] for name in ("memories", "never written in training"))
         for part in parts:
             assert with_error(ahead(memories, control, part)) in text
-    for record, ends in (("mixed", 0.47), ("mixed-never", 0.65)):
+    for record, ends in (("mixed", 0.47), ("mixed-never", 0.65), ("wide", 0.61), ("wide-never", 0.75)):
         *_, (step, loss, _) = json.loads((RESULTS / f"conversion/{record}-training.json").read_text())["validation"]
         assert step == 300 and loss == pytest.approx(ends, abs=0.005)
+    wide = of_conversion(WIDE)
+    for stage in ("stage 1", "stages 1 and 2"):
+        for part in (WIDE_BEYOND, WIDE_NEAR):
+            gains = ahead(wide[f"memories, {stage}"], wide[f"never written in training, {stage}"], part)
+            assert with_error(gains) in text
     means = json.loads((RESULTS / "conversion/reads.json").read_text())["mean"]
     assert [round(share, 2) for share in means.values()] == [0.29, 0.28, 0.31, 0.43, 0.47]
     assert f"{with_error(ahead(plain, found['LiZA, low-rank adapters'], BEYOND))} nats above" in text

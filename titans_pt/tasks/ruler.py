@@ -119,7 +119,7 @@ class Ruler(AnswersOnly, Language):
     class Settings(Section):
         tasks: Annotated[list[Kind], Field(min_length=1)] = ["niah_single_1", "niah_single_2"]
         """RULER's tasks, drawn alike: niah_single_1 (in noise), niah_single_2 (in text), niah_single_3 (uuids),
-        niah_multikey_1 (four keys, of which one is asked)."""
+        niah_multikey_1 (four keys, of which one is asked). What is listed twice is drawn twice as often."""
         lengths: Annotated[str, Field(pattern=r"^[1-9]\d*(:[1-9]\d*)?(,[1-9]\d*(:[1-9]\d*)?)*$")] = (
             "128:6,256:2,512:2,1024,2048"
         )
