@@ -26,7 +26,7 @@ def commands():
         text = page.read_text().replace("\\\n", " ")
         for line in re.findall(r"^\s*((?:titans|launch/torchrun.sh) [^\n]*)$", text, re.M):
             if re.search(r" \S*configs/", line):
-                yield [word.strip("'") for word in line.split()]
+                yield shlex.split(line)
 
 
 def test_commands_parse_and_their_settings_are_valid():
