@@ -15,6 +15,8 @@ from titans_pt.tasks.ruler_words import CHANCE_NATS
 from titans_pt.training import loop
 from titans_pt.training.metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("one_group")
+
 KINDS = ["niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1"]
 TOLD = re.compile(r"One of the special magic (?:numbers|uuids) for (\S+) is: ([0-9a-f-]+)\.")
 ASKED = re.compile(r"The special magic (number|uuid) for (\S+) mentioned in the provided text is (\S+)$")
