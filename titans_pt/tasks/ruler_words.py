@@ -121,5 +121,11 @@ def query(keys: list[str]) -> str:
     return keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
 
 
+def question_of(task: NeedleTask, keys: list[str]) -> str:
+    """The end of a prompt: the question, and the beginning of its answer."""
+    words, asked = task.words, query(keys)
+    return "\n" + QUESTION.format(query=asked, **words) + PREFIX.format(query=asked, **words)
+
+
 def needle_of(task: NeedleTask, key: str, value: str) -> str:
     return NEEDLE.format(kind=task.value, key=key, value=value)

@@ -36,7 +36,7 @@ def make(B, T, H, D, hidden, depth, *, per_layer=False, extremes=False, norm=Tru
     return [q, k, v, theta, eta, alpha, *weights, *affine]
 
 
-def run(backend, tensors, depth, *, initial=None, output_weight=None, **options):
+def run(backend, tensors, depth, *, initial=None, **options):
     """Outputs and final state flat, and the gradients of a random weighting of all of them."""
     leaves = [t.clone().requires_grad_() for t in tensors]
     weights = tuple(leaves[6 : 6 + depth])
@@ -90,11 +90,10 @@ def compare(tensors, depth, backends=DUAL, **options):
 
 @dataclass
 class Call:
-    """Random inputs as of ``make``, and options for ``run``. chunk: their chunk_size."""
+    """Random inputs as of ``make``, and options for ``run``."""
 
     tensors: list[Tensor]
     depth: int
-    chunk: int
     extremes: bool
     seed: int
     options: dict
@@ -127,4 +126,4 @@ def calls(draw, lengths=(1, 2, 15, 17, 33), chunks=(1, 5, 8, 16, 100), starts=0.
             for _ in range(3)
         ]
         options["initial"] = (*start, torch.randint(0, C, (B,), generator=gen))
-    return Call(tensors, depth, C, extremes, seed, options)
+    return Call(tensors, depth, extremes, seed, options)

@@ -20,7 +20,7 @@ def diverges(depth: int, length: int) -> bool:
 @settings(max_examples=25, deadline=None)
 @given(call=calls((1, 2, 17, 33, 150), (1, 5, 16, 70, 200), starts=0.1, with_norm=diverges))
 def test_equals_the_definition(call: Call):
-    backends = ["chunked", "native"] if call.chunk <= MAX_BLOCK and NATIVE else ["chunked"]
+    backends = ["chunked", "native"] if call.options["chunk_size"] <= MAX_BLOCK and NATIVE else ["chunked"]
     compare(call.tensors, call.depth, backends, **call.options, stale=True)
 
 

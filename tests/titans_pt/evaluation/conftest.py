@@ -36,7 +36,7 @@ def essays(tmp_path, monkeypatch):
 def sentencepiece(tmp_path_factory):
     """The project's own tokenizer, small, trained on text like that of the tasks."""
     random = Random(0)
-    texts = [f"{ESSAY} {ruler_words.NEEDLE} {ruler.NOISE}\n{ruler.HEAD}\n{ruler.QUESTION} {ruler.PREFIX}"]
+    texts = [f"{ESSAY} {ruler_words.NEEDLE} {ruler.NOISE}\n{ruler.HEAD}\n{ruler_words.QUESTION} {ruler_words.PREFIX}"]
     texts += [ruler.draw(kind, random) for kind in ("words", "numbers", "uuids") for _ in range(200)]
     return train_tokenizer(texts, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", 500, 10**6)
 

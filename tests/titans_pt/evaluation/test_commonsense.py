@@ -13,6 +13,7 @@ from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.evaluation import evaluate, ruler
 from titans_pt.runs.loaded import load_run
+from titans_pt.tasks import ruler_words
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -152,7 +153,7 @@ def test_needles_through_lm_eval_score_as_in_our_runner(run, tmp_path, monkeypat
     for job in it.jobs:
         sample = it.sample(*job)
         text = run.tokenizer.decode(sample.ids.tolist())
-        prefix = ruler.PREFIX.format(query=sample.log["keys"][0], **ruler.TASKS[job[0]].words)
+        prefix = ruler_words.PREFIX.format(query=sample.log["keys"][0], **ruler.TASKS[job[0]].words)
         rows.append({
             "input": text.removesuffix(prefix), "gen_prefix": prefix.strip(), "outputs": sample.expected,
             "max_length": 4096,

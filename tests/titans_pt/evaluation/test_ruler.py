@@ -42,8 +42,8 @@ def check(it, task, length, depth, index):
     words = kind.words
     lines = text.split("\n")
     assert lines[0] == ruler.HEAD.format(**words)
-    asked = ruler.query(sample.log["keys"])
-    ending = ruler.QUESTION.format(query=asked, **words) + ruler.PREFIX.format(query=asked, **words)
+    asked = ruler_words.query(sample.log["keys"])
+    ending = ruler_words.QUESTION.format(query=asked, **words) + ruler_words.PREFIX.format(query=asked, **words)
     assert lines[-1] == ending
     told = re.findall(r"One of the special magic (?:numbers|uuids) for (.+?) is: (\S+)\.", text)
     assert len(sample.expected) == kind.values * kind.queries
@@ -226,7 +226,7 @@ def test_prompts_are_those_of_the_reference(task, reference, essays, monkeypatch
             places = [100 * (at + 0.5) / units]
         drawn = ruler.Draw(told, places, keys)
         ours = prompt_text(ruler.arrange(kind, drawn, haystack, units), haystack)
-        prefix = ruler.PREFIX.format(query=asked, **kind.words)
+        prefix = ruler_words.PREFIX.format(query=asked, **kind.words)
         assert ours == text + prefix
         assert sorted(drawn.expected) == sorted(answers)
 
