@@ -47,7 +47,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titans_pt.kernels.blocks import Layout, cut, join, runs
 from titans_pt.kernels.memory import mlp, native
-from titans_pt.kernels.memory.call import Backend, MemoryCall
+from titans_pt.kernels.memory.call import Backend, MemoryCall, for_each
 from titans_pt.kernels.memory.chunked import MAX_BLOCK, in_c
 from titans_pt.kernels.memory.coefficients import Coefficients, Ends
 from titans_pt.kernels.memory.dual import Aim, Keys, key_side
@@ -104,11 +104,12 @@ def blockwise_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, 
         valid = layout.valid(device)
         flags = [layout.rows(f, device) for f in (blocks.new_chunk, blocks.new_document, blocks.ends_chunk)]
         every, parts = call.save_every or math.isqrt(layout.count), []
-        for begins in range(0, layout.count, every):
-            part = slice(begins, begins + every)
-            given = [x[part] for x in tensors], W, S, frozen, recent
-            here = None if valid is None else valid[part]
-            out, W, S, frozen, recent = _recomputed(scan, here, [f[part] for f in flags], given)
+        run = _kept if every == 1 else _recomputed
+        # split, not indexing: the gradient of an index has the size of all blocks.
+        for begins, *part in zip(range(0, layout.count, every), *(x.split(every) for x in tensors), strict=True):
+            here = slice(begins, begins + every)
+            there = None if valid is None else valid[here]
+            out, W, S, frozen, recent = run(scan, there, [f[here] for f in flags], (part, W, S, frozen, recent))
             parts.append(out)
         outputs.append(layout.unfold(torch.cat(parts)))
 
@@ -120,6 +121,12 @@ def blockwise_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, 
     return join(outputs, blocks, length), MemoryState(
         unfold(W), unfold(S), unfold(frozen), blocks.offset, unfold(recent)
     )
+
+
+def _kept(scan: "_Scan", valid: Tensor | None, flags: list[list], given: tuple) -> tuple:
+    """Blocks of which all is kept for the backward pass."""
+    tensors, *state = given
+    return scan.blocks(tensors, valid, flags, *state)
 
 
 def _recomputed(scan: "_Scan", valid: Tensor | None, flags: list[list], given: tuple) -> tuple:
@@ -152,6 +159,21 @@ class _Writes:
     own: Own
     coefficients: "tuple[Ends | Coefficients | ChannelEnds, ...]"
     decays: tuple[Decay, ...]
+
+    def for_each(self, rows: int) -> "_Writes":
+        """The same with as many rows of gates as of keys."""
+        if len(self.theta) == rows:
+            return self
+        theta, *own = (for_each(gate, rows, 0) for gate in (self.theta, *self.own))
+
+        def spread(each: tuple) -> tuple:
+            found: dict[int, Any] = {}  # layers may share theirs
+            for c in each:
+                made = {name: for_each(x, rows, 0) for name, x in vars(c).items()} if id(c) not in found else {}
+                found.setdefault(id(c), replace(c, **made))
+            return tuple(found[id(c)] for c in each)
+
+        return _Writes(self.k, self.v, theta, tuple(own), spread(self.coefficients), spread(self.decays))
 
 
 class _Scan:
@@ -249,7 +271,10 @@ class _Scan:
     def _writes(
         self, k: Tensor, v: Tensor, theta: Tensor, eta: Tensor, alpha: Tensor, *own: Tensor, valid: Tensor | None
     ) -> list[_Writes]:
-        """Writes of n blocks, from tensors (n, N, c, .)."""
+        """Writes of n blocks, from tensors (n, N, c, .); gates may have fewer rows, see :data:`call.Author`."""
+        rows = k.shape[1]
+        if valid is not None:
+            valid = valid[:, :: rows // theta.shape[1]]
         windowed, erases = self.rule.window > 1, self.rule.erases
         make = channel_coefficients if self.channelwise else ends if self.reads_start and not erases else exact
         # With a window theta is in its band, and a rule that erases has its own: of each block for itself.
@@ -261,7 +286,7 @@ class _Scan:
         decays = _decays(self.network, alpha, valid) if erases else [()] * len(k)
         owns = list(zip(*(gate.unbind() for gate in own), strict=True)) or [()] * len(k)
         each = zip(k.unbind(), v.unbind(), theta.unbind(), owns, coefficients, decays, strict=True)
-        return [_Writes(*block) for block in each]
+        return [_Writes(*block).for_each(rows) for block in each]
 
     def _authored(self, answers: Tensor, frozen: Weights, valid: Tensor | None) -> _Writes:
         """Writes of a block by its author, from the memory's answers (N, c, D) to its queries."""
@@ -277,6 +302,8 @@ class _Scan:
 
     def _answer(self, x: Tensor, frozen: Weights) -> Tensor:
         """M(x) at the chunk's start, (N, c, D)."""
+        if self.compiled:
+            return native.NativeAnswer.apply(self.network, x, *self.norm, *frozen)
         return mlp.forward(x, frozen, self.norm or None, self.network, self.rule.features(x))
 
     def _keys(self, k: Tensor, v: Tensor, own: Own, frozen: Weights) -> Keys:

@@ -22,8 +22,18 @@ Author = Callable[[Tensor, Read], tuple[Tensor, ...]]
 """Author of what a memory writes: (answers, read) -> keys, values, theta, eta, alpha and the rule's own gates.
 
 answers: M(q) of c tokens, (B, H, c, D), at the weights of their chunk's start, which ``read`` asks again. Keys and
-values (B, H, c, D), gates (B, H, c, 1 or L), own (B, H, c, 1), in the dtype of states.
+values (B, H, c, D), gates (B, G, c, 1 or L), own (B, G, c, 1), in the dtype of states. G is H, or less where neighbours
+share their gates: heads 0 .. H / G - 1 the first, and so on.
 """
+
+
+def for_each(gates: Tensor, heads: int, dim: int = 1) -> Tensor:
+    """Gates that neighbours share -> those of ``heads`` heads, which are at ``dim``."""
+    shared = heads // gates.shape[dim]
+    if shared == 1:
+        return gates
+    at = dim + 1
+    return gates.unsqueeze(at).expand(*gates.shape[:at], shared, *gates.shape[at:]).flatten(dim, at)
 
 
 @dataclass(frozen=True, eq=False)

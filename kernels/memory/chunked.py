@@ -139,7 +139,7 @@ def in_c(call: MemoryCall) -> str | None:
         return "alpha has one value per channel (model.memory.alpha=channel)"
     if call.soup is not None:
         return "weights of several memories are read at once (model.memory.caching.soup)"
-    if call.reads_start and call.chunk_size > MAX_BLOCK:
+    if call.reads_start and call.chunk_size > MAX_BLOCK and not rule.erases:
         return f"tokens read the memory of their chunk's start, in chunks longer than {MAX_BLOCK}"
     return native.unserved(call.q.new_empty(0, dtype=state_dtype(call.q)), call.network)
 

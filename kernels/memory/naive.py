@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from titans_pt.kernels.memory import mlp
-from titans_pt.kernels.memory.call import Author, Backend, MemoryCall
+from titans_pt.kernels.memory.call import Author, Backend, MemoryCall, for_each
 from titans_pt.kernels.memory.rules import Own, Rule
 from titans_pt.kernels.memory.state import MemoryState, Weights, choose
 from titans_pt.kernels.memory.window import Recent
@@ -97,7 +97,8 @@ def naive_memory(
 def _written_by(author: Author, call: MemoryCall, t: int, weights: Weights) -> MemoryCall:
     """The call of token t alone, with what the author makes of the memory's answers."""
     answers = _through(call, call.q[:, t].unsqueeze(-2), weights)
-    k, v, theta, eta, alpha, *own = (x.transpose(1, 2) for x in author(answers, lambda x: _through(call, x, weights)))
+    made = author(answers, lambda x: _through(call, x, weights))
+    k, v, theta, eta, alpha, *own = (for_each(x, answers.shape[1]).transpose(1, 2) for x in made)
     return replace(call, q=call.q[:, t : t + 1], k=k, v=v, theta=theta, eta=eta, alpha=alpha, own=tuple(own))
 
 

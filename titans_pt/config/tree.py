@@ -382,7 +382,8 @@ class MemoryConfig(Section):
     deltaproduct, kda), the rate of ttt_linear and ttt_mlp and gdn2's gate of values; further mixers have none."""
     save_every: Positive | None = None
     """The backward pass keeps the memory's weights at every save_every-th block and recomputes those between: less
-    memory, the same result. Null: the square root of the number of blocks."""
+    memory, the same result. Null: the square root of the number of blocks. 1: of rules and reads that
+    kernels/memory/blockwise.py serves, all is kept and nothing recomputed: fastest, most memory."""
 
     @property
     def affine(self) -> bool:

@@ -172,6 +172,8 @@ class SelfModifyingMemory(nn.Module):
         k, v = (of_all(F.normalize(x, dim=-1, eps=1e-6).unsqueeze(2)) for x in (k, v))
         v = read(v)
         gates = self.gates(steps, keeps, v.unflatten(1, (-1, len(MEMORIES))), learned)
+        if all(gate.shape[2] == 1 for gate in gates):  # shared by a head's memories, whose coefficients are made once
+            return k, v, *(gate.squeeze(2) for gate in gates)
         return k, v, *map(of_all, gates)
 
     # ---- what the plan and the FLOP count ask

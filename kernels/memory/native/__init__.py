@@ -108,6 +108,7 @@ class NativeScan(torch.autograd.Function):
         kept = None
         if plan.keep:
             call.every = plan.group
+        if plan.keep and plan.group < blocks:
             kept = tensors[0].new_empty(-(-blocks // plan.group) * rows * 3 * compiled.set_size(ctypes.byref(call)))
         flags = _flags(plan.new_chunk, rows), _flags(plan.new_document, rows)
         inputs = _inputs(plan, tensors, flags, kept)
@@ -146,6 +147,52 @@ class NativeScan(torch.autograd.Function):
         compiled = native.library(SOURCE, tensors[0].dtype)
         native.run(compiled.reverse, rows, _operations(call), *map(ctypes.byref, (call, inputs, given)))
         return None, *grads, *d_state
+
+
+class NativeAnswer(torch.autograd.Function):
+    """apply(network, q, *norm, *F) -> M(q) at weights F, nothing written.
+
+    q (N, c, D). norm: two (N, 1, D), or none. F: L weights (N, d_in, d_out).
+    """
+
+    @staticmethod
+    def forward(ctx, network: NetworkShape, *tensors: Tensor):
+        tensors = tuple(x.contiguous() for x in tensors)
+        out = torch.empty_like(tensors[0])
+        _answer("answer", network, tensors, _Outputs(out=out.data_ptr()))
+        ctx.network = network
+        ctx.save_for_backward(*tensors)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out: Tensor):
+        tensors, first = ctx.saved_tensors, 1 + 2 * ctx.network.norm
+        d_out = d_out.contiguous()
+        q, norm, weights = tensors[0], tensors[1:first], tensors[first:]
+        grads = [torch.empty_like(q), *map(torch.zeros_like, norm), *map(torch.empty_like, weights)]
+        given = _Gradients(out=d_out.data_ptr(), **_of_answer(grads, ctx.network))
+        _answer("answer_reverse", ctx.network, tensors, given)
+        return None, *grads
+
+
+def _answer(name: str, network: NetworkShape, tensors: Sequence[Tensor], result: ctypes.Structure):
+    q, places = tensors[0], _Places(heads=1, batch=tensors[0][0].numel(), token=tensors[0].shape[-1])
+    call = _Call(
+        blocks=1, rows=len(q), tokens=q.shape[1], keys=1, layers=network.depth, width=network.width,
+        hidden=network.hidden, gate_layers=1, activation=ACTIVATIONS.index(network.activation), norm=network.norm,
+        residual=network.residual, at_start=True, query=places,
+    )  # fmt: skip
+    inputs = _Inputs(**_of_answer(tensors, network))
+    function = getattr(native.library(SOURCE, q.dtype), name)
+    native.run(function, len(q), _operations(call) // 4, *map(ctypes.byref, (call, inputs, result)))
+
+
+def _of_answer(tensors: Sequence[Tensor], network: NetworkShape) -> dict:
+    """Addresses of what :class:`NativeAnswer` is given, or of its gradients."""
+    names = ("q", "gamma", "beta")[: 1 + 2 * network.norm]
+    single = {name: x.data_ptr() for name, x in zip(names, tensors, strict=False)}
+    return single | _by_layer(tensors[len(names) :], ("F",))
 
 
 def group(blocks: int, rows: int, network: NetworkShape, size: int, save_every: int | None) -> tuple[int, bool]:

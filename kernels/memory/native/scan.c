@@ -539,9 +539,11 @@ static void write_back(Block *b, int n, const real *dw) {
         real share = e->erased_T[i * lanes + c - 1];
         e->d_erased_T[i * lanes + c - 1] -= dot(e->rows + i * l->ld, b->r + i * l->ld, l->ld);
         add_line(l->ld, -share, b->r + i * l->ld, e->d_rows + i * l->ld);
-        for (int j = 0; j < l->in; j++)
-            l->dX[j * lanes + i] -= share * dot(dw + (int64_t)j * l->ld, e->rows + i * l->ld, l->ld);
     }
+    load_tokens(1, c, lanes, e->erased_T + c - 1, lanes, b->square);
+    transpose(e->rows, l->ld, lanes, UP4(l->out), b->t1, lanes);
+    scaled(l->out, lanes, b->t1, b->square, b->t1);
+    product(l->in, lanes, l->out, dw, l->ld, 1, b->t1, lanes, l->dX, lanes, -1);
 }
 
 /* From the gradients of rows, erased_T and the layer's own coefficients to those of what was given; dX, dG, dw and ds are
@@ -590,10 +592,10 @@ static void erase_back(Block *b, int n, const real *W, const real *S, real *dw, 
         for (int j = 0; j < l->out; j++) l->dG[j * lanes + i] += dGR[i * ld + j];
     product(l->in, ld, c, l->X, lanes, 1, e->along_W, ld, dw, ld, 1);
     product(l->in, ld, c, l->X, lanes, 1, e->along_S, ld, ds, ld, 1);
-    for (int i = 0; i < c; i++)
-        for (int j = 0; j < l->in; j++)
-            l->dX[j * lanes + i] += dot(W + (int64_t)j * ld, e->along_W + i * ld, ld) +
-                                    dot(S + (int64_t)j * ld, e->along_S + i * ld, ld);
+    transpose(e->along_W, ld, lanes, UP4(l->out), b->t1, lanes);
+    product(l->in, lanes, l->out, W, ld, 1, b->t1, lanes, l->dX, lanes, 1);
+    transpose(e->along_S, ld, lanes, UP4(l->out), b->t1, lanes);
+    product(l->in, lanes, l->out, S, ld, 1, b->t1, lanes, l->dX, lanes, 1);
     for (int i = 0; i < c; i++)
         for (int t = i + 1; t < c; t++) e->d_alike[t * lanes + i] = e->d_alike[i * lanes + t];
     product(l->in, lanes, c, l->X, lanes, 1, e->d_alike, lanes, l->dX, lanes, 1);
@@ -709,6 +711,13 @@ static void state_back(int64_t size, const real *W, const real *S, const Gates *
     d->a += sum(of_a), d->b += sum(of_b), d->m += sum(of_m);
 }
 
+/* The same where queries met F. */
+static void answer_back(Block *b, const Layer *l, const real *F, const real *dz, real *dF, real *dZ) {
+    product(l->in, b->lanes, l->out, F, l->ld, 1, dz, b->lanes, dZ, b->lanes, 0);
+    by_token(l->out, b->c, b->lanes, dz, b->r);
+    product(l->in, l->ld, b->c, l->Z, b->lanes, 1, b->r, l->ld, dF, l->ld, 1);
+}
+
 /* What one layer's outputs say: dz, their gradient, becomes dZ, that of Z; dG, dX and the coefficients' begin here. */
 static void read_back(Block *b, int n, const real *W, const real *S, const real *F, const real *base, const real *dz,
                       real *dF, real *dZ) {
@@ -723,10 +732,7 @@ static void read_back(Block *b, int n, const real *W, const real *S, const real 
             memset(l->erased.d_rows, 0, (size_t)keys * l->ld * sizeof(real));
             memset(l->erased.d_erased_T, 0, (size_t)keys * lanes * sizeof(real));
         }
-        if (b->silent) return;
-        product(l->in, lanes, l->out, F, l->ld, 1, dz, lanes, dZ, lanes, 0);
-        by_token(l->out, c, lanes, dz, b->r);
-        product(l->in, l->ld, c, l->Z, lanes, 1, b->r, l->ld, dF, l->ld, 1);
+        if (!b->silent) answer_back(b, l, F, dz, dF, dZ);
         return;
     }
     inner(l->out, lanes, dz, l->ZW, d->A, 1);
@@ -766,6 +772,31 @@ static void read_back(Block *b, int n, const real *W, const real *S, const real 
     if (base) product(l->in, lanes, l->out, base, l->ld, 1, dz, lanes, dZ, lanes, 1);
 }
 
+/* From b->d_out to the gradient of the last matrix's outputs, dz; d_q begins here. */
+static void finish_back(Block *b, real *dz) {
+    int lanes = b->lanes;
+    for (int i = 0; i < b->D; i++) {
+        vec of_gamma = {0}, of_beta = {0};
+        for (int t = i * lanes; t < (i + 1) * lanes; t += LANES) {
+            vec d = CONST_AT(b->d_out, t);
+            AT(b->d_q, t) = d * (real)b->residual;
+            if (b->norm) of_gamma += d * CONST_AT(b->query.unit, t), of_beta += d, d *= b->gamma[i];
+            AT(dz, t) = d;
+        }
+        if (b->norm) b->d_gamma[i] += sum(of_gamma), b->d_beta[i] += sum(of_beta);
+    }
+    if (b->norm) normalise_back(b->D, lanes, dz, b->query, dz);
+}
+
+/* From dZ of layer n to dz of the one below, or to d_q. */
+static void below_back(Block *b, int n, const real *dZ, real *dz) {
+    int lanes = b->lanes;
+    if (n)
+        pull_back(b->activation, b->layer[n].in * lanes, b->layer[n - 1].query_hidden, dZ, dz);
+    else
+        for (int i = 0; i < b->D * lanes; i += LANES) AT(b->d_q, i) += CONST_AT(dZ, i);
+}
+
 /* Everything of a block after key_side and read: b->d_out is given; W, S, F, base: as those had them. dW, dS: gradients
 of the weights after the block, then of those before it; dF, d_base are added to. Leaves d_q, d_k, d_v, d_gate,
 d_threshold. */
@@ -791,17 +822,7 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
     }
 
     real *dz = b->z, *dZ = b->t3;
-    for (int i = 0; i < D && !b->silent; i++) {
-        vec of_gamma = {0}, of_beta = {0};
-        for (int t = i * lanes; t < (i + 1) * lanes; t += LANES) {
-            vec d = CONST_AT(b->d_out, t);
-            AT(b->d_q, t) = d * (real)b->residual;
-            if (b->norm) of_gamma += d * CONST_AT(b->query.unit, t), of_beta += d, d *= b->gamma[i];
-            AT(dz, t) = d;
-        }
-        if (b->norm) b->d_gamma[i] += sum(of_gamma), b->d_beta[i] += sum(of_beta);
-    }
-    if (b->norm && !b->silent) normalise_back(D, lanes, dz, b->query, dz);
+    if (!b->silent) finish_back(b, dz);
     for (int n = last; n >= 0; n--) {
         Layer *l = &b->layer[n];
         const Gates *g = &l->gate;
@@ -843,12 +864,7 @@ static void backward(Block *b, const real *W, const real *S, const real *F, cons
             product(l->in, l->ld, c, b->t1, lanes, 1, b->r, l->ld, ds, l->ld, 1);
         }
         if (b->erases) erase_back(b, n, W + at[n], S + at[n], dw, ds);
-        if (b->silent) continue;
-        if (n) {
-            pull_back(b->activation, l->in * lanes, b->layer[n - 1].query_hidden, dZ, dz);
-        } else {
-            for (int i = 0; i < D * lanes; i += LANES) AT(b->d_q, i) += CONST_AT(dZ, i);
-        }
+        if (!b->silent) below_back(b, n, dZ, dz);
     }
 
     /* The inner gradient, differentiated. */
@@ -932,7 +948,7 @@ typedef struct {
     const real *gamma, *beta;                /* (rows, width) */
     const uint8_t *new_chunk, *new_document; /* (blocks, rows) */
     real *begin[MAX_LAYERS], *W[MAX_LAYERS], *S[MAX_LAYERS], *F[MAX_LAYERS];
-    real *kept; /* (groups, rows, 3, one weight set as it is here) */
+    real *kept; /* (groups, rows, 3, one weight set as it is here); of one group NULL: it starts at W, S and F */
 } Inputs;
 
 typedef struct {
@@ -1077,7 +1093,7 @@ int forward(const Call *call, const Inputs *x, const Outputs *y, int64_t first, 
         if (x->begin[0]) pack(&b, x->begin, row, base);
         if (b.to_start) subtract(state, W, base);
         for (int64_t n = 0; n < call->blocks; n++) {
-            if (call->every && n % call->every == 0) {
+            if (x->kept && n % call->every == 0) {
                 real *to = x->kept + (n / call->every * call->rows + row) * 3 * state;
                 memcpy(to, W, (size_t)(3 * state) * sizeof(real)); /* S and F lie behind W */
             }
@@ -1123,7 +1139,14 @@ int reverse(const Call *call, const Inputs *x, const Gradients *d, int64_t first
         for (int64_t group = (call->blocks - 1) / call->every; group >= 0; group--) {
             int64_t begin = group * call->every, end = begin + call->every;
             end = end < call->blocks ? end : call->blocks;
-            memcpy(played, x->kept + (group * call->rows + row) * 3 * state, 3 * bytes);
+            if (x->kept) {
+                memcpy(played, x->kept + (group * call->rows + row) * 3 * state, 3 * bytes);
+            } else {
+                pack(&b, x->W, row, played);
+                pack(&b, x->S, row, played + state);
+                pack(&b, x->F, row, played + 2 * state);
+                if (b.to_start) subtract(state, played, base);
+            }
             for (int64_t n = begin; n < end; n++) {
                 real *W = played + (n - begin) * 3 * state, *S = W + state, *F = S + state;
                 start(&b, call, x, n, row, base, W, S, F);
@@ -1162,6 +1185,64 @@ int reverse(const Call *call, const Inputs *x, const Gradients *d, int64_t first
         unpack(&b, dS, row, d->S);
         unpack(&b, dF, row, d->F);
         if (x->begin[0]) unpack(&b, d_base, row, d->begin);
+    }
+    free(arena.begin);
+    return 0;
+}
+
+/* ---- answers alone: M(q) of one block at F, and nothing written */
+
+int answer(const Call *call, const Inputs *x, const Outputs *y, int64_t first, int64_t last) {
+    Block b;
+    Arena arena = {0};
+    int64_t state = set_layer(call, &b);
+    lay_out(&b, &arena);
+    int64_t scratch = arena.next - (real *)0;
+    if (posix_memalign((void **)&arena.begin, 64, (size_t)(scratch + state) * sizeof(real))) return 1;
+    memset(arena.begin, 0, (size_t)(scratch + state) * sizeof(real));
+    arena.next = arena.begin;
+    lay_out(&b, &arena);
+    real *F = arena.next;
+    for (int64_t row = first; row < last; row++) {
+        int64_t at = place(call->query, 0, row);
+        pack(&b, x->F, row, F);
+        load_tokens(b.D, b.c, b.lanes, x->q + at, call->query.token, b.q);
+        b.gamma = x->gamma + row * call->width, b.beta = x->beta + row * call->width;
+        read(&b, F, F, F, NULL);
+        store_tokens(b.D, b.c, b.lanes, b.out, call->query.token, y->out + at);
+    }
+    free(arena.begin);
+    return 0;
+}
+
+int answer_reverse(const Call *call, const Inputs *x, const Gradients *d, int64_t first, int64_t last) {
+    Block b;
+    Arena arena = {0};
+    int64_t state = set_layer(call, &b);
+    lay_out(&b, &arena);
+    int64_t scratch = arena.next - (real *)0;
+    if (posix_memalign((void **)&arena.begin, 64, (size_t)(scratch + 2 * state) * sizeof(real))) return 1;
+    memset(arena.begin, 0, (size_t)(scratch + 2 * state) * sizeof(real));
+    arena.next = arena.begin;
+    lay_out(&b, &arena);
+    real *F = arena.next, *dF = F + state;
+    for (int64_t row = first; row < last; row++) {
+        int64_t at = place(call->query, 0, row), end = state;
+        pack(&b, x->F, row, F);
+        memset(dF, 0, (size_t)state * sizeof(real));
+        load_tokens(b.D, b.c, b.lanes, x->q + at, call->query.token, b.q);
+        load_tokens(b.D, b.c, b.lanes, d->out + at, call->query.token, b.d_out);
+        b.gamma = x->gamma + row * call->width, b.beta = x->beta + row * call->width;
+        b.d_gamma = d->gamma + row * call->width, b.d_beta = d->beta + row * call->width;
+        read(&b, F, F, F, NULL);
+        finish_back(&b, b.z);
+        for (int n = b.layers - 1; n >= 0; n--) {
+            end -= (int64_t)b.layer[n].in * b.layer[n].ld;
+            answer_back(&b, &b.layer[n], F + end, b.z, dF + end, b.t3);
+            below_back(&b, n, b.t3, b.z);
+        }
+        store_tokens(b.D, b.c, b.lanes, b.d_q, call->query.token, d->q + at);
+        unpack(&b, dF, row, d->F);
     }
     free(arena.begin);
     return 0;
