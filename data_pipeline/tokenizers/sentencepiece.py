@@ -60,7 +60,8 @@ class SentencePieceTokenizer(Tokenizer):
         plain = [not self._escapes or _SPACE not in text for text in texts]
         plain = [ok and (len(text) <= _STRETCH or not self._cuts) for ok, text in zip(plain, texts, strict=True)]
         short = [text for ok, text in zip(plain, texts, strict=True) if ok]
-        encoded = iter(self._sp.encode(short, num_threads=threads))
+        # A list is handed to a pool of threads, even for one: many times the work of a sentence.
+        encoded = iter(self._sp.encode(short, num_threads=threads) if threads > 1 else map(self._sp.encode, short))
         return [next(encoded) if ok else self._encode_parts(text) for ok, text in zip(plain, texts, strict=True)]
 
     def _encode_parts(self, text: str) -> array:

@@ -1,7 +1,7 @@
 """BABILong: a story's facts strewn over a long text, and a question about them (Kuratov et al., NeurIPS 2024).
 
 Facts keep their order at uniform places between sentences of a text. The prompt's words, the 20 new tokens and the
-score are the benchmark's. What differs: the stories are ours (titans_pt.evaluation.babi), and the text is whatever
+score are the benchmark's. What differs: the stories are ours (titans_pt.tasks.babi), and the text is whatever
 evaluation.babilong.haystack names: results are BABILong's only with PG19's books, and records say what they were made
 with. The prompt is filled to the sentence in the model's own tokens; the text repeats where it is too short.
 """
@@ -20,20 +20,18 @@ from titans_pt.config.files import load_stored
 from titans_pt.data_pipeline.sources import Document, documents
 from titans_pt.data_pipeline.tokenizers import ids_after
 from titans_pt.errors import UserError
-from titans_pt.evaluation import babi
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill
 from titans_pt.evaluation.long_context import LongContext, Sample
 from titans_pt.evaluation.sentences import sentences
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import LoadedRun
+from titans_pt.tasks import babi
 from titans_pt.tasks.language import tokenizer_of
 from titans_pt.tools.files import write_atomically
 from titans_pt.tools.records import digest
 
 SENTENCE_TOKENS = 10
 """Shorter sentences of the text are left out."""
-TOKENS_A_FACT = 8
-"""Limits the facts of a sample: each could have this share of its length."""
 
 
 @dataclass(frozen=True)
@@ -117,16 +115,16 @@ WORDINGS = {
 }  # fmt: skip
 
 
-def frame(task: str, question: str, wording: str, shots: int) -> tuple[str, str]:
+def frame(task: str, story: babi.Story, wording: str, shots: int) -> tuple[str, str]:
     """Prompt before and after the text: ``instructions`` as in the benchmark, ``plain`` as in fine-tuning."""
     if wording == "plain":
-        return "", f"\nQuestion: {question}\nAnswer:"
+        return "", babi.question_of(story)
     words = WORDINGS[task]
     examples = "\n\n".join(
         f"<example>\n{facts} {asked}\nAnswer: {answer}\n</example>" for facts, asked, answer in words.examples[:shots]
     )
     head = "\n\n".join(part for part in (words.instruction, examples, words.post_prompt) if part)
-    return f"{head}\n\n<context>\n", f"\n</context>\n\nQuestion: {question}"
+    return f"{head}\n\n<context>\n", f"\n</context>\n\nQuestion: {story.question}"
 
 
 def book_sentences(tokenizer, source: SourceConfig, characters: int) -> list[str]:
@@ -250,9 +248,9 @@ class Babilong(LongContext):
             UserError: not even a prompt without a haystack fits.
         """
         s, random = self.settings, Random(int(self.identity(task, length, depth, index), 16))
-        story = babi.story(task, random, max(4, length // TOKENS_A_FACT))
+        story = babi.story(task, random, babi.most_facts(length))
         start, places = random.randrange(len(self.haystack.units)), sorted(random.random() for _ in story.facts)
-        head, tail = frame(task, story.question, s.wording, s.shots)
+        head, tail = frame(task, story, s.wording, s.shots)
 
         def arrange(units: int) -> list[Part]:
             facts = [(int((units + 1) * place), fact) for place, fact in zip(places, story.facts, strict=True)]

@@ -12,8 +12,9 @@ from titans_pt import cli
 from titans_pt.config import Config
 from titans_pt.data_pipeline.tokenizers import load_tokenizer
 from titans_pt.errors import UserError
-from titans_pt.evaluation import babi, babilong
+from titans_pt.evaluation import babilong
 from titans_pt.runs.folder import RunFolder
+from titans_pt.tasks import babi
 
 
 def made(tokenizer, essays, model=None, **changes):

@@ -173,6 +173,16 @@ def _qa5(random: Random) -> Story | None:
 TASKS: dict[str, Callable[[Random], Story | None]] = {"qa1": _qa1, "qa2": _qa2, "qa3": _qa3, "qa4": _qa4, "qa5": _qa5}
 
 
+def most_facts(length: int) -> int:
+    """The most facts of a story in a text of ``length`` tokens: each could have 8 of them."""
+    return max(4, length // 8)
+
+
+def question_of(story: Story) -> str:
+    """End of a prompt in the words of fine-tuning, up to the answer."""
+    return f"\nQuestion: {story.question}\nAnswer:"
+
+
 def story(task: str, random: Random, most_facts: int) -> Story:
     """One question and the facts before it, at most ``most_facts`` (at least 4, so that every task has stories)."""
     while True:

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from titans_pt.evaluation import babi
+from titans_pt.tasks import babi
 
 
 def read(facts):

@@ -1,0 +1,90 @@
+"""BABILong trained by its answers: prompts tell a story in text, a run trains, resumes and is evaluated."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from titans_pt import cli
+from titans_pt.config.files import load_config
+from titans_pt.errors import UserError
+from titans_pt.tasks import babi, task_of
+from titans_pt.training import loop
+from titans_pt.training.metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("one_group")
+
+FACT = re.compile(r" (?:(?:Mary|John|Sandra|Daniel|Fred|Jeff|Bill) [a-z ]+|The \w+ is \w+ of the \w+)\.")
+END = re.compile(r"\nQuestion: (.*\?)\nAnswer: (\w+)\.$")
+
+
+@pytest.fixture
+def configured(prepared, tiny):
+    def make(*words):
+        source = f"[{{kind: files, path: {prepared.parent / 'text.jsonl'}}}]"
+        given = [
+            "task=babilong", f"data.dir={prepared}", f"data.sources={source}", "data.seq_len=1600",
+            "data.validation_fraction=0.2",
+            "babilong.lengths='800,1600'", "train.batch_tokens=3200", "train.max_steps=4", "train.warmup_steps=1",
+            "train.log_every=1", "train.eval_every=2", "train.eval_samples=2", "train.checkpoint_every=2",
+        ]  # fmt: skip
+        return load_config(tiny(), [*given, *words])
+
+    return make
+
+
+@pytest.mark.parametrize("kind", list(babi.TASKS))
+def test_prompts_tell_a_story_in_order_and_end_with_its_answer(configured, kind, monkeypatch):
+    task, told = task_of(configured(f"babilong.tasks=[{kind}]")), []
+    prompts, story = task.open().train.at(10), babi.story
+    monkeypatch.setattr(babi, "story", lambda *given: told.append(story(*given)) or told[-1])
+    for index in range(20):
+        ids, places = prompts.sample(3, index)
+        text, found = task.tokenizer.decode(ids.tolist()), told[-1]
+        assert len(ids) == 1600
+        at = 0
+        for fact in found.facts:  # after one another
+            at = text.index(f" {fact}", at) + len(fact)
+        assert END.search(text).groups() == (found.question, found.answer) and at < text.index("\nQuestion")
+        assert task.tokenizer.decode(ids[places + 1].tolist()).strip() == f"{found.answer}."
+        rest = text[: text.index("\nQuestion")]
+        for fact in found.facts:
+            rest = rest.replace(f" {fact}", "", 1)
+        assert not FACT.search(rest)
+    assert np.array_equal(prompts.sample(3, 7)[0], prompts.sample(3, 7)[0])
+    assert not np.array_equal(prompts.sample(3, 7)[0], prompts.sample(4, 7)[0])
+
+
+def test_the_baseline_guesses_among_the_answers(configured):
+    task = task_of(configured("babilong.tasks=[qa1]"))
+    baseline, tokens = task.open().baseline, []
+    for place in babi.PLACES:
+        tokens.append(len(task.tokenizer.encode(f"Answer: {place}.")) - len(task.tokenizer.encode("Answer:")))
+    assert baseline == pytest.approx(np.log(6) / np.mean(tokens))
+
+
+def test_what_cannot_be_is_one_line(configured):
+    with pytest.raises(UserError, match="babilong.lengths: given '800,4000'; each at most data.seq_len=1600"):
+        configured("babilong.lengths='800,4000'")
+    with pytest.raises(UserError, match="babilong.lengths: given 30; with this tokenizer a prompt .* use at"):
+        task_of(configured("babilong.lengths='30,1600'")).open()
+    with pytest.raises(UserError, match="babilong.tasks"):
+        configured("babilong.tasks=[qa6]")
+
+
+def test_it_trains_resumes_and_is_evaluated(configured, tmp_path):
+    whole, parts = (configured(f"run.dir={tmp_path / name}") for name in ("whole", "parts"))
+    loop.train(whole)
+    loop.train(configured(f"run.dir={parts.run.dir}", "train.stop_at=2"))
+    loop.train(parts)
+
+    def curve(name):
+        return [(r["step"], r["loss"]) for r in read_metrics(tmp_path / name / "metrics.jsonl") if r["kind"] == "train"]
+
+    assert len(curve("whole")) == 4 and curve("whole") == curve("parts")
+    words = ["evaluation.babilong.tasks=[qa1]", "evaluation.babilong.lengths=[900]", "evaluation.babilong.samples=2",
+             "evaluation.babilong.wording=plain"]  # fmt: skip
+    assert cli.run(["evaluate", str(tmp_path / "whole"), *words]) == 0
+    (found,) = tmp_path.glob("whole/evaluation/*/summary.json")
+    assert json.loads(found.read_text())["babilong"]["tasks"]["qa1"]["n"] == 2

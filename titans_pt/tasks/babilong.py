@@ -1,0 +1,63 @@
+"""BABILong trained by its answers alone (titans_pt.tasks.in_text): a story's facts in text, in the order of the story,
+and a question in the words of fine-tuning, evaluation.babilong.wording=plain."""
+
+import math
+from functools import cache, partial
+from random import Random
+from statistics import mean
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from titans_pt.data_pipeline.tokenizers import Tokenizer, ids_after
+from titans_pt.tasks import babi
+from titans_pt.tasks.base import TASKS, Samples
+from titans_pt.tasks.in_text import InText, Parts, PromptsInText
+from titans_pt.tasks.needles import Lengths
+
+Kind = Literal["qa1", "qa2", "qa3", "qa4", "qa5"]
+
+
+class StoryPrompts(PromptsInText):
+    """kinds: names of bAbI's tasks."""
+
+    def __init__(self, tokenizer: Tokenizer, *given: Any):
+        super().__init__(tokenizer, *given)
+        self._ids = cache(partial(ids_after, tokenizer))  # bAbI has a few hundred sentences
+
+    def parts(self, kind: str, random: Random) -> Parts:
+        story = babi.story(kind, random, babi.most_facts(self.length))
+        tail = babi.question_of(story)
+        facts = [self._ids("a", f" {fact}") for fact in story.facts]
+        answer = self._ids(tail, f" {story.answer}.")  # the score reads an answer up to its full stop
+        return Parts(self.tokenizer.document(""), facts, self._ids("a", tail), answer)
+
+
+@TASKS.register
+class Babilong(InText):
+    """The answer to a question about a story whose facts are strewn over a long text."""
+
+    name = "babilong"
+    usual = ("babilong",)
+
+    class Settings(InText.Settings):
+        tasks: Annotated[list[Kind], Field(min_length=1)] = ["qa1", "qa2", "qa3"]
+        """bAbI's tasks, drawn alike: qa1, qa2, qa3 need one, two, three facts; qa4 is about directions, qa5 about who
+        gave what to whom. What is listed twice is drawn twice as often."""
+        lengths: Lengths = "192:6,256:2,512:2,1024,2048"
+        """As ruler.lengths."""
+
+    settings: Settings
+
+    def prompts(self, text: Samples, length: int) -> StoryPrompts:
+        assert self.tokenizer
+        return StoryPrompts(self.tokenizer, text, self.settings.tasks, length, "babilong.lengths")
+
+    def chance_nats(self) -> float:
+        assert self.tokenizer
+        nats = tokens = 0.0
+        for kind in self.settings.tasks:
+            labels = babi.LABELS[kind]
+            nats += math.log(len(labels))
+            tokens += mean(len(ids_after(self.tokenizer, "Answer:", f" {label}.")) for label in labels)
+        return nats / tokens

@@ -1,0 +1,148 @@
+"""Prompts that hide statements in long texts and end with a question and its answer, which alone is trained.
+
+    introduction | text .. statement .. text .. statement .. text | question, up to its answer | answer
+
+The text is that of the run's token files (``titans prepare``). Next tokens of such documents hardly teach the answer:
+it is a few of hundreds of tokens (docs/evaluation.md). Short prompts come first, longer ones later.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+
+from titans_pt.config import Config, Section
+from titans_pt.data_pipeline.tokenizers import Tokenizer
+from titans_pt.errors import UserError
+from titans_pt.models.mixers.base import Need
+from titans_pt.tasks.answers import VALIDATION_SEED, AnswersOnly, PackedQuestions, WholeAnswers, at_stage
+from titans_pt.tasks.base import Samples, Task, TaskData
+from titans_pt.tasks.language import Language
+from titans_pt.tasks.needles import Lengths, stages
+from titans_pt.tools.records import digest
+
+TRIES = 1000
+"""Draws of a prompt at most, until one fits into its length."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Tokens of a prompt without its text. hidden: statements, in the order in which the text has them."""
+
+    begin: Sequence[int]
+    hidden: Sequence[Sequence[int]]
+    end: Sequence[int]
+    answer: Sequence[int]
+
+    @property
+    def count(self) -> int:
+        return len(self.begin) + len(self.end) + len(self.answer) + sum(map(len, self.hidden))
+
+
+class PromptsInText:
+    """Prompts of one length, each with its answer (titans_pt.tasks.answers.Questions).
+
+    Statements stand at uniform places between any two tokens of the text; evaluations put them between sentences. A
+    text goes on where its document ends, as rows of training do.
+
+    Args:
+        text: rows of tokens to hide statements in.
+        kinds: names of the questions, drawn alike.
+        length: tokens of a prompt with its answer.
+        setting: name of the setting of the length, for errors.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, text: Samples, kinds: Sequence[str], length: int, setting: str):
+        self.tokenizer, self.text, self.kinds, self.length, self.setting = tokenizer, text, kinds, length, setting
+
+    @abstractmethod
+    def parts(self, kind: str, random: Random) -> Parts:
+        """Draws a prompt of a kind."""
+
+    def text_of(self, kind: str, count: int, random: Random) -> list[int]:
+        """``count`` tokens to hide a prompt of a kind in."""
+        row = self.text.sample(random.randrange(len(self.text)))[0]
+        first = random.randint(0, len(row) - count)
+        return row[first : first + count].tolist()
+
+    def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """ids (length,) int64, and the places (P,) int64 of the tokens that one of the answer's P tokens follows.
+
+        Equal arguments give equal samples, whatever was drawn before.
+
+        Raises:
+            UserError: not even a prompt without text fits.
+        """
+        random = Random(f"{seed} {index}")
+        kind = random.choice(self.kinds)
+        for _ in range(TRIES):
+            found = self.parts(kind, random)
+            if (room := self.length - found.count) >= 0:
+                break
+        else:
+            raise UserError(
+                f"{self.setting}: given {self.length}; with this tokenizer a prompt without text has {found.count} "
+                f"tokens: use at least {found.count + 20}"
+            )
+        text = self.text_of(kind, room, random)
+        ids, at = [*found.begin], 0
+        for statement, place in zip(found.hidden, sorted(random.randint(0, room) for _ in found.hidden), strict=True):
+            ids += [*text[at:place], *statement]
+            at = place
+        ids += [*text[at:], *found.end, *found.answer]
+        first = self.length - len(found.answer)
+        return np.array(ids, dtype=np.int64), np.arange(first - 1, self.length - 1)
+
+
+class InText(AnswersOnly, Language):
+    """A task of such prompts, in stages of growing length."""
+
+    class Settings(Section):
+        lengths: Lengths = "128:6,256:2,512:2,1024,2048"
+        """Tokens of a prompt with its answer, LENGTH or LENGTH:PARTS with commas between. They come one after another,
+        each for its parts of train.max_steps. As many prompts as fit share a row of data.seq_len tokens."""
+
+    settings: Settings
+    unit = "nats per token of the answer"
+    takes = ("language",)
+    figures = ("loss", "accuracy", "whole")
+    answer_loss = WholeAnswers
+    cut = Task.cut  # Language's cuts batches of two parts
+
+    @abstractmethod
+    def prompts(self, text: Samples, length: int) -> PromptsInText:
+        """Prompts of a length, in a text."""
+
+    @abstractmethod
+    def chance_nats(self) -> float:
+        """Loss of a model that knows the answers' form alone, per token."""
+
+    @classmethod
+    def check(cls, config: Config, need: Need):
+        super().check(config, need)
+        lengths = cls.Settings.model_validate(config.section(cls.name)).lengths
+        need(
+            max(stages(lengths)) <= config.data.seq_len,
+            f"{cls.name}.lengths",
+            lengths,
+            f"each at most data.seq_len={config.data.seq_len}, the tokens of a row",
+        )
+        kind = config.data.tokenizer.kind
+        need(kind != "nucleotides", "data.tokenizer.kind", kind, f"not with task={cls.name}, which asks in English")
+
+    def open(self) -> TaskData:
+        found = super().open()
+        every = stages(self.settings.lengths)
+        train = {n: self.prompts(found.train, n) for n in every}
+        validation = self.prompts(found.validation, every[-1])
+        for prompts in train.values():
+            for index in range(32):  # a length that holds no prompt is refused now, not in its stage
+                prompts.sample(self.seed, index)
+        length = self.config.data.seq_len
+        return TaskData(
+            PackedQuestions(lambda position: train[at_stage(every, position, self.config)], length, self.seed),
+            PackedQuestions(lambda position: validation, length, VALIDATION_SEED),
+            found.identity | {"prompts": digest(self.settings.model_dump(mode="json"))}, self.chance_nats(),
+        )  # fmt: skip
