@@ -18,6 +18,7 @@ from titans_pt.models import build_model
 from titans_pt.runs.folder import versions
 from titans_pt.streaming import best_device, greedy, prefill
 from titans_pt.tools.files import write_text
+from titans_pt.tools.markdown import markdown_table
 
 
 @dataclass
@@ -102,9 +103,8 @@ def measure(configs: Mapping[str, Config], prompt: int, tokens: int, rounds: int
 
 def table(found: list[Decoding]) -> str:
     """Markdown, one line per model."""
-    lines = [f"| model | parameters | tokens/s | of {found[0].model} | state MiB |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {d.model} | {d.parameters:,} | {d.tokens_per_second:.0f} | {d.of_first:.2f} | {d.state_mib:.2f} |"
+    rows = [
+        (d.model, f"{d.parameters:,}", f"{d.tokens_per_second:.0f}", f"{d.of_first:.2f}", f"{d.state_mib:.2f}")
         for d in found
     ]
-    return "\n".join(lines) + "\n"
+    return markdown_table(("model", "parameters", "tokens/s", f"of {found[0].model}", "state MiB"), rows) + "\n"

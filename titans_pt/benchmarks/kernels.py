@@ -23,6 +23,7 @@ from titans_pt.kernels.linear_memory import linear_memory
 from titans_pt.kernels.memory import dual, neural_memory
 from titans_pt.runs.folder import versions
 from titans_pt.tools.files import write_text
+from titans_pt.tools.markdown import markdown_table
 from titans_pt.tools.plots import new_figure, own_style, save_figure
 
 HEADS, WIDTH, CHUNK, EXPANSIONS = 12, 64, 64, (2, 4)
@@ -87,7 +88,7 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
             for length in lengths:
                 row = KernelTiming(name, WIDTH * expansion, length, tokens // length, note=reason)
                 rows.append(_timed(row, build, expansion, device, dtype, rounds) if not reason else row)
-                print(_line(asdict(rows[-1]).values()), flush=True)
+                print(table(rows[-1:]).splitlines()[-1], flush=True)
         # Each time: a benchmark that is cut short leaves what it has.
         write_text(out / "kernels.md", f"{title}\n\n{table(rows)}\n")
         write_csv(out / "kernels.csv", rows)
@@ -342,14 +343,13 @@ def table(rows: list[KernelTiming]) -> str:
     """The rows as Markdown."""
     heads = ["implementation", "hidden", "T", "B", "forward ms", "forward + backward ms", "tokens/s", "TFLOP/s", "GB/s",
              "peak MiB", "note"]  # fmt: skip
-    lines = [_line(heads), _line(["---"] * len(heads))]
-    return "\n".join(lines + [_line(asdict(row).values()) for row in rows])
+    return markdown_table(heads, [[_cell(value) for value in asdict(row).values()] for row in rows])
 
 
-def _line(cells) -> str:
-    shown = ("-" if c is None else f"{c:,.0f}" if isinstance(c, float) and c >= 1000 else
-             f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells)  # fmt: skip
-    return f"| {' | '.join(shown)} |"
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return "-" if value is None else str(value)
 
 
 @own_style()

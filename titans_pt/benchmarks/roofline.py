@@ -148,17 +148,18 @@ def bounds(name: str, one: Count, gpu: GPU, length: int, batch: int) -> dict[str
 
 def table(counts: dict[str, Count], length: int, batch: int) -> str:
     """Markdown: counts of a block, the bounds of a layer for each GPU, and the arguments that most bytes are of."""
+    from titans_pt.tools.markdown import markdown_table
+
     limits = ("HBM", "L2", "L2 to a processor", "products")
     heads = ["kernel", "launches", "KB a block", "distinct KB", "MFLOP"]
     heads += [f"{g.name}: {n}, ms" for g in GPUS for n in limits] + ["most KB"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rows = []
     for name, one in counts.items():
         times = [bounds(name, one, gpu, length, batch)[n] for gpu in GPUS for n in limits]
-        cells = [name, CALLS.get(name, 1), f"{one.moved / 1e3:,.0f}", f"{one.distinct / 1e3:,.0f}",
-                 f"{one.operations / 1e6:.1f}", *(f"{t:.2f}" for t in times),
-                 ", ".join(f"{n} {b / 1e3:,.0f}" for n, b in (one.loaded + one.stored).most_common(4))]  # fmt: skip
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        most = ", ".join(f"{n} {b / 1e3:,.0f}" for n, b in (one.loaded + one.stored).most_common(4))
+        moved = (f"{one.moved / 1e3:,.0f}", f"{one.distinct / 1e3:,.0f}", f"{one.operations / 1e6:.1f}")
+        rows.append((name, CALLS.get(name, 1), *moved, *(f"{t:.2f}" for t in times), most))
+    return markdown_table(heads, rows)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from titans_pt.models import build_model
 from titans_pt.runs.folder import versions
 from titans_pt.streaming import best_device, prefill
 from titans_pt.tools.files import write_text
+from titans_pt.tools.markdown import markdown_table
 from titans_pt.tools.plots import from_zero, new_figure, own_style, save_figure
 
 TURNS = 15
@@ -88,8 +89,8 @@ def read(config: Config, stretch: int, count: int) -> tuple[list[StretchFigures]
 
 def table(found: list[StretchFigures], ratio: float | None = None) -> str:
     """Markdown, one line per stretch; with ``ratio``, how far they are apart."""
-    lines = ["| tokens | tokens/s | peak MiB | state MiB |", "|---|---|---|---|"]
-    lines += [f"| {s.tokens:,} | {s.tokens_per_second:,.0f} | {s.peak_mib:.1f} | {s.state_mib:.2f} |" for s in found]
+    rows = [(f"{s.tokens:,}", f"{s.tokens_per_second:,.0f}", f"{s.peak_mib:.1f}", f"{s.state_mib:.2f}") for s in found]
+    lines = [markdown_table(("tokens", "tokens/s", "peak MiB", "state MiB"), rows)]
     if ratio is not None:
         speeds, peaks = [s.tokens_per_second for s in found], [s.peak_mib for s in found]
         mean = len(speeds) / sum(1 / speed for speed in speeds)

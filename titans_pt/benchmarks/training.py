@@ -25,6 +25,7 @@ from titans_pt.models.mixers.common import MemoryMixer
 from titans_pt.runs.folder import versions
 from titans_pt.tasks import task_of
 from titans_pt.tools.files import write_text
+from titans_pt.tools.markdown import markdown_table
 from titans_pt.tools.plots import from_zero, legend, new_figure, own_style, save_figure
 from titans_pt.training.metrics import peak_flops
 from titans_pt.training.profiling import start_profile, time_shares
@@ -110,16 +111,16 @@ def _write(found: list[Measurement], out: Path):
 def table(found: list[Measurement]) -> str:
     """Markdown, one line a measurement."""
     columns = ("model", "T", "L_M", "C", "parameters", "tokens/s", "MFU", "peak MiB", "time")
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = []
     for m in found:
-        head = f"| {m.model} | {m.length:,} | {m.depth or ''} | {m.chunk or ''} |"
+        head = (m.model, f"{m.length:,}", m.depth or "", m.chunk or "")
         if m.failure:
-            lines.append(f"{head} | | | | {m.failure} |")
+            rows.append((*head, "", "", "", "", m.failure))
             continue
         mfu = "" if m.mfu is None else f"{100 * m.mfu:.1f} %"
         shares = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in list(m.shares.items())[:4])
-        lines.append(f"{head} {m.parameters:,} | {m.tokens_per_second:,.0f} | {mfu} | {m.peak_mib:,.0f} | {shares} |")
-    return "\n".join(lines) + "\n"
+        rows.append((*head, f"{m.parameters:,}", f"{m.tokens_per_second:,.0f}", mfu, f"{m.peak_mib:,.0f}", shares))
+    return markdown_table(columns, rows) + "\n"
 
 
 @own_style()

@@ -22,6 +22,7 @@ from titans_pt.benchmarks.kernels import WIDTH, inputs, memory_call
 from titans_pt.benchmarks.process import check_any, named, write_csv
 from titans_pt.kernels.memory.fused.configurations import KERNELS, Configuration
 from titans_pt.tools.files import write_text
+from titans_pt.tools.markdown import markdown_table
 
 SHAPES = ((4, 16), (4, 64), (2, 64))
 """(expansion, chunk size) of the memories."""
@@ -133,15 +134,13 @@ def tune(out: Path, jobs: int, tokens: int = 32_768, length: int = 4096, shapes:
 
 def table(rows: list[Launch]) -> str:
     """A Markdown table, the fastest of each shape first."""
-    lines = [
-        "| hidden | C | kernel | slice | warps | ms | to the usual | error | note |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    found = []
     for row in sorted(rows, key=lambda row: (row.expansion, row.chunk, bool(row.note), row.milliseconds or 0.0)):
         figures = ["-" if x is None else f"{x:.3g}" for x in (row.milliseconds, row.ratio, row.error)]
-        cells = (row.expansion * WIDTH, row.chunk, row.kernel or "as usual", row.slice or "-", row.warps or "-")
-        lines.append(f"| {' | '.join(map(str, cells))} | {' | '.join(figures)} | {row.note} |")
-    return "\n".join(lines)
+        launch = (row.expansion * WIDTH, row.chunk, row.kernel or "as usual", row.slice or "-", row.warps or "-")
+        found.append((*launch, *figures, row.note))
+    heads = ("hidden", "C", "kernel", "slice", "warps", "ms", "to the usual", "error", "note")
+    return markdown_table(heads, found)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from titans_pt.config.tree import Config, MemoryConfig, ModelConfig, Section
 from titans_pt.registry import Registry
+from titans_pt.tools.markdown import markdown_table
 
 SCHEMA, PAGE = "configs/schema.json", "docs/settings.md"
 _INHERIT = {
@@ -113,7 +114,7 @@ def settings_page(tree: type[Section] | None = None) -> str:
         if path:
             parts.append(f"## {path.rstrip('.')}\n\n{_markdown(doc)}\n")
         if rows:
-            parts.append("\n".join(["| setting | allowed | default | meaning |", "|---|---|---|---|", *rows]) + "\n")
+            parts.append(markdown_table(("setting", "allowed", "default", "meaning"), rows) + "\n")
     return "\n".join(parts)
 
 
@@ -137,9 +138,9 @@ def _inside(field: dict, known: dict) -> Iterator[tuple[str, dict]]:
             yield from ((step + suffix, section) for suffix, section in _inside(field[key], known))
 
 
-def _row(path: str, field: dict) -> str:
+def _row(path: str, field: dict) -> tuple[str, ...]:
     default = f"`{json.dumps(field['default'])}`" if "default" in field else ""
-    return f"| `{path}` | {_allowed(field)} | {default} | {_markdown(field.get('description', ''))} |"
+    return f"`{path}`", _allowed(field), default, _markdown(field.get("description", ""))
 
 
 def _allowed(field: dict) -> str:

@@ -7,6 +7,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from titans_pt import __version__
 from titans_pt.errors import UserError
 from titans_pt.runs.loaded import LoadedRun
+from titans_pt.tools.markdown import markdown_table
 from titans_pt.tools.sealed import unseal
 from titans_pt.training.metrics import read_metrics
 
@@ -45,8 +46,10 @@ def model_card(run: LoadedRun) -> str:
         f"---\n{data.to_yaml()}\n---", f"# {name}",
         "A Titans language model ([arXiv 2501.00663](https://arxiv.org/abs/2501.00663)): its long-term memory is a "
         f"small network that keeps learning at test time. Trained with titans-pt {__version__}.",
-        _table(["setting", "value"], _facts(run)), "## Use", _USE, "## Figures",
-        _table(["on", "figure", "value"], [(dataset, metric, f"{value:.4g}") for dataset, _, metric, value in figures])
+        markdown_table(["setting", "value"], _facts(run)), "## Use", _USE, "## Figures",
+        markdown_table(
+            ["on", "figure", "value"], [(dataset, metric, f"{value:.4g}") for dataset, _, metric, value in figures]
+        )
         if figures else "None were measured on this checkpoint.",
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
@@ -92,8 +95,3 @@ def _figures(run: LoadedRun) -> Iterator[tuple[str, str, str, float]]:
         for metric, value in found.items():
             if isinstance(value, float):
                 yield f"lm-eval: {task}", metric, metric, value
-
-
-def _table(head: list[str], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

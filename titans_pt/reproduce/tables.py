@@ -11,6 +11,7 @@ from titans_pt.reproduce.published import published
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.runs import Run
 from titans_pt.reproduce.study import Column, Row, Study
+from titans_pt.tools.markdown import markdown_table
 
 NOT_RUN = "not run"
 NONE = "-"
@@ -37,8 +38,7 @@ class Table:
     rows: list[list[str]] = field(default_factory=list)
 
     def markdown(self) -> str:
-        lines = [f"| {' | '.join(self.head)} |", "|---" * len(self.head) + "|"]
-        return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in self.rows)]) + "\n"
+        return markdown_table(self.head, self.rows) + "\n"
 
     def html(self) -> str:
         def line(tag: str, cells: list[str]) -> str:

@@ -59,7 +59,7 @@ def test_a_benchmark_without_any_figure_does_not_end_well(tmp_path, capsys, monk
 @pytest.mark.parametrize(("given", "words"), [
     (Measurement("lmm", 4096, None, None, 10**6, 12345.6, 0.402, 900.0, {"matrix product": 0.6, "copy": 0.4}),
      "| lmm | 4,096 |  |  | 1,000,000 | 12,346 | 40.2 % | 900 | matrix product 60 %, copy 40 % |"),
-    (Measurement("gla", 2048, 3, 16, failure="out of memory"), "| gla | 2,048 | 3 | 16 | | | | | out of memory |"),
+    (Measurement("gla", 2048, 3, 16, failure="out of memory"), "| gla | 2,048 | 3 | 16 |  |  |  |  | out of memory |"),
 ])  # fmt: skip
 def test_table(given, words):
     assert table([given]).splitlines()[-1] == words

@@ -148,7 +148,7 @@ def test_a_file_inherits_from_its_neighbour_before_the_package(file, tmp_path, m
 
 @pytest.mark.parametrize(("name", "message"), [
     ("quickstar", "config quickstar: does not exist; .* titans-pt: quickstart, quickstart-needles$"),
-    ("mac.yaml", "config mac.yaml: does not exist; .*: 1.3b/mac, 170m/mac, 340m/mac, 400m/mac, 760m/mac, "
+    ("mac.yaml", "config mac.yaml: does not exist; .*: 1.3b/mac, 170m/mac, 340m/mac, 400m/mac, 760m/mac, babilong/mac, "
      "forecast/mac, needles/mac, recall/mac, state_tracking/mac, tiny/mac$"),
     ("configs/170/mal.yaml", "does not exist; .*: 170m/mal, "),
     ("/nowhere/quickstart.yaml", "config /nowhere/quickstart.yaml: does not exist"),
