@@ -7,27 +7,20 @@ with. The prompt is filled to the sentence in the model's own tokens; the text r
 """
 
 import functools
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 from titans_pt.config import Config, SourceConfig
-from titans_pt.config.files import load_stored
 from titans_pt.data_pipeline.sources import Document, documents
 from titans_pt.data_pipeline.tokenizers import ids_after
 from titans_pt.errors import UserError
 from titans_pt.evaluation.haystack import Haystack, Part, context, fill
 from titans_pt.evaluation.long_context import LongContext, Sample
 from titans_pt.evaluation.sentences import sentences
-from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import LoadedRun
 from titans_pt.tasks import babi
-from titans_pt.tasks.language import tokenizer_of
-from titans_pt.tools.files import write_atomically
 from titans_pt.tools.records import digest
 
 SENTENCE_TOKENS = 10
@@ -174,44 +167,6 @@ def strict_score(task: str, question: str, target: str, prediction: str) -> int:
     labels = {label.lower() for label in babi.LABELS[task]}
     found = {label for label in labels if label in answer and label not in question.lower()}
     return int(found == {target.lower()})
-
-
-def write_documents(run_dir: str | Path, overrides: Sequence[str], samples: int, folder: Path):
-    """Documents to fine-tune on: for each of evaluation.babilong.lengths a file ``LENGTH.jsonl`` of plain samples.
-
-    Each ends with its answer. The seed is evaluation.babilong.seed + 1, so that an evaluation with these settings never
-    asks what was trained on. Each file is one stage of a curriculum: prepare it with data.sources (kind: files), train
-    on the shortest first and continue from its checkpoint.
-
-    Raises:
-        UserError: an override outside of evaluation.babilong, or something wrong with the run.
-    """
-    for override in overrides:
-        if not override.startswith("evaluation.babilong."):
-            raise UserError(f"override {override!r}: only evaluation.babilong.KEY=VALUE can be set here")
-    folder_of_run = RunFolder(run_dir)
-    config = load_stored(folder_of_run.config, overrides)
-    section = config.evaluation.babilong
-    changed = section.model_copy(update={"wording": "plain", "seed": section.seed + 1, "samples": samples})
-    evaluation = config.evaluation.model_copy(update={"babilong": changed})
-    tokenizer = tokenizer_of(folder_of_run.tokenizer, config)
-    maker = Babilong(
-        SimpleNamespace(tokenizer=tokenizer, identity=""), config.model_copy(update={"evaluation": evaluation})
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    for length in sorted(set(section.lengths)):
-        path = folder / f"{length}.jsonl"
-        write_atomically(path, functools.partial(_write_samples, maker, length))
-        print(path, flush=True)
-
-
-def _write_samples(maker: "Babilong", length: int, path: Path):
-    with path.open("w", encoding="utf-8") as file:
-        for job in maker.jobs:
-            if job[1] == length:
-                sample = maker.sample(*job)
-                text = maker.tokenizer.decode(sample.ids.tolist()) + f" {sample.expected[0]}."
-                file.write(json.dumps({"text": text, "task": job[0]}) + "\n")
 
 
 class Babilong(LongContext):

@@ -48,7 +48,7 @@ def test_every_command_says_what_it_and_its_arguments_are(words, capsys):
     ("generate run", "--max-new-tokens", "-1"), ("generate run", "--temperature", "-1"),
     ("generate run", "--temperature", "inf"), ("generate run", "--top-k", "0"), ("generate run", "--top-p", "0"),
     ("generate run", "--top-p", "1.1"), ("inspect run --text t", "--max-tokens", "1"),
-    ("compare run", "--checkpoint", "x"), ("babilong run --out o", "--samples", "0"),
+    ("compare run", "--checkpoint", "x"), ("ruler --out o", "--documents", "0"),
     ("recall c.yaml", "--pairs", "0"), ("recall c.yaml", "--distance", "-1"),
     ("needles c.yaml", "--needles", "0"), ("needles c.yaml", "--asked", "64,0"),
     ("benchmark memory", "--rounds", "0"), ("benchmark kernels", "--longest", "0"),
@@ -91,7 +91,7 @@ def test_what_takes_a_number_is_checked_above():
 
 @pytest.mark.parametrize("words", [
     "compare run --out {folder}", "generate run --prompt a --save-state {folder}", "export run --out {file}",
-    "import hf --out {file}", "babilong run --out {file}", "benchmark memory --out {file}",
+    "import hf --out {file}", "benchmark memory --out {file}",
 ])  # fmt: skip
 def test_a_folder_for_a_file_and_a_file_for_a_folder(words, tmp_path, capsys):
     (tmp_path / "folder").mkdir()

@@ -1,14 +1,11 @@
 """BABILong's samples hold their facts in order and fill their length; both scores tell answers apart."""
 
-import json
 import re
 from types import SimpleNamespace
 
 import pytest
 
 from tests.helpers.stand_ins import ESSAY, Characters, Scripted
-from tests.helpers.untrained import untrained_run
-from titans_pt import cli
 from titans_pt.config import Config
 from titans_pt.data_pipeline.tokenizers import load_tokenizer
 from titans_pt.errors import UserError
@@ -104,34 +101,3 @@ def test_the_evaluation(essays):
     figures = summary["tasks"]["qa1"]
     assert figures["n"] == 2 and figures["mean"] == figures["score_substring"] in (0.0, 0.5, 1.0)
     assert "qa1" in it.table(summary) and len(set(it.keys)) == 2
-
-
-def test_documents_to_fine_tune_on(tmp_path, prepared, essays):
-    run = untrained_run(tmp_path / "run", prepared)
-    words = ["evaluation.babilong.lengths=[600, 900]", "evaluation.babilong.tasks=[qa1, qa4]"]
-    words += ["evaluation.babilong.haystack.kind=files", f"evaluation.babilong.haystack.path={essays}"]
-    assert cli.run(["babilong", str(run), *words, "--samples", "3", "--out", str(tmp_path / "out")]) == 0
-    for length in (600, 900):
-        rows = [json.loads(line) for line in (tmp_path / f"out/{length}.jsonl").read_text().splitlines()]
-        assert [row["task"] for row in rows] == 3 * ["qa1"] + 3 * ["qa4"]
-        for row in rows:
-            answer = re.search(r"\nQuestion: .*\?\nAnswer: (\w+)\.$", row["text"])[1]
-            assert answer in babi.LABELS[row["task"]]
-    assert cli.run(["babilong", str(run), "train.lr=1", "--out", str(tmp_path / "out")]) == 2
-
-
-def test_an_interrupted_file_is_not_left(tmp_path, prepared, essays, monkeypatch):
-    run = untrained_run(tmp_path / "run", prepared)
-    words = ["evaluation.babilong.lengths=[600, 900]", "evaluation.babilong.tasks=[qa1]"]
-    words += ["evaluation.babilong.haystack.kind=files", f"evaluation.babilong.haystack.path={essays}"]
-    made, sample = [], babilong.Babilong.sample
-
-    def interrupted(self, task, length, depth, index):
-        made.append(length)
-        if made.count(900) == 2:
-            raise KeyboardInterrupt
-        return sample(self, task, length, depth, index)
-
-    monkeypatch.setattr(babilong.Babilong, "sample", interrupted)
-    assert cli.run(["babilong", str(run), *words, "--samples", "3", "--out", str(tmp_path / "out")]) == 130
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["600.jsonl"]
