@@ -1,6 +1,6 @@
 """Prompts that hide statements in long texts and end with a question and its answer, which alone is trained.
 
-    introduction | text .. statement .. text .. statement .. text | question, up to its answer | answer
+    introduction | text .. statement .. text .. statement .. text | question, up to its answer | answer | text
 
 The text is that of the run's token files (``titans prepare``). Next tokens of such documents hardly teach the answer:
 it is a few of hundreds of tokens (docs/evaluation.md). Short prompts come first, longer ones later.
@@ -23,6 +23,9 @@ from titans_pt.tasks.language import Language
 from titans_pt.tasks.needles import Lengths, stages
 from titans_pt.tools.records import digest
 
+SPREAD = 64
+"""Most tokens behind an answer. If all answers began at one place of a memory's chunk or a segment, a model would learn
+to answer there and nowhere else (docs/notebook.md, "BABILong by answers alone")."""
 TRIES = 1000
 """Draws of a prompt at most, until one fits into its length."""
 
@@ -45,7 +48,8 @@ class PromptsInText:
     """Prompts of one length, each with its answer (titans_pt.tasks.answers.Questions).
 
     Statements stand at uniform places between any two tokens of the text; evaluations put them between sentences. A
-    text goes on where its document ends, as rows of training do.
+    text goes on where its document ends, as rows of training do. Text also follows the answer, up to SPREAD tokens and
+    a quarter of the length, so that answers begin anywhere.
 
     Args:
         text: rows of tokens to hide statements in.
@@ -77,23 +81,26 @@ class PromptsInText:
         """
         random = Random(f"{seed} {index}")
         kind = random.choice(self.kinds)
+        after = random.randrange(min(SPREAD, self.length // 4))
         for _ in range(TRIES):
             found = self.parts(kind, random)
-            if (room := self.length - found.count) >= 0:
+            if (room := self.length - after - found.count) >= 0:
                 break
         else:
             raise UserError(
                 f"{self.setting}: given {self.length}; with this tokenizer a prompt without text has {found.count} "
-                f"tokens: use at least {found.count + 20}"
+                f"tokens: use at least {4 * found.count // 3 + 20}"
             )
-        text = self.text_of(kind, room, random)
+        text = self.text_of(kind, room + after, random)
+        text, rest = text[:room], text[room:]
         ids, at = [*found.begin], 0
         for statement, place in zip(found.hidden, sorted(random.randint(0, room) for _ in found.hidden), strict=True):
             ids += [*text[at:place], *statement]
             at = place
-        ids += [*text[at:], *found.end, *found.answer]
-        first = self.length - len(found.answer)
-        return np.array(ids, dtype=np.int64), np.arange(first - 1, self.length - 1)
+        ids += [*text[at:], *found.end]
+        first = len(ids)
+        ids += [*found.answer, *rest]
+        return np.array(ids, dtype=np.int64), np.arange(first - 1, first - 1 + len(found.answer))
 
 
 class InText(AnswersOnly, Language):

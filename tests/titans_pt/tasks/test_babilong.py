@@ -41,8 +41,8 @@ def test_prompts_tell_a_story_in_order_and_end_with_its_answer(configured, kind,
     monkeypatch.setattr(babi, "story", lambda *given: told.append(story(*given)) or told[-1])
     for index in range(20):
         ids, places = prompts.sample(3, index)
-        text, found = task.tokenizer.decode(ids.tolist()), told[-1]
-        assert len(ids) == 1600
+        text, found = task.tokenizer.decode(ids[: places[-1] + 2].tolist()), told[-1]
+        assert len(ids) == 1600 and 1600 - 64 <= places[-1] + 2 <= 1600
         at = 0
         for fact in found.facts:  # after one another
             at = text.index(f" {fact}", at) + len(fact)
