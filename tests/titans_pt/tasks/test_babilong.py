@@ -74,9 +74,10 @@ def test_what_cannot_be_is_one_line(configured):
 
 
 def test_it_trains_resumes_and_is_evaluated(configured, tmp_path):
-    whole, parts = (configured(f"run.dir={tmp_path / name}") for name in ("whole", "parts"))
+    short = "data.seq_len=800", "babilong.lengths='400,800'", "train.batch_tokens=800", "train.micro_batch=1"
+    whole, parts = (configured(f"run.dir={tmp_path / name}", *short) for name in ("whole", "parts"))
     loop.train(whole)
-    loop.train(configured(f"run.dir={parts.run.dir}", "train.stop_at=2"))
+    loop.train(configured(f"run.dir={parts.run.dir}", "train.stop_at=2", *short))
     loop.train(parts)
 
     def curve(name):
@@ -84,7 +85,7 @@ def test_it_trains_resumes_and_is_evaluated(configured, tmp_path):
 
     assert len(curve("whole")) == 4 and curve("whole") == curve("parts")
     words = ["evaluation.babilong.tasks=[qa1]", "evaluation.babilong.lengths=[900]", "evaluation.babilong.samples=2",
-             "evaluation.babilong.wording=plain"]  # fmt: skip
+             "evaluation.babilong.wording=plain", "evaluation.babilong.characters=50000"]  # fmt: skip
     assert cli.run(["evaluate", str(tmp_path / "whole"), *words]) == 0
     (found,) = tmp_path.glob("whole/evaluation/*/summary.json")
     assert json.loads(found.read_text())["babilong"]["tasks"]["qa1"]["n"] == 2
