@@ -160,21 +160,6 @@ class _Writes:
     coefficients: "tuple[Ends | Coefficients | ChannelEnds, ...]"
     decays: tuple[Decay, ...]
 
-    def for_each(self, rows: int) -> "_Writes":
-        """The same with as many rows of gates as of keys."""
-        if len(self.theta) == rows:
-            return self
-        theta, *own = (for_each(gate, rows, 0) for gate in (self.theta, *self.own))
-
-        def spread(each: tuple) -> tuple:
-            found: dict[int, Any] = {}  # layers may share theirs
-            for c in each:
-                made = {name: for_each(x, rows, 0) for name, x in vars(c).items()} if id(c) not in found else {}
-                found.setdefault(id(c), replace(c, **made))
-            return tuple(found[id(c)] for c in each)
-
-        return _Writes(self.k, self.v, theta, tuple(own), spread(self.coefficients), spread(self.decays))
-
 
 class _Scan:
     """The recurrence over blocks, of N = B H rows.
@@ -281,12 +266,15 @@ class _Scan:
         given = (torch.ones_like(theta) if windowed or erases else theta, eta, alpha)
         layers = list(zip(*(self.network.per_layer(gate) for gate in given), strict=True))
         found = [make(self.rule, *gates, own, valid) for gates in layers[: alpha.shape[-1]]]
+        if theta.shape[1] < rows:  # after the coefficients, which neighbours then share
+            found = [[_for_each(block, rows) for block in layer] for layer in found]
+            theta, *own = (for_each(gate, rows) for gate in (theta, *own))
         # Per block, those of its layers. unbind, not indexing: the gradient of an index has the size of all blocks.
         coefficients = list(zip(*(found if len(found) == len(layers) else found * len(layers)), strict=True))
-        decays = _decays(self.network, alpha, valid) if erases else [()] * len(k)
+        decays = _decays(self.network, alpha, valid, rows) if erases else [()] * len(k)
         owns = list(zip(*(gate.unbind() for gate in own), strict=True)) or [()] * len(k)
         each = zip(k.unbind(), v.unbind(), theta.unbind(), owns, coefficients, decays, strict=True)
-        return [_Writes(*block).for_each(rows) for block in each]
+        return [_Writes(*block) for block in each]
 
     def _authored(self, answers: Tensor, frozen: Weights, valid: Tensor | None) -> _Writes:
         """Writes of a block by its author, from the memory's answers (N, c, D) to its queries."""
@@ -406,9 +394,15 @@ def _written(
     return tuple(new_W), tuple(new_S)
 
 
-def _decays(network: NetworkShape, alpha: Tensor, valid: Tensor | None) -> list[tuple[Decay, ...]]:
-    """Decays of each block, one per layer. alpha: (n, N, c, 1 or L)."""
-    found = [Decay.of(gate, valid) for gate in network.per_layer(alpha)[: alpha.shape[-1]]]
+def _for_each(made: Any, rows: int) -> Any:
+    """Coefficients or Decay of a block, with as many rows as there are keys."""
+    return replace(made, **{name: for_each(x, rows, 0) for name, x in vars(made).items()})
+
+
+def _decays(network: NetworkShape, alpha: Tensor, valid: Tensor | None, rows: int) -> list[tuple[Decay, ...]]:
+    """Decays of each block, one per layer, for ``rows`` keys' rows. alpha: (n, N, c, 1 or L)."""
+    gates = network.per_layer(alpha)[: alpha.shape[-1]]
+    found = [[_for_each(block, rows) for block in Decay.of(gate, valid)] for gate in gates]
     return list(zip(*(found * (network.depth // len(found))), strict=True))
 
 

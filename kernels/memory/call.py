@@ -30,10 +30,7 @@ share their gates: heads 0 .. H / G - 1 the first, and so on.
 def for_each(gates: Tensor, heads: int, dim: int = 1) -> Tensor:
     """Gates that neighbours share -> those of ``heads`` heads, which are at ``dim``."""
     shared = heads // gates.shape[dim]
-    if shared == 1:
-        return gates
-    at = dim + 1
-    return gates.unsqueeze(at).expand(*gates.shape[:at], shared, *gates.shape[at:]).flatten(dim, at)
+    return gates if shared == 1 else gates.repeat_interleave(shared, dim)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ The text is that of the run's token files (``titans prepare``). Next tokens of s
 it is a few of hundreds of tokens (docs/evaluation.md). Short prompts come first, longer ones later.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -44,7 +44,7 @@ class Parts:
         return len(self.begin) + len(self.end) + len(self.answer) + sum(map(len, self.hidden))
 
 
-class PromptsInText:
+class PromptsInText(ABC):
     """Prompts of one length, each with its answer (titans_pt.tasks.answers.Questions).
 
     Statements stand at uniform places between any two tokens of the text; evaluations put them between sentences. A

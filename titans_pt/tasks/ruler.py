@@ -1,6 +1,7 @@
 """RULER's needles in text, trained by their answers alone (titans_pt.tasks.in_text). The sentences are RULER's; the
 text is that of the run's token files, or RULER's noise."""
 
+from functools import cached_property
 from random import Random
 from typing import Annotated, Literal
 
@@ -31,8 +32,11 @@ class RulerPrompts(PromptsInText):
     def text_of(self, kind: str, count: int, random: Random) -> list[int]:
         if RULER[kind].haystack != "noise":
             return super().text_of(kind, count, random)
-        noise = ids_after(self.tokenizer, "a", "\n" + NOISE)
-        return (noise * (count // len(noise) + 1))[:count]
+        return (self._noise * (count // len(self._noise) + 1))[:count]
+
+    @cached_property
+    def _noise(self) -> list[int]:
+        return ids_after(self.tokenizer, "a", "\n" + NOISE)
 
 
 @TASKS.register

@@ -1075,16 +1075,24 @@ int64_t set_size(const Call *call) {
     return set_layer(call, &b);
 }
 
+/* A block's matrices in new memory, all zero; arena->next: behind them, room for this many weight sets. 1: no memory is left. */
+static int reserve(const Call *call, Block *b, Arena *arena, int64_t sets) {
+    *arena = (Arena){0};
+    int64_t state = set_layer(call, b);
+    lay_out(b, arena);
+    size_t bytes = (size_t)((arena->next - (real *)0) + sets * state) * sizeof(real);
+    if (posix_memalign((void **)&arena->begin, 64, bytes)) return 1;
+    memset(arena->begin, 0, bytes);
+    arena->next = arena->begin;
+    lay_out(b, arena);
+    return 0;
+}
+
 int forward(const Call *call, const Inputs *x, const Outputs *y, int64_t first, int64_t last) {
     Block b;
-    Arena arena = {0};
-    int64_t state = set_layer(call, &b);
-    lay_out(&b, &arena);
-    int64_t scratch = arena.next - (real *)0;
-    if (posix_memalign((void **)&arena.begin, 64, (size_t)(scratch + 4 * state) * sizeof(real))) return 1;
-    memset(arena.begin, 0, (size_t)(scratch + 4 * state) * sizeof(real));
-    arena.next = arena.begin;
-    lay_out(&b, &arena);
+    Arena arena;
+    if (reserve(call, &b, &arena, 4)) return 1;
+    int64_t state = b.state;
     real *W = arena.next, *S = W + state, *F = S + state, *base = F + state;
     for (int64_t row = first; row < last; row++) {
         pack(&b, x->W, row, W);
@@ -1118,14 +1126,9 @@ int forward(const Call *call, const Inputs *x, const Outputs *y, int64_t first, 
 
 int reverse(const Call *call, const Inputs *x, const Gradients *d, int64_t first, int64_t last) {
     Block b;
-    Arena arena = {0};
-    int64_t state = set_layer(call, &b);
-    lay_out(&b, &arena);
-    int64_t scratch = arena.next - (real *)0, sets = 5 + 3 * (call->every + 1);
-    if (posix_memalign((void **)&arena.begin, 64, (size_t)(scratch + sets * state) * sizeof(real))) return 1;
-    memset(arena.begin, 0, (size_t)(scratch + sets * state) * sizeof(real));
-    arena.next = arena.begin;
-    lay_out(&b, &arena);
+    Arena arena;
+    if (reserve(call, &b, &arena, 5 + 3 * (call->every + 1))) return 1;
+    int64_t state = b.state;
     real *dW = arena.next, *dS = dW + state, *dF = dS + state, *base = dF + state, *d_base = base + state;
     real *played = d_base + state;
     size_t bytes = (size_t)state * sizeof(real);
@@ -1194,14 +1197,8 @@ int reverse(const Call *call, const Inputs *x, const Gradients *d, int64_t first
 
 int answer(const Call *call, const Inputs *x, const Outputs *y, int64_t first, int64_t last) {
     Block b;
-    Arena arena = {0};
-    int64_t state = set_layer(call, &b);
-    lay_out(&b, &arena);
-    int64_t scratch = arena.next - (real *)0;
-    if (posix_memalign((void **)&arena.begin, 64, (size_t)(scratch + state) * sizeof(real))) return 1;
-    memset(arena.begin, 0, (size_t)(scratch + state) * sizeof(real));
-    arena.next = arena.begin;
-    lay_out(&b, &arena);
+    Arena arena;
+    if (reserve(call, &b, &arena, 1)) return 1;
     real *F = arena.next;
     for (int64_t row = first; row < last; row++) {
         int64_t at = place(call->query, 0, row);
@@ -1217,14 +1214,9 @@ int answer(const Call *call, const Inputs *x, const Outputs *y, int64_t first, i
 
 int answer_reverse(const Call *call, const Inputs *x, const Gradients *d, int64_t first, int64_t last) {
     Block b;
-    Arena arena = {0};
-    int64_t state = set_layer(call, &b);
-    lay_out(&b, &arena);
-    int64_t scratch = arena.next - (real *)0;
-    if (posix_memalign((void **)&arena.begin, 64, (size_t)(scratch + 2 * state) * sizeof(real))) return 1;
-    memset(arena.begin, 0, (size_t)(scratch + 2 * state) * sizeof(real));
-    arena.next = arena.begin;
-    lay_out(&b, &arena);
+    Arena arena;
+    if (reserve(call, &b, &arena, 2)) return 1;
+    int64_t state = b.state;
     real *F = arena.next, *dF = F + state;
     for (int64_t row = first; row < last; row++) {
         int64_t at = place(call->query, 0, row), end = state;
