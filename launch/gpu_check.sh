@@ -119,7 +119,7 @@ for part in "$@"; do
         benchmark benchmark 130 kernels
         step profile 30 "$python" -m titans_pt.benchmarks.profile "$out"
         if command -v ncu >/dev/null; then
-            step counters 30 ncu --clock-control none --set basic --kernel-name 'regex:^(scan|read|coefficients)' \
+            step counters 30 ncu --clock-control none --set basic --kernel-name 'regex:^(scan|read|coefficients|chunk)' \
                 --launch-count 12 "$python" -m titans_pt.benchmarks.profile "$out" --once
         fi
         ;;

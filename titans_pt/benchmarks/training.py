@@ -95,7 +95,7 @@ def benchmark_training(
     write_text(out / "training.json", json.dumps(about, indent=1) + "\n")
     found = []
     for case in cases:
-        found.append(in_a_process(case, config, overrides, tokens))
+        found.append(in_a_process(case, config, overrides, tokens, out))
         print(table(found[-1:]).splitlines()[-1], flush=True)
         _write(found, out)  # each time: a benchmark that is cut short leaves what it has
     print(f"\n{table(found)}\n{out / 'training.md'}")
@@ -146,10 +146,14 @@ def plot(found: list[Measurement], path: Path):
 # ---- one case, in its own process
 
 
-def in_a_process(case: Case, config: str, overrides: list[str], tokens: int) -> Measurement:
+def in_a_process(case: Case, config: str, overrides: list[str], tokens: int, out: Path | None = None) -> Measurement:
+    """``out`` gets a log: the kernels of a step by time, or the whole error."""
     arguments = json.dumps([asdict(case), config, overrides, tokens, torch.get_num_threads()])
     words = [sys.executable, "-m", "titans_pt.benchmarks.training", arguments]
     done = subprocess.run(words, capture_output=True, text=True)
+    parts = (case.model, case.length, case.depth and f"depth-{case.depth}", case.chunk and f"chunk-{case.chunk}")
+    if out:
+        write_text(out / f"{'-'.join(str(part) for part in parts if part)}.log", done.stderr)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return Measurement(**asdict(case), failure="out of memory" if "OutOfMemoryError" in last else last[:200])
@@ -207,6 +211,9 @@ def measure(case: Case, config: Config) -> Measurement:
         profiler = start_profile()
         step()
         profiler.stop()
+        kind = "cuda" if ranks.device.type == "cuda" else "cpu"
+        by_kernel = profiler.key_averages().table(f"self_{kind}_time_total", row_limit=40, max_name_column_width=80)
+        print(by_kernel, file=sys.stderr)
         roof = peak_flops(ranks.device)
         with torch.device("meta"):
             flops = build_model(config.model).flops(config.data.seq_len).total

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 # fmt: off
 KINDS = (
     ("exchange", r"nccl|all_?reduce|all_?gather|reduce_?scatter|gloo|c10d"),
-    ("memory", r"^(scan|read|coefficients)(_backward)?$|^step$|titans(_\w+)?::|MemoryScan|NativeScan"),
+    ("memory", r"^(scan|read|coefficients|chunk)(_backward|_gradients)?$|^step$|titans(_\w+)?::|MemoryScan|NativeScan"),
     ("attention", r"flash|fmha|scaled_dot_product|attention"),
     ("optimizer", r"multi_tensor_apply|adam|foreach"),
     ("matrix product", r"gemm|nvjet|cutlass|::(bmm|mm|addmm|baddbmm)"),

@@ -31,9 +31,10 @@ KERNELS = {
     "coefficients": {D: Configuration(0, 8) for D in WIDTHS},
     "coefficients_backward": {D: Configuration(0, 8) for D in WIDTHS},
     "scan": {32: Configuration(32, 4), 64: Configuration(64, 8), 128: Configuration(64, 8)},
-    "read": {32: Configuration(32, 4), 64: Configuration(32, 4), 128: Configuration(32, 4)},
+    "read": {32: Configuration(32, 4), 64: Configuration(64, 4), 128: Configuration(32, 4)},
     "read_backward": {32: Configuration(16, 4), 64: Configuration(16, 4), 128: Configuration(32, 8)},
-    "scan_backward": {32: Configuration(32, 8), 64: Configuration(32, 8), 128: Configuration(32, 8)},
+    "chunk_gradients": {32: Configuration(32, 4), 64: Configuration(32, 8), 128: Configuration(32, 8)},
+    "scan_backward": {32: Configuration(32, 8), 64: Configuration(64, 8), 128: Configuration(32, 8)},
     "step": {32: Configuration(32, 4), 64: Configuration(32, 4), 128: Configuration(32, 8)},
 }
 """Launch by kernel and D, for every architecture: chosen for Hopper's registers and shared memory. Reads, which have

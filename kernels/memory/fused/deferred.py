@@ -1,17 +1,25 @@
-"""The key side of a block that holds several chunks, forward and backward: parts of scan.scan and scan.scan_backward.
+"""The key side of a block that holds several chunks, forward and backward: parts of scan.scan and scan.scan_backward,
+and chunk_gradients, what of the way back no later chunk waits for: a program a block.
 
 The keys of a later chunk meet weights that nobody stores, F = A W + B S - X^T (m G): W and S at the block's start, X
 and G of the block's earlier tokens, m the row of P theta of the token before the chunk (kernels.memory.dual.Deferred).
 The fp32 state is then read and written once a block, whatever the chunk; every chunk reads the copies of W and S in the
-operands' dtype, which the queries also need. The first chunk meets the weights that the block was given.
+operands' dtype, which the queries also need. The first chunk meets the weights that the block was given: those at its
+start, or, in the rest of a chunk that began before, which is a block of its own, those of that chunk.
 
-A chunk of STEP tokens is a tile of SUB rows, STEP and at least 16: matrix products want as many.
+A chunk of STEP tokens is a tile of SUB rows, STEP and at least 16: matrix products want as many. One program has few
+products at a time, so that what a chunk costs is how long they, and the loads before them, make it wait: hence few of
+each, with all loads of a step at its beginning.
 """
 
 import triton
 import triton.language as tl
 
 from titans_pt.kernels.memory.fused.functions import (
+    CHUNK,
+    FIELDS,
+    LENGTH,
+    START,
     THETA,
     VECTORS,
     A,
@@ -23,13 +31,22 @@ from titans_pt.kernels.memory.fused.functions import (
     hidden_places,
     inner_error,
     inner_places,
+    met,
     once,
     outer_places,
     product,
     slope,
-    through,
+    store_tokens,
+    tokens,
     width_places,
 )  # fmt: skip
+
+OF_KEYS, OF_ACTIVE, OF_ERRORS, MIXES = (tl.constexpr(n) for n in range(4))
+"""Matrices of mixes, by the tensor whose rows of two tokens are multiplied; their number."""
+
+OF_PULLED, OF_OUTPUT, TURNED = (tl.constexpr(n) for n in range(3))
+"""Matrices of turned, by the gradient of the later token: that of the pulled error, multiplied by X of the earlier
+token, and that of the outer matrix' output, multiplied by G; their number."""
 
 
 @triton.jit
@@ -53,226 +70,318 @@ def _frozen(P, vectors, at, r, STEP: tl.constexpr, BLOCK: tl.constexpr, SCALE: t
 
 
 @triton.jit
-def _earlier(hidden, pulled, earlier, j, BLOCK: tl.constexpr, HIDDEN: tl.constexpr, SLICE: tl.constexpr,
-             ACTIVATION: tl.constexpr):  # fmt: skip
-    """Slices (BLOCK, SLICE) of X of the outer matrix and G of the inner, of the tokens ``earlier``, else 0."""
-    places, mask = hidden_places(j, BLOCK, HIDDEN, SLICE), earlier[:, None]
-    z = tl.load(hidden + places, mask=mask, other=0.0)
-    g = tl.load(pulled + places, mask=mask, other=0.0) * slope(z.to(tl.float32), ACTIVATION)
-    return once(activate(z.to(tl.float32), ACTIVATION).to(z.dtype)), once(g.to(z.dtype))
+def _turned(matrix, own, inside, later, BLOCK: tl.constexpr):
+    """Columns ``own`` of a block's matrix (later, earlier token), transposed: (SUB, BLOCK), zeros but for ``later``."""
+    places = own[:, None] + tl.arange(0, BLOCK)[None, :] * BLOCK
+    return tl.load(matrix + places, mask=inside[:, None] & later[None, :], other=0.0)
 
 
 @triton.jit
 def chunks(
-    k, v, base, norm, P, vectors, frozen, weights, momenta, hidden, pulled, output, error, token, length, at, head, H,
+    k, v, base, norm, P, vectors, weights, momenta, hidden, pulled, active, bent, output, error, mixes,
+    token, length, at, head, H,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TO_START: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr, SCALE: tl.constexpr, STEP: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """hidden, pulled, output and error of a block's tokens, chunk by chunk; see scan.scan. frozen, weights, momenta:
-    sets of the block; those that its first chunk meets, W and S at its start."""
+    """hidden, pulled, active, bent, output and error of a block's tokens, chunk by chunk; see scan.scan. weights,
+    momenta: sets of the block. mixes (B H, K, MIXES, c, c): SCALE times m, by keys, by X and by G of two tokens, rows
+    the later one's; in columns of no earlier chunk zeros."""
     OPERAND: tl.constexpr = k.dtype.element_ty
-    c, d, sub, s = tl.arange(0, BLOCK), tl.arange(0, D), tl.arange(0, SUB), tl.arange(0, SLICE)
+    c, d, sub = tl.arange(0, BLOCK), tl.arange(0, D), tl.arange(0, SUB)
     hidden, pulled = hidden + at * BLOCK * HIDDEN, pulled + at * BLOCK * HIDDEN
+    active, bent = active + at * BLOCK * HIDDEN, bent + at * BLOCK * HIDDEN
     output, error = output + at * BLOCK * D, error + at * BLOCK * D
     lower, upper = at * GATES, at * GATES + GATES - 1
     for r in range(BLOCK // STEP):
         own, inside = r * STEP + sub, sub < STEP
-        earlier = c < r * STEP
+        earlier = (c < r * STEP)[:, None]
         there = inside & (own < length)
+        rows = inside[:, None]
+        square = mixes + at * MIXES * BLOCK * BLOCK + (own[:, None] * BLOCK + c[None, :])
         key = _tokens(k, token, H, own, there, D)
-        first = weights
-        if r == 0:
-            first = frozen
+        value = _tokens(v, token, H, own, there, D).to(tl.float32)
+        keys = _tokens(k, token, H, c, (c < r * STEP) & (c < length), D)
+        errors = tl.load(error + width_places(BLOCK, D), mask=earlier, other=0.0)
         a1, b1, m1 = _frozen(P, vectors, lower, r, STEP, BLOCK, SCALE)
         a2, b2, m2 = _frozen(P, vectors, upper, r, STEP, BLOCK, SCALE)
-        keys = _tokens(k, token, H, c, earlier & (c < length), D)
+        key, keys, errors = once(key), once(keys), once(errors)
         mixed1 = (tl.dot(key, tl.trans(keys), input_precision=PRECISION) * m1).to(OPERAND)
         scores = tl.zeros([SUB, BLOCK], tl.float32)
         f = tl.zeros([SUB, D], tl.float32)
         for j in range(0, HIDDEN, SLICE):
             x, x_earlier = key, keys
+            outer = met(weights, momenta, base, outer_places(j, D, HIDDEN, SLICE, LAYERS), a2, b2, TO_START)
             if LAYERS == 2:
-                x_earlier, g_earlier = _earlier(hidden, pulled, earlier, j, BLOCK, HIDDEN, SLICE, ACTIVATION)
-                z = -product(mixed1, g_earlier, SCALE, PRECISION)
-                places = inner_places(j, D, HIDDEN, SLICE)
-                z = through(key, first, momenta, base, places, a1, b1, z, TO_START, PRECISION).to(OPERAND)
-                places = own[:, None] * HIDDEN + (j + s)[None, :]
-                tl.store(hidden + places, z, mask=inside[:, None])
+                here = hidden_places(j, BLOCK, HIDDEN, SLICE)
+                x_earlier = tl.load(active + here, mask=earlier, other=0.0)
+                g_earlier = tl.load(bent + here, mask=earlier, other=0.0)
+                inner = met(weights, momenta, base, inner_places(j, D, HIDDEN, SLICE), a1, b1, TO_START)
+                x_earlier, g_earlier, inner, outer = once(x_earlier), once(g_earlier), once(inner), once(outer)
+                z = tl.dot(key, inner, -product(mixed1, g_earlier, SCALE, PRECISION), input_precision=PRECISION)
+                z = z.to(OPERAND)
                 x = once(activate(z.to(tl.float32), ACTIVATION).to(OPERAND))
+                here = hidden_places(j, SUB, HIDDEN, SLICE) + r * STEP * HIDDEN
+                tl.store(hidden + here, z, mask=rows)
+                tl.store(active + here, x, mask=rows)
             scores = tl.dot(x, tl.trans(x_earlier), scores, input_precision=PRECISION)
-            places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
-            f = through(x, first, momenta, base, places, a2, b2, f, TO_START, PRECISION)
-        errors = tl.load(error + width_places(BLOCK, D), mask=earlier[:, None], other=0.0)
-        f -= product((scores * m2).to(OPERAND), errors, SCALE, PRECISION)
-        value = _tokens(v, token, H, own, there, D).to(tl.float32)
+            f = tl.dot(x, outer, f, input_precision=PRECISION)
+        mixed2 = (scores * m2).to(OPERAND)
+        f -= product(mixed2, errors, SCALE, PRECISION)
         g = inner_error(f, key.to(tl.float32), value, norm, head, H, D, NORM, RESIDUAL)
         g = tl.where(there[:, None], g, 0.0).to(OPERAND)  # see scan.scan
         own_width = own[:, None] * D + d[None, :]
-        tl.store(output + own_width, f, mask=inside[:, None])
-        tl.store(error + own_width, g, mask=inside[:, None])
+        tl.store(output + own_width, f, mask=rows)
+        tl.store(error + own_width, g, mask=rows)
+        tl.store(square + OF_ACTIVE * BLOCK * BLOCK, mixed2, mask=rows)
+        # What one loop stores, others of the program's threads load in the next.
+        tl.debug_barrier()
         if LAYERS == 2:
             mixed = (tl.dot(g, tl.trans(errors), input_precision=PRECISION) * m2).to(OPERAND)
+            tl.store(square + OF_KEYS * BLOCK * BLOCK, mixed1, mask=rows)
+            tl.store(square + OF_ERRORS * BLOCK * BLOCK, mixed, mask=rows)
             for j in range(0, HIDDEN, SLICE):
-                x_earlier, _ = _earlier(hidden, pulled, earlier, j, BLOCK, HIDDEN, SLICE, ACTIVATION)
+                x_earlier = tl.load(active + hidden_places(j, BLOCK, HIDDEN, SLICE), mask=earlier, other=0.0)
+                here = hidden_places(j, SUB, HIDDEN, SLICE) + r * STEP * HIDDEN
+                z = tl.load(hidden + here, mask=rows, other=0.0)
+                outer = met(weights, momenta, base, outer_places(j, D, HIDDEN, SLICE, LAYERS), a2, b2, TO_START)
+                x_earlier, outer, z = once(x_earlier), once(outer), once(z).to(tl.float32)
                 pull = -product(mixed, x_earlier, SCALE, PRECISION)
-                places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
-                pull = through(g, first, momenta, base, places, a2, b2, pull, TO_START, PRECISION, True)
-                places = own[:, None] * HIDDEN + (j + s)[None, :]
-                tl.store(pulled + places, pull.to(OPERAND), mask=inside[:, None])
-        # What one iteration stores, others of the program's threads load in the next.
-        tl.debug_barrier()
-
-
-@triton.jit
-def _add(pointer, places, x, mask):
-    tl.store(pointer + places, tl.load(pointer + places, mask=mask, other=0.0) + x, mask=mask)
+                pull = tl.dot(g, tl.trans(outer), pull, input_precision=PRECISION).to(OPERAND)
+                tl.store(pulled + here, pull, mask=rows)
+                tl.store(bent + here, (pull * once(slope(z, ACTIVATION))).to(OPERAND), mask=rows)
+            tl.debug_barrier()
 
 
 @triton.jit
 def chunks_backward(
-    k, v, base, norm, P, vectors, frozen, weights, momenta, hidden, pulled, output, error,
-    d_input, d_hidden, d_error, d_key, d_norm, d_mix, d_vectors, d_v, token, length, at, head, H,
+    k, v, base, norm, P, vectors, weights, momenta, hidden, pulled, active, output, error, mixes, turned,
+    d_input, d_hidden, d_error, d_key, d_norm, d_v, token, length, at, head, H,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TO_START: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr, SCALE: tl.constexpr, STEP: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """The way back through :func:`chunks`. In d_error, d_input (LAYERS = 2), d_hidden and d_key is what the block's
-    queries and its writes add to the gradients of G, X, G of the inner matrix, and the keys; d_mix and the rows A and B
-    of d_vectors have what queries add. Here the tokens of later chunks add to those of earlier ones, last chunk first.
+    """The way back through :func:`chunks`, last chunk first: each collects what later ones do to its G, X, G of the
+    inner matrix. In d_error, d_input and d_hidden (LAYERS = 2) is what the block's queries and its writes do to them.
 
-    Out: d_key and d_v complete; for the gradients of the weights, d_error holds the gradient of the outer matrix'
-    output, and d_input that of the activation's input.
+    Out: d_v; in place of what they held, d_error: gradient of the outer matrix' output; hidden, pulled (LAYERS = 2):
+    of the activation's input and of the pulled error. With RESIDUAL d_key gets its part. turned (B H, K, TURNED, c, c)
+    is between chunks of the block alone. What else depends on these: :func:`chunk_gradients`.
     """
     OPERAND: tl.constexpr = k.dtype.element_ty
-    c, d, sub, s = tl.arange(0, BLOCK), tl.arange(0, D), tl.arange(0, SUB), tl.arange(0, SLICE)
-    hidden, pulled = hidden + at * BLOCK * HIDDEN, pulled + at * BLOCK * HIDDEN
+    c, d, sub = tl.arange(0, BLOCK), tl.arange(0, D), tl.arange(0, SUB)
+    hidden, pulled, active = hidden + at * BLOCK * HIDDEN, pulled + at * BLOCK * HIDDEN, active + at * BLOCK * HIDDEN
     d_input, d_hidden = d_input + at * BLOCK * HIDDEN, d_hidden + at * BLOCK * HIDDEN
     output, error = output + at * BLOCK * D, error + at * BLOCK * D
     d_error, d_key, d_v = d_error + at * BLOCK * D, d_key + at * BLOCK * D, d_v + token * D
-    lower, upper = at * GATES, at * GATES + GATES - 1
+    mixes, turned = mixes + at * MIXES * BLOCK * BLOCK, turned + at * TURNED * BLOCK * BLOCK
+    upper = at * GATES + GATES - 1
     for back in range(BLOCK // STEP):
         tl.debug_barrier()
         r = BLOCK // STEP - 1 - back
         own, inside = r * STEP + sub, sub < STEP
-        earlier = c < r * STEP
+        later = c >= (r + 1) * STEP
         there = inside & (own < length)
-        key = _tokens(k, token, H, own, there, D)
-        keys = _tokens(k, token, H, c, earlier & (c < length), D)
-        first = weights
-        if r == 0:
-            first = frozen
-        a1, b1, m1 = _frozen(P, vectors, lower, r, STEP, BLOCK, SCALE)
-        a2, b2, m2 = _frozen(P, vectors, upper, r, STEP, BLOCK, SCALE)
-        plain1, plain2 = m1 * (1 / SCALE), m2 * (1 / SCALE)  # for gradients, whose size is the loss's
+        rows = inside[:, None]
         width, own_width = width_places(BLOCK, D), own[:, None] * D + d[None, :]
-        g = tl.load(error + own_width, mask=inside[:, None], other=0.0)
-        dg = tl.load(d_error + own_width, mask=inside[:, None], other=0.0)
-        errors = tl.load(error + width, mask=earlier[:, None], other=0.0)
-        da2, db2 = 0.0, 0.0
-        by_pull = tl.zeros([SUB, BLOCK], tl.float32)
-        if LAYERS == 2:  # through the pulled error, g F^T
-            of_w = tl.zeros([SUB, D], tl.float32)
-            of_s = tl.zeros([SUB, D], tl.float32)
-            for j in range(0, HIDDEN, SLICE):
-                x_earlier, _ = _earlier(hidden, pulled, earlier, j, BLOCK, HIDDEN, SLICE, ACTIVATION)
-                here = own[:, None] * HIDDEN + (j + s)[None, :]
-                z = tl.load(hidden + here, mask=inside[:, None], other=0.0).to(tl.float32)
-                d_pull = tl.load(d_hidden + here, mask=inside[:, None], other=0.0) * slope(z, ACTIVATION)
-                d_pull = once(d_pull.to(OPERAND))
-                places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
-                of_w = tl.dot(d_pull, tl.load(first + places), of_w, input_precision=PRECISION)
-                of_s = tl.dot(d_pull, tl.load(momenta + places), of_s, input_precision=PRECISION)
-                if TO_START:
-                    dg = tl.dot(d_pull, tl.load(base + places), dg, input_precision=PRECISION)
-                by_pull = tl.dot(d_pull, tl.trans(x_earlier), by_pull, input_precision=PRECISION)
-            da2, db2 = tl.sum(of_w * g), tl.sum(of_s * g)
-            dg += a2 * of_w + b2 * of_s
-            dg -= tl.dot((by_pull * plain2).to(OPERAND), errors, input_precision=PRECISION)
-        f = tl.load(output + own_width, mask=inside[:, None], other=0.0)
+        square = turned + (own[:, None] * BLOCK + c[None, :])
+        a2, b2, m2 = _frozen(P, vectors, upper, r, STEP, BLOCK, SCALE)
+        m2 *= 1 / SCALE  # for gradients, whose size is the loss's
+        errors = tl.load(error + width)
+        df_later = tl.load(d_error + width, mask=later[:, None], other=0.0).to(OPERAND)
+        dg = tl.load(d_error + own_width, mask=rows, other=0.0)
+        f = tl.load(output + own_width, mask=rows, other=0.0)
+        key = _tokens(k, token, H, own, there, D).to(tl.float32)
         value = _tokens(v, token, H, own, there, D).to(tl.float32)
-        df, dy, d_gain, d_shift = bend_error(
-            dg, f, key.to(tl.float32), value, norm, head, H, D, NORM, RESIDUAL
-        )  # fmt: skip
+        by_active = _turned(mixes + OF_ACTIVE * BLOCK * BLOCK, own, inside, later, BLOCK)
+        if LAYERS == 2:  # through the pulled error, g F^T
+            by_keys = _turned(mixes + OF_KEYS * BLOCK * BLOCK, own, inside, later, BLOCK)
+            by_errors = _turned(mixes + OF_ERRORS * BLOCK * BLOCK, own, inside, later, BLOCK)
+            by_pulled = _turned(turned + OF_PULLED * BLOCK * BLOCK, own, inside, later, BLOCK)
+            by_output = _turned(turned + OF_OUTPUT * BLOCK * BLOCK, own, inside, later, BLOCK)
+            by_keys, by_errors, by_pulled, by_output = once(by_keys), once(by_errors), once(by_pulled), once(by_output)
+            by_pull = tl.zeros([SUB, BLOCK], tl.float32)
+            for j in range(0, HIDDEN, SLICE):
+                wide = hidden_places(j, BLOCK, HIDDEN, SLICE)
+                here = hidden_places(j, SUB, HIDDEN, SLICE) + r * STEP * HIDDEN
+                x = tl.load(active + wide)
+                dh_later = tl.load(hidden + wide, mask=later[:, None], other=0.0)
+                z = tl.load(hidden + here, mask=rows, other=0.0)
+                pull = tl.load(pulled + here, mask=rows, other=0.0)
+                dg1 = tl.load(d_hidden + here, mask=rows, other=0.0)
+                outer = met(weights, momenta, base, outer_places(j, D, HIDDEN, SLICE, LAYERS), a2, b2, TO_START)
+                x, dh_later, outer = once(x), once(dh_later), once(outer)
+                z, pull, dg1 = once(z).to(tl.float32), once(pull), once(dg1)
+                dg1 -= product(by_keys, dh_later, SCALE, PRECISION)
+                d_pull = once((dg1 * once(slope(z, ACTIVATION))).to(OPERAND))
+                tl.debug_barrier()  # several threads may hold a number: all have read it before one stores
+                tl.store(pulled + here, d_pull, mask=rows)
+                tl.store(d_hidden + here, dg1 * pull * once(curvature(z, ACTIVATION)), mask=rows)
+                dg = tl.dot(d_pull, outer, dg, input_precision=PRECISION)
+                by_pull = tl.dot(d_pull, tl.trans(x), by_pull, input_precision=PRECISION)
+            mixed = (by_pull * m2).to(OPERAND)
+            tl.store(square + OF_PULLED * BLOCK * BLOCK, mixed, mask=rows)
+            # Of a token's columns either its own matrix has zeros or that of the other: one product for both.
+            dg -= tl.dot(mixed + by_pulled, errors, input_precision=PRECISION)
+        dg -= product(by_active, df_later, SCALE, PRECISION)
+        df, dy, d_gain, d_shift = bend_error(dg, f, key, value, norm, head, H, D, NORM, RESIDUAL)
         if NORM:
             accumulate(d_norm, d_gain, d_shift, D)
         own_tokens = own[:, None] * (H * D) + d[None, :]
         tl.store(d_v + own_tokens, (-dy).to(d_v.dtype.element_ty), mask=there[:, None])
-        tl.store(d_error + own_width, df, mask=inside[:, None])
-        df = df.to(OPERAND)
-        dk = tl.zeros([SUB, D], tl.float32)
         if RESIDUAL:
-            dk += dy
-
-        by_f = tl.dot(df, tl.trans(errors), input_precision=PRECISION)
-        by_g = tl.dot(g, tl.trans(errors), input_precision=PRECISION)
-        scores = tl.dot(key, tl.trans(keys), input_precision=PRECISION)
-        scores2 = tl.zeros([SUB, BLOCK], tl.float32)
-        by_z = tl.zeros([SUB, BLOCK], tl.float32)
-        of_w1 = tl.zeros([SUB, D], tl.float32)
-        of_s1 = tl.zeros([SUB, D], tl.float32)
-        mixed_f = (by_f * plain2).to(OPERAND)
-        for j in range(0, HIDDEN, SLICE):
-            x, x_earlier = key, keys
-            places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
-            to_x = tl.dot(df, tl.trans(tl.load(first + places)), input_precision=PRECISION)
-            to_s = tl.dot(df, tl.trans(tl.load(momenta + places)), input_precision=PRECISION)
-            if LAYERS == 2:
-                x_earlier, g_earlier = _earlier(hidden, pulled, earlier, j, BLOCK, HIDDEN, SLICE, ACTIVATION)
-                here = own[:, None] * HIDDEN + (j + s)[None, :]
-                z = tl.load(hidden + here, mask=inside[:, None], other=0.0).to(tl.float32)
-                x = once(activate(z, ACTIVATION).to(OPERAND))
-            scores2 = tl.dot(x, tl.trans(x_earlier), scores2, input_precision=PRECISION)
-            da2 += tl.sum(x * to_x)
-            db2 += tl.sum(x * to_s)
-            dx = a2 * to_x + b2 * to_s - tl.dot(mixed_f, x_earlier, input_precision=PRECISION)
-            if TO_START:
-                dx = tl.dot(df, tl.trans(tl.load(base + places)), dx, input_precision=PRECISION)
-            to_earlier = -tl.dot(tl.trans(mixed_f), x, input_precision=PRECISION)
-            if LAYERS == 2:
-                bend = once(slope(z, ACTIVATION))
-                dg1 = tl.load(d_hidden + here, mask=inside[:, None], other=0.0)
-                dx += tl.load(d_input + here, mask=inside[:, None], other=0.0)
-                pull = tl.load(pulled + here, mask=inside[:, None], other=0.0)
-                dh = dx * bend + dg1 * pull * once(curvature(z, ACTIVATION))
-                tl.store(d_input + here, dh, mask=inside[:, None])
-                dh = once(dh.to(OPERAND))
-                to_earlier -= product(
-                    tl.trans((by_g * m2).to(OPERAND)), (dg1 * bend).to(OPERAND), SCALE, PRECISION
-                )  # fmt: skip
-                _add(d_input, hidden_places(j, BLOCK, HIDDEN, SLICE), to_earlier, earlier[:, None])
-                to_earlier = -product(tl.trans((scores * m1).to(OPERAND)), dh, SCALE, PRECISION)
-                _add(d_hidden, hidden_places(j, BLOCK, HIDDEN, SLICE), to_earlier, earlier[:, None])
-                places = inner_places(j, D, HIDDEN, SLICE)
-                of_w1 = tl.dot(dh, tl.trans(tl.load(first + places)), of_w1, input_precision=PRECISION)
-                of_s1 = tl.dot(dh, tl.trans(tl.load(momenta + places)), of_s1, input_precision=PRECISION)
-                if TO_START:
-                    dk = tl.dot(dh, tl.trans(tl.load(base + places)), dk, input_precision=PRECISION)
-                by_z = tl.dot(dh, tl.trans(g_earlier), by_z, input_precision=PRECISION)
-            else:
-                dk += dx
-                _add(d_key, width, to_earlier, earlier[:, None])
-        to_earlier = -product(tl.trans((scores2 * m2).to(OPERAND)), df, SCALE, PRECISION)
-        to_earlier -= tl.dot(tl.trans((by_pull * plain2).to(OPERAND)), g, input_precision=PRECISION)
-        _add(d_error, width, to_earlier, earlier[:, None])
-        before = d_mix + (at * LAYERS + LAYERS - 1) * BLOCK * BLOCK + (r * STEP - 1) * BLOCK
-        _add(before, c, -tl.sum(scores2 * by_f + by_g * by_pull, 0), earlier)
-        before = d_vectors + (at * LAYERS + LAYERS - 1) * VECTORS * BLOCK + r * STEP - 1
-        if r > 0:
-            tl.store(before + A * BLOCK, tl.load(before + A * BLOCK) + da2)
-            tl.store(before + B * BLOCK, tl.load(before + B * BLOCK) + db2)
+            dy += tl.load(d_key + own_width, mask=rows, other=0.0)
+            tl.debug_barrier()
+            tl.store(d_key + own_width, dy, mask=rows)
+        tl.debug_barrier()
+        tl.store(d_error + own_width, df, mask=rows)
         if LAYERS == 2:
-            mixed = (by_z * plain1).to(OPERAND)
-            dk += a1 * of_w1 + b1 * of_s1 - tl.dot(mixed, keys, input_precision=PRECISION)
-            to_earlier = -tl.dot(tl.trans(mixed), key, input_precision=PRECISION)
-            _add(d_key, width, to_earlier, earlier[:, None])
-            before = d_mix + at * LAYERS * BLOCK * BLOCK + (r * STEP - 1) * BLOCK
-            _add(before, c, -tl.sum(scores * by_z, 0), earlier)
-            before = d_vectors + at * LAYERS * VECTORS * BLOCK + r * STEP - 1
-            if r > 0:
-                tl.store(before + A * BLOCK, tl.load(before + A * BLOCK) + tl.sum(key * of_w1))
-                tl.store(before + B * BLOCK, tl.load(before + B * BLOCK) + tl.sum(key * of_s1))
-        _add(d_key, own_width, dk, inside[:, None])
+            df = df.to(OPERAND)
+            mixed = (tl.dot(df, tl.trans(errors), input_precision=PRECISION) * m2).to(OPERAND)
+            tl.store(square + OF_OUTPUT * BLOCK * BLOCK, mixed, mask=rows)
+            mixed += by_output
+            for j in range(0, HIDDEN, SLICE):
+                wide = hidden_places(j, BLOCK, HIDDEN, SLICE)
+                here = hidden_places(j, SUB, HIDDEN, SLICE) + r * STEP * HIDDEN
+                x = tl.load(active + wide)
+                pull_later = tl.load(pulled + wide, mask=later[:, None], other=0.0)
+                z = tl.load(hidden + here, mask=rows, other=0.0)
+                dx = tl.load(d_input + here, mask=rows, other=0.0)
+                bent = tl.load(d_hidden + here, mask=rows, other=0.0)
+                outer = met(weights, momenta, base, outer_places(j, D, HIDDEN, SLICE, LAYERS), a2, b2, TO_START)
+                x, pull_later, outer = once(x), once(pull_later), once(outer)
+                z, dx, bent = once(z).to(tl.float32), once(dx), once(bent)
+                dx = tl.dot(df, tl.trans(outer), dx, input_precision=PRECISION)
+                dx -= tl.dot(mixed, x, input_precision=PRECISION)
+                dx -= product(by_errors, pull_later, SCALE, PRECISION)
+                dh = (dx * once(slope(z, ACTIVATION)) + bent).to(OPERAND)
+                tl.debug_barrier()
+                tl.store(hidden + here, dh, mask=rows)
+
+
+@triton.jit
+def _per_chunk(x, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """Sums (chunks, ...) of x (BLOCK,) or (BLOCK, BLOCK) over each chunk's tokens."""
+    if len(x.shape) == 2:
+        found = tl.sum(tl.reshape(x, (BLOCK // STEP, STEP, BLOCK)), 1)
+    else:
+        found = tl.sum(tl.reshape(x, (BLOCK // STEP, STEP)), 1)
+    return found
+
+
+@triton.jit
+def _add(pointer, places, x, mask):
+    before = tl.load(pointer + places, mask=mask, other=0.0)
+    tl.debug_barrier()  # several threads may hold a number: all have read it before one stores
+    tl.store(pointer + places, before + x, mask=mask)
+
+
+@triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
+def chunk_gradients(
+    k, info, base, norm, P, vectors, weights, momenta, d_z, d_pulled, active, bent, error, d_error, d_key,
+    d_mix, d_vectors, d_k,
+    T, H, N, first, K,
+    D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
+    GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TO_START: tl.constexpr, ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr, SCALE: tl.constexpr, STEP: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    """Gradients that follow from those of :func:`chunks_backward`: of the keys, d_k (B, T, H, D), complete; of the
+    coefficients of the weights that chunks meet, added to d_mix and to d_vectors rows A and B of the token before each.
+    d_z, d_pulled: its hidden and pulled. One program a block and row.
+    """
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, head = row // H, row % H
+    info += (batch * N + first + i) * FIELDS
+    start, length = tl.load(info + START), tl.load(info + LENGTH)
+    if length == 0:
+        return
+    SIZE: tl.constexpr = LAYERS * D * HIDDEN
+    OPERAND: tl.constexpr = k.dtype.element_ty
+    at = row * K + i
+    lower = at * GATES
+    wide, narrow, width = at * BLOCK * HIDDEN, at * BLOCK * D, width_places(BLOCK, D)
+    weights += (row * (K + 1) + tl.maximum(tl.load(info + CHUNK) - first + 1, 0)) * SIZE
+    momenta, base = momenta + at * SIZE, base + head * SIZE
+    token = (batch * T + start) * H + head
+    c = tl.arange(0, BLOCK)
+    before = (c // STEP) * STEP - 1
+    earlier = c[None, :] <= before[:, None]
+    ends = before[:, None] * BLOCK + c[None, :]
+    key = tokens(k, token, H, length, D, BLOCK)
+    g, df = tl.load(error + narrow + width), tl.load(d_error + narrow + width).to(OPERAND)
+    ones = tl.where(before < 0, 1.0, 0.0)
+    own = vectors + lower * VECTORS * BLOCK + before
+    a1 = (tl.load(own + A * BLOCK, mask=before >= 0, other=0.0) + ones)[:, None]
+    b1 = tl.load(own + B * BLOCK, mask=before >= 0, other=0.0)[:, None]
+
+    scores2 = tl.zeros([BLOCK, BLOCK], tl.float32)
+    by_pull = tl.zeros([BLOCK, BLOCK], tl.float32)
+    by_z = tl.zeros([BLOCK, BLOCK], tl.float32)
+    dk = tl.zeros([BLOCK, D], tl.float32)
+    through_s = tl.zeros([BLOCK, D], tl.float32)
+    da2 = tl.zeros([BLOCK], tl.float32)
+    db2 = tl.zeros([BLOCK], tl.float32)
+    for j in range(0, HIDDEN, SLICE):
+        x = key
+        places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
+        w, s = tl.load(weights + places), tl.load(momenta + places)
+        if LAYERS == 2:
+            here, inner = wide + hidden_places(j, BLOCK, HIDDEN, SLICE), inner_places(j, D, HIDDEN, SLICE)
+            x, g1 = tl.load(active + here), tl.load(bent + here)
+            dh, d_pull = tl.load(d_z + here), tl.load(d_pulled + here)
+            w1, s1 = tl.load(weights + inner), tl.load(momenta + inner)
+            x, g1, dh, d_pull = once(x), once(g1), once(dh), once(d_pull)
+            w, s, w1, s1 = once(w), once(s), once(w1), once(s1)
+        to_w = tl.dot(df, tl.trans(w), input_precision=PRECISION)
+        to_s = tl.dot(df, tl.trans(s), input_precision=PRECISION)
+        da2 += tl.sum(x * to_w, 1)
+        db2 += tl.sum(x * to_s, 1)
+        scores2 = tl.dot(x, tl.trans(x), scores2, input_precision=PRECISION)
+        if LAYERS == 2:
+            da2 += tl.sum(d_pull * tl.dot(g, tl.trans(w), input_precision=PRECISION), 1)
+            db2 += tl.sum(d_pull * tl.dot(g, tl.trans(s), input_precision=PRECISION), 1)
+            by_pull = tl.dot(d_pull, tl.trans(x), by_pull, input_precision=PRECISION)
+            by_z = tl.dot(dh, tl.trans(g1), by_z, input_precision=PRECISION)
+            dk = tl.dot(dh, tl.trans(w1), dk, input_precision=PRECISION)
+            through_s = tl.dot(dh, tl.trans(s1), through_s, input_precision=PRECISION)
+        else:
+            dk, through_s = to_w, to_s
+    da1, db1 = tl.sum(key * dk, 1), tl.sum(key * through_s, 1)
+    dk = a1 * dk + b1 * through_s
+    if TO_START:
+        for j in range(0, HIDDEN, SLICE):
+            back, places = df, outer_places(j, D, HIDDEN, SLICE, LAYERS)
+            if LAYERS == 2:
+                back = tl.load(d_z + wide + hidden_places(j, BLOCK, HIDDEN, SLICE))
+                places = inner_places(j, D, HIDDEN, SLICE)
+            dk = tl.dot(back, tl.trans(tl.load(base + places)), dk, input_precision=PRECISION)
+
+    by_f = tl.dot(df, tl.trans(g), input_precision=PRECISION)
+    by_g = tl.dot(g, tl.trans(g), input_precision=PRECISION)
+    theta = tl.load(vectors + (lower * VECTORS + THETA) * BLOCK + c)
+    mixed = tl.load(P + lower * BLOCK * BLOCK + ends, mask=earlier, other=0.0) * theta[None, :]
+    mixed *= by_z if LAYERS == 2 else by_f
+    mixed = mixed.to(OPERAND)
+    dk -= tl.dot(mixed, key, input_precision=PRECISION)
+    dk -= tl.dot(tl.trans(mixed), key, input_precision=PRECISION)
+    store_tokens(d_k, token, H, length, tl.load(d_key + narrow + width) + dk, D, BLOCK)
+
+    chunk = tl.arange(0, BLOCK // STEP)
+    last = chunk * STEP - 1
+    places = last[:, None] * BLOCK + c[None, :]
+    mask = c[None, :] <= last[:, None]
+    found = _per_chunk(scores2 * by_f + by_g * by_pull, BLOCK, STEP)
+    _add(d_mix + (at * LAYERS + LAYERS - 1) * BLOCK * BLOCK, places, -found, mask)
+    own = d_vectors + (at * LAYERS + LAYERS - 1) * VECTORS * BLOCK
+    _add(own + A * BLOCK, last, _per_chunk(da2, BLOCK, STEP), chunk > 0)
+    _add(own + B * BLOCK, last, _per_chunk(db2, BLOCK, STEP), chunk > 0)
+    if LAYERS == 2:
+        scores = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+        found = _per_chunk(scores * by_z, BLOCK, STEP)
+        _add(d_mix + at * LAYERS * BLOCK * BLOCK, places, -found, mask)
+        own = d_vectors + at * LAYERS * VECTORS * BLOCK
+        _add(own + A * BLOCK, last, _per_chunk(da1, BLOCK, STEP), chunk > 0)
+        _add(own + B * BLOCK, last, _per_chunk(db1, BLOCK, STEP), chunk > 0)
 
 
 @triton.jit

@@ -27,8 +27,12 @@ COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
 @triton.jit
 def once(x):
-    """x. Triton likes to move what makes an operand of a product behind the exchange between threads that the product
-    asks for, where several threads hold each number: they would all evaluate the activation. It does not move this."""
+    """x, at this place: Triton moves no computation, no exchange between threads and no load past it.
+
+    It likes to move what makes an operand of a product behind the exchange that the product asks for, where several
+    threads hold each number: they would all evaluate the activation. And it puts an operand's exchange directly behind
+    its load: of several loads, each would be waited for before the next begins. This behind the last lets all begin.
+    """
     if COMPILED:
         if x.dtype == tl.float32:
             x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
@@ -124,6 +128,16 @@ def whole(weights, base, places, TO_START: tl.constexpr):
     if TO_START:
         w = (w.to(tl.float32) + tl.load(base + places).to(tl.float32)).to(w.dtype)
     return w
+
+
+@triton.jit
+def met(weights, momenta, base, places, a, b, TO_START: tl.constexpr):
+    """A tile of a W + b S, with TO_START + M_0, in the operands' dtype."""
+    w, s = tl.load(weights + places), tl.load(momenta + places)
+    total = a * w.to(tl.float32) + b * s.to(tl.float32)
+    if TO_START:
+        total += tl.load(base + places).to(tl.float32)
+    return total.to(w.dtype)
 
 
 @triton.jit

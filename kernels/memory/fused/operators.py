@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from titans_pt.kernels.memory.fused import coefficients, layout, read, scan
+from titans_pt.kernels.memory.fused import coefficients, deferred, layout, read, scan
 from titans_pt.kernels.memory.fused import step as decoding
 from titans_pt.kernels.memory.fused.configurations import KERNELS, block_tokens, chunk_tokens, precision, scale
+from titans_pt.kernels.memory.fused.deferred import MIXES, TURNED
 from titans_pt.kernels.memory.fused.functions import VECTORS
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.namespace import namespace
@@ -35,8 +36,8 @@ class Call:
     gradients is at most
 
         groups * R * 12 L D h                                             kept from forward to backward
-      + every * R * (2 b L D h + c D (12 + 2 b) + c h (8 + 4 b) [L = 2]   scratch of the backward pass
-                     + 4 c c (G + L) + 24 c (G + L) + 12 L + 8 D)
+      + every * R * (2 b L D h + c D (12 + 2 b) + c h (8 + 6 b) [L = 2]   scratch of the backward pass
+                     + 4 c c (G + L) + 5 b c c [several chunks in a block] + 24 c (G + L) + 12 L + 8 D)
       + R * (12 + b) L D h                                                the state's gradient, frozen weights
 
     ``every`` is as large as SCRATCH_BYTES allows, because scratch serves the layers of a model one after the other
@@ -50,6 +51,7 @@ class Call:
         self.size = sum(a * b for a, b in network.layers)
         self.chunk, self.block = chunk, block_tokens(chunk, self.length)
         self.chunks = chunk_tokens(chunk, self.block)
+        self.several = self.chunks["STEP"] < self.block  # a block holds several chunks
         self.blocks = layout.count(self.length, chunk, self.block, offset is not None, resets)
         self.constants = {
             "D": width, "HIDDEN": network.layers[0][1], "BLOCK": self.block, "LAYERS": self.layers, "GATES": gates,
@@ -62,23 +64,24 @@ class Call:
         self.groups = -(-self.blocks // self.every)
 
     def shapes(self, backward: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Scratch tensors of one block of one row. Their meaning: scan.py, read.py, coefficients.py."""
+        """Scratch tensors of one block of one row. Their meaning: scan.py, deferred.py, read.py, coefficients.py."""
         c, D, h, layers, gates = (self.constants[n] for n in ("BLOCK", "D", "HIDDEN", "LAYERS", "GATES"))
         full, operand = torch.float32, self.operand
         wide = (c, h) if layers == 2 else (0,)
-        vectors = VECTORS.value
+        vectors, several = VECTORS.value, self.several
         found = {
             "P": ((gates, c, c), full), "vectors": ((gates, vectors, c), full),
             "weights": ((self.size,), operand), "momenta": ((self.size,), operand),
-            "hidden": (wide, operand), "pulled": (wide, operand), "output": ((c, D), full), "error": ((c, D), operand),
+            "hidden": (wide, operand), "pulled": (wide, operand), "active": (wide, operand), "bent": (wide, operand),
+            "output": ((c, D), full), "error": ((c, D), operand), "mixes": ((several * MIXES.value, c, c), operand),
         }  # fmt: skip
         if backward:
             found |= {
-                "query_hidden": (wide, operand), "d_query_hidden": (wide, operand),
+                "query_active": (wide, operand), "d_query_hidden": (wide, operand),
                 "d_out": ((c, D), operand), "d_input": (wide, full), "d_hidden": (wide, full),
                 "d_error": ((c, D), full), "d_key": ((c, D), full), "d_norm_read": ((2, D), full),
                 "d_mix": ((layers, c, c), full), "d_vectors": ((layers, vectors, c), full),
-                "d_ends": ((layers, 3), full),
+                "d_ends": ((layers, 3), full), "turned": ((several * TURNED.value, c, c), operand),
             }  # fmt: skip
         return found
 
@@ -124,7 +127,7 @@ class Call:
         self.launch_gates(coefficients.coefficients, number, *gates, info, s.P, s.vectors)
         self.launch(
             scan.scan, number, k, v, info, begin, base, norm, s.P, s.vectors, *state, s.weights, s.momenta, s.hidden,
-            s.pulled, s.output, s.error, parallel=False, RESET=reset, **self.chunks,
+            s.pulled, s.active, s.bent, s.output, s.error, s.mixes, parallel=False, RESET=reset, **self.chunks,
         )  # fmt: skip
 
 
@@ -185,7 +188,7 @@ def memory(
                 kept[n] = state
             call.play(n, q, k, v, (theta, eta, alpha), begin, base, affine, info, state, s, reset is not None)
             call.launch(
-                read.read, n, q, k, info, base, affine, s.P, s.vectors, s.weights, s.momenta, s.hidden, s.pulled,
+                read.read, n, q, k, info, base, affine, s.P, s.vectors, s.weights, s.momenta, s.active, s.bent,
                 s.error, out, parallel=True,
             )  # fmt: skip
     return out, state, kept
@@ -235,17 +238,23 @@ def memory_backward(
         for n in reversed(range(call.groups)):
             call.play(n, q, k, v, gates, begin, base, affine, info, kept[n].clone(), s, has_reset)
             between = (
-                s.query_hidden, s.d_query_hidden, s.d_out, s.d_input, s.d_hidden, s.d_error, s.d_key, s.d_norm_read,
+                s.query_active, s.d_query_hidden, s.d_out, s.d_input, s.d_hidden, s.d_error, s.d_key, s.d_norm_read,
             )  # fmt: skip
             call.launch(
-                read.read_backward, n, q, k, d_out, info, base, affine, s.P, s.vectors, s.weights, s.momenta, s.hidden,
-                s.pulled, s.error, *between, s.d_mix, s.d_vectors, d_q, parallel=True,
+                read.read_backward, n, q, k, d_out, info, base, affine, s.P, s.vectors, s.weights, s.momenta, s.active,
+                s.bent, s.error, *between, s.d_mix, s.d_vectors, d_q, parallel=True,
             )  # fmt: skip
             call.launch(
                 scan.scan_backward, n, q, k, v, info, base, affine, s.P, s.vectors, s.weights, s.momenta, s.hidden,
-                s.pulled, s.output, s.error, *between, *d_state, d_begin, d_norm, s.d_mix, s.d_vectors, s.d_ends, d_k,
-                d_v, parallel=False, RESET=has_reset, **call.chunks,
+                s.pulled, s.active, s.bent, s.output, s.error, s.mixes, *between, s.turned, *d_state, d_begin, d_norm,
+                s.d_vectors, s.d_ends, d_k, d_v, parallel=False, RESET=has_reset, **call.chunks,
             )  # fmt: skip
+            if call.several:
+                call.launch(
+                    deferred.chunk_gradients, n, k, info, base, affine, s.P, s.vectors, s.weights, s.momenta, s.hidden,
+                    s.pulled, s.active, s.bent, s.error, s.d_error, s.d_key, s.d_mix, s.d_vectors, d_k, parallel=True,
+                    **call.chunks,
+                )  # fmt: skip
             call.launch_gates(
                 coefficients.coefficients_backward, n, eta, alpha, info, s.P, s.vectors, s.d_mix, s.d_vectors,
                 s.d_ends, *d_gates, LAYERS=call.layers,

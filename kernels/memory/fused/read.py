@@ -41,7 +41,7 @@ def _mix(P, vectors, at, BLOCK: tl.constexpr, SCALE: tl.constexpr):
 
 @triton.jit
 def _read(
-    query, key, mixed1, P, vectors, upper, a1, b1, a2, b2, weights, momenta, base, hidden, pulled, error, query_hidden,
+    query, key, mixed1, P, vectors, upper, a1, b1, a2, b2, weights, momenta, base, active, bent, error, query_active,
     wide, narrow,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     TO_START: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr, KEEP: tl.constexpr,
@@ -54,14 +54,12 @@ def _read(
         x, zx = key, query
         if LAYERS == 2:
             here = hidden_places(j, BLOCK, HIDDEN, SLICE)
-            z = tl.load(hidden + wide + here).to(tl.float32)
-            x = once(activate(z, ACTIVATION).to(OPERAND))
-            g1 = once((tl.load(pulled + wide + here) * slope(z, ACTIVATION)).to(OPERAND))
+            x, g1 = tl.load(active + wide + here), tl.load(bent + wide + here)
             z = -product(mixed1, g1, SCALE, PRECISION)
             places = inner_places(j, D, HIDDEN, SLICE)
             z = through(query, weights, momenta, base, places, a1, b1, z, TO_START, PRECISION).to(OPERAND)
             if KEEP:
-                tl.store(query_hidden + wide + here, z)
+                tl.store(query_active + wide + here, z)
             zx = once(activate(z.to(tl.float32), ACTIVATION).to(OPERAND))
         scores = tl.dot(zx, tl.trans(x), scores, input_precision=PRECISION)
         places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
@@ -73,7 +71,7 @@ def _read(
 
 @triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
 def read(
-    q, k, info, base, norm, P, vectors, weights, momenta, hidden, pulled, error, out,
+    q, k, info, base, norm, P, vectors, weights, momenta, active, bent, error, out,
     T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TO_START: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -99,7 +97,7 @@ def read(
         mixed1 = (scores1 * _mix(P, vectors, lower, BLOCK, SCALE)).to(key.dtype)
     y, _ = _read(
         query, key, mixed1, P, vectors, upper, a1, b1, a2, b2,
-        weights + (at + row + 1) * SIZE, momenta + at * SIZE, base + head * SIZE, hidden, pulled, error, hidden,
+        weights + (at + row + 1) * SIZE, momenta + at * SIZE, base + head * SIZE, active, bent, error, active,
         at * BLOCK * HIDDEN, at * BLOCK * D,
         D, HIDDEN, BLOCK, SLICE, LAYERS, TO_START, ACTIVATION, PRECISION, SCALE, False,
     )  # fmt: skip
@@ -114,15 +112,16 @@ def read(
 
 @triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
 def read_backward(
-    q, k, d_y, info, base, norm, P, vectors, weights, momenta, hidden, pulled, error,
-    query_hidden, d_query_hidden, d_out, d_input, d_hidden, d_error, d_key, d_norm_read, d_mix, d_vectors, d_q,
+    q, k, d_y, info, base, norm, P, vectors, weights, momenta, active, bent, error,
+    query_active, d_query_hidden, d_out, d_input, d_hidden, d_error, d_key, d_norm_read, d_mix, d_vectors, d_q,
     T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, TO_START: tl.constexpr, ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """The way back through :func:`read`: d_y (B, T, H, D) -> d_q complete, d_mix, d_vectors rows A and B, and, for
-    scan.scan_backward, what reaches the keys' side of the block and the state at its start (see there).
+    scan.scan_backward, what reaches the keys' side of the block and the state at its start (see there). query_active
+    holds Z of the queries on the way, their activations X in the end.
     """
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = row // H, row % H
@@ -147,8 +146,8 @@ def read_backward(
         scores1 = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         mixed1 = (scores1 * _mix(P, vectors, lower, BLOCK, SCALE)).to(OPERAND)
     y, scores2 = _read(
-        query, key, mixed1, P, vectors, upper, a1, b1, a2, b2, weights, momenta, base, hidden, pulled, error,
-        query_hidden, wide, narrow,
+        query, key, mixed1, P, vectors, upper, a1, b1, a2, b2, weights, momenta, base, active, bent, error,
+        query_active, wide, narrow,
         D, HIDDEN, BLOCK, SLICE, LAYERS, TO_START, ACTIVATION, PRECISION, SCALE, True,
     )  # fmt: skip
 
@@ -180,10 +179,9 @@ def read_backward(
         here = hidden_places(j, BLOCK, HIDDEN, SLICE)
         x, zx = key, query
         if LAYERS == 2:
-            z = tl.load(query_hidden + wide + here).to(tl.float32)
+            z = tl.load(query_active + wide + here).to(tl.float32)
             zx = once(activate(z, ACTIVATION).to(OPERAND))
-            z_key = tl.load(hidden + wide + here).to(tl.float32)
-            x = once(activate(z_key, ACTIVATION).to(OPERAND))
+            x, g1 = tl.load(active + wide + here), tl.load(bent + wide + here)
         back = tl.dot(dz, tl.trans(tl.load(weights + places)), input_precision=PRECISION)
         da2 += tl.sum(zx * back, 1)
         dzx = tl.dot(d_scores2, x, input_precision=PRECISION) + a2 * back
@@ -197,7 +195,8 @@ def read_backward(
             tl.store(d_input + wide + here, dx)
             dz1 = once((dzx * once(slope(z, ACTIVATION))).to(OPERAND))
             tl.store(d_query_hidden + wide + here, dz1)
-            g1 = once((tl.load(pulled + wide + here) * slope(z_key, ACTIVATION)).to(OPERAND))
+            tl.debug_barrier()  # all threads have read Z
+            tl.store(query_active + wide + here, zx)
             d_mixed1 -= tl.dot(dz1, tl.trans(g1), input_precision=PRECISION)
             tl.store(d_hidden + wide + here, -product(tl.trans(mixed1), dz1, SCALE, PRECISION))
             places = inner_places(j, D, HIDDEN, SLICE)

@@ -57,14 +57,11 @@ def _end(vectors, at, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _write(W, S, F, weights, momenta, begin, places, vectors, at, left, right_p, right_e, new, more, freeze,
-           BLOCK: tl.constexpr, RESET: tl.constexpr, TO_START: tl.constexpr, PRECISION: tl.constexpr,
-           SCALE: tl.constexpr):  # fmt: skip
-    """W <- a W + b S - left right_p, S <- m S - left right_e on a tile, right ones SCALE times as large;
+def _write(W, S, F, weights, momenta, begin, places, w, s, a, b, m, left, right_p, right_e, new, more, freeze,
+           RESET: tl.constexpr, TO_START: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
+    """W <- a W + b S - left right_p, S <- m S - left right_e on a tile (w, s of W, S), right ones SCALE times as large;
     copies for the next block, F where frozen."""
-    a, b, m = _end(vectors, at, BLOCK)
-    s = tl.load(S + places)
-    w = a * tl.load(W + places) + b * s - product(left, right_p, SCALE, PRECISION)
+    w = a * w + b * s - product(left, right_p, SCALE, PRECISION)
     s = m * s - product(left, right_e, SCALE, PRECISION)
     if RESET:
         first = 0.0
@@ -81,8 +78,8 @@ def _write(W, S, F, weights, momenta, begin, places, vectors, at, left, right_p,
 
 @triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
 def scan(
-    k, v, info, begin, base, norm, P, vectors, W, S, F, weights, momenta, hidden, pulled, output, error,
-    T, H, N, first, K,
+    k, v, info, begin, base, norm, P, vectors, W, S, F, weights, momenta, hidden, pulled, active, bent, output, error,
+    mixes, T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, RESET: tl.constexpr, TO_START: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, SCALE: tl.constexpr, STEP: tl.constexpr, SUB: tl.constexpr,
@@ -92,7 +89,8 @@ def scan(
 
     For the other kernels, of block i: weights (B H, K + 1, packed): set 0 is the F before these blocks, set i + 1 the
     W before block i; momenta (B H, K, packed); hidden, pulled (B H, K, c, hidden): the activation's input Z and the
-    error before its slope (LAYERS = 2); output fp32, error (B H, K, c, D): f, and the error G at it.
+    error before its slope, active, bent: the activation X and the error G behind it (LAYERS = 2); output fp32, error
+    (B H, K, c, D): f, and the error G at it. mixes: see deferred.chunks.
     """
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
@@ -128,14 +126,14 @@ def scan(
         freeze = last_chunk == first + i + 1
         frozen = weights + (row * (K + 1) + tl.maximum(chunk - first + 1, 0)) * SIZE
         at = row * K + i
-        block_hidden, block_pulled = hidden + at * BLOCK * HIDDEN, pulled + at * BLOCK * HIDDEN
+        wide, lower, upper = at * BLOCK * HIDDEN, at * GATES, at * GATES + GATES - 1
         token = (batch * T + start) * H + head
         key = tokens(k, token, H, length, D, BLOCK)
 
         if STEP < BLOCK:
             chunks(
-                k, v, base, norm, P, vectors, frozen, weights + (row * (K + 1) + i + 1) * SIZE, momenta + at * SIZE,
-                hidden, pulled, output, error, token, length, at, head, H,
+                k, v, base, norm, P, vectors, frozen, momenta + at * SIZE,
+                hidden, pulled, active, bent, output, error, mixes, token, length, at, head, H,
                 D, HIDDEN, BLOCK, SLICE, LAYERS, GATES, NORM, RESIDUAL, TO_START, ACTIVATION, PRECISION, SCALE,
                 STEP, SUB,
             )  # fmt: skip
@@ -144,12 +142,14 @@ def scan(
             f = tl.zeros([BLOCK, D], tl.float32)
             for j in range(0, HIDDEN, SLICE):
                 x = key
-                if LAYERS == 2:
-                    inner = whole(frozen, base, inner_places(j, D, HIDDEN, SLICE), TO_START)
-                    z = tl.dot(key, inner, input_precision=PRECISION).to(OPERAND)
-                    tl.store(block_hidden + hidden_places(j, BLOCK, HIDDEN, SLICE), z)
-                    x = once(activate(z.to(tl.float32), ACTIVATION).to(OPERAND))
                 outer = whole(frozen, base, outer_places(j, D, HIDDEN, SLICE, LAYERS), TO_START)
+                if LAYERS == 2:
+                    inner = once(whole(frozen, base, inner_places(j, D, HIDDEN, SLICE), TO_START))
+                    z = tl.dot(key, inner, input_precision=PRECISION).to(OPERAND)
+                    x = once(activate(z.to(tl.float32), ACTIVATION).to(OPERAND))
+                    here = hidden_places(j, BLOCK, HIDDEN, SLICE)
+                    tl.store(hidden + wide + here, z)
+                    tl.store(active + wide + here, x)
                 f = tl.dot(x, outer, f, input_precision=PRECISION)
             value = tokens(v, token, H, length, D, BLOCK).to(tl.float32)
             g = inner_error(f, key.to(tl.float32), value, norm, head, H, D, NORM, RESIDUAL)
@@ -159,49 +159,56 @@ def scan(
             tl.store(error + at * BLOCK * D + width_places(BLOCK, D), g)
             tl.debug_barrier()
 
-        upper = at * GATES + GATES - 1
         g_p = (g * (SCALE * vector(vectors, upper, P_END, BLOCK))).to(OPERAND)
         g_e = (g * (SCALE * vector(vectors, upper, E_END, BLOCK))).to(OPERAND)
+        p1 = SCALE * vector(vectors, lower, P_END, BLOCK)
+        e1 = SCALE * vector(vectors, lower, E_END, BLOCK)
+        a1, b1, m1 = _end(vectors, lower, BLOCK)
+        a2, b2, m2 = _end(vectors, upper, BLOCK)
         next_w, next_s = weights + (row * (K + 1) + i + 2) * SIZE, momenta + (at + 1) * SIZE
         for j in range(0, HIDDEN, SLICE):
             places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
             x = key
             if LAYERS == 2:
-                here = hidden_places(j, BLOCK, HIDDEN, SLICE)
+                here, inner = hidden_places(j, BLOCK, HIDDEN, SLICE), inner_places(j, D, HIDDEN, SLICE)
+                w1, s1, x = tl.load(W + inner), tl.load(S + inner), tl.load(active + wide + here)
                 if STEP < BLOCK:
-                    pull = tl.load(block_pulled + here)
+                    g1 = once(tl.load(bent + wide + here))
+                    x = once(x)
                 else:
-                    outer = whole(frozen, base, places, TO_START)
+                    z = tl.load(hidden + wide + here).to(tl.float32)
+                    outer = once(whole(frozen, base, places, TO_START))
+                    x = once(x)
                     pull = tl.dot(g, tl.trans(outer), input_precision=PRECISION).to(OPERAND)
-                    tl.store(block_pulled + here, pull)
-                z = tl.load(block_hidden + here).to(tl.float32)
-                x = once(activate(z, ACTIVATION).to(OPERAND))
-                g1 = pull * once(slope(z, ACTIVATION))
-                g1_p = (g1 * (SCALE * vector(vectors, at * GATES, P_END, BLOCK))).to(OPERAND)
-                g1_e = (g1 * (SCALE * vector(vectors, at * GATES, E_END, BLOCK))).to(OPERAND)
-                _write(W, S, F, next_w, next_s, begin, inner_places(j, D, HIDDEN, SLICE), vectors, at * GATES,
-                       tl.trans(key), g1_p, g1_e, new, more, freeze, BLOCK, RESET, TO_START, PRECISION,
-                       SCALE)  # fmt: skip
-            _write(W, S, F, next_w, next_s, begin, places, vectors, upper,
-                   tl.trans(x), g_p, g_e, new, more, freeze, BLOCK, RESET, TO_START, PRECISION,
-                       SCALE)  # fmt: skip
+                    g1 = once((pull * once(slope(z, ACTIVATION))).to(OPERAND))
+                    tl.store(pulled + wide + here, pull)
+                    tl.store(bent + wide + here, g1)
+                w1, s1 = once(w1), once(s1)
+                _write(W, S, F, next_w, next_s, begin, inner, w1, s1, a1, b1, m1, tl.trans(key), (g1 * p1).to(OPERAND),
+                       (g1 * e1).to(OPERAND), new, more, freeze, RESET, TO_START, PRECISION, SCALE)  # fmt: skip
+            w2, s2 = tl.load(W + places), tl.load(S + places)
+            w2, s2 = once(w2), once(s2)
+            _write(W, S, F, next_w, next_s, begin, places, w2, s2, a2, b2, m2, tl.trans(x), g_p, g_e, new, more, freeze,
+                   RESET, TO_START, PRECISION, SCALE)  # fmt: skip
 
 
 @triton.jit
-def _turn(dW, dS, dF, d_begin, places, vectors, at, left, right, right_a, right_b, d_frozen, of_w, of_s, carry, begins,
-          initial, new, BLOCK: tl.constexpr, RESET: tl.constexpr, TO_START: tl.constexpr, PRECISION: tl.constexpr,
+def _turn(dW, dS, dF, d_begin, places, a, b, m, left, right, right_a, right_b, d_frozen, of_w, of_s, carry, begins,
+          initial, new, RESET: tl.constexpr, TO_START: tl.constexpr, PRECISION: tl.constexpr,
           DEFERRED: tl.constexpr):  # fmt: skip
-    """Gradients of a tile of the state behind a block -> before it. left: the queries' input of the layer; right: the
-    gradient of its output, right_a and right_b times A and B. d_frozen: of the weights that the block's keys meet, of_w
-    and of_s: the shares of W and S in it where those of later chunks are made of them (DEFERRED)."""
-    if TO_START:
-        total = tl.dot(left, right, tl.load(d_begin + places) + d_frozen, input_precision=PRECISION)
-        tl.store(d_begin + places, total)
-    a, b, m = _end(vectors, at, BLOCK)
+    """Gradients of a tile of the state behind a block -> before it. a, b, m: see _end. left: the queries' input of the
+    layer; right: the gradient of its output, right_a and right_b times A and B. d_frozen: of the weights that the
+    block's keys meet, of_w and of_s: the shares of W and S in it where those of later chunks are made of them
+    (DEFERRED)."""
     dw, ds = tl.load(dW + places), tl.load(dS + places)
+    carried = tl.load(dF + places, mask=where_all(carry, places), other=0.0)
+    if TO_START:
+        before = tl.load(d_begin + places)
+        dw, ds, carried, before = once(dw), once(ds), once(carried), once(before)
+        tl.store(d_begin + places, tl.dot(left, right, before + d_frozen, input_precision=PRECISION))
     if DEFERRED:
         d_frozen = tl.where(begins, 0.0, d_frozen)
-    d_frozen += tl.load(dF + places, mask=where_all(carry, places), other=0.0)
+    d_frozen += carried
     ds = b * dw + m * ds + tl.dot(left, right_b, input_precision=PRECISION)
     dw = a * dw + tl.dot(left, right_a, input_precision=PRECISION) + tl.where(begins, d_frozen, 0.0)
     if DEFERRED:
@@ -218,17 +225,17 @@ def _turn(dW, dS, dF, d_begin, places, vectors, at, left, right, right_a, right_
 
 
 @triton.jit
-def _inner_products(dw, ds, weights, momenta, places):
+def _inner_products(dw, ds, w, s):
     """<dW, W>, <dW, S>, <dS, S> of a tile."""
-    w, s = tl.load(weights + places).to(tl.float32), tl.load(momenta + places).to(tl.float32)
+    w, s = w.to(tl.float32), s.to(tl.float32)
     return tl.sum(dw * w), tl.sum(dw * s), tl.sum(ds * s)
 
 
 @triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
 def scan_backward(
-    q, k, v, info, base, norm, P, vectors, weights, momenta, hidden, pulled, output, error,
-    query_hidden, d_query_hidden, d_out, d_input, d_hidden, d_error, d_key, d_norm_read,
-    dW, dS, dF, d_begin, d_norm, d_mix, d_vectors, d_ends, d_k, d_v,
+    q, k, v, info, base, norm, P, vectors, weights, momenta, hidden, pulled, active, bent, output, error, mixes,
+    query_active, d_query_hidden, d_out, d_input, d_hidden, d_error, d_key, d_norm_read, turned,
+    dW, dS, dF, d_begin, d_norm, d_vectors, d_ends, d_k, d_v,
     T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,
     GATES: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, RESET: tl.constexpr, TO_START: tl.constexpr,
@@ -237,11 +244,11 @@ def scan_backward(
     """The way back through :func:`scan`. dW, dS, dF, d_begin (B H, packed), d_norm (B H, 2, D), fp32: in, of the state
     behind these blocks; out, before them. d_input and d_hidden hold what the reads add and are used up.
 
-    From read.read_backward, of block i: query_hidden, d_query_hidden (input of the queries' activation and its
-    gradient), d_input (gradient of the keys' activations X), d_hidden (of their inner error G), (c, hidden);
+    From read.read_backward, of block i: query_active, d_query_hidden (the queries' activation and the gradient of its
+    input), d_input (gradient of the keys' activations X), d_hidden (of their inner error G), (c, hidden);
     d_out (of the outer matrix' output on the query side), d_error, d_key (c, D); d_norm_read (2, D).
-    To coefficients_backward: d_vectors rows P_END and E_END, d_ends; with several chunks in a block, what their keys
-    add to d_mix and to the rows A and B of d_vectors. d_k, d_v (B, T, H, D): complete.
+    To coefficients_backward: d_vectors rows P_END and E_END, d_ends. d_v (B, T, H, D): complete; d_k too, unless a
+    block holds several chunks: then d_key, hidden and pulled go to deferred.chunk_gradients.
     """
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // H, row % H
@@ -289,32 +296,40 @@ def scan_backward(
             here = hidden_places(j, BLOCK, HIDDEN, SLICE)
             x = key
             if LAYERS == 2:
-                z = tl.load(hidden + wide + here).to(tl.float32)
-                x = once(activate(z, ACTIVATION).to(OPERAND))
+                x = tl.load(active + wide + here)
+            dx = 0.0
+            if LAYERS == 2:
+                dx = tl.load(d_input + wide + here)
             dw, ds = tl.load(dW + places), tl.load(dS + places)
-            da, db, dm = _inner_products(dw, ds, block_w, block_s, places)
+            w, s = tl.load(block_w + places), tl.load(block_s + places)
+            x, dw, ds, w, s = once(x), once(dw), once(ds), once(w), once(s)
+            da, db, dm = _inner_products(dw, ds, w, s)
             da2, db2, dm2 = da2 + da, db2 + db, dm2 + dm
             dw, ds = dw.to(OPERAND), ds.to(OPERAND)
             to_x = tl.dot(g, tl.trans(dw), input_precision=PRECISION)
             dp2 -= tl.sum(x * to_x, 1)
-            dx = -p2 * to_x
+            dx -= p2 * to_x
             to_x = tl.dot(g, tl.trans(ds), input_precision=PRECISION)
             de2 -= tl.sum(x * to_x, 1)
             dx -= e2 * to_x
             dg += product(once((-SCALE * p2 * x).to(OPERAND)), dw, SCALE, PRECISION)
             dg += product(once((-SCALE * e2 * x).to(OPERAND)), ds, SCALE, PRECISION)
             if LAYERS == 2:
-                tl.store(d_input + wide + here, tl.load(d_input + wide + here) + dx)
                 places = inner_places(j, D, HIDDEN, SLICE)
                 dw, ds = tl.load(dW + places), tl.load(dS + places)
-                da, db, dm = _inner_products(dw, ds, block_w, block_s, places)
+                w, s = tl.load(block_w + places), tl.load(block_s + places)
+                g1, dg1 = tl.load(bent + wide + here), tl.load(d_hidden + wide + here)
+                if STEP == BLOCK:
+                    z = tl.load(hidden + wide + here).to(tl.float32)
+                    outer = once(whole(frozen, base, outer_places(j, D, HIDDEN, SLICE, LAYERS), TO_START))
+                tl.store(d_input + wide + here, dx)
+                dw, ds, w, s, g1, dg1 = once(dw), once(ds), once(w), once(s), once(g1), once(dg1)
+                da, db, dm = _inner_products(dw, ds, w, s)
                 da1, db1, dm1 = da1 + da, db1 + db, dm1 + dm
                 dw, ds = dw.to(OPERAND), ds.to(OPERAND)
-                bend = once(slope(z, ACTIVATION))
-                g1 = tl.load(pulled + wide + here) * bend
                 to_g = tl.dot(key, dw, input_precision=PRECISION)
                 dp1 -= tl.sum(g1 * to_g, 1)
-                dg1 = tl.load(d_hidden + wide + here) - p1 * to_g
+                dg1 -= p1 * to_g
                 to_g = tl.dot(key, ds, input_precision=PRECISION)
                 de1 -= tl.sum(g1 * to_g, 1)
                 dg1 -= e1 * to_g
@@ -322,8 +337,8 @@ def scan_backward(
                 dk += product(once((-SCALE * p1 * g1).to(OPERAND)), tl.trans(dw), SCALE, PRECISION)
                 dk += product(once((-SCALE * e1 * g1).to(OPERAND)), tl.trans(ds), SCALE, PRECISION)
                 if STEP == BLOCK:
-                    outer = whole(frozen, base, outer_places(j, D, HIDDEN, SLICE, LAYERS), TO_START)
-                    dg = tl.dot(once((dg1 * bend).to(OPERAND)), outer, dg, input_precision=PRECISION)
+                    d_pull = once((dg1 * once(slope(z, ACTIVATION))).to(OPERAND))
+                    dg = tl.dot(d_pull, outer, dg, input_precision=PRECISION)
             else:
                 dk = dx
         own = d_vectors + (at * LAYERS + LAYERS - 1) * VECTORS * BLOCK
@@ -350,8 +365,8 @@ def scan_backward(
             tl.store(d_key + narrow + width, tl.load(d_key + narrow + width) + dk)
             tl.debug_barrier()
             chunks_backward(
-                k, v, base, norm, P, vectors, frozen, block_w, block_s, hidden, pulled, output, error, d_input,
-                d_hidden, d_error, d_key, d_norm, d_mix, d_vectors, d_v, token, length, at, head, H,
+                k, v, base, norm, P, vectors, frozen, block_s, hidden, pulled, active, output, error, mixes, turned,
+                d_input, d_hidden, d_error, d_key, d_norm, d_v, token, length, at, head, H,
                 D, HIDDEN, BLOCK, SLICE, LAYERS, GATES, NORM, RESIDUAL, TO_START, ACTIVATION, PRECISION, SCALE,
                 STEP, SUB,
             )  # fmt: skip
@@ -376,6 +391,9 @@ def scan_backward(
         dz = tl.load(d_out + narrow + width)
         dz_a = (dz * vector(vectors, upper, A, BLOCK)).to(OPERAND)
         dz_b = (dz * vector(vectors, upper, B, BLOCK)).to(OPERAND)
+        a_query, b_query = vector(vectors, lower, A, BLOCK), vector(vectors, lower, B, BLOCK)
+        a1, b1, m1 = _end(vectors, lower, BLOCK)
+        a2, b2, m2 = _end(vectors, upper, BLOCK)
         tl.debug_barrier()
 
         # Through the frozen weights, and the state's own gradient.
@@ -384,39 +402,40 @@ def scan_backward(
             here = hidden_places(j, BLOCK, HIDDEN, SLICE)
             x, z_x = key, query
             if LAYERS == 2:
-                z = tl.load(hidden + wide + here).to(tl.float32)
-                x = once(activate(z, ACTIVATION).to(OPERAND))
-                z_x = once(activate(tl.load(query_hidden + wide + here).to(tl.float32), ACTIVATION).to(OPERAND))
-                bend = once(slope(z, ACTIVATION))
-                dg1 = tl.load(d_hidden + wide + here)
-                d_pull = once((dg1 * bend).to(OPERAND))
-                d_outer = tl.dot(tl.trans(d_pull), g, input_precision=PRECISION)
-                d_outer = tl.dot(tl.trans(x), df, d_outer, input_precision=PRECISION)
-                of_w, of_s = d_outer, d_outer
+                x, z_x = tl.load(active + wide + here), tl.load(query_active + wide + here)
+                dz1 = tl.load(d_query_hidden + wide + here)
                 inner_tile = inner_places(j, D, HIDDEN, SLICE)
                 if STEP < BLOCK:
+                    d_pull, dh = tl.load(pulled + wide + here), tl.load(hidden + wide + here)
+                    x, z_x, dz1, d_pull, dh = once(x), once(z_x), once(dz1), once(d_pull), once(dh)
                     of_w = tl.dot(tl.trans(d_pull), (of_w2 * g).to(OPERAND), input_precision=PRECISION)
                     of_w = tl.dot(tl.trans(x), (of_w2 * df).to(OPERAND), of_w, input_precision=PRECISION)
                     of_s = tl.dot(tl.trans(d_pull), (of_s2 * g).to(OPERAND), input_precision=PRECISION)
                     of_s = tl.dot(tl.trans(x), (of_s2 * df).to(OPERAND), of_s, input_precision=PRECISION)
-                    dh = tl.load(d_input + wide + here).to(OPERAND)
-                else:
-                    outer = whole(frozen, base, places, TO_START)
-                    dx = tl.dot(df, tl.trans(outer), input_precision=PRECISION) + tl.load(d_input + wide + here)
-                    dh = dx * bend + dg1 * tl.load(pulled + wide + here) * once(curvature(z, ACTIVATION))
-                    dh = once(dh.to(OPERAND))
-                    inner = whole(frozen, base, inner_tile, TO_START)
-                    dk = tl.dot(dh, tl.trans(inner), dk, input_precision=PRECISION)
-                dz1 = tl.load(d_query_hidden + wide + here)
-                dz1_a = (dz1 * vector(vectors, lower, A, BLOCK)).to(OPERAND)
-                dz1_b = (dz1 * vector(vectors, lower, B, BLOCK)).to(OPERAND)
-                d_inner = tl.dot(tl.trans(key), dh, input_precision=PRECISION)
-                inner_w, inner_s = d_inner, d_inner
-                if STEP < BLOCK:
                     inner_w = tl.dot(tl.trans(key), (of_w1 * dh).to(OPERAND), input_precision=PRECISION)
                     inner_s = tl.dot(tl.trans(key), (of_s1 * dh).to(OPERAND), input_precision=PRECISION)
-                _turn(dW, dS, dF, d_begin, inner_tile, vectors, lower, tl.trans(query), dz1, dz1_a, dz1_b, d_inner,
-                      inner_w, inner_s, carry, begins, n == 0, new, BLOCK, RESET, TO_START, PRECISION,
+                    d_outer = tl.dot(tl.trans(d_pull), g, input_precision=PRECISION)
+                    d_outer = tl.dot(tl.trans(x), df, d_outer, input_precision=PRECISION)
+                    d_inner = tl.dot(tl.trans(key), dh, input_precision=PRECISION)
+                else:
+                    z = tl.load(hidden + wide + here).to(tl.float32)
+                    dg1, pull = tl.load(d_hidden + wide + here), tl.load(pulled + wide + here)
+                    dx = tl.load(d_input + wide + here)
+                    outer, inner = whole(frozen, base, places, TO_START), whole(frozen, base, inner_tile, TO_START)
+                    x, z_x, dz1, dx, outer, inner = once(x), once(z_x), once(dz1), once(dx), once(outer), once(inner)
+                    bend = once(slope(z, ACTIVATION))
+                    d_pull = once((dg1 * bend).to(OPERAND))
+                    dx += tl.dot(df, tl.trans(outer), input_precision=PRECISION)
+                    dh = dx * bend + dg1 * pull * once(curvature(z, ACTIVATION))
+                    dh = once(dh.to(OPERAND))
+                    dk = tl.dot(dh, tl.trans(inner), dk, input_precision=PRECISION)
+                    d_outer = tl.dot(tl.trans(d_pull), g, input_precision=PRECISION)
+                    d_outer = tl.dot(tl.trans(x), df, d_outer, input_precision=PRECISION)
+                    d_inner = tl.dot(tl.trans(key), dh, input_precision=PRECISION)
+                    of_w, of_s, inner_w, inner_s = d_outer, d_outer, d_inner, d_inner
+                dz1_a, dz1_b = (dz1 * a_query).to(OPERAND), (dz1 * b_query).to(OPERAND)
+                _turn(dW, dS, dF, d_begin, inner_tile, a1, b1, m1, tl.trans(query), dz1, dz1_a, dz1_b, d_inner,
+                      inner_w, inner_s, carry, begins, n == 0, new, RESET, TO_START, PRECISION,
                       STEP < BLOCK)  # fmt: skip
             else:
                 d_outer = tl.dot(tl.trans(x), df, input_precision=PRECISION)
@@ -427,9 +446,7 @@ def scan_backward(
                 else:
                     outer = whole(frozen, base, places, TO_START)
                     dk = tl.dot(df, tl.trans(outer), dk, input_precision=PRECISION)
-            _turn(dW, dS, dF, d_begin, places, vectors, upper, tl.trans(z_x), dz, dz_a, dz_b, d_outer, of_w, of_s,
-                  carry, begins, n == 0, new, BLOCK, RESET, TO_START, PRECISION, STEP < BLOCK)  # fmt: skip
-        total = tl.load(d_key + narrow + width)
+            _turn(dW, dS, dF, d_begin, places, a2, b2, m2, tl.trans(z_x), dz, dz_a, dz_b, d_outer, of_w, of_s,
+                  carry, begins, n == 0, new, RESET, TO_START, PRECISION, STEP < BLOCK)  # fmt: skip
         if STEP == BLOCK:
-            total += dk
-        store_tokens(d_k, token, H, length, total, D, BLOCK)
+            store_tokens(d_k, token, H, length, tl.load(d_key + narrow + width) + dk, D, BLOCK)

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import CUDABackend, get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from titans_pt.kernels.memory.fused import coefficients, read, scan, step  # noqa: E402
+from titans_pt.kernels.memory.fused import coefficients, deferred, read, scan, step  # noqa: E402
 from titans_pt.kernels.memory.fused.configurations import (  # noqa: E402
     KERNELS,
     MAX_BLOCK,
@@ -33,13 +33,14 @@ from titans_pt.kernels.memory.fused.configurations import (  # noqa: E402
     scale,
 )
 
-OPERANDS = {"base", "q", "k", "v", "d_y", "out", "weights", "momenta", "hidden", "pulled", "error", "query_hidden",
-            "d_query_hidden", "d_out", "d_q", "d_k", "d_v"}  # fmt: skip
+OPERANDS = {"base", "q", "k", "v", "d_y", "out", "weights", "momenta", "hidden", "pulled", "active", "bent", "error",
+            "mixes", "query_active", "d_query_hidden", "d_out", "turned", "d_z", "d_pulled", "d_q", "d_k",
+            "d_v"}  # fmt: skip
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INTEGERS = {"T", "H", "N", "first", "K"}
 FUNCTIONS = {f.__name__: f for f in (
-    coefficients.coefficients, coefficients.coefficients_backward, scan.scan, scan.scan_backward, read.read,
-    read.read_backward, step.step,
+    coefficients.coefficients, coefficients.coefficients_backward, scan.scan, scan.scan_backward,
+    deferred.chunk_gradients, read.read, read.read_backward, step.step,
 )}  # fmt: skip
 
 

@@ -14,16 +14,16 @@ from titans_pt.kernels.memory.fused.configurations import KERNELS, NEEDED, SHARE
 SPILLS = {
     "3.9": {
         "coefficients": 600, "coefficients_backward": 320, "scan": {32: 0, 64: 0, 128: 250},
-        "read": {32: 0, 64: 0, 128: 400}, "read_backward": {32: 200, 64: 650, 128: 1500},
-        "scan_backward": {32: 1050, 64: 1000, 128: 1550}, "step": 0,
+        "read": {32: 0, 64: 0, 128: 400}, "read_backward": {32: 200, 64: 600, 128: 1500},
+        "scan_backward": {32: 150, 64: 800, 128: 1550}, "chunk_gradients": {32: 300, 64: 0, 128: 1000}, "step": 0,
     },
     "3.7": {
-        "coefficients": 780, "coefficients_backward": 100, "scan": {64: 0}, "read": {64: 0},
-        "read_backward": {64: 520}, "scan_backward": {64: 1100}, "step": {64: 0},
+        "coefficients": 780, "coefficients_backward": 100, "scan": {64: 60}, "read": {64: 0},
+        "read_backward": {64: 520}, "scan_backward": {64: 1300}, "chunk_gradients": {64: 0}, "step": {64: 0},
     },
     "3.6": {
-        "coefficients": 520, "coefficients_backward": 100, "scan": {64: 0}, "read": {64: 0},
-        "read_backward": {64: 520}, "scan_backward": {64: 1200}, "step": {64: 0},
+        "coefficients": 520, "coefficients_backward": 100, "scan": {64: 60}, "read": {64: 0},
+        "read_backward": {64: 520}, "scan_backward": {64: 1200}, "chunk_gradients": {64: 0}, "step": {64: 0},
     },
 }  # fmt: skip
 """Bytes a thread that the compiler may fail to keep in registers, by Triton's version, kernel and D: bf16, L = 2,
@@ -90,14 +90,15 @@ def test_each_activation_is_evaluated_by_one_thread():
 @pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_pinned_configuration(kernel, D, forget_to):
-    check([{"kernel": kernel, "D": D, "forget_to": forget_to}])
+    chunk = 16 if kernel == "chunk_gradients" else 64
+    check([{"kernel": kernel, "D": D, "C": chunk, "forget_to": forget_to}])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("C", [1, 16, 32])
 @pytest.mark.parametrize("D", WIDTHS)
-@pytest.mark.parametrize("kernel", ["scan", "scan_backward"])
+@pytest.mark.parametrize("kernel", ["scan", "scan_backward", "chunk_gradients"])
 def test_every_small_chunk(kernel, D, C):
     check([{"kernel": kernel, "D": D, "C": C, "forget_to": "start"}])
 
@@ -109,6 +110,7 @@ def shapes(D: int, depth: int, dtype: str) -> list[dict]:
     own = {"D": D, "depth": depth, "dtype": dtype}
     read = [{"kernel": kernel, "plain": plain} for kernel in ("read", "read_backward") for plain in (False, True)]
     write = [{"kernel": kernel, "C": C} for kernel in ("scan", "scan_backward") for C in (64, 32, 16, 1)]
+    write += [{"kernel": "chunk_gradients", "C": C} for C in (32, 16, 1)]
     short = [{"kernel": "scan_backward", "C": C, "length": length} for C, length in ((16, 16), (1, 16), (32, 32))]
     widths = (1, 4) if depth == 2 else ()
     other = [{"kernel": "scan_backward", "C": C, "expansion": width} for C in (64, 16) for width in widths]

@@ -207,13 +207,14 @@ def test_more_resets_allowed_than_there_are(save_every, monkeypatch):
 def test_blocks_of_a_group_follow_the_budget_and_its_formula(monkeypatch):
     q, gate, network = torch.empty(2, 640, 3, 64), torch.empty(2, 640, 3, 2), NetworkShape(64, 128)
 
-    def call(save_every=0):
-        return operators.Call(q, gate, network, False, None, 64, 0, save_every)
+    def call(save_every=0, chunk=64):
+        return operators.Call(q, gate, network, False, None, chunk, 0, save_every)
 
     c, D, h, L, G, b, rows = 64, 64, 128, 2, 2, 4, 6
-    scratch = (2 * b * L * D * h + c * D * (12 + 2 * b) + c * h * (8 + 4 * b) + 4 * c * c * (G + L) + 24 * c * (G + L)
+    scratch = (2 * b * L * D * h + c * D * (12 + 2 * b) + c * h * (8 + 6 * b) + 4 * c * c * (G + L) + 24 * c * (G + L)
                + 12 * L + 8 * D)  # fmt: skip
     assert call().block_bytes() == scratch
+    assert call(chunk=16).block_bytes() == scratch + 5 * b * c * c
     assert call().every == 10 and call(3).groups == 4
     monkeypatch.setattr(operators, "SCRATCH_BYTES", 4 * rows * scratch)
     assert (call().every, call().groups) == (4, 3)
