@@ -111,7 +111,7 @@ WORDINGS = {
 def frame(task: str, story: babi.Story, wording: str, shots: int) -> tuple[str, str]:
     """Prompt before and after the text: ``instructions`` as in the benchmark, ``plain`` as in fine-tuning."""
     if wording == "plain":
-        return "", babi.question_of(story)
+        return "", babi.asked(story.question)
     words = WORDINGS[task]
     examples = "\n\n".join(
         f"<example>\n{facts} {asked}\nAnswer: {answer}\n</example>" for facts, asked, answer in words.examples[:shots]

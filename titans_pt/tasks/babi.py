@@ -21,9 +21,12 @@ GIVES = ("gave", "handed", "passed")
 
 @dataclass(frozen=True)
 class Story:
+    """others: further questions about the same facts, each with its answer."""
+
     facts: list[str]
     question: str
     answer: str
+    others: list[tuple[str, str]]
 
 
 LABELS = {
@@ -99,8 +102,14 @@ def _qa1(random: Random) -> Story:
     world = _World(random, PEOPLE)
     for _ in range(2 * random.randint(1, 5)):
         world.move()
-    person = random.choice(sorted(world.place))
-    return Story(world.facts, f"Where is {person}?", world.place[person])
+    return _asked(world, random, [(f"Where is {person}?", place) for person, place in sorted(world.place.items())])
+
+
+def _asked(world: _World, random: Random, questions: list[tuple[str, str]]) -> Story:
+    """A story with one of the questions."""
+    chosen = random.randrange(len(questions))
+    question, answer = questions.pop(chosen)
+    return Story(world.facts, question, answer, questions)
 
 
 def _tale(random: Random) -> _World:
@@ -113,26 +122,20 @@ def _tale(random: Random) -> _World:
 
 def _qa2(random: Random) -> Story | None:
     world = _tale(random)
-    things = [thing for thing in THINGS if world.seen[thing]]
-    if not things:
-        return None
-    thing = random.choice(things)
-    return Story(world.facts, f"Where is the {thing}?", world.seen[thing][-1])
+    questions = [(f"Where is the {thing}?", places[-1]) for thing, places in world.seen.items() if places]
+    return _asked(world, random, questions) if questions else None
 
 
 def _qa3(random: Random) -> Story | None:
     world = _tale(random)
     # A place that a thing has been to twice would leave open which time is meant.
-    choices = [
-        (thing, before, place)
+    questions = [
+        (f"Where was the {thing} before the {place}?", before)
         for thing, places in world.seen.items()
         for before, place in zip(places, places[1:], strict=False)
         if places.count(place) == 1
     ]
-    if not choices:
-        return None
-    thing, before, place = random.choice(choices)
-    return Story(world.facts, f"Where was the {thing} before the {place}?", before)
+    return _asked(world, random, questions) if questions else None
 
 
 def _qa4(random: Random) -> Story:
@@ -144,11 +147,14 @@ def _qa4(random: Random) -> Story:
             facts.append(f"The {other} is {direction} of the {middle}.")
         else:
             facts.append(f"The {middle} is {DIRECTIONS[direction]} of the {other}.")
-    which = random.randrange(2)
-    question = f"What is {directions[which]} of the {middle}?"
-    if random.random() < 0.5:
-        question = f"What is the {middle} {DIRECTIONS[directions[which]]} of?"
-    return Story(facts, question, others[which])
+    questions = []
+    for other, direction in zip(others, directions, strict=True):
+        question = f"What is {direction} of the {middle}?"
+        if random.random() < 0.5:
+            question = f"What is the {middle} {DIRECTIONS[direction]} of?"
+        questions.append((question, other))
+    random.shuffle(questions)
+    return Story(facts, *questions[0], questions[1:])
 
 
 def _qa5(random: Random) -> Story | None:
@@ -160,14 +166,13 @@ def _qa5(random: Random) -> Story | None:
     if last is None:
         return None
     giver, thing, receiver = last
-    question, answer = random.choice([
+    return _asked(world, random, [
         (f"What did {giver} give to {receiver}?", thing),
         (f"Who gave the {thing} to {receiver}?", giver),
         (f"Who did {giver} give the {thing} to?", receiver),
         (f"Who gave the {thing}?", giver),
         (f"Who received the {thing}?", receiver),
     ])  # fmt: skip
-    return Story(world.facts, question, answer)
 
 
 TASKS: dict[str, Callable[[Random], Story | None]] = {"qa1": _qa1, "qa2": _qa2, "qa3": _qa3, "qa4": _qa4, "qa5": _qa5}
@@ -178,9 +183,9 @@ def most_facts(length: int) -> int:
     return max(4, length // 8)
 
 
-def question_of(story: Story) -> str:
+def asked(question: str) -> str:
     """End of a prompt in the words of fine-tuning, up to the answer."""
-    return f"\nQuestion: {story.question}\nAnswer:"
+    return f"\nQuestion: {question}\nAnswer:"
 
 
 def story(task: str, random: Random, most_facts: int) -> Story:

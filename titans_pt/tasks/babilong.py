@@ -1,5 +1,5 @@
 """BABILong trained by its answers alone (titans_pt.tasks.in_text): a story's facts in text, in the order of the story,
-and a question in the words of fine-tuning, evaluation.babilong.wording=plain."""
+and questions in the words of fine-tuning, evaluation.babilong.wording=plain."""
 
 import math
 from functools import cache, partial
@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from titans_pt.config import Positive
 from titans_pt.data_pipeline.tokenizers import Tokenizer, ids_after
 from titans_pt.tasks import babi
 from titans_pt.tasks.base import TASKS, Samples
@@ -19,18 +20,23 @@ Kind = Literal["qa1", "qa2", "qa3", "qa4", "qa5"]
 
 
 class StoryPrompts(PromptsInText):
-    """kinds: names of bAbI's tasks."""
+    """kinds: names of bAbI's tasks. questions: at most as many behind a story."""
 
-    def __init__(self, tokenizer: Tokenizer, *given: Any):
+    def __init__(self, tokenizer: Tokenizer, *given: Any, questions: int):
         super().__init__(tokenizer, *given)
+        self.questions = questions
         self._ids = cache(partial(ids_after, tokenizer))  # bAbI has a few hundred sentences
 
     def parts(self, kind: str, random: Random) -> Parts:
         story = babi.story(kind, random, babi.most_facts(self.length))
-        tail = babi.question_of(story)
         facts = [self._ids("a", f" {fact}") for fact in story.facts]
-        answer = self._ids(tail, f" {story.answer}.")  # the score reads an answer up to its full stop
-        return Parts(self.tokenizer.document(""), facts, self._ids("a", tail), answer)
+        others = random.sample(story.others, min(self.questions - 1, len(story.others)))
+        asked = [self._asked(*question) for question in ((story.question, story.answer), *others)]
+        return Parts(self.tokenizer.document(""), facts, *asked[0], asked[1:])
+
+    def _asked(self, question: str, answer: str) -> tuple[list[int], list[int]]:
+        tail = babi.asked(question)
+        return self._ids("a", tail), self._ids(tail, f" {answer}.")  # the score reads an answer up to its full stop
 
 
 @TASKS.register
@@ -46,12 +52,18 @@ class Babilong(InText):
         gave what to whom. What is listed twice is drawn twice as often."""
         lengths: Lengths = "192:6,256:2,512:2,1024,2048"
         """As ruler.lengths."""
+        questions: Positive = 4
+        """Questions behind a story in training, as far as it has so many and they fit: each answer is one more to learn
+        from. Validation asks one, as the evaluation does."""
 
     settings: Settings
 
-    def prompts(self, text: Samples, length: int) -> StoryPrompts:
+    def prompts(self, text: Samples, length: int, training: bool) -> StoryPrompts:
         assert self.tokenizer
-        return StoryPrompts(self.tokenizer, text, self.settings.tasks, length, "babilong.lengths")
+        questions = self.settings.questions if training else 1
+        return StoryPrompts(
+            self.tokenizer, text, self.settings.tasks, length, "babilong.lengths", questions=questions
+        )  # fmt: skip
 
     def chance_nats(self) -> float:
         assert self.tokenizer

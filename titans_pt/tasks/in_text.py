@@ -1,6 +1,6 @@
 """Prompts that hide statements in long texts and end with a question and its answer, which alone is trained.
 
-    introduction | text .. statement .. text .. statement .. text | question, up to its answer | answer | text
+    introduction | text .. statement .. text .. statement .. text | question, up to its answer | answer | .. | text
 
 The text is that of the run's token files (``titans prepare``). Next tokens of such documents hardly teach the answer:
 it is a few of hundreds of tokens (docs/evaluation.md). Short prompts come first, longer ones later.
@@ -32,12 +32,14 @@ TRIES = 1000
 
 @dataclass(frozen=True)
 class Parts:
-    """Tokens of a prompt without its text. hidden: statements, in the order in which the text has them."""
+    """Tokens of a prompt without its text. hidden: statements, in the order in which the text has them. more: further
+    questions and their answers, of which those that fit follow."""
 
     begin: Sequence[int]
     hidden: Sequence[Sequence[int]]
     end: Sequence[int]
     answer: Sequence[int]
+    more: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
 
     @property
     def count(self) -> int:
@@ -72,7 +74,7 @@ class PromptsInText(ABC):
         return row[first : first + count].tolist()
 
     def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids (length,) int64, and the places (P,) int64 of the tokens that one of the answer's P tokens follows.
+        """ids (length,) int64, and the places (P,) int64 of the tokens that one of the answers' P tokens follows.
 
         Equal arguments give equal samples, whatever was drawn before.
 
@@ -91,16 +93,24 @@ class PromptsInText(ABC):
                 f"{self.setting}: given {self.length}; with this tokenizer a prompt without text has {found.count} "
                 f"tokens: use at least {4 * found.count // 3 + 20}"
             )
+        asked = [(found.end, found.answer)]
+        for question, answer in found.more:
+            if (left := room - len(question) - len(answer)) >= 0:
+                room = left
+                asked.append((question, answer))
         text = self.text_of(kind, room + after, random)
         text, rest = text[:room], text[room:]
         ids, at = [*found.begin], 0
         for statement, place in zip(found.hidden, sorted(random.randint(0, room) for _ in found.hidden), strict=True):
             ids += [*text[at:place], *statement]
             at = place
-        ids += [*text[at:], *found.end]
-        first = len(ids)
-        ids += [*found.answer, *rest]
-        return np.array(ids, dtype=np.int64), np.arange(first - 1, first - 1 + len(found.answer))
+        ids += text[at:]
+        places: list[int] = []
+        for question, answer in asked:
+            ids += question
+            places += range(len(ids) - 1, len(ids) - 1 + len(answer))
+            ids += answer
+        return np.array([*ids, *rest], dtype=np.int64), np.array(places)
 
 
 class InText(AnswersOnly, Language):
@@ -119,7 +129,7 @@ class InText(AnswersOnly, Language):
     cut = Task.cut  # Language's cuts batches of two parts
 
     @abstractmethod
-    def prompts(self, text: Samples, length: int) -> PromptsInText:
+    def prompts(self, text: Samples, length: int, training: bool) -> PromptsInText:
         """Prompts of a length, in a text."""
 
     @abstractmethod
@@ -142,8 +152,8 @@ class InText(AnswersOnly, Language):
     def open(self) -> TaskData:
         found = super().open()
         every = stages(self.settings.lengths)
-        train = {n: self.prompts(found.train, n) for n in every}
-        validation = self.prompts(found.validation, every[-1])
+        train = {n: self.prompts(found.train, n, True) for n in every}
+        validation = self.prompts(found.validation, every[-1], False)
         for prompts in train.values():
             for index in range(32):  # a length that holds no prompt is refused now, not in its stage
                 prompts.sample(self.seed, index)

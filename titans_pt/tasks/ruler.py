@@ -52,7 +52,7 @@ class Ruler(InText):
 
     settings: Settings
 
-    def prompts(self, text: Samples, length: int) -> RulerPrompts:
+    def prompts(self, text: Samples, length: int, training: bool) -> RulerPrompts:
         assert self.tokenizer
         return RulerPrompts(self.tokenizer, text, self.settings.tasks, length, "ruler.lengths")
 

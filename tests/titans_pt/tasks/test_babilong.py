@@ -16,7 +16,7 @@ from titans_pt.training.metrics import read_metrics
 pytestmark = pytest.mark.usefixtures("one_group")
 
 FACT = re.compile(r" (?:(?:Mary|John|Sandra|Daniel|Fred|Jeff|Bill) [a-z ]+|The \w+ is \w+ of the \w+)\.")
-END = re.compile(r"\nQuestion: (.*\?)\nAnswer: (\w+)\.$")
+ASKED = re.compile(r"\nQuestion: (.*\?)\nAnswer: (\w+)\.")
 
 
 @pytest.fixture
@@ -35,25 +35,35 @@ def configured(prepared, tiny):
 
 
 @pytest.mark.parametrize("kind", list(babi.TASKS))
-def test_prompts_tell_a_story_in_order_and_end_with_its_answer(configured, kind, monkeypatch):
-    task, told = task_of(configured(f"babilong.tasks=[{kind}]")), []
-    prompts, story = task.open().train.at(10), babi.story
+def test_prompts_tell_a_story_in_order_and_end_with_answers(configured, kind, monkeypatch):
+    task, told = task_of(configured(f"babilong.tasks=[{kind}]", "babilong.questions=3")), []
+    data, story = task.open(), babi.story
     monkeypatch.setattr(babi, "story", lambda *given: told.append(story(*given)) or told[-1])
-    for index in range(20):
-        ids, places = prompts.sample(3, index)
-        text, found = task.tokenizer.decode(ids[: places[-1] + 2].tolist()), told[-1]
-        assert len(ids) == 1600 and 1600 - 64 <= places[-1] + 2 <= 1600
-        at = 0
-        for fact in found.facts:  # after one another
-            at = text.index(f" {fact}", at) + len(fact)
-        assert END.search(text).groups() == (found.question, found.answer) and at < text.index("\nQuestion")
-        assert task.tokenizer.decode(ids[places + 1].tolist()).strip() == f"{found.answer}."
-        rest = text[: text.index("\nQuestion")]
-        for fact in found.facts:
-            rest = rest.replace(f" {fact}", "", 1)
-        assert not FACT.search(rest)
+    for prompts, most in ((data.train.at(10), 3), (data.validation.at(10), 1)):
+        for index in range(12):
+            ids, places = prompts.sample(3, index)
+            text, found = task.tokenizer.decode(ids[: places[-1] + 2].tolist()), told[-1]
+            assert len(ids) == 1600 and 1600 - 64 <= places[-1] + 2 <= 1600
+            at = 0
+            for fact in found.facts:  # after one another
+                at = text.index(f" {fact}", at) + len(fact)
+            rest, asked = text[: text.index("\nQuestion")], ASKED.findall(text)
+            assert asked[0] == (found.question, found.answer) and at <= len(rest)
+            assert set(asked[1:]) <= set(found.others) and len(set(asked)) == len(asked)
+            assert len(asked) == min(most, 1 + len(found.others))
+            said = task.tokenizer.decode(ids[places + 1].tolist()).split()
+            assert said == [f"{answer}." for _, answer in asked]
+            for fact in found.facts:
+                rest = rest.replace(f" {fact}", "", 1)
+            assert not FACT.search(rest)
     assert np.array_equal(prompts.sample(3, 7)[0], prompts.sample(3, 7)[0])
     assert not np.array_equal(prompts.sample(3, 7)[0], prompts.sample(4, 7)[0])
+
+
+def test_questions_that_do_not_fit_are_left_out(configured):
+    prompts = task_of(configured("babilong.tasks=[qa1]", "babilong.lengths='160,1600'")).open().train.at(0)
+    asked = [len(ASKED.findall(prompts.tokenizer.decode(prompts.sample(0, n)[0].tolist()))) for n in range(40)]
+    assert set(asked) >= {1, 2} and len(prompts.sample(0, 0)[0]) == 160
 
 
 def test_the_baseline_guesses_among_the_answers(configured):
