@@ -13,9 +13,9 @@ from titans_pt.kernels.memory.fused.configurations import KERNELS, NEEDED, SHARE
 
 SPILLS = {
     "3.9": {
-        "coefficients": 600, "coefficients_backward": 320, "scan": {32: 0, 64: 0, 128: 250},
+        "coefficients": 600, "coefficients_backward": 320, "scan": {32: 0, 64: 0, 128: 300},
         "read": {32: 0, 64: 0, 128: 400}, "read_backward": {32: 200, 64: 600, 128: 1500},
-        "scan_backward": {32: 150, 64: 800, 128: 1550}, "chunk_gradients": {32: 300, 64: 0, 128: 1000}, "step": 0,
+        "scan_backward": {32: 150, 64: 800, 128: 1550}, "chunk_gradients": {32: 300, 64: 0, 128: 450}, "step": 0,
     },
     "3.7": {
         "coefficients": 780, "coefficients_backward": 100, "scan": {64: 60}, "read": {64: 0},
