@@ -278,7 +278,7 @@ def _add(pointer, places, x, mask):
 
 @triton.jit(do_not_specialize=["T", "H", "N", "first", "K"])
 def chunk_gradients(
-    k, info, base, norm, P, vectors, weights, momenta, d_z, d_pulled, active, bent, error, d_error, d_key,
+    k, info, base, P, vectors, weights, momenta, d_z, d_pulled, active, bent, error, d_error, d_key,
     d_mix, d_vectors, d_k,
     T, H, N, first, K,
     D: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, LAYERS: tl.constexpr,

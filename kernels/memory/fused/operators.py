@@ -251,7 +251,7 @@ def memory_backward(
             )  # fmt: skip
             if call.several:
                 call.launch(
-                    deferred.chunk_gradients, n, k, info, base, affine, s.P, s.vectors, s.weights, s.momenta, s.hidden,
+                    deferred.chunk_gradients, n, k, info, base, s.P, s.vectors, s.weights, s.momenta, s.hidden,
                     s.pulled, s.active, s.bent, s.error, s.d_error, s.d_key, s.d_mix, s.d_vectors, d_k, parallel=True,
                     **call.chunks,
                 )  # fmt: skip
