@@ -1,5 +1,5 @@
 """The key side of a block that holds several chunks, forward and backward: parts of scan.scan and scan.scan_backward,
-and chunk_gradients, what of the way back no later chunk waits for: a program a block.
+and chunk_gradients, a kernel with a program for each block, for gradients that no other chunk waits for.
 
 The keys of a later chunk meet weights that nobody stores, F = A W + B S - X^T (m G): W and S at the block's start, X
 and G of the block's earlier tokens, m the row of P theta of the token before the chunk (kernels.memory.dual.Deferred).
@@ -8,8 +8,8 @@ operands' dtype, which the queries also need. The first chunk meets the weights 
 start, or, in the rest of a chunk that began before, which is a block of its own, those of that chunk.
 
 A chunk of STEP tokens is a tile of SUB rows, STEP and at least 16: matrix products want as many. One program has few
-products at a time, so that what a chunk costs is how long they, and the loads before them, make it wait: hence few of
-each, with all loads of a step at its beginning.
+products at a time, and a chunk's time is spent waiting for them and for loads: therefore it has few of each, and a step
+begins with all of its loads.
 """
 
 import triton
@@ -221,7 +221,7 @@ def chunks_backward(
                 by_pull = tl.dot(d_pull, tl.trans(x), by_pull, input_precision=PRECISION)
             mixed = (by_pull * m2).to(OPERAND)
             tl.store(square + OF_PULLED * BLOCK * BLOCK, mixed, mask=rows)
-            # Of a token's columns either its own matrix has zeros or that of the other: one product for both.
+            # mixed is zero but for earlier tokens, by_pulled but for later ones: their sum needs one product, not two.
             dg -= tl.dot(mixed + by_pulled, errors, input_precision=PRECISION)
         dg -= product(by_active, df_later, SCALE, PRECISION)
         df, dy, d_gain, d_shift = bend_error(dg, f, key, value, norm, head, H, D, NORM, RESIDUAL)
