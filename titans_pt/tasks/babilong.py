@@ -32,7 +32,7 @@ class StoryPrompts(PromptsInText):
         facts = [self._ids("a", f" {fact}") for fact in story.facts]
         others = random.sample(story.others, min(self.questions - 1, len(story.others)))
         asked = [self._asked(*question) for question in ((story.question, story.answer), *others)]
-        return Parts(self.tokenizer.document(""), facts, *asked[0], asked[1:])
+        return Parts(self.tokenizer.document(""), facts, asked)
 
     def _asked(self, question: str, answer: str) -> tuple[list[int], list[int]]:
         tail = babi.asked(question)

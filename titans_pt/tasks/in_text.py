@@ -32,18 +32,17 @@ TRIES = 1000
 
 @dataclass(frozen=True)
 class Parts:
-    """Tokens of a prompt without its text. hidden: statements, in the order in which the text has them. more: further
-    questions and their answers, of which those that fit follow."""
+    """Tokens of a prompt without its text. hidden: statements, in the order in which the text has them. asked:
+    questions with their answers; the prompt has the first, and of the others those that fit."""
 
     begin: Sequence[int]
     hidden: Sequence[Sequence[int]]
-    end: Sequence[int]
-    answer: Sequence[int]
-    more: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
+    asked: Sequence[tuple[Sequence[int], Sequence[int]]]
 
     @property
     def count(self) -> int:
-        return len(self.begin) + len(self.end) + len(self.answer) + sum(map(len, self.hidden))
+        """Tokens with the first question alone."""
+        return sum(map(len, (self.begin, *self.hidden, *self.asked[0])))
 
 
 class PromptsInText(ABC):
@@ -93,8 +92,8 @@ class PromptsInText(ABC):
                 f"{self.setting}: given {self.length}; with this tokenizer a prompt without text has {found.count} "
                 f"tokens: use at least {4 * found.count // 3 + 20}"
             )
-        asked = [(found.end, found.answer)]
-        for question, answer in found.more:
+        asked = [found.asked[0]]
+        for question, answer in found.asked[1:]:
             if (left := room - len(question) - len(answer)) >= 0:
                 room = left
                 asked.append((question, answer))
