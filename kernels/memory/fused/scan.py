@@ -294,12 +294,9 @@ def scan_backward(
         for j in range(0, HIDDEN, SLICE):
             places = outer_places(j, D, HIDDEN, SLICE, LAYERS)
             here = hidden_places(j, BLOCK, HIDDEN, SLICE)
-            x = key
+            x, dx = key, 0.0
             if LAYERS == 2:
-                x = tl.load(active + wide + here)
-            dx = 0.0
-            if LAYERS == 2:
-                dx = tl.load(d_input + wide + here)
+                x, dx = tl.load(active + wide + here), tl.load(d_input + wide + here)
             dw, ds = tl.load(dW + places), tl.load(dS + places)
             w, s = tl.load(block_w + places), tl.load(block_s + places)
             x, dw, ds, w, s = once(x), once(dw), once(ds), once(w), once(s)
