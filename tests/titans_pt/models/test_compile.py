@@ -1,5 +1,6 @@
 """Training's torch.compile: nothing of a block is left outside on a GPU, and compiled is what it was."""
 
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -135,15 +136,22 @@ def test_alike_blocks_share_their_code(dynamo, monkeypatch):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mixers", MODELS.values(), ids=MODELS)
 def test_on_a_gpu(mixers, dynamo):
-    """bf16, Inductor's code around the fused kernels and FlashAttention, twice: once to compile, once compiled."""
+    """bf16, Inductor's code around the fused kernels and FlashAttention, twice: once to compile, once compiled. Its
+    gradients are about as near to float64's as those without compilation; a gate's bias, a sum of terms that nearly
+    cancel, is several per cent off in both."""
     loss = NextTokenLoss(small(mixers, d_model=128).to("cuda", torch.bfloat16)).train()
     ids = torch.randint(0, 50, (2, 131), device="cuda")
 
-    def gradients():
+    def gradients(loss, ids):
         value = loss(ids, None)
         return [value, *torch.autograd.grad(value, list(loss.parameters()))]
 
-    expected, _ = gradients(), loss.model.blocks.set_compiled(True)
-    for found in (gradients(), gradients()):
-        for a, b in zip(found, expected, strict=True):
-            assert (a - b).float().norm() <= 5e-2 * b.float().norm() + 1e-6
+    def distance(found, exact):
+        return (found.cpu().double() - exact).norm()
+
+    exact = gradients(deepcopy(loss).cpu().double(), ids.cpu())
+    eager, _ = gradients(loss, ids), loss.model.blocks.set_compiled(True)
+    for found in (gradients(loss, ids), gradients(loss, ids)):
+        for a, b, c in zip(found, eager, exact, strict=True):
+            assert distance(b, c) <= 0.15 * c.norm() + 1e-6
+            assert distance(a, c) <= 3 * distance(b, c) + 5e-2 * c.norm() + 1e-6
