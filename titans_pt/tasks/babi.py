@@ -4,7 +4,7 @@ bAbI's own files are in no package. These stories have its sentences, its people
 thing goes where its carrier goes; the last fact counts); they are newly drawn, not bAbI's own stories.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -21,12 +21,12 @@ GIVES = ("gave", "handed", "passed")
 
 @dataclass(frozen=True)
 class Story:
-    """others: further questions about the same facts, each with its answer."""
+    """others: further questions, each as (told, question, answer): the first ``told`` facts answer it."""
 
     facts: list[str]
     question: str
     answer: str
-    others: list[tuple[str, str]]
+    others: list[tuple[int, str, str]]
 
 
 LABELS = {
@@ -98,84 +98,78 @@ class _World:
             self.seen[thing].append(place)
 
 
-def _qa1(random: Random) -> Story:
-    world = _World(random, PEOPLE)
+Questions = list[tuple[str, str]]
+"""Each with its answer."""
+
+
+def _qa1(world: _World, random: Random) -> Iterator[Questions]:
     for _ in range(2 * random.randint(1, 5)):
         world.move()
-    return _asked(world, random, [(f"Where is {person}?", place) for person, place in sorted(world.place.items())])
+        yield [(f"Where is {person}?", place) for person, place in sorted(world.place.items())]
 
 
-def _asked(world: _World, random: Random, questions: list[tuple[str, str]]) -> Story:
-    """A story with one of the questions."""
-    chosen = random.randrange(len(questions))
-    question, answer = questions.pop(chosen)
-    return Story(world.facts, question, answer, questions)
-
-
-def _tale(random: Random) -> _World:
+def _tale(world: _World, random: Random) -> Iterator[None]:
     """Moves, takes and drops."""
-    world = _World(random, PEOPLE)
     for _ in range(random.randint(4, 20)):
         random.choice([world.move, world.move, world.take, world.drop])()
-    return world
+        yield
 
 
-def _qa2(random: Random) -> Story | None:
-    world = _tale(random)
-    questions = [(f"Where is the {thing}?", places[-1]) for thing, places in world.seen.items() if places]
-    return _asked(world, random, questions) if questions else None
+def _qa2(world: _World, random: Random) -> Iterator[Questions]:
+    for _ in _tale(world, random):
+        yield [(f"Where is the {thing}?", places[-1]) for thing, places in world.seen.items() if places]
 
 
-def _qa3(random: Random) -> Story | None:
-    world = _tale(random)
-    # A place that a thing has been to twice would leave open which time is meant.
-    questions = [
-        (f"Where was the {thing} before the {place}?", before)
-        for thing, places in world.seen.items()
-        for before, place in zip(places, places[1:], strict=False)
-        if places.count(place) == 1
-    ]
-    return _asked(world, random, questions) if questions else None
+def _qa3(world: _World, random: Random) -> Iterator[Questions]:
+    for _ in _tale(world, random):
+        # A place that a thing has been to twice would leave open which time is meant.
+        yield [
+            (f"Where was the {thing} before the {place}?", before)
+            for thing, places in world.seen.items()
+            for before, place in zip(places, places[1:], strict=False)
+            if places.count(place) == 1
+        ]
 
 
-def _qa4(random: Random) -> Story:
+def _qa4(world: _World, random: Random) -> Iterator[Questions]:
     middle, *others = random.sample(PLACES, 3)
-    directions = random.sample(sorted(DIRECTIONS), 2)
-    facts = []
-    for other, direction in zip(others, directions, strict=True):
+    sides = list(zip(others, random.sample(sorted(DIRECTIONS), 2), strict=True))
+    for other, direction in sides:
         if random.random() < 0.5:
-            facts.append(f"The {other} is {direction} of the {middle}.")
+            world.facts.append(f"The {other} is {direction} of the {middle}.")
         else:
-            facts.append(f"The {middle} is {DIRECTIONS[direction]} of the {other}.")
+            world.facts.append(f"The {middle} is {DIRECTIONS[direction]} of the {other}.")
     questions = []
-    for other, direction in zip(others, directions, strict=True):
+    for other, direction in sides:
         question = f"What is {direction} of the {middle}?"
         if random.random() < 0.5:
             question = f"What is the {middle} {DIRECTIONS[direction]} of?"
         questions.append((question, other))
-    random.shuffle(questions)
-    return Story(facts, *questions[0], questions[1:])
+    yield from ([], questions)
 
 
-def _qa5(random: Random) -> Story | None:
-    world, last = _World(random, GIVERS), None
+def _qa5(world: _World, random: Random) -> Iterator[Questions]:
     for _ in range(random.randint(3, 16)):
         action = random.choice([world.move, world.take, world.drop, world.give, world.give])
-        last = action() if action == world.give else None
-        # bAbI asks about what has just happened.
-    if last is None:
-        return None
-    giver, thing, receiver = last
-    return _asked(world, random, [
-        (f"What did {giver} give to {receiver}?", thing),
-        (f"Who gave the {thing} to {receiver}?", giver),
-        (f"Who did {giver} give the {thing} to?", receiver),
-        (f"Who gave the {thing}?", giver),
-        (f"Who received the {thing}?", receiver),
-    ])  # fmt: skip
+        happened = action()
+        if action != world.give or happened is None:
+            yield []  # bAbI asks about what has just happened.
+            continue
+        giver, thing, receiver = happened
+        yield [
+            (f"What did {giver} give to {receiver}?", thing),
+            (f"Who gave the {thing} to {receiver}?", giver),
+            (f"Who did {giver} give the {thing} to?", receiver),
+            (f"Who gave the {thing}?", giver),
+            (f"Who received the {thing}?", receiver),
+        ]
 
 
-TASKS: dict[str, Callable[[Random], Story | None]] = {"qa1": _qa1, "qa2": _qa2, "qa3": _qa3, "qa4": _qa4, "qa5": _qa5}
+TASKS: dict[str, tuple[tuple[str, ...], Callable[[_World, Random], Iterator[Questions]]]] = {
+    "qa1": (PEOPLE, _qa1), "qa2": (PEOPLE, _qa2), "qa3": (PEOPLE, _qa3), "qa4": (PEOPLE, _qa4), "qa5": (GIVERS, _qa5),
+}  # fmt: skip
+"""People of a task, and what tells its story: it adds one fact after another to a world and yields the questions that
+can be asked behind each."""
 
 
 def most_facts(length: int) -> int:
@@ -190,7 +184,11 @@ def asked(question: str) -> str:
 
 def story(task: str, random: Random, most_facts: int) -> Story:
     """One question and the facts before it, at most ``most_facts`` (at least 4, so that every task has stories)."""
+    people, tell = TASKS[task]
     while True:
-        found = TASKS[task](random)
-        if found is not None and len(found.facts) <= most_facts:
-            return found
+        world = _World(random, people)
+        asked = list(tell(world, random))
+        if asked[-1] and len(world.facts) <= most_facts:
+            question, answer = asked[-1].pop(random.randrange(len(asked[-1])))
+            others = [(told, *each) for told, questions in enumerate(asked, 1) for each in questions]
+            return Story(world.facts, question, answer, others)

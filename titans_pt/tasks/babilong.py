@@ -1,5 +1,5 @@
 """BABILong trained by its answers alone (titans_pt.tasks.in_text): a story's facts in text, in the order of the story,
-and questions in the words of fine-tuning, evaluation.babilong.wording=plain."""
+and questions between and behind them in the words of fine-tuning, evaluation.babilong.wording=plain."""
 
 import math
 from functools import cache, partial
@@ -20,7 +20,7 @@ Kind = Literal["qa1", "qa2", "qa3", "qa4", "qa5"]
 
 
 class StoryPrompts(PromptsInText):
-    """kinds: names of bAbI's tasks. questions: at most as many behind a story."""
+    """kinds: names of bAbI's tasks. questions: at most as many about a story."""
 
     def __init__(self, tokenizer: Tokenizer, *given: Any, questions: int):
         super().__init__(tokenizer, *given)
@@ -31,8 +31,10 @@ class StoryPrompts(PromptsInText):
         story = babi.story(kind, random, babi.most_facts(self.length))
         facts = [self._ids("a", f" {fact}") for fact in story.facts]
         others = random.sample(story.others, min(self.questions - 1, len(story.others)))
-        asked = [self._asked(*question) for question in ((story.question, story.answer), *others)]
-        return Parts(self.tokenizer.document(""), facts, asked)
+        return Parts(
+            self.tokenizer.document(""), facts, self._asked(story.question, story.answer),
+            [(told, *self._asked(*question)) for told, *question in others],
+        )  # fmt: skip
 
     def _asked(self, question: str, answer: str) -> tuple[list[int], list[int]]:
         tail = babi.asked(question)
@@ -52,9 +54,10 @@ class Babilong(InText):
         gave what to whom. What is listed twice is drawn twice as often."""
         lengths: Lengths = "192:6,256:2,512:2,1024,2048"
         """As ruler.lengths."""
-        questions: Positive = 4
-        """Questions behind a story in training, as far as it has so many and they fit: each answer is one more to learn
-        from. Validation asks one, as the evaluation does."""
+        questions: Positive = 8
+        """Questions about a story in training, as far as it has so many and they fit: one behind it, the others between
+        its facts, about what was told before. Those that follow soon are learned first. Validation asks one, as the
+        evaluation does."""
 
     settings: Settings
 

@@ -1,6 +1,6 @@
 """Prompts that hide statements in long texts and end with a question and its answer, which alone is trained.
 
-    introduction | text .. statement .. text .. statement .. text | question, up to its answer | answer | .. | text
+    introduction | text .. statement .. text .. statement .. text | question, up to its answer | answer | text
 
 The text is that of the run's token files (``titans prepare``). Next tokens of such documents hardly teach the answer:
 it is a few of hundreds of tokens (docs/evaluation.md). Short prompts come first, longer ones later.
@@ -9,6 +9,7 @@ it is a few of hundreds of tokens (docs/evaluation.md). Short prompts come first
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from random import Random
 
 import numpy as np
@@ -32,17 +33,28 @@ TRIES = 1000
 
 @dataclass(frozen=True)
 class Parts:
-    """Tokens of a prompt without its text. hidden: statements, in the order in which the text has them. asked:
-    questions with their answers; the prompt has the first, and of the others those that fit."""
+    """Tokens of a prompt without its text. hidden: statements, in the order in which the text has them. asked: the last
+    question and its answer. others: further questions, each as (told, question, answer); those that fit are asked in
+    the text, behind the first ``told`` statements and before the next."""
 
     begin: Sequence[int]
     hidden: Sequence[Sequence[int]]
-    asked: Sequence[tuple[Sequence[int], Sequence[int]]]
+    asked: tuple[Sequence[int], Sequence[int]]
+    others: Sequence[tuple[int, Sequence[int], Sequence[int]]] = ()
 
     @property
     def count(self) -> int:
-        """Tokens with the first question alone."""
-        return sum(map(len, (self.begin, *self.hidden, *self.asked[0])))
+        """Tokens without the other questions."""
+        return sum(map(len, (self.begin, *self.hidden, *self.asked)))
+
+    def inside(self, room: int) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """What the text holds, in order: statements, with no answer, and as many questions as ``room`` tokens hold."""
+        behind: list[list[tuple[Sequence[int], Sequence[int]]]] = [[] for _ in self.hidden]
+        for told, *question in self.others:
+            if (left := room - sum(map(len, question))) >= 0:
+                room = left
+                behind[told - 1].append((question[0], question[1]))
+        return [item for told, asked in zip(self.hidden, behind, strict=True) for item in ((told, ()), *asked)]
 
 
 class PromptsInText(ABC):
@@ -92,23 +104,17 @@ class PromptsInText(ABC):
                 f"{self.setting}: given {self.length}; with this tokenizer a prompt without text has {found.count} "
                 f"tokens: use at least {4 * found.count // 3 + 20}"
             )
-        asked = [found.asked[0]]
-        for question, answer in found.asked[1:]:
-            if (left := room - len(question) - len(answer)) >= 0:
-                room = left
-                asked.append((question, answer))
+        inside = found.inside(room)
+        room = self.length - after - sum(map(len, (found.begin, *chain(*inside), *found.asked)))
         text = self.text_of(kind, room + after, random)
         text, rest = text[:room], text[room:]
-        ids, at = [*found.begin], 0
-        for statement, place in zip(found.hidden, sorted(random.randint(0, room) for _ in found.hidden), strict=True):
-            ids += [*text[at:place], *statement]
-            at = place
-        ids += text[at:]
-        places: list[int] = []
-        for question, answer in asked:
-            ids += question
+        ids, places, at = [*found.begin], [], 0
+        stand = [*sorted(random.randint(0, room) for _ in inside), room]
+        for (told, answer), place in zip((*inside, found.asked), stand, strict=True):
+            ids += [*text[at:place], *told]
             places += range(len(ids) - 1, len(ids) - 1 + len(answer))
             ids += answer
+            at = place
         return np.array([*ids, *rest], dtype=np.int64), np.array(places)
 
 

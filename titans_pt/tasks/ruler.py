@@ -27,7 +27,7 @@ class RulerPrompts(PromptsInText):
         begin = self.tokenizer.document(HEAD.format(**task.words) + "\n")
         (expected,) = drawn.expected
         end, answer = ids_after(self.tokenizer, "a", tail), ids_after(self.tokenizer, tail, f" {expected}")
-        return Parts(begin, needles, [(end, answer)])
+        return Parts(begin, needles, (end, answer))
 
     def text_of(self, kind: str, count: int, random: Random) -> list[int]:
         if RULER[kind].haystack != "noise":

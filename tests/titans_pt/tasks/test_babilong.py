@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -44,15 +45,17 @@ def test_prompts_tell_a_story_in_order_and_end_with_answers(configured, kind, mo
             ids, places = prompts.sample(3, index)
             text, found = task.tokenizer.decode(ids[: places[-1] + 2].tolist()), told[-1]
             assert len(ids) == 1600 and 1600 - 64 <= places[-1] + 2 <= 1600
-            at = 0
+            at, ends = 0, []
             for fact in found.facts:  # after one another
-                at = text.index(f" {fact}", at) + len(fact)
-            rest, asked = text[: text.index("\nQuestion")], ASKED.findall(text)
-            assert asked[0] == (found.question, found.answer) and at <= len(rest)
-            assert set(asked[1:]) <= set(found.others) and len(set(asked)) == len(asked)
+                at = text.index(f" {fact}", at) + len(fact) + 1
+                ends.append(at)
+            asked = list(ASKED.finditer(text))
+            assert asked[-1].groups() == (found.question, found.answer) and asked[-1].start() >= at
+            others = [(sum(end <= each.start() for end in ends), *each.groups()) for each in asked[:-1]]
+            assert not Counter(others) - Counter(found.others)
             assert len(asked) == min(most, 1 + len(found.others))
-            said = task.tokenizer.decode(ids[places + 1].tolist()).split()
-            assert said == [f"{answer}." for _, answer in asked]
+            said, rest = task.tokenizer.decode(ids[places + 1].tolist()).split(), ASKED.sub("", text)
+            assert said == [f"{each[2]}." for each in asked]
             for fact in found.facts:
                 rest = rest.replace(f" {fact}", "", 1)
             assert not FACT.search(rest)
