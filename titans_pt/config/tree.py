@@ -478,7 +478,9 @@ class ModelConfig(Section):
     persistent_tokens: NonNegative = 128
     """Learned tokens before the sequence, the same for all data (titans mixers)."""
     conv_width: Positive = 4
-    """Width of the causal depthwise convolution on q, k, v of the memory. 1 disables it."""
+    """Width of the causal depthwise convolution on q, k, v of the memory, in tokens. 1 disables it. A memory binds what
+    its filters see together: where a key and its value lie farther apart, several layers have to learn to bring them
+    together, which takes far longer (docs/notebook.md, "Stories need filters as wide as a sentence")."""
     value_filters: Literal["own", "identity", "random"] = "own"
     """Start of the convolution of a mixer's values, or of its inputs if one convolution serves all. own: for memories
     the identity, for baselines random, as their authors have it. identity, random: the same for every mixer."""

@@ -13,7 +13,7 @@ from titans_pt.config import Positive
 from titans_pt.data_pipeline.tokenizers import Tokenizer, ids_after
 from titans_pt.tasks import babi
 from titans_pt.tasks.base import TASKS, Samples
-from titans_pt.tasks.in_text import InText, Parts, PromptsInText
+from titans_pt.tasks.in_text import Asked, InText, Parts, PromptsInText
 from titans_pt.tasks.needles import Lengths
 
 Kind = Literal["qa1", "qa2", "qa3", "qa4", "qa5"]
@@ -33,10 +33,10 @@ class StoryPrompts(PromptsInText):
         others = random.sample(story.others, min(self.questions - 1, len(story.others)))
         return Parts(
             self.tokenizer.document(""), facts, self._asked(story.question, story.answer),
-            [(told, *self._asked(*question)) for told, *question in others],
+            [(told, self._asked(*question)) for told, *question in others],
         )  # fmt: skip
 
-    def _asked(self, question: str, answer: str) -> tuple[list[int], list[int]]:
+    def _asked(self, question: str, answer: str) -> Asked:
         tail = babi.asked(question)
         return self._ids("a", tail), self._ids(tail, f" {answer}.")  # the score reads an answer up to its full stop
 

@@ -30,31 +30,34 @@ to answer there and nowhere else (docs/notebook.md, "BABILong by answers alone")
 TRIES = 1000
 """Draws of a prompt at most, until one fits into its length."""
 
+Asked = tuple[Sequence[int], Sequence[int]]
+"""Tokens of a question and of its answer."""
+
 
 @dataclass(frozen=True)
 class Parts:
     """Tokens of a prompt without its text. hidden: statements, in the order in which the text has them. asked: the last
-    question and its answer. others: further questions, each as (told, question, answer); those that fit are asked in
-    the text, behind the first ``told`` statements and before the next."""
+    question and its answer. others: further questions, each as (told, question with answer); those that fit are
+    asked in the text, behind the first ``told`` statements and before the next."""
 
     begin: Sequence[int]
     hidden: Sequence[Sequence[int]]
-    asked: tuple[Sequence[int], Sequence[int]]
-    others: Sequence[tuple[int, Sequence[int], Sequence[int]]] = ()
+    asked: Asked
+    others: Sequence[tuple[int, Asked]] = ()
 
     @property
     def count(self) -> int:
         """Tokens without the other questions."""
         return sum(map(len, (self.begin, *self.hidden, *self.asked)))
 
-    def inside(self, room: int) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """What the text holds, in order: statements, with no answer, and as many questions as ``room`` tokens hold."""
-        behind: list[list[tuple[Sequence[int], Sequence[int]]]] = [[] for _ in self.hidden]
-        for told, *question in self.others:
+    def inside(self, room: int) -> list[Asked]:
+        """Statements, with no answer, each before as many of its questions as ``room`` tokens hold."""
+        behind: list[list[Asked]] = [[(statement, ())] for statement in self.hidden]
+        for told, question in self.others:
             if (left := room - sum(map(len, question))) >= 0:
                 room = left
-                behind[told - 1].append((question[0], question[1]))
-        return [item for told, asked in zip(self.hidden, behind, strict=True) for item in ((told, ()), *asked)]
+                behind[told - 1].append(question)
+        return [*chain(*behind)]
 
 
 class PromptsInText(ABC):
@@ -108,7 +111,8 @@ class PromptsInText(ABC):
         room = self.length - after - sum(map(len, (found.begin, *chain(*inside), *found.asked)))
         text = self.text_of(kind, room + after, random)
         text, rest = text[:room], text[room:]
-        ids, places, at = [*found.begin], [], 0
+        ids, at = [*found.begin], 0
+        places: list[int] = []
         stand = [*sorted(random.randint(0, room) for _ in inside), room]
         for (told, answer), place in zip((*inside, found.asked), stand, strict=True):
             ids += [*text[at:place], *told]
