@@ -34,10 +34,11 @@ from titans_pt.tools.statistics import standard_error
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
 README = ROOT / "README.md"
-PAGE, REPRODUCE, TINY, BASELINES, DNA, FORECASTING, STATES, CONVERSION = (
+PAGE, REPRODUCE, TINY, BASELINES, EVALUATION, DNA, FORECASTING, STATES, CONVERSION = (
     ROOT / "docs" / f"{name}.md"
-    for name in ("results", "reproduce", "tiny", "baselines", "dna", "forecasting", "statetracking", "conversion")
-)
+    for name in ("results", "reproduce", "tiny", "baselines", "evaluation", "dna", "forecasting", "statetracking",
+                 "conversion")
+)  # fmt: skip
 
 
 def told(cell: Cell) -> str:
@@ -270,6 +271,19 @@ def lines_of_needles(rows: dict[str, list[dict]], lengths: Sequence[int]) -> lis
         )  # fmt: skip
         lines.append((-sum(cells[65536]) / len(cells[65536]), -sum(cells[16384]) / len(cells[16384]), shown))
     return [shown for *_, shown in sorted(lines)]
+
+
+def stories() -> list[str]:
+    """A line for each model and task: answers that are right, of those asked, and nats per token of the answer."""
+    lines = []
+    for name, (record, *_) in of_rows("babilong", target_study("babilong", "tiny").rows).items():
+        for task in record["config"]["babilong"]["tasks"]:
+            of_task = [found["tasks"][task]["by_length"] for found in record["measured"].values()]
+            cells = {cell["length"]: cell for rows in of_task for cell in rows}
+            shown = (f"{cell['mean'] * cell['n']:.0f} of {cell['n']} ({cell['answer_nll']:.2f})" if cell else "-"
+                     for cell in map(cells.get, (4096, 16384, 65536)))  # fmt: skip
+            lines.append(line(name, task, *shown))
+    return lines
 
 
 OVERVIEW = ("mac", "lmm", "mamba2", "gated_deltanet", "ttt_mlp", "transformer")
@@ -668,6 +682,7 @@ PAGES = {
         "| model | parameters | seeds | 2,048 | 16,384 |": found_in_noise,
         "| model | seeds | accuracy (%) |": recalled,
     },
+    EVALUATION: {"| model | task | 4,096 |": stories},
     DNA: OF_DNA,
     FORECASTING: {"| model | seeds | test MSE |": forecasts},
     STATES: {"| problem | model | seeds |": tracked},
