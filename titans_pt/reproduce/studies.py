@@ -176,13 +176,12 @@ def _babilong(size: str) -> Study:
 
 def _babilong_answers() -> Study:
     """Models that learn bAbI's stories in short texts, by their answers alone, and are asked in long ones."""
-    asked = {"near": (4096, 16384), "long": (65536,), "far": (1048576,)}
+    asked = (("near", (4096, 16384), 50), ("long", (65536,), 20), ("far", (1048576,), 4))
     columns = tuple(
         Column(f"{task}, {_short(n)}", name, measures.question(task, n))
-        for task in ("qa1", "qa2", "qa3") for name, of_it in asked.items() for n in of_it
+        for task in ("qa1", "qa2", "qa3") for name, lengths, _ in asked for n in lengths
     )  # fmt: skip
-    samples = {"near": 50, "long": 20, "far": 4}
-    taken = tuple(_of_lengths(name, lengths, samples[name]) for name, lengths in asked.items())
+    taken = tuple(_of_lengths(*each) for each in asked)
     note = "Percent right by the benchmark's score; trained on stories in at most 2,048 tokens of text."
     rows = tuple(map(Row, ("lmm", "mac", "swa", "mamba2", "rmt")))
     return Study("babilong", "BABILong, small", "tiny", rows, columns, taken, "tiny", note, folder="babilong",

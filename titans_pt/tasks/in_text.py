@@ -50,14 +50,14 @@ class Parts:
         """Tokens without the other questions."""
         return sum(map(len, (self.begin, *self.hidden, *self.asked)))
 
-    def inside(self, room: int) -> list[Asked]:
-        """Statements, with no answer, each before as many of its questions as ``room`` tokens hold."""
+    def inside(self, room: int) -> tuple[list[Asked], int]:
+        """Statements, with no answer, each before as many of its questions as ``room`` tokens hold; the room left."""
         behind: list[list[Asked]] = [[(statement, ())] for statement in self.hidden]
         for told, question in self.others:
             if (left := room - sum(map(len, question))) >= 0:
                 room = left
                 behind[told - 1].append(question)
-        return [*chain(*behind)]
+        return [*chain(*behind)], room
 
 
 class PromptsInText(ABC):
@@ -107,15 +107,14 @@ class PromptsInText(ABC):
                 f"{self.setting}: given {self.length}; with this tokenizer a prompt without text has {found.count} "
                 f"tokens: use at least {4 * found.count // 3 + 20}"
             )
-        inside = found.inside(room)
-        room = self.length - after - sum(map(len, (found.begin, *chain(*inside), *found.asked)))
+        inside, room = found.inside(room)
         text = self.text_of(kind, room + after, random)
         text, rest = text[:room], text[room:]
         ids, at = [*found.begin], 0
         places: list[int] = []
         stand = [*sorted(random.randint(0, room) for _ in inside), room]
-        for (told, answer), place in zip((*inside, found.asked), stand, strict=True):
-            ids += [*text[at:place], *told]
+        for (part, answer), place in zip((*inside, found.asked), stand, strict=True):
+            ids += [*text[at:place], *part]
             places += range(len(ids) - 1, len(ids) - 1 + len(answer))
             ids += answer
             at = place
