@@ -383,8 +383,8 @@ def _tokenizer(config: Config, build: Path) -> Tokenizer:
                 NucleotideTokenizer(Path()).save(Path(scratch))
                 path = build / FILES[1]
             elif given.path is None:
-                size, characters = config.model.vocab_size, given.train_characters
-                train_tokenizer(_sample(config.data), Path(scratch) / path.name, size, characters)
+                size, characters, symbols = config.model.vocab_size, given.train_characters, given.user_defined_symbols
+                train_tokenizer(_sample(config.data), Path(scratch) / path.name, size, characters, symbols)
             else:
                 path = build / load_tokenizer(given.path, given.eos_token, given.add_bos).save(Path(scratch)).name
             for file in sorted(Path(scratch).iterdir(), key=lambda file: file.name == path.name):

@@ -12,7 +12,7 @@ from titans_pt.data_pipeline.text import replace_surrogates
 from titans_pt.data_pipeline.tokenizers.base import FILES, Tokenizer
 from titans_pt.errors import UserError
 
-_SPACE = "\u2581"
+SPACE = "\u2581"
 """SentencePiece's own sign for a space; in text it would come back as one."""
 _STRETCH = 1 << 16
 """Longest text given to SentencePiece at once: beyond it, time per token doubles, at 100 bytes per character."""
@@ -47,8 +47,8 @@ class SentencePieceTokenizer(Tokenizer):
                     f"data.tokenizer.eos_token: given {eos_token!r}, which is no control piece of {path}; "
                     "set it to one, or to null for the model's own"
                 )
-        self.dummy_prefix = sp.encode_as_pieces("a")[0].startswith(_SPACE)
-        self._escaped_space = [sp.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+        self.dummy_prefix = sp.encode_as_pieces("a")[0].startswith(SPACE)
+        self._escaped_space = [sp.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         self._escapes = sp.is_byte(self._escaped_space[0]) and not self.dummy_prefix
         # A newline is a separate piece in all models that keep lines: what follows it is encoded as if alone.
         self._newline = sp.encode("\n")
@@ -57,7 +57,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: list[str], threads: int = 1) -> list[Sequence[int]]:
         texts = [replace_surrogates(text) for text in texts]
-        plain = [not self._escapes or _SPACE not in text for text in texts]
+        plain = [not self._escapes or SPACE not in text for text in texts]
         plain = [ok and (len(text) <= _STRETCH or not self._cuts) for ok, text in zip(plain, texts, strict=True)]
         short = [text for ok, text in zip(plain, texts, strict=True) if ok]
         # A list is handed to a pool of threads, even for one: many times the work of a sentence.
@@ -67,7 +67,7 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode_parts(self, text: str) -> array:
         """Ids of ``text``: SentencePiece's space signs in it become bytes, and a long text is encoded in stretches."""
         ids = array("i")  # a list of numbers takes nine times the memory
-        for i, part in enumerate(text.split(_SPACE) if self._escapes else [text]):
+        for i, part in enumerate(text.split(SPACE) if self._escapes else [text]):
             ids.extend(self._escaped_space if i else [])
             for start, stop in _stretches(part) if self._cuts else [(0, len(part))]:
                 lead = self._newline if start else []
@@ -103,4 +103,4 @@ def _piece_bytes(sp: sentencepiece.SentencePieceProcessor, i: int) -> bytes:
     if sp.is_unknown(i):
         return "\ufffd".encode()
     piece = sp.id_to_piece(i)
-    return bytes([int(piece[3:5], 16)]) if sp.is_byte(i) else piece.replace(_SPACE, " ").encode()
+    return bytes([int(piece[3:5], 16)]) if sp.is_byte(i) else piece.replace(SPACE, " ").encode()

@@ -2,13 +2,13 @@
 
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import sentencepiece
 
 from titans_pt.data_pipeline.tokenizers.base import Tokenizer
-from titans_pt.data_pipeline.tokenizers.sentencepiece import SentencePieceTokenizer
+from titans_pt.data_pipeline.tokenizers.sentencepiece import SPACE, SentencePieceTokenizer
 from titans_pt.errors import UserError
 from titans_pt.tools.files import write_atomically
 
@@ -16,11 +16,15 @@ _LINE_CHARACTERS = 4096
 """Longest line given to the trainer at once; it silently skips longer ones than its limit, which is in bytes."""
 
 
-def train_tokenizer(texts: Iterable[str], out_path: str | Path, vocab_size: int, max_characters: int) -> Tokenizer:
+def train_tokenizer(
+    texts: Iterable[str], out_path: str | Path, vocab_size: int, max_characters: int, symbols: Sequence[str] = ()
+) -> Tokenizer:
     """Trains a BPE model with byte fallback on the first ``max_characters`` of ``texts`` and writes it.
 
     The text is taken as it is (no normalisation, no added space), digits are single pieces. Newlines are
-    bytes, which keeps every piece inside a line. The same texts give the same file. unk 0, bos 1, eos 2.
+    bytes, which keeps every piece inside a line. Each of ``symbols`` is one token wherever a text has it
+    (SentencePiece's user-defined symbols), the longest where several begin. The same texts and symbols give the same
+    file. unk 0, bos 1, eos 2.
 
     Raises:
         UserError: the text has too few different words for ``vocab_size``, or too many different
@@ -44,6 +48,7 @@ def train_tokenizer(texts: Iterable[str], out_path: str | Path, vocab_size: int,
             bos_id=1,
             eos_id=2,
             pad_id=-1,
+            user_defined_symbols=[symbol.replace(" ", SPACE) for symbol in symbols],
             max_sentence_length=4 * _LINE_CHARACTERS,
             minloglevel=2,
         )
@@ -86,8 +91,8 @@ def _explain(error: str, vocab_size: int) -> Exception:
         )
     if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
         return UserError(
-            f"model.vocab_size: given {vocab_size}; bytes and the characters of the text alone need "
-            f"{match[1]}: raise it"
+            f"model.vocab_size: given {vocab_size}; bytes, data.tokenizer.user_defined_symbols and the characters "
+            f"of the text alone need {match[1]}: raise it"
         )
     if "sentences_.empty()" in error:
         return UserError("data.sources: no text to train a tokenizer on; add text, or set data.tokenizer.path")

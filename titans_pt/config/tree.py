@@ -8,6 +8,7 @@ imports the rest of the project: config is plain data.
 import copy
 import json
 import math
+import re
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -162,12 +163,27 @@ class TokenizerConfig(Section):
     prepare`` names the loss and counts the documents that changed. refuse: it stops."""
     train_characters: Positive = 20_000_000
     """Maximum number of characters of the text to train a tokenizer on."""
+    user_defined_symbols: list[Annotated[str, Field(min_length=1)]] = []
+    """Strings that are one token each wherever the text has them, for a tokenizer that is trained on the text: markers
+    of a dialogue, names, words. A space at the beginning belongs to the token: ``' kitchen'`` is the word in a
+    sentence."""
 
     @model_validator(mode="after")
     def _check(self):
         for key in ("path", "eos_token"):
             if self.kind == "nucleotides" and (given := getattr(self, key)) is not None:
                 raise ValueError(f"{key}: given {given!r} with kind='nucleotides', which has its own; remove it")
+        for i, symbol in enumerate(self.user_defined_symbols):
+            if self.kind == "nucleotides":
+                raise ValueError("user_defined_symbols: given with kind='nucleotides', which has its own; remove them")
+            if symbol in self.user_defined_symbols[:i]:
+                raise ValueError(f"user_defined_symbols: given {symbol!r} twice; remove one")
+            if bad := re.search("[\n\0\u2581]", symbol):
+                raise ValueError(f"user_defined_symbols: given {symbol!r}; no token has {bad[0]!r}, remove it")
+            if re.fullmatch("</?s>|<unk>|<pad>|<0x[0-9A-F]{2}>", symbol):
+                raise ValueError(
+                    f"user_defined_symbols: given {symbol!r}, a name of the tokenizer's own; choose another"
+                )
         return self
 
     @property

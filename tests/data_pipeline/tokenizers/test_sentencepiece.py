@@ -132,6 +132,17 @@ def test_too_little_text_names_the_largest_vocabulary_that_works(tmp_path):
     assert not (tmp_path / "b.model").exists()
 
 
+def test_user_defined_symbols_are_one_token_each(tmp_path, texts):
+    symbols = [" kitchen", " kitchen table", "<|user|>", 'a"b', ",x", '"', "é", "7up"]
+    tokenizer = train_tokenizer(texts, tmp_path / "a.model", 340, 10**6, symbols)
+    assert [symbol.encode() for symbol in symbols] == tokenizer.pieces[3 : 3 + len(symbols)]
+    text = 'In the kitchenette, a kitchen table<|user|>a"b,x" 7up Kitchen é \u2581kitchen\nkitchen'
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text == streamed(tokenizer, ids)
+    assert [ids.count(3 + i) for i in range(len(symbols))] == [1, 1, 1, 1, 1, 1, 1, 1]
+    assert train_tokenizer(texts, tmp_path / "b.model", 340, 10**6).sha256 != tokenizer.sha256
+
+
 def test_an_error_of_the_text_comes_through_training(tmp_path):
     def broken():
         yield "some text"
