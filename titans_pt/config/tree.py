@@ -268,7 +268,7 @@ class HierarchyConfig(Section):
 class CachingConfig(Section):
     segment: Positive = 256
     """Tokens after which the memory is cached as it is then, counted from the document's start: a multiple of
-    chunk_size. The memory itself goes on. With several documents in a sample each has segments of its own."""
+    chunk_size. With several documents in a sample each has segments of its own."""
     slots: Positive = 16
     """Caches that are kept at most. The cost grows with them: a full set costs each token ``slots`` reads of a memory
     beside its own, and a stream's state holds as many weight sets more. A cached memory of the usual shape has the size
@@ -276,23 +276,30 @@ class CachingConfig(Section):
     drop: Literal["oldest", "spread"] = "oldest"
     """Cache that goes when there are more than ``slots``. oldest: the newest stay. spread: the one whose neighbours
     are closest to each other for its age; the remaining caches lie the farther apart the older they are."""
-    shares: Literal["gated", "sparse", "average", "sum"] = "gated"
+    shares: Literal["gated", "sparse", "average", "sum", "change"] = "gated"
     """Weights of the running memory and of each cache. gated (GRM): softmax of a learned vector of the token times the
     mean key of each one's segment. sparse (SSC): the same among the running memory and the ``top`` caches; all of them
-    are computed nevertheless. average: decay^age, divided by the sum of them. sum: 1 each. Both have no parameters."""
+    are computed nevertheless. average: decay^age, divided by the sum of them. sum: 1 each. change: the change of the
+    answer to the token's own query over each one's segment, to the power of ``sharpness``, divided by the sum of them.
+    The last three have no parameters."""
     top: Positive = 4
     """shares=sparse: caches that count."""
     decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """shares=average: by how much a cache counts less than the one after it. 1: the plain mean."""
+    sharpness: Annotated[float, Field(gt=0.0)] = 16.0
+    """shares=change: the power. The larger, the nearer to the one memory whose segment changed the answer most."""
+    fresh: bool = False
+    """True: the memory begins again after each segment, as at a document's start; what it wrote before is in caches
+    alone. False: it goes on."""
     soup: bool = False
     """True: one memory is read whose weights are the mean of all (Memory Soup). False: the mean of what they answer. On
     a linear memory both are the same. The kernels in C and Triton do not serve it."""
 
     @model_validator(mode="after")
     def _check(self):
-        if self.soup and self.shares == "sum":
+        if self.soup and self.shares in ("sum", "change"):
             raise ValueError(
-                "soup: given True with shares='sum'; weights are averaged, so use gated, sparse or average"
+                f"soup: given True with shares={self.shares!r}; weights are averaged: use gated, sparse or average"
             )
         if self.shares == "sparse" and self.top > self.slots:
             raise ValueError(f"top: given {self.top}; at most slots={self.slots}")
@@ -302,6 +309,12 @@ class CachingConfig(Section):
     def learned(self) -> bool:
         """Whether it has parameters."""
         return self.shares in ("gated", "sparse")
+
+
+class ReadCachingConfig(CachingConfig):
+    last: Positive | None = None
+    """Only so many tokens at the end of a prompt, and the answer, read the caches; the tokens before them read the
+    running memory alone, at its own speed. Suites needle, babilong and needles. Null: all tokens."""
 
 
 class MemoryConfig(Section):
@@ -808,9 +821,9 @@ class EvaluationConfig(Section):
     """Tokens of the pieces of prefill_tokens that layers process in parallel, as train.wavefront."""
     save_every: Positive = 1_000_000
     """In longer contexts, save the state after this many tokens; a killed evaluation continues from there."""
-    caching: CachingConfig | None = None
+    caching: ReadCachingConfig | None = None
     """Read the memories of a run that was trained without caching together with states of earlier segments, as
-    model.memory.caching does: shares=average or sum, which have no parameters. Null: as trained."""
+    model.memory.caching does: shares=average, sum or change, which have no parameters. Null: as trained."""
     perplexity: PerplexityConfig = PerplexityConfig()
     """Suite perplexity: validation text, token by token."""
     needle: NeedleConfig = NeedleConfig()
@@ -830,8 +843,8 @@ class EvaluationConfig(Section):
     def _check(self):
         if self.caching is not None and self.caching.learned:
             raise ValueError(
-                f"caching.shares: given {self.caching.shares!r}; must be average or sum: the others have parameters, "
-                "which a training with model.memory.caching learns"
+                f"caching.shares: given {self.caching.shares!r}; must be average, sum or change: the others have "
+                "parameters, which a training with model.memory.caching learns"
             )
         return self
 

@@ -1,5 +1,8 @@
 """Memory Caching put on the memories of a trained model (arXiv 2602.24281), without parameters."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
 from titans_pt.config import CachingConfig
@@ -37,3 +40,16 @@ def cache_memories(model: nn.Module, config: CachingConfig):
     for memory in memories:
         assert isinstance(memory, NeuralMemory)
         memory.caching = Caching(memory.q.linear.in_features, memory.q.n_heads, config)
+
+
+@contextmanager
+def unread(model: nn.Module) -> Iterator[None]:
+    """Inside, memories answer alone; what they would have cached is cached."""
+    found = [module for module in model.modules() if isinstance(module, Caching)]
+    for caching in found:
+        caching.reads = False
+    try:
+        yield
+    finally:
+        for caching in found:
+            caching.reads = True

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from titans_pt.config import BabilongConfig, Config, NeedleConfig
 from titans_pt.errors import UserError
+from titans_pt.evaluation.caching import unread
 from titans_pt.evaluation.plots import plot_cost, plot_heat
 from titans_pt.layers.state import state_bytes
 from titans_pt.runs.loaded import LoadedRun
@@ -69,6 +70,7 @@ def read(
     save_every: int,
     path: Path,
     show: Callable[[dict], None] = lambda stretch: None,
+    last: int | None = None,
 ) -> PromptReading:
     """:func:`prefill` of prompts in stretches, with the state kept in ``path`` after each but the last.
 
@@ -79,6 +81,7 @@ def read(
         ids: (B, T) integers.
         save_every: tokens of a stretch, per row.
         show: called after each stretch with its entry in ``stretches``.
+        last: tokens at the end that read caches (evaluation.caching.last); None: all.
     """
     device = device_of(model)
     state, stretches = None, []
@@ -91,7 +94,12 @@ def read(
     for start in range(done, ids.shape[1], save_every):
         part = ids[:, start : start + save_every]
         began = _now(device)
-        logits, state = prefill(model, part, chunk_tokens, state)
+        alone = 0 if last is None else min(max(ids.shape[1] - last - start, 0), part.shape[1])
+        if alone:
+            with unread(model):
+                logits, state = prefill(model, part[:, :alone], chunk_tokens, state)
+        if alone < part.shape[1]:
+            logits, state = prefill(model, part[:, alone:], chunk_tokens, state)
         rate = part.shape[1] / (_now(device) - began)
         tokens = start + part.shape[1]
         stretches.append({"tokens": tokens, "tokens_per_s": rate, "peak_memory": _peak_memory(device)})
@@ -106,6 +114,7 @@ class LongContext(ABC):
     """One record per sample, shortest first. A job is (task, length, depth, index); see the subclasses."""
 
     name: str
+    has_prompts = True
     settings: NeedleConfig | BabilongConfig
 
     def __init__(self, run: LoadedRun, config: Config):
@@ -145,7 +154,8 @@ class LongContext(ABC):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         kept = run.results.evaluation / f"reading-{self.keys[index][:16]}.safetensors"
-        reading = read(run.model, sample.ids[None], self.prefill_tokens, self.save_every, kept)
+        last = run.caching and run.caching.last
+        reading = read(run.model, sample.ids[None], self.prefill_tokens, self.save_every, kept, last=last)
         logits, state, stretches = reading.logits, reading.state, reading.stretches
         nll = chance = None
         if sample.answer_ids is not None:

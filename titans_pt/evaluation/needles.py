@@ -23,6 +23,7 @@ class NeedleAnswers:
     """A job is a batch of at most eight samples of one length and number of needles, the shortest first."""
 
     name = "needles"
+    has_prompts = True
 
     def __init__(self, run: LoadedRun, config: Config):
         self.loaded, self.settings = run, config.evaluation.needles
@@ -51,7 +52,8 @@ class NeedleAnswers:
                 rate = rows * stretch["tokens_per_s"]
                 print(f"needles: {stretch['tokens']:,} of {asked.length:,} tokens, {rate:,.0f} tokens/s", flush=True)
 
-        reading = read(run.model, ids[:, :end], self.prefill_tokens, self.save_every, kept, show)
+        last = run.caching and run.caching.last
+        reading = read(run.model, ids[:, :end], self.prefill_tokens, self.save_every, kept, show, last)
         right = answered(run.model, ids[:, end:].to(device), places.to(device) - end, reading.state)
         return {
             "length": asked.length, "needles": asked.needles, "noise": self.settings.noise, "first": first,

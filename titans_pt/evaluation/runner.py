@@ -94,7 +94,7 @@ def evaluate(
     if suite is not None and suite not in task.suites:
         raise UserError(f"--suite: given {suite!r}; allowed: {', '.join(task.suites) or 'none'}")
     folder = run.results.evaluation / f"step-{run.step:08d}"
-    evaluations = [_named(task, name)(run, config) for name in ([suite] if suite else task.usual)]
+    evaluations = [_opened(task, name, run, config) for name in ([suite] if suite else task.usual)]
     for evaluation in evaluations:
         _work(evaluation, folder, rank, world, at)
 
@@ -121,12 +121,17 @@ def check(task: Task, config: Config):
         cache_memories(model, config.evaluation.caching)
     run = LoadedRun(RunFolder(config.run.dir), config, model, task, 0, "", config.train.precision)
     for suite in config.evaluation.suites:
-        _named(task, suite)(run, config)
+        _opened(task, suite, run, config)
 
 
-def _named(task: Task, suite: str) -> type:
+def _opened(task: Task, suite: str, run: LoadedRun, config: Config) -> Any:
     module, _, name = task.suites[suite].partition(":")
-    return getattr(importlib.import_module(module), name)
+    kind = getattr(importlib.import_module(module), name)
+    caching = config.evaluation.caching
+    if caching is not None and caching.last is not None and not getattr(kind, "has_prompts", False):
+        raise UserError(f"evaluation.caching.last: set, but the suite {suite} has no prompts; name one that has "
+                        "(--suite needle), or leave it out: all tokens read the caches")  # fmt: skip
+    return kind(run, config)
 
 
 def _parts(folder: Path, name: str) -> list[Path]:

@@ -6,10 +6,18 @@ arXiv 2602.24281. A token t of segment s reads, of the running memory M_t and th
 
 with shares g = softmax_i <u_t, p_i>, u_t = W_u x_t, p_i the mean key of segment i; that of the running one is the mean
 of its keys up to t, its own included. All is decided head by head, so that heads can be cut over ranks.
+
+shares=change is not the paper's. A memory counts by how much its segment has changed the answer to this very query:
+
+    g_i proportional to |M_i(q_t) - B_i(q_t)|^sharpness        B_i: the memory at the beginning of segment i
+
+The segment that wrote what is asked for changed the answer to it, and the memory at its end still holds it.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +31,8 @@ from titans_pt.layers.sharding import Shard
 
 NONE = -1
 """The number of a slot without a cache."""
+_LEAST = 1e-12
+"""Added to the square of a change: answers have lengths of about 1 to 10."""
 
 
 @dataclass
@@ -78,6 +88,8 @@ class Caching(nn.Module):
     def __init__(self, d_model: int, n_heads: int, config: CachingConfig):
         super().__init__()
         self.config, self.n_heads = config, n_heads
+        self.reads = True
+        """Whether tokens read the caches. Without, segments are cached for later ones that do."""
         self.u = nn.Linear(d_model, d_model, bias=False) if config.learned else None
 
     def begin(self, k: Tensor) -> Caches:
@@ -108,12 +120,42 @@ class Caching(nn.Module):
             caches.weights[:held], caches.pools[:held], keys, numbers[:, :held], torch.where(begins, 0, caches.place)
         )
 
-    def shares(self, u: Tensor | None, k: Tensor, caches: Caches) -> Tensor:
-        """(B, t, H, 1 + n) in the states' dtype: what the running memory and each cache count for a piece's tokens.
+    @staticmethod
+    def weighted(running: Tensor, cached: Iterable[Tensor], shares: Tensor) -> Tensor:
+        """Mean, (B, t, H, D), of what the ``running`` memory and each ``cached`` one answer to a piece's tokens."""
+        y = running * shares[..., :1]
+        for n, answer in enumerate(cached, 1):
+            y = y + shares[..., n : n + 1] * answer
+        return y
+
+    def by_change(self, running: Tensor, cached: Iterable[Tensor], first: Tensor, caches: Caches) -> Tensor:
+        """The same with shares=change. first: what M_0 answers."""
+        # A softmax of sharpness * log |change|, taken as the answers come: all of them at once would take much room.
+        dtype, power = state_dtype(running), self.config.sharpness / 2
+        top = torch.full_like(first[..., :1], power * math.log(_LEAST), dtype=dtype)
+        total, count, before = torch.zeros_like(first, dtype=dtype), torch.zeros_like(top), first.to(dtype)
+        here = (caches.numbers != NONE).to(running.device).view(*caches.numbers.shape, 1, 1, 1).unbind(1)
+        for answer, visible in zip(chain(cached, [running]), [*here, None], strict=True):
+            answer = answer.to(dtype)
+            score = power * ((answer - before).square().sum(-1, keepdim=True) + _LEAST).log()
+            if not self.config.fresh:
+                before = answer if visible is None else torch.where(visible, answer, before)
+            if visible is not None:
+                score = score.masked_fill(~visible, -torch.inf)
+            higher = torch.maximum(top, score.detach())
+            kept, share = (top - higher).exp(), (score - higher).exp()
+            total, count, top = kept * total + share * answer, kept * count + share, higher
+        return total / count
+
+    def shares(self, u: Tensor | None, k: Tensor, caches: Caches) -> Tensor | None:
+        """(B, t, H, 1 + n) in the states' dtype: what the running memory and each cache count for a piece's tokens;
+        None with shares=change, which depends on their answers.
 
         u: of :meth:`vectors`, (B, t, H, D). k: (B, t, H, D), their keys.
         """
         config, dtype, device = self.config, state_dtype(k), k.device
+        if config.shares == "change":
+            return None
         here = torch.cat([torch.ones(len(k), 1, dtype=torch.bool), caches.numbers != NONE], 1)
         if u is None:
             if config.shares == "sum":
@@ -180,13 +222,14 @@ class Caching(nn.Module):
     # ---- what the plan and the FLOP count ask
 
     def mean_read(self, length: int) -> tuple[float, float]:
-        """Number of caches that a token of a document of ``length`` has, and number of those that count (means)."""
+        """Number of caches that a token of a document of ``length`` has, and number of reads that count (means)."""
         config = self.config
         held = counted = 0
         for begin in range(0, length, config.segment):
             tokens, caches = min(config.segment, length - begin), min(begin // config.segment, config.slots)
             held += tokens * caches
-            counted += tokens * (min(caches, config.top) if config.shares == "sparse" else caches)
+            first = config.shares == "change" and caches > 0  # M_0 is read, for the change since
+            counted += tokens * (min(caches, config.top) if config.shares == "sparse" else caches + first)
         return held / length, counted / length
 
     def flops(self, length: int, width: int, read: Flops) -> Flops:

@@ -179,7 +179,7 @@ class NeuralMemory(nn.Module):
         if self.caching is None or chunk_size:
             y, memory = run(tokens, before, documents)
         else:
-            given = self.caching, run, norm, x, tokens, before, state and state.caches, documents
+            given = self.caching, run, start or weights, norm, x, tokens, before, state and state.caches, documents
             if torch.compiler.is_compiling():  # each of its pieces would be compiled
                 # Not at the top: importing torch's compiler takes seconds.
                 from titans_pt.kernels.memory import uncompiled
@@ -217,7 +217,7 @@ class NeuralMemory(nn.Module):
         return y, after
 
     def _cached(
-        self, caching: Caching, run: Callable, norm: tuple[Tensor, Tensor] | None, x: Tensor,
+        self, caching: Caching, run: Callable, start: tuple[Tensor, ...], norm: tuple[Tensor, Tensor] | None, x: Tensor,
         tokens: tuple[Tensor, ...], memory: MemoryState | None, caches: Caches | None, documents: Documents | None,
     ) -> tuple[Tensor, MemoryState, Caches]:  # fmt: skip
         """Segment by segment: what the memory answers together with its caches, its state, and the caches after it."""
@@ -232,17 +232,36 @@ class NeuralMemory(nn.Module):
                 *own, vectors = own
             here = documents.cut(piece.begin, piece.end) if documents and any(piece.new_document) else None
             caches = caching.begun(caches, piece.new_document)
+            if caching.config.fresh:
+                memory, here = self._begun(memory, here, caches.place % caching.config.segment == 0, own[0])
             shares = caching.shares(vectors, own[1], caches)
-            soup = Soup(caches.weights, shares) if caching.config.soup and caches.weights else None
+            read = caching.reads and bool(caches.weights)
+            soup = Soup(caches.weights, shares) if read and caching.config.soup and shares is not None else None
             y, memory = run(tuple(own), memory, here, soup)
-            if soup is None:
-                y = y * shares[..., :1]
-                for n, weights in enumerate(caches.weights, 1):
-                    y = y + shares[..., n : n + 1] * self._answer(own[0], weights, norm)
+            if read and soup is None:
+                cached = (self._answer(own[0], weights, norm) for weights in caches.weights)
+                if shares is None:
+                    first = self._answer(own[0], self.first_weights(start, len(x), caches.weights[0][0].dtype), norm)
+                    y = caching.by_change(y, cached, first, caches)
+                else:
+                    y = caching.weighted(y, cached, shares)
             outputs.append(y)
             caches = caching.after(caches, piece, own[1], self._met(memory))
         assert memory is not None, "no token is in no piece"
         return torch.cat(outputs, 1), memory, caches
+
+    @staticmethod
+    def _begun(
+        memory: MemoryState | None, documents: Documents | None, again: Tensor, q: Tensor
+    ) -> tuple[MemoryState | None, Documents | None]:
+        """State before a piece, and starts in it, where the memories of the rows ``again`` (B,) begin with it."""
+        if memory is None or bool(again.all()):
+            return None, None
+        if not bool(again.any()):
+            return memory, documents
+        starts = torch.zeros(q.shape[:2], dtype=torch.bool)
+        starts[:, 0] = again
+        return memory, Documents.of(starts, q.device)
 
     def start_after(self, prefix: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """prefix (1, P, d_model) -> its outputs (1, P, d_model) and the weights (H, d_in, d_out) after writing it."""

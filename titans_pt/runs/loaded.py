@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from titans_pt.config import CachingConfig, Config, config_hash
+from titans_pt.config import Config, ReadCachingConfig, config_hash
 from titans_pt.config.checks import completed
 from titans_pt.config.files import load_stored
 from titans_pt.errors import UserError
@@ -38,7 +38,7 @@ class LoadedRun:
     """"bf16" or "fp32", of the model's parameters."""
     out: RunFolder | None = None
     """Folder of results instead of the run's own."""
-    caching: CachingConfig | None = None
+    caching: ReadCachingConfig | None = None
     """Caches that were put on its memories for an evaluation (evaluation.caching)."""
 
     @property

@@ -7,8 +7,10 @@ import torch
 
 from tests.helpers.untrained import untrained_run
 from titans_pt import cli
+from titans_pt.config import CachingConfig
 from titans_pt.errors import UserError
-from titans_pt.evaluation.caching import cache_memories
+from titans_pt.evaluation.caching import cache_memories, unread
+from titans_pt.evaluation.long_context import read
 from titans_pt.models import build_model
 from titans_pt.runs.loaded import load_run
 
@@ -48,12 +50,53 @@ def test_the_weights_are_those_of_the_model_that_was_trained_without(tmp_path, p
     assert torch.equal(after[:, :8], before[:, :8]) and not torch.equal(after[:, 8:], before[:, 8:])
 
 
+@torch.no_grad()
+def test_the_last_tokens_of_a_prompt_alone_read_the_caches(tmp_path, prepared):
+    """Whatever the stretches, and after a kill between them."""
+    run = load_run(untrained_run(tmp_path / "run", prepared, mixers=["lmm", "mag"]))
+    ids = torch.randint(0, 40, (2, 50))
+    plain = run.model(ids)[0]
+    cache_memories(run.model, CachingConfig(segment=8, shares="change", fresh=True))
+    all_read = run.model(ids)[0]
+    with unread(run.model):
+        _, state = run.model(ids[:, :37])
+    expected = run.model(ids[:, 37:], state)[0][:, -1]
+    for save_every, chunk in ((50, 50), (20, 7), (37, 16), (1, 1)):
+        found = read(run.model, ids, chunk, save_every, tmp_path / "reading", last=13)
+        torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-5)
+    seen = []
+
+    def die(stretch):
+        seen.append(stretch["tokens"])
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read(run.model, ids, 50, 16, tmp_path / "reading", show=die, last=13)
+    found = read(
+        run.model, ids, 50, 16, tmp_path / "reading", show=lambda stretch: seen.append(stretch["tokens"]), last=13
+    )
+    assert seen == [16, 32, 48, 48, 50]
+    torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-5)
+    for other in (plain[:, -1], all_read[:, -1]):
+        assert (other - expected).abs().max() > 1e-3
+    found = read(run.model, ids, 50, 50, tmp_path / "reading", last=60)
+    torch.testing.assert_close(found.logits, all_read[:, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_suite_without_prompts_has_no_last_tokens(tmp_path, prepared, capsys):
+    run = untrained_run(tmp_path / "run", prepared, mixers=["lmm"])
+    words = ["evaluate", str(run), "--suite", "perplexity", "evaluation.caching={segment: 8, shares: sum, last: 4}"]
+    assert cli.run(words) == 2
+    assert "evaluation.caching.last: set, but the suite perplexity has no prompts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("model", "word", "message"), [
     ({"mixers": ["swa"]}, "{shares: sum, segment: 8}", "evaluation.caching: set, but the run has no neural memory"),
     ({"mixers": ["lmm"]}, "{shares: sum, segment: 7}", "evaluation.caching.segment: given 7; must be a multiple of"),
     ({"mixers": ["lmm"], "memory": {"caching": {"segment": 8}}}, "{shares: sum, segment: 8}",
      "evaluation.caching: set; must be null for a run that was trained with model.memory.caching"),
-    ({"mixers": ["lmm"]}, "{segment: 8}", "caching.shares: given 'gated'; must be average or sum"),
+    ({"mixers": ["lmm"]}, "{segment: 8}", "caching.shares: given 'gated'; must be average, sum or change"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(model, word, message, tmp_path, prepared):
     path = untrained_run(tmp_path / "run", prepared, **model)
