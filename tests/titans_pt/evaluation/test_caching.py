@@ -53,7 +53,9 @@ def test_the_weights_are_those_of_the_model_that_was_trained_without(tmp_path, p
 @torch.no_grad()
 def test_the_last_tokens_of_a_prompt_alone_read_the_caches(tmp_path, prepared):
     """Whatever the stretches, and after a kill between them."""
-    run = load_run(untrained_run(tmp_path / "run", prepared, mixers=["lmm", "mag"]))
+    run = load_run(untrained_run(tmp_path / "run", prepared, mixers=["lmm"], n_layers=2))
+    for parameter in run.model.parameters():
+        parameter.add_(0.2 * torch.randn_like(parameter))
     ids = torch.randint(0, 40, (2, 50))
     plain = run.model(ids)[0]
     cache_memories(run.model, CachingConfig(segment=8, shares="change", fresh=True))
