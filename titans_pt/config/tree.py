@@ -822,8 +822,9 @@ class EvaluationConfig(Section):
     save_every: Positive = 1_000_000
     """In longer contexts, save the state after this many tokens; a killed evaluation continues from there."""
     caching: ReadCachingConfig | None = None
-    """Read the memories of a run that was trained without caching together with states of earlier segments, as
-    model.memory.caching does: shares=average, sum or change, which have no parameters. Null: as trained."""
+    """Read the memories together with states of earlier segments, as model.memory.caching does. Where the run was
+    trained without: shares=average, sum or change, which have no parameters. What is not given is as the run was
+    trained. Null: as trained."""
     perplexity: PerplexityConfig = PerplexityConfig()
     """Suite perplexity: validation text, token by token."""
     needle: NeedleConfig = NeedleConfig()
@@ -838,15 +839,6 @@ class EvaluationConfig(Section):
     """Suite needles of the task needles: needles in noise, by length."""
     state_tracking: StateTrackingConfig = StateTrackingConfig()
     """Suite state_tracking of the task of that name: accuracy by length and by position."""
-
-    @model_validator(mode="after")
-    def _check(self):
-        if self.caching is not None and self.caching.learned:
-            raise ValueError(
-                f"caching.shares: given {self.caching.shares!r}; must be average, sum or change: the others have "
-                "parameters, which a training with model.memory.caching learns"
-            )
-        return self
 
 
 class WandbConfig(Section):

@@ -1,22 +1,26 @@
-"""Memory Caching put on the memories of a trained model (arXiv 2602.24281), without parameters."""
+"""Memory Caching (arXiv 2602.24281) put on the memories of a trained model, or changed there."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
-from titans_pt.config import CachingConfig
+from titans_pt.config import ReadCachingConfig
+from titans_pt.config.sections import own_section
 from titans_pt.errors import UserError
 from titans_pt.layers.caching import Caching
 from titans_pt.layers.hierarchy import HierarchicalMemory
 from titans_pt.layers.memory import NeuralMemory
 
 
-def cache_memories(model: nn.Module, config: CachingConfig):
+def cache_memories(model: nn.Module, given: ReadCachingConfig) -> ReadCachingConfig:
     """Puts caches on every memory of ``model``, which is read together with them from now on.
 
+    Returns:
+        the settings: what is not given is as the model was trained.
+
     Raises:
-        UserError: there is no memory, it has caches already, or its chunks do not divide segments.
+        UserError: there is no memory, its chunks do not divide segments, or shares have parameters that it has not.
     """
     memories = [module for module in model.modules() if isinstance(module, (NeuralMemory, HierarchicalMemory))]
     if not memories:
@@ -27,19 +31,23 @@ def cache_memories(model: nn.Module, config: CachingConfig):
                 "evaluation.caching: set; must be null for a run with model.memory.hierarchy, whose memories begin "
                 "again by themselves"
             )
-        if memory.caching is not None:
-            raise UserError(
-                "evaluation.caching: set; must be null for a run that was trained with model.memory.caching; "
-                "leave it out"
-            )
+        trained, config = memory.caching, given
+        if trained is not None:
+            fields = trained.config.model_dump() | given.model_dump(exclude_unset=True)
+            config = own_section(fields, ReadCachingConfig, "evaluation.caching")
         if config.segment % memory.config.chunk_size:
             raise UserError(
                 f"evaluation.caching.segment: given {config.segment}; must be a multiple of the run's "
                 f"model.memory.chunk_size={memory.config.chunk_size}"
             )
-    for memory in memories:
-        assert isinstance(memory, NeuralMemory)
+        if config.learned and (trained is None or trained.u is None):
+            raise UserError(
+                f"evaluation.caching.shares: given {config.shares!r}; must be average, sum or change: the run has not "
+                "learned the parameters of the others (model.memory.caching)"
+            )
         memory.caching = Caching(memory.q.linear.in_features, memory.q.n_heads, config)
+        memory.caching.u = trained.u if trained is not None and config.learned else None
+    return config
 
 
 @contextmanager

@@ -86,8 +86,7 @@ def evaluate(
     if out is not None:
         run = replace(run, out=RunFolder(out))
     if (caching := run.config.evaluation.caching) is not None:
-        cache_memories(run.model, caching)
-        run = replace(run, caching=caching)
+        run = replace(run, caching=cache_memories(run.model, caching))
     if device != "cpu":
         backbone_of(run.model).set_compiled(True)
     config, task = run.config, run.task

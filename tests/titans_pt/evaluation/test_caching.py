@@ -51,6 +51,22 @@ def test_the_weights_are_those_of_the_model_that_was_trained_without(tmp_path, p
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("trained", [{"segment": 8}, {"segment": 8, "shares": "change", "fresh": True}])
+def test_the_caches_of_a_run_that_has_them_are_changed(trained, tmp_path, prepared):
+    """Longer segments, of which more are kept; the rest as the run was trained, learned shares included."""
+    path = untrained_run(tmp_path / "run", prepared, mixers=["lmm"], memory={"caching": trained})
+    run = load_run(path, overrides=["evaluation.caching={segment: 16, slots: 2}"])
+    found = cache_memories(run.model, run.config.evaluation.caching)
+    expected = CachingConfig(**trained | {"segment": 16, "slots": 2})
+    assert found.model_dump(exclude={"last"}) == expected.model_dump()
+    memory = run.config.model.memory.model_copy(update={"caching": expected})
+    other = build_model(run.config.model.model_copy(update={"memory": memory})).eval()
+    other.load_state_dict(run.model.state_dict())
+    ids = torch.randint(0, 40, (1, 60))
+    torch.testing.assert_close(run.model(ids)[0], other(ids)[0], rtol=0, atol=0)
+
+
+@torch.no_grad()
 def test_the_last_tokens_of_a_prompt_alone_read_the_caches(tmp_path, prepared):
     """Whatever the stretches, and after a kill between them."""
     run = load_run(untrained_run(tmp_path / "run", prepared, mixers=["lmm"], n_layers=2))
@@ -96,9 +112,11 @@ def test_a_suite_without_prompts_has_no_last_tokens(tmp_path, prepared, capsys):
 @pytest.mark.parametrize(("model", "word", "message"), [
     ({"mixers": ["swa"]}, "{shares: sum, segment: 8}", "evaluation.caching: set, but the run has no neural memory"),
     ({"mixers": ["lmm"]}, "{shares: sum, segment: 7}", "evaluation.caching.segment: given 7; must be a multiple of"),
-    ({"mixers": ["lmm"], "memory": {"caching": {"segment": 8}}}, "{shares: sum, segment: 8}",
-     "evaluation.caching: set; must be null for a run that was trained with model.memory.caching"),
-    ({"mixers": ["lmm"]}, "{segment: 8}", "caching.shares: given 'gated'; must be average, sum or change"),
+    ({"mixers": ["lmm"]}, "{segment: 8}", "evaluation.caching.shares: given 'gated'; must be average, sum or change"),
+    ({"mixers": ["lmm"], "memory": {"caching": {"segment": 8, "shares": "sum"}}}, "{shares: gated}",
+     "evaluation.caching.shares: given 'gated'; must be average, sum or change"),
+    ({"mixers": ["lmm"], "memory": {"caching": {"segment": 8, "soup": True}}}, "{shares: sum}",
+     "evaluation.caching.soup: given True with shares='sum'"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(model, word, message, tmp_path, prepared):
     path = untrained_run(tmp_path / "run", prepared, **model)

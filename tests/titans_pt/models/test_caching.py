@@ -15,6 +15,7 @@ from titans_pt.tasks import task_of
 from titans_pt.training.plan import make_plan
 
 MIXERS = ["lmm", "mac", "mag", "mal", "mab"]
+CHANGE = {"shares": "change", "fresh": True}
 every_mixer = pytest.mark.parametrize("mixer", MIXERS)
 
 
@@ -23,7 +24,7 @@ def cached(**caching):
 
 
 @every_mixer
-@pytest.mark.parametrize("form", [{}, {"shares": "sparse", "top": 1, "soup": True, "drop": "spread"}], ids=str)
+@pytest.mark.parametrize("form", [{}, {"shares": "sparse", "top": 1, "soup": True, "drop": "spread"}, CHANGE], ids=str)
 def test_streams_equal_one_call_and_their_state_is_kept_in_a_file(mixer, form, tmp_path):
     model = small_model([mixer], memory=cached(**form))
     ids = torch.randint(52, (2, 40))
@@ -52,12 +53,14 @@ def test_a_later_token_changes_nothing_before_it(mixer):
             assert not torch.equal(after[0, place:], before[0, place:])
 
 
-@pytest.mark.parametrize("mixer", ["lmm", "mac", "mag", "mal"])
-def test_tensor_ranks_have_every_gradient_of_the_whole_model(mixer):
-    check(small_config([mixer], memory=cached()), reset=True)
+@pytest.mark.parametrize(
+    ("mixer", "form"), [("lmm", {}), ("mac", {}), ("mag", {}), ("mal", {}), ("lmm", CHANGE), ("mac", CHANGE)]
+)
+def test_tensor_ranks_have_every_gradient_of_the_whole_model(mixer, form):
+    check(small_config([mixer], memory=cached(**form)), reset=True)
 
 
-@pytest.mark.parametrize("form", [{}, {"soup": True}, {"shares": "average"}], ids=str)
+@pytest.mark.parametrize("form", [{}, {"soup": True}, {"shares": "average"}, {"shares": "change"}, CHANGE], ids=str)
 def test_its_products_are_counted(form):
     length, heads = 28, 2
     found = []
@@ -70,8 +73,9 @@ def test_its_products_are_counted(form):
         found.append((counter.get_total_flops(), memory.flops(length).forward * length))
     (plain, plain_counted), (seen, counted) = found
     assert seen - plain == pytest.approx(counted - plain_counted, rel=1e-12)
-    # 8 tokens with none, 8 with one, 12 with two: 32 reads of an 8 -> 16 -> 8 network, and as many scores.
-    read = 32 * heads * 2 * (2 * 8 * 16)
+    # 8 tokens with none, 8 with one, 12 with two: 32 reads of an 8 -> 16 -> 8 network, and as many scores. change: 20
+    # tokens also read M_0.
+    read = (52 if form.get("shares") == "change" else 32) * heads * 2 * (2 * 8 * 16)
     learned = 0 if form.get("shares") else length * 2 * 16 * 16 + 32 * 2 * 16
     assert counted - plain_counted == read + learned
 
