@@ -19,7 +19,7 @@ class Hope(MemoryMixer):
     persistent tokens, of which the paper has none; ``output_gate`` is the sigmoid.
 
     The paper's rule, delta gradient descent without momentum, is the default of model.memory.rule and .momentum in a
-    model with this mixer. Its MLPs, the continuum memory system, are model.mlp_periods.
+    model with this mixer, and 0.05 that of .theta_init. Its MLPs, the continuum memory system, are model.mlp_periods.
     """
 
     name = "hope"
@@ -37,7 +37,9 @@ class Hope(MemoryMixer):
 
     @classmethod
     def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
-        return super().defaults(config, length) | {"model.memory.rule": "dgd", "model.memory.momentum": False}
+        # A step moves the keys, values and gates of all later ones: at the usual size, gradients of training explode.
+        own = {"model.memory.rule": "dgd", "model.memory.momentum": False, "model.memory.theta_init": 0.05}
+        return super().defaults(config, length) | own
 
     @classmethod
     def check(cls, config: Config, need: Need):

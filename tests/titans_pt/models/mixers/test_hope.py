@@ -54,11 +54,11 @@ def test_it_streams_with_its_continuum_memory_system(tmp_path):
 
 def test_its_rule_is_the_papers_unless_another_is_given(tiny):
     found = load_config(tiny(), ["model.mixers=[hope]"]).model.memory
-    assert (found.rule, found.momentum) == ("dgd", False)
+    assert (found.rule, found.momentum, found.theta_init) == ("dgd", False, 0.05)
     found = load_config(tiny(), ["model.mixers=[hope]", "model.memory.rule=yaad", "model.memory.momentum=true"])
     assert (found.model.memory.rule, found.model.memory.momentum) == ("yaad", True)
     found = load_config(tiny(), ["model.mixers=[lmm]"]).model.memory
-    assert (found.rule, found.momentum) == ("titans", True)
+    assert (found.rule, found.momentum, found.theta_init) == ("titans", True, 0.5)
 
 
 @pytest.mark.parametrize("words, message", [
