@@ -91,7 +91,8 @@ def test_version_and_help(capsys):
     ("plan c.yaml --rank 2", "No such option '--rank'. Did you mean '--ranks'? (see titans plan --help)"),
     ("inspect run", "Missing option '--text' (see titans inspect --help)"),
     ("completion tcsh", "Invalid value for 'SHELL': 'tcsh' is not one of 'bash', 'zsh', 'fish' (see titans completion"),
-    ("generate run --prompt a b=1", "Got unexpected extra argument (b=1) (see titans generate --help)"),
+    ("export run --out a b=1", "Got unexpected extra argument (b=1) (see titans export --help)"),
+    ("generate run --prompt a b=1", "override 'b=1': only evaluation.KEY=VALUE can be set here; the rest is the run's"),
     ("data inspect c.yaml --sample 1 --step", "Option '--step' requires an argument"),
 ])  # fmt: skip
 def test_wrong_words_are_one_line(failing, words, message):

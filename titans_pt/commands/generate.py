@@ -3,7 +3,7 @@ from pathlib import Path
 
 import click
 
-from titans_pt.commands._arguments import FILE, PATH, checkpoint_step, real, run_folder, whole
+from titans_pt.commands._arguments import FILE, PATH, checkpoint_step, overrides, real, run_folder, whole
 
 SECTION = "evaluate"
 WRITES = "--save-state"
@@ -11,6 +11,7 @@ WRITES = "--save-state"
 
 @click.command()
 @run_folder
+@overrides("evaluation.* settings over the run's, e.g. evaluation.caching")
 @click.option("--prompt", metavar="TEXT", help="text to continue; optional with --state")
 @click.option(
     "--prompt-file", type=PATH, metavar="FILE",
@@ -40,9 +41,9 @@ WRITES = "--save-state"
 @click.option("--save-state", type=FILE, metavar="FILE", help="write the state after prompt and new text")
 @click.option("--state", type=PATH, metavar="FILE", help="continue from a state that --save-state wrote")
 def generate(
-    run: str, prompt: str | None, prompt_file: str | None, prompts: str | None, batch: int, max_new_tokens: int,
-    temperature: float, top_k: int | None, top_p: float, seed: int, step: int | None, save_state: Path | None,
-    state: str | None,
+    run: str, overrides: tuple[str, ...], prompt: str | None, prompt_file: str | None, prompts: str | None, batch: int,
+    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float, seed: int, step: int | None,
+    save_state: Path | None, state: str | None,
 ):  # fmt: skip
     """Continue a prompt, or many prompts, carrying the memory's state."""
     names = {"--prompt": prompt, "--prompt-file": prompt_file, "--prompts": prompts}
@@ -65,8 +66,9 @@ def generate(
         lines = lines_of(read_text(prompts, "--prompts"))
         if not any(lines):
             raise click.UsageError(f"--prompts: {prompts} holds no text; give a prompt on each line.")
-        evaluation.generate_batch(run, lines, max_new_tokens, temperature, top_k, top_p, seed, step, batch)
+        evaluation.generate_batch(run, lines, max_new_tokens, temperature, top_k, top_p, seed, step, batch, overrides)
         return
     evaluation.generate(
-        run, prompt, max_new_tokens, temperature, top_k, top_p, seed, step, state_file=state, save_to=save_state
-    )
+        run, prompt, max_new_tokens, temperature, top_k, top_p, seed, step, state_file=state, save_to=save_state,
+        overrides=overrides,
+    )  # fmt: skip

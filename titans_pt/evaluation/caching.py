@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from titans_pt.config import ReadCachingConfig
 from titans_pt.config.sections import own_section
@@ -11,6 +13,18 @@ from titans_pt.errors import UserError
 from titans_pt.layers.caching import Caching
 from titans_pt.layers.hierarchy import HierarchicalMemory
 from titans_pt.layers.memory import NeuralMemory
+from titans_pt.runs.loaded import LoadedRun
+from titans_pt.streaming import prefill
+
+
+def with_caches(run: LoadedRun) -> LoadedRun:
+    """The run as its evaluation.caching says; the model is the same one, changed.
+
+    Raises:
+        UserError: as :func:`cache_memories`.
+    """
+    given = run.config.evaluation.caching
+    return run if given is None else replace(run, caching=cache_memories(run.model, given))
 
 
 def cache_memories(model: nn.Module, given: ReadCachingConfig) -> ReadCachingConfig:
@@ -61,3 +75,18 @@ def unread(model: nn.Module) -> Iterator[None]:
     finally:
         for caching in found:
             caching.reads = True
+
+
+def read_prompt(
+    model: nn.Module, ids: Tensor, chunk_tokens: int, state: Any = None, reset: Tensor | None = None,
+    last: int | None = None,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """:func:`titans_pt.streaming.prefill`, of whose ids only the ``last`` read caches; None: all."""
+    alone = 0 if last is None else max(ids.shape[1] - last, 0)
+    first, then = (None, None) if reset is None else (reset[:, :alone], reset[:, alone:])
+    if alone:
+        with unread(model):
+            logits, state = prefill(model, ids[:, :alone], chunk_tokens, state, first)
+    if alone < ids.shape[1]:
+        logits, state = prefill(model, ids[:, alone:], chunk_tokens, state, then)
+    return logits, state

@@ -11,8 +11,9 @@ import torch
 
 from titans_pt.data_pipeline import StreamDecoder, Tokenizer
 from titans_pt.errors import UserError
-from titans_pt.runs.loaded import load_reading, load_run, save_reading
-from titans_pt.streaming import best_device, check_draws, chooser, continuations, padded, prefill, sample
+from titans_pt.evaluation.caching import read_prompt, with_caches
+from titans_pt.runs.loaded import LoadedRun, load_reading, load_run, save_reading
+from titans_pt.streaming import best_device, check_draws, chooser, continuations, padded, sample
 
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 """Line ends to str.splitlines() and to editors that JSON leaves as they are."""
@@ -29,6 +30,7 @@ def generate(
     step: int | None = None,
     state_file: str | Path | None = None,
     save_to: str | Path | None = None,
+    overrides: Sequence[str] = (),
 ) -> str:
     """Continues ``prompt`` with a run's model: text to stdout as it comes, tokens/s to stderr.
 
@@ -42,6 +44,7 @@ def generate(
         step: the checkpoint; None is the newest.
         state_file: all that ``save_to`` kept of an earlier call comes before the prompt.
         save_to: a file for the state after prompt and new text. It may be ``state_file``.
+        overrides: ``evaluation.KEY=VALUE`` settings over the run's, such as evaluation.caching.
 
     Returns:
         the new text.
@@ -51,7 +54,7 @@ def generate(
             wrong with the run.
     """
     check_draws(max_new_tokens or int(save_to is not None), temperature, top_k, top_p)
-    run = load_run(run_dir, step=step, device=best_device())
+    run = _opened(run_dir, step, overrides)
     _check(bool(prompt) or state_file is not None, "prompt", prompt, "some text, or none with a saved state")
     # A saved state is in the middle of a document.
     ids = _opening(run.tokenizer, prompt) if state_file is None else run.tokenizer.encode(prompt or "")
@@ -59,7 +62,10 @@ def generate(
     logits, state = (None, None) if state_file is None else load_reading(run, state_file)
     began = time.perf_counter()
     if ids:
-        logits, state = prefill(run.model, torch.tensor([ids]), run.config.evaluation.prefill_tokens, state)
+        last = run.caching and run.caching.last
+        logits, state = read_prompt(
+            run.model, torch.tensor([ids]), run.config.evaluation.prefill_tokens, state, last=last
+        )
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
     read = time.perf_counter()
@@ -90,6 +96,7 @@ def generate_batch(
     seed: int = 0,
     step: int | None = None,
     batch: int = 8,
+    overrides: Sequence[str] = (),
 ) -> list[str]:
     """Continues each of ``prompts``, ``batch`` of them side by side: a line of JSON each to stdout, in their order,
     with the prompt, its tokens, the new text and its tokens; tokens/s to stderr.
@@ -105,13 +112,14 @@ def generate_batch(
     """
     check_draws(max_new_tokens, temperature, top_k, top_p)
     _check(batch >= 1, "batch", batch, "at least 1")
-    run = load_run(run_dir, step=step, device=best_device())
+    run = _opened(run_dir, step, overrides)
     asked = [_opening(run.tokenizer, prompt) for prompt in prompts]
     texts, written, began = [], 0, time.perf_counter()
     for first in range(0, len(asked), batch):
         rows = range(first, min(first + batch, len(asked)))
         ids, reset = padded([asked[row] for row in rows])
-        logits, state = prefill(run.model, ids, run.config.evaluation.prefill_tokens, None, reset)
+        last = run.caching and run.caching.last
+        logits, state = read_prompt(run.model, ids, run.config.evaluation.prefill_tokens, None, reset, last)
         choose = [chooser(temperature, top_k, top_p, seed + row) for row in rows]
         found = continuations(run.model, logits, state, max_new_tokens, {run.tokenizer.eos_id}, choose)
         for row, new in zip(rows, found, strict=True):
@@ -127,6 +135,13 @@ def generate_batch(
         file=sys.stderr,
     )
     return texts
+
+
+def _opened(run_dir: str | Path, step: int | None, overrides: Sequence[str]) -> LoadedRun:
+    for override in overrides:
+        if not override.startswith("evaluation."):
+            raise UserError(f"override {override!r}: only evaluation.KEY=VALUE can be set here; the rest is the run's")
+    return with_caches(load_run(run_dir, step=step, device=best_device(), overrides=overrides))
 
 
 def _opening(tokenizer: Tokenizer, prompt: str) -> list[int]:

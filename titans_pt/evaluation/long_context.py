@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from titans_pt.config import BabilongConfig, Config, NeedleConfig
 from titans_pt.errors import UserError
-from titans_pt.evaluation.caching import unread
+from titans_pt.evaluation.caching import read_prompt
 from titans_pt.evaluation.plots import plot_cost, plot_heat
 from titans_pt.layers.state import state_bytes
 from titans_pt.runs.loaded import LoadedRun
 from titans_pt.runs.states import load_state, read_about, save_state
-from titans_pt.streaming import continuation_logits, device_of, greedy, prefill
+from titans_pt.streaming import continuation_logits, device_of, greedy
 from titans_pt.tools.plots import plot_accuracy
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import wilson
@@ -94,12 +94,8 @@ def read(
     for start in range(done, ids.shape[1], save_every):
         part = ids[:, start : start + save_every]
         began = _now(device)
-        alone = 0 if last is None else min(max(ids.shape[1] - last - start, 0), part.shape[1])
-        if alone:
-            with unread(model):
-                logits, state = prefill(model, part[:, :alone], chunk_tokens, state)
-        if alone < part.shape[1]:
-            logits, state = prefill(model, part[:, alone:], chunk_tokens, state)
+        reading = None if last is None else max(last - (ids.shape[1] - start - part.shape[1]), 0)
+        logits, state = read_prompt(model, part, chunk_tokens, state, last=reading)
         rate = part.shape[1] / (_now(device) - began)
         tokens = start + part.shape[1]
         stretches.append({"tokens": tokens, "tokens_per_s": rate, "peak_memory": _peak_memory(device)})

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.evaluation.caching import cache_memories
+from titans_pt.evaluation.caching import cache_memories, with_caches
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import LoadedRun, load_run
 from titans_pt.runs.wandb_log import WandbLog
@@ -85,8 +85,7 @@ def evaluate(
     run = load_run(run_dir, step=step, device=device, overrides=overrides)
     if out is not None:
         run = replace(run, out=RunFolder(out))
-    if (caching := run.config.evaluation.caching) is not None:
-        run = replace(run, caching=cache_memories(run.model, caching))
+    run = with_caches(run)
     if device != "cpu":
         backbone_of(run.model).set_compiled(True)
     config, task = run.config, run.task

@@ -130,12 +130,17 @@ def load_reading(run: LoadedRun, path: str | Path) -> tuple[torch.Tensor, Any]:
             f"{path}: saved with another checkpoint than step {run.step} of {run.folder.path}; "
             "name that one with --checkpoint STEP, or that run"
         )
+    if about.get("caching", "") != expected["caching"]:
+        was = about.get("caching") or "null"
+        raise UserError(f"{path}: saved with other caches; give the same, evaluation.caching={was}")
     return load_state(path, device_of(run.model))
 
 
 def _about(run: LoadedRun) -> dict[str, str]:
-    """Owner of a saved state: this model with these weights."""
-    return {"kind": "generation", "model": config_hash(run.config.model), "checkpoint": run.checkpoint_hash}
+    """Owner of a saved state: this model with these weights and caches."""
+    caching = run.caching.model_dump_json(exclude={"last"}) if run.caching else ""
+    about = {"kind": "generation", "model": config_hash(run.config.model), "checkpoint": run.checkpoint_hash}
+    return about | {"caching": caching}
 
 
 def load_weights(model: nn.Module, weights: dict[str, torch.Tensor]):

@@ -13,6 +13,7 @@ from titans_pt.evaluation.caching import cache_memories, unread
 from titans_pt.evaluation.long_context import read
 from titans_pt.models import build_model
 from titans_pt.runs.loaded import load_run
+from titans_pt.streaming import greedy
 
 AVERAGE = ["evaluation.caching={segment: 8, shares: average}", "evaluation.perplexity.length=64"]
 
@@ -100,6 +101,31 @@ def test_the_last_tokens_of_a_prompt_alone_read_the_caches(tmp_path, prepared):
         assert (other - expected).abs().max() > 1e-3
     found = read(run.model, ids, 50, 50, tmp_path / "reading", last=60)
     torch.testing.assert_close(found.logits, all_read[:, -1], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_text_is_read_once_and_asked_about_with_caches(tmp_path, prepared, capsys):
+    run = str(untrained_run(tmp_path / "run", prepared, mixers=["lmm"], n_layers=2))
+    caching = "evaluation.caching={segment: 8, slots: 4, shares: change, fresh: true, last: 5}"
+    text, question = "walks and talks and looks at it " * 3, " and then"
+    loaded = load_run(run, overrides=[caching])
+    cache_memories(loaded.model, loaded.config.evaluation.caching)
+    ids, more = (torch.tensor([loaded.tokenizer.encode(words)]) for words in (text, question))
+    with unread(loaded.model):
+        _, state = loaded.model(ids[:, :-5])
+    _, state = loaded.model(ids[:, -5:], state)
+    logits, state = loaded.model(more, state)
+    expected = loaded.tokenizer.decode(list(greedy(loaded.model, logits[:, -1], state, 8, set())))
+    file, words = str(tmp_path / "state"), ["generate", run, caching]
+    assert cli.run([*words, "--prompt", text, "--max-new-tokens", "0", "--save-state", file]) == 0
+    capsys.readouterr()
+    ask = ["--state", file, "--prompt", question, "--max-new-tokens", "8", "--temperature", "0"]
+    assert cli.run([*words, *ask]) == 0
+    assert capsys.readouterr().out.strip("\n") == expected.strip("\n")
+    assert cli.run(["generate", run, *ask]) == 2
+    assert "saved with other caches; give the same, evaluation.caching={" in capsys.readouterr().err
+    assert cli.run(["generate", run, "train.lr=1", "--prompt", "a"]) == 2
+    assert "only evaluation.KEY=VALUE can be set here" in capsys.readouterr().err
 
 
 def test_a_suite_without_prompts_has_no_last_tokens(tmp_path, prepared, capsys):

@@ -80,13 +80,13 @@ def new_text(run, ids, count, state=None):
 def test_bos_comes_once_where_a_document_begins(sentencepiece, run, tmp_path, monkeypatch):
     run.tokenizer = load_tokenizer(sentencepiece.path, add_bos=True)
     run.model = small_model(["lmm"], vocab_size=sentencepiece.vocab_size, init_std=0.5)
-    read, prefill = [], generation.prefill
+    read, read_prompt = [], generation.read_prompt
 
-    def watched(model, ids, *more):
+    def watched(model, ids, *more, **named):
         read.extend(ids.tolist())
-        return prefill(model, ids, *more)
+        return read_prompt(model, ids, *more, **named)
 
-    monkeypatch.setattr(generation, "prefill", watched)
+    monkeypatch.setattr(generation, "read_prompt", watched)
     bos, first, then = sentencepiece.bos_id, sentencepiece.encode("The grass"), sentencepiece.encode(" is green")
     state = tmp_path / "state"
     text = generation.generate("anywhere", "The grass", 6, save_to=state)
@@ -124,7 +124,7 @@ def test_a_prompt_on_each_line_of_a_file(tmp_path, monkeypatch):
     (tmp_path / "prompts.txt").write_bytes(text.encode())
     assert cli.run(["generate", "run", "--prompts", str(tmp_path / "prompts.txt"), "--batch", "2"]) == 0
     lines = ["gr\u00fcn", "", "red", "a\u2028b\x0cc\x85d\x0be\x1cf\rg", " "]
-    assert found == [("run", lines, 100, 0.8, None, 0.95, 0, None, 2)]
+    assert found == [("run", lines, 100, 0.8, None, 0.95, 0, None, 2, ())]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])

@@ -19,13 +19,13 @@ def test_a_killed_reading_goes_on(tmp_path, prepared, monkeypatch):
     logits, state = prefill(model, ids, 16)
     calls = []
 
-    def dies(*arguments):
+    def dies(*arguments, last):
         calls.append(arguments[1].shape[1])
         if len(calls) == 3:
             raise Killed
         return prefill(*arguments)
 
-    monkeypatch.setattr(long_context, "prefill", dies)
+    monkeypatch.setattr(long_context, "read_prompt", dies)
     with pytest.raises(Killed):
         long_context.read(model, ids, 16, 30, path)
     assert path.exists()
