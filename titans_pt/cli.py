@@ -127,14 +127,14 @@ def _runtime_error(error: RuntimeError) -> int:
     if re.search(_CPU_OUT_OF_MEMORY, text, re.IGNORECASE):
         return _fail(f"out of memory (CPU): {_MEMORY}")
     if place(strict=False).size > 1 and re.search(_LOST_PEER, text, re.IGNORECASE):
-        return _fail("another process of this run has stopped; its own message says why", 1, patience=10.0)
+        return _fail("another process of this run has stopped; its own message says why", 1, patience=15.0)
     if "EADDRINUSE" in text:
         return _fail("another program took the port that torchrun chose for this start (address already in use); its "
                      "next start chooses another", 1)  # fmt: skip
     raise error
 
 
-def _fail(message: str, status: int = EXIT_USER, patience: float = 5.0) -> int:
+def _fail(message: str, status: int = EXIT_USER, patience: float = 10.0) -> int:
     """Prints ``message`` as one line. Under torchrun, ranks other than 0 wait ``patience`` seconds first.
 
     Most errors hit all ranks, and torchrun stops the others as soon as one has failed: the line then appears once, and

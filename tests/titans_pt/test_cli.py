@@ -431,7 +431,7 @@ def test_only_one_of_many_ranks_speaks_at_once(monkeypatch, capsys):
     for rank in ("0", "1", "3"):
         monkeypatch.setenv("RANK", rank)
         assert cli._fail("no\nluck") == 2
-    assert waited == pytest.approx([5.3, 5.9])
+    assert waited == pytest.approx([10.3, 10.9])
     assert capsys.readouterr().err == "titans: error: no luck\n" * 3
 
 

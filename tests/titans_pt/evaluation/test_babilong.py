@@ -19,7 +19,7 @@ def made(tokenizer, essays, model=None, **changes):
     section = {"lengths": [3000], "samples": 2, "haystack": haystack} | changes
     config = Config.model_validate({"evaluation": {"babilong": section}})
     folder = RunFolder(essays)
-    run = SimpleNamespace(tokenizer=tokenizer, identity="x", model=model, folder=folder, results=folder)
+    run = SimpleNamespace(tokenizer=tokenizer, identity="x", model=model, folder=folder, results=folder, caching=None)
     return babilong.Babilong(run, config)
 
 

@@ -70,18 +70,18 @@ def test_a_killed_reading_goes_on(tmp_path, monkeypatch, capsys):
     """At most the samples that are read together are lost, and of a long one what came after the last save."""
     more = ["--asked", "100", "--answers", "20", "evaluation.save_every=40", "evaluation.prefill_tokens=16"]
     assert needles(tmp_path / "whole", *more) == 0
-    calls, prefill = [], long_context.prefill
+    calls, read_prompt = [], long_context.read_prompt
 
     class Killed(BaseException):
         pass
 
-    def dies(*arguments):
+    def dies(*arguments, **named):
         calls.append(arguments)
         if len(calls) == 5:  # the second stretch of the second eight samples
             raise Killed
-        return prefill(*arguments)
+        return read_prompt(*arguments, **named)
 
-    monkeypatch.setattr(long_context, "prefill", dies)
+    monkeypatch.setattr(long_context, "read_prompt", dies)
     with pytest.raises(Killed):
         needles(tmp_path / "cut", *more)
     folder = tmp_path / "cut/runs/lmm-s0/evaluation"
