@@ -173,9 +173,9 @@ class TokenizerConfig(Section):
         for key in ("path", "eos_token"):
             if self.kind == "nucleotides" and (given := getattr(self, key)) is not None:
                 raise ValueError(f"{key}: given {given!r} with kind='nucleotides', which has its own; remove it")
+        if self.kind == "nucleotides" and self.user_defined_symbols:
+            raise ValueError("user_defined_symbols: given with kind='nucleotides', which has its own; remove them")
         for i, symbol in enumerate(self.user_defined_symbols):
-            if self.kind == "nucleotides":
-                raise ValueError("user_defined_symbols: given with kind='nucleotides', which has its own; remove them")
             if symbol in self.user_defined_symbols[:i]:
                 raise ValueError(f"user_defined_symbols: given {symbol!r} twice; remove one")
             if bad := re.search("[\n\0\u2581]", symbol):

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.evaluation.caching import cache_memories, with_caches
+from titans_pt.evaluation.caching import with_caches
 from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.loaded import LoadedRun, load_run
 from titans_pt.runs.wandb_log import WandbLog
@@ -115,9 +115,7 @@ def check(task: Task, config: Config):
     """
     with torch.device("meta"):
         model = task.build_model()
-    if config.evaluation.caching is not None:
-        cache_memories(model, config.evaluation.caching)
-    run = LoadedRun(RunFolder(config.run.dir), config, model, task, 0, "", config.train.precision)
+    run = with_caches(LoadedRun(RunFolder(config.run.dir), config, model, task, 0, "", config.train.precision))
     for suite in config.evaluation.suites:
         _opened(task, suite, run, config)
 

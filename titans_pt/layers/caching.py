@@ -134,14 +134,14 @@ class Caching(nn.Module):
         dtype, power = state_dtype(running), self.config.sharpness / 2
         top = torch.full_like(first[..., :1], power * math.log(_LEAST), dtype=dtype)
         total, count, before = torch.zeros_like(first, dtype=dtype), torch.zeros_like(top), first.to(dtype)
-        here = (caches.numbers != NONE).to(running.device).view(*caches.numbers.shape, 1, 1, 1).unbind(1)
-        for answer, visible in zip(chain(cached, [running]), [*here, None], strict=True):
+        here = torch.cat([caches.numbers != NONE, torch.ones(len(running), 1, dtype=torch.bool)], 1)
+        here = here.to(running.device).view(*here.shape, 1, 1, 1).unbind(1)
+        for answer, visible in zip(chain(cached, [running]), here, strict=True):
             answer = answer.to(dtype)
             score = power * ((answer - before).square().sum(-1, keepdim=True) + _LEAST).log()
+            score = score.masked_fill(~visible, -torch.inf)
             if not self.config.fresh:
-                before = answer if visible is None else torch.where(visible, answer, before)
-            if visible is not None:
-                score = score.masked_fill(~visible, -torch.inf)
+                before = torch.where(visible, answer, before)
             higher = torch.maximum(top, score.detach())
             kept, share = (top - higher).exp(), (score - higher).exp()
             total, count, top = kept * total + share * answer, kept * count + share, higher

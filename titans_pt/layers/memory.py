@@ -234,17 +234,17 @@ class NeuralMemory(nn.Module):
             caches = caching.begun(caches, piece.new_document)
             if caching.config.fresh:
                 memory, here = self._begun(memory, here, caches.place % caching.config.segment == 0, own[0])
-            shares = caching.shares(vectors, own[1], caches)
-            read = caching.reads and bool(caches.weights)
-            soup = Soup(caches.weights, shares) if read and caching.config.soup and shares is not None else None
+            # Also without caches: parameters of learned shares then have gradients, of zero, on every rank.
+            shares = caching.shares(vectors, own[1], caches) if caching.reads else None
+            averaged = caching.config.soup and bool(caches.weights) and shares is not None
+            soup = Soup(caches.weights, shares) if averaged else None
             y, memory = run(tuple(own), memory, here, soup)
-            if read and soup is None:
-                cached = (self._answer(own[0], weights, norm) for weights in caches.weights)
-                if shares is None:
-                    first = self._answer(own[0], self.first_weights(start, len(x), caches.weights[0][0].dtype), norm)
-                    y = caching.by_change(y, cached, first, caches)
-                else:
-                    y = caching.weighted(y, cached, shares)
+            cached = (self._answer(own[0], weights, norm) for weights in caches.weights)
+            if shares is not None and soup is None:
+                y = caching.weighted(y, cached, shares)
+            elif shares is None and caching.reads and caches.weights:
+                first = self._answer(own[0], self.first_weights(start, len(x), caches.weights[0][0].dtype), norm)
+                y = caching.by_change(y, cached, first, caches)
             outputs.append(y)
             caches = caching.after(caches, piece, own[1], self._met(memory))
         assert memory is not None, "no token is in no piece"

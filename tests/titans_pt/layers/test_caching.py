@@ -142,6 +142,13 @@ def test_outputs_and_gradients_are_those_of_the_definition(options):
         assert (mine - theirs).abs().max() <= 1e-9 * theirs.abs().max().clamp(min=1e-3)
 
 
+def test_learned_shares_have_a_gradient_where_nothing_is_cached_yet():
+    """A zero one: other ranks may have some."""
+    layer = make(segment=8)
+    layer(torch.randn(2, 7, WIDTH, dtype=torch.float64))[0].sum().backward()
+    assert layer.caching.u.weight.grad.abs().max() == 0
+
+
 STREAMED = [
     {}, {"shares": "change"}, CHANGE, {"fresh": True, "slots": 2}, {"drop": "spread", "slots": 2}, {"soup": True},
     {"rule": "muon", "shares": "sparse", "top": 1},
