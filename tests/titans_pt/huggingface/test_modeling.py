@@ -36,7 +36,17 @@ def beams(model, ids, new=7, **options):
 CACHED = {"memory": {"chunk_size": 2, "caching": {"segment": 2, "slots": 3}}}
 
 
-@pytest.mark.parametrize("mixer", [*MIXERS.built_in(), "lmm+caching"])
+STATES = ("attention", "mac", "mal", "gated_deltanet", "mamba", "ttt_mlp", "hope", "rmt", "lmm+caching")
+"""A mixer of each form of state; the rest is slow."""
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        pytest.param(name, marks=() if name in STATES else pytest.mark.slow)
+        for name in [*MIXERS.built_in(), "lmm+caching"]
+    ],
+)
 def test_beams_are_as_likely_as_they_say(mixer, tmp_path, prepared, ids):
     """A state that is not reordered with its beams claims more than the sequence has. And two ways on from one state
     are the same: nobody writes into it."""

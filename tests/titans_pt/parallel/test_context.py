@@ -18,10 +18,22 @@ from titans_pt.parallel.context import _contents, _message, _parts, _places, _re
 pytestmark = pytest.mark.timeout(1200)
 
 
-def test_every_mixer_hands_its_state_on():
-    """From rank to rank of three, each of them two that share the heads."""
-    names = [*(name for name in NAMES if name != "rmt"), "lmm+caching", "lmm+omega", "lmm+muon"]
-    result = run_forked(6, "tests.titans_pt.parallel.pieces", "2", "3", *names, timeout=1200)
+EVERY = [*(name for name in NAMES if name != "rmt"), "lmm+caching", "lmm+omega", "lmm+muon"]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "names"),
+    [
+        (1, EVERY),
+        (2, ["mac", "gated_deltanet"]),
+        pytest.param(2, EVERY, marks=pytest.mark.slow),
+    ],
+    ids=["alone", "some sharing heads", "all sharing heads"],
+)
+def test_mixers_hand_their_states_on(tensor, names):
+    """From rank to rank of three, each of them alone or two that share the heads."""
+    ranks = 3 * tensor
+    result = run_forked(ranks, "tests.titans_pt.parallel.pieces", str(tensor), "3", *names, timeout=1200)
     assert result.returncode == 0, result.stderr[-4000:]
     found = json.loads(result.stdout.splitlines()[-1])
     assert list(found) == names

@@ -26,7 +26,7 @@ def configured(prepared, tiny):
         source = f"[{{kind: files, path: {prepared.parent / 'text.jsonl'}}}]"
         given = [
             "task=babilong", f"data.dir={prepared}", f"data.sources={source}", "data.seq_len=1600",
-            "data.validation_fraction=0.2",
+            "data.validation_fraction=0.2", "model.mixers=[lmm]", "model.memory.chunk_size=64",
             "babilong.lengths='800,1600'", "train.batch_tokens=3200", "train.max_steps=4", "train.warmup_steps=1",
             "train.log_every=1", "train.eval_every=2", "train.eval_samples=2", "train.checkpoint_every=2",
         ]  # fmt: skip

@@ -26,7 +26,7 @@ def settings(prepared, *words):
     source = f"[{{kind: files, path: {prepared.parent / 'text.jsonl'}}}]"
     given = [
         "task=ruler", f"data.dir={prepared}", f"data.sources={source}", "data.seq_len=1200",
-        "data.validation_fraction=0.2",
+        "data.validation_fraction=0.2", "model.mixers=[lmm]", "model.memory.chunk_size=64",
         "ruler.lengths='600,1200'", "train.batch_tokens=2400", "train.max_steps=4", "train.warmup_steps=1",
         "train.log_every=1", "train.eval_every=2", "train.eval_samples=2", "train.checkpoint_every=2",
     ]  # fmt: skip
@@ -135,4 +135,4 @@ def test_weights_of_a_language_model(configured, tmp_path):
         loop.train(configured(f"run.dir={tmp_path / name}", "train.stop_at=1", *more))
     fresh, tuned = (read_metrics(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in ("fresh", "tuned"))
     assert fresh != tuned
-    assert "0 of 30 parameters start fresh" in (tmp_path / "tuned" / "log.txt").read_text()
+    assert re.search(r"\b0 of \d+ parameters start fresh", (tmp_path / "tuned" / "log.txt").read_text())

@@ -39,14 +39,14 @@ SLOW = {
 def train(folder, prepared, jobs):
     from tests.helpers.matrix import write_config
 
-    jobs = {name: ["train.stop_at=4", *overrides] for name, overrides in jobs.items()}
+    jobs = {name: ["model.mixers=[lmm]", "train.stop_at=4", *overrides] for name, overrides in jobs.items()}
     run_jobs(2, write_config(folder, prepared), folder, jobs, timeout=3600)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, prepared):
     folder = tmp_path_factory.mktemp("runs")
-    source = untrained_run(folder / "source", prepared)
+    source = untrained_run(folder / "source", prepared, mixers=["lmm"])
     given = [f"train.init_from={source}", "model.d_model=16", "model.n_layers=1", "model.n_heads=2",
              "model.mlp_hidden=32", "model.memory.depth=1", "model.memory.expansion=4"]  # fmt: skip
     ranks = {"given": given, "given-tensor": [*given, "parallel.tensor=2", "parallel.zero_stage=3"]}

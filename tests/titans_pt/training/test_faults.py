@@ -56,11 +56,11 @@ def test_sigterm_on_one_rank_stops_all_with_a_checkpoint(tiny, tmp_path):
 
 
 def test_a_killed_rank_is_restarted_and_the_curve_is_as_if_undisturbed(tiny, tmp_path):
-    config = tiny(train={"max_steps": 30, "checkpoint_every": 5})
+    config = tiny(train={"max_steps": 14, "checkpoint_every": 3})
     launcher = [str(ROOT / "launch" / "torchrun.sh"), str(config)]
     environment = ENVIRONMENT | {"PROCESSES": "2", "RESTARTS": "2", "PYTHON": sys.executable}
     process = subprocess.Popen(launcher, env=environment, stdout=PIPE, stderr=PIPE, text=True)
-    wait_for_step(tmp_path / "run", process, 12)
+    wait_for_step(tmp_path / "run", process, 5)
     ranks_of(process)[1].kill()
     _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err[-3000:]

@@ -42,7 +42,7 @@ def work(folder: Path, prepared: Path, jobs: list[str]) -> Path:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, prepared):
     jobs = [*(f"resume:{stage}:fp32" for stage in (1, 2, 3)), "resume:2:bf16"]
-    jobs += [*(f"nan:{stage}:1" for stage in (1, 2, 3)), "nan:1:2", "switch", "evaluate"]
+    jobs += ["nan:2:1", "nan:3:1", "nan:1:2", "switch", "evaluate"]
     return work(tmp_path_factory.mktemp("runs"), prepared, jobs)
 
 
@@ -59,9 +59,9 @@ def test_a_resume_in_bf16_continues_bit_for_bit(tmp_path, prepared, stage):
 
 def check_resume(runs: Path, name: str):
     whole, parts = runs / f"{name}-whole", runs / f"{name}-parts"
-    assert [step for step, *_ in losses(whole)] == list(range(1, 11))
+    assert [step for step, *_ in losses(whole)] == list(range(1, 7))
     assert losses(parts) == losses(whole)
-    assert tensors(parts, 10) == tensors(whole, 10)
+    assert tensors(parts, 6) == tensors(whole, 6)
     assert losses(whole)[-1][1] < losses(whole)[0][1]
 
 
@@ -103,7 +103,7 @@ def test_another_stage_continues_the_same_curve(runs):
     assert [x[1] for x in switched] == pytest.approx([x[1] for x in straight], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["1-1-nan", "2-1-nan", "3-1-nan", "1-2-nan"])
+@pytest.mark.parametrize("name", ["2-1-nan", "3-1-nan", "1-2-nan"])
 def test_a_nan_batch_changes_nothing_but_the_position(runs, name):
     folder = runs / name
     assert tensors(folder, 2) == tensors(folder, 1)

@@ -25,10 +25,10 @@ def train(config: str, folder: Path, name: str, stage: int, *more: str) -> int:
 
 
 def resume(config, folder, stage, precision):
-    """10 steps at once, and 5 + 5."""
+    """6 steps at once, and 3 + 3."""
     name = f"{stage}-{precision}"
-    train(config, folder, f"{name}-whole", stage, f"train.precision={precision}")
-    for stop in (5, 10):
+    train(config, folder, f"{name}-whole", stage, f"train.precision={precision}", "train.stop_at=6")
+    for stop in (3, 6):
         train(config, folder, f"{name}-parts", stage, f"train.precision={precision}", f"train.stop_at={stop}")
 
 
@@ -40,14 +40,15 @@ def nan(config, folder, stage, tensor):
 
 
 def switch(config, folder):
-    """5 steps under ZeRO 1, then 5 under ZeRO 3."""
-    train(config, folder, "switch", 1, "train.stop_at=5")
-    train(config, folder, "switch", 3)
+    """3 steps under ZeRO 1, then 3 under ZeRO 3."""
+    for stage, stop in ((1, 3), (3, 6)):
+        train(config, folder, "switch", stage, f"train.stop_at={stop}")
 
 
 def evaluate(config, folder):
     """2 steps, then 2 more, the suites at each second one, cut after the first, on tensor ranks under ZeRO 3."""
-    more = ["parallel.tensor=2", "train.max_steps=4", "evaluation.every=2", "evaluation.suites=[perplexity,needle]",
+    more = ["parallel.tensor=2", "model.mixers=[lmm]", "train.max_steps=4", "evaluation.every=2",
+            "evaluation.suites=[perplexity,needle]",
             "evaluation.needle.lengths=[600]", "evaluation.needle.depths=[0,100]", "evaluation.needle.samples=1",
             "evaluation.needle.max_new_tokens=4", "evaluation.perplexity.length=32",
             "evaluation.perplexity.tokens=128"]  # fmt: skip

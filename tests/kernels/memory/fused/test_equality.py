@@ -45,7 +45,10 @@ def test_equals_the_definition(case, to_dtype):
     ),
     Case(T=70, C=8, H=1, depth=1, initial=True, resets=True, residual=False),
     Case(T=130, C=32, H=1, norm=False, activation="silu", extremes=True, initial=True),
-    Case(T=40, C=16, D=64, H=1, dtype=torch.float16, initial=True, forget_to="start"),
+    pytest.param(
+        Case(T=40, C=16, D=64, H=1, dtype=torch.float16, initial=True, forget_to="start"),
+        marks=pytest.mark.slow,
+    ),
 ], ids=str)  # fmt: skip
 def test_many_chunks_in_a_block(case, to_dtype):
     assert_equal(to_dtype(case), oracle="naive")
@@ -58,10 +61,19 @@ def test_many_chunks_in_a_block(case, to_dtype):
         Case(T=70, C=16, H=1, B=2, initial=True, resets=True, save_every=2, activation="relu"),
         marks=pytest.mark.slow,
     ),
-    Case(T=63, C=32, D=64, residual=False, H=1, extremes=True),
+    pytest.param(
+        Case(T=63, C=32, D=64, residual=False, H=1, extremes=True),
+        marks=pytest.mark.slow,
+    ),
     Case(T=63, C=64, D=128, expansion=1, H=1),
-    Case(T=130, C=256, H=2, forget_to="start", initial=True),
-    Case(T=40, C=16, H=1, B=2, forget_to="start", initial=True, resets=True, save_every=2, activation="relu"),
+    pytest.param(
+        Case(T=130, C=256, H=2, forget_to="start", initial=True),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        Case(T=40, C=16, H=1, B=2, forget_to="start", initial=True, resets=True, save_every=2, activation="relu"),
+        marks=pytest.mark.slow,
+    ),
 ], ids=str)  # fmt: skip
 def test_equals_the_dual_form(case, to_dtype):
     assert_equal(to_dtype(case))

@@ -46,14 +46,14 @@ def on_a_gpu(monkeypatch):
         yield made
 
 
+FORMS = ("gla", "gated_deltanet", "mamba", "mamba2", "rwkv7")
+"""A mixer of each form: decay, delta rule, two scans, separate erase and write keys. All others are slow tests."""
+
+
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize(
     "mixer",
-    [
-        pytest.param(n, marks=pytest.mark.slow if n == "gdn2" else ())
-        for n in BASELINES
-        if not n.startswith("ttt")  # as kda
-    ],
+    [pytest.param(n, marks=() if n in FORMS else pytest.mark.slow) for n in BASELINES if not n.startswith("ttt")],
 )
 def test_no_graph_break_on_the_paths_of_a_gpu(mixer, documents, on_a_gpu):
     block, x = on_a_gpu(mixer), torch.empty(2, 97, 32, dtype=torch.bfloat16)
