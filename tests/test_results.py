@@ -286,6 +286,75 @@ def stories() -> list[str]:
     return lines
 
 
+def of_ruler(stage: str, *cachings: str | None) -> Callable[..., list[dict]]:
+    """``rows(task, length, ...)``: what configs/ruler's model answered after a stage, read with these caches."""
+    rows = list(map(json.loads, (RESULTS / "ruler/needles.jsonl").read_text().splitlines()))
+
+    def chosen(task: str, *lengths: int) -> list[dict]:
+        return [row for row in rows if row["stage"] == stage and row["caching"] in cachings
+                and row["task"] == task and row["length"] in lengths]  # fmt: skip
+
+    return chosen
+
+
+def percent_found(rows: list[dict]) -> str:
+    return f"{100 * sum(row['score'] for row in rows) / len(rows):.0f}"
+
+
+def answer_nats(rows: list[dict]) -> float:
+    return sum(row["answer_nll"] for row in rows) / len(rows)
+
+
+RULER_LENGTHS = (2048, 2053, 16384, 16389, 131072, 131077, 1048576)
+
+
+def needles_in_text() -> list[str]:
+    asked, lines = of_ruler("3", None), []
+    for task, hay in (("niah_single_1", "noise"), ("niah_single_2", "essays")):
+        cells = [asked(task, length) for length in RULER_LENGTHS]
+        lines.append(line(f"{task}, {hay}", *map(percent_found, cells)))
+        lines.append(line("", *(f"{answer_nats(rows):.3f}" for rows in cells)).replace("|  |", "| |"))
+    return lines
+
+
+STATES_READ = {
+    ("stage 3", "as trained"): of_ruler("3", None),
+    ("stage 3", "`{shares: change, fresh: true, segment: 1024, slots: 128, last: 64}`"): of_ruler(
+        "3", "{shares: change, fresh: true, segment: 1024, slots: 128, last: 64}"
+    ),
+    ("stage 4", "`{segment: 1024, slots: N, last: 64}`"): of_ruler(
+        "4", *(f"{{segment: 1024, slots: {slots}, last: 64}}" for slots in (16, 128, 1024))
+    ),
+}
+"""Model and memory as docs/evaluation.md names them -> their answers."""
+
+
+def needles_with_states() -> list[str]:
+    lines = []
+    for (model, memory), asked in STATES_READ.items():
+        cells = []
+        for lengths in (RULER_LENGTHS[2:4], RULER_LENGTHS[4:6], RULER_LENGTHS[6:]):
+            rows = asked("niah_single_2", *lengths)
+            cells.append(f"{sum(row['score'] for row in rows):.0f} of {len(rows)} ({answer_nats(rows):.3f})"
+                         if rows else "-")  # fmt: skip
+        lines.append(line(model, memory, *cells))
+    return lines
+
+
+def stages_of_ruler() -> list[str]:
+    """The first line is that of an earlier trainer, of which no records are left (docs/notebook.md)."""
+    earlier = "next tokens of documents with the same sentences (`titans ruler`), digits in a stage of their own"
+    lines = [line(earlier, "120", "25", "0")]
+    for stage, name, minutes in (("1", "answers, Python's documentation, to 2,048 tokens", 13),
+                                 ("2", "then Debian's documentation, to 4,096 tokens", 29),
+                                 ("3", "and then one of four keys", 40)):  # fmt: skip
+        asked = of_ruler(stage, None)
+        pairs = (RULER_LENGTHS[:2], RULER_LENGTHS[2:4])
+        shown = (", ".join(percent_found(asked("niah_single_2", length)) for length in pair) for pair in pairs)
+        lines.append(line(name, f"{minutes}", *shown))
+    return lines
+
+
 OVERVIEW = ("mac", "lmm", "mamba2", "gated_deltanet", "ttt_mlp", "transformer")
 """The six rows of the README's table."""
 
@@ -682,7 +751,12 @@ PAGES = {
         "| model | parameters | seeds | 2,048 | 16,384 |": found_in_noise,
         "| model | seeds | accuracy (%) |": recalled,
     },
-    EVALUATION: {"| model | task | 4,096 |": stories},
+    EVALUATION: {
+        "| model | task | 4,096 |": stories,
+        "| task | 2,048 (20) |": needles_in_text,
+        "| model | memory |": needles_with_states,
+        "| training | minutes |": stages_of_ruler,
+    },
     DNA: OF_DNA,
     FORECASTING: {"| model | seeds | test MSE |": forecasts},
     STATES: {"| problem | model | seeds |": tracked},
