@@ -11,7 +11,6 @@ byte for byte, whichever processes wrote them and however often they were killed
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -63,6 +62,7 @@ from titans_pt.data_pipeline.tokenizers import (
 from titans_pt.errors import Unreachable, UserError
 from titans_pt.genomics.markov import Floor, markov_floor
 from titans_pt.tools.files import write_atomically
+from titans_pt.tools.locks import take
 from titans_pt.tools.sealed import seal
 from titans_pt.tools.tensor_files import describe
 
@@ -428,14 +428,10 @@ def _locked(folder: Path, exclusive: bool) -> Iterator[None]:
     """Many processes with --shard at a time, or one without."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take(handle, folder, "a second titans prepare there would not be noticed", shared=not exclusive):
             raise UserError(
                 f"data.dir={folder}: another titans prepare is at work there; wait for it, or choose another data.dir"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+            )
         yield
     finally:
         os.close(handle)

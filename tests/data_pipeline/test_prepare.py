@@ -369,6 +369,15 @@ def test_one_process_at_a_time(config, tmp_path):
     prepare(config())
 
 
+def test_a_file_system_without_locks_is_a_warning(config, monkeypatch, caplog):
+    def none(*_):
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr("titans_pt.tools.locks.fcntl.flock", none)
+    prepare(config())
+    assert "a second titans prepare there would not be noticed" in caplog.text
+
+
 def test_what_a_killed_process_left_is_cleared(config, tmp_path):
     (tmp_path / "data" / ".preparing").mkdir(parents=True)
     (tmp_path / "data" / ".preparing" / "train.bin.part").write_bytes(b"half")

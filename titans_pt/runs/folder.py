@@ -1,13 +1,10 @@
 """A run is a folder that holds everything about it."""
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
 import platform
-import time
 import zlib
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +17,7 @@ from titans_pt.config.place import ABOUT, SETTINGS, STARTED_IN
 from titans_pt.config.yaml import resolved_yaml
 from titans_pt.errors import UserError
 from titans_pt.tools.files import write_text
+from titans_pt.tools.locks import sign, take
 
 log = logging.getLogger(__name__)
 _PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "sentencepiece", "triton", "wandb")
@@ -71,10 +69,8 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self):
-        """Locks the folder for one training process; the system releases it even if the process is killed.
-
-        The lock is the kernel's (flock): it also holds between nodes where the file system passes it on, as NFS
-        and Lustre do. On a file system without locks, a warning is logged.
+        """Locks the folder for one training process (see :mod:`titans_pt.tools.locks`); the system releases it even if
+        the process is killed. On a file system without locks, a warning is logged.
 
         Raises:
             UserError: another run is at work in this folder, or it cannot be written to.
@@ -87,22 +83,13 @@ class RunFolder:
                 f"run.dir: {error.filename}: {error.strerror}; set run.dir to a folder you may write to"
             ) from None
         with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not take(file.fileno(), self.path, "a second run here would not be noticed"):
                 file.seek(0)
                 raise UserError(
                     f"run.dir: {self.path} is in use by another run ({file.read().strip() or 'just starting'}); wait "
                     "for it to end, or set another run.dir"
-                ) from None
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                    raise
-                log.warning("%s: its file system has no locks (%s); a second run here would not be noticed",
-                            self.path, error.strerror)  # fmt: skip
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-            file.flush()
+                )
+            sign(file)
             yield self
 
     @contextlib.contextmanager

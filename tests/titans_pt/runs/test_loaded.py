@@ -190,7 +190,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
     def none(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr("titans_pt.runs.folder.fcntl.flock", none)
+    monkeypatch.setattr("titans_pt.tools.locks.fcntl.flock", none)
     with RunFolder(tmp_path).lock():
         assert "a second run here would not be noticed" in caplog.text
 
