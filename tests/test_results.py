@@ -286,15 +286,15 @@ def stories() -> list[str]:
     return lines
 
 
-def of_ruler(stage: str, *cachings: str | None) -> Callable[..., list[dict]]:
-    """``rows(task, length, ...)``: what configs/ruler's model answered after a stage, read with these caches."""
-    rows = list(map(json.loads, (RESULTS / "ruler/needles.jsonl").read_text().splitlines()))
+@cache
+def answers_of_ruler() -> list[dict]:
+    return list(map(json.loads, (RESULTS / "ruler/needles.jsonl").read_text().splitlines()))
 
-    def chosen(task: str, *lengths: int) -> list[dict]:
-        return [row for row in rows if row["stage"] == stage and row["caching"] in cachings
-                and row["task"] == task and row["length"] in lengths]  # fmt: skip
 
-    return chosen
+def of_ruler(stage: str, cachings: Sequence[str | None], task: str, lengths: Sequence[int]) -> list[dict]:
+    """Answers of configs/ruler's model after a stage, read with these caches."""
+    return [row for row in answers_of_ruler() if row["stage"] == stage and row["caching"] in cachings
+            and row["task"] == task and row["length"] in lengths]  # fmt: skip
 
 
 def percent_found(rows: list[dict]) -> str:
@@ -309,35 +309,33 @@ RULER_LENGTHS = (2048, 2053, 16384, 16389, 131072, 131077, 1048576)
 
 
 def needles_in_text() -> list[str]:
-    asked, lines = of_ruler("3", None), []
+    lines = []
     for task, hay in (("niah_single_1", "noise"), ("niah_single_2", "essays")):
-        cells = [asked(task, length) for length in RULER_LENGTHS]
+        cells = [of_ruler("3", [None], task, [length]) for length in RULER_LENGTHS]
         lines.append(line(f"{task}, {hay}", *map(percent_found, cells)))
         lines.append(line("", *(f"{answer_nats(rows):.3f}" for rows in cells)).replace("|  |", "| |"))
     return lines
 
 
-STATES_READ = {
-    ("stage 3", "as trained"): of_ruler("3", None),
-    ("stage 3", "`{shares: change, fresh: true, segment: 1024, slots: 128, last: 64}`"): of_ruler(
-        "3", "{shares: change, fresh: true, segment: 1024, slots: 128, last: 64}"
-    ),
-    ("stage 4", "`{segment: 1024, slots: N, last: 64}`"): of_ruler(
-        "4", *(f"{{segment: 1024, slots: {slots}, last: 64}}" for slots in (16, 128, 1024))
-    ),
-}
-"""Model and memory as docs/evaluation.md names them -> their answers."""
+CHANGED = "{shares: change, fresh: true, segment: 1024, slots: 128, last: 64}"
+MANY = "{segment: 1024, slots: N, last: 64}"
+STATES_READ: tuple[tuple[str, str, Sequence[str | None]], ...] = (
+    ("3", "as trained", [None]),
+    ("3", f"`{CHANGED}`", [CHANGED]),
+    ("4", f"`{MANY}`", [MANY.replace("N", slots) for slots in ("16", "128", "1024")]),
+)
+"""Stage, memory as docs/evaluation.md names it, and its caches."""
 
 
 def needles_with_states() -> list[str]:
     lines = []
-    for (model, memory), asked in STATES_READ.items():
+    for stage, memory, cachings in STATES_READ:
         cells = []
         for lengths in (RULER_LENGTHS[2:4], RULER_LENGTHS[4:6], RULER_LENGTHS[6:]):
-            rows = asked("niah_single_2", *lengths)
+            rows = of_ruler(stage, cachings, "niah_single_2", lengths)
             cells.append(f"{sum(row['score'] for row in rows):.0f} of {len(rows)} ({answer_nats(rows):.3f})"
                          if rows else "-")  # fmt: skip
-        lines.append(line(model, memory, *cells))
+        lines.append(line(f"stage {stage}", memory, *cells))
     return lines
 
 
@@ -348,10 +346,11 @@ def stages_of_ruler() -> list[str]:
     for stage, name, minutes in (("1", "answers, Python's documentation, to 2,048 tokens", 13),
                                  ("2", "then Debian's documentation, to 4,096 tokens", 29),
                                  ("3", "and then one of four keys", 40)):  # fmt: skip
-        asked = of_ruler(stage, None)
-        pairs = (RULER_LENGTHS[:2], RULER_LENGTHS[2:4])
-        shown = (", ".join(percent_found(asked("niah_single_2", length)) for length in pair) for pair in pairs)
-        lines.append(line(name, f"{minutes}", *shown))
+        cells = (
+            ", ".join(percent_found(of_ruler(stage, [None], "niah_single_2", [length])) for length in lengths)
+            for lengths in (RULER_LENGTHS[:2], RULER_LENGTHS[2:4])
+        )
+        lines.append(line(name, f"{minutes}", *cells))
     return lines
 
 

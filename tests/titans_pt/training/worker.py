@@ -48,10 +48,9 @@ def switch(config, folder):
 def evaluate(config, folder):
     """2 steps, then 2 more, the suites at each second one, cut after the first, on tensor ranks under ZeRO 3."""
     more = ["parallel.tensor=2", "model.mixers=[lmm]", "train.max_steps=4", "evaluation.every=2",
-            "evaluation.suites=[perplexity,needle]",
-            "evaluation.needle.lengths=[600]", "evaluation.needle.depths=[0,100]", "evaluation.needle.samples=1",
-            "evaluation.needle.max_new_tokens=4", "evaluation.perplexity.length=32",
-            "evaluation.perplexity.tokens=128"]  # fmt: skip
+            "evaluation.suites=[perplexity,needle]", "evaluation.needle.lengths=[600]",
+            "evaluation.needle.depths=[0,100]", "evaluation.needle.samples=1", "evaluation.needle.max_new_tokens=4",
+            "evaluation.perplexity.length=32", "evaluation.perplexity.tokens=128"]  # fmt: skip
     train(config, folder, "evaluated", 3, *more, "train.stop_at=2")
     train(config, folder, "evaluated", 3, *more)
 
