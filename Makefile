@@ -3,7 +3,8 @@
 # make forecast:   install, let a small LMM forecast electricity demand, beside attention, a memory that is off, and ridge
 # make statetracking: install, let a memory, a Transformer and a DeltaNet learn parity at 40 tokens, ask them at 512
 # make convert:    install, give SmolLM2-135M a window and memories, teach them what full attention gives
-# make test:       install, run the tests
+# make test:       install, run the tests that fit into ten minutes
+# make thorough:   install, run those that start processes, compile or train to the end; with make test, all that .ci/run demands
 # make slow:       install, run the tests that take minutes
 # make lint:       install, run the linter, the formatter's check and the type checker
 # make settings:   write configs/schema.json and docs/settings.md again, after a change of titans_pt/config/tree.py
@@ -21,7 +22,7 @@ INSTALLED := $(VENV)/.installed
 # DeepSpeed compiles nothing here and must not look for a GPU compiler while it installs.
 export DS_ACCELERATOR ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 
-.PHONY: install quickstart dna forecast statetracking convert test slow lint settings clean
+.PHONY: install quickstart dna forecast statetracking convert test thorough slow lint settings clean
 
 install: $(INSTALLED)
 
@@ -133,6 +134,9 @@ convert: install
 # By files, not by tests: what a file's tests share is then set up once.
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
+
+thorough: install
+	$(BIN)/python -m pytest -m "thorough and not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 
 slow: install
 	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadfile --durations=30

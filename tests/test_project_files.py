@@ -47,6 +47,15 @@ def test_the_workflow_runs_the_checks_on_the_oldest_python():
     assert PROJECT["requires-python"] == f">={oldest}"
 
 
+def test_every_change_passes_the_default_and_the_thorough_tests():
+    steps = (ROOT / ".ci/run").read_text().splitlines()[-3:]
+    assert steps == ["make lint", "make test", "make thorough"]
+    default, thorough = (re.search(r' -m "(.+?)"', _recipe(name)) for name in ("test", "thorough"))
+    assert default is None  # that of pyproject.toml
+    assert "-m 'not thorough and not slow and not gpu'" in PYPROJECT["tool"]["pytest"]["ini_options"]["addopts"]
+    assert thorough[1] == "thorough and not slow and not gpu"
+
+
 def test_slow_tests_run_every_week():
     workflow = yaml.safe_load((ROOT / ".github/workflows/slow.yml").read_text())
     (trigger,) = workflow[True]["schedule"]  # YAML reads "on" as true

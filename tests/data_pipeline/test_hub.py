@@ -176,6 +176,7 @@ def content(folder):
     return json.loads((folder / "manifest.json").read_text())["content"]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_the_production_call_over_http(over_http, tmp_path):
     """Killed while it streams, continued over a connection that breaks; downloaded; then offline."""

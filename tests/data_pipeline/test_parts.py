@@ -109,6 +109,7 @@ def killed_often(build, times, workers, seed):
                 shutil.rmtree(folder)
 
 
+@pytest.mark.thorough
 def test_killed_at_random_points_the_bytes_are_the_same(many):
     killed_often(many, times=4, workers=1, seed=0)
 

@@ -385,6 +385,7 @@ def test_what_a_killed_process_left_is_cleared(config, tmp_path):
     assert names(tmp_path / "data") == FILES
 
 
+@pytest.mark.thorough
 def test_standard_library_end_to_end(tmp_path, monkeypatch):
     """Every 15th document of the real source: the default config, apart from its size."""
     some = list(documents(SourceConfig()))[::15]

@@ -30,6 +30,7 @@ def stdlib():
     return texts(SourceConfig(), counts), counts
 
 
+@pytest.mark.thorough
 def test_stdlib_is_real_english(stdlib):
     found, counts = stdlib
     joined = "\n".join(found)

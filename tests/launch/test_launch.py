@@ -48,6 +48,7 @@ def gpu_check(tmp_path, *parts: str, **variables: str) -> subprocess.CompletedPr
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_the_gpu_check_says_what_a_bare_machine_lacks(tmp_path):
     done = gpu_check(tmp_path)
     assert done.returncode == 2

@@ -321,6 +321,7 @@ def test_a_user_error_of_a_process_is_one_line(tiny, tmp_path):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_nobody_reads_is_no_error(unbuffered, tmp_path):
     """``titans config 170m/mac | head -1``."""
@@ -406,6 +407,7 @@ def test_another_pipe_that_breaks_is_our_fault(monkeypatch, capfd):
         cli.run(["config", "170m/mac"])
 
 
+@pytest.mark.thorough
 def test_a_foreign_package_called_kernels_is_passed_over(tiny, tmp_path):
     """Hugging Face publishes one; here it comes first on the path, seen from another folder."""
     foreign = tmp_path / "foreign" / "kernels"

@@ -263,6 +263,7 @@ def own_mixer(tmp_path, monkeypatch):
     return package
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_the_folders_carry_their_code(tmp_path, prepared, byte_level, own_mixer):
     """Without this package, transformers alone gives the same logits, ids and texts: for all mixers

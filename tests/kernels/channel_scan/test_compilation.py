@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 SHARED = 227 * 1024
 """Bytes of shared memory that one program may have on sm_90."""
 

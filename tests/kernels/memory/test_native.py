@@ -93,6 +93,7 @@ def call(tmp_path, **environment):
     return done.stdout.split(), done.stderr
 
 
+@pytest.mark.thorough
 def test_without_a_compiler_pytorch_serves(tmp_path):
     """Switched off: silently. A compiler that fails: one warning that says so. The results agree."""
     (*_, ours), warned = call(tmp_path)

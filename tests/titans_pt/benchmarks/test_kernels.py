@@ -12,6 +12,7 @@ from titans_pt.errors import UserError
 from titans_pt.kernels.memory import dual
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU every column has figures")
 def test_on_a_cpu_only_the_chunked_form_is_timed(tmp_path, capsys):
     kernels.benchmark_kernels(tmp_path, rounds=1, longest=128, tokens=256)

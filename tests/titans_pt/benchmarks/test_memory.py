@@ -8,6 +8,7 @@ import pytest
 from titans_pt.benchmarks import memory
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_short_benchmark(other, tmp_path, capsys, monkeypatch):
     """Alone, and beside titans-pytorch."""

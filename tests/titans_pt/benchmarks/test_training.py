@@ -23,6 +23,7 @@ def test_case_settings():
     assert hybrid.model.pattern == ["mamba", "swa"] * 6
 
 
+@pytest.mark.thorough
 def test_measures_and_reports(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(training, "DEPTHS", (1,))
     monkeypatch.setattr(training, "CHUNKS", ())

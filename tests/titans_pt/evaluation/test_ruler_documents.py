@@ -50,6 +50,7 @@ def test_the_command(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_default_text_is_there(tmp_path):
     it.write_documents(tmp_path / "d.jsonl", ["niah_single_2"], 2, (100, 100))
     with pytest.raises(UserError, match="no .txt files there"):

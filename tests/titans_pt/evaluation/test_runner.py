@@ -33,6 +33,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_writes_everything_and_says_where(copying, capsys):
     summary = evaluate("anywhere", SMALL)
     out = capsys.readouterr().out
@@ -56,6 +57,7 @@ def test_writes_everything_and_says_where(copying, capsys):
     assert len(list(folder.iterdir())) == 3 and len(list(copying.folder.plots.iterdir())) == 4
 
 
+@pytest.mark.thorough
 def test_a_rerun_does_only_what_is_missing(copying, capsys):
     first = evaluate("anywhere", SMALL)
     path = copying.folder.evaluation / "step-00000007" / "needle.jsonl"

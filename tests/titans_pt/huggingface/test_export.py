@@ -82,6 +82,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("moved", [0, 3, 30])
 def test_an_export_that_was_cut_short_is_no_model(runs, tmp_path, monkeypatch, moved):
     """With any number of files in place: what reads the folder refuses it; the next export completes it."""

@@ -14,6 +14,8 @@ datasets = pytest.importorskip("datasets")
 lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("lm_eval.models")  # registers "hf", unless another test has registered models before
 
+pytestmark = pytest.mark.thorough
+
 TEXTS = ["abc dea fonk", "k", "abc dea fo" + " abc dea fo" * 300]  # the last has more than 2,048 tokens
 CHOICES = ["abc", "fonk dea"]
 

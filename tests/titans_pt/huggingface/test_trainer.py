@@ -25,6 +25,7 @@ def trainer(exported, tokenizer, folder, **options) -> Trainer:
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_accumulation_and_checkpointing_change_nothing(exported, tokenizer, tmp_path):
     """The same eight texts in one batch, in four or in eight, padded on either side: the same loss, the same step."""
     found = []

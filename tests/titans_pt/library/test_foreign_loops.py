@@ -143,6 +143,7 @@ def _both(rank: int, name: str):
     _sharded(rank, name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["memory", pytest.param("mac", marks=pytest.mark.slow(reason="seconds each"))])
 def test_two_processes_give_the_gradients_of_one(name, tmp_path):
     """The mean over the halves of a batch is what the whole gives, under DDP and under FSDP2."""

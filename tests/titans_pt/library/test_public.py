@@ -72,6 +72,7 @@ def test_the_docs_name_every_public_name():
     assert [name for name in titans_pt.__all__ if f"`{name}" not in page] == []
 
 
+@pytest.mark.thorough
 def test_imports_in_a_fresh_process():
     out = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True).stdout
     seconds, bare, layers, titan = json.loads(out)

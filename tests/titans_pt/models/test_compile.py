@@ -18,6 +18,8 @@ from titans_pt.models import build_model
 from titans_pt.models.ways import whole_sequence
 from titans_pt.tasks.next_token import NextTokenLoss
 
+pytestmark = pytest.mark.thorough
+
 
 def small(mixers, n_layers=None, d_model=64):
     config = ModelConfig(

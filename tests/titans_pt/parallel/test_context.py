@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(1200)
 EVERY = [*(name for name in NAMES if name != "rmt"), "lmm+caching", "lmm+omega", "lmm+muon"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("tensor", "names"),
     [

@@ -6,6 +6,8 @@ import pytest
 from tests.helpers import matrix
 from titans_pt.runs import checkpoints
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, prepared):

@@ -33,6 +33,7 @@ def records(folder):
     return {path.stem: json.loads(path.read_text()) for path in (folder / "records").iterdir()}
 
 
+@pytest.mark.thorough
 def test_what_was_trained_is_asked_again_and_not_trained_again(tmp_path, capsys):
     assert needles(tmp_path) == 0
     (trained,) = records(tmp_path).values()
@@ -58,6 +59,7 @@ def test_what_was_trained_is_asked_again_and_not_trained_again(tmp_path, capsys)
     assert "train.lr=0.003, asked for is 0.001; choose another" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_models_and_seeds_share_a_table(tmp_path):
     assert needles(tmp_path, "--models", "swa,gla+lmm") == 0
     assert needles(tmp_path, "run.seed=1", "--models", "swa") == 0
@@ -66,6 +68,7 @@ def test_models_and_seeds_share_a_table(tmp_path):
     assert "| sliding window |" in (tmp_path / "needles.md").read_text()
 
 
+@pytest.mark.thorough
 def test_a_killed_reading_goes_on(tmp_path, monkeypatch, capsys):
     """At most the samples that are read together are lost, and of a long one what came after the last save."""
     more = ["--asked", "100", "--answers", "20", "evaluation.save_every=40", "evaluation.prefill_tokens=16"]
@@ -93,6 +96,7 @@ def test_a_killed_reading_goes_on(tmp_path, monkeypatch, capsys):
     assert whole == cut and whole["asked"][0]["by_length"][0]["n"] == 20
 
 
+@pytest.mark.thorough
 def test_recall_is_trained_with_and_without_memory(tmp_path, capsys):
     words = ["recall", RECALL, *SMALL, "train.batch_tokens=160", "train.micro_batch=2", f"run.dir={tmp_path}",
              "evaluation.recall.sequences=4", "evaluation.recall.pairs=[2,16]", "evaluation.recall.distances=[8]",

@@ -123,6 +123,7 @@ def words(prepared: Path, out: Path, steps: int) -> list[str]:
             "data.validation_fraction=0.2", *SMALL]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_study_is_done_once(prepared, tmp_path, ranks, monkeypatch, capsys):
     monkeypatch.setattr(loop, "process_group", lambda timeout: nullcontext(ranks))
     out = tmp_path / "out"
@@ -166,6 +167,7 @@ def test_a_study_is_done_once(prepared, tmp_path, ranks, monkeypatch, capsys):
     assert f"{WHOLE}.json: trained on other text than the files in data.dir" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_model_more_is_a_row_more(prepared, tmp_path, ranks, monkeypatch):
     monkeypatch.setattr(loop, "process_group", lambda timeout: nullcontext(ranks))
     out = tmp_path / "out"

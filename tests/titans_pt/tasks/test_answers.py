@@ -110,6 +110,7 @@ def train(config, folder, *words):
     assert loop.train(load_config(config, [f"run.dir={folder}", *words])) == 0
 
 
+@pytest.mark.thorough
 def test_ranks_change_nothing_and_a_figure_ends_a_training(needles, tmp_path):
     for name, words in (
         ("whole", []),
@@ -136,6 +137,7 @@ def test_ranks_change_nothing_and_a_figure_ends_a_training(needles, tmp_path):
     assert log.count("ended by train.stop_when='loss <= 100'") == 2, "the second start trains nothing"
 
 
+@pytest.mark.thorough
 def test_a_killed_training_goes_on(needles, tmp_path):
     """kill -9 between two checkpoints, then the same command: the weights are those of one go."""
     more = ["train.max_steps=40", "train.checkpoint_every=10"]

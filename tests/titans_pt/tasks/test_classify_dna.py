@@ -172,6 +172,7 @@ def test_settings_and_data_that_do_not_go_together(dna, tmp_path):
     assert max(map(len, cropped.open().train.split.sequences)) == 8
 
 
+@pytest.mark.thorough
 def test_it_trains_resumes_and_is_evaluated(dna, tmp_path, capsys, one_group):
     """10 steps at once, or 5 and 5: the same weights, bit for bit. Tensor ranks and ZeRO 2: the same losses."""
     for name, *words in (("whole",), ("parts", "train.stop_at=5"), ("parts",)):

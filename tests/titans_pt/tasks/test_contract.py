@@ -156,6 +156,7 @@ def test_its_settings_and_its_plan(config):
     assert plan.bytes["activations"] > 0 and "logits" not in plan.bytes
 
 
+@pytest.mark.thorough
 def test_it_trains_resumes_and_is_evaluated(config, tmp_path, capsys, ranks, monkeypatch):
     """10 steps at once, or 5 and 5: the same weights, bit for bit. Under two tensor ranks: the same losses."""
     run_jobs(1, config, tmp_path, {"whole": [], "parts@1": ["train.stop_at=5"], "parts@2": []})

@@ -84,6 +84,7 @@ def test_the_core_has_four_packages_and_dev_has_all_extras():
     assert brought | {"train", "demo", "text"} == EXTRAS.keys(), "eval brings train"
 
 
+@pytest.mark.thorough
 def test_the_layers_need_the_core_alone_and_the_program_says_what_it_lacks(tmp_path):
     out = subprocess.run([sys.executable, "-c", ABSENT], capture_output=True, text=True, cwd=tmp_path)
     assert out.returncode == 0, out.stderr

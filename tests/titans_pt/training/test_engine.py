@@ -58,6 +58,7 @@ def test_deepspeed_settings_follow_the_tree(tiny):
     assert (settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (3, 4)
 
 
+@pytest.mark.thorough
 def test_a_start_does_not_wait_for_the_compiler(tiny):
     """DeepSpeed compiles a function of its Muon wherever ZeRO begins, for which torch imports seconds of modules."""
     program = """

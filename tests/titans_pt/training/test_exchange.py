@@ -60,6 +60,7 @@ def more(runs, prepared):
     return runs
 
 
+@pytest.mark.thorough
 def test_buckets_and_overlap_change_nothing(runs, stage=2):
     found = curve(runs / f"{stage}-buckets", "loss", "grad_norm")
     assert len(found) == 4
@@ -72,6 +73,7 @@ def test_nor_do_they_under_other_stages(more, stage):
     test_buckets_and_overlap_change_nothing(more, stage)
 
 
+@pytest.mark.thorough
 def test_a_resume_from_shards_is_bit_for_bit_a_whole_run(runs, shards="2-shards", whole="2"):
     assert curve(runs / shards, "loss", "grad_norm") == curve(runs / whole, "loss", "grad_norm")
     written, one = (checkpoints.find(runs / name / "checkpoints", 4) for name in (shards, whole))
@@ -97,6 +99,7 @@ def test_so_it_is_under_zero_3_and_in_bf16(more, shards, whole):
     test_a_resume_from_shards_is_bit_for_bit_a_whole_run(more, shards, whole)
 
 
+@pytest.mark.thorough
 def test_shards_of_one_topology_are_read_by_another(runs):
     found, expected = (curve(runs / name, "loss", "grad_norm") for name in ("moved", "1"))
     assert [x[0] for x in found] == [1, 2, 3, 4]
@@ -113,6 +116,7 @@ def test_an_exchange_in_fp32_leaves_out_the_rounding_to_bf16(more):
     assert [x[1] for x in better] == pytest.approx([x[1] for x in rough], rel=1e-2)
 
 
+@pytest.mark.thorough
 def test_given_weights_under_tensor_parallelism_and_zero_3(runs):
     one, two = (curve(runs / name, "loss", "grad_norm") for name in ("given", "given-tensor"))
     assert [x[1] for x in two] == pytest.approx([x[1] for x in one], abs=1e-5)

@@ -16,7 +16,7 @@ from titans_pt.config.files import load_config
 from titans_pt.runs import checkpoints
 from titans_pt.training.metrics import read_metrics
 
-pytestmark = pytest.mark.timeout(900)  # starting processes takes its time on a busy machine
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]  # starting processes takes its time on a busy machine
 
 
 def start(config: Path, *overrides: str) -> subprocess.Popen:

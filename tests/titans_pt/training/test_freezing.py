@@ -88,6 +88,7 @@ def read(run, step=4):
         }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS)
 def test_the_rest_stays_as_it_is_and_a_resume_continues_bit_for_bit(runs, source, way):
     check(runs, source, way)
@@ -121,6 +122,7 @@ def losses(run):
     return [r["loss"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ADAPTED)
 def test_adapters_are_trained_beside_the_weights_of_a_run_without_them(runs, source, way):
     check_adapters(runs, source, way)

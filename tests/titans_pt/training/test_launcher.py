@@ -74,6 +74,7 @@ def wait_for(path: Path):
         time.sleep(0.02)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "starts", "status", "says"),
     [("on purpose", 1, 2, []), ("by accident", 2, 137, ["rank 0 was killed by SIGKILL, and no restart"])],
@@ -87,6 +88,7 @@ def test_what_ended_on_purpose_is_not_started_again(start, tmp_path, how, starts
     assert re.findall("^titans: error: (.*) is left", err, re.M) == says
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("grace", "saved"), [("1", False), ("60", True)])
 def test_a_stop_waits_for_a_slow_disk_as_long_as_the_grace(start, tmp_path, grace, saved):
     process = start(SAVES, "2.5", GRACE=grace)
@@ -98,6 +100,7 @@ def test_a_stop_waits_for_a_slow_disk_as_long_as_the_grace(start, tmp_path, grac
     assert "Traceback" not in err
 
 
+@pytest.mark.thorough
 def test_a_second_interrupt_reaches_the_processes(start, tmp_path):
     process = start(SAVES, "60")
     wait_for(tmp_path / "started")

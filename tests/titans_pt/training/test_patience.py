@@ -50,6 +50,7 @@ def steps(run):
     return [checkpoints.step_of(path) for path in checkpoints.list_checkpoints(run / "checkpoints")]
 
 
+@pytest.mark.thorough
 def test_a_run_ends_and_keeps_its_best_checkpoint(go, tmp_path, monkeypatch, capsys):
     assert go("whole") == 0
     run = tmp_path / "whole"

@@ -13,6 +13,8 @@ from tests.helpers.processes import ENVIRONMENT, run, run_forked
 from titans_pt.runs import checkpoints
 from titans_pt.training.metrics import read_metrics
 
+pytestmark = pytest.mark.thorough
+
 WORKER = Path(__file__).with_name("worker.py")
 LAUNCHER = ["env", "PROCESSES=2", sys.executable, "-m", "titans_pt.training.launcher"]
 

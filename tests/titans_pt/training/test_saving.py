@@ -60,6 +60,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.thorough
 def test_a_divergence_leaves_the_healthy_checkpoints(run):
     """Under a launcher that would start it again and again, as torchrun does."""
     before = contents(run.folder / "checkpoints")

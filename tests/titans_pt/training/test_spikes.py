@@ -83,6 +83,7 @@ def tensors(folder, step):
     return [(path / name).read_bytes() for name in (checkpoints.MODEL, checkpoints.OPTIMIZER)]
 
 
+@pytest.mark.thorough
 def test_a_spike_is_skipped_and_logged_and_a_resume_decides_the_same(trained, capsys):
     whole = trained("whole", (6,), "train.checkpoint_every=1")
     (spike,) = records(whole, "spike")

@@ -56,6 +56,7 @@ def script(tmp_path):
     return [str(path), str(tmp_path / "stacks")]  # a program of run_forked and its first word
 
 
+@pytest.mark.thorough
 def test_ranks_that_hang_end_the_run_and_every_place_and_stack_is_told(script, tmp_path):
     how = ["stopped", "asleep", "blocked"]
     result = run_forked(1 + len(how), *script, "well", *how)

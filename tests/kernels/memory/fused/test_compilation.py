@@ -11,6 +11,8 @@ import pytest
 
 from titans_pt.kernels.memory.fused.configurations import KERNELS, NEEDED, SHARED, WIDTHS
 
+pytestmark = pytest.mark.thorough
+
 SPILLS = {
     "3.9": {
         "coefficients": 600, "coefficients_backward": 320, "scan": {32: 0, 64: 0, 128: 300},

@@ -17,6 +17,8 @@ from titans_pt.models import build_model
 from titans_pt.models.ways import whole_sequence
 from titans_pt.tasks.next_token import NextTokenLoss
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(autouse=True)
 def dynamo():

@@ -161,6 +161,7 @@ def test_it_is_planned(tiny):
     assert two.bytes["parameters"] < one.bytes["parameters"]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_it_is_compiled(model, monkeypatch):
     compile = torch.compile
@@ -184,6 +185,7 @@ def test_without_a_declaration_tensor_ranks_are_refused_by_name(tiny):
         TensorParallel(build_model(ModelConfig(mixers=["forgetful"], **SIZE)), RankGroup(0, 2))
 
 
+@pytest.mark.thorough
 def test_it_trains_under_tensor_parallelism_and_zero(tiny, tmp_path):
     """Two tensor ranks under ZeRO 2 give the losses of one process; their checkpoint is evaluated and exported."""
     config = tiny(model={"mixers": ["leaky"]}, run={"imports": [HERE]})
