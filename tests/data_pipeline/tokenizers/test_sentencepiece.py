@@ -1,5 +1,6 @@
 import io
 import random
+import tracemalloc
 from pathlib import Path
 
 import mistral_common
@@ -88,6 +89,19 @@ def test_streaming_any_ids_is_decoding(tokenizer, ids):
 def test_streaming_yields_text_as_soon_as_it_is_certain(tokenizer):
     decoder = StreamDecoder(tokenizer)
     assert [decoder.push(i) for i in tokenizer.encode("😀")] == ["", "", "", "😀"]
+
+
+def test_a_long_text_is_compared_in_little_memory(tokenizer, texts):
+    text = "\n".join(texts) * (500_000 // len("\n".join(texts)))
+    ids = tokenizer.encode_batch([text])[0]
+    tracemalloc.start()
+    try:
+        assert tokenizer.gives_back(text, ids)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 * len(ids)  # of the 65,536 that are joined at once 88 bytes each, and the text twice
+    assert not tokenizer.gives_back(text, ids[:-1]) and not tokenizer.gives_back(text, [*ids, ids[0]])
 
 
 @settings(max_examples=100, deadline=None)
