@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = (
     ".ci", ".github", "configs", "data_pipeline", "docs", "examples", "kernels", "launch", "tests", "titans_pt",
@@ -144,8 +146,6 @@ print(titans_pt.__file__, titans_pt.config.files.load_config("quickstart").run.d
 WHOLE = """
 import base64, hashlib, importlib.metadata, importlib.util
 from kernels import get_kernel
-
-pytestmark = pytest.mark.thorough
 
 for file in importlib.metadata.files("kernels"):
     if file.hash:
