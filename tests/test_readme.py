@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,11 @@ from titans_pt.models.mixers import MIXERS
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = (ROOT / "docs/commands.md").read_text()
+
+
+@cache
+def settings() -> frozenset[str]:
+    return frozenset(known_paths(whole_tree()))
 
 
 def commands():
@@ -71,7 +77,7 @@ def test_links_and_settings_exist(page):
         assert (ROOT / folder).is_dir(), folder
     for path in re.findall(r"`((?:titans_pt|kernels|data_pipeline|configs|launch)/[\w/.]+\.\w+)`", text):
         assert "NAME" in path or (ROOT / path).exists(), path
-    known = known_paths(whole_tree())
+    known = settings()
     for setting in re.findall(r"`((?:run|data|model|train|parallel|evaluation|wandb)\.[a-z_.]+)[`=]", text):
         assert setting in known or (page.name == "CHANGELOG.md" and setting in FORMER_NAMES), setting
 

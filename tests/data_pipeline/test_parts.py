@@ -43,6 +43,7 @@ def many(config, tmp_path, small_parts):
     return build
 
 
+@pytest.mark.thorough
 def test_shards_and_many_processes_give_the_same_bytes(many):
     manifest = prepare(many("one"))
     assert manifest["dropped"] == {"empty": 6, "duplicate": 21, "filtered": 0, "rejected": 0}

@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from tests.conftest import TINY
+from tests.helpers.mixers import EVERY
 from tests.helpers.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config.files import load_config
@@ -234,7 +235,7 @@ def test_a_padded_batch_is_its_texts_each_alone(folders):
     assert losses[0] == pytest.approx(total / count, rel=1e-5)
 
 
-@pytest.mark.parametrize("mixer", MIXERS.built_in())
+@pytest.mark.parametrize("mixer", EVERY)
 def test_every_mixer(mixer, tmp_path, prepared):
     run = untrained_run(tmp_path / "run", prepared, mixers=[mixer])
     huggingface.export_run(run, tmp_path / "hf")

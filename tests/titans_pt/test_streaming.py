@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.mixers import NAMES, small_model
+from tests.helpers.mixers import EVERY, small_model
 from tests.helpers.stand_ins import Recurrent, Scripted
 from titans_pt import streaming
 from titans_pt.config import ModelConfig
@@ -121,7 +121,7 @@ def test_devices(monkeypatch, recurrent):
     assert streaming.best_device(1) == "cpu"
 
 
-@pytest.mark.parametrize("mixer", NAMES)
+@pytest.mark.parametrize("mixer", EVERY)
 def test_prompts_of_different_lengths_are_continued_as_if_alone(mixer):
     torch.manual_seed(0)
     model = small_model([mixer], init_std=0.5)

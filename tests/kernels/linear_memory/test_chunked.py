@@ -118,6 +118,7 @@ def test_half_precision_computes_in_fp32():
     assert_same([end], [last], 1e-5)
 
 
+@pytest.mark.thorough
 def test_torch_compile_takes_it_whole():
     tensors = make(1, 70, 2, 4, 4)
     q = tensors.pop("q").requires_grad_()

@@ -167,6 +167,7 @@ def test_parameter_sets_kept_for_the_backward_pass(save_every, sets, monkeypatch
     assert len(kept) == sets
 
 
+@pytest.mark.thorough
 def test_torch_compile_leaves_the_loop_alone():
     tensors, layers = make(1, 40, 1, 4, 4)
     q = tensors[0].requires_grad_()

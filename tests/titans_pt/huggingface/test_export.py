@@ -38,6 +38,7 @@ def names(folder) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("first", "second"), [("words", "bytes"), ("bytes", "words")])
 def test_a_second_export_leaves_nothing_of_the_first(runs, tmp_path, first, second):
     """Neither its tokenizer nor shards, code, or settings of generation; files of the user's stay."""

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers import pipeline as hf_pipeline
 
+from tests.helpers.mixers import EVERY
 from tests.helpers.untrained import untrained_run
 from titans_pt import huggingface
 from titans_pt.errors import UserError
 from titans_pt.layers.state import tensors
-from titans_pt.models.mixers import MIXERS
 
 
 def log_p(model, ids, prompt: int):
@@ -36,17 +36,7 @@ def beams(model, ids, new=7, **options):
 CACHED = {"memory": {"chunk_size": 2, "caching": {"segment": 2, "slots": 3}}}
 
 
-STATES = ("attention", "mac", "mal", "gated_deltanet", "mamba", "ttt_mlp", "hope", "rmt", "lmm+caching")
-"""A mixer of each form of state; the rest is slow."""
-
-
-@pytest.mark.parametrize(
-    "mixer",
-    [
-        pytest.param(name, marks=() if name in STATES else pytest.mark.slow)
-        for name in [*MIXERS.built_in(), "lmm+caching"]
-    ],
-)
+@pytest.mark.parametrize("mixer", [*EVERY, "lmm+caching"])
 def test_beams_are_as_likely_as_they_say(mixer, tmp_path, prepared, ids):
     """A state that is not reordered with its beams claims more than the sequence has. And two ways on from one state
     are the same: nobody writes into it."""

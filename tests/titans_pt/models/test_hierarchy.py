@@ -78,6 +78,7 @@ def test_what_does_not_fit_is_refused(word, message, tiny):
         load_config(path, [word])
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_group")
 def test_a_run_changes_its_chunks_once_and_is_read_with_the_last_ones(tiny, tmp_path):
     levels = {"chunk": 4, "shard": 8, "locals": [4], "final_locals": [1], "final_share": 0.3}

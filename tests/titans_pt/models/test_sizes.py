@@ -47,7 +47,7 @@ def parameters(size, model):
     return sum(p.numel() for p in without_values(config_of(size, model).model).parameters())
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["170m", *(pytest.param(s, marks=pytest.mark.thorough) for s in SIZES if s != "170m")])
 def test_all_models_of_a_size_have_equally_many_parameters(size):
     """Within one percent of the Transformer's, as far as widths of 64 go, and that within one of the size's name."""
     assert {path.stem for path in (CONFIGS / size).glob("*.yaml")} == {"size", *PATTERNS}

@@ -173,6 +173,7 @@ def test_two_runs_on_one_folder_are_refused(tmp_path):
         pass
 
 
+@pytest.mark.thorough
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
     code = "import sys, time; from titans_pt.runs.folder import RunFolder\nwith RunFolder(sys.argv[1]).lock(): "
     code += "print('held', flush=True); time.sleep(60)"

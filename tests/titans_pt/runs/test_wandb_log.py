@@ -78,6 +78,7 @@ def test_other_spellings_of_wandb_mode(monkeypatch, tmp_path, given, mode):
     assert resolve_mode("auto") == mode
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["auto", "offline"])
 def test_a_nonsensical_wandb_mode_is_a_warning_and_loses_nothing(monkeypatch, tmp_path, caplog, mode):
     log_in(tmp_path)

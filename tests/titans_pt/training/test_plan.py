@@ -76,6 +76,7 @@ def test_memory_states_are_kept_for_every_root_of_the_blocks(config):
 BF16 = {"batch_tokens": 1024, "precision": "bf16"}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("interpreter")
 def test_a_gpu_without_one_is_what_its_kernels_keep(config, monkeypatch):
     """The fused memory's kept states included, by running them in Triton's interpreter."""
@@ -116,6 +117,7 @@ def test_checkpointing_and_sequence_need_less(config):
     assert size["sequence"] < size["tensor"] < size["plain"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "told"), [(8, ""), (64, "24 programs a call .*, which keep 18% of")])
 def test_serial_kernels_that_leave_a_gpu_idle_are_told(ranks, told):
     text = make_plan(task_of(load_config("170m/lmm")), ranks=ranks, gpu=False).text()

@@ -43,7 +43,9 @@ def test_equals_the_definition(case, to_dtype):
         Case(T=26, C=4, H=1, initial=True, resets=True, save_every=1, per_layer=True, forget_to="start"),
         marks=pytest.mark.slow,
     ),
-    Case(T=70, C=8, H=1, depth=1, initial=True, resets=True, residual=False),
+    pytest.param(
+        Case(T=70, C=8, H=1, depth=1, initial=True, resets=True, residual=False), marks=pytest.mark.thorough
+    ),
     Case(T=130, C=32, H=1, norm=False, activation="silu", extremes=True, initial=True),
     pytest.param(
         Case(T=40, C=16, D=64, H=1, dtype=torch.float16, initial=True, forget_to="start"),

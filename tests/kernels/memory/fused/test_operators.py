@@ -37,6 +37,7 @@ def test_operator_is_well_formed(recorded):
     torch.library.opcheck(operators.memory, recorded, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.thorough
 def test_torch_compile_takes_it_whole():
     given, options = arguments(SMALL)
     given[0].requires_grad_()
@@ -193,6 +194,7 @@ def test_rows_behind_the_last_token_have_no_error(C, monkeypatch):
     assert (rows > 0).sum() == 20 and (rows == 0).sum() == len(rows) - 20 > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("save_every", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_more_resets_allowed_than_there_are(save_every, monkeypatch):
     """Blocks that no row needs change no bit, though their scratch memory is full of NaN (conftest.py)."""

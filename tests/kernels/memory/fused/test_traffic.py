@@ -25,6 +25,7 @@ def scan_bytes(network: NetworkShape, chunk: int, operand: int, to_start: bool) 
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts in Triton's interpreter")
 @pytest.mark.parametrize("forget_to", ["start", "zero"])
 @pytest.mark.parametrize("C", [16, 128])

@@ -124,6 +124,7 @@ def test_every_parameter_learns(model):
         assert gradient.isfinite().all() and gradient.abs().max() > 0, name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mixer", [*BASELINES, "rmt"])
 def test_training_learns(mixer):
     """From its own start, in fp32: a few rows by heart."""
