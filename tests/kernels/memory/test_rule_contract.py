@@ -227,7 +227,6 @@ def test_it_is_planned(tiny):
     assert two.bytes["parameters"] < one.bytes["parameters"]
 
 
-@pytest.mark.thorough
 def test_it_trains_under_tensor_parallelism_and_zero(tiny, tmp_path):
     """Two tensor ranks under ZeRO 2 give the losses of one process; their checkpoint is evaluated and exported."""
     model = {"mixers": ["lmm"], "memory": {"rule": "pseudo_huber"}}
