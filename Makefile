@@ -132,14 +132,15 @@ convert: install
 	@echo "== everything is in $(CONVERT): transfer/plots, transfer/evaluation; docs/conversion.md says what it is"
 
 # By files, not by tests: what a file's tests share is then set up once.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --durations=30
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
+	$(PYTEST) --no-loadscope-reorder
 
 thorough: install
-	$(BIN)/python -m pytest -m "thorough and not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations=30
+	$(PYTEST) --no-loadscope-reorder -m "thorough and not slow and not gpu"
 
 slow: install
-	$(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadfile --durations=30
+	$(PYTEST) -m "slow and not gpu"
 
 lint: install
 	$(BIN)/ruff check .

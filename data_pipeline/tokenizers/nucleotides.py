@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +55,7 @@ class NucleotideTokenizer(Tokenizer):
     def encode_batch(self, texts: list[str], threads: int = 1) -> list[Sequence[int]]:
         return [encoded(text.encode("ascii", "replace")) for text in texts]  # type: ignore[misc]  # an array is one
 
-    def gives_back(self, text: str, ids: Iterable[int] | None = None) -> bool:
+    def gives_back(self, text: str, ids: Sequence[int] | None = None) -> bool:
         found = encoded(text.encode("ascii", "replace")) if ids is None else np.asarray(ids)
         return _SPELT[found].tobytes() == text.encode("utf-8", "surrogatepass")
 

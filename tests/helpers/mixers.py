@@ -36,12 +36,12 @@ def own_settings(mixers: list[str]) -> dict:
 
 NAMES = MIXERS.built_in()
 """Every mixer of the package."""
+BASELINES = sorted(OWN.keys() - {"rmt"})
+"""Mixers among them that are no more than that: RMT wraps the model."""
 FORMS = ("attention", "mac", "mal", "gated_deltanet", "mamba", "ttt_mlp", "hope", "rmt")
 """A mixer of each form of state."""
 EVERY = [pytest.param(name, marks=() if name in FORMS else pytest.mark.thorough) for name in NAMES]
 """Every mixer, for a test of seconds: the default suite takes one of each form."""
-BASELINES = sorted(OWN.keys() - {"rmt"})
-"""Mixers among them that are no more than that: RMT wraps the model."""
 
 
 def small_config(mixers: list[str], **changes) -> ModelConfig:
