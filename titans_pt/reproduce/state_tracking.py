@@ -1,6 +1,7 @@
 """State tracking: the first test of Titans' Theorem 4.1, with the settings of a memory that decide it."""
 
 from titans_pt.reproduce import measures, pictures
+from titans_pt.reproduce.ideas import RULES
 from titans_pt.reproduce.measures import TRAINING, Measure
 from titans_pt.reproduce.study import Column, Row, Study
 
@@ -11,6 +12,17 @@ _TOKEN = ("model.memory.chunk_size=1",)
 _REFLECT = (*_TOKEN, "model.memory.step_bound=1.0")
 _LINEAR = ("model.memory.depth=1", "model.memory.norm=false", "model.mlp_hidden=181")
 _STILL = ("model.memory.momentum=false",)
+_CACHES = Row("lmm", "caching", ("model.memory.caching.segment=16", "model.memory.caching.slots=8"),
+              "Memory Caching (GRM)")  # fmt: skip
+_HIDDEN = {"omega-4": 145, "omega-16": 137, "caching": 127}
+_IDEAS = {
+    f"c1-one-{row.variant}": (
+        (*_REFLECT, *row.settings, f"model.mlp_hidden={_HIDDEN.get(row.variant, 148)}"),
+        f"C = 1, bound 1, {row.change}",
+    )
+    for row in (*RULES, _CACHES)
+}
+"""Later ideas in a memory of two layers, as the study of ideas has them; MLPs make the models equally large."""
 CHANGES = {
     # variant: (settings, its name for a reader)
     "": ((), ""),
@@ -33,6 +45,7 @@ CHANGES = {
     "negative-kda": (("model.kda.allow_neg_eigval=true",), "beta to 2"),
     "negative-gdn2": (("model.gdn2.allow_neg_eigval=true",), "erasing to 2"),
     "linear-c1-one-yaad": ((*_LINEAR, *_REFLECT, "model.memory.rule=yaad"), "linear, C = 1, bound 1, Huber loss"),
+    **_IDEAS,
 }
 """Settings over a model's own. C: tokens after which a memory takes its gradient, else 16. bound: that of theta, else
 0.1. linear: a memory of one matrix, without LayerNorm; wider MLPs keep the model's size."""
@@ -57,13 +70,15 @@ _LATER = (
     ("lmm", "linear-c1-one-yaad"),
 )  # fmt: skip
 """Models published after Titans; one seed."""
+_DEEP = (("hope", "c1-one"), *(("lmm", change) for change in _IDEAS))
+"""The same in a memory of two layers; parity, one seed."""
 _OTHER_RATES = tuple((model, f"{change}-{rate}") for rate in ("slow", "fast") for model, change in (
     ("lmm", "c1-one"), ("lmm", "linear-c1-one-still"), ("deltanet", "negative")))  # fmt: skip
 _TWO_TOKENS = (("lmm", "linear-c1-one-two"), ("deltanet", "negative-two"))
 MODELS = {
     "parity": (
         *(("lmm", change) for change in _OF_LMM), ("mac", ""), ("mac", "c1-one"), ("mag", ""), ("mag", "c1-one"),
-        ("lmm", "c1-half-bare"), ("lmm", "c1-one-bare"), *_BASELINES, *_LATER, *_OTHER_RATES,
+        ("lmm", "c1-half-bare"), ("lmm", "c1-one-bare"), *_BASELINES, *_LATER, *_DEEP, *_OTHER_RATES,
     ),
     "S3": (
         ("lmm", ""), ("lmm", "c1-one"), ("lmm", "c1-one-still"), ("lmm", "linear-c1-one"),
@@ -87,7 +102,7 @@ def _row(model: str, change: str, problem: str) -> Row:
 def state_tracking(size: str) -> Study:
     rows = [_row(model, change, problem) for problem, models in MODELS.items() for model, change in models]
     seeds = {row.key: SEEDS[row.variant.partition("-")[0]] for row in rows}
-    once = (*_LATER, *_TWO_TOKENS, *(row for row in _OTHER_RATES if row[1].endswith("slow")))
+    once = (*_LATER, *_DEEP, *_TWO_TOKENS, *(row for row in _OTHER_RATES if row[1].endswith("slow")))
     seeds |= {_row(model, change, problem).key: (0,) for problem in MODELS for model, change in once}
     columns = [Column(f"last of {n} (%)", "states", measures.last_answer(n)) for n in LENGTHS]
     columns += [

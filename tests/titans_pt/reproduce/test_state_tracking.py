@@ -25,6 +25,14 @@ def test_models_of_equal_size_with_the_settings_of_their_names():
         found = memory.chunk_size, memory.depth, memory.norm, memory.momentum, memory.step_bound
         assert found == settings, name
     assert by_name["deltanet-parity-negative-s0"].model.deltanet["allow_neg_eigval"] is True
+    for name, hidden, rule, caches in (
+        ("dgd", 148, "dgd", None),
+        ("omega-16", 137, "omega", None),
+        ("caching", 127, "titans", 8),
+    ):
+        model = by_name[f"lmm-parity-c1-one-{name}-s0"].model
+        found = model.mlp_hidden, model.memory.rule, model.memory.caching and model.memory.caching.slots
+        assert (*found, model.memory.step_bound) == (hidden, rule, caches, 1.0), name
     slow, two = by_name["deltanet-parity-negative-slow-s0"], by_name["deltanet-S3-negative-two-s0"]
     assert (slow.train.lr, slow.model.deltanet["allow_neg_eigval"]) == (2e-3, True)
     assert (two.state_tracking["tokens"], two.data.seq_len, two.train.lr) == (2, 80, 4e-3)
