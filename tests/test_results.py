@@ -254,7 +254,7 @@ def found_in_noise() -> list[str]:
 
 def ideas_in_noise() -> list[str]:
     """LMM, MAC and each later idea, in the same order."""
-    return lines_of_needles(of_rows("needles", target_study("ideas", "tiny").rows), (2048, 16384, 65536))
+    return lines_of_needles(of_rows("needles", target_study("ideas", "tiny").rows), (2048, 16384, 65536, 1048576))
 
 
 def lines_of_needles(rows: dict[str, list[dict]], lengths: Sequence[int]) -> list[str]:

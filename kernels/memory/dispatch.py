@@ -58,8 +58,9 @@ def neural_memory(
         theta, eta, alpha: step size, momentum, forgetting, (B, T, H), or (B, T, H, L) for one per memory layer. alpha
             may also have one per channel, (B, T, H, network.channels): of each layer, in order, one for each of the
             d_in rows of its matrix.
-        weights: L tensors (H, d_in, d_out), M_0, where documents begin; the first d_in and the last d_out are D. x @ W.
-        network: what M is. None: what weights and norm say, with the residual and GELU.
+        weights: L tensors (H, d_in, d_out): M_0, with which documents begin. Layers compute x @ W. The first d_in is
+            rule.width(D), D for most rules; the last d_out is D.
+        network: shape, activation and residual of M. None: as weights and norm say, with the residual and GELU.
         norm: (weight, bias), each (H, D), of the network's LayerNorm; None for a network without it.
         chunk_size: C; the gradient of a token is taken at the weights of its chunk's start.
         forget_to: where alpha pulls the memory. "zero": M_t = (1 - alpha_t) M_{t-1} + S_t, the paper's; "start":
@@ -69,8 +70,8 @@ def neural_memory(
             give the same ``weights`` in each call of a stream: they are M_0 still.
         output_final_state: also return the state after the last token.
         reset: None or bool (B, T), True where a document starts: M_0, S_0 = 0, chunks count from there.
-        max_resets: no row of ``reset`` has more; None: unknown. With it, "triton" does not wait for the GPU to count
-            them. More than there are cost scratch memory, fewer give wrong results.
+        max_resets: upper bound on the resets in a row of ``reset``; None: unknown. With it "triton" does not wait for
+            the GPU to count them. Too large a bound costs scratch memory, too small a bound gives wrong results.
         backend: "naive" (definition), "chunked" (exact dual form, any rule), "native" (the same in C, on a CPU),
             "triton" (fused kernels, on a GPU), "auto": triton on a GPU where it serves (a warning, once, says why it
             does not), native on a CPU where it does, else chunked.
@@ -79,8 +80,8 @@ def neural_memory(
             kernels.memory.fused.operators.SCRATCH_BYTES holds.
         stale: tokens read the memory as it was at the start of their chunk, and nothing of the chunk itself. For large
             chunks: a few matrix products each, by PyTorch's operators on any device.
-        rule: the inner loss and what the gates do with its gradient; Titans' own by default, which alone "triton"
-            knows; "native" knows those with a Rule.compiled_loss.
+        rule: the inner loss and the update. "triton" serves only Titans' own, the default; "native" most rules with a
+            Rule.compiled_loss (its error says why not).
         own: the rule's own gates in its order, each (B, T, H).
         soup: other memories that every token reads at once with the running one; by PyTorch's operators.
 

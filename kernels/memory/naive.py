@@ -8,19 +8,19 @@ Titans (arXiv 2501.00663), Eq. 11-14 with chunk-wise gradients (Section 3.2):
     M_t = (1 - alpha_t) (M_{t-1} - M_0) + M_0 + S_t        forget_to="start"
     y_t = M_t(q_t)                           stale: M_{t'}(q_t), the weights of the start of t's chunk
 
-A rule with a window takes the gradient of a sum: of the losses of the tokens in it, each times the token's share.
+A rule with a window takes the gradient of a weighted sum: the losses of its tokens, each times its share (Rule.shares).
 
-A rule that erases has (I - b_t x x^T) M_{t-1} in place of M_{t-1} (of its difference to M_0 with "start"), for each
-layer's input x of k_t at the start of the chunk, and its own theta for each layer.
+A rule that erases has (I - b_t x x^T) M_{t-1} in place of M_{t-1} ("start": of M_{t-1} - M_0). x is a layer's input for
+k_t at the weights of the chunk's start; Rule.steps gives b_t and the layer's theta.
 
-A rule that is not linear closes every chunk: M = closed(M, S) after its last token, and the weights of the next chunk's
-start, at which u_t is taken and which its queries meet, are met(M).
+A non-linear rule closes every chunk: after its last token M becomes closed(M, S). In the next chunk met(M) are the
+weights at which gradients are taken and which queries read.
 
-An author makes k_t, v_t and the gates of M_{t'}(q_t) and of further reads of M_{t'}; u_t is the gradient in the weights
-that k_t meets alone, v_t being given.
+With an author (call.py; the mixer hope), k_t, v_t and the gates are computed from M_{t'}(q_t) and further reads of
+M_{t'}. u_t is then the gradient in the weights that k_t passes through; v_t counts as a constant.
 
-alpha is one number for a whole matrix, or one for each of its rows (channels of d_in): (1 - alpha_t) is then a diagonal
-matrix on the left of M_{t-1}, the weights that x @ M takes in. The loss, and the lines of S and M, are the rule's.
+alpha is one number per matrix, or one per row (channel of d_in): (1 - alpha_t) is then a diagonal matrix to the left of
+M_{t-1}, in x @ M. The rule defines the loss and the updates of S and M.
 """
 
 from collections.abc import Callable

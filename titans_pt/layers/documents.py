@@ -12,9 +12,9 @@ class Documents:
 
     starts: (B, T) bool, True where one starts.
     begin: (B, T) int64, the newest start in the row at or before each token; -1 where it lies before the first token.
-    bounds: (n + 1,) int32, starts once the rows lie end to end, each row's first token among them, then B * T to fill.
-    most: no row has more starts; known without a look at the GPU.
-    host: ``starts`` on the CPU, for mixers that cut their calls at them: a copy from the GPU would wait for it.
+    bounds: (n + 1,) int32, starts in the rows laid end to end, with each row's first token, padded with B * T.
+    most: upper bound on the starts in a row, known without asking the GPU.
+    host: ``starts`` on the CPU, for mixers that cut their calls there; copying them from the GPU would wait for it.
     """
 
     starts: Tensor

@@ -81,11 +81,11 @@ class Projection(nn.Module):
 
 
 class MemoryNetwork(nn.Module):
-    """The learned start of the memory MLP, M_0, and its LayerNorm, which the inner loop leaves alone.
+    """Learned parameters of the memory: M_0, the first weights of its MLP, and the LayerNorm, which the inner loop does
+    not change.
 
-    A module that hands out its parameters (as copies) when it is called: code that shards parameters by module (ZeRO-3)
-    then has them whole wherever they are used. Weight decay leaves them alone: M_0 is the start of a state under a
-    LayerNorm, and the smaller it is the larger every inner step.
+    Calling the module returns copies of its parameters: ZeRO-3, which gathers parameters by module, then has them
+    whole. They have no weight decay: under the LayerNorm a smaller M_0 makes every inner step larger.
     """
 
     sharding = {"": Shard.COLUMN}
@@ -130,10 +130,10 @@ class NeuralMemoryState:
 
 
 class NeuralMemory(nn.Module):
-    """(B, T, d_model) -> M_t(q_t) of every token, (B, T, d_model), heads side by side, each normalised (RMS).
+    """(B, T, d_model) -> M_t(q_t) of every token, (B, T, d_model): heads side by side, an RMSNorm on each.
 
-    A prefix (persistent tokens) is the same for every row and document: it is written once, to a memory of its own,
-    whose weights are then where every document begins. Its momentum ends with it (S_0 = 0 at a document's start).
+    A prefix (persistent tokens) is the same for every row and document. It is written once, and every document begins
+    from the resulting weights, with S_0 = 0.
     """
 
     sharding = {"": Shard.ENTER, "output_norm": Shard.SUMMED}
@@ -163,8 +163,13 @@ class NeuralMemory(nn.Module):
         start: tuple[Tensor, ...] | None = None,
         chunk_size: int | None = None,
     ) -> tuple[Tensor, NeuralMemoryState]:
-        """start: M_0 in place of the learned one (see :meth:`start_after`); a state remembers it where that matters.
-        chunk_size: of a call that begins and ends a sequence, whose memory is not cached; None: the configured one."""
+        """Reads and writes x.
+
+        Args:
+            start: weights in place of the learned M_0 (:meth:`start_after`); the state keeps them with
+                forget_to="start".
+            chunk_size: for a call that is a whole sequence, without caches; None: the configured one.
+        """
         if state is not None and (state.caches is None) != (self.caching is None):
             raise ValueError("state: given one of a memory with other caching; pass a state of this memory")
         q, q_state = self.q(x, state and state.q, documents)

@@ -93,12 +93,11 @@ class WriteGate(nn.Module):
 
 
 class Gates(nn.Module):
-    """Ranges of theta, eta, alpha and the memory rule's own gates, whatever their numbers are read off.
+    """Turns raw numbers, however they were computed, into theta, eta, alpha and the memory rule's own gates.
 
-    theta = bound (1 - eta) gate(.): under a constant eta a token's surprise is written with bound gate in all, however
-    long momentum carries it. An eta that rises after the token carries it further than that. A token writes theta times
-    an error that grows with its value, and the curvature that a step meets grows with it. Deep memories, which have no
-    room for that, take min(1, sqrt(D) / (2 ||v||)) of theta.
+    theta = bound (1 - eta) gate(.): under a constant eta, momentum applies a token's surprise with a total weight of
+    bound gate. If eta rises after the token, the total is larger. The error and the curvature of a step grow with the
+    value's length; deep memories therefore take min(1, sqrt(D) / (2 ||v||)) of theta.
     With theta="free" it is softplus(.), any positive number: Titans, Eq. 10, has "theta_t" without a range or a
     non-linearity, and softplus is the usual one for a step without a bound (Mamba's, for example).
     """

@@ -46,11 +46,13 @@ _OF_A_MEMORY = {"write_cost"}
 
 
 class NeuralMemory(memory.NeuralMemory):
-    """(B, T, d_model) -> (what the memory recalls at each token, (B, T, d_model), and the state after the last token).
+    """The memory as a layer: x (B, T, d_model) -> (its answers M_t(q_t), (B, T, d_model), and the state after the last
+    token). It has no residual, output gate or output projection; LMM, MAC, MAG and MAL have them.
 
     Args:
         d_model: width of the inputs and outputs.
-        n_heads: memory heads; None: 16, or the largest smaller number that divides d_model.
+        n_heads: memory heads; None: 16, or the largest smaller number that divides d_model. The Triton kernels need
+            d_model / n_heads to be 32, 64 or 128.
         settings: any setting of ``model.memory`` but hierarchy and write_cost, of its rule's own section,
             and conv_width and norm_eps. ``init_std`` is that of the memory's first weights.
 
@@ -135,7 +137,8 @@ class _Layer(Mixer):
         return _finished(self, state, *super().forward(x, state, documents))
 
     def inspect(self, x: Tensor, state: Any = None, reset: Tensor | None = None) -> MemoryFigures:
-        """Inspects the memory in this layer, as :meth:`NeuralMemory.inspect` does: its writes of x alone.
+        """Figures of the memory in this layer for the tokens of x, persistent tokens left out; see
+        :meth:`NeuralMemory.inspect`.
 
         Raises:
             UserError: the layer has no neural memory.

@@ -56,6 +56,8 @@ class TrainingPlan:
     cost: "Cost"
     sequences: tuple[int, int]
     """Rows and tokens of each that the blocks read of one sample."""
+    gpu: bool
+    """Whether ``bytes`` are those of kernels for GPUs, or of operators on a CPU."""
 
     @property
     def total(self) -> int:
@@ -71,7 +73,7 @@ class TrainingPlan:
             f"plan: {train.batch_tokens:,} tokens per step = {self.data} data ranks x {self.accumulation} "
             f"micro-batches x {self.micro_batch} samples x {self.config.data.seq_len} tokens\n"
             f"{self._read()}"
-            f"plan: estimated memory per rank {self.total / GIB:.2f} GiB: {kinds}\n"
+            f"plan: estimated memory per rank, on a {'GPU' if self.gpu else 'CPU'}, {self.total / GIB:.2f} GiB: {kinds}\n"
             f"{self._idle()}plan: {self.cost.text()}"
         )
 
@@ -159,7 +161,7 @@ def make_plan(task: Task, ranks: int | None = None, gpu: bool | None = None) -> 
     sizes = _model_bytes(config, *own, context * data, accumulation) | _activation_bytes(task, micro, gpu)
     sequences = task.sequences(1, config.data.seq_len)
     return TrainingPlan(
-        config, parameters, learned, tensor, context, data, micro, accumulation, sizes, cost_of(task), sequences
+        config, parameters, learned, tensor, context, data, micro, accumulation, sizes, cost_of(task), sequences, gpu
     )
 
 

@@ -20,7 +20,7 @@ Own = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class OwnGate:
-    """A number per token and head that a rule reads off the token, beside theta, eta and alpha.
+    """A gate of the rule's own, beside theta, eta and alpha: a number per token and head, computed from the token.
 
     share: True for a sigmoid, in (0, 1); False for a softplus, above 0. start: its value at initialisation.
     """
@@ -37,9 +37,9 @@ class Rule:
 
         S_t = eta_t S_{t-1} - theta_t grad_W loss(M(k_t), v_t)       M_t = (1 - alpha_t) M_{t-1} + S_t
 
-    A rule that moves M otherwise defines :meth:`update` and :meth:`coefficients`, which tests compare. Non-linear steps
-    happen where chunks end: a rule with :meth:`closed` or :meth:`met` lets M accumulate, and keys and queries of a
-    chunk meet their result at the end of the chunk before.
+    A rule that updates M differently overrides :meth:`update` and :meth:`coefficients`; tests compare the two.
+    Non-linear steps (:meth:`closed`, :meth:`met`) happen at chunk ends: M accumulates within a chunk, whose keys and
+    queries use the result of the previous chunk's end.
     docs/architecture.md has the recipe.
     """
 
@@ -50,13 +50,13 @@ class Rule:
     gates: dict[str, OwnGate] = {}
     """Its own gates, by name."""
     compiled_loss: str | None = None
-    """Loss of kernels/memory/native that this one is: squared, or with the first own gate as its threshold huber or
-    coordinate (yaad.py). None: PyTorch's operators serve. A subclass with another loss does not inherit it."""
+    """Equal loss in kernels/memory/native: "squared", or "huber" or "coordinate", whose threshold is the first own gate
+    (yaad.py). None: the C code does not serve the rule. A subclass with its own loss does not inherit it."""
     compiled_steps: bool = False
     """Whether :meth:`steps` are those that kernels/memory/native has: b = theta / (1 + theta ||x||^2), for both."""
     step: float = 1.0
-    """Factor of the step bound where model.memory.step_bound is null: how much larger than the squared loss's steps
-    this rule's may be while the memory stays stable."""
+    """Factor of the default step bound (model.memory.step_bound=null): this rule's largest stable step over the squared
+    loss's."""
 
     def __init_subclass__(cls, **keywords: Any):
         super().__init_subclass__(**keywords)
@@ -122,8 +122,8 @@ class Rule:
     def gradient_backward(
         self, upstream: Tensor, error: Tensor, v: Tensor, own: Own
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """The gradients of :meth:`gradient`'s arguments from that of its result, ``upstream``: of error, of v beyond
-        what comes through the error (None: nothing), and of each gate."""
+        """Backward pass of :meth:`gradient`. ``upstream`` is the gradient of its result; returned are those of error, of
+        v apart from its part in error (None: zero), and of each own gate."""
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (error, v, *own)]
             found = self.gradient(leaves[0], leaves[1], tuple(leaves[2:]))
@@ -181,8 +181,8 @@ class Rule:
         return (1 - alpha) * weights + momentum, momentum
 
     def steps(self, theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """One layer's step, and the share b that it erases, both (..., 1), for the layer's input x (..., d_in): a token
-        takes b of what M held along x off M, M <- M - b x x^T M, before it writes. None: nothing is erased.
+        """Step and erased share b of one layer, both (..., 1), for its input x (..., d_in). Before the token writes,
+        M <- M - b x x^T M removes the share b of M's content along x. None: nothing is erased.
 
         theta: (..., 1), which the step replaces.
         """
@@ -196,8 +196,8 @@ class Rule:
     def coefficients(
         self, theta: Tensor, eta: Tensor, alpha: Tensor, own: Own, valid: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """The same for blocks of c tokens at once: the fields of kernels.memory.coefficients.Coefficients. They say how
-        much of the block's first M and S, and of each token's gradient, there is in M and S at each of its tokens.
+        """:meth:`update` for blocks of c tokens: the fields of kernels.memory.coefficients.Coefficients, the weights of
+        the block's first M and S, and of each token's gradient, in M and S after each token.
 
         Args:
             theta, eta, alpha: (G, n, N, c) of n blocks; G is 1, or the memory's layers.
@@ -216,7 +216,7 @@ class Rule:
         return weights
 
     def met(self, weights: Tensor) -> Tensor:
-        """The matrix (..., d_in, d_out) that keys and queries of a chunk meet, where M = ``weights`` at its start."""
+        """The matrix (..., d_in, d_out) that a chunk's keys and queries use if M = ``weights`` at its start."""
         return weights
 
     def closing_flops(self, d_in: int, d_out: int) -> float:

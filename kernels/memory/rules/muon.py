@@ -50,8 +50,8 @@ class StepSettings(Section):
     """Settings of rules that take one step a chunk."""
 
     size: Annotated[float, Field(gt=0.0)] = 0.03
-    """Largest step of a chunk, over sqrt(inputs) + sqrt(outputs) of a matrix, the length of a random one: 0.72 for 64
-    and 256. The step is also multiplied by a gate of the chunk's last token, 0 to 1."""
+    """Largest step of a chunk, as a share of sqrt(inputs) + sqrt(outputs) of a matrix, about the spectral norm of a
+    random one: 0.03 makes steps of 0.72 for 64 and 256. A gate of the chunk's last token, 0 to 1, multiplies it."""
 
 
 class ChunkSteps(Rule):

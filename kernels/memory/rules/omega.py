@@ -18,8 +18,8 @@ class WindowSettings(Section):
     """Tokens whose gradients each token writes, itself among them. Each gradient is multiplied by a gate of the token
     that writes."""
     border: Literal["refresh", "carry", "truncate"] = "refresh"
-    """Gradients that a window uses of the chunk before. refresh: taken again at today's chunk's start (ATLAS, Eq. 16).
-    carry: as they were. truncate: none; the window is then no wider than the chunk."""
+    """Gradients of the previous chunk's tokens in a window. refresh: taken again at the current chunk's start (ATLAS,
+    Eq. 16). carry: as taken in their own chunk. truncate: none; the window is then no wider than the chunk."""
     degree: Literal[1, 2] = 1
     """Degree of the polynomial features of keys and queries. 1: keys and queries themselves. 2: also the products of
     their channels, for small heads: the first matrix takes in 152 numbers for a head of width 16, 2,144 for 64."""

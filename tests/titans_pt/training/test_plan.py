@@ -108,6 +108,12 @@ def test_what_the_kernels_do_not_serve_is_planned_as_on_a_cpu(config):
     assert _activation_bytes(Language(settings), 1, gpu=True) == _activation_bytes(Language(settings), 1, gpu=False)
 
 
+@pytest.mark.parametrize(("gpu", "device"), [(False, "CPU"), (True, "GPU")])
+def test_a_plan_says_whose_memory_it_estimates(config, gpu, device):
+    plan = make_plan(Language(config(model={"mixers": ["swa"]}, train=BF16)), 1, gpu=gpu)
+    assert f"estimated memory per rank, on a {device}, {plan.total / 2**30:.2f} GiB" in plan.text()
+
+
 def test_checkpointing_and_sequence_need_less(config):
     size = {name: make_plan(task_of(config(**changes)), ranks=2).bytes["activations"] for name, changes in {
         "plain": {}, "checkpointed": {"train": {"batch_tokens": 1024, "activation_checkpointing": True}},
