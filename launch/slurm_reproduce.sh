@@ -16,6 +16,9 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 
+# Below the 300 s, so that there is time to queue again if a checkpoint was not done and processes had to be killed.
+export TITANS_GRACE=${TITANS_GRACE:-${GRACE:-270}}
+
 asked=0
 # SIGUSR1: time is nearly up. SIGTERM: preempted.
 # shellcheck disable=SC2329  # called by the trap

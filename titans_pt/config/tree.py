@@ -595,9 +595,9 @@ class TrainConfig(Section):
     the newest."""
     resume: Literal["auto", "never"] | Positive = "auto"
     """auto: continue from the newest complete checkpoint of run.dir, or start if there is none.
-    never: start, and refuse a run.dir that already holds checkpoints.
-    A step: return to its checkpoint. Later ones are moved to checkpoints/set-aside, not deleted. Started again, the
-    same command continues from its newest checkpoint since."""
+    never: start, and refuse a run.dir that already holds checkpoints of another command.
+    A step: return to its checkpoint. Later ones are moved to checkpoints/set-aside, not deleted.
+    Started again, the same command (the same settings of train) continues from its newest checkpoint."""
     init_from: PathName | None = None
     """Initial weights, without optimiser state: a run's folder (its newest checkpoint), one of its checkpoints, or a
     folder that ``titans export`` wrote. Data, schedule and data.seq_len may differ. Ignored once the run has its own
@@ -930,6 +930,12 @@ class Config(Section):
             t.patience is None or t.eval_every > 0,
             "train.patience",
             t.patience,
+            "only with train.eval_every above 0, the steps between two validations",
+        )
+        need(
+            t.stop_when is None or t.eval_every > 0,
+            "train.stop_when",
+            t.stop_when,
             "only with train.eval_every above 0, the steps between two validations",
         )
         need(

@@ -4,6 +4,7 @@ import difflib
 from types import UnionType
 from typing import Any, get_args
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -42,7 +43,7 @@ def one_line(error: ValidationError, prefix: str = "", section: type[BaseModel] 
     given = _short(first["input"])
     allowed = _ALLOWED.get(first["type"], first["msg"].replace("\n", " "))
     if first["type"] == "list_type" and not isinstance(first["input"], dict | type(None)):
-        allowed += f", such as [{first['input']}]"
+        allowed += f", such as {yaml.safe_dump([first['input']], default_flow_style=True, width=10**6).strip()}"
     return f"{path}: given {given}; allowed: {allowed}{more}"
 
 

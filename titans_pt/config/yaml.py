@@ -36,6 +36,10 @@ def parse_yaml(text: str, where: str) -> Any:
         raise UserError(f"{where}: nested too deeply; settings have a few levels") from None
 
 
+_LIST = re.compile(r"""\[([^][{}"']*)\]""")
+"""A list whose texts have no brackets and no quotes."""
+
+
 def parse_override(item: str) -> tuple[list[str], Any]:
     """key.path=value -> the keys and the value. A value that begins with a bracket or a quote is YAML; any other is
     taken as it stands, with all its ``#`` and ``:``.
@@ -54,8 +58,11 @@ def parse_override(item: str) -> tuple[list[str], Any]:
     except UserError as error:
         if _NOT_YAML not in str(error):
             raise
-        quoted = yaml.safe_dump(value, default_style='"', width=10**6, allow_unicode=True).strip()
-        raise UserError(f"{error}; if it is meant as text, write {shlex.quote(f'{key}={quoted}')}") from None
+        texts = _LIST.fullmatch(value)  # such as [*.lora_*], in which * means something else to YAML
+        meant: Any = [text.strip() for text in texts[1].split(",")] if texts else value
+        quoted = yaml.safe_dump(meant, default_style='"', default_flow_style=True, width=10**6, allow_unicode=True)
+        kind = "a list of texts" if texts else "text"
+        raise UserError(f"{error}; if it is meant as {kind}, write {shlex.quote(f'{key}={quoted.strip()}')}") from None
 
 
 def write_yaml(tree: dict) -> str:

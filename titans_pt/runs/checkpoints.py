@@ -365,20 +365,26 @@ def step_of(path: Path) -> int:
     return int(name[1])
 
 
-def outdated(folder: Path, keep_last: int, keep_every: int | None = None, keep: Collection[Path] = ()) -> list[Path]:
+def outdated(
+    folder: Path, keep_last: int, keep_every: int | None = None, keep: Collection[Path] = (), newest: int | None = None
+) -> list[Path]:
     """The checkpoints that :func:`prune` deletes, oldest first."""
-    old = list_checkpoints(folder)[:-keep_last]
+    old = [path for path in list_checkpoints(folder) if newest is None or step_of(path) <= newest][:-keep_last]
     return [path for path in old if path not in keep and not (keep_every and step_of(path) % keep_every == 0)]
 
 
-def prune(folder: Path, keep_last: int, keep_every: int | None = None, keep: Collection[Path] = ()) -> list[Path]:
+def prune(
+    folder: Path, keep_last: int, keep_every: int | None = None, keep: Collection[Path] = (), newest: int | None = None
+) -> list[Path]:
     """Deletes all but the ``keep_last`` newest checkpoints, those of steps that divide by ``keep_every``, and ``keep``.
 
+    newest: step of the newest that is whole. Later ones, which a run that starts again has found damaged, do not count
+    among the newest and stay until the run replaces them. None: all are whole.
     Of a link only the link is deleted: what it points to is not the run's. One that cannot be deleted is a warning: the
     run is worth more than the space. Returns the deleted ones.
     """
     gone = []
-    for path in outdated(folder, keep_last, keep_every, keep):
+    for path in outdated(folder, keep_last, keep_every, keep, newest):
         # Renamed first: an interrupted deletion then leaves no damaged checkpoint.
         hidden = path.with_name(f".{path.name}.old")
         try:

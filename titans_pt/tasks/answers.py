@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titans_pt.config import Config
 from titans_pt.errors import UserError
 from titans_pt.layers.loss import cross_entropy
 from titans_pt.models import LanguageModel, build_model
@@ -48,12 +47,14 @@ class Questions(Protocol):
         """ids (length,) int64, and the places (P,) int64 of the questions' last tokens; an answer follows each."""
 
 
-def at_stage(every: Sequence[Stage], position: int | None, config: Config) -> Stage:
-    """The one of equally long stages of training in which the row ``position`` is read; None, validation: the last."""
+def at_stage(every: Sequence[Stage], position: int | None, task: Task) -> Stage:
+    """The one of equally long stages of a task's training in which the row ``position`` is read; None, validation: the
+    last. Stages are parts of train.max_steps; a run may go on with another batch (:attr:`Task.begins`)."""
     if position is None:
         return every[-1]
-    step = position // max(1, config.train.batch_tokens // config.data.seq_len)
-    return every[min(step * len(every) // config.train.max_steps, len(every) - 1)]
+    train, (samples, steps) = task.config.train, task.begins
+    step = steps + (position - samples) // max(1, train.batch_tokens // task.config.data.seq_len)
+    return every[min(max(step, 0) * len(every) // train.max_steps, len(every) - 1)]
 
 
 def stacked(questions: Questions, seed: int, first: int, rows: int) -> tuple[Tensor, Tensor]:

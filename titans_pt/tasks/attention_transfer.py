@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titans_pt.config import Config
+from titans_pt.errors import UserError
 from titans_pt.layers.documents import Documents
 from titans_pt.models import LanguageModel
 from titans_pt.models.backbone import Block
@@ -66,7 +67,20 @@ class AttentionTransfer(Language):
         )
 
     def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
-        return AttentionTransferLoss(model)
+        """
+        Raises:
+            UserError: train.trainable names parameters that the loss does not reach. Under ZeRO, whose gradients are
+                zero there, weight decay would shrink them.
+        """
+        loss = AttentionTransferLoss(model)
+        learn = tuple(f"blocks.{n}.mixer." for n in loss.learn)
+        others = [name for name, p in model.named_parameters() if p.requires_grad and not name.startswith(learn)]
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            raise UserError(f"train.trainable: given {self.config.train.trainable}, which names {others[0]}{more}, but "
+                            f"task={self.name} teaches mixers with a memory alone; name their parameters, such as "
+                            '["*.memory*"]')  # fmt: skip
+        return loss
 
     def output_bytes(self, rows: int, length: int, width: int) -> dict[str, int]:
         return {}

@@ -80,6 +80,8 @@ class Task:
     bound: ClassVar[dict[str, str]] = {}
     """Entry of :attr:`TaskData.identity` -> the parameter that means something else under another one: train.init_from
     takes it only where the entry is the same."""
+    begins: tuple[int, int] = (0, 0)
+    """Samples read, and steps taken, where this process goes on with a training; another batch may have read them."""
     takes: ClassVar[tuple[str, ...]] = ()
     """Other tasks whose weights train.init_from accepts."""
     own_end: ClassVar[tuple[str, ...]] = ()

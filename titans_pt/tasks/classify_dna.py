@@ -265,7 +265,7 @@ class ClassifyDna(Task):
         return TaskData(
             LabelledSamples(train, order[held_out:], data.seq_len, seed, shuffle=True, turned=turned),
             LabelledSamples(train, order[:held_out], data.seq_len, seed, shuffle=False, turned=False),
-            {"tokenizer": hashlib.sha256(MODEL).hexdigest(), "data": found.sha256},
+            {"tokenizer": hashlib.sha256(MODEL).hexdigest(), "data": found.sha256, "split": str(held_out)},
             float(-np.log(frequencies[train.labels]).mean()),
         )  # fmt: skip
 
@@ -278,6 +278,9 @@ class ClassifyDna(Task):
     def differs(self, key: str, path: Path, was: str, now: str) -> str:
         if key == "tokenizer":
             return f"data.tokenizer: {path} was trained with another one ({was[:12]}...); its ids mean other letters"
+        if key == "split":
+            return (f"data.validation_fraction: given {self.config.data.validation_fraction}, for {now} sequences of "
+                    f"validation, but {path} was trained with {was}, and on some of these {now}")  # fmt: skip
         return f"data.dir: {self.config.data.dir} holds another set than {path} was trained on"
 
     # ---- the run's folder

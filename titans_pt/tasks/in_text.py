@@ -167,7 +167,7 @@ class InText(AnswersOnly, Language):
                 prompts.sample(self.seed, index)
         length = self.config.data.seq_len
         return TaskData(
-            PackedQuestions(lambda position: train[at_stage(every, position, self.config)], length, self.seed),
+            PackedQuestions(lambda position: train[at_stage(every, position, self)], length, self.seed),
             PackedQuestions(lambda position: validation, length, VALIDATION_SEED),
             found.identity | {"prompts": digest(self.settings.model_dump(mode="json"))}, self.chance_nats(),
         )  # fmt: skip

@@ -154,7 +154,7 @@ class Needles(AnswerTask):
 
     def questions(self, position: int | None) -> NeedlesInNoise:
         """Samples of one step have one length; those of validation the last one."""
-        return self.drawn(at_stage(stages(self.settings.lengths), position, self.config))
+        return self.drawn(at_stage(stages(self.settings.lengths), position, self))
 
     @property
     def chance(self) -> float:

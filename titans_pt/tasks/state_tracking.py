@@ -324,7 +324,7 @@ class StateTracking(AnswerTask):
 
     def questions(self, position: int | None) -> States:
         """Samples of one step have lengths of one stage; those of validation the last."""
-        return at_stage(self._stages, position, self.config)
+        return at_stage(self._stages, position, self)
 
     def asked(self, length: int) -> States:
         """Samples of ``length`` elements, for evaluation."""

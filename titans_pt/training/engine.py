@@ -161,7 +161,8 @@ class Engine:
         check_node_ranks(config, ranks.world_size)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.split = TensorParallel(model, self.topology.tensor, config.parallel.sequence)
-        freeze(model, config.train.trainable)  # after the cut, which puts hooks on gradients
+        self._patterns = config.train.trainable
+        freeze(model, self._patterns)  # after the cut, which puts hooks on gradients
         self.compiled = compiles(config, ranks.device)
         self.backbone = backbone_of(model)
         check_packages(self.backbone, ranks.device)
@@ -221,6 +222,9 @@ class Engine:
         after the forward pass: True, on one rank at least, makes gradients NaN, so that the step is skipped.
         """
         loss = self._engine(*batch)
+        if not loss.requires_grad:
+            raise UserError(f"train.trainable: given {self._patterns}; the loss depends on none of these parameters; "
+                            "name others, or leave it out to train all")  # fmt: skip
         done("forward")
         refused = refuse is not None and refuse(loss.detach())
         self._engine.backward(loss * math.nan if refused else loss)

@@ -37,7 +37,7 @@ from titans_pt.training.plots import plot_loss
 from titans_pt.training.probes import memory_probe
 from titans_pt.training.profiling import OutOfMemory, StepProfiler, Stopwatch
 from titans_pt.training.ranks import Ranks, process_group
-from titans_pt.training.resume import build_engine, find_start
+from titans_pt.training.resume import build_engine, find_start, set_aside
 from titans_pt.training.saving import Saver
 from titans_pt.training.schedule import learning_rate
 from titans_pt.training.signals import StopSignals
@@ -121,6 +121,7 @@ class Trainer:
         self.step = state.step if state else 0
         self.first_step = self.step + 1
         self.samples = state.samples if state else 0
+        task.begins = (self.samples, self.step)
         self.nonfinite = state.nonfinite if state else 0
         self.nonfinite_in_a_row = state.nonfinite_in_a_row if state else 0
         self.first_loss = state.first_loss if state else None
@@ -139,6 +140,8 @@ class Trainer:
         self.gauges = Gauges(ranks)
 
         self.engine = build_engine(task, start, ranks)
+        if self.step:  # a validation that a stop left undone is one of this step
+            self.engine.backbone.set_progress(self.step / train.max_steps)
         self.saver = Saver(
             folder, config, self.engine, ranks, watch, state.step if state else None, self._state, self._send_checkpoint
         )
@@ -158,6 +161,8 @@ class Trainer:
                 self.loss = record["loss"]
             elif record["kind"] == "validation":
                 self._note_validation(record, record["step"])
+                if record["step"] == self.step and self._due:  # taken after this step's checkpoint, at a stop
+                    self.patience.note(self.step, _number(record["validation_loss"]))
             elif record["kind"] == "evaluation":
                 self.evaluated_step = record["step"]
         self.progress = Progress(self.step, max(self.step, self.last_step), shown=ranks.first)
@@ -171,13 +176,15 @@ class Trainer:
         """Opens what rank 0 writes to; returns the metrics of the steps already done."""
         self.folder.write_settings(self.config)
         self.task.keep(self.folder)
-        self.metrics = MetricsLog(self.folder.metrics, self.step, branch)
+        self.metrics = MetricsLog(self.folder.metrics, self.step, branch)  # keeps the curves that a branch leaves
         records = read_metrics(self.folder.metrics)
         self.wandb = WandbLog(self.config, self.folder, state.wandb_id if state else None, branch)
         if self.wandb.begins:  # its curves begin where the run's do
             for record in records:
                 self.wandb.write(record["step"], _numbers(record["kind"], record))
         self.tensorboard = TensorBoardLog(self.config.run.tensorboard, self.folder, self.step)
+        if branch:  # last: whatever failed before has left the run as it was
+            set_aside(self.folder, self.step)
         log.info(
             "%s step %d: %s parameters, %s ranks on %s, ZeRO %d, %s, %d micro-batches of %d samples",
             "resuming at" if state else "starting at", self.step, f"{self.engine.parameters:,}",
@@ -237,7 +244,9 @@ class Trainer:
         self.engine.set_lr(lr)
         self.engine.backbone.set_progress(self.step / train.max_steps)
         # Random numbers as a function of the step alone need no place in a checkpoint.
-        torch.manual_seed((self.config.run.seed * 1_000_003 + self.step) % 2**63)
+        # Data ranks, which read other samples, draw others; tensor and context ranks draw the same.
+        drawn = self.config.run.seed * 1_000_003 + self.step + (self.engine.topology.data.rank << 40)
+        torch.manual_seed(drawn % 2**63)
         logged = self.step == 1 or self.step % train.log_every == 0 or self.step == self.last_step
         return _Step(began, lr, logged, self.spikes.limit, Stopwatch(self.ranks.device))
 
@@ -354,14 +363,17 @@ class Trainer:
         *sums, count = self.ranks.sum([*totals.values(), count])
         figures = {f"validation_{name}": total / count for name, total in zip(totals, sums, strict=True)}
         self._note_validation(figures, self.step)
-        train = self.config.train
-        due = self.step == train.max_steps or (train.eval_every and self.step % train.eval_every == 0)
-        # Not where train.stop_at happens to be: a run in two parts ends as one in one go. Nor after a step that was not
-        # finite: it has no checkpoint, which could be the best.
-        if due and not self.nonfinite_in_a_row:
+        if self._due and not self.nonfinite_in_a_row:  # a step that was not finite has no checkpoint to be the best
             self.patience.note(self.step, figures["validation_loss"])
         self._log("validation", **figures)
         log.info("step %d: validation loss %.4f", self.step, self.validation_loss)
+
+    @property
+    def _due(self) -> bool:
+        """Whether this step's validation may end the training. Not where train.stop_at happens to be: a run in two
+        parts ends as one in one go."""
+        train = self.config.train
+        return self.step == train.max_steps or (train.eval_every > 0 and self.step % train.eval_every == 0)
 
     def _note_validation(self, figures: dict[str, float], step: int):
         self.validation, self.validated_step = figures, step
@@ -382,7 +394,7 @@ class Trainer:
 
     def _reached(self) -> bool:
         """Whether this step's validation has the figure of train.stop_when."""
-        if self.config.train.stop_when is None or self.validated_step != self.step:
+        if self.config.train.stop_when is None or self.validated_step != self.step or not self._due:
             return False
         figure, sign, value = stop_condition(self.config.train.stop_when)
         found = self.validation[f"validation_{figure}"]
@@ -537,6 +549,11 @@ class Trainer:
 def _numbers(kind: str, record: dict[str, Any]) -> dict[str, float]:
     """The figures of a record by the names that curves have, kind/name."""
     return {f"{kind}/{k}": v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
+
+
+def _number(value: float | None) -> float:
+    """A figure as metrics.jsonl has it: null where it was not finite."""
+    return math.nan if value is None else value
 
 
 def _announce(task: Task, ranks: Ranks):

@@ -66,6 +66,7 @@ class TrainingPlan:
     def text(self) -> str:
         train, parallel = self.config.train, self.config.parallel
         kinds = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in self.bytes.items())
+        device = "GPU" if self.gpu else "CPU"
         return (
             f"plan: {self.parameters:,} parameters{self._frozen()} on {self.tensor * self.context * self.data} ranks = "
             f"{grid_text(self.data, self.context, self.tensor)}{', sequence split' if parallel.sequence else ''}, "
@@ -73,7 +74,7 @@ class TrainingPlan:
             f"plan: {train.batch_tokens:,} tokens per step = {self.data} data ranks x {self.accumulation} "
             f"micro-batches x {self.micro_batch} samples x {self.config.data.seq_len} tokens\n"
             f"{self._read()}"
-            f"plan: estimated memory per rank, on a {'GPU' if self.gpu else 'CPU'}, {self.total / GIB:.2f} GiB: {kinds}\n"
+            f"plan: estimated memory per rank, on a {device}, {self.total / GIB:.2f} GiB: {kinds}\n"
             f"{self._idle()}plan: {self.cost.text()}"
         )
 
@@ -199,7 +200,10 @@ def cost_of(task: Task) -> Cost:
     tokens = train.max_steps * train.batch_tokens
     kept = train.keep_last + (train.max_steps // train.keep_every if train.keep_every else 0)
     kept += bool(train.patience)  # the best one stays
-    checkpoints = min(kept, -(-train.max_steps // train.checkpoint_every))
+    saved = -(-train.max_steps // train.checkpoint_every)
+    saved += train.max_steps // train.eval_every if train.patience else 0  # each that is the best so far
+    saved += train.max_steps // config.evaluation.every if config.evaluation.every else 0
+    checkpoints = min(kept, saved)
     flops = tokens * model.flops(config.data.seq_len).total
     rows, length = task.sequences(tokens // config.data.seq_len, config.data.seq_len)
     one = WEIGHT_BYTES * parameters + MOMENT_BYTES * trained(model)

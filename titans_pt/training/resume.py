@@ -30,7 +30,7 @@ class Start:
 
     config: the task's settings, as the run began with them.
     checkpoint, state: the checkpoint that it continues; None: it starts.
-    branch: later checkpoints were set aside for it (train.resume=STEP).
+    branch: it leaves later checkpoints behind (train.resume=STEP), which are to be set aside before its first step.
     weights: source of the first weights of a run that starts; None: it draws them.
     """
 
@@ -53,25 +53,28 @@ def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start
     """
     checkpoints.clean(folder.checkpoints)  # a rank's shard of before must not be taken for a new one
     resume, found = task.config.train.resume, checkpoints.list_checkpoints(folder.checkpoints)
-    if resume == "never":
-        if found:
-            raise UserError(
-                f"train.resume: given 'never', but {folder.path} holds checkpoints up to {found[-1].name}; "
-                "set train.resume=auto to continue, or another run.dir"
-            )
-        return _fresh(task, identity)
-    path = checkpoints.newest_complete(folder.checkpoints) if resume == "auto" else _chosen(task.config, folder, resume)
+    newest = checkpoints.newest_complete(folder.checkpoints)
+    path = _chosen(task.config, folder, resume) if isinstance(resume, int) else newest
+    if resume == "never" and found and not (path and _same_command(path, task.config)):
+        raise UserError(
+            f"train.resume: given 'never', but {folder.path} holds checkpoints up to {found[-1].name}; "
+            "set train.resume=auto to continue, or another run.dir"
+        )
     if path is None:
         return _fresh(task, identity)
     state = checkpoints.read_state(path)
     config = as_begun(task.config, state.config)
     check_resumable(path, state, task, config, identity)
     _check_end(path, state, config, folder)
-    moved = [] if resume == "auto" else checkpoints.set_aside(folder.checkpoints, state.step)
-    for place in moved:
-        log.warning("train.resume=%d: the run continues at step %d; a later checkpoint is now %s (delete it if it is "
-                    "not needed)", resume, state.step, place)  # fmt: skip
-    return Start(config, path, state, branch=bool(moved))
+    later = any(checkpoints.step_of(each) > state.step for each in found)
+    return Start(config, path, state, branch=isinstance(resume, int) and later)
+
+
+def set_aside(folder: RunFolder, step: int):
+    """Moves the checkpoints after ``step``, where a run with train.resume=STEP leaves them behind."""
+    for place in checkpoints.set_aside(folder.checkpoints, step):
+        log.warning("train.resume: the run continues at step %d; a later checkpoint is now %s (delete it if it is not "
+                    "needed)", step, place)  # fmt: skip
 
 
 def build_engine(task: Task, start: Start, ranks: Ranks) -> Engine:
@@ -106,22 +109,24 @@ def _fresh(task: Task, identity: dict[str, str]) -> Start:
 def _chosen(config: Config, folder: RunFolder, step: int) -> Path:
     """The checkpoint for train.resume=STEP: that one, or the newest that this same command has written since.
 
-    A launcher that starts the command again, after a lost node for example, must not lose what it did. With other
-    training settings it is another command, and begins at STEP again.
-
     Raises:
         UserError: STEP has no complete checkpoint.
     """
-    train = config.model_dump(mode="json")["train"]
     for path in reversed(checkpoints.list_checkpoints(folder.checkpoints)):
         if checkpoints.step_of(path) > step and not checkpoints.verify(path):
-            if completed(checkpoints.read_state(path).config).get("train") == train:
+            if _same_command(path, config):
                 return path
             break
     try:
         return checkpoints.find(folder.checkpoints, step)
     except UserError as error:
         raise UserError(f"train.resume: given {step}; {error}") from None
+
+
+def _same_command(path: Path, config: Config) -> bool:
+    """Whether this same command wrote the checkpoint, as its training settings tell. A launcher that starts the command
+    again, after a lost node for example, must not lose what it did. With other settings it is another command."""
+    return completed(checkpoints.read_state(path).config).get("train") == config.model_dump(mode="json")["train"]
 
 
 def check_resumable(path: Path, state: TrainerState, task: Task, config: Config, identity: dict[str, str]):
@@ -152,7 +157,7 @@ def check_resumable(path: Path, state: TrainerState, task: Task, config: Config,
             "of those alone; put it back, or start another run.dir from its weights (train.init_from)"
         )
     for key, now in identity.items():
-        if (was := state.identity.get(key, "")) != now:
+        if (was := state.identity.get(key, now)) != now:  # an earlier version did not write all of them
             raise UserError(f"{task.differs(key, path, was, now)}; {remedy}")
     _tell_schedule(old, config, state.step + 1)
     for key, was, now in differences(old, new):

@@ -189,6 +189,7 @@ class Saver:
     def _written(self, path: Path, state: TrainerState):
         train = self.config.train
         best = [checkpoints.checkpoint_path(self.folder.checkpoints, int(state.best["step"]))] if state.best else []
-        checkpoints.prune(self.folder.checkpoints, train.keep_last, train.keep_every, keep=[path, *best])
+        kept = [path, *best]
+        checkpoints.prune(self.folder.checkpoints, train.keep_last, train.keep_every, kept, newest=state.step)
         log.info("step %d: checkpoint %s", state.step, path)
         self.written(path)
