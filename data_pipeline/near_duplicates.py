@@ -64,7 +64,7 @@ def mark(path: Path, duplicate: np.ndarray, threshold: float) -> int:
         threshold: least Jaccard, as far as the sketches tell.
     """
     before = np.count_nonzero(duplicate)
-    if not len(duplicate):
+    if not len(duplicate) or not path.stat().st_size:  # an empty file cannot be mapped
         return 0
     sketches = np.memmap(path, np.uint32, "r").reshape(-1, PLACES)
     width = band_width(threshold)

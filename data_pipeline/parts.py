@@ -45,12 +45,15 @@ SCHEMA = pyarrow.schema(
         ("id", pyarrow.string()),  # from the source's id column, or empty
         ("hash", pyarrow.binary(16)),  # first half of the SHA-256 of its text (of its ids, for kind=indexed)
         ("tokens", pyarrow.int32()),
-        ("characters", pyarrow.int32()),
+        ("characters", pyarrow.int64()),
         ("held_out", pyarrow.bool_()),  # in the validation split
     ]
 )
-FORMAT = 2
-"""Parts of another format are not continued. Since 2 the ids of kind=indexed are hashed without bos and eos."""
+FORMAT = 3
+"""Parts of another format are not continued. Since 2 the ids of kind=indexed are hashed without bos and eos; since 3
+characters are int64."""
+LONGEST = 2**31 - 1
+"""Tokens of a document: their number is an int32."""
 ROW_GROUP = 8192
 """Documents per row group: it is read whole to find one of them, and merged at once."""
 CHECKED = (".parquet", ".sketches")
@@ -235,6 +238,11 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, job: Job, round_trip: C
             round_trip.update(tried=1, equal=int(equal))
             if not equal and job.data.tokenizer.lossy == "refuse":
                 raise UserError(_changed(document, tokenizer.decode(ids)))
+    for document, ids in zip(batch, encoded, strict=True):
+        if (count := len(before) + len(ids) + 1) > LONGEST:
+            where = one_line(f"{document.file} row {document.row}")
+            raise UserError(f"data.sources: the document at {where} has {count:,} tokens, a document at most {LONGEST:,}; "
+                            "cut the file, or set data.sources.N.separator")  # fmt: skip
     return [np.concatenate([np.array(ids, dtype) for ids in (before, one, [tokenizer.eos_id])]) for one in encoded]
 
 

@@ -104,6 +104,9 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
     """
     folder = Path(config.data.dir)
     old = None if force else read_manifest(folder)
+    _check_apart(config, folder)
+    if old is None and not force:
+        _check_own(folder)
     same = old is not None and changed_setting(old, config) is None
     made = old["settings"] if same else None  # the same settings, with the paths as they were spelled
     try:
@@ -435,6 +438,40 @@ def _locked(folder: Path, exclusive: bool) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def _check_apart(config: Config, folder: Path) -> None:
+    """
+    Raises:
+        UserError: data.dir is where a source is read: a call would replace files there, and read its own.
+    """
+    here = folder.resolve()
+    for section in ("sources", "validation_sources"):
+        for n, source in enumerate(getattr(config.data, section)):
+            if source.path is None or source.kind not in ("files", "fasta", "indexed"):
+                continue
+            path = Path(source.path).resolve()
+            inside = path.parent == here if source.kind == "indexed" else path.is_dir() and here.is_relative_to(path)
+            if inside:
+                raise UserError(
+                    f"data.dir: given {folder}, which is in data.{section}.{n}.path={source.path}: titans prepare "
+                    "would replace files there, and read its own; choose another data.dir"
+                )
+
+
+def _check_own(folder: Path) -> None:
+    """
+    Raises:
+        UserError: files that would be replaced, in a folder in which no call of ours has written or begun.
+    """
+    if (folder / MANIFEST).exists() or (folder / _BUILD).exists() or not folder.is_dir():
+        return
+    theirs = sorted(path.name for path in folder.iterdir() if _OURS.fullmatch(path.name))
+    if theirs:
+        raise UserError(
+            f"data.dir={folder}: holds {theirs[0]}{f' and {len(theirs) - 1} more' if len(theirs) > 1 else ''}, which "
+            f"would be replaced, but no {MANIFEST} of titans prepare; choose another data.dir, or give --force"
+        )
 
 
 def _keep_finished(build: Path) -> None:

@@ -28,10 +28,15 @@ FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping
 REALS = {torch.float32: ["-DREAL=float"], torch.float64: ["-DREAL=double", "-DREAL_IS_DOUBLE"]}
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def unserved(source: Path, x: Tensor) -> str | None:
-    """Reason why ``source`` does not serve tensors of ``x``'s device and dtype; None if it does."""
+    """Reason why ``source`` does not serve tensors of ``x``'s device, kind and dtype; None if it does."""
     if x.device.type != "cpu":
         return f"tensors are on {x.device.type}"
+    if type(x) not in PLAIN:
+        return f"{type(x).__name__} may have no memory of its own"  # FakeTensor, for example
     if x.dtype not in REALS:
         return f"{x.dtype} is neither float32 nor float64"
     found = library(source, x.dtype)

@@ -81,8 +81,9 @@ def causal_masked(
     if (window is None or window >= length) and first is None and past == 0:
         return masked_attention(q, k, v, None, prefix, causal=True)
     if length == 1 and first is None:  # a token of a stream
-        seen = slice(0 if window is None else max(0, past + 1 - window), None)
-        return masked_attention(q, k[:, seen], v[:, seen], None, prefix)
+        low = 0 if window is None else max(0, past + 1 - window)
+        k, v = (torch.cat([x[:, :sinks], x[:, low:]], 1) if low > sinks > 0 else x[:, low:] for x in (k, v))
+        return masked_attention(q, k, v, None, prefix)
 
     blocks = []
     for begin in range(0, length, QUERY_BLOCK):

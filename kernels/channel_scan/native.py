@@ -25,7 +25,7 @@ def cpu_scan(
     x: Tensor, step: Tensor, k: Tensor, q: Tensor, rate: Tensor | None, state: Tensor, reset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """:func:`loop_scan`, in C where that serves."""
-    if unserved(x) is not None:
+    if unserved(x) is not None or state.device != x.device:
         return loop_scan(x, step, k, q, rate, state, reset)
     # Neighbouring channels make a vector: they come last.
     given = x, step, k, q, None if rate is None else rate.t(), state.mT, None if reset is None else reset.byte()

@@ -144,8 +144,9 @@ def _documents(reset: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Ten
     own, since a copy that one stream has ordered another cannot rely on.
     """
     global _known
-    if _known is None or _known[0]() is not reset or _known[1] != reset._version:
-        _known = weakref.ref(reset), reset._version, _bounds(reset)
+    version = None if reset.is_inference() else reset._version  # inference tensors have none, and may have changed
+    if _known is None or version is None or _known[0]() is not reset or _known[1] != version:
+        _known = weakref.ref(reset), version, _bounds(reset)
         _by_stream.clear()
     key = device, _stream(device)
     if key not in _by_stream:

@@ -177,7 +177,9 @@ class MemoryCall:
     def _check_state(self, state: MemoryState):
         """C and the GPU's kernels take a state's addresses as they are: one of another memory would be read, and
         written, beyond its end."""
-        batch = self.q.shape[0]
+        batch, device = self.q.shape[0], self.q.device
+        if any(s.device != device for s in (*state.weights, *state.momentum, *state.chunk_weights)):
+            wrong(f"initial_state is on {state.weights[0].device}, q on {device}; move the state there")
         if len(state.offset) != batch:
             wrong(f"initial_state has {len(state.offset)} rows, q has {batch}")
         for name in ("weights", "momentum", "chunk_weights"):

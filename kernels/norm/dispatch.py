@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x: (..., D), any float dtype. weight: (D,).
     """
     compiling = torch.compiler.is_compiling()
-    if not compiling and x.dtype == weight.dtype and unserved(x) is None:
+    if not compiling and x.dtype == weight.dtype and x.device == weight.device and unserved(x) is None:
         if not torch.is_grad_enabled():
             return _forward(x.contiguous(), weight.contiguous(), eps)
         return _Norm.apply(x, weight, eps)

@@ -59,6 +59,8 @@ def ttt_memory(
         ValueError: shapes or a backend that do not fit.
     """
     _check(q, k, v, rate, tau, weights, biases, norm, reset, backend)
+    if initial_state is not None:
+        _check_state(initial_state, q, tau, weights, biases)
     dtype = state_dtype(q)
     with no_autocast(q):
         learned = [p for layer in zip(weights, biases, strict=True) for p in layer]
@@ -75,6 +77,21 @@ def ttt_memory(
                 from titans_pt.kernels.ttt_memory.uncompiled import call
             out, state = call(*given, begin, norm, state, reset, save_every)
     return out.to(q.dtype), state if output_final_state else None
+
+
+def _check_state(state: TTTState, q: Tensor, tau: Tensor, weights: tuple, biases: tuple):
+    rows = len(q)
+    learned = [p for layer in zip(weights, biases, strict=True) for p in layer]
+    shapes = [(rows, *p.shape) for p in learned]
+    for name in ("start", "sums"):
+        if (given := [tuple(p.shape) for p in getattr(state, name)]) != shapes:
+            raise ValueError(f"ttt_memory: initial_state is of another memory or batch: its {name} are {given}, here "
+                             f"{shapes}")  # fmt: skip
+    if torch.compiler.is_compiling() or state.offset.device.type != "cpu":
+        return  # a look at it would break the graph, or wait
+    if len(state.offset) != rows or (read := int(state.offset.max())) >= len(tau):
+        raise ValueError(f"ttt_memory: initial_state has read {read} tokens of a mini-batch, of which this one has "
+                         f"{len(tau)}; pass a state of the same mini-batch")  # fmt: skip
 
 
 def _check(q, k, v, rate, tau, weights, biases, norm, reset, backend):

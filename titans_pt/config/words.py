@@ -43,8 +43,14 @@ def one_line(error: ValidationError, prefix: str = "", section: type[BaseModel] 
     given = _short(first["input"])
     allowed = _ALLOWED.get(first["type"], first["msg"].replace("\n", " "))
     if first["type"] == "list_type" and not isinstance(first["input"], dict | type(None)):
-        allowed += f", such as {yaml.safe_dump([first['input']], default_flow_style=True, width=10**6).strip()}"
+        allowed += f", such as {_as_list(first['input'])}"
     return f"{path}: given {given}; allowed: {allowed}{more}"
+
+
+def _as_list(given: Any) -> str:
+    """A list of the words of ``given``, as YAML reads it: *.x begins a word that needs quotes."""
+    words = [word.strip() for word in given.split(",")] if isinstance(given, str) else [given]
+    return f"[{','.join(yaml.safe_dump([w], default_flow_style=True, width=10**6).strip()[1:-1] for w in words)}]"
 
 
 _ALLOWED = {

@@ -79,6 +79,19 @@ def pieces(place: list[int], length: int, segment: int, starts: Tensor | None) -
         begin = end
 
 
+def segment_starts(place: Tensor, length: int, segment: int, starts: Tensor | None) -> Tensor:
+    """(B, T) bool, True where a document or one of its segments begins: with ``fresh`` the memory begins again there.
+
+    place: (B,), tokens read of each row's document before. starts: (B, T) bool, where documents begin; None: nowhere.
+    """
+    token = torch.arange(length)
+    begin = -place[:, None].expand(-1, length)  # of the document that each token belongs to
+    if starts is not None:
+        begin = torch.where(starts.to("cpu"), token, begin).cummax(1).values
+    found = (token - begin) % segment == 0
+    return found if starts is None else found.to(starts.device)
+
+
 class Caching(nn.Module):
     """The shares of memories, and what is kept of them; :class:`titans_pt.layers.memory.NeuralMemory` reads them."""
 

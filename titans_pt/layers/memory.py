@@ -193,7 +193,8 @@ class NeuralMemory(nn.Module):
             else:
                 y, memory, caches = self._cached(*given)
         kept = None
-        if start and self.config.forget_to == "start":
+        caching = self.caching and self.caching.config
+        if start and (self.config.forget_to == "start" or caching and (caching.fresh or caching.shares == "change")):
             kept = tuple(w.expand(len(x), *w.shape) for w in start)
         return self._normalised(y).flatten(-2), NeuralMemoryState(memory, q_state, k_state, v_state, kept, caches)
 

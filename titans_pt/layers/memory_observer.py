@@ -17,6 +17,7 @@ from titans_pt.kernels.memory import (
     self_modifying_trace,
 )
 from titans_pt.kernels.memory.call import Author
+from titans_pt.layers.caching import segment_starts
 from titans_pt.layers.memory import NeuralMemory
 from titans_pt.layers.self_modifying import SelfModifyingMemory
 from titans_pt.layers.state import map_tensors
@@ -94,6 +95,11 @@ class MemoryObserver:
         state = given.get("state")
         documents = given.get("documents")
         starts = documents.starts if documents else given.get("reset")  # the layer of titans_pt.library takes a mask
+        caching = getattr(self.memory, "caching", None)
+        if caching is not None and caching.config.fresh and not given.get("chunk_size"):
+            rows, length = given["x"].shape[:2]
+            place = state.caches.place if state and state.caches else torch.zeros(rows, dtype=torch.int64)
+            starts = segment_starts(place, length, caching.config.segment, starts)
         parts, author = self._parts, None
         weights, norm = parts["network"]
         if isinstance(self.memory, SelfModifyingMemory):

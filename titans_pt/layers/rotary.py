@@ -44,12 +44,16 @@ def rotation_from(first: int, like: Tensor, base: float, scaling: RopeScaling | 
         place = torch.arange(first, first + like.shape[1], device=like.device)
         return rotation(place, like.shape[-1], base, like.dtype, scaling)
     return _rotation_from(
-        first, like.shape[1], like.shape[-1], base, scaling, like.dtype, like.device, torch.is_inference_mode_enabled()
-    )
+        first, like.shape[1], like.shape[-1], base, scaling, like.dtype, like.device,
+        torch.is_inference_mode_enabled(), torch.cuda.current_stream(like.device) if like.is_cuda else None,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=2)
-def _rotation_from(first: int, length: int, width: int, base: float, scaling, dtype, device, _inference: bool):
+def _rotation_from(
+    first: int, length: int, width: int, base: float, scaling, dtype, device, _inference: bool, _stream: object
+):
+    """A table for each stream: what is dropped here might otherwise be overwritten while another stream reads it."""
     return rotation(torch.arange(first, first + length, device=device), width, base, dtype, scaling)
 
 

@@ -13,6 +13,8 @@ from titans_pt.models.backbone import Backbone, initialise
 
 EPS = 1e-5
 """Added to a window's variance, as iTransformer does."""
+BIAS = 0.02
+"""Standard deviation of the patches' bias at initialisation."""
 
 
 def patches_of(lookback: int, patch: int, stride: int) -> int:
@@ -41,6 +43,9 @@ class Forecaster(nn.Module):
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.leave = nn.Linear(config.d_model, horizon)
         initialise(self, config)
+        # A constant lookback is 0 without its mean. At tokens that are exactly 0 norms and unit lengths have slopes of
+        # 1,000 and more, in every layer.
+        nn.init.normal_(self.enter.bias, std=BIAS)
 
     @property
     def patches(self) -> int:

@@ -35,7 +35,9 @@ def memory_plan(memory: nn.Module, x: Tensor) -> TokenPlan:
 
     def accepts(state: NeuralMemoryState) -> bool:
         tensors = (*state.memory.weights, state.q, state.k, state.v)
-        return [t.shape for t in tensors] == shapes and all(t.dtype == x.dtype for t in tensors)
+        if [t.shape for t in tensors] != shapes or any(t.dtype != x.dtype or t.device != x.device for t in tensors):
+            return False
+        return max(state.memory.offset.tolist()) < memory.config.chunk_size  # else the ordinary way says what is wrong
 
     def advance(state: NeuralMemoryState) -> NeuralMemoryState:
         convolved = [inputs.follow(n, past) for n, past in enumerate((state.q, state.k, state.v))]

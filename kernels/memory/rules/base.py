@@ -122,8 +122,8 @@ class Rule:
     def gradient_backward(
         self, upstream: Tensor, error: Tensor, v: Tensor, own: Own
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """Backward pass of :meth:`gradient`. ``upstream`` is the gradient of its result; returned are those of error, of
-        v apart from its part in error (None: zero), and of each own gate."""
+        """Backward pass of :meth:`gradient`. ``upstream`` is the gradient of its result; returned are those of error,
+        of v apart from its part in error (None: zero), and of each own gate."""
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (error, v, *own)]
             found = self.gradient(leaves[0], leaves[1], tuple(leaves[2:]))
