@@ -241,7 +241,7 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, job: Job, round_trip: C
     for document, ids in zip(batch, encoded, strict=True):
         if (count := len(before) + len(ids) + 1) > LONGEST:
             where = one_line(f"{document.file} row {document.row}")
-            raise UserError(f"data.sources: the document at {where} has {count:,} tokens, a document at most {LONGEST:,}; "
+            raise UserError(f"data.sources: the document at {where} has {count:,} tokens, at most {LONGEST:,} fit; "
                             "cut the file, or set data.sources.N.separator")  # fmt: skip
     return [np.concatenate([np.array(ids, dtype) for ids in (before, one, [tokenizer.eos_id])]) for one in encoded]
 

@@ -50,3 +50,8 @@ def test_what_is_alike_is_found_and_nothing_else(threshold, tmp_path):
 
 def test_the_width_of_a_band():
     assert [it.band_width(t) for t in (0.5, 0.8, 0.9, 1.0)] == [2, 4, 8, 128]
+
+
+def test_no_documents(tmp_path):
+    (tmp_path / "sketches").write_bytes(b"")
+    assert it.mark(tmp_path / "sketches", np.zeros(1, np.uint8), 0.8) == 0

@@ -620,3 +620,29 @@ def test_settings_that_a_source_does_not_use_are_refused(wrong):
 def test_weights_for_all_sources_or_none():
     with pytest.raises(ValueError, match="sources.1.weight: given none"):
         Config.model_validate({"data": {"sources": [{"weight": 1.0}, {}]}})
+
+
+def test_what_a_user_keeps_in_the_folder_stays(config, tmp_path):
+    """Files with names of ours that no manifest of ours speaks for."""
+    made = config()
+    folder = Path(made.data.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "validation.bin").write_bytes(b"mine")
+    with pytest.raises(UserError, match="data.dir=.*: holds validation.bin, which would be replaced, but no manifest"):
+        prepare(made)
+    assert (folder / "validation.bin").read_bytes() == b"mine"
+    prepare(made, force=True)
+    assert read_manifest(folder)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_sources_are_not_read_where_token_files_are_written(config, inside):
+    made = config()
+    folder = Path(made.data.dir)
+    prepare(made)
+    kind, path = ("indexed", folder / "train") if inside else ("files", folder.parent)
+    source = SourceConfig(kind=kind, path=str(path))
+    other = made.model_copy(update={"data": made.data.model_copy(update={"sources": [source]})})
+    with pytest.raises(UserError, match="which is in data.sources.0.path=.*; choose another data.dir"):
+        prepare(other, force=True)
+    assert names(folder) == FILES

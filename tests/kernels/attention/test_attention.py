@@ -76,6 +76,15 @@ def test_causal(T, past, window, prefix, sinks, documents, kv_heads, seed):
     equal([by_definition(q, k, v, sees, always), *outputs], [q, k, v, *more])
 
 
+@pytest.mark.parametrize("past", range(3, 20))
+def test_one_token_of_a_stream_sees_its_sinks(past):
+    """Also where more keys are there than window and sinks, as in a state of a wider window."""
+    q, (k, v) = rand(B, 1, H, D), (rand(B, past + 1, H, D, seed=i) for i in (1, 2))
+    two = torch.cat([rand(B, 1, H, D, seed=3), q], 1)
+    more = causal_attention(two, k, v, window=4, sinks=2, backend="masked")[:, 1:]
+    torch.testing.assert_close(causal_attention(q, k, v, window=4, sinks=2, backend="masked"), more)
+
+
 @settings(max_examples=40, deadline=None)
 @given(T=st.integers(1, 36), stride=st.integers(1, 5), prefix=st.integers(0, 3),
        kv_heads=st.sampled_from([1, H]), seed=st.integers(0, 10**6))  # fmt: skip

@@ -126,6 +126,15 @@ def test_documents_are_worked_out_once_for_all_layers(monkeypatch, resets):
     assert fla._documents(resets.clone(), resets.device) is not again
 
 
+def test_documents_in_inference_mode(resets):
+    """Its tensors do not count their changes: what they hold is looked up at every call."""
+    with torch.inference_mode():
+        own = resets.clone()
+        first = fla._documents(own, own.device)
+        own[1, 7] = True
+        assert len(fla._documents(own, own.device)[0]) == len(first[0]) + 1
+
+
 def test_each_stream_has_its_own_copy_of_the_documents(monkeypatch, resets):
     """Two streams have not waited for each other: what one has copied, the other must not read. The host asks once."""
     asked = []

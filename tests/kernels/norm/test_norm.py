@@ -39,3 +39,9 @@ def test_threads_change_nothing(monkeypatch):
 def test_other_dtypes_are_pytorchs():
     x, weight = torch.randn(3, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
     assert torch.equal(rms_norm(x, weight, 1e-6), F.rms_norm(x, (8,), weight, 1e-6))
+
+
+def test_a_weight_on_another_device_is_no_address():
+    x, weight = torch.randn(2, 8), torch.ones(8, device="meta")
+    with torch.no_grad(), pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+        assert not rms_norm(x, weight, 1e-6).is_meta

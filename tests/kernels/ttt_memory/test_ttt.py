@@ -213,3 +213,15 @@ def test_the_states_that_are_kept_are_seen_by_those_who_count():
     one_row = sum(p.numel() for p in tensors[5 : 5 + 2 * layers])
     states = 3 * 2 * 2 * one_row  # three kept states of start and sums, two rows
     assert sum(seen.values()) > states
+
+
+def test_a_state_of_another_memory_is_refused():
+    (q, k, v, rate, tau, weight, bias, *norm), _ = make(1, 10, 2, 4, 16)
+    given = {"weights": (weight,), "biases": (bias,), "norm": tuple(norm)}
+    _, state = ttt_memory(q, k, v, rate, tau, output_final_state=True, **given)
+    one = [x[:, :1] for x in (q, k, v, rate)]
+    with pytest.raises(ValueError, match="initial_state has read 10 tokens of a mini-batch, of which this one has 2"):
+        ttt_memory(*one, tau[:2], initial_state=state, **given)
+    two = [x.expand(2, *x.shape[1:]) for x in one]
+    with pytest.raises(ValueError, match="initial_state is of another memory or batch: its start"):
+        ttt_memory(*two, tau, initial_state=state, **given)

@@ -1,5 +1,7 @@
 """Meaning of a word without quotes, in files and on the command line; keys that stand twice; aliases."""
 
+import shlex
+
 import pytest
 import yaml
 
@@ -73,6 +75,7 @@ def test_other_numbers_booleans_and_null(tmp_path):
     ("run.dir=null", "run.dir: given None; allowed: a text"),
     ("run.dir={a: 1}", "run.dir: given {'a': 1}; allowed: a text"),
     ("model.mixers=lmm", r"model.mixers: given 'lmm'; allowed: a list, such as \[lmm\]"),
+    ("train.trainable=*.lora_*", r"train.trainable: given '\*.lora_\*'; allowed: a list, such as \['\*.lora_\*'\]"),
     ("model.mixers=lmm,swa", r"model.mixers: given 'lmm,swa'; allowed: a list, such as \[lmm,swa\]"),
     ("model.mixers=[lmm,null]", "model.mixers.1: given None; allowed: a text"),
     ("train=3", "train: given 3; allowed: a section, which has settings under it"),
@@ -89,6 +92,11 @@ def test_a_bracket_that_begins_a_text_has_a_remedy_that_works():
         parse_override("wandb.name=[draft] x")
     remedy = str(error.value).partition("write '")[2].removesuffix("'")
     assert parse_override(remedy) == (["wandb", "name"], "[draft] x")
+    with pytest.raises(UserError, match="if it is meant as a list of texts, write 'train.trainable=") as error:
+        parse_override("train.trainable=[*.lora_*, a]")
+    assert parse_override(shlex.split(str(error.value).partition("write ")[2])[0]) == (
+        ["train", "trainable"], ["*.lora_*", "a"]
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "message"), [

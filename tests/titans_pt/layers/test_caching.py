@@ -282,3 +282,17 @@ def test_without_an_ended_segment_it_is_the_memory_alone():
     mine, theirs = layer(x)[0], plain(x)[0]
     near(mine[:, :8], theirs[:, :8])
     assert (mine[:, 8:] - theirs[:, 8:]).abs().amax(-1).min() > 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forget_to", ["zero", "start"])
+@pytest.mark.parametrize("caching", [{"fresh": True}, {"shares": "change"}, {}], ids=str)
+def test_a_stream_after_a_prefix_begins_again_where_the_whole_text_does(forget_to, caching):
+    """Segments and shares go back to the memory after the prefix, not to the learned M_0."""
+    layer = make(memory={"forget_to": forget_to}, **caching)
+    _, start = layer.start_after(random(1, 9, WIDTH))
+    x = random(2, LENGTH, WIDTH)
+    whole, _ = layer(x, start=start)
+    first, after = layer(x[:, :19], start=start)
+    second, _ = layer(x[:, 19:], after)
+    near(torch.cat([first, second], 1), whole)

@@ -1,6 +1,7 @@
 """States as values, sequences that begin inside of a call, and what a memory tells of each token."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from titans_pt import (
     save_state,
     take_rows,
 )  # fmt: skip
-from titans_pt.layers.state import tensors
+from titans_pt.layers.state import map_tensors, tensors
 
 SMALL = {"n_heads": 2, "chunk_size": 4, "depth": 2, "conv_width": 3}
 LAYERS = {
@@ -194,3 +195,32 @@ def test_after_a_state_every_parameter_has_a_gradient(layer):
     y, _ = layer(x, detach_state(state))
     gradients = torch.autograd.grad(y.square().sum(), list(layer.parameters()), allow_unused=True)
     assert all(gradient is not None for gradient in gradients)
+
+
+def test_inspect_begins_again_at_every_segment_of_a_fresh_memory():
+    torch.manual_seed(0)
+    memory = NeuralMemory(16, **SMALL, alpha_init=0.1, caching={"segment": 4, "slots": 2, "fresh": True}).double()
+    x = torch.randn(2, 11, 16, dtype=torch.float64)
+    reset = torch.zeros(2, 11, dtype=torch.bool)
+    reset[1, 6] = True
+    for marks in (None, reset):
+        found = memory.inspect(x, reset=marks).weight_norm
+        _, state = memory(x, reset=marks)
+        norms = sum(part.square().sum((-1, -2)) for part in state.memory.weights).sqrt()
+        torch.testing.assert_close(found[:, -1].double(), norms, atol=1e-5, rtol=1e-5)
+        _, middle = memory(x[:, :7], reset=None if marks is None else marks[:, :7])
+        rest = memory.inspect(x[:, 7:], middle, reset=None if marks is None else marks[:, 7:]).weight_norm
+        torch.testing.assert_close(rest, found[:, 7:])
+
+
+@pytest.mark.parametrize("part", ["memory", "q"])
+def test_a_state_on_another_device_is_an_error(part):
+    """C takes addresses as they are: it would read what is not there."""
+    memory = NeuralMemory(16, **SMALL)
+    x = torch.randn(1, 5, 16)
+    with torch.no_grad():
+        _, state = memory(x)
+        elsewhere = replace(state, **{part: map_tensors(getattr(state, part), lambda t: t.to("meta"))})
+        with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
+            y, after = memory(x, elsewhere)
+            assert y.device.type == "cpu" and not any(t.is_meta for t in (*after.memory.weights, after.q))

@@ -80,11 +80,12 @@ def test_prune_keeps_the_newest_complete_one(run, capsys):
     for step in (6, 8):
         (run / f"checkpoints/step-0000000{step}/model.safetensors").write_bytes(b"")
     assert cli.run(["checkpoint", "prune", str(run), "--keep-last", "1"]) == 0
-    assert [checkpoints.step_of(p) for p in checkpoints.list_checkpoints(run / "checkpoints")] == [4, 8]
+    left = [checkpoints.step_of(p) for p in checkpoints.list_checkpoints(run / "checkpoints")]
+    assert left == [4, 6, 8], "damaged ones do not count"
     (run / "checkpoints/step-00000004/manifest.json").unlink()
     assert cli.run(["checkpoint", "prune", str(run), "--keep-last", "1"]) == 2
-    assert "none of its 2 checkpoints is complete" in capsys.readouterr().err
-    assert len(checkpoints.list_checkpoints(run / "checkpoints")) == 2
+    assert "none of its 3 checkpoints is complete" in capsys.readouterr().err
+    assert len(checkpoints.list_checkpoints(run / "checkpoints")) == 3
 
 
 def test_checkpoints_that_are_a_file(tmp_path, capsys):

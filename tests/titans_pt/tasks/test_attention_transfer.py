@@ -8,11 +8,14 @@ from tests.helpers.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
+from titans_pt.parallel import RankGroup
 from titans_pt.runs import checkpoints
 from titans_pt.runs.conversion import convert_run
 from titans_pt.runs.loaded import load_run
+from titans_pt.tasks import task_of
 from titans_pt.tasks.attention_transfer import AttentionTransferLoss
 from titans_pt.training import loop
+from titans_pt.training.freezing import freeze
 from titans_pt.training.metrics import read_metrics
 
 ADDED = 'train.trainable=["*.memory*"]'
@@ -156,3 +159,16 @@ def test_ranks_agree(tiny, converted, tmp_path):
 def test_what_it_cannot_do_is_refused(tiny, words, message):
     with pytest.raises(UserError, match=message):
         load_config(tiny(), ["task=attention_transfer", *words])
+
+
+@pytest.mark.parametrize(("pattern", "named"), [("*.mlp.*", "and 8 more"), ("blocks.1.mixer.out.*", "names b")])
+def test_parameters_that_the_loss_does_not_reach_are_refused(tiny, converted, pattern, named):
+    """Under ZeRO they have gradients of zero: weight decay would shrink them."""
+    words = ["task=attention_transfer", f'train.trainable=["{pattern}", "*.memory*"]', "model.mixers=[mab,swa]"]
+    task = task_of(load_config(tiny(), words))
+    model = load_run(converted).model
+    freeze(model, task.config.train.trainable)
+    with pytest.raises(UserError, match=f"train.trainable: given .*{named}.*, but task=.* teaches mixers"):
+        task.objective(model, RankGroup(0, 1))
+    freeze(model, ["*.memory*"])
+    task.objective(model, RankGroup(0, 1))

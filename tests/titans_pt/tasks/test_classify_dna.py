@@ -118,6 +118,12 @@ def test_the_protocol(dna):
     assert not train & held_out and train | held_out == set(range(80))
     other = task_of(load_config(dna, ["run.seed=1"])).open()
     assert {other.validation.index(i) for i in range(8)} != held_out
+    more = task_of(load_config(dna, ["data.validation_fraction=0.2"]))
+    assert more.open().identity["split"] != data.identity["split"], "a run is not continued with another split"
+    told = more.differs("split", Path("RUN"), "8", "16")
+    assert told.startswith(
+        "data.validation_fraction: given 0.2, for 16 sequences of validation, but RUN was trained with 8"
+    )
     turned = 0
     for position in range(72):
         ids, length, label = data.train.sample(position)

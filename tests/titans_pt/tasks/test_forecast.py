@@ -46,6 +46,21 @@ def settings(series, folder, *words):
     return load_config("forecast/lmm", [*SMALL, f"forecast.series={series}", f"run.dir={folder}", *words])
 
 
+@pytest.mark.parametrize("mixer", ["lmm", "mac", "mag", "mal", "deltanet"])
+def test_a_constant_lookback_has_gradients_as_others_do(series, tmp_path, mixer):
+    """Rain, or the sun at night: without its mean it is zero, at which unit lengths have no slope to speak of."""
+    torch.manual_seed(0)
+    model = task_of(settings(series, tmp_path, f"model.mixers=[{mixer}]", "model.n_layers=2")).build_model()
+    norms = []
+    for constant in (False, True):
+        x = torch.randn(4, 2, 48, generator=torch.Generator().manual_seed(1))
+        x[:, 1] = 3.0 if constant else x[:, 1]
+        model.zero_grad()
+        model(x)[0].square().mean().backward()
+        norms.append(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5)
+    assert norms[1] < 10 * norms[0]
+
+
 @pytest.mark.parametrize("mixer", ["lmm", "mac", "mag", "mal", "attention", "mamba2", "gated_deltanet"])
 def test_a_forecast_follows_shift_and_scale_and_lookbacks_are_one_sequence(series, tmp_path, mixer):
     torch.manual_seed(0)

@@ -312,6 +312,14 @@ def test_a_foreign_state_is_the_ordinary_ways_error(taken):
     assert not any(served for half, served in taken if half == "mixing_plan")
 
 
+@torch.no_grad()
+def test_a_state_of_longer_chunks_is_the_ordinary_ways_error(taken):
+    model, other = small("lmm"), small("lmm", memory={"chunk_size": 64})
+    _, state = other(ids()[:, :5])
+    with pytest.raises(ValueError, match="initial_state has read 5 tokens of a chunk, chunk_size is 4"):
+        model(ids()[:, 5:6], state)
+
+
 def test_training_and_many_rows_go_the_ordinary_way(taken):
     model = small(*FORMS["lmm"])
     _, state = model(ids()[:, :5])

@@ -167,6 +167,18 @@ def test_the_plan_counts_adapters(tiny):
     assert plan.cost.flops > whole.cost.flops
 
 
+def test_the_disk_that_a_plan_names_has_room_for_the_best_and_the_evaluated(tiny):
+    def kept(*words: str) -> float:
+        """Checkpoints that the plan of a training of 12 steps has room for."""
+        cost = make_plan(task_of(load_config(tiny(train={"max_steps": 12, "checkpoint_every": 1000}), words)), 1).cost
+        return cost.disk / cost.one
+
+    assert kept() == 1
+    assert kept("train.eval_every=4", "train.patience=9") == 4, "the last, and three that may be the best"
+    assert kept("train.eval_every=2", "train.patience=9") == 4, "three newest, and the best"
+    assert kept("evaluation.every=6") == 3
+
+
 def test_the_plan_counts_what_is_trained(tiny, capsys):
     changes = {"model": {"n_layers": 2, "mixers": ["lmm"]}}
     whole = make_plan(task_of(load_config(tiny(**changes))), ranks=1)

@@ -82,6 +82,28 @@ def test_a_run_ends_and_keeps_its_best_checkpoint(go, tmp_path, monkeypatch, cap
     assert load_run(run).step == 14
 
 
-def test_it_needs_validations(tiny):
-    with pytest.raises(UserError, match="train.patience: given 2; only with train.eval_every above 0"):
-        load_config(tiny(train={"patience": 2, "eval_every": 0}))
+def test_a_validation_between_two_stops_counts(go, tmp_path, monkeypatch):
+    """Stopped at a validation, which the next process takes and logs, and killed before its next checkpoint."""
+    signals = iter([0, 0, 0, 15])
+    monkeypatch.setattr(loop.StopSignals, "decide", lambda self, sums: next(signals, 0))
+    assert go("run") == 128 + 15
+    with monkeypatch.context() as killed:
+        killed.setattr(loop.Trainer, "_train_step", lambda self: (_ for _ in ()).throw(MemoryError("killed")))
+        with pytest.raises(MemoryError):
+            go("run")
+    assert go("run") == 0
+    assert steps(tmp_path / "run") == [4, 8] and load_run(tmp_path / "run").step == 4
+
+
+@pytest.mark.parametrize("setting", ["patience=2", "stop_when=loss <= 3"])
+def test_they_need_validations(tiny, setting):
+    key = setting.partition("=")[0]
+    with pytest.raises(UserError, match=f"train.{key}: given .*; only with train.eval_every above 0"):
+        load_config(tiny(train={"eval_every": 0}), [f"train.{setting}"])
+
+
+def test_the_end_of_a_part_is_no_validation_that_ends_the_run(go, tmp_path):
+    words = ["train.patience=null", "train.stop_when=loss <= 2"]
+    assert go("run", *words, "train.stop_at=3") == 0  # its validation, of no step that the run has one at, has 0.0
+    assert go("run", *words) == 0
+    assert load_run(tmp_path / "run").step == 4

@@ -5,10 +5,12 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from titans_pt.config import TrainConfig
 from titans_pt.config.files import load_config
 from titans_pt.errors import Diverged, UserError
 from titans_pt.runs import checkpoints, shards
@@ -279,3 +281,72 @@ def test_a_full_disk_without_a_spare_one_ends_the_run(tiny, tmp_path, full):
     with pytest.raises(OSError, match="No space left"):
         loop.train(load_config(tiny(train={"checkpoint_every": 2})))
     assert steps(tmp_path / "run") == [2, 4]
+
+
+def test_what_fails_before_the_first_step_leaves_the_run_as_it_was(run, monkeypatch):
+    """train.resume=STEP: neither checkpoints nor curves move until the new branch is ready to begin."""
+    before, curve = run.steps(), losses(run.folder)
+    with monkeypatch.context() as broken:
+        broken.setattr(loop, "build_engine", lambda *_: (_ for _ in ()).throw(UserError("no memory left")))
+        with pytest.raises(UserError, match="no memory left"):
+            run("train.resume=10", "train.stop_at=12")
+    assert run.steps() == before and losses(run.folder) == curve
+    assert run("train.resume=10", "train.stop_at=12") == 0
+    assert run.steps() == [10, 12]
+    assert (run.folder / "metrics.before-10.jsonl").exists()
+
+
+def test_never_refuses_another_command_and_continues_the_same_one(tiny, tmp_path, monkeypatch):
+    """A launcher starts a command again after a lost process."""
+    path, words = tiny(train={"checkpoint_every": 2}), ["train.resume=never", "train.max_steps=6"]
+    with monkeypatch.context() as stopped:
+        stopped.setattr(loop.StopSignals, "decide", lambda self, sums: 15)
+        assert loop.train(load_config(path, words)) == 128 + 15
+    assert steps(tmp_path / "run") == [1]
+    with pytest.raises(UserError, match="given 'never', but .* holds checkpoints up to step-00000001"):
+        loop.train(load_config(path, [*words, "train.lr=1e-4"]))
+    assert loop.train(load_config(path, words)) == 0
+    assert steps(tmp_path / "run")[-1] == 6
+
+
+def test_damaged_checkpoints_do_not_count_among_the_newest(run):
+    """A run that starts again before damaged ones keeps as many whole ones as it was told to."""
+    (run.folder / "checkpoints/step-00000020/model.safetensors").write_bytes(b"")
+    assert run("train.stop_at=17", "train.keep_last=2") == 0
+    assert run.steps() == [15, 17, 20]
+    assert run("train.stop_at=21", "train.keep_last=2") == 0
+    assert run.steps() == [20, 21] and not checkpoints.verify(run.folder / "checkpoints/step-00000020")
+
+
+def test_ranks_of_data_draw_numbers_of_their_own():
+    def drawn(rank: int, step: int) -> int:
+        """The seed of a step of one rank."""
+        engine = SimpleNamespace(set_lr=lambda lr: None, backbone=SimpleNamespace(set_progress=lambda share: None),
+                                 topology=SimpleNamespace(data=SimpleNamespace(rank=rank)))  # fmt: skip
+        train = TrainConfig(max_steps=10)
+        trainer = SimpleNamespace(
+            config=SimpleNamespace(train=train, run=SimpleNamespace(seed=3)), step=step - 1, engine=engine,
+            last_step=10,
+            spikes=SimpleNamespace(limit=1.0), ranks=SimpleNamespace(device=torch.device("cpu")),
+        )  # fmt: skip
+        loop.Trainer._begin(trainer)
+        return torch.initial_seed()
+
+    assert len({drawn(rank, step) for rank in range(4) for step in (1, 2, 3)}) == 12
+    assert drawn(0, 2) == 3 * 1_000_003 + 2, "that of a run of one rank"
+
+
+def test_a_validation_after_a_stop_is_one_of_its_step(tiny, tmp_path, monkeypatch):
+    """What changes in the course of a training (here TTT's warm-up of its steps) is there again."""
+    model = {"mixers": ["ttt_linear"], "ttt_linear": {"base_lr_warmup": 0.9, "mini_batch": 4}}
+    path = tiny(model=model, train={"max_steps": 6, "eval_every": 3, "checkpoint_every": 6, "lr": 0.05})
+    found = {}
+    for name, stops in (("whole", iter([])), ("parts", iter([0, 0, 15]))):
+        with monkeypatch.context() as stopped:
+            stopped.setattr(loop.StopSignals, "decide", lambda self, sums, stops=stops: next(stops, 0))
+            status = loop.train(load_config(path, [f"run.dir={tmp_path / name}"]))
+            if name == "parts":
+                assert status == 143 and loop.train(load_config(path, [f"run.dir={tmp_path / name}"])) == 0
+        rows = read_metrics(tmp_path / name / "metrics.jsonl")
+        found[name] = [(row["step"], row["validation_loss"]) for row in rows if row["kind"] == "validation"]
+    assert found["whole"] == found["parts"] and [step for step, _ in found["whole"]] == [3, 6]
