@@ -56,6 +56,17 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None, add_bos: bool
     return tokenizer
 
 
+def ids_within(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of ``text`` in the middle of a document: without the space that some tokenizers put before a text."""
+    if not text or not tokenizer.dummy_prefix:
+        return list(tokenizer.encode(text))
+    for before in ("\n", "a", "."):
+        first, both = tokenizer.encode(before), tokenizer.encode(before + text)
+        if both[: len(first)] == first and len(both) > len(first):
+            return list(both[len(first) :])
+    return list(tokenizer.encode(text))
+
+
 def ids_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
     """The ids that ``text`` adds when it follows ``before``; if they cannot be separated, the ids of ``text`` alone."""
     first, both = tokenizer.encode(before), tokenizer.encode(before + text)

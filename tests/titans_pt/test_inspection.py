@@ -85,6 +85,15 @@ def test_surprise_is_what_moved_the_momentum():
     np.testing.assert_allclose(result.surprise, result.momentum_norm / result.theta, rtol=1e-5)
 
 
+def test_a_hierarchy_of_memories():
+    with pytest.raises(UserError, match="model.memory.hierarchy: a hierarchy of memories cannot be inspected"):
+        module.read(
+            small(["lmm"], hierarchy={"chunk": 8, "locals": [2], "shard": 8}),
+            torch.zeros(4, dtype=torch.int64),
+            ["x"] * 4,
+        )
+
+
 def test_a_model_without_memory():
     with pytest.raises(UserError, match="no neural memory"):
         module.read(small(["attention"]), torch.zeros(4, dtype=torch.int64), ["x"] * 4)

@@ -253,8 +253,8 @@ class Commonsense:
         """lm-eval's figures for each task, with Wilson's 95 % interval for accuracies, and the paper's average."""
         results = self._score(_Answered({key: answer for r in records for key, answer in r["answers"].items()}))
         tasks = {}
-        for task in self.settings.tasks:
-            n = results["n-samples"][task]["effective"]
+        for task, counted in results["n-samples"].items():  # a group or tag is shown as its tasks
+            n = counted["effective"]
             figures = {
                 key.removesuffix(",none"): value
                 for key, value in results["results"][task].items()

@@ -42,7 +42,9 @@ class Forecasts:
         self.jobs = ["model", "ridge on the lookback", "last value"]
         if self.day <= self.lookback:
             self.jobs.append("last day")
-        if len(self.parts.test.rows) >= 2 * self.lookback + self.horizon:
+        self.phases = [n * self.lookback // PHASES for n in range(PHASES)] if self.lookback >= PHASES else [0]
+        starts = self._lookbacks()
+        if starts and starts[-1] >= self.parts.test.start:  # a whole lookback, and its horizon, in the test's rows
             self.jobs.append("streamed")
         self.keys = [digest(self.name, job, self.series.name, run.identity) for job in self.jobs]
 
@@ -64,6 +66,11 @@ class Forecasts:
             mse, mae = errors(forecast, test)
         return {"by": job, "mse": mse.tolist(), "mae": mae.tolist(), "n": len(test)}
 
+    def _lookbacks(self) -> range:
+        """First rows of the lookbacks that follow each other through the whole series."""
+        last = self.parts.test.start + len(self.parts.test.rows)
+        return range(0, last - self.horizon - self.lookback - self.phases[-1] + 1, self.lookback)
+
     @torch.no_grad()
     def _streamed(self) -> dict:
         """The whole series is read once, lookback after lookback, with the state carried along from the first row on;
@@ -71,12 +78,11 @@ class Forecasts:
         settings, length = self.task.settings, self.lookback
         rows = self.parts.scale.fp32(self.series.values, self.series.name, self.series.columns)
         first = self.parts.test.start + length  # of the test's own rows
-        last = self.parts.test.start + len(self.parts.test.rows)
-        phases = [n * length // PHASES for n in range(PHASES)] if length >= PHASES else [0]
+        phases = self.phases
         model, state = self.loaded.model, None
         device = next(model.parameters()).device
         found: dict[str, list[np.ndarray]] = {"carried": [], "fresh": []}
-        for start in range(0, last - settings.horizon - length - phases[-1] + 1, length):
+        for start in self._lookbacks():
             x = np.stack([rows[start + p : start + p + length].T for p in phases])
             carried, state = model(torch.from_numpy(x).to(device), state)
             end = start + length

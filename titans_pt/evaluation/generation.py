@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from titans_pt.data_pipeline import StreamDecoder, Tokenizer
+from titans_pt.data_pipeline.tokenizers import ids_within
 from titans_pt.errors import UserError
 from titans_pt.evaluation.caching import read_prompt, with_caches
 from titans_pt.runs.loaded import LoadedRun, load_reading, load_run, save_reading
@@ -57,7 +58,7 @@ def generate(
     run = _opened(run_dir, step, overrides)
     _check(bool(prompt) or state_file is not None, "prompt", prompt, "some text, or none with a saved state")
     # A saved state is in the middle of a document.
-    ids = _opening(run.tokenizer, prompt) if state_file is None else run.tokenizer.encode(prompt or "")
+    ids = _opening(run.tokenizer, prompt) if state_file is None else ids_within(run.tokenizer, prompt or "")
 
     logits, state = (None, None) if state_file is None else load_reading(run, state_file)
     began = time.perf_counter()

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import itertools
+import logging
 import math
 import time
 from pathlib import Path
@@ -17,10 +18,13 @@ from titans_pt.data_pipeline import TokenFiles, document_begins
 from titans_pt.errors import UserError
 from titans_pt.evaluation.plots import plot_positions
 from titans_pt.layers.memory_gates import Gates
+from titans_pt.models.mixers.common import any_memory
 from titans_pt.runs.loaded import LoadedRun
 from titans_pt.streaming import device_of
 from titans_pt.tools.records import digest
-from titans_pt.tools.statistics import standard_error
+from titans_pt.tools.statistics import ratio_error
+
+log = logging.getLogger(__name__)
 
 LOSS_ROWS = 512
 """Tokens whose logits become losses at a time: a second (T, V) array would double the memory."""
@@ -125,7 +129,13 @@ class Perplexity:
             )
         self.sizes = np.array([len(piece) for piece in run.tokenizer.pieces])
         # None: the memory as it is, always written.
-        self.variants = [None, *sorted(set(config.evaluation.perplexity.freeze_after))]
+        after = sorted(set(config.evaluation.perplexity.freeze_after))
+        gates = any(isinstance(module, Gates) for module in run.model.modules())
+        if after and not (gates or any_memory(run.config.model.kinds)):
+            log.warning("evaluation.perplexity.freeze_after=%s has no effect: no mixer of this model (%s) has a memory "
+                        "that can be frozen", after, ", ".join(run.config.model.kinds))  # fmt: skip
+            after = []
+        self.variants = [None, *after]
         self.jobs = [(start, freeze) for freeze in self.variants for start in range(0, self.tokens, self.length)]
         self.keys = [self._key(*job) for job in self.jobs]
 
@@ -184,7 +194,8 @@ class Perplexity:
         """
         live, *frozen = ([r for r in records if r["freeze_after"] == freeze] for freeze in self.variants)
         return self._figures(live) | {
-            "frozen": [{"after": part[0]["freeze_after"], **self._figures(part)} for part in frozen]
+            "text": self.config.evaluation.perplexity.text,
+            "frozen": [{"after": part[0]["freeze_after"], **self._figures(part)} for part in frozen],
         }
 
     def _figures(self, records: list[dict]) -> dict:
@@ -208,7 +219,7 @@ class Perplexity:
             by_length.append({"length": row["last"], "loss": total / tokens, "perplexity": _exp(total / tokens)})
         return {
             "loss": loss,
-            "stderr": standard_error(by_stream),
+            "stderr": ratio_error([record["n"] for record in records], by_stream),
             "perplexity": _exp(loss),
             "bits_per_byte": nats / math.log(2) / size if size else None,
             "unigram_loss": self.unigram_loss,

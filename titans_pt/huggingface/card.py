@@ -1,6 +1,7 @@
 """The model card of an exported folder: what the model is, how to call it, and what was measured."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCardData
 
@@ -76,17 +77,20 @@ def _figures(run: LoadedRun) -> Iterator[tuple[str, str, str, float]]:
     """(data, kind, name, value) of what was measured on this checkpoint: while training and by titans evaluate."""
     for record in read_metrics(run.folder.metrics):
         if record["step"] == run.step and record["kind"] == "validation" and record.get("validation_loss") is not None:
-            yield "validation text, while training", "loss", "loss (nats per token)", record["validation_loss"]
+            data = "validation text" if run.task.name == "language" else f"validation samples of {run.task.name}"
+            yield f"{data}, while training", "loss", f"loss ({run.task.unit})", record["validation_loss"]
     path = run.folder.evaluation / f"step-{run.step:08d}" / "summary.json"
     try:
         summary = unseal(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
         raise UserError(f"{path}: damaged ({error}); make it again with: titans evaluate {run.folder.path}, or delete "
                         "it to export without its figures") from None  # fmt: skip
-    if summary.get("checkpoint_hash") != run.checkpoint_hash:
-        return
+    if summary.get("checkpoint_hash") != run.checkpoint_hash or summary.get("caching"):
+        return  # of other weights, or with caches, which the exported model does not have
     if "perplexity" in summary:
-        yield "validation text", "perplexity", "perplexity per token", summary["perplexity"]["perplexity"]
+        other = summary["perplexity"].get("text")
+        data = f"validation part of {Path(other).name}" if other else "validation text"
+        yield data, "perplexity", "perplexity per token", summary["perplexity"]["perplexity"]
     for suite in ("needle", "babilong"):
         for task, found in summary.get(suite, {}).get("tasks", {}).items():
             for row in found["by_length"]:

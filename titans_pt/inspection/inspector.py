@@ -15,6 +15,7 @@ from titans_pt.errors import UserError
 from titans_pt.inspection.inspection import Inspection
 from titans_pt.inspection.picture import draw
 from titans_pt.inspection.table import table
+from titans_pt.layers.hierarchy import HierarchicalMemory
 from titans_pt.layers.memory_observer import MemoryFigures, observe_memories
 from titans_pt.runs.loaded import load_run
 from titans_pt.streaming import best_device, device_of
@@ -80,6 +81,10 @@ def read(model: nn.Module, ids: Tensor, pieces: list[str]) -> Inspection:
     device, state, last = device_of(model), None, None
     losses, figures = [], {}
     with observe_memories(model) as observers:
+        if not observers and any(isinstance(module, HierarchicalMemory) for module in model.modules()):
+            raise UserError(
+                "model.memory.hierarchy: a hierarchy of memories cannot be inspected; name a run without one"
+            )
         if not observers:
             raise UserError(
                 "this model has no neural memory to look into; name a run with lmm, mac, mag or mal in model.mixers"

@@ -96,7 +96,9 @@ class Titan(nn.Module):
             ids = tokenizer.document(text) or tokenizer.before_text
         else:
             self._check(state)
-            ids, state = tokenizer.encode(text), state.fork()
+            from titans_pt.data_pipeline.tokenizers import ids_within
+
+            ids, state = ids_within(tokenizer, text), state.fork()
         if ids:
             logits, after = prefill(
                 self.model, torch.tensor([ids]), self.run.config.evaluation.prefill_tokens, state and state.state

@@ -53,7 +53,8 @@ def pool(found: dict[int, Figure]) -> Pooled:
     figures = list(found.values())
     mean = Figure(figures[0].kind, math.fsum(f.value for f in figures) / len(figures), sum(f.n for f in figures))
     streams = [figure.by_stream for figure in figures if figure.by_stream]
-    by_stream = tuple(math.fsum(nats) / len(nats) for nats in zip(*streams, strict=True))
+    alike = len({len(nats) for nats in streams}) == 1
+    by_stream = tuple(math.fsum(nats) / len(nats) for nats in zip(*streams, strict=True)) if alike else ()
     return Pooled(mean.shown, mean.n, _interval(mean, figures), found, by_stream)
 
 
@@ -97,6 +98,8 @@ def apart(own: Pooled, other: Pooled, seeds: tuple[float, int]) -> Apart:
             seeds out.
     """
     nats = [math.fsum(f.value for f in each.figures.values()) / len(each.figures) for each in (own, other)]
+    if len(own.by_stream) != len(other.by_stream):  # of other texts
+        return Apart(nats[0] - nats[1], math.inf)
     streams = [a - b for a, b in zip(own.by_stream, other.by_stream, strict=True)]
     variance, freedom = seeds
     parts = [(standard_error(streams) ** 2, len(streams) - 1)]

@@ -53,12 +53,15 @@ class Measure:
     def done(self, found: dict[str, Any], config: Config) -> bool:
         """Whether ``found``, an entry of a record, was measured as a run with these settings is asked.
 
-        An older record lacks settings that did not exist yet: these are not compared. Of paths only the last names are.
+        An older record lacks settings that did not exist yet: these had today's defaults. Of paths only the last names
+        are compared.
         """
         if found.get("words") != self.settings(config.model):
             return False
-        was, now = found.get("evaluation", {self.suite: found.get("settings", {})}), self.evaluation(config)
-        return all(_last_names(was[key]) == _last_names(_like(now.get(key), was[key])) for key in was)
+        now = self.evaluation(config)
+        was = found.get("evaluation", {self.suite: found.get("settings", {})} if self.suite in now else {})
+        usual = validated({}, self.settings(config.model), model=False).evaluation.model_dump(mode="json")
+        return all(_last_names(_filled(was[key], usual.get(key))) == _last_names(now.get(key)) for key in was)
 
     def take(self, run: Path, config: Config, before: dict[str, Any]) -> dict[str, Any]:
         """Measures the newest checkpoint of a run; what a killed process has measured is not measured again.
@@ -79,9 +82,11 @@ class Measure:
         return about | found | ({"asked": _all_asked(before, found)} if "asked" in found else {})
 
 
-def _like(now: Any, was: Any) -> Any:
-    """``now`` with the settings that ``was`` has."""
-    return {key: now[key] for key in was if key in now} if isinstance(now, dict) and isinstance(was, dict) else now
+def _filled(was: Any, usual: Any) -> Any:
+    """``was`` with those of the ``usual`` settings that it lacks, and without those that no longer exist."""
+    if not isinstance(was, dict) or not isinstance(usual, dict):
+        return was
+    return {key: _filled(was[key], value) if key in was else value for key, value in usual.items()}
 
 
 def _last_names(value: Any) -> Any:

@@ -48,13 +48,21 @@ class Table:
 
 
 def kept_of(row: Row, runs: Sequence[Run], records: Records) -> dict[int, dict]:
-    """Records of a row by seed, all with one learning rate: the best so far with which a run was trained whole."""
+    """Records of a row by seed, all with one learning rate: the best so far with which a run was trained whole. What
+    was measured with other settings than the study's counts as not measured."""
     own = [run for run in runs if (run.model, run.variant) == (row.model, row.variant)]
     for at_one_rate in zip(*(run.chosen(records) for run in own), strict=True):
-        found = {run.config.run.seed: records.of(run.name, run.config) for run in at_one_rate}
-        if any(found.values()):
-            return {seed: record for seed, record in found.items() if record}
+        found = {run.config.run.seed: (run, records.of(run.name, run.config)) for run in at_one_rate}
+        if any(record for _, record in found.values()):
+            return {seed: _as_asked(run, record) for seed, (run, record) in found.items() if record}
     return {}
+
+
+def _as_asked(run: Run, record: dict) -> dict:
+    """The record with the measurements of today's settings alone."""
+    measured = record["measured"]
+    other = {m.name for m in run.measures if not m.done(measured.get(m.name, {}), run.config)}
+    return record | {"measured": {name: found for name, found in measured.items() if name not in other}}
 
 
 def cells(study: Study, runs: Sequence[Run], records: Records) -> list[Cell]:

@@ -37,6 +37,20 @@ def wilson(successes: float, n: int, z: float = Z) -> tuple[float, float]:
     return min(p, max(0.0, (middle - half) / scale)), max(p, min(1.0, (middle + half) / scale))
 
 
+def ratio_error(sizes: Sequence[int], means: Sequence[float]) -> float | None:
+    """Standard error of the mean over all items of groups that are drawn independently, given their sizes and means:
+    that of a ratio of sums (Cochran, Sampling Techniques, 1977, 6.4). Of equal groups it is the standard error of their
+    means. None for a single group."""
+    count, total = len(sizes), sum(sizes)
+    if count < 2:
+        return None
+    if len(set(sizes)) == 1:
+        return standard_error(means)
+    mean = math.fsum(n * m for n, m in zip(sizes, means, strict=True)) / total
+    squares = math.fsum((n * (m - mean)) ** 2 for n, m in zip(sizes, means, strict=True))
+    return math.sqrt(squares * count / (count - 1)) / total
+
+
 def proportion(successes: int, n: int) -> dict[str, float]:
     """A record's entries of a share of right answers: mean, Wilson's 95 % interval (low, high) and n > 0."""
     low, high = wilson(successes, n)

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.data_pipeline.small_corpus import VOCAB, make_texts
-from titans_pt.data_pipeline.tokenizers import StreamDecoder, load_tokenizer, train_tokenizer
+from titans_pt.data_pipeline.tokenizers import StreamDecoder, ids_within, load_tokenizer, train_tokenizer
 from titans_pt.data_pipeline.tokenizers import sentencepiece as module
 from titans_pt.errors import UserError
 
@@ -110,6 +110,13 @@ def test_a_long_text_is_compared_in_little_memory(tokenizer, texts):
 def test_dummy_prefix_round_trip(llama, text):
     ids = llama.encode(text)
     assert llama.decode(ids) == text == streamed(llama, ids) == streamed(llama, [llama.bos_id, *ids])
+
+
+@pytest.mark.parametrize("text", [" is", "ry is", "", " ", "\nnext", "\u00e9", "."])
+def test_text_in_the_middle_of_a_document_has_no_dummy_prefix(llama, text):
+    ids = ids_within(llama, text)
+    assert llama.decode([*llama.encode("The memo"), *ids]) == "The memo" + text
+    assert ids_within(llama, " is") == llama.encode("The memory is")[len(llama.encode("The memory")) :]
 
 
 def test_dummy_prefix_is_kept_when_a_prompt_continues(llama):

@@ -10,6 +10,7 @@ import torch
 from tests.helpers.stand_ins import Characters, Scripted, copies
 from tests.helpers.untrained import untrained_run
 from titans_pt.config import Config
+from titans_pt.config.files import validated
 from titans_pt.errors import UserError
 from titans_pt.evaluation import evaluate, ruler
 from titans_pt.runs.loaded import load_run
@@ -130,6 +131,16 @@ def test_the_runner_gives_lm_evals_own_numbers(loaded, sets, tmp_path, capsys):
                 assert value == pytest.approx(theirs["results"][task][f"{metric},none"], rel=1e-6)
     assert {"word_perplexity", "bits_per_byte"} <= set(found["tasks"]["wikitext"])
     assert {"acc", "acc_norm", "intervals"} <= set(found["tasks"]["piqa"])
+
+
+def test_a_group_is_shown_as_its_tasks(loaded, sets):
+    config = validated(loaded.config.model_dump(mode="json"), [f"evaluation.commonsense.data={sets}",
+                                                               "evaluation.commonsense.tasks=[piqa]"])  # fmt: skip
+    suite = commonsense.Commonsense(loaded, config)
+    suite.settings = suite.settings.model_copy(update={"tasks": ["my_group"]})
+    suite._score = lambda lm: {"n-samples": {"piqa": {"effective": 4}}, "results": {"piqa": {"acc,none": 0.5}}}
+    summary = suite.summary([])
+    assert list(summary["tasks"]) == ["piqa"] and summary["average"] == 0.5
 
 
 def test_what_is_missing_is_said(loaded, sets):

@@ -12,7 +12,7 @@ from sentencepiece import SentencePieceTrainer
 
 from tests.helpers.stand_ins import Recurrent
 from tests.helpers.untrained import untrained_run
-from titans_pt.config.files import load_config
+from titans_pt.config.files import load_config, validated
 from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, load_tokenizer, saved_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.evaluation import perplexity
@@ -150,6 +150,22 @@ def test_frozen_variants_are_scored_with_the_live_one(run):
     line = f"  memory: loss {summary['loss']:.4f} on, {off} off, {frozen} frozen after 100 tokens (the same text)"
     assert line in it.table(summary)
     assert summary["by_length"][-1]["loss"] == pytest.approx(summary["loss"])
+
+
+def test_a_model_without_a_memory_has_nothing_to_freeze(tmp_path, prepared, caplog):
+    other = load_run(untrained_run(tmp_path / "other", prepared, mixers=["swa", "ttt_linear"], n_layers=2))
+    config = validated(other.config.model_dump(mode="json"), ["evaluation.perplexity.freeze_after=[0]"])
+    it = perplexity.Perplexity(other, config)
+    assert it.variants == [None] and {freeze for _, freeze in it.jobs} == {None}
+    assert "evaluation.perplexity.freeze_after=[0] has no effect" in caplog.text
+
+
+def test_a_short_last_stream_counts_as_little_as_it_holds(run):
+    whole, whole_records = measured(run, "evaluation.perplexity.tokens=300", "evaluation.perplexity.length=100")
+    more, more_records = measured(run, "evaluation.perplexity.tokens=301", "evaluation.perplexity.length=100")
+    assert [record["n"] for record in more_records] == [100, 100, 100, 1]
+    errors = whole.summary(whole_records)["stderr"], more.summary(more_records)["stderr"]
+    assert errors[1] == pytest.approx(errors[0], rel=0.25)
 
 
 def test_stops_at_the_end_of_the_text(run):

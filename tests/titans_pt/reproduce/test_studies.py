@@ -155,6 +155,12 @@ def test_an_evaluation_with_other_settings_is_another_measurement():
     before = {"words": [], "settings": {"sequences": 512}}  # of a version that knew one setting
     assert measure.done(before, run.config) and not measure.done(before, other.config)
     assert measure.done({"words": []}, run.config), "of an earlier version"
+    [tiny] = runs("table1", models=["swa"], seeds=[0])
+    [elsewhere] = runs("table1", models=["swa"], seeds=[0], words=["evaluation.perplexity.text=other"])
+    text = tiny.measures[0]
+    older = {"words": text.settings(tiny.config.model), "evaluation": text.evaluation(tiny.config)}
+    del older["evaluation"]["perplexity"]["text"]  # of a version that knew one text
+    assert text.done(older, tiny.config) and not text.done(older, elsewhere.config)
     [text] = runs("babilong", models=["rmt"], seeds=[0])
     moved = measure_of(text, "evaluation.babilong.haystack={kind: files, path: /a/pg19}")
     again = measure_of(text, "evaluation.babilong.haystack={kind: files, path: /b/pg19}")

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tests.helpers.processes import curve, run_jobs
 from titans_pt import cli
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
+from titans_pt.evaluation.forecast import Forecasts
 from titans_pt.forecasting.protocol import Windows, errors
 from titans_pt.kernels.memory import chunked
 from titans_pt.runs import checkpoints
@@ -76,6 +78,17 @@ def test_a_forecast_follows_shift_and_scale_and_lookbacks_are_one_sequence(serie
     torch.testing.assert_close(torch.cat([first, second], 2), whole, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(moved, 5 * whole - 7, atol=2e-3, rtol=2e-3)
     assert (alone - second[:, 1:]).abs().max() > 1e-4, "the first lookback is remembered in the second"
+
+
+@pytest.mark.parametrize("rows", range(40, 75))
+def test_a_series_is_streamed_where_a_lookback_fits(rows):
+    """Whatever the number of rows of the test: the job is there if and only if it has windows."""
+    suite = object.__new__(Forecasts)
+    suite.lookback, suite.horizon, suite.phases = 24, 6, [n * 3 for n in range(8)]
+    suite.parts = SimpleNamespace(test=SimpleNamespace(start=31, rows=np.zeros((rows, 1))))
+    starts = [start for start in suite._lookbacks() if start + 24 >= 31 + 24]
+    assert all(start + phase + 24 + 6 <= 31 + rows for start in starts for phase in suite.phases)
+    assert bool(starts) == (rows >= 48 + 21 + 6 - 31 + 24)
 
 
 def test_samples_by_hand():

@@ -6,7 +6,15 @@ import random
 import numpy as np
 import pytest
 
-from titans_pt.tools.statistics import half_width, half_width_of_sum, variance_within, wilson, without_keys
+from titans_pt.tools.statistics import (
+    half_width,
+    half_width_of_sum,
+    ratio_error,
+    standard_error,
+    variance_within,
+    wilson,
+    without_keys,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -75,3 +83,18 @@ def test_a_model_that_binds_no_value_to_its_key(count):
             trials += 1
             left.remove(answer)
     assert without_keys(count) == pytest.approx(right / trials, abs=0.01)
+
+
+def test_the_error_of_a_mean_over_groups_of_other_sizes():
+    draw = np.random.default_rng(0)
+    equal = draw.normal(size=30)
+    assert ratio_error([7] * 30, equal) == standard_error(equal) and ratio_error([7], [1.0]) is None
+    plain, tail = ratio_error([100] * 4, [4.8, 4.7, 5.0, 4.3]), ratio_error([100] * 4 + [1], [4.8, 4.7, 5.0, 4.3, 7.5])
+    assert tail == pytest.approx(plain, rel=0.1), "a group of one item says next to nothing"
+    sizes = draw.integers(20, 100, 40)
+    means, errors = [], []
+    for _ in range(2000):  # the error that is stated is that of the mean over draws
+        groups = draw.normal(size=40)
+        means.append(np.average(groups, weights=sizes))
+        errors.append(ratio_error(sizes.tolist(), groups.tolist()))
+    assert np.mean(errors) == pytest.approx(np.std(means), rel=0.05)
