@@ -12,7 +12,7 @@ from sentencepiece import SentencePieceTrainer
 
 from tests.helpers.stand_ins import Recurrent
 from tests.helpers.untrained import untrained_run
-from titans_pt.config.files import load_config, validated
+from titans_pt.config.files import load_config
 from titans_pt.data_pipeline import IndexedDataset, IndexedWriter, load_tokenizer, saved_tokenizer
 from titans_pt.errors import UserError
 from titans_pt.evaluation import perplexity
@@ -152,12 +152,13 @@ def test_frozen_variants_are_scored_with_the_live_one(run):
     assert summary["by_length"][-1]["loss"] == pytest.approx(summary["loss"])
 
 
-def test_a_model_without_a_memory_has_nothing_to_freeze(tmp_path, prepared, caplog):
-    other = load_run(untrained_run(tmp_path / "other", prepared, mixers=["swa", "ttt_linear"], n_layers=2))
-    config = validated(other.config.model_dump(mode="json"), ["evaluation.perplexity.freeze_after=[0]"])
-    it = perplexity.Perplexity(other, config)
+def test_a_model_without_a_memory_has_nothing_to_freeze(run, caplog):
+    words = ["model.mixers=[swa,ttt_linear]", "evaluation.perplexity.freeze_after=[0]"]
+    run.model = Recurrent().eval()
+    run.config = load_config(run.folder.config, words)
+    it = perplexity.Perplexity(run, run.config)
     assert it.variants == [None] and {freeze for _, freeze in it.jobs} == {None}
-    assert "evaluation.perplexity.freeze_after=[0] has no effect" in caplog.text
+    assert "evaluation.perplexity.freeze_after=[0] has no effect: no mixer of this model (swa, ttt_" in caplog.text
 
 
 def test_a_short_last_stream_counts_as_little_as_it_holds(run):
