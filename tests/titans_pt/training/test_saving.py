@@ -337,7 +337,7 @@ def test_ranks_of_data_draw_numbers_of_their_own():
 
 
 def test_a_validation_after_a_stop_is_one_of_its_step(tiny, tmp_path, monkeypatch):
-    """What changes in the course of a training (here TTT's warm-up of its steps) is there again."""
+    """Settings that change in the course of a training (here TTT's warm-up of its steps) are there again."""
     model = {"mixers": ["ttt_linear"], "ttt_linear": {"base_lr_warmup": 0.9, "mini_batch": 4}}
     path = tiny(model=model, train={"max_steps": 6, "eval_every": 3, "checkpoint_every": 6, "lr": 0.05})
     found = {}
