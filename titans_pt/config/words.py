@@ -1,10 +1,11 @@
 """Settings by their dotted paths, and what is wrong with one in one line."""
 
 import difflib
+import json
+import re
 from types import UnionType
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -47,10 +48,14 @@ def one_line(error: ValidationError, prefix: str = "", section: type[BaseModel] 
     return f"{path}: given {given}; allowed: {allowed}{more}"
 
 
+_PLAIN = re.compile(r"[\w./-]+")
+"""Words that YAML takes as they stand."""
+
+
 def _as_list(given: Any) -> str:
     """A list of the words of ``given``, as YAML reads it: *.x begins a word that needs quotes."""
-    words = [word.strip() for word in given.split(",")] if isinstance(given, str) else [given]
-    return f"[{','.join(yaml.safe_dump([w], default_flow_style=True, width=10**6).strip()[1:-1] for w in words)}]"
+    words = [word.strip() for word in str(given).split(",")]
+    return "[" + ",".join(word if _PLAIN.fullmatch(word) else json.dumps(word) for word in words) + "]"
 
 
 _ALLOWED = {

@@ -75,7 +75,7 @@ def test_other_numbers_booleans_and_null(tmp_path):
     ("run.dir=null", "run.dir: given None; allowed: a text"),
     ("run.dir={a: 1}", "run.dir: given {'a': 1}; allowed: a text"),
     ("model.mixers=lmm", r"model.mixers: given 'lmm'; allowed: a list, such as \[lmm\]"),
-    ("train.trainable=*.lora_*", r"train.trainable: given '\*.lora_\*'; allowed: a list, such as \['\*.lora_\*'\]"),
+    ("train.trainable=*.lora_*", r'train.trainable: given .\*.lora_\*.; allowed: a list, such as \["\*.lora_\*"\]'),
     ("model.mixers=lmm,swa", r"model.mixers: given 'lmm,swa'; allowed: a list, such as \[lmm,swa\]"),
     ("model.mixers=[lmm,null]", "model.mixers.1: given None; allowed: a text"),
     ("train=3", "train: given 3; allowed: a section, which has settings under it"),
