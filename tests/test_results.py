@@ -861,7 +861,7 @@ def test_what_states_are_read_as():
     assert all(0.77 < last[key][0][256] < 0.79 for key in later)
     (huber,) = last["lmm", "parity-linear-c1-one-yaad"]
     assert huber[512] == pytest.approx(0.996, abs=0.0005)
-    assert len(last["lmm", "parity-c1-one-yaad"]) == 2
+    assert len(last["lmm", "parity-c1-one-yaad"]) == 3
     assert all(set(by.values()) == {1.0} for by in last["lmm", "parity-c1-one-yaad"]), "every sample of every length"
     (rwkv7,) = last["rwkv7", "parity"]
     assert rwkv7[32] == pytest.approx(0.98, abs=0.005) and rwkv7[64] < 0.55
