@@ -60,14 +60,17 @@ def ids_within(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of ``text`` in the middle of a document: without the space that some tokenizers put before a text."""
     if not text or not tokenizer.dummy_prefix:
         return list(tokenizer.encode(text))
-    for before in ("\n", "a", "."):
-        first, both = tokenizer.encode(before), tokenizer.encode(before + text)
-        if both[: len(first)] == first and len(both) > len(first):
-            return list(both[len(first) :])
-    return list(tokenizer.encode(text))
+    apart = (_added(tokenizer, before, text) for before in ("\n", "a", "."))
+    return next((ids for ids in apart if ids), list(tokenizer.encode(text)))
 
 
 def ids_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
     """The ids that ``text`` adds when it follows ``before``; if they cannot be separated, the ids of ``text`` alone."""
+    ids = _added(tokenizer, before, text)
+    return list(tokenizer.encode(text)) if ids is None else ids
+
+
+def _added(tokenizer: Tokenizer, before: str, text: str) -> list[int] | None:
+    """The ids that ``text`` adds when it follows ``before``; None if they cannot be separated."""
     first, both = tokenizer.encode(before), tokenizer.encode(before + text)
-    return list(both[len(first) :] if both[: len(first)] == first else tokenizer.encode(text))
+    return list(both[len(first) :]) if both[: len(first)] == first else None

@@ -42,8 +42,6 @@ def ratio_error(sizes: Sequence[int], means: Sequence[float]) -> float | None:
     that of a ratio of sums (Cochran, Sampling Techniques, 1977, 6.4). Of equal groups it is the standard error of their
     means. None for a single group."""
     count, total = len(sizes), sum(sizes)
-    if count < 2:
-        return None
     if len(set(sizes)) == 1:
         return standard_error(means)
     mean = math.fsum(n * m for n, m in zip(sizes, means, strict=True)) / total

@@ -53,8 +53,11 @@ def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start
     """
     checkpoints.clean(folder.checkpoints)  # a rank's shard of before must not be taken for a new one
     resume, found = task.config.train.resume, checkpoints.list_checkpoints(folder.checkpoints)
-    newest = checkpoints.newest_complete(folder.checkpoints)
-    path = _chosen(task.config, folder, resume) if isinstance(resume, int) else newest
+    path: Path | None
+    if isinstance(resume, int):
+        path = _chosen(task.config, folder, resume)
+    else:
+        path = checkpoints.newest_complete(folder.checkpoints)
     if resume == "never" and found and not (path and _same_command(path, task.config)):
         raise UserError(
             f"train.resume: given 'never', but {folder.path} holds checkpoints up to {found[-1].name}; "
