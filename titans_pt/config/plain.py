@@ -4,6 +4,7 @@ The numbers, booleans and nulls are YAML 1.2's (core schema); PyYAML's own are t
 ``2026-01-05`` a date, ``1:30`` the number 90 and ``1e6`` a string.
 """
 
+import json
 import re
 from decimal import Decimal
 from typing import Any
@@ -70,3 +71,13 @@ def usual(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: usual(item) for key, item in value.items()}
     return [usual(item) for item in value] if isinstance(value, list) else value
+
+
+_WORD = re.compile(r"[\w./-]+")
+"""Words that YAML takes as they stand."""
+
+
+def as_list(words: str) -> str:
+    """A list, as YAML reads it, of words with commas between them: *.x begins a word that needs quotes."""
+    each = (word.strip() for word in words.split(","))
+    return "[" + ",".join(word if _WORD.fullmatch(word) else json.dumps(word) for word in each) + "]"

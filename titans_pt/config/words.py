@@ -1,15 +1,13 @@
 """Settings by their dotted paths, and what is wrong with one in one line."""
 
 import difflib
-import json
-import re
 from types import UnionType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from titans_pt.config.plain import usual
+from titans_pt.config.plain import as_list, usual
 from titans_pt.config.tree import Config
 
 
@@ -44,18 +42,8 @@ def one_line(error: ValidationError, prefix: str = "", section: type[BaseModel] 
     given = _short(first["input"])
     allowed = _ALLOWED.get(first["type"], first["msg"].replace("\n", " "))
     if first["type"] == "list_type" and not isinstance(first["input"], dict | type(None)):
-        allowed += f", such as {_as_list(first['input'])}"
+        allowed += f", such as {as_list(str(first['input']))}"
     return f"{path}: given {given}; allowed: {allowed}{more}"
-
-
-_PLAIN = re.compile(r"[\w./-]+")
-"""Words that YAML takes as they stand."""
-
-
-def _as_list(given: Any) -> str:
-    """A list of the words of ``given``, as YAML reads it: *.x begins a word that needs quotes."""
-    words = [word.strip() for word in str(given).split(",")]
-    return "[" + ",".join(word if _PLAIN.fullmatch(word) else json.dumps(word) for word in words) + "]"
 
 
 _ALLOWED = {

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from titans_pt.config.plain import FLOAT, INT, Unquoted
+from titans_pt.config.plain import FLOAT, INT, Unquoted, as_list
 from titans_pt.errors import UserError
 
 MOST_VALUES = 100_000
@@ -59,10 +59,9 @@ def parse_override(item: str) -> tuple[list[str], Any]:
         if _NOT_YAML not in str(error):
             raise
         texts = _LIST.fullmatch(value)  # such as [*.lora_*], in which * means something else to YAML
-        meant: Any = [text.strip() for text in texts[1].split(",")] if texts else value
-        quoted = yaml.safe_dump(meant, default_style='"', default_flow_style=True, width=10**6, allow_unicode=True)
-        kind = "a list of texts" if texts else "text"
-        raise UserError(f"{error}; if it is meant as {kind}, write {shlex.quote(f'{key}={quoted.strip()}')}") from None
+        text = yaml.safe_dump(value, default_style='"', width=10**6, allow_unicode=True).strip()
+        kind, quoted = ("a list of texts", as_list(texts[1])) if texts else ("text", text)
+        raise UserError(f"{error}; if it is meant as {kind}, write {shlex.quote(f'{key}={quoted}')}") from None
 
 
 def write_yaml(tree: dict) -> str:
