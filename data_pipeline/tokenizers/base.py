@@ -95,12 +95,19 @@ class StreamDecoder:
 
     Args:
         continues: the ids continue other text (generation after a prompt): a leading space belongs to them.
+        unfinished: what another decoder, of the ids before, had left.
     """
 
-    def __init__(self, tokenizer: Tokenizer, continues: bool = False):
+    def __init__(self, tokenizer: Tokenizer, continues: bool = False, unfinished: bytes = b""):
         self._pieces = tokenizer.pieces
         self._strip = tokenizer.dummy_prefix and not continues
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8.setstate((unfinished, 0))
+
+    @property
+    def unfinished(self) -> bytes:
+        """Bytes of a character whose rest has not come yet."""
+        return self._utf8.getstate()[0]
 
     def push(self, token: int) -> str:
         """The text that is certain after this id; empty inside a character of several byte pieces."""

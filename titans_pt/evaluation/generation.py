@@ -60,7 +60,7 @@ def generate(
     # A saved state is in the middle of a document.
     ids = _opening(run.tokenizer, prompt) if state_file is None else ids_within(run.tokenizer, prompt or "")
 
-    logits, state = (None, None) if state_file is None else load_reading(run, state_file)
+    logits, state, unfinished = (None, None, b"") if state_file is None else load_reading(run, state_file)
     began = time.perf_counter()
     if ids:
         last = run.caching and run.caching.last
@@ -76,13 +76,14 @@ def generate(
             read_last=save_to is not None,
         )
     )  # fmt: skip
-    text, count = _print_text(run.tokenizer, tokens)
+    decoder = StreamDecoder(run.tokenizer, continues=True, unfinished=b"" if ids else unfinished)
+    text, count = _print_text(decoder, tokens, whole=save_to is None)
     wrote = time.perf_counter()
     prompt_rate = f" at {len(ids) / (read - began):.1f} tokens/s" if ids else ""
     new_rate = f"{count} new tokens at {count / (wrote - read):.1f} tokens/s"
     print(f"step {run.step}: {len(ids)} prompt tokens{prompt_rate}, {new_rate}", file=sys.stderr)
     if save_to is not None:
-        save_reading(run, *tokens.value, save_to)
+        save_reading(run, *tokens.value, decoder.unfinished, save_to)
         print(f"state: {save_to}", file=sys.stderr)
     return text
 
@@ -160,13 +161,17 @@ def _one_line(entries: dict) -> str:
     return text
 
 
-def _print_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> tuple[str, int]:
-    """Prints the text of ``tokens`` piece by piece as they come; returns it, and how many tokens it has."""
-    decoder, pieces = StreamDecoder(tokenizer, continues=True), []
+def _print_text(decoder: StreamDecoder, tokens: Iterable[int], whole: bool) -> tuple[str, int]:
+    """Prints the text of ``tokens`` piece by piece as they come; returns it, and how many tokens it has.
+
+    Args:
+        whole: no text follows: a character that was cut shows as U+FFFD.
+    """
+    pieces = []
     for token in tokens:
         pieces.append(decoder.push(token))
         print(pieces[-1], end="", flush=True)
-    pieces.append(decoder.finish())
+    pieces.append(decoder.finish() if whole else "")
     print(pieces[-1], flush=True)
     return "".join(pieces), len(pieces) - 1
 

@@ -32,6 +32,8 @@ class Reading:
     logits: Tensor
     state: Any
     _run: "LoadedRun"
+    unfinished: bytes = b""
+    """Bytes of a character that the last token has left incomplete: text that is generated next begins with them."""
 
     def fork(self) -> "Reading":
         """A copy that shares no tensor with this one."""
@@ -41,7 +43,7 @@ class Reading:
         """Writes it as a state file: for :meth:`Titan.load_state`, and for ``titans generate --state``."""
         from titans_pt.runs.loaded import save_reading
 
-        save_reading(self._run, self.logits, self.state, path)
+        save_reading(self._run, self.logits, self.state, self.unfinished, path)
 
 
 class Titan(nn.Module):
@@ -130,7 +132,8 @@ class Titan(nn.Module):
             state: what was read before, which stays as it is; None: the text begins a document.
 
         Returns:
-            the new text; ``self.state`` is the state after it.
+            the new text; ``self.state`` is the state after it. A character that ``max_new_tokens`` cuts is left to the
+            text that is generated from there.
 
         Raises:
             UserError: an argument out of range, nothing to continue, or a state of other weights.
@@ -145,14 +148,15 @@ class Titan(nn.Module):
         )  # fmt: skip
         from titans_pt.data_pipeline import StreamDecoder
 
-        decoder, pieces = StreamDecoder(self.run.tokenizer, continues=True), []
+        decoder = StreamDecoder(self.run.tokenizer, continues=True, unfinished=before.unfinished)
+        pieces = []
         while True:
             try:
                 pieces.append(decoder.push(next(new)))
             except StopIteration as end:
                 logits, after = end.value
-                self.state = Reading(logits, after, self.run)
-                return "".join(pieces) + decoder.finish()
+                self.state = Reading(logits, after, self.run, decoder.unfinished)
+                return "".join(pieces)
 
     def load_state(self, path: str | Path) -> Reading:
         """Loads the file that :meth:`Reading.save`, or ``titans generate --save-state``, wrote with the same weights.
@@ -162,7 +166,8 @@ class Titan(nn.Module):
         """
         from titans_pt.runs.loaded import load_reading
 
-        self.state = Reading(*load_reading(self.run, path), self.run)
+        logits, state, unfinished = load_reading(self.run, path)
+        self.state = Reading(logits, state, self.run, unfinished)
         return self.state
 
     def _check(self, state: Any):

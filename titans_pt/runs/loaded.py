@@ -107,14 +107,18 @@ def load_run(
     )  # fmt: skip
 
 
-def save_reading(run: LoadedRun, logits: torch.Tensor, state: Any, path: str | Path):
-    """Writes what a run's model has read, to be continued with the same weights: logits (1, V) and the state after
-    them."""
-    save_state((logits, state), path, _about(run))
+def save_reading(run: LoadedRun, logits: torch.Tensor, state: Any, unfinished: bytes, path: str | Path):
+    """Writes what a run's model has read, to be continued with the same weights.
+
+    Args:
+        logits: (1, V), and the state after them.
+        unfinished: bytes of a character that the last token has left incomplete.
+    """
+    save_state((logits, state), path, _about(run) | {"unfinished": unfinished.hex()})
 
 
-def load_reading(run: LoadedRun, path: str | Path) -> tuple[torch.Tensor, Any]:
-    """The logits (1, V) and the state that :func:`save_reading` wrote with the same weights.
+def load_reading(run: LoadedRun, path: str | Path) -> tuple[torch.Tensor, Any, bytes]:
+    """The logits (1, V), the state and the bytes that :func:`save_reading` wrote with the same weights.
 
     Raises:
         UserError: not such a file, a damaged one, or one of another model or checkpoint.
@@ -133,7 +137,7 @@ def load_reading(run: LoadedRun, path: str | Path) -> tuple[torch.Tensor, Any]:
     if about.get("caching", "") != expected["caching"]:
         was = about.get("caching") or "null"
         raise UserError(f"{path}: saved with other caches; give the same, evaluation.caching={was}")
-    return load_state(path, device_of(run.model))
+    return *load_state(path, device_of(run.model)), bytes.fromhex(about.get("unfinished", ""))
 
 
 def _about(run: LoadedRun) -> dict[str, str]:

@@ -17,8 +17,8 @@ from titans_pt.evaluation import generation
 class Decoder:
     """Counterpart of data_pipeline.StreamDecoder for the tokens that are characters."""
 
-    def __init__(self, tokenizer, continues):
-        assert continues
+    def __init__(self, tokenizer, continues, unfinished):
+        assert continues and not unfinished
 
     push = staticmethod(chr)
 
@@ -96,6 +96,36 @@ def test_bos_comes_once_where_a_document_begins(sentencepiece, run, tmp_path, mo
     assert generation.generate("anywhere", " is green", 6, state_file=state) == new_text(run, then, 6, after)
     assert generation.generate_batch("anywhere", ["The grass", ""], 6, batch=1) == [text, new_text(run, [bos], 6)]
     assert read == [[bos, *first], then, [bos, *first], [bos]]
+
+
+def test_a_character_that_is_cut_comes_whole_with_the_next_text(sentencepiece, run, tmp_path, monkeypatch, capsys):
+    run.tokenizer = sentencepiece
+    run.model = small_model(["lmm"], vocab_size=sentencepiece.vocab_size, init_std=0.5)
+    ids, state = sentencepiece.encode("a\u4e2db"), tmp_path / "state"
+    cut = 1 + next(n for n, i in enumerate(ids) if sentencepiece.pieces[i] == b"\xe4")  # \u4e2d is e4 b8 ad
+    written = []
+
+    def scripted(model, logits, state, count, *more, read_last):
+        yield from ids[len(written) : len(written) + count]
+        return logits, state
+
+    def text(count, prompt="", **more):
+        monkeypatch.setattr(generation, "sample", scripted)
+        found = generation.generate("anywhere", prompt, count, **more)
+        assert capsys.readouterr().out == found + "\n"
+        written.extend(ids[len(written) : len(written) + count])
+        return found
+
+    first = text(cut, "The grass", save_to=state)
+    second = text(1, state_file=state, save_to=state)
+    assert (first + second).lstrip() == "a" and not second
+    rest = text(len(ids), state_file=state, save_to=state)
+    assert (first + rest).lstrip() == "a\u4e2db"
+    written.clear()
+    assert text(cut, "The grass").lstrip() == "a\ufffd"  # nothing follows
+    written.clear()
+    text(cut, "The grass", save_to=state)
+    assert text(len(ids), " is", state_file=state) == "\ufffd\ufffdb"  # the prompt came between
 
 
 @pytest.fixture
