@@ -6,8 +6,8 @@ import torch
 from tests.helpers.untrained import untrained_run
 from titans_pt import Titan, UserError, evaluation
 from titans_pt.huggingface import export_run
-from titans_pt.library import titan
 from titans_pt.layers.state import tensors
+from titans_pt.library import titan
 
 
 @pytest.fixture(scope="module")
