@@ -132,12 +132,12 @@ convert: install
 	@echo "== everything is in $(CONVERT): transfer/plots, transfer/evaluation; docs/conversion.md says what it is"
 
 # By files, not by tests: what a file's tests share is then set up once.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --durations=30
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 test: install
-	$(PYTEST) --no-loadscope-reorder
+	$(PYTEST)
 
 thorough: install
-	$(PYTEST) --no-loadscope-reorder -m "thorough and not slow and not gpu"
+	$(PYTEST) -m "thorough and not slow and not gpu"
 
 slow: install
 	$(PYTEST) -m "slow and not gpu"
