@@ -267,6 +267,7 @@ def lines_of_needles(rows: dict[str, list[dict]], lengths: Sequence[int]) -> lis
                     cells.setdefault(cell["length"], []).append(100 * cell["mean"])
         shown = line(
             name, f"{seeds[0]['trained']['parameters']:,}", ", ".join(str(record["seed"]) for record in seeds),
+            ", ".join(f"{record['trained']['steps']:,}" for record in seeds),
             *(spanned(cells[length]) if length in cells else "-" for length in lengths),
         )  # fmt: skip
         lines.append((-sum(cells[65536]) / len(cells[65536]), -sum(cells[16384]) / len(cells[16384]), shown))
@@ -747,7 +748,7 @@ PAGES = {
         "| tokens of a sequence |": throughput,
     },
     BASELINES: {
-        "| model | parameters | seeds | 2,048 | 16,384 |": found_in_noise,
+        "| model | parameters | seeds | steps | 2,048 |": found_in_noise,
         "| model | seeds | accuracy (%) |": recalled,
     },
     EVALUATION: {
@@ -852,12 +853,14 @@ def test_what_states_are_read_as():
     later = ("kda", "parity-negative"), ("gdn2", "parity-negative")
     rates = [(model, f"parity-{change}-{rate}") for rate in ("slow", "fast") for model, change in (
         ("lmm", "c1-one"), ("lmm", "linear-c1-one-still"), ("deltanet", "negative"))]  # fmt: skip
+    rules = [("lmm", f"parity-c1-one-{rule}") for rule in ("dgd", "omega-4")]
     assert learned == {
         ("lmm", "parity-c1-one"), ("lmm", "parity-c1-one-still"), ("lmm", "parity-c1-half"),
         ("lmm", "parity-linear-c1-one"), ("lmm", "parity-linear-c1-one-still"), ("deltanet", "parity-negative"),
         ("gated_deltanet", "parity-negative"), ("deltaproduct", "parity"), *later, *rates,
-        ("lmm", "parity-linear-c1-one-yaad"), ("lmm", "parity-c1-one-yaad"),
+        ("lmm", "parity-linear-c1-one-yaad"), ("lmm", "parity-c1-one-yaad"), *rules,
     }  # fmt: skip
+    assert all(by[256] == 1.0 and by[512] > 0.99 for key in rules for by in last[key])
     assert all(0.77 < last[key][0][256] < 0.79 for key in later)
     (huber,) = last["lmm", "parity-linear-c1-one-yaad"]
     assert huber[512] == pytest.approx(0.996, abs=0.0005)
