@@ -853,7 +853,8 @@ def test_what_states_are_read_as():
     later = ("kda", "parity-negative"), ("gdn2", "parity-negative")
     rates = [(model, f"parity-{change}-{rate}") for rate in ("slow", "fast") for model, change in (
         ("lmm", "c1-one"), ("lmm", "linear-c1-one-still"), ("deltanet", "negative"))]  # fmt: skip
-    rules = [("lmm", f"parity-c1-one-{rule}") for rule in ("dgd", "omega-4")]
+    rules = [("lmm", f"parity-c1-one-{rule}") for rule in ("dgd", "omega-4", "omega-16", "unit")]
+    cached = ("lmm", "parity-c1-one-caching")
     assert learned == {
         ("lmm", "parity-c1-one"), ("lmm", "parity-c1-one-still"), ("lmm", "parity-c1-half"),
         ("lmm", "parity-linear-c1-one"), ("lmm", "parity-linear-c1-one-still"), ("deltanet", "parity-negative"),
@@ -874,11 +875,13 @@ def test_what_states_are_read_as():
         assert min(ends) == pytest.approx(least, abs=0.013) and max(ends) == pytest.approx(most, abs=0.005)
     assert sorted(by[512] > 0.99 for by in last[rates[3]]) == [False, True, True]
     assert last[rates[0]][0][512] == pytest.approx(0.99, abs=0.005)
+    assert [last[cached][0][length] for length in (64, 512)] == pytest.approx([0.98, 0.79], abs=0.005)
+    assert max(last["lmm", "S3-c1-one-yaad"][0].values()) < 0.2
     attended = {("mac", "parity-c1-one"): 0.75, ("mag", "parity-c1-one"): 0.95}
     for key, most in attended.items():
         assert 0.7 < last[key][0][32] < most and last[key][0][512] < 0.6
     others = {key: seeds for key, seeds in last.items() if key[1].startswith("parity")}
-    others = [by[64] for key, seeds in others.items() if key not in learned | set(attended) for by in seeds]
+    others = [by[64] for key, seeds in others.items() if key not in {*learned, *attended, cached} for by in seeds]
     assert max(others) < 0.57, "the others are at chance"
     linear, still = (last["lmm", f"parity-linear-c1-one{end}"] for end in ("", "-still"))
     assert sorted(by[128] < 0.55 for by in linear) == [False, True, True] and min(by[128] for by in still) >= 0.98

@@ -228,8 +228,9 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, d_out, d_state):
-    decay, beta, erase = ctx.saved_tensors[3:6]
-    d_q, d_k, d_v, *d_gates, d_first = _BACKWARD(d_out, d_state, *ctx.saved_tensors)
+    saved = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
+    decay, beta, erase = saved[3:6]
+    d_q, d_k, d_v, *d_gates, d_first = _BACKWARD(d_out, d_state, *saved)
     differentiable = decay is not None and decay.dim() > 1, beta is not None, erase is not None
     d_gates = [d if asked else None for d, asked in zip(d_gates, differentiable, strict=True)]
     return d_q, d_k, d_v, *d_gates, d_first, None

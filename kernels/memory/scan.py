@@ -71,9 +71,10 @@ class MemoryScan(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out: Tensor | None, *d_state: Tensor | None):
-        q, k, v, *rest = ctx.saved_tensors[: ctx.count]
+        saved = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
+        q, k, v, *rest = saved[: ctx.count]
         scan = _Scan(ctx.plan, q, k, v, rest)
-        tensors = iter(ctx.saved_tensors[ctx.count :])
+        tensors = iter(saved[ctx.count :])
         kept = [rebuilt(ctx.kept, tensors) for _ in scan.groups]
         d_out = torch.zeros_like(q) if d_out is None else d_out
         grads = _Gradients(scan, d_state)

@@ -63,6 +63,7 @@ def test_settings_that_do_not_go_together(tmp_path):
     for words, message in {
         ("data.sources=[{kind: fasta, path: a.fa}]",): "data.sources.0.kind: given 'fasta', whose sequences need "
         "data.tokenizer.kind=nucleotides; it is 'text'",
+        ("data.validation_sources=[{kind: fasta, path: a.fa}]",): "data.validation_sources.0.kind: given 'fasta'",
         (
             "data.sources=[{kind: genome, name: mouse}]",
             "data.tokenizer.kind=nucleotides",

@@ -228,12 +228,13 @@ class DataConfig(Section):
                 "give every source a weight, or none"
             )
         nucleotides = self.tokenizer.kind == "nucleotides"
-        for i, source in enumerate(self.sources):
-            if source.kind in ("fasta", "genome") and not nucleotides:
-                raise ValueError(
-                    f"sources.{i}.kind: given {source.kind!r}, whose sequences need data.tokenizer.kind=nucleotides; "
-                    f"it is {self.tokenizer.kind!r}"
-                )
+        for key, sources in (("sources", self.sources), ("validation_sources", self.validation_sources)):
+            for i, source in enumerate(sources):
+                if source.kind in ("fasta", "genome") and not nucleotides:
+                    raise ValueError(
+                        f"{key}.{i}.kind: given {source.kind!r}, whose sequences need data.tokenizer.kind=nucleotides; "
+                        f"it is {self.tokenizer.kind!r}"
+                    )
         if self.reverse_complement and not nucleotides:
             raise ValueError("reverse_complement: given True; only with data.tokenizer.kind=nucleotides")
         if self.reverse_complement and self.tokenizer.add_bos:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -70,9 +71,9 @@ def forecast_file(
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["date" if series.dates else "row", *series.columns])
-    writer.writerows(
-        [when, *(f"{x:.6g}" for x in row)] for when, row in zip(series.following(steps), rows, strict=True)
-    )
+    places = [max(0, 6 - math.floor(math.log10(std))) for std in task.scale.std]  # six digits of what varies
+    for when, row in zip(series.following(steps), rows, strict=True):
+        writer.writerow([when, *(f"{x:.{digits}f}" for x, digits in zip(row, places, strict=True))])
     write_text(out, text.getvalue())
     picture = _draw(loaded.model, series.columns, task.scale, scaled, ahead, lookback, horizon, out, series.name)
     for note in series.notes:

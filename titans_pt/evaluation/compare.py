@@ -59,6 +59,7 @@ def _rows(folder: RunFolder, task: str, step: int | None) -> tuple[int, list[dic
         names = ", ".join(name for tasks in _SUITES.values() for name in tasks)
         raise UserError(f"--task: given {task!r}; allowed: {names}")
     asked = f"--suite {suite} {shlex.quote(f'evaluation.{suite}.tasks=[{task}]')}"
+    asked += f" --checkpoint {step}" if step is not None else ""
     raise UserError(f"{folder.path}: holds no results of {task}; make them with: {_again(folder)} {asked}")
 
 

@@ -42,8 +42,8 @@ class Scale:
 
     @classmethod
     def of(cls, rows: np.ndarray) -> "Scale":
-        std = rows.std(0)
-        return cls(rows.mean(0), np.where(std > 0, std, 1.0))
+        # Of equal numbers the deviation need not be 0: the mean of many 0.1 is another number.
+        return cls(rows.mean(0), np.where(rows.max(0) > rows.min(0), rows.std(0), 1.0))
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
         return (values - self.mean) / self.std

@@ -3,6 +3,8 @@
 import hashlib
 import io
 import json
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +103,7 @@ def read(folder: Path) -> PreparedSet:
             checksum.update(arrays[name].tobytes())
         if checksum.hexdigest() != manifest["sha256"]:
             raise ValueError(f"other sequences than {MANIFEST} says")
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise UserError(f"{folder / SEQUENCES}: damaged ({' '.join(str(error).split())}); {_REMEDY}") from None
     letters = np.zeros(256, np.uint8)
     letters[encoded(LETTERS)] = np.frombuffer(LETTERS, np.uint8)

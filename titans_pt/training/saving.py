@@ -170,9 +170,10 @@ class Saver:
             f"train.max_nonfinite: the last {in_a_row} steps (to {step}) had a loss or gradient that is not finite; "
             f"nothing was saved since, steps with a checkpoint: {steps}. "
             + (f"train.stop_at={end} ends with a checkpoint before them. Otherwise lower " if early else "Lower ")
-            + f"train.lr={train.lr:g}, raise train.warmup_steps={train.warmup_steps}, or set train.precision=fp32, and "
-            "continue from a healthy checkpoint: train.resume=STEP; the samples of these steps are in "
-            f"{self.folder.metrics}"
+            + f"train.lr={train.lr:g}, "
+            + ("" if train.precision == "fp32" else "set train.precision=fp32, ")
+            + f"or raise train.warmup_steps={train.warmup_steps}, and continue from a healthy checkpoint: "
+            f"train.resume=STEP; the samples of these steps are in {self.folder.metrics}"
         )
         self.ranks.on_first(lambda: write_text(self.folder.diverged, why + "\n"))
         raise Diverged(why)

@@ -60,9 +60,17 @@ class Rule:
 
     def __init_subclass__(cls, **keywords: Any):
         super().__init_subclass__(**keywords)
-        own = vars(cls)  # a class with a loss or steps of its own does not inherit the names of others
-        if {"loss", "gradient"} & own.keys() and "compiled_loss" not in own:
-            cls.compiled_loss = None
+        # A class with a loss, steps or an update of its own does not inherit what its parent has for another.
+        own = vars(cls)
+        if "loss" in own and "gradient" not in own:
+            cls.gradient = Rule.gradient
+        if {"loss", "gradient"} & own.keys():
+            if "gradient_backward" not in own:
+                cls.gradient_backward = Rule.gradient_backward
+            if "compiled_loss" not in own:
+                cls.compiled_loss = None
+        if "update" in own and "coefficients" not in own:
+            raise TypeError(f"{cls.__name__}: update without coefficients, which the fast forms read; define both")
         if "steps" in own and "compiled_steps" not in own:
             cls.compiled_steps = False
 

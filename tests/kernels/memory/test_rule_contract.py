@@ -15,6 +15,8 @@ from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.kernels.memory import NetworkShape, memory_trace, neural_memory
 from titans_pt.kernels.memory.rules import RULES, TITANS, OwnGate, Rule
+from titans_pt.kernels.memory.rules.titans import Titans
+from titans_pt.kernels.memory.rules.yaad import Yaad
 from titans_pt.layers.memory import NeuralMemory
 from titans_pt.models import build_model
 from titans_pt.runs.loaded import load_run
@@ -74,6 +76,29 @@ class Aligned(Rule):
         return A, torch.zeros_like(A), mix, momentum[..., -1:].exp().unsqueeze(-1), e.unsqueeze(-1)
 
 
+class Tenth(Titans):
+    """A loss of its own over a rule that has formulas for another."""
+
+    name = "tenth"
+
+    def loss(self, error, v, own):
+        return 0.1 * error.square().sum(-1)
+
+
+class TenthByFormula(Tenth):
+    name = "tenth_by_formula"
+
+    def gradient(self, error, v, own):
+        return 0.2 * error
+
+
+class SmallYaad(Yaad):
+    name = "small_yaad"
+
+    def loss(self, error, v, own):
+        return 0.1 * super().loss(error, v, own)
+
+
 def given(rule, depth, seed=0, T=T, D=8, per_layer=False):
     """Inputs, and the rule's own gates: about as large as the errors, where a loss bends most."""
     gen = torch.Generator().manual_seed(seed)
@@ -97,6 +122,19 @@ def run(rule, tensors, own, depth, backend, initial=None, **options):
     gen = torch.Generator().manual_seed(9)
     total = sum((r * torch.randn(r.shape, generator=gen, dtype=r.dtype)).sum() for r in results)
     return results, torch.autograd.grad(total, leaves, materialize_grads=True)
+
+
+@pytest.mark.parametrize("rule", [Tenth(), TenthByFormula(), SmallYaad()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("backend", ["auto", "chunked"])
+def test_a_loss_of_its_own_is_not_given_the_formulas_of_its_parent(rule, backend):
+    tensors, own = given(rule, 2)
+    for a, b in zip(*(run(rule, tensors, own, 2, each, chunk_size=5) for each in (backend, "naive")), strict=True):
+        assert_same(a, b)
+
+
+def test_an_update_without_its_coefficients_is_refused():
+    with pytest.raises(TypeError, match="Half: update without coefficients"):
+        type("Half", (Titans,), {"update": Aligned.update})
 
 
 @pytest.mark.parametrize("rule", [TITANS, PseudoHuber(), Aligned()], ids=lambda rule: rule.name)

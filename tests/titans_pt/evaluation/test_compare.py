@@ -79,6 +79,8 @@ def test_without_results(tmp_path):
         r"--suite babilong 'evaluation.babilong.tasks=\[qa1\]'$",
     ):
         compare([results(tmp_path / "a", 3, 0.25)], "qa1", tmp_path / "c.png")
+    with pytest.raises(UserError, match=r"tasks=\[qa1\]' --checkpoint 3$"):
+        compare([results(tmp_path / "b", 3, 0.25)], "qa1", tmp_path / "c.png", step=3)
 
 
 def test_a_task_that_no_suite_has_is_said_to_be_unknown(tmp_path):

@@ -21,6 +21,11 @@ def test_splits_by_hand():
         protocol.split_rows("ETTh1", 100)
 
 
+def test_a_constant_channel_is_not_divided_by_rounding():
+    rows = np.full((550, 1), 0.1)
+    assert rows.std() > 0 and protocol.Scale.of(rows).std.tolist() == [1.0]
+
+
 def test_windows_scale_and_borrowed_rows_by_hand():
     values = np.stack([np.arange(20.0), np.full(20, 3.0)], 1)  # 14 rows to train, 2 to validate, 4 to test
     found = protocol.protocol("own", values, 3, 2)

@@ -71,6 +71,11 @@ def test_a_set_is_written_read_and_its_damage_noticed(tmp_path):
                                                        | {"test_labels": np.array([0, 0], np.int16)}))  # fmt: skip
     with pytest.raises(UserError, match="sequences.npz: damaged .*; make it again with: titans prepare CONFIG --force"):
         prepared.read(tmp_path)
+    whole = (tmp_path / "sequences.npz").read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], whole[:60] + bytes(60) + whole[120:]):
+        (tmp_path / "sequences.npz").write_bytes(damaged)
+        with pytest.raises(UserError, match="sequences.npz: damaged"):
+            prepared.read(tmp_path)
     (tmp_path / "set.json").unlink()
     with pytest.raises(UserError, match="holds no labelled sequences; run: titans prepare CONFIG"):
         prepared.read(tmp_path)

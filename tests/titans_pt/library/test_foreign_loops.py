@@ -68,6 +68,16 @@ def test_activation_checkpointing_gives_the_same_gradients(name):
     equal(gradients(model(name, checkpointed=True), batch()), expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("rule", [{"rule": "dot"}, {"rule": "yaad", "form": "switch"}, {}], ids=str)
+def test_activation_checkpointing_where_c_does_not_serve(rule, monkeypatch):
+    monkeypatch.setenv("TITANS_NATIVE", "0")
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        found.append(gradients(Model(NeuralMemory(16, **SMALL, **rule), checkpointed), batch()))
+    equal(*found, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", ["memory", "mac"])
 def test_autocast_keeps_the_memory_in_fp32(name):
     net = model(name)

@@ -185,6 +185,7 @@ def test_a_file_of_the_users_goes_on(run, series, tmp_path, capsys):
     assert (rows[1][0], rows[9][0]) == ("2020-01-11 00:00:00", "2020-01-11 08:00:00")
     assert all(6 < float(row[2]) < 14 for row in rows[1:]), "in the file's own units"
     assert out.with_suffix(".png").is_file()
+    assert all(len(row[2].partition(".")[2]) >= 4 for row in rows[1:]), "six digits of what varies, whatever the level"
 
     def error(*words):
         assert cli.run(["forecast", str(run), *map(str, words)]) == 2
