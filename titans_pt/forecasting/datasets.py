@@ -39,7 +39,9 @@ CHANNELS = {"elecdemand": 2, "simbench-generation": 42, "simbench-loads": 96, "E
 """Number of channels of each series that has a name."""
 
 
-def channels_of(series: str, columns: Sequence[str] | None = None, date_column: str | None = None) -> int | None:
+def channels_of(
+    series: str, columns: Sequence[str] | None = None, date_column: str | None = None, date_format: str | None = None
+) -> int | None:
     """Number of channels of a series, without reading it: by its name, or by the first lines of its file. None if there
     is no such file.
 
@@ -50,7 +52,7 @@ def channels_of(series: str, columns: Sequence[str] | None = None, date_column: 
         return len(columns)
     if series in CHANNELS or not Path(series).is_file():
         return CHANNELS.get(series)
-    return len(columns_of(Path(series), None, date_column))
+    return len(columns_of(Path(series), None, date_column, date_format))
 
 
 def load(

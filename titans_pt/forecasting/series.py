@@ -19,7 +19,7 @@ _DAYS = ("%d.%m.%Y", "%Y/%m/%d", "%m/%d/%Y", "%d/%m/%Y", "%d-%m-%Y", "%m-%d-%Y",
 _TIMES = ("", " %H:%M:%S", " %H:%M", " %I:%M:%S %p", " %I:%M %p")
 _COMPACT = {"%Y%m%d%H": 10, "%Y%m%d%H%M": 12, "%Y%m%d%H%M%S": 14}
 """Formats without separators, and their digits."""
-_UNIX = {"seconds": 1.0, "milliseconds": 1e3}
+_UNIX = {"seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6, "nanoseconds": 1e9}
 """Units of time since 1970."""
 FORMATS = (
     *(day + time for day in _DAYS for time in _TIMES), *(f"%Y-%m-%d{time}" for time in _TIMES[3:]), "%Y-%m", "%Y",
@@ -28,6 +28,8 @@ FORMATS = (
 """Tried after ISO 8601, each on the whole column."""
 COUNTED = ("date", "datetime", "time", "timestamp", "ds")
 """Names of columns whose numbers may be dates: 202001312300, or seconds since 1970."""
+_CERTAIN = ("date", "datetime", "timestamp", "ds")
+"""Names of columns that are no channels, whatever they hold."""
 LARGEST = 1e100
 """Largest absolute value of a number in a cell: squares and sums stay finite."""
 MISSING = ("", "nan", "na", "n/a", "null", "none")
@@ -110,7 +112,7 @@ def read_csv(
         UserError: one line with the file, the line in it, and the remedy.
     """
     header, lines, rows = _table(path, _text(path))
-    place, chosen, notes = _columns(path, header, rows, columns, date_column, trained_by)
+    place, chosen, notes = _columns(path, header, rows, columns, date_column, date_format, trained_by)
     dates = None
     if place is not None:
         dates = _dates(path, [row[place] for row in rows], lines, date_format, notes)
@@ -122,22 +124,24 @@ def read_csv(
                   notes)  # fmt: skip
 
 
-def columns_of(path: Path, columns: Sequence[str] | None = None, date_column: str | None = None) -> list[str]:
+def columns_of(
+    path: Path, columns: Sequence[str] | None = None, date_column: str | None = None, date_format: str | None = None
+) -> list[str]:
     """The columns that :func:`read_csv` would read, by the first lines of the file.
 
     Raises:
         UserError: as :func:`read_csv`.
     """
     header, _, rows = _table(path, _text(path, lines=4))
-    return _columns(path, header, rows, columns, date_column, "")[1]
+    return _columns(path, header, rows, columns, date_column, date_format, "")[1]
 
 
 def _columns(
     path: Path, header: list[str], rows: list[list[str]], columns: Sequence[str] | None, date_column: str | None,
-    trained_by: str,
+    date_format: str | None, trained_by: str,
 ) -> tuple[int | None, list[str], list[str]]:  # fmt: skip
     """The place of the date column, the columns of numbers that are read, and notes."""
-    place, notes = _date_place(path, header, rows, date_column), list[str]()
+    place, notes = _date_place(path, header, rows, date_column, date_format), list[str]()
     names = [name for i, name in enumerate(header) if i != place]
     if columns is None and names and names[0] == "" and [row[header.index("")] for row in rows[:2]] in (
         ["0", "1"], ["1", "2"],
@@ -145,6 +149,11 @@ def _columns(
         names = names[1:]
         notes.append("the first column has no name and counts rows: it is left out")
     chosen = list(columns) if columns is not None else names
+    if columns is None and (undated := [name for name in names if name.lower() in _CERTAIN]) and place is None:
+        raise UserError(
+            f"{path}: the numbers in the column {undated[0]!r} are no dates that are known; set forecast.date_format "
+            "(such as '%Y%m'), or name the columns to read in forecast.columns"
+        )
     for name in chosen:
         if name not in names:
             if trained_by:
@@ -212,11 +221,22 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def _date_place(path: Path, header: list[str], rows: list[list[str]], given: str | None) -> int | None:
+def _date_place(
+    path: Path, header: list[str], rows: list[list[str]], given: str | None, form: str | None
+) -> int | None:
     if given is not None:
         if given not in header:
             raise UserError(f"forecast.date_column: given {given!r}; {path} has {', '.join(header)}")
         return header.index(given)
+    if form is not None:
+        fits = [i for i, cell in enumerate(rows[0]) if _parsed(cell, form)]
+        named = [i for i, name in enumerate(header) if name.lower() in DATE_NAMES]
+        both = [i for i in named if i in fits]
+        if found := both or fits or named:  # of one that does not fit _dates names the cell
+            return found[0]
+        raise UserError(
+            f"forecast.date_format: given {form!r}; no column of {path} has such dates; correct it, or leave it out"
+        )
     for i, name in enumerate(header):
         cell, known = rows[0][i], name.lower()
         if known in DATE_NAMES and (not _is_number(cell) or known == "year"):

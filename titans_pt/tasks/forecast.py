@@ -145,7 +145,7 @@ class Forecast(Task):
     def _expected_channels(self) -> int:
         settings = self.settings
         with contextlib.suppress(UserError):  # a plan needs no data
-            return channels_of(settings.series, settings.columns, settings.date_column) or 1
+            return channels_of(settings.series, settings.columns, settings.date_column, settings.date_format) or 1
         return 1
 
     def sequences(self, rows: int, length: int) -> tuple[int, int]:

@@ -100,6 +100,23 @@ def test_columns_that_are_none(write):
         read_csv(path, columns=["a", "c"], trained_by="RUN")
 
 
+def test_numbers_as_dates(write):
+    for begin, unit in ((1577836800 * 10**9, 10**9), (1577836800 * 10**6, 10**6)):
+        hours = "\n".join(f"{begin + 3600 * hour * unit},1" for hour in range(4))
+        series = read_csv(write(f"timestamp,a\n{hours}"))
+        assert series.columns == ["a"] and str(series.dates[-1]) == "2020-01-01 03:00:00"
+    months = "\n".join(f"{month},{n}" for n, month in enumerate(("202001", "202002", "202003", "202004")))
+    path = write(f"date,a\n{months}")
+    with pytest.raises(UserError, match="the numbers in the column 'date' are no dates .* set forecast.date_format"):
+        read_csv(path)
+    series = read_csv(path, date_format="%Y%m")
+    assert series.columns == ["a"] == columns_of(path, date_format="%Y%m") and str(series.dates[-1])[:7] == "2020-04"
+    path = write("when,a\n" + "\n".join(f"2020.01.0{day},1" for day in range(1, 5)))
+    assert read_csv(path, date_format="%Y.%m.%d").columns == ["a"], "by content, under any name"
+    with pytest.raises(UserError, match="forecast.date_format: given '%d/%m/%Y'; no column of .* has such dates"):
+        read_csv(path, date_format="%d/%m/%Y")
+
+
 def test_heads_that_are_wrong(write):
     for text, message in (
         ("1,2\n3,4\n5,6\n", "line 1 has no names"),
