@@ -41,7 +41,7 @@ def attention_plan(attention: nn.Module, x: Tensor, prefix: bool) -> TokenPlan:
 def attention_maps(attention: Attention, x: Tensor, rotation: Rotation) -> tuple[Map, Map, Map]:
     """Rotated queries and keys, and values, of a token x (B, d_model)."""
     return (
-        Map(x, weight_of(attention.q), attention.q.bias, rotation=rotation),
+        Map(x, weight_of(attention.q, with_bias=True), attention.q.bias, rotation=rotation),
         *key_value_maps(attention, x, rotation),
     )
 
@@ -49,8 +49,8 @@ def attention_maps(attention: Attention, x: Tensor, rotation: Rotation) -> tuple
 def key_value_maps(attention: Attention, x: Tensor | int, rotation: Rotation) -> tuple[Map, Map]:
     """Rotated keys, and values, of a token x: (B, d_model), or the place of a map that makes it."""
     return (
-        Map(x, weight_of(attention.k), attention.k.bias, rotation=rotation),
-        Map(x, weight_of(attention.v), attention.v.bias),
+        Map(x, weight_of(attention.k, with_bias=True), attention.k.bias, rotation=rotation),
+        Map(x, weight_of(attention.v, with_bias=True), attention.v.bias),
     )
 
 

@@ -19,7 +19,7 @@ def mab_plan(mixer: MAB, x: Tensor, term: Tensor) -> TokenPlan:
         out = Maps(len(x), of_memory, Map(attention.out, weight_of(mixer.out), term=0))
         steps: list[Step] = [out]
     else:
-        share = Maps(len(x), Map(x, weight_of(mixer.memory_share), mixer.memory_share.bias))
+        share = Maps(len(x), Map(x, weight_of(mixer.memory_share, with_bias=True), mixer.memory_share.bias))
         mixed, mix = blend(attention.out, memory.out, share.out[0])
         out = Maps(len(x), Map(mixed, weight_of(mixer.out), term=term))
         steps = [share, mix, out]

@@ -21,7 +21,7 @@ def memory_plan(memory: nn.Module, x: Tensor) -> TokenPlan:
         raise Unplanned
     gates = plain(memory.gates, MemoryGates)
     maps = [projection_map(part, x) for part in (memory.q, memory.k, memory.v)]
-    inputs = Maps(len(x), *maps, Map(x, weight_of(gates.linear), gates.linear.bias))
+    inputs = Maps(len(x), *maps, Map(x, weight_of(gates.linear, with_bias=True), gates.linear.bias))
     q, k, v, raw = inputs.out
     made, make_gates = _gates_step(gates, raw, v)
     weights, norm = plain(memory.network, MemoryNetwork).learned()
@@ -71,7 +71,7 @@ def recall_step(memory: nn.Module, queries: Tensor) -> tuple[Callable[[tuple[Ten
 def projection_map(projection: nn.Module, x: Tensor) -> Map:
     """Output of a projection for a token x (B, d_model), heads side by side."""
     projection = plain(projection, Projection)
-    weight, conv = weight_of(projection.linear), plain(projection.conv, ShortConvolution)
+    weight, conv = weight_of(projection.linear, with_bias=True), plain(projection.conv, ShortConvolution)
     unit, taps = len(weight) // projection.n_heads if projection.unit else 0, conv.weight if conv.width > 1 else None
     activation = "identity" if projection.affine else "silu"
     return Map(x, weight, projection.linear.bias, taps=taps, activation=activation, unit=unit)

@@ -140,9 +140,18 @@ def plain(module: Module, kind: type) -> Module:
     return module
 
 
-def weight_of(linear: nn.Linear) -> Tensor:
-    """The weight of a :func:`plain` linear layer."""
-    return plain(linear, nn.Linear).weight
+def weight_of(linear: nn.Linear, with_bias: bool = False) -> Tensor:
+    """The weight of a :func:`plain` linear layer.
+
+    Args:
+        with_bias: the plan adds the layer's bias, if it has one.
+
+    Raises:
+        Unplanned: also where a layer that has none in this project has a bias.
+    """
+    if plain(linear, nn.Linear).bias is not None and not with_bias:
+        raise Unplanned
+    return linear.weight
 
 
 def own(module: nn.Module, kind: type[Module]) -> Module:

@@ -252,7 +252,9 @@ class Plain(torch.nn.Module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("change", ["mixer", "norm", "linear", "mlp", "projection", "forward", "adapter", "layout"])
+@pytest.mark.parametrize(
+    "change", ["mixer", "norm", "linear", "bias", "mlp", "projection", "forward", "adapter", "layout"]
+)
 def test_what_stands_in_another_place_is_not_passed_by(change, taken):
     model = small(*FORMS["lmm"], layers=1)
     token_by_token(model)
@@ -265,6 +267,8 @@ def test_what_stands_in_another_place_is_not_passed_by(change, taken):
         block.mixer_norm = Wider(16, eps=1e-5).double()
     elif change == "linear":
         block.mixer.out = torch.nn.Sequential(block.mixer.out, torch.nn.Tanh())
+    elif change == "bias":
+        block.mixer.out = torch.nn.Linear(16, 16).double()
     elif change == "projection":
         block.mixer.memory.v = Plain(block.mixer.memory.v)
     elif change == "forward":
