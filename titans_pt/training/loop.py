@@ -493,9 +493,12 @@ class Trainer:
     def _summarise(self):
         baseline, name = self.data.baseline, self.task.baseline_name
         plot = self.folder.plots / "loss.png"
-        plot_loss(
-            read_metrics(self.folder.metrics), plot, self.task.unit, name, baseline, self.folder.path.resolve().name
-        )
+        try:
+            plot_loss(
+                read_metrics(self.folder.metrics), plot, self.task.unit, name, baseline, self.folder.path.resolve().name
+            )
+        except OSError as error:  # the run is complete without it
+            log.warning("%s: the curve could not be drawn (%s)", plot, error.strerror or error)
 
         def number(value: float | None) -> str:
             return "-" if value is None else f"{value:.4f}"

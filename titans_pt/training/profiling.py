@@ -1,5 +1,6 @@
 """Time of a training step: a torch.profiler trace in the run folder, and shares by kind of work."""
 
+import contextlib
 import logging
 import re
 import time
@@ -107,14 +108,21 @@ class StepProfiler:
             self.close()
 
     def close(self):
-        """Ends a recording, whether or not all its steps were taken."""
+        """Ends a recording, whether or not all its steps were taken. A disk without room for it costs the profile, not
+        the training."""
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None
         profiler.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"step-{self._first:08d}.json.gz"
-        profiler.export_chrome_trace(str(path))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            log.warning("%s: the profile could not be written (%s)", path, error)
+            return
         shares = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in time_shares(profiler).items())
         log.info("profile of step %d on: %s (%s)", self._first, shares, path)
 

@@ -69,6 +69,16 @@ def test_a_run_that_ends_while_it_records_keeps_what_there_is(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_profile_that_cannot_be_written_ends_no_training(tmp_path, caplog):
+    (tmp_path / "profile").write_text("no folder")
+    steps = StepProfiler(tmp_path / "profile", first=1, count=1)
+    steps.before(1)
+    torch.ones(8, 8) @ torch.ones(8, 8)
+    steps.after(1)
+    steps.close()
+    assert "step-00000001.json.gz: the profile could not be written" in caplog.text
+
+
 def test_none_is_none(tmp_path):
     steps = StepProfiler(tmp_path, first=None, count=3)
     for step in range(5):
