@@ -95,7 +95,7 @@ class StreamDecoder:
 
     Args:
         continues: the ids continue other text (generation after a prompt): a leading space belongs to them.
-        unfinished: what another decoder, of the ids before, had left.
+        unfinished: that of the decoder of the ids before.
     """
 
     def __init__(self, tokenizer: Tokenizer, continues: bool = False, unfinished: bytes = b""):

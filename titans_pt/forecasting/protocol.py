@@ -42,7 +42,7 @@ class Scale:
 
     @classmethod
     def of(cls, rows: np.ndarray) -> "Scale":
-        # Of equal numbers the deviation need not be 0: the mean of many 0.1 is another number.
+        # The mean of a constant channel is rounded, so its standard deviation can be tiny instead of 0.
         return cls(rows.mean(0), np.where(rows.max(0) > rows.min(0), rows.std(0), 1.0))
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
