@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_pt.config import ModelConfig
+from titans_pt.config import Config, ModelConfig
 from titans_pt.config.files import validated
 from titans_pt.data_pipeline import TokenFiles
 from titans_pt.errors import UserError
@@ -71,7 +71,7 @@ def convert_run(
     with_memory = [layer for layer, mixer in enumerate(settings.model.pattern) if mixer == TARGETS["titans"]]
     inputs: dict[int, Tensor] = {}
     if with_memory and (settings.model.memory.affine or settings.model.section("mab")["join"] == "mixed"):
-        inputs = _inputs(run, with_memory)
+        inputs = _inputs(run, settings, with_memory)
     for layer in with_memory:
         _start_memory(f"blocks.{layer}.mixer.", weights, settings.model, inputs.get(layer))
     return write_run(RunFolder(out), settings, weights, path, run.step)
@@ -109,18 +109,18 @@ CALIBRATION = 4096
 """Tokens, about, of which :func:`_inputs` sees what attention is given."""
 
 
-def _inputs(run: LoadedRun, layers: Sequence[int]) -> dict[int, Tensor]:
+def _inputs(run: LoadedRun, settings: Config, layers: Sequence[int]) -> dict[int, Tensor]:
     """Inputs of attention in these layers of the source, (tokens, d_model) each: of training text where it has been
     prepared, else of random tokens, whose keys have less in common with those of text."""
-    length = min(run.config.data.seq_len, CALIBRATION)
+    length = min(settings.data.seq_len, CALIBRATION)
     rows = CALIBRATION // length
     try:
-        files = TokenFiles.open(run.config)
+        files = TokenFiles.open(settings)
         if files.tokenizer.sha256 != run.tokenizer.sha256:
-            raise UserError(f"data.dir={run.config.data.dir}: encoded with another tokenizer")
-        samples = files.samples(run.config)
+            raise UserError(f"data.dir={settings.data.dir}: encoded with another tokenizer")
+        samples = files.samples(settings)
         ids = torch.stack([torch.from_numpy(samples.sample(n)[0][:length]) for n in range(rows)])
-        source = f"{ids.numel():,} training tokens of {run.config.data.dir}"
+        source = f"{ids.numel():,} training tokens of {settings.data.dir}"
     except UserError as error:
         ids = torch.randint(run.tokenizer.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
         source = f"random tokens, which say less than text ({error})"

@@ -175,6 +175,10 @@ def test_queries_and_keys_are_centred(source, tmp_path, capsys):
     shutil.copytree(source, moved)
     file = moved / "config.yaml"
     file.write_text(file.read_text().replace(run.config.data.dir, str(tmp_path / "none")))
+    here = [f"data.dir={run.config.data.dir}"]
+    same = load_run(convert_run(moved, tmp_path / "named", "titans", W, S, None, here)).model.blocks[1].mixer.memory
+    assert torch.equal(same.k.linear.bias, m.k.linear.bias)  # of the text that the conversion's settings name
+    capsys.readouterr()
     m = load_run(convert_run(moved, tmp_path / "random", "titans", W, S)).model.blocks[1].mixer.memory
     assert "by the means of random tokens, which say less than text (data.dir=" in capsys.readouterr().err
     assert m.k.linear.bias.abs().max() > 1e-3
