@@ -3,9 +3,14 @@
 import contextlib
 import functools
 import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+Gradients = Tensor | Sequence[Tensor | None]
+"""What the backward pass of an autograd.Function returns."""
 
 
 def no_autocast(x: Tensor):
@@ -25,3 +30,47 @@ def warn_once(message: str):
 @functools.cache
 def warned_of(message: str):
     warnings.warn(message, stacklevel=4)
+
+
+def first_derivatives_only(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """Decorates backward(ctx, saved, *upstream) of an autograd.Function whose gradients have no gradients.
+
+    ``saved`` are ctx.saved_tensors, fetched once: activation checkpointing hands them out a single time. Under
+    create_graph=True the gradients depend on ``upstream`` and ``saved`` through a function whose backward pass raises
+    RuntimeError. torch.autograd.function.once_differentiable raises only where a gradient of ``upstream`` is asked
+    for: a gradient penalty would silently lack what passes through ``saved``. The function must therefore save
+    tensors as it was given them, not as it has rearranged them.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *upstream: Tensor | None) -> Gradients:
+        saved = ctx.saved_tensors
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # torch.compile refuses by itself
+            return backward(ctx, saved, *upstream)
+        with torch.no_grad():
+            found = backward(ctx, saved, *upstream)
+        causes = [t for t in (*upstream, *saved) if t is not None and t.requires_grad]
+        gradients = [found] if isinstance(found, Tensor) else list(found)
+        if causes:
+            given = [g for g in gradients if g is not None]
+            linked = iter(_FirstDerivatives.apply(len(given), *given, *causes))
+            gradients = [g if g is None else next(linked) for g in gradients]
+        return gradients[0] if isinstance(found, Tensor) else tuple(gradients)
+
+    return checked
+
+
+class _FirstDerivatives(torch.autograd.Function):
+    """apply(count, *gradients, *causes) -> the gradients, ``count`` of them."""
+
+    @staticmethod
+    def forward(ctx, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.clone() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *_upstream):
+        raise RuntimeError(
+            "titans_pt's kernels have first derivatives only: a gradient of a gradient (create_graph=True) cannot "
+            "pass through them; with TITANS_NATIVE=0 in the environment, PyTorch's operators, which have second ones, compute "
+            "convolutions, norms and recurrences on a CPU, but not a memory's writes"
+        )

@@ -7,6 +7,8 @@ PyTorch has no fused kernel: twice the time.
 import torch
 from torch import Tensor
 
+from titans_pt.kernels.common import first_derivatives_only
+
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -25,30 +27,31 @@ def attend(
     sees. Every query must see a key. Returns (B, T, H, D)."""
     if mask is not None:
         mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf).unsqueeze(1)
-    return _Merged.apply(q, k, v, mask, causal, prefix_q, prefix_k, prefix_v)
+    heads_first = (x.transpose(1, 2) for x in (q, k, v, prefix_q, prefix_k, prefix_v))
+    return _Merged.apply(mask, causal, *heads_first).transpose(1, 2)
 
 
 class _Merged(torch.autograd.Function):
+    """apply(mask, causal, q, k, v, prefix_q, prefix_k, prefix_v) -> outputs, all (B, H, T, D)."""
+
     @staticmethod
-    def forward(ctx, q, k, v, mask, causal: bool, prefix_q, prefix_k, prefix_v):
-        tensors = tuple(x.transpose(1, 2) for x in (q, k, v, prefix_q, prefix_k, prefix_v))
-        scale = q.shape[-1] ** -0.5
+    def forward(ctx, mask: Tensor | None, causal: bool, *tensors: Tensor):
+        scale = tensors[0].shape[-1] ** -0.5
         out, total = _forward(*tensors[:3], 0.0, causal, attn_mask=mask, scale=scale)
         before, sums = _forward(*tensors[3:], 0.0, False, scale=scale)
         share = torch.sigmoid(total - sums).unsqueeze(-1).to(out.dtype)
         out = torch.lerp(before, out, share)
         ctx.save_for_backward(*tensors, mask, out, torch.logaddexp(total, sums))
         ctx.causal, ctx.scale = causal, scale
-        return out.transpose(1, 2)
+        return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out: Tensor):
-        *tensors, mask, out, total = ctx.saved_tensors
-        merged = d_out.transpose(1, 2), out, total
+    @first_derivatives_only
+    def backward(ctx, saved, d_out: Tensor):
+        *tensors, mask, out, total = saved
+        merged = d_out, out, total
         grads = []
         for part, causal, seen in ((tensors[:3], ctx.causal, mask), (tensors[3:], False, None)):
             d_part, merged_out, lse = merged
             grads += _backward(d_part, *part, merged_out, lse, 0.0, causal, attn_mask=seen, scale=ctx.scale)
-        d_q, d_k, d_v, *d_prefix = (x.transpose(1, 2) for x in grads)
-        return d_q, d_k, d_v, None, None, *d_prefix
+        return None, None, *grads

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from titans_pt.kernels.attention import providers
+from titans_pt.kernels.common import first_derivatives_only
 
 
 @dataclass
@@ -85,9 +86,9 @@ class _Merged(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out: Tensor):
-        out, total, *tensors = ctx.saved_tensors
+    @first_derivatives_only
+    def backward(ctx, saved, d_out: Tensor):
+        out, total, *tensors = saved
         grads = []
         for n, rule in enumerate(ctx.rules):
             shape = tensors[0].shape

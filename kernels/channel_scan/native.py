@@ -8,6 +8,7 @@ from torch import Tensor
 
 from titans_pt.kernels import native
 from titans_pt.kernels.channel_scan.loop import loop_scan
+from titans_pt.kernels.common import first_derivatives_only
 
 SOURCE = Path(__file__).with_name("channel_scan.c")
 TILE = 16
@@ -30,7 +31,7 @@ def cpu_scan(
     # Neighbouring channels make a vector: they come last.
     given = x, step, k, q, None if rate is None else rate.t(), state.mT, None if reset is None else reset.byte()
     if torch.is_grad_enabled():
-        out, after = _Scan.apply(*given)
+        out, after = _Scan.apply(*_ready(*given))
     else:
         out, after, _ = _forward(_ready(*given), keep=False)
     return out, after.mT
@@ -45,21 +46,19 @@ class _Inputs(ctypes.Structure):
 
 
 class _Scan(torch.autograd.Function):
-    """rate (N, D), state (B, N, D), as the C source has them."""
+    """rate (N, D), state (B, N, D), as the C source has them; all contiguous."""
 
     @staticmethod
-    def forward(ctx, *given: Tensor | None):
-        tensors = _ready(*given)
+    def forward(ctx, *tensors: Tensor | None):
         out, after, starts = _forward(tensors, keep=True)
-        x, step, k, q, rate, _, reset = tensors
-        ctx.save_for_backward(x, step, k, q, rate, reset, starts)
+        ctx.save_for_backward(*tensors, starts)
         return out, after
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out: Tensor, d_after: Tensor):
-        *tensors, starts = ctx.saved_tensors
-        x, step, k, q, rate, _ = tensors
+    @first_derivatives_only
+    def backward(ctx, saved, d_out: Tensor, d_after: Tensor):
+        x, step, k, q, rate, _, reset, starts = saved
+        tensors = x, step, k, q, rate, reset
         d_state = d_after.clone(memory_format=torch.contiguous_format)
         d_x, d_step = torch.empty_like(x), torch.empty_like(step)
         d_k, d_q = k.new_empty(2, -(-x.shape[2] // BLOCK), *k.shape)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titans_pt.kernels import native
+from titans_pt.kernels.common import first_derivatives_only
 
 SOURCE = Path(__file__).with_name("convolution.c")
 MAX_WIDTH = 16
@@ -44,7 +45,7 @@ def short_convolution(
     if fits and native.unserved(SOURCE, x) is None:
         if not torch.is_grad_enabled():
             return _forward(_ready(x, past, weight, bias, reach), silu, unit)
-        return _Convolution.apply(x, past, weight, bias, reach, silu, unit)
+        return _Convolution.apply(silu, unit, *_ready(x, past, weight, bias, reach))
     return finished(_convolved(x, past, weight, bias, reach, compiling), silu, unit)
 
 
@@ -77,22 +78,22 @@ class _Inputs(ctypes.Structure):
 
 
 class _Convolution(torch.autograd.Function):
+    """apply(silu, unit, *tensors), the tensors those of :func:`_ready`."""
+
     @staticmethod
-    def forward(ctx, x, past, weight, bias, reach, silu: bool, unit: int):
-        tensors = _ready(x, past, weight, bias, reach)
+    def forward(ctx, silu: bool, unit: int, *tensors: Tensor | None):
         ctx.save_for_backward(*tensors)
         ctx.silu, ctx.unit = silu, unit
         return _forward(tensors, silu, unit)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_y: Tensor):
-        tensors = ctx.saved_tensors
+    @first_derivatives_only
+    def backward(ctx, tensors, d_y: Tensor):
         x, past, taps, bias, _ = tensors
         d_x, d_past = torch.empty_like(x), torch.empty_like(past)
         d_taps, d_bias = torch.zeros_like(taps), None if bias is None else torch.zeros_like(bias)
         _run("backward", tensors, ctx.silu, ctx.unit, d_y.contiguous(), d_x, d_past, d_taps, d_bias)
-        return d_x, d_past, d_taps.t(), d_bias, None, None, None
+        return None, None, d_x, d_past, d_taps, d_bias, None
 
 
 def _ready(x, past, weight, bias, reach) -> tuple[Tensor | None, ...]:

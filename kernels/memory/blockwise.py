@@ -250,7 +250,7 @@ class _Scan:
             [False], [False], self.network, self.rule, False, count, 1, torch.is_grad_enabled(), at_start=True,
             silent=self.author is not None,
         )  # fmt: skip
-        found = native.NativeScan.apply(plan, *tokens, *given, *threshold, *erasing, *self.norm, *W, *S, *frozen)
+        found = native.scan(plan, *tokens, *given, *threshold, *erasing, *self.norm, *W, *S, *frozen)
         return found[0].squeeze(0), found[1 : 1 + layers], found[1 + layers : 1 + 2 * layers]
 
     def _writes(
@@ -291,7 +291,7 @@ class _Scan:
     def _answer(self, x: Tensor, frozen: Weights) -> Tensor:
         """M(x) at the chunk's start, (N, c, D)."""
         if self.compiled:
-            return native.NativeAnswer.apply(self.network, x, *self.norm, *frozen)
+            return native.answer(self.network, x, *self.norm, *frozen)
         return mlp.forward(x, frozen, self.norm or None, self.network, self.rule.features(x))
 
     def _keys(self, k: Tensor, v: Tensor, own: Own, frozen: Weights) -> Keys:

@@ -98,7 +98,7 @@ def chunked_memory(call: MemoryCall, compiled: bool = False) -> tuple[Tensor, Me
                 gates[:3] = (x[..., -1:, :] for x in gates[:3])
             threshold = own_of_keys[: native.thresholds(call.rule)]
             erasing = (theta, *decay(alpha, valid)) if call.rule.erases else ()
-            out, *carry = native.NativeScan.apply(plan, *inputs, *gates, *threshold, *erasing, *affine, *begin, *carry)
+            out, *carry = native.scan(plan, *inputs, *gates, *threshold, *erasing, *affine, *begin, *carry)
         else:
             out, *carry = MemoryScan.apply(plan, *inputs, *own, *gates, *affine, *begin, *carry)
         outputs.append(out if whole else layout.unfold(out))

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from titans_pt.kernels.common import first_derivatives_only
+
 
 @dataclass
 class Coefficients:
@@ -70,7 +72,7 @@ class _Coefficients(torch.autograd.Function):
         if valid is not None:
             to_m = to_m * valid.unsqueeze(-2)
         reached = to_m @ momentum[..., 1:, :]  # B beside P
-        ctx.save_for_backward(theta, valid, decay, momentum, reached)
+        ctx.save_for_backward(theta, eta, keep, valid, decay, momentum, reached)
         e = momentum[..., -1, 1:] * theta
         return (
             decay[..., 1:, :1].clone(), reached[..., :1].clone(), reached[..., 1:] * theta.unsqueeze(-2),
@@ -78,9 +80,9 @@ class _Coefficients(torch.autograd.Function):
         )  # fmt: skip
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_a: Tensor, d_b: Tensor, d_mix: Tensor, d_m: Tensor, d_e: Tensor):
-        theta, valid, decay, momentum, reached = ctx.saved_tensors
+    @first_derivatives_only
+    def backward(ctx, saved, d_a: Tensor, d_b: Tensor, d_mix: Tensor, d_m: Tensor, d_e: Tensor):
+        theta, _, _, valid, decay, momentum, reached = saved
         d_e = d_e.squeeze(-1)
         d_theta = (d_mix * reached[..., 1:]).sum(-2).addcmul_(d_e, momentum[..., -1, 1:])
         d_reached = torch.cat([d_b, d_mix * theta.unsqueeze(-2)], -1)

@@ -6,6 +6,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
+from titans_pt.kernels.common import first_derivatives_only
 from titans_pt.kernels.memory import dual
 from titans_pt.kernels.memory.coefficients import Coefficients, Ends
 from titans_pt.kernels.memory.network import NetworkShape
@@ -69,9 +70,8 @@ class MemoryScan(torch.autograd.Function):
         return torch.cat(outputs).view_as(q), *after
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out: Tensor | None, *d_state: Tensor | None):
-        saved = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
+    @first_derivatives_only
+    def backward(ctx, saved, d_out: Tensor | None, *d_state: Tensor | None):
         q, k, v, *rest = saved[: ctx.count]
         scan = _Scan(ctx.plan, q, k, v, rest)
         tensors = iter(saved[ctx.count :])

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titans_pt.kernels import native
+from titans_pt.kernels.common import first_derivatives_only
 
 SOURCE = Path(__file__).with_name("norm.c")
 BLOCK = 128
@@ -24,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not compiling and x.dtype == weight.dtype and x.device == weight.device and unserved(x) is None:
         if not torch.is_grad_enabled():
             return _forward(x.contiguous(), weight.contiguous(), eps)
-        return _Norm.apply(x, weight, eps)
+        return _Norm.apply(x.contiguous(), weight.contiguous(), eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -50,15 +51,14 @@ class _Call(ctypes.Structure):
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x, weight = x.contiguous(), weight.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return _forward(x, weight, eps)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_y: Tensor):
-        x, weight = ctx.saved_tensors
+    @first_derivatives_only
+    def backward(ctx, saved, d_y: Tensor):
+        x, weight = saved
         d_x = torch.empty_like(x)
         parts, work = x.new_empty(2, -(-x.numel() // len(weight) // BLOCK), len(weight))
         _run("backward", x, ctx.eps, x, weight, d_y.contiguous(), d_x, parts, work)

@@ -206,7 +206,8 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache: whether to return the state; None is the config's. Rows that are filled up on the right have
                 none.
             num_items_in_batch: the loss is the sum over all labels divided by this, not their mean: the Trainer's
-                count over all micro-batches of a step.
+                count over all micro-batches of a step. It counts a first token behind padding on the left, which
+                nothing predicts: the loss is smaller by that share.
 
         Raises:
             ValueError: a mask that hides other tokens; an argument that means nothing here.
@@ -236,9 +237,9 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             if bool(begins[:, 1:].any()):
                 starts = {"reset": begins.cpu()}
             if labels is not None:
-                given, labels = labels, labels.masked_fill(~shown | begins, -100)
-                if num_items_in_batch is not None:  # The Trainer has counted first tokens, which nothing predicts.
-                    num_items_in_batch = num_items_in_batch * _count(labels).clamp(min=1) / _count(given).clamp(min=1)
+                # A first token behind padding, which nothing predicts, stays in the Trainer's num_items_in_batch: the
+                # number is of all micro-batches of a step, and one of them knows only its own.
+                labels = labels.masked_fill(~shown | begins, -100)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         self.model.blocks.set_activation_checkpointing(self.gradient_checkpointing)
         last_only = isinstance(logits_to_keep, int) and logits_to_keep == 1
@@ -312,11 +313,6 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
         """The states of the beams that go on."""
         return take_rows(past_key_values, beam_idx)
-
-
-def _count(labels: Tensor) -> Tensor:
-    """Number of labels (B, T) that a loss is the mean of."""
-    return (labels[:, 1:] != -100).sum()
 
 
 def _rows(mask: Tensor, ids: Tensor, state: Any) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from titans_pt.kernels import native
+from titans_pt.kernels.common import first_derivatives_only
 from titans_pt.kernels.memory.network import NetworkShape
 from titans_pt.kernels.memory.rules import Rule
 
@@ -87,11 +88,21 @@ def thresholds(rule: Rule) -> int:
     return int(LOSSES[rule.compiled_loss])
 
 
+def scan(plan, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """:class:`NativeScan` of tensors in any layout."""
+    return NativeScan.apply(plan, *(x.contiguous() for x in tensors))
+
+
+def answer(network: NetworkShape, *tensors: Tensor) -> Tensor:
+    """:class:`NativeAnswer` of tensors in any layout."""
+    return NativeAnswer.apply(network, *(x.contiguous() for x in tensors))
+
+
 class NativeScan(torch.autograd.Function):
     """apply(plan, q, k, v, *coefficients, *threshold, *erasing, *norm, *begin, *W, *S, *F) -> (out, *W, *S, *F).
 
-    q (n, N, c, D), k and v (n, N, keys, D); with plan.whole all three (B, n c, H, D). coefficients: the fields of
-    Coefficients for these keys, (gate_layers, n, N, ...); with plan.at_start A, B and mix have only their last line.
+    All tensors contiguous. q (n, N, c, D), k and v (n, N, keys, D); with plan.whole all three (B, n c, H, D).
+    coefficients: the fields of Coefficients for these keys, (gate_layers, n, N, ...); with plan.at_start A, B and mix have only their last line.
     With plan.silent nothing is read: q has only the shape of the tokens, and out no meaning.
     threshold: of a loss that has one, (n, N, keys, 1). erasing: of a rule that erases, theta (gate_layers, n, N, c) and
     Decay's fields; coefficients are then those of theta = 1. The others and the results as those of
@@ -101,7 +112,6 @@ class NativeScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan, *tensors: Tensor):
         layers, blocks, rows = plan.network.depth, len(plan.new_chunk), tensors[-1].shape[0]
-        tensors = tuple(x.contiguous() for x in tensors)
         call = _call(plan, tensors)
         compiled = native.library(SOURCE, tensors[0].dtype)
         compiled.set_size.restype = ctypes.c_int64
@@ -122,9 +132,9 @@ class NativeScan(torch.autograd.Function):
         return out, *state
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out, *d_state):
-        *tensors, kept = ctx.saved_tensors
+    @first_derivatives_only
+    def backward(ctx, saved, d_out, *d_state):
+        *tensors, kept = saved
         plan, layers = ctx.plan, ctx.plan.network.depth
         rows = tensors[-1].shape[0]
         call = _call(plan, tensors)
@@ -152,12 +162,11 @@ class NativeScan(torch.autograd.Function):
 class NativeAnswer(torch.autograd.Function):
     """apply(network, q, *norm, *F) -> M(q) at weights F, nothing written.
 
-    q (N, c, D). norm: two (N, 1, D), or none. F: L weights (N, d_in, d_out).
+    All contiguous: q (N, c, D). norm: two (N, 1, D), or none. F: L weights (N, d_in, d_out).
     """
 
     @staticmethod
     def forward(ctx, network: NetworkShape, *tensors: Tensor):
-        tensors = tuple(x.contiguous() for x in tensors)
         out = torch.empty_like(tensors[0])
         _answer("answer", network, tensors, _Outputs(out=out.data_ptr()))
         ctx.network = network
@@ -165,9 +174,9 @@ class NativeAnswer(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out: Tensor):
-        tensors, first = ctx.saved_tensors, 1 + 2 * ctx.network.norm
+    @first_derivatives_only
+    def backward(ctx, tensors, d_out: Tensor):
+        first = 1 + 2 * ctx.network.norm
         d_out = d_out.contiguous()
         q, norm, weights = tensors[0], tensors[1:first], tensors[first:]
         grads = [torch.empty_like(q), *map(torch.zeros_like, norm), *map(torch.empty_like, weights)]
