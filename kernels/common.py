@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Gradients = Tensor | Sequence[Tensor | None]
-"""What the backward pass of an autograd.Function returns."""
+"""Results of an autograd.Function's backward pass."""
 
 
 def no_autocast(x: Tensor):
@@ -71,6 +71,6 @@ class _FirstDerivatives(torch.autograd.Function):
     def backward(ctx, *_upstream):
         raise RuntimeError(
             "titans_pt's kernels have first derivatives only: a gradient of a gradient (create_graph=True) cannot "
-            "pass through them; with TITANS_NATIVE=0 in the environment, PyTorch's operators, which have second ones, compute "
-            "convolutions, norms and recurrences on a CPU, but not a memory's writes"
+            "pass through them; with TITANS_NATIVE=0 in the environment, PyTorch's operators, which have second ones, "
+            "compute convolutions, norms and recurrences on a CPU, but not a memory's writes"
         )

@@ -102,7 +102,8 @@ class NativeScan(torch.autograd.Function):
     """apply(plan, q, k, v, *coefficients, *threshold, *erasing, *norm, *begin, *W, *S, *F) -> (out, *W, *S, *F).
 
     All tensors contiguous. q (n, N, c, D), k and v (n, N, keys, D); with plan.whole all three (B, n c, H, D).
-    coefficients: the fields of Coefficients for these keys, (gate_layers, n, N, ...); with plan.at_start A, B and mix have only their last line.
+    coefficients: the fields of Coefficients for these keys, (gate_layers, n, N, ...); with plan.at_start A, B and
+    mix have only their last line.
     With plan.silent nothing is read: q has only the shape of the tokens, and out no meaning.
     threshold: of a loss that has one, (n, N, keys, 1). erasing: of a rule that erases, theta (gate_layers, n, N, c) and
     Decay's fields; coefficients are then those of theta = 1. The others and the results as those of
