@@ -65,6 +65,16 @@ def explained(name: str | Path, overrides: Sequence[str] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
+def keys_of(overrides: Sequence[str]) -> list[str]:
+    """Dotted keys that ``key.path=value`` words set, those inside of a section given whole too.
+
+    Raises:
+        UserError: a word that is no override.
+    """
+    trees = (with_todays_names(_nest(*parse_override(item))) for item in overrides)
+    return [".".join(path) for tree in trees for path in _leaves(tree)]
+
+
 def _explain(tree: dict, above: tuple[str, ...], origins: dict[tuple[str, ...], str], lines: list[str]):
     for key, value in tree.items():
         path, indent = (*above, key), "  " * len(above)

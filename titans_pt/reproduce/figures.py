@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from titans_pt.tools.statistics import half_width, half_width_of_sum, standard_error, variance_within, wilson
+from titans_pt.tools.statistics import half_width, half_width_of_sum, ratio_error, variance_within, wilson
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,8 @@ class Figure:
     """One figure. ``value``: a share of right answers (accuracy), nats per token (perplexity), or any number.
 
     ``n``: number of questions or tokens that it was measured on. ``stderr``: of the nats, over so many ``streams`` of
-    text. ``by_stream``: the nats of each stream, in the order of the text; empty where they were not kept.
+    text. ``by_stream``: the nats of each stream, in the order of the text; empty where they were not kept. ``length``:
+    tokens of a stream, of which the last may have fewer; 0: all have as many.
     """
 
     kind: Literal["accuracy", "perplexity", "number"]
@@ -22,6 +23,13 @@ class Figure:
     stderr: float | None = None
     streams: int = 0
     by_stream: tuple[float, ...] = ()
+    length: int = 0
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each stream."""
+        others = len(self.by_stream) - 1
+        return [self.length] * others + [self.n - others * self.length] if self.length else [1] * (others + 1)
 
     @property
     def shown(self) -> float:
@@ -102,7 +110,8 @@ def apart(own: Pooled, other: Pooled, seeds: tuple[float, int]) -> Apart:
         return Apart(nats[0] - nats[1], math.inf)
     streams = [a - b for a, b in zip(own.by_stream, other.by_stream, strict=True)]
     variance, freedom = seeds
-    parts = [(standard_error(streams) ** 2, len(streams) - 1)]
+    sizes = next(figure.sizes for figure in own.figures.values() if figure.by_stream)
+    parts = [(ratio_error(sizes, streams) ** 2, len(streams) - 1)]
     parts += [(variance * (1 / len(own.figures) + 1 / len(other.figures)), freedom)]
     return Apart(nats[0] - nats[1], half_width_of_sum(parts))
 

@@ -41,8 +41,12 @@ class Measure:
 
     def settings(self, model: ModelConfig) -> list[str]:
         """The words for a run; a record that was measured with others is measured again."""
-        freeze = [f"evaluation.perplexity.freeze_after={list(self.frozen)}"]
-        return [*self.words, *(freeze if self.frozen and has_memory(model) else [])]
+        return self.all_words() if has_memory(model) else list(self.words)
+
+    def all_words(self) -> list[str]:
+        """The words for a run with a memory."""
+        freeze = [f"evaluation.perplexity.freeze_after={list(self.frozen)}"] if self.frozen else []
+        return [*self.words, *freeze]
 
     def evaluation(self, config: Config) -> dict[str, Any]:
         """The settings in ``evaluation`` on which the figures of a run with these settings depend."""
@@ -157,14 +161,18 @@ example)."""
 
 def text_loss(result: dict) -> Figure:
     by_stream = tuple(result.get("by_stream", ()))
-    return Figure("perplexity", result["loss"], result["tokens"], result["stderr"], result["streams"], by_stream)
+    return Figure(
+        "perplexity", result["loss"], result["tokens"], result["stderr"], result["streams"], by_stream,
+        result.get("length", 0),
+    )  # fmt: skip
 
 
 def frozen_loss(after: int) -> Find:
     """Loss with the memory not written after this many tokens."""
 
     def find(result: dict) -> Figure | None:
-        return next((text_loss(row) for row in result["frozen"] if row["after"] == after), None)
+        length = {"length": result.get("length", 0)}
+        return next((text_loss(length | row) for row in result["frozen"] if row["after"] == after), None)
 
     return find
 

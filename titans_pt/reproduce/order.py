@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from titans_pt.config import Config
-from titans_pt.config.files import load_config
+from titans_pt.config.files import keys_of, load_config
 from titans_pt.errors import UserError
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.measures import Measure
@@ -72,8 +72,9 @@ def runs_of(study: Study, order: Order) -> list[Run]:
     """The runs of a study, in the order in which they are worth having: first seeds first.
 
     Raises:
-        UserError: a setting that is wrong.
+        UserError: a setting that is wrong, or that the study sets.
     """
+    _check_words(study, order)
     if study.timed:
         return [_timing(study, row, order) for row in study.rows]
     planned = [(row, seed) for row in study.rows for seed in seeds_of(study, row, order)]
@@ -84,6 +85,22 @@ def runs_of(study: Study, order: Order) -> list[Run]:
         runs.append(Run(run_name(row, seed), row.model, row.variant, config, _measures(study, config),
                         choices[row.model], tuple(before)))  # fmt: skip
     return runs
+
+
+def _check_words(study: Study, order: Order):
+    """Raises UserError for settings that the runs of a study would not get: it sets them itself."""
+    otherwise = "ask a trained run by titans evaluate" if order.config is None else "give its option (--help)"
+    remedies = {word.partition("=")[0]: otherwise for measure in study.measures for word in measure.all_words()}
+    if order.config is None:  # with a config, it holds the folder and the seed
+        remedies |= {"run.dir": "give --out DIR", "run.seed": "give --seeds N,..."}
+        remedies["model.mixers"] = "give --models NAMES"
+        if order.rates or (study.rated and study.size in RATES):
+            remedies["train.lr"] = "give --rates LR,..."
+    if order.tokens is not None:
+        remedies |= dict.fromkeys(("train.max_steps", "train.warmup_steps"), "give --tokens alone")
+    for key in keys_of(order.words):
+        if key in remedies:
+            raise UserError(f"{key}: given, but this command sets it; leave it out and {remedies[key]}")
 
 
 def _choice(study: Study, model: str, order: Order) -> Choice | None:

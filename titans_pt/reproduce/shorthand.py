@@ -6,7 +6,7 @@ from pathlib import Path
 
 from titans_pt.config import Config
 from titans_pt.config.checks import mixers_of
-from titans_pt.config.files import load_config
+from titans_pt.config.files import keys_of, load_config
 from titans_pt.errors import UserError
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.reproduce.measures import Measure
@@ -33,7 +33,7 @@ def recall(
         UserError: an unknown model or change, a change of the memory of a model that has none, or a wrong setting.
     """
     config = load_config(file, words)
-    models = models or models_of(config) or list(TITANS)
+    models = _models(models, config, words) or list(TITANS)
     memory = {model: any_memory(mixers_of(model)) for model in models}
     for change in changes or ():
         if change != PLAIN and change not in VARIANTS:
@@ -64,7 +64,7 @@ def needles(
             f"evaluation.needles.noise={noise}"]  # fmt: skip
     told += [f"evaluation.needles.needles={list(counts)}"] if counts else []
     config = load_config(file, [*words, *told])  # questions that cannot be asked are refused before training
-    models = models or models_of(config) or [*TITANS, "swa"]
+    models = _models(models, config, words) or [*TITANS, "swa"]
     for model in models:
         mixers_of(model)
     measure = Measure("-".join(["needles", *map(str, counts), *(["unseen"] if noise == "unseen" else [])]), "needles",
@@ -76,6 +76,13 @@ def needles(
 def _run(whole: Study, rows: Sequence[Row], config: Config, file: str, words: Sequence[str], ranks: int | None) -> int:
     order = Order(Path(config.run.dir), seeds=[config.run.seed], words=words, config=file)
     return reproduce(replace(whole, rows=tuple(rows)), order, ranks)
+
+
+def _models(named: Sequence[str] | None, config: Config, words: Sequence[str]) -> Sequence[str]:
+    """Models that the command line or the file names."""
+    if named and "model.mixers" in keys_of(words):
+        raise UserError("model.mixers: given beside --models, which sets it; leave it out")
+    return named or models_of(config)
 
 
 def models_of(config: Config) -> list[str]:

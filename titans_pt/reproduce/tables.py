@@ -20,7 +20,8 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell. ours: None where nothing was measured; ``why`` then says so. records: of the seeds in it."""
+    """One cell. ours: None where nothing was measured; ``why`` then says so. records: of the seeds in it. seeds: number
+    of those that were trained."""
 
     row: Row
     column: Column
@@ -28,6 +29,12 @@ class Cell:
     ours: Pooled | None
     why: str
     records: tuple[dict, ...] = ()
+    seeds: int = 0
+
+    @property
+    def left_out(self) -> str:
+        """Note on seeds that were trained and have no figure: they failed, never got there, or were not measured."""
+        return f", {len(self.records)} of {self.seeds} seeds" if self.ours and len(self.records) < self.seeds else ""
 
 
 @dataclass
@@ -80,7 +87,7 @@ def cells(study: Study, runs: Sequence[Run], records: Records) -> list[Cell]:
             }
             ours = pool(figures) if figures else None
             used = tuple(kept[seed] for seed in figures)
-            found.append(Cell(row, column, paper, ours, "" if ours else _why(kept, column), used))
+            found.append(Cell(row, column, paper, ours, "" if ours else _why(kept, column), used, len(kept)))
     return found
 
 
@@ -107,7 +114,9 @@ def overview(study: Study, found: Sequence[Cell]) -> Table:
         of_row = [cell for cell in found if cell.row == row]
         sizes = {record["trained"]["parameters"] for cell in of_row for record in cell.records}
         shown = [
-            (number(cell.ours.mean) if cell.ours else cell.why) + (f" ({number(cell.paper)})" if cell.paper else "")
+            (number(cell.ours.mean) if cell.ours else cell.why)
+            + cell.left_out
+            + (f" ({number(cell.paper)})" if cell.paper else "")
             for cell in of_row
         ]
         table.rows.append([row.name, ", ".join(f"{n:,}" for n in sorted(sizes)) or "-", *shown])
@@ -129,7 +138,7 @@ def details(found: Sequence[Cell]) -> Table:
         ours, trained = cell.ours, [record["trained"] for record in cell.records]
         interval = "-" if ours.interval is None else f"{number(ours.interval[0])} to {number(ours.interval[1])}"
         table.rows.append([
-            cell.row.name, cell.column.title, paper, number(ours.mean), interval, f"{ours.n:,}",
+            cell.row.name, cell.column.title, paper, number(ours.mean) + cell.left_out, interval, f"{ours.n:,}",
             ", ".join(f"{seed}: {number(value)}" for seed, value in ours.by_seed.items()),
             ", ".join(f"{n:,}" for n in sorted({t["tokens"] for t in trained})),
             ", ".join(sorted({t["hardware"] for t in trained})),

@@ -124,6 +124,8 @@ def test_what_cannot_be_asked_is_refused_before_training(tmp_path, capsys):
         (["--asked", "32", "--asked-needles", "8"], "evaluation.needles.lengths: given 32"),
         (["--noise", "unseen", "needles.held_out=0"], "evaluation.needles.noise: given 'unseen'"),
         (["train.batch_tokens=32"], "train.batch_tokens: given 32"),
+        (["evaluation.needles.answers=9"], "evaluation.needles.answers: given, but this command sets it; leave it out"),
+        (["model.mixers=[mac]"], "model.mixers: given beside --models"),
     ):
         assert needles(tmp_path, *words) == 2
         assert said in capsys.readouterr().err

@@ -234,3 +234,21 @@ def test_published_numbers():
     assert published("table5", "400m").value(Row("lmm", "no-momentum").key, "needles") == 87.12
     assert published("table1", "1.3b") is None and "tiny" in SIZES
     assert "NeurIPS" in published("table5", "400m").source
+
+
+@pytest.mark.parametrize("word, more, remedy", [
+    ("run.seed=3", {}, "give --seeds N,..."), ("run={dir: runs/mine}", {}, "give --out DIR"),
+    ("model.mixers=[mac]", {}, "give --models NAMES"), ("train.lr=1e-3", {}, "give --rates LR,..."),
+    ("train.max_steps=9", {"tokens": 10**6}, "give --tokens alone"),
+    ("evaluation.perplexity.tokens=512", {}, "ask a trained run by titans evaluate"),
+    ("evaluation.perplexity.freeze_after=[9]", {}, "ask a trained run by titans evaluate"),
+])  # fmt: skip
+def test_a_setting_that_the_study_sets_is_refused(word, more, remedy):
+    key = "run.dir" if word.startswith("run={") else word.partition("=")[0]
+    with pytest.raises(UserError) as error:
+        runs(words=[word], **more)
+    assert str(error.value) == f"{key}: given, but this command sets it; leave it out and {remedy}"
+
+
+def test_without_a_choice_of_rates_train_lr_is_everybodys():
+    assert {run.config.train.lr for run in runs(size="340m", models=["lmm"], words=["train.lr=3e-4"])} == {3e-4}

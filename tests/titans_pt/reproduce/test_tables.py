@@ -38,7 +38,7 @@ def test_a_cell_is_a_figure_or_says_why_there_is_none(made):
     found = cells(asked, runs, records)
     rows = {row[0]: row[1:] for row in overview(asked, found).rows}
     # The mean of 3.0 and 3.2 nats; one seed of the second.
-    assert rows["sliding window"] == ["1,000", "22.20", "24.53", "-", "-"]
+    assert rows["sliding window"] == ["1,000", "22.20", "24.53, 1 of 2 seeds", "-", "-"]
     failed = "failed (train.max_nonfinite: 10 steps)"
     assert rows["GLA"] == ["-", f"{failed} (28.51)", failed, failed, failed]
     assert rows["MAC"][1] == "not measured (25.43)"
@@ -135,6 +135,18 @@ def test_a_tie_is_called_one():
     assert apart(near, best, seeds).told("+") == f"+0.020 ({0.02 - error:.3f} to {0.02 + error:.3f}), a tie"
     error = 4.3027 * math.sqrt(0.0002)
     assert apart(far, best, seeds).told() == f"1.000 ({1 - error:.3f} to {1 + error:.3f})"
+
+
+def test_a_short_last_stream_weighs_less():
+    def model(*losses):
+        mean = (100 * losses[0] + 100 * losses[1] + 10 * losses[2]) / 210
+        return pool({0: Figure("perplexity", mean, 210, by_stream=losses, length=100)})
+
+    found = apart(model(3.1, 3.2, 9.0), model(3.0, 3.0, 3.0), (0.0, 0))
+    mean = (10 + 20 + 60) / 210
+    squares = (100 * (0.1 - mean)) ** 2 + (100 * (0.2 - mean)) ** 2 + (10 * (6 - mean)) ** 2
+    assert found.nats == pytest.approx(mean)
+    assert found.error == pytest.approx(4.3027 * math.sqrt(squares * 3 / 2) / 210, rel=1e-4)
 
 
 def test_the_choice_of_learning_rates_is_shown(tmp_path):
