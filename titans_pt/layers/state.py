@@ -1,9 +1,12 @@
-"""State that layers carry from one call to the next, as nested dataclasses of tensors: any mixer's, a whole model's.
+"""State that layers carry from one call to the next, as tensors in dataclasses, tuples, lists and dicts: any mixer's, a
+whole model's.
 
 Everything that walks a state uses :func:`parts` and :func:`with_parts`. torch.utils._pytree would need every class of
 states to be registered, those of mixers outside this repository included.
 """
 
+import copy
+import enum
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -14,22 +17,39 @@ SHARED = {"shared": True}
 """Metadata of a dataclass's field whose tensor has no rows of its own."""
 
 
+PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type)
+"""Types of leaves that hold no tensor."""
+
+
 def parts(state: Any) -> list[tuple[str, Any]]:
-    """(name, value) of each field of a dataclass, of each item of a tuple or list; a leaf has none."""
-    if is_dataclass(state):
+    """(name, value) of each field of a dataclass, of each item of a tuple, list or dict; a leaf has none."""
+    if is_dataclass(state) and not isinstance(state, type):
         return [(f.name, getattr(state, f.name)) for f in fields(state)]
     if isinstance(state, (tuple, list)):
         return [(str(n), item) for n, item in enumerate(state)]
+    if isinstance(state, dict):
+        return [(str(key), item) for key, item in state.items()]
     return []
 
 
 def with_parts(state: Any, values: Iterable[Any]) -> Any:
-    """``state`` with other values of its :func:`parts`."""
+    """``state`` with other values of its :func:`parts`.
+
+    Raises:
+        TypeError: a leaf that may hold tensors, which nothing here would reach.
+    """
     if not parts(state):
+        if not isinstance(state, (torch.Tensor, *PLAIN, tuple, list, dict)) and not is_dataclass(state):
+            raise TypeError(f"state: holds a {type(state).__qualname__}; a state is made of tensors and plain values "
+                            "in dataclasses, tuples, lists and dicts")  # fmt: skip
         return state
     if is_dataclass(state):
         return replace(state, **{f.name: value for f, value in zip(fields(state), values, strict=True)})
-    return type(state)(values)
+    if isinstance(state, dict):
+        other = copy.copy(state)  # a defaultdict or OrderedDict stays one
+        other.update(zip(state, values, strict=True))
+        return other
+    return state._make(values) if hasattr(state, "_make") else type(state)(values)  # a named tuple
 
 
 def find(state: Any, kind: type) -> Iterator[Any]:
@@ -42,7 +62,7 @@ def find(state: Any, kind: type) -> Iterator[Any]:
 
 
 def map_tensors(state: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``state`` with ``fn`` applied to every tensor; dataclasses, tuples, lists and None keep their shape.
+    """``state`` with ``fn`` applied to every tensor; dataclasses, tuples, lists, dicts and None keep their shape.
 
     For example, ``map_tensors(state, torch.Tensor.detach)`` cuts its history.
     """

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -34,14 +35,15 @@ def save_state(state: Any, path: str | Path, about: dict[str, str] | None = None
     """Writes a state (of any mixer) as one safetensors file; an old file at ``path`` is replaced whole or not at all.
 
     The tensors are named by their place (``blocks.0.memory.weights.1``); the metadata has ``format``, the nesting of
-    dataclasses, lists, tuples and plain values as JSON in ``structure``, ``about``, and ``sha256`` (hex), the hash of
-    the file with zeros in its place.
+    dataclasses, lists, tuples, dicts and plain values as JSON in ``structure``, ``about``, and ``sha256`` (hex), the
+    hash of the file with zeros in its place.
 
     Args:
         about: strings to keep with it, such as the hash of the model that it belongs to.
 
     Raises:
-        TypeError: something in it is none of tensor, dataclass of ours, list, tuple, None, bool, int, float, str.
+        TypeError: something in it is none of tensor, dataclass of ours or of a mixer's package, list, tuple, dict with
+            strings as keys, None, bool, int, float, str.
         OSError: the disk is full, or the folder cannot be written to.
     """
     tensors: dict[str, torch.Tensor] = {}
@@ -128,17 +130,21 @@ def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict:
     """The JSON form of ``value``, one key that says its kind; its tensors go to ``tensors``, named by their places."""
     if isinstance(value, torch.Tensor):
         # A copy: the file format has no expanded or shared tensors.
+        if name in tensors:  # a key with a dot
+            raise TypeError(f"{name}: two tensors have this name, and cannot be saved")
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
         return {"tensor": name}
     if is_dataclass(value):
         kind = type(value)
         if not _ours(kind.__module__):
-            raise TypeError(f"{kind.__module__}.{kind.__qualname__}: not a class of {_PACKAGE} or of a mixer's module")
+            raise TypeError(f"{kind.__module__}.{kind.__qualname__}: not a class of {_PACKAGE} or of a mixer's package")
         inner = {key: _flatten(part, _join(name, key), tensors) for key, part in parts(value)}
         return {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": inner}
     if type(value) in (list, tuple):
         items = [_flatten(part, _join(name, key), tensors) for key, part in parts(value)]
         return {type(value).__name__: items}
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {"dict": {key: _flatten(part, _join(name, key), tensors) for key, part in parts(value)}}
     if value is None or type(value) in (bool, int, float, str):
         return {"value": value}
     raise TypeError(f"{name or 'state'}: {type(value).__qualname__} cannot be saved")
@@ -165,14 +171,26 @@ def _build(form: dict, file: Any, device: torch.device, path: Path) -> Any:
             return [_build(item, file, device, path) for item in items]
         case {"tuple": items}:
             return tuple(_build(item, file, device, path) for item in items)
+        case {"dict": items}:
+            return {key: _build(item, file, device, path) for key, item in items.items()}
         case {"value": value}:
             return value
     raise UserError(f"{path}: its structure has {sorted(form)}, which this version does not know; write it again")
 
 
 def _ours(module: str) -> bool:
-    """Whether a module may define states: any of this package, and any that defines a mixer."""
-    return module.partition(".")[0] == _PACKAGE or any(mixer.__module__ == module for mixer in MIXERS)
+    """Whether a module may define states: any of this package, of a package that defines a mixer, and any file beside
+    one that does."""
+    package = module.partition(".")[0]
+    if package in {_PACKAGE, *(mixer.__module__.partition(".")[0] for mixer in MIXERS)}:
+        return True
+    return package == module and _folder(module) in {_folder(m.__module__) for m in MIXERS if "." not in m.__module__}
+
+
+def _folder(module: str) -> Path | None:
+    """Folder of a module's file; None if it is not loaded or has none."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Path(file).resolve().parent if file else None
 
 
 def _class(name: str, path: Path) -> type:

@@ -1,8 +1,11 @@
 """States as files: every mixer's, bit for bit; a continuation from a file is the continuation."""
 
+import importlib
 import json
 import random
+from collections import OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,9 +17,10 @@ from tests.helpers.untrained import untrained_run
 from titans_pt import cli
 from titans_pt.config import ModelConfig
 from titans_pt.errors import UserError
-from titans_pt.layers.state import compact, fork, map_tensors, state_bytes
+from titans_pt.layers.state import compact, fork, map_tensors, state_bytes, take_rows
 from titans_pt.models import build_model
 from titans_pt.models.mixers import MIXERS
+from titans_pt.runs import states
 from titans_pt.runs.loaded import load_run
 from titans_pt.runs.states import FORMAT, READABLE, load_state, read_about, save_state
 from titans_pt.streaming import greedy, prefill
@@ -90,7 +94,7 @@ def test_forks_are_apart(mixers):
 
 
 def test_plain_values_keep_their_kind(tmp_path):
-    value = ([1, None, (2.5, True, "x"), []], torch.arange(3), torch.zeros(0, 4))
+    value = ([1, None, (2.5, True, "x"), [], {"a": {}, "": 2}], torch.arange(3), torch.zeros(0, 4))
     save_state(value, tmp_path / "state")
     loaded = load_state(tmp_path / "state")
     assert loaded[0] == value[0] and isinstance(loaded, tuple) and isinstance(loaded[0][2], tuple)
@@ -112,10 +116,54 @@ class Foreign:
     x: int
 
 
+class Named(NamedTuple):
+    k: torch.Tensor
+    n: int
+
+
+def test_containers_are_walked_and_others_refused():
+    """A layer's own state may be of dicts and named tuples, as other libraries have them."""
+    state = {"a": [Named(torch.arange(6.0).view(3, 2), 4)], "b": OrderedDict(x=torch.ones(3, 1, requires_grad=True))}
+    doubled = map_tensors(state, lambda t: 2 * t.detach())
+    assert type(doubled["a"][0]) is Named and doubled["a"][0].n == 4 and type(doubled["b"]) is OrderedDict
+    assert torch.equal(doubled["a"][0].k, 2 * state["a"][0].k) and not doubled["b"]["x"].requires_grad
+    assert take_rows(state, torch.tensor([2, 0]))["a"][0].k.tolist() == [[4.0, 5.0], [0.0, 1.0]]
+    places = [{t.data_ptr() for t in flat(each)} for each in (state, fork(state))]
+    assert state_bytes(state) == 36 and not places[0] & places[1]
+    for walk in (fork, lambda s: take_rows(s, torch.tensor([0]))):
+        with pytest.raises(TypeError, match="state: holds a Sealed; a state is made of tensors and plain values in"):
+            walk({"a": Sealed()})
+
+
+class Sealed:
+    def __init__(self):
+        self.x = torch.ones(1)
+
+
+def test_states_of_a_mixers_package_and_of_files_beside_it_are_saved(tmp_path, monkeypatch):
+    """A mixer and the class of its state may lie in two modules."""
+    (tmp_path / "made").mkdir()
+    for name, text in (("made/state", STATE), ("made/mixer", ""), ("beside_state", STATE), ("beside_mixer", "")):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for mixer, state in (("made.mixer", "made.state"), ("beside_mixer", "beside_state")):
+        kind = importlib.import_module(state).Own
+        with pytest.raises(TypeError, match=f"{state}.Own: not a class of titans_pt or of a mixer's package"):
+            save_state(kind(torch.ones(2)), tmp_path / "file")
+        importlib.import_module(mixer)
+        with monkeypatch.context() as patch:
+            patch.setattr(states, "MIXERS", [type("Mine", (), {"__module__": mixer})])
+            save_state(kind(torch.ones(2)), tmp_path / "file")
+            assert torch.equal(load_state(tmp_path / "file").x, torch.ones(2))
+
+
+STATE = "from dataclasses import dataclass\n\n@dataclass\nclass Own:\n    x: object\n"
+
+
 def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
     path = tmp_path / "state"
     save_state([1], path)
-    for wrong in (Foreign(1), {"a": 1}, {1}):
+    for wrong in (Foreign(1), {2: 1}, {1}, Named(1, 2), {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}):
         with pytest.raises(TypeError):
             save_state(wrong, path)
     assert load_state(path) == [1] and list(tmp_path.iterdir()) == [path]
