@@ -27,8 +27,7 @@ def checked(config: Config) -> Config:
     Raises:
         UserError: an unknown mixer or task, a setting of theirs that is wrong, or settings that do not go together.
     """
-    for module in config.run.imports:
-        _import(module)
+    import_modules(config.run.imports)
     # Not at the top: they import torch, which takes seconds that preparing data, or a mistyped key, should not cost.
     from titans_pt.models.mixers import Mixer
     from titans_pt.tasks import TASKS, Task
@@ -237,13 +236,19 @@ def _tensor_parallel(config: Config, mixers: dict[str, Any]):
         )
 
 
-def _import(module: str):
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # an installed program does not look there by itself
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"run.imports: given {module!r}, which cannot be imported ({error}); install it, or start in the "
-            "folder that holds it"
-        ) from None
+def import_modules(names: Iterable[str]):
+    """Imports the modules of run.imports, from the working directory too.
+
+    Raises:
+        UserError: one cannot be imported.
+    """
+    for name in names:
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.append(here)  # an installed program does not look there by itself
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UserError(
+                f"run.imports: given {name!r}, which cannot be imported ({error}); install it, or start in the "
+                "folder that holds it"
+            ) from None

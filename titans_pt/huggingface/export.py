@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from titans_pt.config import Config
+from titans_pt.config.checks import import_modules
 from titans_pt.config.files import validated
 from titans_pt.config.history import as_stored
 from titans_pt.data_pipeline.tokenizers import FILES, saved_tokenizer
@@ -113,13 +114,14 @@ def _model_type(config: Path) -> str | None:
 
 
 def published(config: Config) -> dict:
-    """Settings of a run for an exported folder: all that the model and its tokenizer need, no path of this
-    machine, and nothing of the user."""
+    """Settings of a run for an exported folder: all that the model and its tokenizer need, no path of this machine,
+    and of the user the names of modules alone, which define the model's own mixers and rules for :func:`import_run`."""
     tree = config.model_dump(mode="json")
     tokenizer = {key: tree["data"]["tokenizer"][key] for key in ("eos_token", "add_bos")}
     data = {key: tree["data"][key] for key in ("seq_len", "reset_at_documents")}
     train = {key: tree["train"][key] for key in ("precision", "batch_tokens", "max_steps", "warmup_steps")}
-    return {"task": tree["task"], "model": tree["model"], "data": data | {"tokenizer": tokenizer}, "train": train}
+    settings = {"task": tree["task"], "model": tree["model"], "data": data | {"tokenizer": tokenizer}, "train": train}
+    return settings | ({"run": {"imports": config.run.imports}} if config.run.imports else {})
 
 
 def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str] = ()) -> Path:
@@ -128,10 +130,12 @@ def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str]
 
     Args:
         folder: a folder with config.json, or a GGUF file.
-        overrides: ``key=value`` settings, such as data.dir, which an exported folder does not tell.
+        overrides: ``key=value`` settings, such as data.dir, which an exported folder does not tell. run.imports names
+            the modules of a model's own mixers and rules, where those that the folder names do not.
 
     Raises:
-        UserError: neither is there, it is none that is computed exactly, or ``run_dir`` holds a run already.
+        UserError: neither is there, it is none that is computed exactly, ``run_dir`` holds a run already, or a module
+            cannot be imported.
     """
     folder, run = Path(folder), RunFolder(run_dir)
     if run.config.exists():
@@ -143,6 +147,9 @@ def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str]
             tree["data"]["tokenizer"]["path"] = str(run.path / found.tokenizer.name)
             return write_run(run, validated(tree, overrides), found.weights, found.tokenizer, step=0)
     tokenizer = _check_exported(folder)
+    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))["settings"]
+    own = [word for word in overrides if word.startswith("run.imports=")]
+    import_modules(validated({"run": told.get("run", {})}, own, model=False).run.imports)
     try:
         model, found = TitansForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     except (SafetensorError, ValidationError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:

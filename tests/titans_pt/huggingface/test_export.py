@@ -1,8 +1,12 @@
 """Folders that are exported into a second time, by another run, after a kill, or where something else lies."""
 
+import importlib
 import json
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -15,6 +19,8 @@ from titans_pt import cli, huggingface
 from titans_pt.errors import UserError
 from titans_pt.runs import checkpoints
 from titans_pt.runs.loaded import load_run
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +185,37 @@ def test_a_missing_shard_is_one_line(runs, tmp_path):
     with pytest.raises(UserError, match="damaged, or of a later version"):
         huggingface.import_run(folder, tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+MINE = """
+from titans_pt.kernels.memory.rules import RULES
+from titans_pt.kernels.memory.rules.titans import Titans
+
+@RULES.register
+class Mine(Titans):
+    name = "mine_{}"
+"""
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["by the folder", "by a setting"])
+def test_models_with_rules_of_ones_own_are_imported(prepared, tmp_path, monkeypatch, told):
+    """In a process that knows nothing of the module which defines them."""
+    monkeypatch.chdir(tmp_path)
+    name = f"mine_{told}".lower()
+    (tmp_path / f"{name}.py").write_text(MINE.format(str(told).lower()))
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module(name)
+    run = untrained_run(tmp_path / "run", prepared, mixers=["lmm"], n_layers=1, memory={"rule": name})
+    settings = run / "config.yaml"
+    settings.write_text(settings.read_text().replace("imports: []", f"imports: [{name}]"))
+    huggingface.export_run(run, tmp_path / "exported")
+    config = tmp_path / "exported" / "config.json"
+    tree = json.loads(config.read_text())
+    assert tree["settings"].pop("run") == {"imports": [name]}
+    if not told:  # as exports of earlier versions are
+        config.write_text(json.dumps(tree))
+        (tmp_path / "exported" / "SHA256SUMS").unlink()
+    words = ["import", "exported", "--out", "again", *([] if told else [f"run.imports=[{name}]"])]
+    subprocess.run([sys.executable, "-m", "titans_pt", *words], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    again = load_run(tmp_path / "again")
+    assert again.config.run.imports == [name] and again.config.model.memory.rule == name
