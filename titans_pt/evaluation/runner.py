@@ -83,6 +83,9 @@ def evaluate(
     if device != "cpu":
         torch.cuda.set_device(device)  # Triton launches on the current device, not on that of its arguments
     run = load_run(run_dir, step=step, device=device, overrides=overrides)
+    if world > 1 and step is None and run.step < run.config.train.max_steps:
+        print(f"rank {rank} of {world} takes step {run.step:,} of {run.config.train.max_steps:,}: if the run still "
+              f"trains, other ranks may take another; give all --checkpoint {run.step}", file=sys.stderr)  # fmt: skip
     if out is not None:
         run = replace(run, out=RunFolder(out))
     run = with_caches(run)

@@ -151,6 +151,20 @@ def test_what_is_missing_is_said(loaded, sets):
         commonsense.Commonsense(loaded, settings(data=str(sets), tasks=["hellaswag"]))
 
 
+@pytest.mark.parametrize("text, message", [
+    ("", "piqa.jsonl: empty; give rows with goal, sol1, sol2, label"),
+    ('{"goal": "g", "sol1": "a", "sol2": "b", "label": 0}\n{"goal": "g"', "piqa.jsonl, line 2: not a JSON object with"),
+    ('{"goal": "g", "sol1": "a", "label": 0}', "piqa.jsonl, line 1: not a JSON object with sol2"),
+    ('{"goal": "g", "sol1": "a", "sol2": "b", "label": 7}', "a row has values that its task does not have on the hub"),
+    ("[1]", "piqa.jsonl, line 1: not a JSON object with goal, sol1, sol2, label"),
+])  # fmt: skip
+def test_sets_that_are_damaged_are_one_line(loaded, tmp_path, text, message):
+    (tmp_path / "piqa.jsonl").write_text(text)
+    settings = Config.model_validate({"evaluation": {"commonsense": {"data": str(tmp_path), "tasks": ["piqa"]}}})
+    with pytest.raises(UserError, match=re.escape(message)):
+        commonsense.Commonsense(loaded, settings)
+
+
 def test_needles_through_lm_eval_score_as_in_our_runner(run, tmp_path, monkeypatch, loaded):
     """lm-eval's niah_single_1 (its prompt parts, its score) on our samples, by a model that sometimes finds them."""
 
