@@ -2,6 +2,8 @@
 
 import calendar
 import csv
+import io
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -160,6 +162,8 @@ def _columns(
                 raise UserError(f"{path}: no column {name!r}; {trained_by} was trained on {', '.join(chosen)}, the "
                                 f"file has {', '.join(names)}; give its columns those names")  # fmt: skip
             raise UserError(f"forecast.columns: given {name!r}; {path} has {', '.join(names)}")
+    if twice := [name for name in chosen if chosen.count(name) > 1]:
+        raise UserError(f"forecast.columns: given {twice[0]!r} twice; name each column once")
     if not chosen:
         raise UserError(f"{path}: no column of numbers besides the date")
     return place, chosen, notes
@@ -178,9 +182,9 @@ def _text(path: Path, lines: int | None = None) -> str:
 
 def _table(path: Path, text: str) -> tuple[list[str], list[int], list[list[str]]]:
     """Header, and of each row its line in the file and its cells. Empty columns without a name are left out."""
-    first = text.partition("\n")[0]
+    first = re.sub('"[^"]*"', "", text.partition("\n")[0])  # a quoted name may hold any of them
     separator = max(",;\t|", key=first.count)
-    reader = csv.reader(text.splitlines(), delimiter=separator)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     try:
         table = [(reader.line_num, row) for row in reader]
     except csv.Error as error:

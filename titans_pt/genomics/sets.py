@@ -4,9 +4,11 @@ import csv
 import gzip
 import io
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,8 @@ INTERVALS = ("id", "region", "start", "end", "strand")
 SEQUENCES = ("sequence", "label")
 """Columns of a table of sequences."""
 SPLITS = ("train", "test")
+_LONGEST = 2**31 - 1
+"""Characters of a table's field; Python's own limit is 131,072, which a sequence may exceed."""
 _LAYOUTS = (
     "train/ and test/ with a file CLASS.csv.gz (id, region, start, end, strand), CLASS.fa or a folder CLASS of such "
     "or .txt files for each class, or train.csv and test.csv with the columns sequence and label"
@@ -165,24 +169,36 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, list[str]
     """(place, the fields of these columns) of every row of a table."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        rows = csv.reader(io.StringIO(data.decode()))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        text = io.StringIO(data.decode("utf-8-sig"), newline="")  # line ends of any system
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(f"{path}: unreadable ({' '.join(str(error).split())}); replace it") from None
+    csv.field_size_limit(_LONGEST)
+    rows = csv.reader(text, strict=True)
+    try:
+        yield from _fields(path, rows, columns)
+    except csv.Error as error:
+        raise UserError(f"{path}:{rows.line_num}: {error}; repair the line") from None
+
+
+def _fields(path: Path, rows: Any, columns: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
     head = next(rows, [])
     if missing := [name for name in columns if name not in head]:
         raise UserError(f"{path}: has no column {missing[0]!r} ({', '.join(head) or 'it is empty'}); its columns are "
                         f"to be {', '.join(columns)}")  # fmt: skip
     places = [head.index(name) for name in columns]
-    for number, row in enumerate(rows, start=2):
+    for row in rows:
+        place = f"{path}:{rows.line_num}"
         if row and len(row) != len(head):
-            raise UserError(f"{path}:{number}: has {len(row)} fields, its head has {len(head)}; repair the line")
+            raise UserError(f"{place}: has {len(row)} fields, its head has {len(head)}; repair the line")
         if row:
-            yield f"{path}:{number}", [row[place] for place in places]
+            yield place, [row[n] for n in places]
 
 
 def _table(path: Path, letters: dict[str, int]) -> dict[str, list]:
     found: dict[str, list] = {}
     for place, (sequence, label) in _rows(path, SEQUENCES):
+        if not label.strip():
+            raise UserError(f"{place}: has no label; give it one or remove the line")
         found.setdefault(label, []).append(_cleaned(sequence.encode(), place, letters))
     return found
 

@@ -28,6 +28,7 @@ def write(tmp_path):
     ("when,a\n31/12/2020,1\n01/01/2021,2\n02/01/2021,3\n", "2021-01-02 00:00:00", [[1], [2], [3]]),
     (",a\n0,7\n1,8\n2,9\n", None, [[7], [8], [9]]),
     ("a\n7\n8\n9\n", None, [[7], [8], [9]]),
+    ('"heat, all, in kW";when\n1,5;2020-01-01\n2;2020-01-02\n3;2020-01-03\n', "2020-01-03 00:00:00", [[1.5], [2], [3]]),
     ("year,a\n1949,7\n1950,8\n1951,9\n", "1951-01-01 00:00:00", [[7], [8], [9]]),
 ])  # fmt: skip
 def test_dates_and_separators_are_found(write, text, dates, values):
@@ -160,3 +161,10 @@ def test_dates_go_on():
         "2021-01-30 00:00:00", "2021-02-28 00:00:00", "2021-03-30 00:00:00",
     ]  # fmt: skip
     assert Series("a", ["a"], np.zeros((3, 1))).following(2) == ["3", "4"]
+
+
+def test_a_column_is_named_once(write):
+    path = write("a,b\n1,2\n3,4\n5,6\n")
+    assert read_csv(path, columns=["b", "a"]).values.tolist() == [[2, 1], [4, 3], [6, 5]]
+    with pytest.raises(UserError, match="forecast.columns: given 'a' twice; name each column once"):
+        read_csv(path, columns=["a", "b", "a"])

@@ -66,6 +66,17 @@ def test_sequences_as_they_stand(tmp_path):
         assert found.test.labels.tolist() == [0, 0, 1]
 
 
+def test_tables_of_any_program(tmp_path):
+    """Spreadsheets write a byte order mark and other line ends; a sequence may be longer than Python's csv allows."""
+    for text in ("\ufefflabel,sequence\ra,ACGT\rb,GG\r", "label,sequence\r\na,ACGT\r\n\r\nb,GG\r\n",
+                 f"label,sequence\na,{'ACGT' * 50_000}\nb,GG"):  # fmt: skip
+        for split in ("train", "test"):
+            (tmp_path / f"{split}.csv").write_bytes(text.encode())
+        found = read_set(tmp_path, None)
+        assert found.classes == ("a", "b") and found.train.sequences[1] == b"GG"
+        assert found.train.sequences[0].startswith(b"ACGT")
+
+
 def broken(folder: Path, name: str, rows: bytes):
     (folder / "train" / name).write_bytes(rows)
 
@@ -81,6 +92,7 @@ def broken(folder: Path, name: str, rows: bytes):
     (intervals("0,chr1,0,4"), "csv.gz:2: has 4 fields, its head has 5"),
     (intervals(), "the class 'negative' of train is empty"),
     (b"no gzip", "negative.csv.gz: unreadable"),
+    (gzip.compress(b"id,region" * 99)[:12] + bytes(30), "negative.csv.gz: unreadable"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_what_is_wrong_with_intervals(folder, genome, rows, message):
     broken(folder, "negative.csv.gz", rows)
@@ -116,6 +128,8 @@ def test_what_is_wrong_with_sequences(tmp_path):
         "seq,label\nACGT,a\n": "train.csv: has no column 'sequence'",
         "sequence,label\nACGT,a\n": "it has 1 class",
         "": "it is empty",
+        "sequence,label\nACGT,a\nAC, \n": "train.csv:3: has no label; give it one or remove the line",
+        'sequence,label\nACGT,a\n"AC"GT,b\n': "train.csv:3: .+; repair the line",
     }.items():
         (tmp_path / "train.csv").write_text(text)
         (tmp_path / "test.csv").write_text("sequence,label\nACGT,a\n")
