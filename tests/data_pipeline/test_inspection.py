@@ -137,3 +137,8 @@ def test_commands(config, tmp_path, capsys):
     ):
         assert cli.run(words) == 2
         assert capsys.readouterr().err.startswith("titans: error: ")
+
+
+def test_a_task_without_token_files_is_told(capsys):
+    assert cli.run(["data", "inspect", "recall"]) == 2
+    assert "task: given 'recall', which reads no token files; inspect those of task=language" in capsys.readouterr().err

@@ -22,5 +22,11 @@ def inspect(config, documents: int, verify: bool, sample: int | None, step: int 
     if sample is not None and step is not None:
         raise click.UsageError("--sample and --step exclude each other; leave one out.")
     from titans_pt.data_pipeline.inspection import inspect_data
+    from titans_pt.errors import UserError
+    from titans_pt.tasks import TASKS
+    from titans_pt.tasks.language import Language
+
+    if not issubclass(TASKS.find(config.task), Language):
+        raise UserError(f"task: given {config.task!r}, which reads no token files; inspect those of task=language")
 
     inspect_data(config, sample, step, count, documents, verify)

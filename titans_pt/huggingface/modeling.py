@@ -214,6 +214,8 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             TypeError: an unknown argument.
         """
         _refuse(others)
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise ValueError("logits_to_keep: given with labels, whose loss needs all logits; leave one out")
         if input_ids is None:
             raise ValueError("input_ids: missing; pass token ids (B, T)")
         if past_key_values is not None:

@@ -39,6 +39,7 @@ class RecordFile:
     """A JSONL file of one writer. Opening it cuts off a line that a killed writer left unfinished."""
 
     def __init__(self, path: Path):
+        self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a+b")  # noqa: SIM115 - closed by __exit__
         self._file.seek(0)
@@ -46,8 +47,12 @@ class RecordFile:
 
     def append(self, record: dict) -> None:
         """Writes one line, with a checksum. The operating system has it then: a kill of this process cannot lose it."""
-        self._file.write(json.dumps(seal(record)).encode() + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(seal(record)).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = str(self.path)  # a full disk's error names none
+            raise
 
     def __enter__(self) -> "RecordFile":
         return self

@@ -175,6 +175,8 @@ def test_logits_to_keep(hub, ids):
     logits = hub(ids).logits
     for keep, expected in ((1, logits[:, -1:]), (4, logits[:, -4:]), (torch.tensor([0, 5]), logits[:, [0, 5]])):
         torch.testing.assert_close(hub(ids, logits_to_keep=keep).logits, expected)
+        with pytest.raises(ValueError, match="logits_to_keep: given with labels, whose loss needs all logits"):
+            hub(ids, logits_to_keep=keep, labels=ids)
 
 
 @pytest.mark.parametrize(

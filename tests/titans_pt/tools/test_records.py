@@ -38,3 +38,12 @@ def test_a_broken_whole_line_is_named(tmp_path, line):
     path.write_bytes(b'{"key": "a"}\n' + line + b"\n")
     with pytest.raises(UserError, match=r"x\.jsonl: line 2"):
         read_records([path])
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    with RecordFile(tmp_path / "records.jsonl") as file:
+        file._file.close()
+        file._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - closed by the RecordFile
+        with pytest.raises(OSError) as error:
+            file.append({"key": "a"})
+    assert error.value.filename == str(tmp_path / "records.jsonl")
