@@ -61,7 +61,7 @@ COLUMNS = {
     "social_iqa": ("context", "question", "answerA", "answerB", "answerC", "label"),
     "boolq": ("passage", "question", "label"),
 }  # fmt: skip
-"""What those definitions read of a row."""
+"""Columns that those definitions read."""
 AVERAGED = {
     "lambada_openai": "acc", "piqa": "acc", "hellaswag": "acc_norm", "winogrande": "acc", "arc_easy": "acc",
     "arc_challenge": "acc_norm", "social_iqa": "acc", "boolq": "acc",

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from titans_pt.config import Config
+from titans_pt.config.files import validated
 from titans_pt.errors import UserError
 from titans_pt.models import Backbone
 from titans_pt.models.backbone import Block
@@ -18,9 +19,9 @@ from titans_pt.models.mixers import Mixer
 from titans_pt.models.mixers.common import any_memory
 from titans_pt.parallel import RankGroup, TensorParallel
 from titans_pt.parallel.topology import grid_shape, grid_text
-from titans_pt.tasks import Task
+from titans_pt.tasks import Task, task_of
 from titans_pt.tools.processes import place
-from titans_pt.training.engine import local_batch, reduce_bucket, sums_in_fp32
+from titans_pt.training.engine import check_node_ranks, local_batch, reduce_bucket, sums_in_fp32
 from titans_pt.training.freezing import freeze, trained
 from titans_pt.training.metrics import PEAK_FLOPS
 
@@ -121,18 +122,28 @@ class TrainingPlan:
         if gib is None or self.total <= HEADROOM * gib * GIB:
             return
         kind, size = max(self.bytes.items(), key=lambda item: item[1])
-        train, parallel = self.config.train, self.config.parallel
-        if kind not in MODEL_KINDS:
-            remedies = [f"train.micro_batch={max(1, self.micro_batch // 2)}"] if self.micro_batch > 1 else []
-            if not train.activation_checkpointing and kind in BLOCK_KINDS:
-                remedies.append("train.activation_checkpointing=true")
-        else:
-            remedies = [f"parallel.zero_stage={parallel.zero_stage + 1}"] if parallel.zero_stage < 3 else []
-        remedies.append(f"parallel.tensor={2 * self.tensor}")
         raise UserError(
             f"the plan needs about {self.total / GIB:.1f} GiB per rank, of which {kind} {size / GIB:.1f}, and may use "
-            f"{HEADROOM:.0%} of {gib:.1f} GiB; set {' or '.join(remedies)}, or use more ranks"
+            f"{HEADROOM:.0%} of {gib:.1f} GiB; {self._remedy(HEADROOM * gib * GIB)}"
         )
+
+    def _remedy(self, limit: float) -> str:
+        """Settings with which the plan fits into ``limit`` bytes; else those that lower it."""
+        words = [
+            f"train.micro_batch={max(1, self.micro_batch // 2)}", "train.micro_batch=1",
+            "train.activation_checkpointing=true",
+            *(f"parallel.zero_stage={stage}" for stage in range(self.config.parallel.zero_stage + 1, 4)),
+            f"parallel.tensor={2 * self.tensor}",
+        ]  # fmt: skip
+        lower: dict[str, int] = {}
+        for word in dict.fromkeys(words):
+            with contextlib.suppress(UserError):  # a setting that does not go with the others
+                changed = task_of(validated(self.config.model_dump(mode="json"), [word]))
+                other = make_plan(changed, self.tensor * self.context * self.data, self.gpu).total
+                lower |= {word: other} if other < self.total else {}
+        if fitting := [word for word, total in lower.items() if total <= limit]:
+            return f"set {' or '.join(fitting)}, or use more ranks"
+        return f"use more ranks{', with ' * bool(lower)}{' or '.join(lower)}, or a smaller model"
 
 
 def make_plan(task: Task, ranks: int | None = None, gpu: bool | None = None) -> TrainingPlan:
@@ -149,6 +160,7 @@ def make_plan(task: Task, ranks: int | None = None, gpu: bool | None = None) -> 
         world = place().size if os.environ.get("WORLD_SIZE") else torch.cuda.device_count() or tensor * context
     if world < 1:
         raise UserError(f"--ranks: given {world}; at least 1")
+    check_node_ranks(config, world)
     data, *_ = grid_shape({"tensor": tensor, "context": context}, world)
     micro, accumulation = local_batch(config, data)
     with torch.device("meta"):
@@ -230,9 +242,10 @@ def _model_bytes(config: Config, own: int, learned: int, replicas: int, accumula
     parallel, bucket = config.parallel, reduce_bucket(config, learned)
     stage = parallel.zero_stage
     shard = -(-learned // replicas)
+    second = -(-own // parallel.node_ranks) if parallel.node_ranks else 0  # the weights once more within a node
     kept = 4 if stage == 1 and sums_in_fp32(config, accumulation) else width
     return {
-        "parameters": width * (-(-own // replicas) if stage == 3 else own),
+        "parameters": width * (-(-own // replicas) + second if stage == 3 else own),
         "gradients": kept * learned if stage == 1 else 4 * shard,
         "optimiser": 12 * shard,  # fp32 weights and Adam's two moments
         "communication": (4 if parallel.reduce_fp32 else kept) * (1 + bool(parallel.overlap)) * bucket,

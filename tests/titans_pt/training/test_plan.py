@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 
-from titans_pt.config.files import load_config
+from titans_pt.config.files import load_config, validated
 from titans_pt.errors import UserError
 from titans_pt.kernels.memory import chunked, dispatch
 from titans_pt.models import build_model
@@ -149,3 +149,32 @@ def test_a_training_builds_its_task_once(tmp_path, monkeypatch):
     words = ["train.max_steps=1", "train.warmup_steps=0", "train.batch_tokens=160", "train.micro_batch=2"]
     assert loop.train(load_config("configs/recall.yaml", [*words, f"run.dir={tmp_path}", "model.mixers=[swa]"])) == 0
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"parallel": {"zero_stage": 3, "node_ranks": 2}}, {"train": {"micro_batch": 2, "batch_tokens": 1024}},
+    {"model": {"d_model": 256, "vocab_size": 5000}, "seq_len": 16}, {"parallel": {"context": 2}},
+])  # fmt: skip
+def test_its_remedies_are_enough(config, changes):
+    """Each setting that the refusal names is accepted with the others, and makes the plan fit."""
+    changes = dict(changes)
+    given = config(changes.pop("seq_len", 128), **changes)
+    plan = make_plan(task_of(given), ranks=4)
+    for part in (0.95, 0.6, 0.01):
+        gib = part * plan.total / GIB / 0.9
+        with pytest.raises(UserError) as error:
+            plan.check(gib)
+        assert ("; set " in str(error.value)) == (part > 0.9) or part == 0.6
+        told = re.search("; set (.+), or use more ranks$", str(error.value))
+        for word in told[1].split(" or ") if told else ():
+            make_plan(task_of(validated(given.model_dump(mode="json"), [word])), ranks=4).check(gib)
+        for word in re.findall(r"\w+\.\w+=\w+", str(error.value)):
+            assert make_plan(task_of(validated(given.model_dump(mode="json"), [word])), ranks=4).total < plan.total
+
+
+def test_weights_that_a_node_has_twice_are_counted(config):
+    sizes = [make_plan(task_of(config(parallel={"zero_stage": 3, "node_ranks": ranks})), ranks=4).bytes["parameters"]
+             for ranks in (None, 2)]  # fmt: skip
+    assert sizes[1] == pytest.approx(3 * sizes[0], rel=0.01)
+    with pytest.raises(UserError, match="parallel.node_ranks: given 3; must divide the number of ranks, 4"):
+        make_plan(task_of(config(parallel={"zero_stage": 3, "node_ranks": 3})), ranks=4)
