@@ -7,7 +7,7 @@ import torch
 
 from titans_pt.config import Config
 from titans_pt.errors import UserError
-from titans_pt.forecasting.datasets import rows_of_a_day
+from titans_pt.forecasting.datasets import season
 from titans_pt.forecasting.protocol import errors, last_value, ridge, seasonal
 from titans_pt.forecasting.published import MODELS, TABLE3
 from titans_pt.runs.loaded import LoadedRun
@@ -38,10 +38,10 @@ class Forecasts:
                             "--csv FILE")  # fmt: skip
         self.lookback, self.horizon = run.task.lookback, run.task.settings.horizon
         self.parts = run.task.split(self.series, self.lookback)
-        self.day = rows_of_a_day(self.series)
+        self.season = season(self.series)
         self.jobs = ["model", "ridge on the lookback", "last value"]
-        if self.day <= self.lookback:
-            self.jobs.append("last day")
+        if self.season and self.season[1] <= self.lookback:
+            self.jobs.append(self.season[0])
         self.phases = [n * self.lookback // PHASES for n in range(PHASES)] if self.lookback >= PHASES else [0]
         starts = self._lookbacks()
         if starts and starts[-1] >= self.parts.test.start:  # a whole lookback, and its horizon, in the test's rows
@@ -58,11 +58,14 @@ class Forecasts:
             size = max(1, ROWS_AT_ONCE // channels) * channels * self.horizon
             mse, mae = errors(lambda x: forecast_with(self.loaded.model, x), test, size)
         else:
-            forecast = {
+            forecasts = {
                 "ridge on the lookback": lambda: ridge(self.parts.train),
                 "last value": lambda: last_value(self.horizon),
-                "last day": lambda: seasonal(self.horizon, self.day),
-            }[job]()
+            }
+            if self.season:
+                name, period = self.season
+                forecasts[name] = lambda: seasonal(self.horizon, period)
+            forecast = forecasts[job]()
             mse, mae = errors(forecast, test)
         return {"by": job, "mse": mse.tolist(), "mae": mae.tolist(), "n": len(test)}
 

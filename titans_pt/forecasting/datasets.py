@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from titans_pt.errors import UserError
-from titans_pt.forecasting.series import Series, columns_of, read_csv
+from titans_pt.forecasting.series import Series, columns_of, months_apart, read_csv, usual_step
 from titans_pt.tools.data_wheels import Wheel, fetch
 
 SIMBENCH = Wheel("simbench", "1.6.3", "8b48bdab2445286a96649eb18bb09476d000a0e212fd57fdba83399df54af4de")
@@ -33,7 +33,7 @@ FILES = {"ETTh1": "ETTh1.csv", "ETTh2": "ETTh2.csv", "ETTm1": "ETTm1.csv", "ETTm
          "ECL": "electricity.csv", "Traffic": "traffic.csv", "Weather": "weather.csv"}  # fmt: skip
 """The benchmarks of Table 3 and what everybody's files of them are called."""
 DAYS = {"ETTm1": 96, "ETTm2": 96, "Weather": 144}
-"""Rows of a day where these are not 24; of other series the dates say it."""
+"""Rows of a day of the benchmarks where these are not 24; of other series the dates say it."""
 CHANNELS = {"elecdemand": 2, "simbench-generation": 42, "simbench-loads": 96, "ETTh1": 7, "ETTh2": 7, "ETTm1": 7,
             "ETTm2": 7, "ECL": 321, "Traffic": 862, "Weather": 21}  # fmt: skip
 """Number of channels of each series that has a name."""
@@ -90,12 +90,19 @@ def _benchmark(path: Path) -> str | None:
     return name if name and len(columns_of(path)) == CHANNELS[name] else None
 
 
-def rows_of_a_day(series: Series) -> int:
-    """Period of the daily baseline in rows; 24 without dates, or if the step does not divide a day."""
-    if series.name in DAYS or not series.dates:
-        return DAYS.get(series.name, 24)
-    rows, rest = divmod(timedelta(days=1), series.dates[1] - series.dates[0])
-    return rows if rows > 1 and not rest else 24
+def season(series: Series) -> tuple[str, int] | None:
+    """Name and period in rows of the seasonal baseline, by the step of the dates: the last day where it divides a day,
+    the last week of days, the last year of months and quarters. None for other steps and without dates."""
+    if series.name in FILES:
+        return "last day", DAYS.get(series.name, 24)
+    if not series.dates:
+        return None
+    if months := months_apart(series.dates):
+        return ("last year", 12 // months) if months < 12 and not 12 % months else None
+    day, step = timedelta(days=1), usual_step(series.dates)
+    if step == day:
+        return "last week", 7
+    return ("last day", day // step) if step < day and not day % step else None
 
 
 def _chosen(series: Series, columns: Sequence[str] | None) -> Series:

@@ -55,7 +55,7 @@ class Series:
         """Spacing of the rows, for a reader; None without dates."""
         if not self.dates:
             return None
-        months = _months(self.dates)
+        months = months_apart(self.dates)
         return f"{months} month{'s' * (months > 1)}" if months else str(usual_step(self.dates))
 
     def following(self, count: int) -> list[str]:
@@ -63,7 +63,7 @@ class Series:
         rows = len(self.values)
         if not self.dates:
             return [str(rows + i) for i in range(count)]
-        if months := _months(self.dates):
+        if months := months_apart(self.dates):
             at_end = all(map(_ends_month, self.dates))
             return [str(_later(self.dates[-1], months * (i + 1), at_end)) for i in range(count)]
         step = usual_step(self.dates)
@@ -75,7 +75,7 @@ def usual_step(dates: Sequence[datetime]) -> timedelta:
     return Counter(b - a for a, b in zip(dates, dates[1:], strict=False)).most_common(1)[0][0]
 
 
-def _months(dates: Sequence[datetime]) -> int:
+def months_apart(dates: Sequence[datetime]) -> int:
     """Months between rows where all rows are the same number of months apart, 12 for years; else 0."""
     if len(dates) < 3 or len({date.time() for date in dates}) > 1:
         return 0
@@ -345,7 +345,7 @@ def _regular(
     path: Path, values: np.ndarray, dates: list[datetime], lines: list[int], gaps: str, notes: list[str]
 ) -> tuple[np.ndarray, list[datetime]]:
     """Rows at equal steps; absent ones are NaN where gaps are filled."""
-    if _months(dates):
+    if months_apart(dates):
         return values, dates
     step = usual_step(dates)
     places = [0]

@@ -1,6 +1,7 @@
 """Splits, scaling, windows and errors of the protocol: by hand, and by the closed-form linear row of real series."""
 
 import os
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 
 from titans_pt.errors import UserError
 from titans_pt.forecasting import protocol
-from titans_pt.forecasting.datasets import FILES, PACKAGED, load, rows_of_a_day
+from titans_pt.forecasting.datasets import FILES, PACKAGED, load, season
+from titans_pt.forecasting.series import Series
 from titans_pt.tools import data_wheels
 
 
@@ -77,11 +79,11 @@ def test_a_name_without_its_file(tmp_path):
         load("nothing", tmp_path)
     (tmp_path / "weather.csv").write_text("date,a\n2020-01-01 00:00,1\n2020-01-01 00:10,2\n2020-01-01 00:40,3\n")
     found = load("Weather", tmp_path)
-    assert rows_of_a_day(found) == 144 and "1 of 2 steps" in found.notes[0], "rows as everybody takes them"
+    assert season(found) == ("last day", 144) and "1 of 2 steps" in found.notes[0], "rows as everybody takes them"
     with pytest.raises(UserError, match="gap"):  # somebody's own file of that name, by its path
         load(str(tmp_path / "weather.csv"), tmp_path)
     own = load(str(tmp_path / "weather.csv"), tmp_path, gaps="fill")
-    assert own.name == "weather" and rows_of_a_day(own) == 144
+    assert own.name == "weather" and season(own) == ("last day", 144)
     columns = ",".join(f"c{n}" for n in range(7))
     rows = [f"2020-01-0{day},{','.join('1234567')}" for day in (1, 2, 3)]
     (tmp_path / "ETTh1.csv").write_text("\n".join([f"date,{columns}", *rows]))
@@ -111,3 +113,16 @@ def test_the_linear_row_of_a_real_series(name):
         parts = protocol.protocol(name, values, 96, horizon)
         found.append([each.mean() for each in protocol.errors(protocol.ridge(parts.train), parts.test)])
     assert np.mean(found, 0) == pytest.approx(REAL[name], abs=6e-4)
+
+
+@pytest.mark.parametrize("dates, expected", [
+    (["2020-01-01 00:00", "2020-01-01 00:30", "2020-01-01 01:00"], ("last day", 48)),
+    (["2020-01-01", "2020-01-02", "2020-01-03"], ("last week", 7)),
+    (["2020-01-01", "2020-02-01", "2020-03-01"], ("last year", 12)),
+    (["2019-12-31", "2020-03-31", "2020-06-30"], ("last year", 4)),
+    (["2018-01-01", "2019-01-01", "2020-01-01"], None), (["2020-01-01", "2020-01-08", "2020-01-15"], None),
+    (["2020-01-01 00:00", "2020-01-01 07:00", "2020-01-01 14:00"], None), (None, None),
+], ids=str)  # fmt: skip
+def test_the_seasonal_baseline_has_the_period_of_the_dates(dates, expected):
+    made = dates and [datetime.fromisoformat(date) for date in dates]
+    assert season(Series("own", ["a"], np.zeros((3, 1)), made, [])) == expected
