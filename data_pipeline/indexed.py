@@ -58,10 +58,11 @@ class IndexedWriter:
 
     Raises:
         OSError: from any method, when the disk is full or the folder not writable.
+        ValueError: from ``add`` and ``extend``, for ids beyond vocab_size, which the file might take for others.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int):
-        self._prefix = Path(prefix)
+        self._prefix, self._vocab_size = Path(prefix), vocab_size
         self._code = _code(vocab_size)
         self._dtype = np.dtype(DTYPES[self._code])
         self._count = 0
@@ -87,10 +88,13 @@ class IndexedWriter:
 
     def add(self, ids: Sequence[int]) -> None:
         """Appends one document of ``len(ids)`` tokens."""
-        self.extend(np.asarray(ids, self._dtype), np.array([len(ids)]))
+        self.extend(np.asarray(ids, None if len(ids) else self._dtype), np.array([len(ids)]))
 
     def extend(self, tokens: np.ndarray, sizes: np.ndarray) -> None:
         """Appends ``len(sizes)`` documents of these lengths, whose tokens are (sizes.sum(),) one after another."""
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self._vocab_size):
+            raise ValueError(f"{self._prefix}: ids from {tokens.min()} to {tokens.max()}, must be 0 to "
+                             f"{self._vocab_size - 1}")  # fmt: skip
         data = tokens.astype(self._dtype, copy=False).tobytes()
         self._bin.write(data)
         self._hash.update(data)

@@ -270,6 +270,8 @@ def fingerprint(source: SourceConfig, cached: bool = False, times: bool = True) 
 
             rows = hub.cached_version(source) if cached and hub.cached(source) else hub.version(source)
         case "indexed":
+            if source.path.endswith((".bin", ".idx")) and not Path(f"{source.path}.idx").exists():
+                raise UserError(f"data.sources: path: given {source.path!r}; leave {source.path[-4:]} out")
             IndexedDataset(source.path)  # says what is the matter, if anything is
             rows = [_state(Path(f"{source.path}{suffix}"), times) for suffix in (".bin", ".idx")]
     return hashlib.sha256(json.dumps([source.kind, source.text_column, rows]).encode()).hexdigest()

@@ -157,9 +157,10 @@ def full_disk(suffix):
     return fake
 
 
-def test_an_id_that_does_not_fit_is_refused(tmp_path):
-    with pytest.raises(OverflowError), IndexedWriter(tmp_path / "a", 10) as writer:
-        writer.add([70_000])
+@pytest.mark.parametrize("ids", [[70_000], [3, -1], [10], np.array([70_000])], ids=str)
+def test_an_id_that_does_not_fit_is_refused(tmp_path, ids):
+    with pytest.raises(ValueError, match="a: ids from .+, must be 0 to 9"), IndexedWriter(tmp_path / "a", 10) as writer:
+        writer.add(ids)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -308,3 +308,5 @@ def test_indexed_files_as_a_source(tmp_path):
     assert [(d.row, d.tokens.tolist()) for d in found] == [(0, [5, 6, 2]), (1, [7, 8]), (2, [9, 2])]
     with pytest.raises(UserError, match="nowhere.idx: No such file"):
         sources.fingerprint(SourceConfig(kind="indexed", path=str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match=r"data.sources: path: given .*a.bin'; leave .bin out"):
+        sources.fingerprint(SourceConfig(kind="indexed", path=str(tmp_path / "a.bin")))
