@@ -718,6 +718,32 @@ def needles_of_conversion() -> list[str]:
     return lines
 
 
+def needles_again() -> list[str]:
+    """Numbers found, and nats per token of the number, by the length of the document."""
+    by_length: dict[int, list[dict]] = {}
+    for row in map(json.loads, (RESULTS / "conversion/needles-again.jsonl").read_text().splitlines()):
+        by_length.setdefault(row["length"], []).append(row)
+    return [
+        line(f"{length:,}", f"{sum(row['score'] for row in rows):.0f} of {len(rows)}",
+             f"{sum(row['answer_nll'] for row in rows) / len(rows):.2f}")
+        for length, rows in sorted(by_length.items())
+    ]  # fmt: skip
+
+
+def packaged_sets() -> dict[str, dict]:
+    """Results of lm-eval by model."""
+    return json.loads((RESULTS / "conversion/commonsense.json").read_text())
+
+
+def accuracies() -> list[str]:
+    """LAMBADA's perplexity and the accuracies of the paper's Table 1, in percent, by model."""
+    return [
+        line(name, f"{math.exp(sum(found['lambada_nats']) / len(found['lambada_nats'])):.1f}",
+             *(f"{100 * share:.0f}" for share in found["accuracies"].values()), f"{100 * found['average']:.1f}")
+        for name, found in packaged_sets().items()
+    ]  # fmt: skip
+
+
 def which_layers() -> list[str]:
     record = json.loads((RESULTS / "conversion/layers.json").read_text())["layers_with_full_attention"]
     (_, full), (_, none) = record["all 30"], record["none"]
@@ -735,6 +761,8 @@ PAGES = {
         "| 96 steps of next tokens |": partial(beyond_the_window, LONGER),
         "| layers with full attention |": which_layers,
         "| RULER's needle in noise |": needles_of_conversion,
+        "| tokens of the document |": needles_again,
+        "| packaged sets |": accuracies,
     },
     README: {"| model | perplexity at 512 tokens |": overview},
     PAGE: {
