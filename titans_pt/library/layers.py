@@ -175,7 +175,7 @@ def mixer(name: str, d_model: int, n_heads: int | None = None, **settings: Any) 
     kind = MIXERS.find(name)
     if kind.around is not Mixer.around or kind.bind is not Mixer.bind:
         raise UserError(f"mixer: given {name!r}, whose layers depend on each other; train it as a whole model: "
-                        f"titans train 'model.mixers=[{name}]'")  # fmt: skip
+                        f"titans train quickstart 'model.mixers=[{name}]'")  # fmt: skip
     return _layer_of(kind)(d_model, n_heads, **settings)
 
 
