@@ -42,7 +42,11 @@ def default_init_std(config: MemoryConfig, shape: NetworkShape, d_in: int) -> fl
 
 def network_shape(width: int, config: MemoryConfig) -> NetworkShape:
     """The memory's network in heads of this width."""
-    inputs = Rule.of(config).width(width)
+    rule = Rule.of(config)
+    inputs, made = rule.width(width), rule.features(torch.zeros(1, width)).shape[-1]
+    if made != inputs:
+        raise TypeError(f"{type(rule).__name__}: its features of a head of {width} have a width of {made}, but width "
+                        f"says {inputs}")  # fmt: skip
     return NetworkShape(
         width, config.expansion * width, config.depth, config.norm, config.residual, config.activation,
         None if inputs == width else inputs,

@@ -51,7 +51,8 @@ class Rule:
     """Its own gates, by name."""
     compiled_loss: str | None = None
     """Equal loss in kernels/memory/native: "squared", or "huber" or "coordinate", whose threshold is the first own gate
-    (yaad.py). None: the C code does not serve the rule. A subclass with its own loss does not inherit it."""
+    (yaad.py). None: the C code does not serve the rule. A subclass with its own loss or features does not inherit it. C
+    knows no features: a rule with some that are keys and queries themselves at times says so by their width."""
     compiled_steps: bool = False
     """Whether :meth:`steps` are those that kernels/memory/native has: b = theta / (1 + theta ||x||^2), for both."""
     step: float = 1.0
@@ -69,6 +70,8 @@ class Rule:
                 cls.gradient_backward = Rule.gradient_backward
             if "compiled_loss" not in own:
                 cls.compiled_loss = None
+        if "features" in own and "compiled_loss" not in own:
+            cls.compiled_loss = None
         if "update" in own and "coefficients" not in own:
             raise TypeError(f"{cls.__name__}: update without coefficients, which the fast forms read; define both")
         if "steps" in own and "compiled_steps" not in own:
@@ -150,7 +153,11 @@ class Rule:
     they were; "truncate": none."""
 
     def shares(self, own: Own) -> Tensor:
-        """(..., window): the factors of these gradients, the token's own first; own (..., 1) each."""
+        """(..., window): the factors of these gradients, the token's own first; own (..., 1) each. By default these are
+        the first own gates."""
+        if len(own) < self.window:
+            raise TypeError(f"{type(self).__name__}: a window of {self.window} needs as many gates of its own, or "
+                            f"shares; it has {len(own)}")  # fmt: skip
         return torch.cat(own[: self.window], -1)
 
     def features(self, x: Tensor) -> Tensor:

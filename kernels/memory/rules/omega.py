@@ -30,6 +30,7 @@ class WindowRule(SquaredError):
 
     Settings: ClassVar[type[Section]] = WindowSettings
     settings: WindowSettings
+    compiled_loss = "squared"  # features of another degree are wider, and C leaves them
 
     def __init__(self, settings: Section | None = None):
         super().__init__(settings)

@@ -281,3 +281,43 @@ def test_it_trains_under_tensor_parallelism_and_zero(tiny, tmp_path):
     assert any("test_rule_contract" in path.name for path in (tmp_path / "hub").glob("*.py"))
     assert cli.run(["import", str(tmp_path / "hub"), "--out", str(tmp_path / "back")]) == 0
     torch.testing.assert_close(load_run(tmp_path / "back").model(ids)[0], run.model(ids)[0], rtol=0, atol=0)
+
+
+class Squares(Titans):
+    """Features as wide as keys, so that nothing but their values tells them from none."""
+
+    name = "squares"
+
+    def features(self, x):
+        return x * x.abs()
+
+
+class Wider(Titans):
+    name = "wider"
+
+    def features(self, x):
+        return torch.cat([x, x * x], -1)
+
+
+class Windowed(Titans):
+    name = "windowed"
+    window = 2
+
+
+def test_features_of_a_derived_rule_are_used():
+    """C knows none: it would write and read plain keys without a word."""
+    tensors, own = given(Squares(), 2)
+    found, defined = (run(Squares(), tensors, own, 2, backend, chunk_size=4) for backend in ("auto", "naive"))
+    for mine, theirs in zip(found, defined, strict=True):
+        assert_same(mine, theirs)
+    plain, _ = run(TITANS, tensors, own, 2, "auto", chunk_size=4)
+    assert (found[0][0] - plain[0]).abs().max() > 1e-3
+
+
+def test_what_a_rule_forgets_is_said():
+    config = MemoryConfig(rule="titans")
+    for rule, message in ((Wider, "Wider: its features of a head of 8 have a width of 16, but width says 8"),
+                          (Windowed, "Windowed: a window of 2 needs as many gates of its own, or shares; it has 0")):
+        RULES.register(rule)
+        with pytest.raises(TypeError, match=message):
+            NeuralMemory(16, 2, 4, config.model_copy(update={"rule": rule.name}), 1e-5)(torch.randn(1, T, 16))
