@@ -314,10 +314,11 @@ def test_features_of_a_derived_rule_are_used():
     assert (found[0][0] - plain[0]).abs().max() > 1e-3
 
 
-def test_what_a_rule_forgets_is_said():
-    config = MemoryConfig(rule="titans")
-    for rule, message in ((Wider, "Wider: its features of a head of 8 have a width of 16, but width says 8"),
-                          (Windowed, "Windowed: a window of 2 needs as many gates of its own, or shares; it has 0")):
-        RULES.register(rule)
-        with pytest.raises(TypeError, match=message):
-            NeuralMemory(16, 2, 4, config.model_copy(update={"rule": rule.name}), 1e-5)(torch.randn(1, T, 16))
+@pytest.mark.parametrize("rule, message", [
+    (Wider, "Wider: its features of a head of 8 have a width of 16, but width says 8"),
+    (Windowed, "Windowed: a window of 2 needs as many gates of its own, or shares; it has 0"),
+], ids=["features", "window"])  # fmt: skip
+def test_what_a_rule_forgets_is_said(rule, message, monkeypatch):
+    monkeypatch.setattr(Rule, "of", lambda config: rule())
+    with pytest.raises(TypeError, match=message):
+        NeuralMemory(16, 2, 4, MemoryConfig(), 1e-5)(torch.randn(1, T, 16))

@@ -10,7 +10,7 @@ from titans_pt.kernels.memory.rules import RULES
 from titans_pt.library import layers
 from titans_pt.models.mixers import MIXERS, Mixer
 
-ALONE = [name for name in MIXERS.names() if MIXERS.find(name).around is Mixer.around
+ALONE = [name for name in MIXERS.built_in() if MIXERS.find(name).around is Mixer.around
          and MIXERS.find(name).bind is Mixer.bind]  # fmt: skip
 """Mixers that are a layer by themselves."""
 REFUSED = re.compile("first derivatives only|derivative for .+ is not implemented")
@@ -55,7 +55,7 @@ def test_of_a_mixer(name):
     check(layers.mixer(name, 16, n_heads=2))
 
 
-@pytest.mark.parametrize("rule", RULES.names())
+@pytest.mark.parametrize("rule", RULES.built_in())
 @pytest.mark.parametrize("chunk", [4, 16])
 def test_of_a_memory(rule, chunk):
     torch.manual_seed(0)
