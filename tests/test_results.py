@@ -1011,6 +1011,9 @@ def test_what_a_conversion_is_read_as():
         for part in (WIDE_BEYOND, WIDE_NEAR):
             gains = ahead(wide[f"memories, {stage}"], wide[f"never written in training, {stage}"], part)
             assert with_error(gains) in text
+    full, window, memories, control = (found["lambada_nats"] for found in packaged_sets().values())
+    for before, after in ((window, full), (window, memories), (window, control), (control, memories)):
+        assert with_error([a - b for a, b in zip(before, after, strict=True)]) in text
     means = json.loads((RESULTS / "conversion/reads.json").read_text())["mean"]
     assert [round(share, 2) for share in means.values()] == [0.29, 0.28, 0.31, 0.43, 0.47]
     assert f"{with_error(ahead(plain, found['LiZA, low-rank adapters'], BEYOND))} nats above" in text
