@@ -619,6 +619,7 @@ MIXED = {
     "mixed-tuned": "memories, stages 1 and 2",
     "mixed-never-tuned": "never written in training, stages 1 and 2",
     "lora-96": "window, low-rank adapters, stage 2",
+    "liza-96": "LiZA, low-rank adapters, stage 2",
 }
 """Memories that are mixed in head by head, on the same text."""
 
@@ -1017,6 +1018,10 @@ def test_what_a_conversion_is_read_as():
     means = json.loads((RESULTS / "conversion/reads.json").read_text())["mean"]
     assert [round(share, 2) for share in means.values()] == [0.29, 0.28, 0.31, 0.43, 0.47]
     assert f"{with_error(ahead(plain, found['LiZA, low-rank adapters'], BEYOND))} nats above" in text
+    mixed = of_conversion(MIXED)
+    liza, plain = mixed["LiZA, low-rank adapters, stage 2"], mixed["window 64, 4 sinks"]
+    for part in (BEYOND, NEAR):
+        assert with_error(ahead(plain, liza, part)) in text
 
 
 if __name__ == "__main__":
