@@ -412,7 +412,7 @@ def test_token_files_of_others_are_a_source(config, tokenizer, texts, tmp_path):
     found = texts_of(tmp_path / "copied", "train") + texts_of(tmp_path / "copied", "validation")
     assert sorted(found) == sorted(texts)
     fails(config(data={"sources": [source]}), tmp_path / "data", "kind=indexed holds ids", "data.tokenizer.path")
-    with IndexedWriter(tmp_path / "theirs", VOCAB) as writer:
+    with IndexedWriter(tmp_path / "theirs", VOCAB + 1) as writer:
         writer.add([5, VOCAB])
     fails(
         config(data={"sources": [source], "tokenizer": given}),

@@ -207,7 +207,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
                 none.
             num_items_in_batch: the loss is the sum over all labels divided by this, not their mean: the Trainer's
                 count over all micro-batches of a step. It counts a first token behind padding on the left, which
-                nothing predicts: the loss is smaller by that share.
+                nothing predicts: the loss of training is smaller by that share.
 
         Raises:
             ValueError: a mask that hides other tokens; an argument that means nothing here.
@@ -239,9 +239,11 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             if bool(begins[:, 1:].any()):
                 starts = {"reset": begins.cpu()}
             if labels is not None:
-                # A first token behind padding, which nothing predicts, stays in the Trainer's num_items_in_batch: the
-                # number is of all micro-batches of a step, and one of them knows only its own.
-                labels = labels.masked_fill(~shown | begins, -100)
+                # The Trainer counts a first token behind padding, which nothing predicts. In training its number is of
+                # all micro-batches of a step, of which one knows only its own; an evaluation's is of this batch.
+                given, labels = labels, labels.masked_fill(~shown | begins, -100)
+                if not self.training and num_items_in_batch is not None and num_items_in_batch == _count(given):
+                    num_items_in_batch = _count(labels).clamp(min=1)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         self.model.blocks.set_activation_checkpointing(self.gradient_checkpointing)
         last_only = isinstance(logits_to_keep, int) and logits_to_keep == 1
@@ -315,6 +317,11 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
         """The states of the beams that go on."""
         return take_rows(past_key_values, beam_idx)
+
+
+def _count(labels: Tensor) -> Tensor:
+    """Number of labels (B, T) that the Trainer counts."""
+    return (labels[:, 1:] != -100).sum()
 
 
 def _rows(mask: Tensor, ids: Tensor, state: Any) -> tuple[Tensor, Tensor]:

@@ -116,6 +116,9 @@ class Foreign:
     x: int
 
 
+Foreign.__module__ = "elsewhere"  # other tests of this package define mixers
+
+
 class Named(NamedTuple):
     k: torch.Tensor
     n: int
