@@ -207,7 +207,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
                 none.
             num_items_in_batch: the loss is the sum over all labels divided by this, not their mean: the Trainer's
                 count over all micro-batches of a step. It counts a first token behind padding on the left, which
-                nothing predicts: the loss of training is smaller by that share.
+                nothing predicts: under gradient accumulation the loss is smaller by that share.
 
         Raises:
             ValueError: a mask that hides other tokens; an argument that means nothing here.
@@ -239,10 +239,10 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             if bool(begins[:, 1:].any()):
                 starts = {"reset": begins.cpu()}
             if labels is not None:
-                # The Trainer counts a first token behind padding, which nothing predicts. In training its number is of
-                # all micro-batches of a step, of which one knows only its own; an evaluation's is of this batch.
+                # The Trainer counts a first token behind padding, which nothing predicts. Where its number is of this
+                # batch alone, that is made up for; of several micro-batches one knows only its own first tokens.
                 given, labels = labels, labels.masked_fill(~shown | begins, -100)
-                if not self.training and num_items_in_batch is not None and num_items_in_batch == _count(given):
+                if num_items_in_batch is not None and num_items_in_batch == _count(given):
                     num_items_in_batch = _count(labels).clamp(min=1)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         self.model.blocks.set_activation_checkpointing(self.gradient_checkpointing)

@@ -258,7 +258,7 @@ def test_labels_and_what_they_are_divided_by(hub, ids):
         )
         assert sum(rows).item() == pytest.approx((mean * (count - first) / count).item(), rel=1e-5)
         alone = hub(ids, attention_mask=mask, labels=hidden, num_items_in_batch=count).loss
-        assert alone.item() == pytest.approx(mean.item(), rel=1e-6), "an evaluation's"
+        assert alone.item() == pytest.approx(mean.item(), rel=1e-6), "all labels are in this batch"
 
 
 def gradients(model, ids):
