@@ -992,6 +992,11 @@ def test_what_a_conversion_is_read_as():
             worth.setdefault(stage, []).append(ahead(memories, control, BEYOND))
     assert [with_error([sum(pair) / 2 for pair in zip(*gains, strict=True)]) for gains in worth.values()] == [
         "0.040 ± 0.006", "0.085 ± 0.020"]  # fmt: skip
+    frozen = of_conversion({"mixed-tuned-seed2-frozen": "frozen"})["frozen"]
+    second = of_conversion(SECOND)["memories, stages 1 and 2"]
+    assert with_error(ahead(second, frozen, WIDE_BEYOND)) in text and not any(ahead(second, frozen, WIDE_NEAR))
+    never = of_conversion(SECOND)["memories, stages 1 and 2, never written"]
+    assert f"{with_error(ahead(frozen, never, WIDE_BEYOND))} against never writing" in text
     longer = of_conversion(LONGER)
     memories, control = longer["memories"], longer["the same network, never written in training"]
     for part in (BEYOND, NEAR):
