@@ -50,12 +50,12 @@ def first_derivatives_only(backward: Callable[..., Gradients]) -> Callable[..., 
         with torch.no_grad():
             found = backward(ctx, saved, *upstream)
         causes = [t for t in (*upstream, *saved) if t is not None and t.requires_grad]
-        gradients = [found] if isinstance(found, Tensor) else list(found)
-        if causes:
-            given = [g for g in gradients if g is not None]
-            linked = iter(_FirstDerivatives.apply(len(given), *given, *causes))
-            gradients = [g if g is None else next(linked) for g in gradients]
-        return gradients[0] if isinstance(found, Tensor) else tuple(gradients)
+        if not causes:
+            return found
+        gradients = [found] if isinstance(found, Tensor) else found
+        given = [g for g in gradients if g is not None]
+        linked = iter(_FirstDerivatives.apply(len(given), *given, *causes))
+        return tuple(g if g is None else next(linked) for g in gradients)
 
     return checked
 

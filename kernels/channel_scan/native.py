@@ -30,10 +30,11 @@ def cpu_scan(
         return loop_scan(x, step, k, q, rate, state, reset)
     # Neighbouring channels make a vector: they come last.
     given = x, step, k, q, None if rate is None else rate.t(), state.mT, None if reset is None else reset.byte()
+    tensors = [None if t is None else t.contiguous() for t in given]
     if torch.is_grad_enabled():
-        out, after = _Scan.apply(*_ready(*given))
+        out, after = _Scan.apply(*tensors)
     else:
-        out, after, _ = _forward(_ready(*given), keep=False)
+        out, after, _ = _forward(tensors, keep=False)
     return out, after.mT
 
 
@@ -65,10 +66,6 @@ class _Scan(torch.autograd.Function):
         d_rate = None if rate is None else torch.empty_like(d_state)
         _run("backward", tensors, 4, starts, d_out.contiguous(), d_state, d_x, d_step, d_k, d_q, d_rate)
         return d_x, d_step, d_k.sum(0), d_q.sum(0), None if rate is None else d_rate.sum(0), d_state, None
-
-
-def _ready(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.contiguous() for t in tensors]
 
 
 def _forward(tensors: list[Tensor | None], keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:

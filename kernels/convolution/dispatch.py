@@ -43,9 +43,10 @@ def short_convolution(
     fits = not compiling and weight.shape[1] <= MAX_WIDTH and x.dtype == weight.dtype
     fits = fits and x.device == past.device == weight.device  # C takes addresses as they are
     if fits and native.unserved(SOURCE, x) is None:
+        tensors = _ready(x, past, weight, bias, reach)
         if not torch.is_grad_enabled():
-            return _forward(_ready(x, past, weight, bias, reach), silu, unit)
-        return _Convolution.apply(silu, unit, *_ready(x, past, weight, bias, reach))
+            return _forward(tensors, silu, unit)
+        return _Convolution.apply(silu, unit, *tensors)
     return finished(_convolved(x, past, weight, bias, reach, compiling), silu, unit)
 
 

@@ -58,11 +58,16 @@ def explained(name: str | Path, overrides: Sequence[str] = ()) -> str:
         origins |= dict.fromkeys(_leaves(tree), _shown(file))
     config = load_config(name, overrides)
     for item in overrides:
-        tree = with_todays_names(_nest(*parse_override(item)))
+        tree = _tree_of(item)
         origins |= dict.fromkeys(_leaves(tree), "command line")
     lines = [f"# the settings of {_shown(path)} and where each came from; sha256: {config_hash(config)}"]
     _explain(config.model_dump(mode="json"), (), origins, lines)
     return "\n".join(lines) + "\n"
+
+
+def _tree_of(override: str) -> dict:
+    """The tree of one ``key.path=value`` word."""
+    return with_todays_names(_nest(*parse_override(override)))
 
 
 def keys_of(overrides: Sequence[str]) -> list[str]:
@@ -71,7 +76,7 @@ def keys_of(overrides: Sequence[str]) -> list[str]:
     Raises:
         UserError: a word that is no override.
     """
-    trees = (with_todays_names(_nest(*parse_override(item))) for item in overrides)
+    trees = (_tree_of(item) for item in overrides)
     return [".".join(path) for tree in trees for path in _leaves(tree)]
 
 
@@ -112,7 +117,7 @@ def validated(tree: dict, overrides: Sequence[str] = (), model: bool = True) -> 
         tree: its values are of the types of their settings.
     """
     for item in overrides:
-        tree = _merge(tree, typed(with_todays_names(_nest(*parse_override(item))), Config))
+        tree = _merge(tree, typed(_tree_of(item), Config))
     try:
         config = Config.model_validate(tree if model else usual(tree))
     except ValidationError as error:

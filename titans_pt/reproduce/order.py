@@ -94,7 +94,7 @@ def _check_words(study: Study, order: Order):
     if order.config is None:  # with a config, it holds the folder and the seed
         remedies |= {"run.dir": "give --out DIR", "run.seed": "give --seeds N,..."}
         remedies["model.mixers"] = "give --models NAMES"
-        if order.rates or (study.rated and study.size in RATES):
+        if order.rates or _own_rates(study):
             remedies["train.lr"] = "give --rates LR,..."
     if order.tokens is not None:
         remedies |= dict.fromkeys(("train.max_steps", "train.warmup_steps"), "give --tokens alone")
@@ -103,9 +103,14 @@ def _check_words(study: Study, order: Order):
             raise UserError(f"{key}: given, but this command sets it; leave it out and {remedies[key]}")
 
 
+def _own_rates(study: Study) -> Grid | None:
+    """Learning rates that the study's rule tries; None where it has none."""
+    return RATES.get(study.size) if study.rated else None
+
+
 def _choice(study: Study, model: str, order: Order) -> Choice | None:
     """Choice of a model's learning rate; None: the configured one is taken."""
-    own = RATES.get(study.size) if study.rated else None
+    own = _own_rates(study)
     grid = Grid(tuple(order.rates)) if order.rates else own
     probe = cache(lambda rate: _probe(study, model, rate, order))
     return grid and Choice(grid, probe, named=bool(order.rates and own))

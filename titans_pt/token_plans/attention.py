@@ -8,7 +8,7 @@ from titans_pt.kernels.one_token import Map, Maps, Rotation
 from titans_pt.layers.attention import Attention, AttentionState
 from titans_pt.models.mixers.attention import AttentionMixer
 from titans_pt.token_plans.mixers import plans
-from titans_pt.token_plans.plan import TokenPlan, own, weight_of
+from titans_pt.token_plans.plan import TokenPlan, affine_map, own, weight_of
 
 
 def attention_plan(attention: nn.Module, x: Tensor, prefix: bool) -> TokenPlan:
@@ -41,7 +41,7 @@ def attention_plan(attention: nn.Module, x: Tensor, prefix: bool) -> TokenPlan:
 def attention_maps(attention: Attention, x: Tensor, rotation: Rotation) -> tuple[Map, Map, Map]:
     """Rotated queries and keys, and values, of a token x (B, d_model)."""
     return (
-        Map(x, weight_of(attention.q, with_bias=True), attention.q.bias, rotation=rotation),
+        affine_map(x, attention.q, rotation=rotation),
         *key_value_maps(attention, x, rotation),
     )
 
@@ -49,8 +49,8 @@ def attention_maps(attention: Attention, x: Tensor, rotation: Rotation) -> tuple
 def key_value_maps(attention: Attention, x: Tensor | int, rotation: Rotation) -> tuple[Map, Map]:
     """Rotated keys, and values, of a token x: (B, d_model), or the place of a map that makes it."""
     return (
-        Map(x, weight_of(attention.k, with_bias=True), attention.k.bias, rotation=rotation),
-        Map(x, weight_of(attention.v, with_bias=True), attention.v.bias),
+        affine_map(x, attention.k, rotation=rotation),
+        affine_map(x, attention.v),
     )
 
 

@@ -7,7 +7,7 @@ from titans_pt.models.mixers.mab import MAB, MABState
 from titans_pt.token_plans.attention import attention_plan
 from titans_pt.token_plans.memory import memory_plan
 from titans_pt.token_plans.mixers import plans
-from titans_pt.token_plans.plan import TokenPlan, weight_of
+from titans_pt.token_plans.plan import TokenPlan, affine_map, weight_of
 
 
 @plans(MAB)
@@ -19,7 +19,7 @@ def mab_plan(mixer: MAB, x: Tensor, term: Tensor) -> TokenPlan:
         out = Maps(len(x), of_memory, Map(attention.out, weight_of(mixer.out), term=0))
         steps: list[Step] = [out]
     else:
-        share = Maps(len(x), Map(x, weight_of(mixer.memory_share, with_bias=True), mixer.memory_share.bias))
+        share = Maps(len(x), affine_map(x, mixer.memory_share))
         mixed, mix = blend(attention.out, memory.out, share.out[0])
         out = Maps(len(x), Map(mixed, weight_of(mixer.out), term=term))
         steps = [share, mix, out]

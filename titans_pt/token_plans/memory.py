@@ -11,7 +11,7 @@ from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.memory import MemoryNetwork, NeuralMemory, NeuralMemoryState, Projection
 from titans_pt.layers.memory_gates import STRETCH, MemoryGates, share_for
 from titans_pt.token_plans.norm import norm_step
-from titans_pt.token_plans.plan import TokenPlan, Unplanned, own, plain, weight_of
+from titans_pt.token_plans.plan import TokenPlan, Unplanned, affine_map, own, plain
 
 
 def memory_plan(memory: nn.Module, x: Tensor) -> TokenPlan:
@@ -21,7 +21,7 @@ def memory_plan(memory: nn.Module, x: Tensor) -> TokenPlan:
         raise Unplanned
     gates = plain(memory.gates, MemoryGates)
     maps = [projection_map(part, x) for part in (memory.q, memory.k, memory.v)]
-    inputs = Maps(len(x), *maps, Map(x, weight_of(gates.linear, with_bias=True), gates.linear.bias))
+    inputs = Maps(len(x), *maps, affine_map(x, gates.linear))
     q, k, v, raw = inputs.out
     made, make_gates = _gates_step(gates, raw, v)
     weights, norm = plain(memory.network, MemoryNetwork).learned()
@@ -71,10 +71,11 @@ def recall_step(memory: nn.Module, queries: Tensor) -> tuple[Callable[[tuple[Ten
 def projection_map(projection: nn.Module, x: Tensor) -> Map:
     """Output of a projection for a token x (B, d_model), heads side by side."""
     projection = plain(projection, Projection)
-    weight, conv = weight_of(projection.linear, with_bias=True), plain(projection.conv, ShortConvolution)
-    unit, taps = len(weight) // projection.n_heads if projection.unit else 0, conv.weight if conv.width > 1 else None
+    linear, conv = plain(projection.linear, nn.Linear), plain(projection.conv, ShortConvolution)
+    unit = len(linear.weight) // projection.n_heads if projection.unit else 0
+    taps = conv.weight if conv.width > 1 else None
     activation = "identity" if projection.affine else "silu"
-    return Map(x, weight, projection.linear.bias, taps=taps, activation=activation, unit=unit)
+    return affine_map(x, linear, taps=taps, activation=activation, unit=unit)
 
 
 def _gates_step(

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from titans_pt.kernels.one_token import Maps, unserved
+from titans_pt.kernels.one_token import Map, Maps, unserved
 
 Module = TypeVar("Module", bound=nn.Module)
 Owner = TypeVar("Owner", bound=nn.Module)
@@ -140,18 +140,20 @@ def plain(module: Module, kind: type) -> Module:
     return module
 
 
-def weight_of(linear: nn.Linear, with_bias: bool = False) -> Tensor:
-    """The weight of a :func:`plain` linear layer.
-
-    Args:
-        with_bias: the plan adds the layer's bias, if it has one.
+def weight_of(linear: nn.Linear) -> Tensor:
+    """The weight of a :func:`plain` linear layer without a bias.
 
     Raises:
         Unplanned: also where a layer that has none in this project has a bias.
     """
-    if plain(linear, nn.Linear).bias is not None and not with_bias:
+    if plain(linear, nn.Linear).bias is not None:
         raise Unplanned
     return linear.weight
+
+
+def affine_map(x: Tensor | int, linear: nn.Linear, **options: Any) -> Map:
+    """Output of a :func:`plain` linear layer for x, with its bias if it has one; options: other fields of the map."""
+    return Map(x, plain(linear, nn.Linear).weight, linear.bias, **options)
 
 
 def own(module: nn.Module, kind: type[Module]) -> Module:

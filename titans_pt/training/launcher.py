@@ -101,9 +101,10 @@ def options(environment: Mapping[str, str], program: Sequence[str] = ()) -> list
         UserError: a variable is missing or not a number; no GPU, and no number of processes.
     """
     processes = _number(environment, "PROCESSES", torch.cuda.device_count())
-    if not processes and (given := variable(environment, "PROCESSES"))[1]:
-        raise UserError(f"{given[0]}: given {given[1]!r}; must be at least 1")
     if not processes:
+        name, given = variable(environment, "PROCESSES")
+        if given:
+            raise UserError(f"{name}: given {given!r}; must be at least 1")
         raise UserError("TITANS_PROCESSES is not set, and this machine has no GPU; set it to the number of processes "
                         "per node")  # fmt: skip
     found = ["--nproc_per_node", str(processes), "--max_restarts", str(_number(environment, "RESTARTS", 3))]

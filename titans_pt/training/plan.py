@@ -29,8 +29,7 @@ GIB = 2**30
 PROBE_TOKENS = 1024
 """Measurements with real numbers use one row of at most this many tokens, on the CPU."""
 MODEL_KINDS = ("parameters", "gradients", "optimiser", "communication")
-BLOCK_KINDS = ("activations", "memory states", "memory scratch")
-"""Kinds of memory; all others belong to the task's output end."""
+"""Kinds of memory that the model and its optimiser take; all others are of activations."""
 WEIGHT_BYTES, MOMENT_BYTES = 4, 8
 """fp32 bytes in a checkpoint: of a parameter, and of AdamW's two moments of a trained one."""
 MULTIPROCESSORS = 132
