@@ -24,8 +24,7 @@ WRITES = "run.dir"
 )
 @click.option(
     "--write-cost", type=real(lambda x: 0 <= x <= 1000, "a number from 0 to 1000"), metavar="X",
-    help="weight of the cost on writing (model.memory.write_cost); above 0, "
-         "training runs to train.max_steps, since gates close late",
+    help="weight of the cost on writing (model.memory.write_cost)",
 )  # fmt: skip
 @click.option(
     "--asked", type=COUNTS, default="1024,2048,4096,8192,16384,32768,65536", metavar="TOKENS,...",
@@ -50,7 +49,7 @@ def needles(
 
     given = {
         "needles.needles": count, "needles.lengths": lengths and f"'{lengths}'", "needles.held_out": held_out,
-        "model.memory.write_cost": write_cost, "train.stop_when": "null" if write_cost else None,
+        "model.memory.write_cost": write_cost,
     }  # fmt: skip
     words = (*overrides, *(f"{key}={value}" for key, value in given.items() if value is not None))
     return shorthand.needles(config, words, models, asked, asked_needles or (), answers, noise, ranks)
