@@ -1,46 +1,56 @@
 """Settings: plain data, checked, read from YAML, documented. What is here imports no torch.
 
-The tree itself is at hand as ``titans_pt.config``: ``from titans_pt.config import Config, Section``.
+The tree and its sections are at hand as ``titans_pt.config``: ``from titans_pt.config import Config, Section``.
 """
 
-from titans_pt.config.tree import (
-    FORMER_NAMES,
-    NEEDLE_TASKS,
-    PATH,
-    AttentionConfig,
-    BabilongConfig,
-    CachingConfig,
-    Config,
+from titans_pt.config.data import (
     DataConfig,
-    EvaluationConfig,
-    Fraction,
     GenomeName,
+    SourceConfig,
+    TokenizerConfig,
+)
+from titans_pt.config.evaluation import (
+    NEEDLE_TASKS,
+    BabilongConfig,
+    EvaluationConfig,
     HarnessConfig,
+    NeedleConfig,
+    NeedlesInNoiseConfig,
+    PerplexityConfig,
+    RecallConfig,
+)
+from titans_pt.config.fields import (
+    PATH,
+    Fraction,
+    NonNegative,
+    NoSettings,
+    Once,
+    PathName,
+    Positive,
+    Section,
+    Seed,
+)
+from titans_pt.config.model import (
+    FORMER_NAMES,
+    AttentionConfig,
+    CachingConfig,
     HierarchyConfig,
     LoraConfig,
     MemoryConfig,
     ModelConfig,
-    NeedleConfig,
-    NeedlesInNoiseConfig,
-    NonNegative,
-    NoSettings,
-    Once,
-    ParallelConfig,
-    PathName,
-    PerplexityConfig,
-    Positive,
     ReadCachingConfig,
-    RecallConfig,
     RopeScaling,
-    RunConfig,
-    Section,
-    Seed,
-    SourceConfig,
-    TokenizerConfig,
+    with_todays_names,
+)
+from titans_pt.config.train import (
+    ParallelConfig,
     TrainConfig,
+)
+from titans_pt.config.tree import (
+    Config,
+    RunConfig,
     WandbConfig,
     config_hash,
-    with_todays_names,
 )
 
 __all__ = [

@@ -1,5 +1,5 @@
-"""The settings as a JSON schema, for editors, and as a page, for readers: both made from tree.py and from the
-sections of mixers, memory rules and tasks.
+"""The settings as a JSON schema, for editors, and as a page, for readers: both made from the sections in this
+folder and those of mixers, memory rules and tasks.
 
 ``python -m titans_pt.config.docs`` in the root of the repository writes configs/schema.json and docs/settings.md.
 Sections inside sections, lists and dicts are followed everywhere; nothing here knows a section by name.
@@ -13,7 +13,9 @@ from typing import Any
 from pydantic import BaseModel, Field, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from titans_pt.config.tree import Config, MemoryConfig, ModelConfig, Section
+from titans_pt.config.fields import Section
+from titans_pt.config.model import MemoryConfig, ModelConfig
+from titans_pt.config.tree import Config
 from titans_pt.registry import Registry
 from titans_pt.tools.markdown import markdown_table
 
@@ -25,8 +27,8 @@ _INHERIT = {
 _INTRODUCTION = """\
 # All settings
 
-`make settings` writes this page from [titans_pt/config/tree.py](../titans_pt/config/tree.py) and the settings of
-mixers and tasks; do not edit it here.
+`make settings` writes this page from the sections in [titans_pt/config/](../titans_pt/config/tree.py) and the
+settings of mixers, memory rules and tasks; do not edit it here.
 
 A YAML file holds them as a tree; `key.path=value` on the command line wins over the file. A setting that is left out
 has its default. `inherit: FILE` or `inherit: [FILE, ...]` at the top of a file inherits the settings of other files.

@@ -8,10 +8,11 @@ from pydantic import ValidationError
 
 from titans_pt.config.checks import checked
 from titans_pt.config.history import as_stored
+from titans_pt.config.model import with_todays_names
 from titans_pt.config.names import CONFIGS, find_config
 from titans_pt.config.place import in_its_place, is_of_a_run
 from titans_pt.config.plain import usual
-from titans_pt.config.tree import Config, config_hash, with_todays_names
+from titans_pt.config.tree import Config, config_hash
 from titans_pt.config.values import expanded, typed
 from titans_pt.config.words import one_line
 from titans_pt.config.yaml import parse_override, parse_yaml, write_yaml

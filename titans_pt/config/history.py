@@ -3,7 +3,8 @@
 import copy
 from typing import Any, TypeVar
 
-from titans_pt.config.tree import Config, Section
+from titans_pt.config.fields import Section
+from titans_pt.config.tree import Config
 
 S = TypeVar("S", bound=Section)
 

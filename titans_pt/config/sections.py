@@ -4,7 +4,7 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
 
-from titans_pt.config.tree import Section
+from titans_pt.config.fields import Section
 from titans_pt.config.values import typed
 from titans_pt.config.words import one_line
 from titans_pt.errors import UserError

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from titans_pt.config.fields import PATH
 from titans_pt.config.plain import Unquoted
-from titans_pt.config.tree import PATH
 from titans_pt.errors import UserError
 
 

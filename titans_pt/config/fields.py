@@ -1,0 +1,26 @@
+"""What the settings tree is made of: its kind of section, and the kinds of values that many sections have."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Once = AfterValidator(lambda entries: entries and list(dict.fromkeys(entries)))
+"""Annotates a list of things to measure: an entry that is listed twice is measured once."""
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+PATH = "path"
+PathName = Annotated[str, PATH]
+"""A file or folder: ``~`` and ``$VARIABLES`` in it are expanded where settings are read (values.py)."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class NoSettings(Section):
+    """Empty section of mixers, tasks and memory rules without settings of their own."""
