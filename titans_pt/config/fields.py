@@ -1,4 +1,4 @@
-"""What the settings tree is made of: its kind of section, and the kinds of values that many sections have."""
+"""Kind of section and kinds of values that the settings tree is made of."""
 
 from typing import Annotated
 
