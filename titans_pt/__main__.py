@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from titans_pt.errors import EXIT_USER
+from titans_pt.tools.stacks import stacks_to
 
 
 def usable_streams() -> None:
@@ -50,6 +51,7 @@ def main() -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     usable_streams()
     usable_home()
+    stacks_to()
     try:
         from titans_pt.cli import run  # not at the top: it needs click, which the layers do without
     except ModuleNotFoundError as error:

@@ -28,8 +28,14 @@ _OS_REMEDIES = {
     errno.EROFS: ("its disk can only be read", "a place on one that can be written to"),
     errno.EISDIR: ("a file belongs there: move the folder away", "another place"),
     errno.ENOTDIR: ("a part of the path is a file", "another place"),
+    errno.EFBIG: ("raise the limit of a file's size (ulimit -f)", "a place on a disk that takes larger files"),
+    errno.ENAMETOOLONG: ("its name is too long", "a shorter one"),
+    errno.ELOOP: ("its links lead in a circle", "another place"),
+    errno.EMFILE: ("raise the limit of open files (ulimit -n)", ""),
 }
 """Remedy or cause, and value to set the command's WRITES to."""
+_DISK_FAILED = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENODEV)
+"""Errors of a disk or of its server, which a launcher's next start may not meet."""
 _CPU_OUT_OF_MEMORY = r"can't allocate memory|not enough memory"
 _LOST_PEER = r"connection (closed|reset|refused)|broken pipe|socket closed|remote process exited|ncclRemoteError"
 
@@ -90,12 +96,15 @@ def run(arguments: list[str]) -> int:
             raise
         return 128 + signal.SIGPIPE
     except OSError as error:
+        if error.filename and error.errno in _DISK_FAILED:
+            return _fail(f"{error.filename}: {os.strerror(error.errno)}; its disk, or the server that has it, failed; "
+                         "the same command continues once it answers", 1)  # fmt: skip
         if error.errno not in _OS_REMEDIES:
             raise
         where = error.filename or meta.get(SUBJECT, "titans")
         remedy, place = _OS_REMEDIES[error.errno]
         writes = program.commands.writes(context.invoked_subcommand)
-        other = f", or set {writes} to {place}" if writes else ""
+        other = f", or set {writes} to {place}" if writes and place else ""
         return _fail(f"{where}: {os.strerror(error.errno)}; {remedy}{other}")
     except MemoryError:
         return _fail(f"out of memory (CPU): {_MEMORY}")

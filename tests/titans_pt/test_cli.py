@@ -259,7 +259,9 @@ def test_a_full_disk(run_copy, failing, monkeypatch):
     ("benchmark memory --out {}/out", "titans_pt.benchmarks.memory.benchmark_memory", "--out"),
     ("generate run --prompt a", "titans_pt.evaluation.generate", "--save-state"),
 ])  # fmt: skip
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR])
+@pytest.mark.parametrize("code", [
+    errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP,
+])  # fmt: skip
 def test_the_remedy_is_one_that_the_command_has(words, action, place, code, failing, tmp_path, monkeypatch):
     def broken(*_, **__):
         raise OSError(code, os.strerror(code), "/the/file")

@@ -25,9 +25,9 @@ class TrainConfig(Section):
     A step: return to its checkpoint. Later ones are moved to checkpoints/set-aside, not deleted.
     Started again, the same command (the same settings of train) continues from its newest checkpoint."""
     init_from: PathName | None = None
-    """Initial weights, without optimiser state: a run's folder (its newest checkpoint), one of its checkpoints, or a
-    folder that ``titans export`` wrote. Data, schedule and data.seq_len may differ. Ignored once the run has its own
-    checkpoint. Null: random initialisation."""
+    """Initial weights, without optimiser state: a run's folder (its newest checkpoint, with train.patience the best),
+    one of its checkpoints, or a folder that ``titans export`` wrote. Data, schedule and data.seq_len may differ.
+    Ignored once the run has its own checkpoint. Null: random initialisation."""
     init_fresh: list[str] = []
     """Parameters to initialise randomly instead of from init_from, by name or pattern (blocks.5.*); they may be missing
     there or have another shape. All others must match."""
@@ -65,9 +65,9 @@ class TrainConfig(Section):
     """Adds the gradient of z_loss * (log Z)^2, which keeps log Z, the log of the sum of exp(logits), near 0 (PaLM:
     1e-4). Losses are reported without it."""
     spike_deviations: Annotated[float, Field(gt=0.0)] | None = None
-    """Skip a step whose loss is more than this many running standard deviations above the running mean. Null: skip
-    none."""
-    spike_window: Positive = 100
+    """Skip a step whose loss is more than this many running standard deviations above the running mean. Above
+    sqrt(W / (W - 1)) with W = spike_window: the limit then rises to a new level that stays. Null: skip none."""
+    spike_window: Annotated[int, Field(ge=2)] = 100
     """Approximate window of the running mean and deviation, in steps; no step is skipped before it is full."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""

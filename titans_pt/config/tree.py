@@ -129,6 +129,15 @@ class Config(Section):
             t.stop_when,
             "only with train.eval_every above 0, the steps between two validations",
         )
+        # Every loss at the limit multiplies the running variance by (1 - 1/W)(1 + d^2 / W): it must be above 1.
+        least = math.sqrt(t.spike_window / (t.spike_window - 1))
+        need(
+            t.spike_deviations is None or t.spike_deviations > least,
+            "train.spike_deviations",
+            t.spike_deviations,
+            f"must be above {least:.4g} with train.spike_window={t.spike_window}, else a loss that stays higher "
+            "would be skipped for ever",
+        )
         need(
             t.stop_at is None or t.stop_at <= t.max_steps,
             "train.stop_at",

@@ -215,7 +215,7 @@ def describe(config: Config, folder: RunFolder, parameters: int, began: int, sec
         "tokens": step * tokens,
         "lr": config.train.lr,
         "validation_loss": best.get("loss", last),
-        "skipped": sum(row["kind"] == "nonfinite" for row in metrics),
+        "skipped": sum(row["kind"] in ("nonfinite", "spike") for row in metrics),
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "tokens_per_cpu_second": done / seconds if seconds and done > step * tokens / 4 else None,
         "hardware": hardware(about),

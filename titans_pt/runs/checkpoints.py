@@ -206,6 +206,8 @@ def _complete(temporary: Path, final: Path, files: dict[str, Any], state: Traine
 
 def verify(path: Path) -> list[str]:
     """Problems of a checkpoint, each one line; empty when it is complete and no byte has changed."""
+    if not path.exists():
+        return ["it does not exist"]
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         if manifest["format"] not in (FORMAT, SHARDED):

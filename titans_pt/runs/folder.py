@@ -122,7 +122,11 @@ class RunFolder:
 
     def write_settings(self, config: Config):
         """config.yaml (resolved; its hash and a checksum of its lines in comments) and versions.json, with where the
-        paths in it count from."""
+        paths in it count from.
+
+        train.resume is that of one start: a run that is continued from its own config.yaml continues (auto).
+        """
+        config = config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})})
         text = resolved_yaml(config)
         head = f"# sha256 of the settings: {config_hash(config)}\n{_LINES}{_crc(text.encode())}\n"
         write_text(self.config, head + text)

@@ -41,7 +41,11 @@ MEETING = 10.0
 
 
 class Agent(LocalElasticAgent):
-    """Agent that starts a node's processes and watches them. torch 2.11 to 2.13 call these two methods."""
+    """Agent that starts a node's processes and watches them. torch 2.11 to 2.13 call these methods."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        signal.signal(signal.SIGUSR2, self._pass_on)  # for the processes' stacks; alone it would end the agent
 
     def _monitor_workers(self, worker_group):
         result = super()._monitor_workers(worker_group)
@@ -59,8 +63,7 @@ class Agent(LocalElasticAgent):
         super()._shutdown()
 
     def _pass_on(self, number: int, _frame):
-        assert self._pcontext
-        for process in self._pcontext.pids().values():
+        for process in self._pcontext.pids().values() if self._pcontext else ():
             try:
                 os.kill(process, number)
             except ProcessLookupError:
@@ -206,6 +209,7 @@ def launch(program: Sequence[str]) -> int:
     # A separate store for every start of the processes: in a shared one, restarted processes find the addresses of
     # those that were killed, and never meet (torch 2.13 with gloo).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    signal.signal(signal.SIGUSR2, lambda *_: None)  # until there are processes to pass it on to
     api.LocalElasticAgent = Agent  # type: ignore[misc]  # torch has no other place for an agent of one's own
     try:
         grace(os.environ)  # its errors now rather than at a stop

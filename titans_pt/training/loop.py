@@ -27,6 +27,7 @@ from titans_pt.runs.folder import RunFolder
 from titans_pt.runs.tensorboard_log import TensorBoardLog
 from titans_pt.runs.wandb_log import WandbLog
 from titans_pt.tasks import Samples, Task, TaskData, task_of
+from titans_pt.tools.files import check_room
 from titans_pt.tools.screen import say
 from titans_pt.training.epochs import epochs_text, repeated
 from titans_pt.training.gauges import Gauges, lost_to
@@ -63,6 +64,9 @@ def train(config: Config) -> int:
         watch = stack.enter_context(Watchdog(ranks, config.train.timeout))
         task = task_of(config)
         ranks.on_first(lambda: _announce(task, ranks))  # before anything is written
+        if config.run.spare_dir:
+            spare = Path(config.run.spare_dir)
+            ranks.on_first(lambda: check_room(spare, "run.spare_dir", folder=True))
         folder = RunFolder(config.run.dir)
         data = task.open()
         _check_alike(data, config, ranks)
@@ -142,9 +146,7 @@ class Trainer:
         self.engine = build_engine(task, start, ranks)
         if self.step:  # a validation that a stop left undone is one of this step
             self.engine.backbone.set_progress(self.step / train.max_steps)
-        self.saver = Saver(
-            folder, config, self.engine, ranks, watch, state.step if state else None, self._state, self._send_checkpoint
-        )
+        self.saver = Saver(folder, config, self.engine, ranks, watch, state, self._state, self._send_checkpoint)
         self.batch_samples = train.batch_tokens // seq_len
         grid = self.engine.topology
         self.loader = Loader(data.train, self.engine.micro_batch, grid.data.rank, grid.data.size, self.batch_samples)
@@ -160,6 +162,8 @@ class Trainer:
             if record["kind"] == "train":
                 self.loss = record["loss"]
             elif record["kind"] == "validation":
+                if record["step"] == self.step and start.revalidate:
+                    continue
                 self._note_validation(record, record["step"])
                 if record["step"] == self.step and self._due:  # taken after this step's checkpoint, at a stop
                     self.patience.note(self.step, _number(record["validation_loss"]))
@@ -303,7 +307,7 @@ class Trainer:
                     **{f"{part}_seconds": spent for part, spent in parts.items()},
                     **self.gauges.read(parts, speed),
                     **step.memory,
-                    skipped=self.nonfinite,
+                    skipped=self.skipped,
                 )
         else:
             self._note_skipped(loss, first_sample, step.limit if step.limit < loss < math.inf else None)
@@ -332,6 +336,11 @@ class Trainer:
             self.engine.validate([(first, torch.ones(1, device=self.ranks.device))])
             return means()
 
+    @property
+    def skipped(self) -> int:
+        """Steps without an update so far: spikes, and those that were not finite."""
+        return self.nonfinite + self.spikes.skipped
+
     def _note_skipped(self, loss: float, first_sample: int, limit: float | None):
         """Records a skipped step: weights and moments stay as they were, the data position advances.
 
@@ -346,7 +355,7 @@ class Trainer:
             positions = range(first_sample, first_sample + self.batch_samples)
             log.warning("step %d was skipped: its loss (%s) %s; samples %d to %d",
                         self.step, loss, why, positions[0], positions[-1])  # fmt: skip
-            self._log(kind, loss=loss, skipped=self.nonfinite, in_a_row=self.nonfinite_in_a_row, limit=limit,
+            self._log(kind, loss=loss, skipped=self.skipped, in_a_row=self.nonfinite_in_a_row, limit=limit,
                       positions=[positions[0], positions[-1]],
                       samples=[self.data.train.describe(p) for p in positions])  # fmt: skip
 
@@ -508,7 +517,7 @@ class Trainer:
         self._say(
             f"step {self.step} of {self.config.train.max_steps}: training loss {number(self.first_loss)} -> "
             f"{number(self.loss)}, validation {number(self.validation_loss)}{known} ({self.task.unit}); "
-            f"{self.nonfinite} steps skipped"
+            f"{self.skipped} steps skipped"
         )
         if ended := self._ended():
             self._say(f"ended by {ended}")

@@ -1,7 +1,7 @@
 """Start of a run: at step 0, or at a checkpoint that its settings can continue."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ class Start:
     checkpoint, state: the checkpoint that it continues; None: it starts.
     branch: it leaves later checkpoints behind (train.resume=STEP), which are to be set aside before its first step.
     weights: source of the first weights of a run that starts; None: it draws them.
+    revalidate: its validation is another one than the checkpoint's, whose losses say nothing here.
     """
 
     config: Config
@@ -39,6 +40,7 @@ class Start:
     state: TrainerState | None = None
     weights: Weights | None = None
     branch: bool = False
+    revalidate: bool = False
 
 
 def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start:
@@ -70,7 +72,28 @@ def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start
     check_resumable(path, state, task, config, identity)
     _check_end(path, state, config, folder)
     later = any(checkpoints.step_of(each) > state.step for each in found)
-    return Start(config, path, state, branch=isinstance(resume, int) and later)
+    revalidate = not _same_validation(state, config)
+    if config.train.patience and state.best and (why := _without_best(state, folder, revalidate)):
+        log.warning("train.patience: %s; it counts from step %d on", why, state.step)
+        state = replace(state, best={})
+    return Start(config, path, state, branch=isinstance(resume, int) and later, revalidate=revalidate)
+
+
+def _same_validation(state: TrainerState, config: Config) -> bool:
+    """Whether the losses of the checkpoint's validations are comparable with those to come."""
+    old, new = completed(state.config), config.model_dump(mode="json")
+    settings = (("train", "eval_samples"), ("data", "reset_at_documents"))
+    return all(old[section].get(key) == new[section][key] for section, key in settings)
+
+
+def _without_best(state: TrainerState, folder: RunFolder, revalidate: bool) -> str:
+    """The reason why the best validation so far does not count any more; "" where it does."""
+    if revalidate:
+        return "the validation is another one than before (train.eval_samples, data.reset_at_documents)"
+    step = int(state.best["step"])
+    if step != state.step and not checkpoints.checkpoint_path(folder.checkpoints, step).is_dir():
+        return f"the checkpoint of the best validation, of step {step}, is gone"
+    return ""
 
 
 def set_aside(folder: RunFolder, step: int):
@@ -161,8 +184,10 @@ def check_resumable(path: Path, state: TrainerState, task: Task, config: Config,
         )
     for key, now in identity.items():
         if (was := state.identity.get(key, now)) != now:  # an earlier version did not write all of them
+            for own, before, given in differences(old.get(task.name, {}), new.get(task.name, {})):
+                raise UserError(f"{task.name}.{own}: given {given!r}, but {path} was trained with {before!r}; {remedy}")
             raise UserError(f"{task.differs(key, path, was, now)}; {remedy}")
-    _tell_schedule(old, config, state.step + 1)
+    _tell_schedule(old, config, state.step + 1, task)
     for key, was, now in differences(old, new):
         if key.partition(".")[0] in ("train", "parallel", "data"):
             log.info("resumed at step %d with another %s: %r, was %r", state.step, key, now, was)
@@ -184,8 +209,9 @@ def _check_end(path: Path, state: TrainerState, config: Config, folder: RunFolde
                     f"another run.dir to start from scratch{back}")  # fmt: skip
 
 
-def _tell_schedule(old: dict, config: Config, step: int):
-    """Warns when settings changed that move the learning rate, which is a function of the step."""
+def _tell_schedule(old: dict, config: Config, step: int, task: Task):
+    """Warns when settings changed that move the learning rate, or the stages of a task's lengths: both are functions of
+    the step."""
     try:
         was, now = TrainConfig.model_validate(old.get("train")), config.train
     except ValidationError:  # of a version whose settings this one cannot read
@@ -198,3 +224,7 @@ def _tell_schedule(old: dict, config: Config, step: int):
     if changed:
         log.warning("another schedule (%s): the learning rate of step %d is %.3g, with the former settings it would be "
                     "%.3g", "; ".join(changed), step, learning_rate(step, now), learning_rate(step, was))  # fmt: skip
+    if was.max_steps != now.max_steps and hasattr(task.settings, "lengths"):
+        parts = [f"{min(1.0, (step - 1) / steps):.0%}" for steps in (now.max_steps, was.max_steps)]
+        log.warning("the stages of %s.lengths are parts of train.max_steps: step %d begins after %s of them, with the "
+                    "former settings after %s", task.name, step, *parts)  # fmt: skip

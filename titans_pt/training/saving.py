@@ -37,21 +37,23 @@ class Saver:
     while steps are not finite: the weights may be ruined already, and what would be deleted is healthy.
 
     Args:
-        step: of the checkpoint that the run continues from; None: it starts.
+        start: of the checkpoint that the run continues from; None: it starts.
         state: what belongs into a checkpoint taken now, apart from tensors.
         written: called on rank 0 with the path of every checkpoint, from another thread.
 
     Attributes:
         step: of the newest checkpoint; None: there is none yet.
+        best: which it says is the best one, with train.patience.
         postponed: one is due since a step that was not finite.
     """
 
     def __init__(
         self, folder: RunFolder, config: Config, engine: Engine, ranks: Ranks, watch: Watchdog,
-        step: int | None, state: Callable[[], TrainerState], written: Callable[[Path], None],
+        start: TrainerState | None, state: Callable[[], TrainerState], written: Callable[[Path], None],
     ):  # fmt: skip
         self.folder, self.config, self.engine, self.ranks, self.watch = folder, config, engine, ranks, watch
-        self.step, self.state, self.written, self.postponed = step, state, written, False
+        self.step, self.best = (start.step, start.best) if start else (None, {})
+        self.state, self.written, self.postponed = state, written, False
         self._writing, self._joining, self._stopped = BackgroundTask(), BackgroundTask(), threading.Event()
         self._error: OSError | None = None
 
@@ -67,13 +69,15 @@ class Saver:
     def save(self):
         """Takes a checkpoint of the engine as it is, unless it was just taken or loaded. Training may go on at once.
 
+        A validation after that (a stop came first) may have made another checkpoint the best: it is taken once more.
+
         After a step that was not finite it is postponed: the next call after a finite one takes it.
 
         Raises:
             OSError: as :meth:`wait`, of the one before.
         """
         state = self.state()
-        if self.step == state.step:
+        if self.step == state.step and state.best in ({}, self.best):
             return
         self.postponed = state.nonfinite_in_a_row > 0
         if self.postponed:
@@ -85,7 +89,7 @@ class Saver:
             tensors = self._gather(state.step)
             if self.ranks.first:
                 self._writing.start(partial(self._write, *tensors, state))
-        self.step = state.step
+        self.step, self.best = state.step, state.best
 
     def wait(self):
         """Returns when the last checkpoint is on the disk.
@@ -166,14 +170,17 @@ class Saver:
         train, end = self.config.train, step - in_a_row
         early = in_a_row < train.max_nonfinite and end > 0
         steps = self.ranks.on_first(lambda: checkpoints.steps_of(self.folder.checkpoints))
+        newest = self.ranks.on_first(lambda: checkpoints.list_checkpoints(self.folder.checkpoints)[-1:])
+        again = (f"continue from a healthy checkpoint: train.resume={checkpoints.step_of(newest[0])} or an earlier one"
+                 if newest else "run the command again, which then starts from scratch")  # fmt: skip
         why = (
             f"train.max_nonfinite: the last {in_a_row} steps (to {step}) had a loss or gradient that is not finite; "
             f"nothing was saved since, steps with a checkpoint: {steps}. "
             + (f"train.stop_at={end} ends with a checkpoint before them. Otherwise lower " if early else "Lower ")
             + f"train.lr={train.lr:g}, "
             + ("" if train.precision == "fp32" else "set train.precision=fp32, ")
-            + f"or raise train.warmup_steps={train.warmup_steps}, and continue from a healthy checkpoint: "
-            f"train.resume=STEP; the samples of these steps are in {self.folder.metrics}"
+            + f"or raise train.warmup_steps={train.warmup_steps}, and {again}; "
+            f"the samples of these steps are in {self.folder.metrics}"
         )
         self.ranks.on_first(lambda: write_text(self.folder.diverged, why + "\n"))
         raise Diverged(why)

@@ -9,11 +9,12 @@ from titans_pt.config import TrainConfig
 
 @dataclass
 class Numbers:
-    """Running mean and variance of the losses of steps, and how many there were."""
+    """Running mean and variance of the losses of steps, how many there were, and how many of them were spikes."""
 
     mean: float = 0.0
     variance: float = 0.0
     steps: int = 0
+    skipped: int = 0
 
 
 class SpikeGuard:
@@ -35,20 +36,27 @@ class SpikeGuard:
         return asdict(self._numbers)
 
     @property
+    def skipped(self) -> int:
+        """Steps that were spikes so far."""
+        return self._numbers.skipped
+
+    @property
     def limit(self) -> float:
-        """The largest loss that is no spike; infinite when this is off, and until ``window`` losses were noted."""
+        """The largest loss that is no spike; infinite when this is off, until ``window`` losses were noted, and
+        while all of them are equal."""
         found = self._numbers
-        if self.deviations is None or found.steps < self.window:
+        if self.deviations is None or found.steps < self.window or not found.variance:
             return math.inf
         return found.mean + self.deviations * math.sqrt(found.variance)
 
     def note(self, loss: float):
-        """Adds a finite loss to the running mean, clipped at the limit, so that a lasting new level is accepted in
-        time."""
+        """Adds a finite loss to the running mean, clipped at the limit: a lasting new level is accepted in time."""
         if self.deviations is None:
             return
-        found, loss = self._numbers, min(loss, self.limit)
+        found, limit = self._numbers, self.limit
+        found.skipped += loss > limit
         found.steps += 1
+        loss = min(loss, limit)
         share = 1.0 / min(found.steps, self.window)
         change = loss - found.mean
         found.mean += share * change

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from titans_pt.tools.screen import say
+from titans_pt.tools.stacks import stacks_to
 from titans_pt.training.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -81,18 +82,20 @@ class Watchdog:
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self.ranks.rank}.txt"
-        with path.open("a") as file:
-            faulthandler.register(signal.SIGUSR2, file, all_threads=True)
-            self._stacks = path
-            try:
-                yield
-            finally:
-                self._stacks = None
-                faulthandler.unregister(signal.SIGUSR2)
-        if not path.stat().st_size:
-            path.unlink()
-            with contextlib.suppress(OSError):  # other ranks' files are still in it
-                folder.rmdir()
+        try:
+            with path.open("a") as file:
+                stacks_to(file)
+                self._stacks = path
+                try:
+                    yield
+                finally:
+                    self._stacks = None
+                    stacks_to()
+        finally:
+            with contextlib.suppress(OSError):  # other ranks' files are still in the folder
+                if not path.stat().st_size:
+                    path.unlink()
+                    folder.rmdir()
 
     def _tell(self):
         told = 0  # times in a row that a rank was said to stand still

@@ -16,6 +16,7 @@ from tests.helpers.processes import ENVIRONMENT, curve, run_jobs
 from titans_pt.config.files import load_config
 from titans_pt.config.yaml import resolved_yaml
 from titans_pt.data_pipeline.loader import collate
+from titans_pt.errors import UserError
 from titans_pt.layers.memory_gates import MemoryGates
 from titans_pt.parallel import RankGroup
 from titans_pt.runs import checkpoints
@@ -150,3 +151,17 @@ def test_a_killed_training_goes_on(needles, tmp_path):
         train(needles, tmp_path / name, *more)
     weights = [tmp_path / name / "checkpoints/step-00000040" / checkpoints.MODEL for name in ("cut", "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_a_changed_setting_of_the_task_is_named_at_a_resume_and_moved_stages_are_told(needles, tmp_path, caplog):
+    train(needles, tmp_path / "run", "train.max_steps=4")
+    words = [f"run.dir={tmp_path / 'run'}", "train.max_steps=6"]
+    with pytest.raises(
+        UserError, match="needles.needles: given 1, but .*step-00000004 was trained with 2; put it back"
+    ):
+        loop.train(load_config(needles, [*words, "needles.needles=1"]))
+    train(needles, tmp_path / "run", "train.max_steps=6")
+    told = (
+        "the stages of needles.lengths are parts of train.max_steps: step 5 begins after 67% of them, with the former"
+    )
+    assert told in caplog.text

@@ -112,6 +112,30 @@ def test_a_second_interrupt_reaches_the_processes(start, tmp_path):
     assert "Traceback" not in err
 
 
+STACKS = """
+import signal, sys, time
+from pathlib import Path
+from titans_pt.tools.stacks import stacks_to
+signal.alarm(300)  # whatever becomes of the test
+stacks_to()
+Path(sys.argv[1], "started").touch()
+while not Path(sys.argv[1], "end").exists():
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.thorough
+def test_a_signal_for_stacks_reaches_the_processes_and_ends_none(start, tmp_path):
+    process = start(STACKS)
+    wait_for(tmp_path / "started")
+    process.send_signal(signal.SIGUSR2)
+    time.sleep(1)
+    (tmp_path / "end").touch()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "script.py" in err and "most recent call first" in err
+
+
 def test_options(monkeypatch):
     monkeypatch.setattr(launcher, "hangs_up", lambda: True)
     found = " ".join(launcher.options({"PROCESSES": "4", "RESTARTS": "1"}))

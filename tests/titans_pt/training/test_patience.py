@@ -107,3 +107,33 @@ def test_the_end_of_a_part_is_no_validation_that_ends_the_run(go, tmp_path):
     assert go("run", *words, "train.stop_at=3") == 0  # its validation, of no step that the run has one at, has 0.0
     assert go("run", *words) == 0
     assert load_run(tmp_path / "run").step == 4
+
+
+def test_a_stop_at_the_last_step_leaves_the_best_one_right(go, tmp_path, monkeypatch):
+    """The last validation comes after the stop's checkpoint, which is then of a step that is the best."""
+    signals = iter([*[0] * 9, 15])
+    monkeypatch.setattr(loop.StopSignals, "decide", lambda self, sums: next(signals, 0))
+    words = ["train.max_steps=10", "train.patience=5"]
+    assert go("run", *words) == 128 + 15
+    assert go("run", *words) == 0
+    run = load_run(tmp_path / "run")
+    assert run.step == 10 and checkpoints.verify(checkpoints.find(tmp_path / "run" / "checkpoints")) == []
+
+
+def test_losses_of_another_validation_do_not_count(go, tmp_path, caplog):
+    words = ["train.patience=9", "train.max_steps=8"]
+    assert go("run", *words, "train.stop_at=4") == 0
+    assert go("run", *words, "train.eval_samples=1") == 0
+    assert "the validation is another one than before (train.eval_samples" in caplog.text
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["kind"] == "validation"] == [2, 4, 4, 6, 8]
+
+
+def test_a_best_checkpoint_that_is_gone_does_not_count(go, tmp_path, caplog):
+    """train.resume=STEP of a checkpoint whose best one was deleted since."""
+    words = ["train.patience=9", "train.max_steps=8", "train.keep_last=9"]
+    assert go("run", *words) == 0
+    shutil.rmtree(checkpoints.checkpoint_path(tmp_path / "run" / "checkpoints", 4))
+    assert go("run", *words, "train.resume=6", "train.lr=1e-5") == 0
+    assert "the checkpoint of the best validation, of step 4, is gone; it counts from step 6 on" in caplog.text
+    assert load_run(tmp_path / "run").step == 8

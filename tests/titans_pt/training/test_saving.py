@@ -117,6 +117,17 @@ def test_a_run_whose_last_steps_are_not_finite_says_where_to_end_it(tiny, tmp_pa
     assert steps(tmp_path / "run") == [4, 8]
 
 
+@pytest.mark.parametrize(("first", "kept", "remedy"), [
+    (1, [], "and run the command again, which then starts from scratch"),
+    (7, [4], "and continue from a healthy checkpoint: train.resume=4 or an earlier one"),
+])  # fmt: skip
+def test_the_remedy_names_a_checkpoint_that_exists(tiny, tmp_path, spoilt, first, kept, remedy):
+    spoilt(*range(first, first + 3))
+    with pytest.raises(Diverged, match=remedy):
+        loop.train(load_config(tiny(train={"checkpoint_every": 4, "max_nonfinite": 3})))
+    assert steps(tmp_path / "run") == kept
+
+
 def test_a_signal_in_the_midst_of_nonfinite_steps_saves_nothing(tiny, tmp_path, spoilt, monkeypatch, capsys):
     spoilt(6)
     monkeypatch.setattr(loop.StopSignals, "decide", lambda self, sums: 15 * (len(metrics()) == 6))
@@ -145,6 +156,7 @@ def test_a_step_chooses_the_checkpoint_and_later_ones_are_set_aside(run, caplog)
     assert sorted(path.name for path in aside.iterdir()) == ["step-00000015", "step-00000020"]
     assert contents(aside / "step-00000020") == before
     assert f"continues at step 10; a later checkpoint is now {aside / 'step-00000015'}" in caplog.text
+    assert load_config(run.folder / "config.yaml").train.resume == "auto", "its own config.yaml goes on from there"
     again = checkpoints.read_weights(run.folder / "checkpoints/step-00000020")
     assert all(torch.equal(again[name], weights[name]) for name in weights)
 
@@ -267,13 +279,20 @@ def test_runs_that_share_a_spare_disk_keep_their_checkpoints_apart(tmp_path, mon
     assert spare_folder("/spare", Path("run")) == spare_folder("/spare", tmp_path / "run")
 
 
-def test_a_spare_disk_that_is_full_too(tiny, tmp_path, full, caplog):
+def test_a_spare_disk_that_is_full_too(tiny, tmp_path, full, caplog, monkeypatch):
     full("checkpoint", 1)
-    (tmp_path / "file").touch()
+    monkeypatch.setattr(loop, "check_room", lambda *_, **__: (tmp_path / "file").touch())  # it was there at the start
     with pytest.raises(OSError) as error:
         loop.train(load_config(tiny(train={"checkpoint_every": 2}), [f"run.spare_dir={tmp_path / 'file'}"]))
     assert error.value.filename.startswith(str(tmp_path / "run"))
     assert "run.spare_dir: it cannot be written to, either" in caplog.text
+
+
+def test_a_spare_disk_that_cannot_be_used_is_told_before_the_first_step(tiny, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"run.spare_dir: .*file cannot be written to \(it is no folder\)"):
+        loop.train(load_config(tiny(), [f"run.spare_dir={tmp_path / 'file'}"]))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_full_disk_without_a_spare_one_ends_the_run(tiny, tmp_path, full):

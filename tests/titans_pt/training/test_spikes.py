@@ -7,6 +7,7 @@ import pytest
 
 from titans_pt.config import TrainConfig
 from titans_pt.config.files import load_config
+from titans_pt.errors import UserError
 from titans_pt.runs import checkpoints
 from titans_pt.tasks import language
 from titans_pt.training import loop
@@ -87,7 +88,7 @@ def tensors(folder, step):
 def test_a_spike_is_skipped_and_logged_and_a_resume_decides_the_same(trained, capsys):
     whole = trained("whole", (6,), "train.checkpoint_every=1")
     (spike,) = records(whole, "spike")
-    assert (spike["step"], spike["positions"], spike["skipped"]) == (6, [20, 23], 0)
+    assert (spike["step"], spike["positions"], spike["skipped"]) == (6, [20, 23], 1)
     assert spike["loss"] > spike["limit"] > records(whole, "train")[4]["loss"]
     assert [sample["position"] for sample in spike["samples"]] == [20, 21, 22, 23]
     assert tensors(whole, 6) == tensors(whole, 5)
@@ -107,3 +108,26 @@ def test_off_by_default(trained):
     run = trained("off", (6,), "train.spike_deviations=null")
     assert records(run, "spike") == []
     assert len(records(run, "train")) == 10
+
+
+@pytest.mark.parametrize("window", [2, 3, 100])
+def test_deviations_with_which_a_new_level_would_never_be_accepted_are_refused(tiny, window):
+    least = math.sqrt(window / (window - 1))
+    words = [f"train.spike_window={window}", f"train.spike_deviations={least}"]
+    with pytest.raises(
+        UserError, match=f"train.spike_deviations: given .*; must be above .* train.spike_window={window}"
+    ):
+        load_config(tiny(), words)
+    settings = TrainConfig(spike_deviations=1.05 * least, spike_window=window)
+    made, skipped = SpikeGuard(settings, {}), 0
+    for n in range(2 * window):
+        made.note(2.0 + 0.1 * (n % 2))
+    calm = made.skipped
+    while made.limit < 8.0 and skipped < 100_000:
+        made.note(8.0)
+        skipped += 1
+    assert made.limit >= 8.0 and made.skipped == calm + skipped
+
+
+def test_equal_losses_forbid_none():
+    assert guard([2.0] * 8).limit == math.inf
