@@ -40,8 +40,11 @@ class TokenFiles:
     fingerprint: str
 
     @classmethod
-    def open(cls, config: Config) -> "TokenFiles":
+    def open(cls, config: Config, remedy: str = "") -> "TokenFiles":
         """Maps the token files of ``config``.
+
+        Args:
+            remedy: for files that were made with other settings; "": that of a training.
 
         Index and tokenizer are compared with the manifest's checksums here, tokens with their page's whenever they are
         read. Files of earlier versions have fewer checksums.
@@ -54,10 +57,8 @@ class TokenFiles:
         if manifest is None:
             raise UserError(f"{where}: no token files; run: titans prepare CONFIG, with the same config")
         if what := changed_setting(manifest, config):
-            raise UserError(
-                f"{where}: token files made with other settings ({what}); set it back, choose another "
-                "data.dir, or run: titans prepare CONFIG --force"
-            )
+            remedy = remedy or "set it back, choose another data.dir, or run: titans prepare CONFIG --force"
+            raise UserError(f"{where}: token files made with other settings ({what}); {remedy}")
         tokenizer, *datasets = _opened(config, folder, manifest, [*dict.fromkeys(streams(config.data)), "validation"])
         *train, validation = datasets
         fingerprint, weights = manifest["content"], [source.weight for source in config.data.sources]

@@ -196,6 +196,17 @@ def prompt_text(parts: Sequence[Part], haystack: Haystack) -> str:
     return "".join(p if isinstance(p, str) else p.lead + haystack.text(p.start, p.stop) for p in parts)
 
 
+class TooShort(UserError):
+    """A prompt that does not fit, even without a haystack.
+
+    lacking: tokens by which it is longer than its room.
+    """
+
+    def __init__(self, message: str, lacking: int):
+        super().__init__(message)
+        self.lacking = lacking
+
+
 @dataclass(frozen=True)
 class Filled:
     """A prompt that is as long as it may be."""
@@ -225,7 +236,7 @@ def fill(
         most: units that there are, for a haystack that must not repeat.
 
     Raises:
-        UserError: not even a prompt without a haystack fits.
+        TooShort: not even a prompt without a haystack fits.
     """
     pieces, whole = _Pieces(tokenizer, haystack), _Whole(tokenizer, haystack)
     # A sentence that is cut, a needle at either end: the short prompts have everything that a longer one has.
@@ -237,10 +248,10 @@ def fill(
 
     source = pieces if exact else whole
     if (least := length(0)) > budget:
-        raise UserError(
+        raise TooShort(
             f"{setting}: given {budget} tokens and room for the answer; with this tokenizer a prompt without a "
-            f"haystack has {least}: use at least {least - budget} more"
-        )
+            f"haystack has {least}: use at least {least - budget} more", least - budget
+        )  # fmt: skip
     low, high = 0, 1
     while (most is None or high <= most) and length(high) <= budget:
         low, high = high, 2 * high

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from titans_pt.config import BabilongConfig, Config, NeedleConfig
 from titans_pt.errors import UserError
 from titans_pt.evaluation.caching import read_prompt
+from titans_pt.evaluation.haystack import TooShort
 from titans_pt.evaluation.plots import plot_cost, plot_heat
 from titans_pt.layers.state import state_bytes
 from titans_pt.runs.loaded import LoadedRun
@@ -29,6 +30,9 @@ from titans_pt.tools.records import digest
 from titans_pt.tools.statistics import wilson
 
 log = logging.getLogger(__name__)
+
+CHECKED_TOKENS = 2048
+"""Samples of fewer tokens are all drawn before the first is read, since some prompts are longer than others."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +123,31 @@ class LongContext(ABC):
         self.jobs = sorted(self._jobs(), key=lambda job: (job[1], self.settings.tasks.index(job[0])))
         # With a begin, earlier versions asked without it: those records are of other prompts.
         self.keys = [digest(self.identity(*job), run.identity, *run.tokenizer.begin) for job in self.jobs]
-        for task in self.settings.tasks:  # reports too short a length, or a missing text, at once
-            self.sample(*next(job for job in self.jobs if job[0] == task))
+        self._check_samples()
+
+    def _check_samples(self):
+        """Draws some samples before any is read.
+
+        Raises:
+            UserError: a length is too short for one of them, or a text is missing.
+        """
+        first = {job[0]: job for job in reversed(self.jobs)}.values()
+        for job in (*first, *(job for job in self.jobs if job[1] < CHECKED_TOKENS)):
+            if self._lacking(*job):
+                length = needed = job[1]
+                same = [job for job in self.jobs if job[1] == length]
+                while more := max(self._lacking(task, needed, *which) for task, _, *which in same):
+                    needed += more  # another length draws other prompts, some of them longer
+                raise UserError(f"evaluation.{self.name}.lengths: given {length}; with this tokenizer prompts without "
+                                f"a haystack need {needed}, room for the answer included")  # fmt: skip
+
+    def _lacking(self, task: str, length: int, depth: float | None, index: int) -> int:
+        """Tokens by which ``length`` is too short for a sample."""
+        try:
+            self.sample(task, length, depth, index)
+        except TooShort as error:
+            return error.lacking
+        return 0
 
     @abstractmethod
     def _jobs(self) -> list[tuple[str, int, float | None, int]]: ...

@@ -105,7 +105,8 @@ class Perplexity:
         self.loaded, self.config = run, config
         setting, folder, remedy = "data.dir", config.data.dir, f"the settings in {run.folder.config}"
         if (text := config.evaluation.perplexity.text) is None:
-            files = TokenFiles.open(config)
+            another = f"evaluation.perplexity.text={folder} scores their validation tokens nevertheless"
+            files = TokenFiles.open(config, remedy=another)
         else:
             setting, folder = "evaluation.perplexity.text", text
             remedy = (f"titans prepare {run.folder.config} data.dir={text} data.tokenizer.path={run.folder.tokenizer} "

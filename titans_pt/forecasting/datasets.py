@@ -76,7 +76,7 @@ def load(
             f"it is no file; name a CSV file, or one of {', '.join([*PACKAGED, *FILES])}"
         )  # fmt: skip
         raise UserError(f"forecast.series: given {series!r}; {where}")
-    name = series if series in FILES else _benchmark(path)
+    name = series if series in FILES else _benchmark(path, columns, date_column, date_format)
     if name and gaps == "refuse":
         gaps = "ignore"  # as everybody reads them: Weather lacks some rows
     found = read_csv(path, missing, gaps, columns, date_column, date_format)
@@ -84,10 +84,17 @@ def load(
     return Series(name or own, found.columns, found.values, found.dates, found.notes)
 
 
-def _benchmark(path: Path) -> str | None:
-    """The benchmark whose usual file ``path`` is, by its name and number of channels, not a user's own weather.csv."""
+def _benchmark(path: Path, *read: Any) -> str | None:
+    """The benchmark whose usual file ``path`` is, by its name and number of channels, not a user's own weather.csv.
+
+    Args:
+        read: what :func:`columns_of` is told about the columns.
+    """
     name = next((name for name, file in FILES.items() if file == path.name), None)
-    return name if name and len(columns_of(path)) == CHANNELS[name] else None
+    with contextlib.suppress(UserError):  # the user's own; what is wrong with it, read_csv says
+        if name and len(columns_of(path, *read)) == CHANNELS[name]:
+            return name
+    return None
 
 
 def season(series: Series) -> tuple[str, int] | None:

@@ -170,10 +170,10 @@ def _columns(
 
 
 def _text(path: Path, lines: int | None = None) -> str:
-    """All of a file, or its first lines."""
+    """All of a file, or its first lines that are not empty."""
     try:
         with path.open(encoding="utf-8-sig") as file:
-            return file.read() if lines is None else "".join(islice(file, lines))
+            return file.read() if lines is None else "".join(islice(filter(str.strip, file), lines))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name a CSV file") from None
     except UnicodeDecodeError as error:

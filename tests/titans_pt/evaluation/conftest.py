@@ -72,7 +72,9 @@ def run(tmp_path, monkeypatch):
     manifest = {"unigram_loss": 3.3, "tokenizer_sha256": Characters.sha256}
     files = SimpleNamespace(validation=IndexedDataset(tmp_path / "validation"), manifest=manifest)
     text = perplexity.TokenFiles.of_another_text
-    monkeypatch.setattr(perplexity, "TokenFiles", SimpleNamespace(open=lambda config: files, of_another_text=text))
+    monkeypatch.setattr(
+        perplexity, "TokenFiles", SimpleNamespace(open=lambda config, remedy="": files, of_another_text=text)
+    )
     loaded = StandIn(
         folder=folder, results=folder, config=load_config(folder.config), model=Scripted(lambda text: "a"),
         tokenizer=Characters(), step=7, checkpoint_hash="c0ffee", precision="fp32",

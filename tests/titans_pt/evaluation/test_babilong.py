@@ -23,6 +23,14 @@ def made(tokenizer, essays, model=None, **changes):
     return babilong.Babilong(run, config)
 
 
+def test_a_length_that_is_short_for_one_sample_is_refused_before_any_is_read(sentencepiece, essays):
+    """Stories differ in length: the first of them may fit and another not. The remedy serves all."""
+    with pytest.raises(UserError, match=r"evaluation.babilong.lengths: given 60; .* need (\d+), room") as caught:
+        made(sentencepiece, essays, wording="plain", lengths=[60, 3000], samples=20)
+    needed = int(re.search(r"need (\d+)", str(caught.value))[1])
+    made(sentencepiece, essays, wording="plain", lengths=[needed], samples=20)
+
+
 @pytest.mark.parametrize("wording", ["instructions", "plain"])
 @pytest.mark.parametrize("task", babi.TASKS)
 def test_samples(task, wording, sentencepiece, essays):

@@ -84,6 +84,18 @@ def test_a_name_without_its_file(tmp_path):
         load(str(tmp_path / "weather.csv"), tmp_path)
     own = load(str(tmp_path / "weather.csv"), tmp_path, gaps="fill")
     assert own.name == "weather" and season(own) == ("last day", 144)
+
+
+@pytest.mark.parametrize(
+    "text", ["date,a\n\n\n2020-01-01,1\n2020-01-02,2\n2020-01-03,3\n", "date,a\n199001,1\n199002,2\n199003,3\n"]
+)
+def test_a_users_own_file_may_have_a_benchmarks_name(tmp_path, text):
+    """Lines without anything, and dates that need a format: neither is looked at as the benchmark's."""
+    for name in ("traffic.csv", "cars.csv"):
+        (tmp_path / name).write_text(text)
+    form = "%Y%m" if "199001" in text else None
+    own, other = (load(str(tmp_path / name), tmp_path, date_format=form) for name in ("traffic.csv", "cars.csv"))
+    assert own.name == "traffic" and own.dates == other.dates and (own.values == other.values).all()
     columns = ",".join(f"c{n}" for n in range(7))
     rows = [f"2020-01-0{day},{','.join('1234567')}" for day in (1, 2, 3)]
     (tmp_path / "ETTh1.csv").write_text("\n".join([f"date,{columns}", *rows]))
