@@ -52,7 +52,8 @@ class Saver:
         start: TrainerState | None, state: Callable[[], TrainerState], written: Callable[[Path], None],
     ):  # fmt: skip
         self.folder, self.config, self.engine, self.ranks, self.watch = folder, config, engine, ranks, watch
-        self.step, self.best = (start.step, start.best) if start else (None, {})
+        self.step = start.step if start else None
+        self.best = start.best if start else {}
         self.state, self.written, self.postponed = state, written, False
         self._writing, self._joining, self._stopped = BackgroundTask(), BackgroundTask(), threading.Event()
         self._error: OSError | None = None
