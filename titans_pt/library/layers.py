@@ -37,10 +37,10 @@ from titans_pt.models.mixers.mal import MAL as _MAL
 _ANY_LENGTH = 1 << 40
 """Stands for data.seq_len, which a layer does not have, in checks of settings: no window and no chunk is longer."""
 _OF_A_MODEL = {
-    "mixers", "vocab_size", "vocab_multiple", "d_model", "mlp_hidden", "mlp_periods", "tie_embeddings",
-    "embedding_scale", "memory", "lora",
+    "mixers", "n_heads", "window", "vocab_size", "vocab_multiple", "d_model", "mlp_hidden", "mlp_periods",
+    "tie_embeddings", "embedding_scale", "memory", "lora",
 }  # fmt: skip
-"""Settings of ``model`` that say nothing about one layer, or have a place of their own."""
+"""Settings of ``model`` that say nothing about one layer, or that are decided apart from the others."""
 _OF_A_MEMORY = {"write_cost"}
 """Settings of ``model.memory`` that only a training loop of ours reads."""
 
@@ -103,8 +103,9 @@ class _Layer(Mixer):
     Args:
         d_model: width of the inputs and outputs.
         n_heads: heads of attention and memory; None: 16, or the largest smaller number that fits d_model.
-        settings: any setting of the mixer's own section, of ``model`` that mixers share, of ``model.memory`` and of its
-            rule's own section. ``init_std`` is that of linear layers; ``memory={"init_std": ...}`` gives the memory's.
+        settings: any setting of the mixer's own section, those of ``model`` that it uses, and with a memory those of
+            ``model.memory`` and of its rule's own section. ``init_std`` is that of linear layers;
+            ``memory={"init_std": ...}`` gives the memory's.
 
     Raises:
         UserError: a keyword is unknown, or a value does not fit.
@@ -167,7 +168,8 @@ def mixer(name: str, d_model: int, n_heads: int | None = None, **settings: Any) 
 
     Args:
         name: as in ``model.mixers``; your own mixers are known once their module is imported.
-        d_model, n_heads, settings: as for :class:`MAC`.
+        d_model, settings: as for :class:`MAC`.
+        n_heads: None: the mixer's default. Refused where the heads follow from ``head_width``, or there are none.
 
     Raises:
         UserError: an unknown mixer, one that is not a layer by itself, an unknown keyword, a value that does not fit.
@@ -202,9 +204,10 @@ def _mixer_config(
     caller: str, kind: type[Mixer], d_model: int, n_heads: int | None, settings: dict[str, Any]
 ) -> ModelConfig:
     sections = {f"model.{kind.name}": set(kind.Settings.model_fields)}
-    sections["model"] = ModelConfig.model_fields.keys() - _OF_A_MODEL
-    if not issubclass(kind, Windowed):
-        sections["model"] -= {"window"}
+    taken = ModelConfig.model_fields.keys() - _OF_A_MODEL
+    sections["model"] = taken if kind.shared is None else taken & set(kind.shared)
+    if issubclass(kind, Windowed):
+        sections["model"] |= {"window"}
     if issubclass(kind, MemoryMixer):
         sections["model"] |= {"memory"}
         sections["model.memory"] = MemoryConfig.model_fields.keys() - _OF_A_MEMORY
@@ -240,7 +243,13 @@ def _model_config(
     if isinstance(given := settings.get("memory"), dict) and "memory" in sections["model"]:
         settings, tree["memory"] = {key: value for key, value in settings.items() if key != "memory"}, dict(given)
     if n_heads is not None:
-        tree["n_heads"] = n_heads
+        own = kind.Settings.model_fields
+        if "n_heads" not in own and kind.shared is not None and "n_heads" not in kind.shared:
+            remedy = f"{kind.name} has no heads: leave it out"
+            if "head_width" in own:
+                remedy = f"heads of {kind.name} follow from another setting: give head_width in its place"
+            raise UserError(f"n_heads: given {n_heads}; {remedy}")
+        (tree.setdefault(kind.name, {}) if "n_heads" in own else tree)["n_heads"] = n_heads
     for key, value in settings.items():
         path, *others = [path for path, keys in sections.items() if key in keys] or [""]
         if rule := next((other for other in others if other.count(".") == 2), None):
@@ -248,7 +257,7 @@ def _model_config(
             raise UserError(f"{caller}: keyword {key!r} is a setting of the layer and of its memory's rule; give the "
                             f"rule's as memory={{'rule': {name!r}, {name!r}: {{{key!r}: {value!r}}}}}")  # fmt: skip
         if not path:
-            known = sorted(set().union(*sections.values()) | {"d_model"})
+            known = sorted(set().union(*sections.values()) | {"d_model", "n_heads"})
             (near,) = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise UserError(f"{caller}: unknown keyword {key!r} (given {value!r}); nearest allowed keyword: {near}")
         place = tree

@@ -6,14 +6,21 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.mixers import NAMES
+from tests.helpers.mixers import OWN as OWN_SETTINGS
 from titans_pt import LMM, MAC, MAG, MAL, NeuralMemory, UserError, mixer
 from titans_pt.config import MemoryConfig, ModelConfig
 from titans_pt.layers.memory import NeuralMemory as Internal
+from titans_pt.library.layers import _OF_A_MODEL
 from titans_pt.models.backbone import initialise
 from titans_pt.models.mixers import MIXERS
+from titans_pt.models.mixers.common import MemoryMixer, Windowed
 
 SMALL = {"n_heads": 2, "chunk_size": 4, "depth": 2}
 MIXER = {"n_heads": 2, "chunk_size": 4, "depth": 1, "persistent_tokens": 2}
+ALONE = [name for name in NAMES if name not in ("hgrn2", "rwkv7", "rmt")]
+"""Mixers that are layers by themselves."""
+WINDOWED = [name for name in NAMES if issubclass(MIXERS.find(name), Windowed)]
 OWN = {MAC: {"segment": 8, "memory_tokens": 4}, MAG: {"window": 8}, MAL: {"window": 8}, LMM: {}}
 
 
@@ -63,7 +70,7 @@ def test_a_mixer_equals_the_internal_one(kind):
 
 @pytest.mark.parametrize("name", ["swa", "gated_deltanet", "mamba2", "lmm"])
 def test_any_mixer_by_its_name(name):
-    layer = mixer(name, 16, n_heads=2)
+    layer = mixer(name, 16)
     y, state = layer(torch.randn(2, 6, 16))
     assert y.shape == (2, 6, 16) and layer(torch.randn(2, 1, 16), state)[0].shape == (2, 1, 16)
 
@@ -112,6 +119,10 @@ def test_a_plain_loop_trains_it(kind, autocast):
         (lambda: MAC(16, segmnt=8), "MAC: unknown keyword 'segmnt' (given 8); nearest allowed keyword: segment"),
         (lambda: NeuralMemory(16, write_cost=1.0), "NeuralMemory: unknown keyword 'write_cost' (given 1.0)"),
         (lambda: mixer("swa", 16, depth=2), "swa: unknown keyword 'depth' (given 2)"),
+        (lambda: mixer("gla", 16, norm_ep=1.0), "gla: unknown keyword 'norm_ep' (given 1.0); nearest allowed"),
+        (lambda: mixer("gla", 16, nheads=2), "gla: unknown keyword 'nheads' (given 2); nearest allowed keyword: n_h"),
+        (lambda: mixer("kda", 16, n_heads=2), "n_heads: given 2; heads of kda follow from another setting: give head_"),
+        (lambda: mixer("mamba", 16, n_heads=2), "n_heads: given 2; mamba has no heads: leave it out"),
         (lambda: NeuralMemory(16, n_heads=5), "n_heads: given 5; must divide d_model=16"),
         (lambda: NeuralMemory(16, depth=9), "depth: given 9; allowed: less than or equal to 4"),
         (lambda: NeuralMemory(16, rule="yad"), "rule: given 'yad'; allowed: "),
@@ -140,6 +151,67 @@ def test_a_rules_own_settings_are_keywords():
     assert layer.config.section("omega")["window"] == 3
     with pytest.raises(UserError, match="unknown keyword 'window'"):
         NeuralMemory(16, window=3)
+
+
+SHARED = {
+    "n_heads": (2, 4), "window": (2, 5), "persistent_tokens": (1, 3), "conv_width": (2, 3), "rope_base": (9.0, 99.0),
+    "value_filters": ("identity", "random"), "attention": ({}, {"bias": True}), "norm_eps": (1e-5, 0.1),
+    "init_std": (0.02, 0.2), "n_layers": (1, 8),
+}  # fmt: skip
+"""Two values of each keyword that several mixers take."""
+
+
+def _made(make, value):
+    """The parameters of a layer, and its outputs with other ones: some parts begin as nothing."""
+    torch.manual_seed(0)
+    layer = make(value)
+    begun = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn(p.shape) / p.shape[-1] ** 0.5)
+        return begun, layer(torch.randn(1, 12, 32))[0]
+
+
+def _differ(one, other) -> bool:
+    (p, y), (q, z) = one, other
+    return p.keys() != q.keys() or any(not torch.equal(p[n], q[n]) for n in p) or not torch.equal(y, z)
+
+
+@pytest.mark.parametrize("keyword", SHARED)
+@pytest.mark.parametrize("name", ALONE)
+def test_a_shared_keyword_changes_the_layer_or_is_refused(name, keyword):
+    assert SHARED.keys() == ModelConfig.model_fields.keys() - _OF_A_MODEL | {"n_heads", "window"}
+    kind, own = MIXERS.find(name), OWN_SETTINGS.get(name, {})
+    memory = {"chunk_size": 4, "expansion": 2} if issubclass(kind, MemoryMixer) else {}
+    of_mac = {"segment": 8, "memory_tokens": 4} if name == "mac" else {}
+    settings = {key: value for key, value in {**own, **of_mac, **memory}.items() if key != keyword}
+    usual = {"n_heads": 4} if not own and keyword != "n_heads" and "n_heads" in (kind.shared or ()) else {}
+
+    def layer(value):
+        return mixer(name, 32, **usual, **settings, **{keyword: value})
+
+    def internal(value):
+        sections = {"memory": memory, name: own | of_mac}
+        config = ModelConfig(mixers=[name], d_model=32, **{"n_heads": 4} | sections | {keyword: value})
+        made = kind(config)
+        initialise(made, config)
+        return made
+
+    one, other = SHARED[keyword]
+    if keyword in kind.Settings.model_fields or keyword in kind.shared or keyword == "window" and name in WINDOWED:
+        assert _differ(_made(layer, one), _made(layer, other))
+        return
+    with pytest.raises(UserError, match=f"unknown keyword '{keyword}'|^n_heads: given {one}; "):
+        layer(one)
+    assert not _differ(_made(internal, one), _made(internal, other)), "it would change the layer"
+
+
+def test_heads_are_those_that_the_layer_was_asked_for():
+    assert mixer("gated_deltanet", 64, n_heads=4).n_heads == 4
+    assert mixer("gla", 16, n_heads=2).n_heads == 2
+    assert mixer("deltaproduct", 64, n_heads=4).n_heads == 4
+    assert mixer("retnet", 64, head_width=16).n_heads == 4
 
 
 def test_a_keyword_that_a_layer_would_ignore_is_refused():

@@ -52,7 +52,8 @@ def check(layer: torch.nn.Module) -> bool:
 @pytest.mark.parametrize("name", ALONE)
 def test_of_a_mixer(name):
     torch.manual_seed(0)
-    check(layers.mixer(name, 16, n_heads=2))
+    heads = {"n_heads": 2} if "n_heads" in MIXERS.find(name).shared else {}
+    check(layers.mixer(name, 16, **heads))
 
 
 @pytest.mark.parametrize("rule", RULES.built_in())

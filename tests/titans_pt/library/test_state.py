@@ -24,7 +24,7 @@ SMALL = {"n_heads": 2, "chunk_size": 4, "depth": 2, "conv_width": 3}
 LAYERS = {
     "memory": lambda: NeuralMemory(16, **SMALL),
     "mac": lambda: MAC(16, **SMALL, segment=8, memory_tokens=4, persistent_tokens=2),
-    "mamba2": lambda: mixer("mamba2", 16, n_heads=2),
+    "mamba2": lambda: mixer("mamba2", 16),
     "swa": lambda: mixer("swa", 16, n_heads=2, window=6),
 }
 
@@ -175,7 +175,7 @@ def test_a_state_of_another_rule_caching_or_convolution_is_refused(change):
 
 @pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp"])
 def test_after_a_state_every_parameter_of_ttt_has_a_gradient(name):
-    layer, x = mixer(name, 16, n_heads=2), torch.randn(2, 5, 16)
+    layer, x = mixer(name, 16, head_width=8), torch.randn(2, 5, 16)
     y, _ = layer(x, detach_state(layer(x)[1]))
     gradients = torch.autograd.grad(y.square().sum(), list(layer.parameters()), allow_unused=True)
     assert all(gradient is not None for gradient in gradients)

@@ -18,6 +18,7 @@ class AttentionMixer(Mixer):
     """out(attention(x)); the state grows with the sequence."""
 
     name = "attention"
+    shared = ("n_heads", "rope_base", "attention", "init_std", "n_layers")
     sharding: ClassVar[Sharding | None] = {"out": Shard.LAST_ROW}
 
     def __init__(self, config: ModelConfig, window: int | None = None):

@@ -34,6 +34,9 @@ class Mixer(nn.Module):
     """Name of the mixer in ``model.mixers``."""
     Settings: ClassVar[type[Section]] = NoSettings
     """Its own section of the settings, ``model.<name>``."""
+    shared: ClassVar[tuple[str, ...] | None] = None
+    """Settings of ``model`` that mixers share and this one uses, ``window`` and ``memory`` apart, whose base classes
+    (titans_pt/models/mixers/common.py) speak for them. The mixer as a layer takes no others; None: any."""
     sharding: ClassVar[Sharding | None] = None
     """Split of the mixer over tensor ranks (titans_pt.layers.sharding). Its layers may declare their own parts; one of
     these declarations must name every parameter. None: parallel.tensor > 1 is refused."""

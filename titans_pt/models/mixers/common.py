@@ -147,9 +147,14 @@ def check_periods(config: Config, need: Need):
     )
 
 
+PROJECTED = ("conv_width", "value_filters", "norm_eps", "init_std", "n_layers")
+"""Settings for :attr:`Mixer.shared` of convolutions of queries, keys and values, a norm, and ``out``."""
+
+
 class MemoryMixer(Mixer):
     """A mixer around one :class:`NeuralMemory`, or a hierarchy of them, its attribute ``memory``."""
 
+    shared: ClassVar[tuple[str, ...] | None] = ("n_heads", "persistent_tokens", *PROJECTED)
     memory: Memory
 
     @classmethod
@@ -282,6 +287,7 @@ def check_caching(memory: MemoryConfig, caching: CachingConfig, length: int, nee
 class WindowedMemoryMixer(Windowed, MemoryMixer):
     """A memory with attention over ``model.window``. any_width: as in :func:`check_attention`."""
 
+    shared = ("n_heads", "persistent_tokens", "rope_base", "attention", *PROJECTED)
     any_width: ClassVar[bool] = True
 
     @classmethod

@@ -9,6 +9,7 @@ from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, precise, unit_length
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
+from titans_pt.models.mixers.common import PROJECTED
 from titans_pt.models.mixers.recurrent import CONVOLVED, HeadWidthMixer, linear
 
 
@@ -18,6 +19,7 @@ class DeltaNet(HeadWidthMixer):
     an RMSNorm per head."""
 
     name = "deltanet"
+    shared = PROJECTED
     write_gate = "beta"
     delta = True
 

@@ -14,6 +14,7 @@ from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, SelectiveDecay, precise, unit_length
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
+from titans_pt.models.mixers.common import PROJECTED
 from titans_pt.models.mixers.recurrent import CONVOLVED, ExpansionMixer, linear
 
 
@@ -26,6 +27,7 @@ class DeltaProduct(ExpansionMixer):
     """
 
     name = "deltaproduct"
+    shared = PROJECTED
     write_gate = "beta"
     delta = True
 

@@ -13,6 +13,7 @@ from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, SelectiveDecay, precise, unit_length
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
+from titans_pt.models.mixers.common import PROJECTED
 from titans_pt.models.mixers.recurrent import CONVOLVED, ExpansionMixer, linear
 
 
@@ -21,6 +22,7 @@ class GatedDeltaNet(ExpansionMixer):
     """DeltaNet with Mamba2's decay and an output gate: out(RMSNorm per head * silu(gate(x)))."""
 
     name = "gated_deltanet"
+    shared = PROJECTED
     write_gate = "beta"
     delta, decay = True, "token"
 

@@ -23,6 +23,7 @@ class GLA(ExpansionMixer):
     """Decay logsigmoid(W2 W1 x + b) / 16 of a low rank; out(RMSNorm per head * silu(gate(x)))."""
 
     name = "gla"
+    shared = ("norm_eps", "init_std", "n_layers")
     decay = "channel"
 
     class Settings(Section):

@@ -9,6 +9,7 @@ from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, SelectiveDecay, precise, unit_length
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS
+from titans_pt.models.mixers.common import PROJECTED
 from titans_pt.models.mixers.recurrent import CONVOLVED, HeadWidthMixer, linear
 
 
@@ -20,6 +21,7 @@ class ChannelDeltaMixer(HeadWidthMixer):
     sigmoid(W4 W3 x + b)). Both inner widths are that of a head.
     """
 
+    shared = PROJECTED
     decay = "channel"
     delta = True
 

@@ -18,6 +18,7 @@ class LinearAttention(HeadWidthMixer):
     flash-linear-attention (and arXiv 2210.10340, which shows that the denominator is unstable)."""
 
     name = "linear_attention"
+    shared = ("norm_eps", "init_std", "n_layers")
 
     class Settings(Section):
         head_width: Positive = 64

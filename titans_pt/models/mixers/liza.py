@@ -14,6 +14,7 @@ from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, attention_flops, linear_flops
 from titans_pt.layers.recurrence import RecurrentState, unit_length, varying
 from titans_pt.layers.sharding import Shard
+from titans_pt.models.mixers.attention import AttentionMixer
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import WindowedAttention, check_window, fitting_attention
 from titans_pt.models.mixers.recurrent import LinearMemoryMixer
@@ -54,6 +55,7 @@ class LiZA(WindowedAttention, LinearMemoryMixer):
 
     name = "liza"
     Settings = LiZASettings
+    shared = AttentionMixer.shared
     delta = erases = True
     sharding = {"": Shard.ENTER, "norm": Shard.NORM_OF_ALL_HEADS, "out": Shard.LAST_ROW}
 

@@ -14,6 +14,7 @@ from titans_pt.layers.flops import Flops, linear_flops
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
 from titans_pt.models.mixers.common import (
+    PROJECTED,
     AnyMemoryState,
     BesideAttention,
     WindowedMemoryMixer,
@@ -59,6 +60,7 @@ class MAB(BesideAttention, WindowedMemoryMixer):
 
     name = "mab"
     Settings = MABSettings
+    shared = ("n_heads", "rope_base", "attention", *PROJECTED)
     sharding = {"memory_share": Shard.ENTER_COLUMN, "out": Shard.LAST_ROW, "memory_out": Shard.LAST_ROW}
     ends = ("out",)
 

@@ -24,6 +24,7 @@ from titans_pt.models.mixers.common import (
     BranchGate,
     GateSettings,
     MemoryMixer,
+    WindowedMemoryMixer,
     build_memory,
     check_attention,
     fitting_attention,
@@ -114,6 +115,7 @@ class MAC(MemoryMixer):
 
     name = "mac"
     Settings = MACSettings
+    shared = WindowedMemoryMixer.shared
     sharding = {
         "persistent": Shard.WHOLE,
         "write": Shard.WHOLE,

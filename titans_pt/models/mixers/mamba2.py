@@ -13,6 +13,7 @@ from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.recurrence import RecurrentState, SelectiveDecay
 from titans_pt.layers.sharding import Shard
 from titans_pt.models.mixers.base import MIXERS, Need
+from titans_pt.models.mixers.common import PROJECTED
 from titans_pt.models.mixers.recurrent import LinearMemoryMixer, convolve, fitting_width, linear
 
 
@@ -24,6 +25,7 @@ class Mamba2(LinearMemoryMixer):
     """
 
     name = "mamba2"
+    shared = PROJECTED
     decay = "token"
 
     class Settings(Section):

@@ -39,6 +39,7 @@ class RetNet(HeadWidthMixer):
     """out(RMSNorm per head * silu(gate(x))); q scaled by K^-1/2, q and k rotated by their positions."""
 
     name = "retnet"
+    shared = ("rope_base", "norm_eps", "init_std", "n_layers")
     decay = "head"
 
     class Settings(Section):

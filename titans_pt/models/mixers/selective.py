@@ -48,6 +48,7 @@ class SelectiveMixer(Mixer):
         rank: Positive | None = None
         """Width between the two matrices that make the steps. Null: model.d_model / 16, rounded up."""
 
+    shared = ("conv_width", "value_filters", "init_std", "n_layers")
     sharding = {
         "": Shard.ENTER,
         "x": Shard.COLUMN,

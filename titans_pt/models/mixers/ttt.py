@@ -46,6 +46,7 @@ class TTTMixer(Mixer):
     """Width of the inner network's hidden layer over its input; None: no hidden layer."""
 
     Settings = TTTSettings
+    shared = ("conv_width", "rope_base", "norm_eps", "init_std", "n_layers")
     normalises = True
     write_gate = "ttt.rate"
     sharding = {
