@@ -16,6 +16,7 @@ from titans_pt.config import ModelConfig
 from titans_pt.kernels.memory import MemoryState, neural_memory
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
+from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory import MemoryNetwork, network_shape
 from titans_pt.layers.memory_costs import stale_flops
 from titans_pt.layers.memory_gates import MemoryGates, of_chunk
@@ -77,6 +78,7 @@ class LevelMemory(nn.Module):
             stale=True,
         )  # fmt: skip
         assert after is not None
+        y = with_gradients(y, v, theta, eta, alpha, *own)  # a call inside one period reads nothing that it writes
         return self.out(self.output_norm(y.to(self.output_norm.weight.dtype)).flatten(-2)), after
 
     def flops(self) -> Flops:

@@ -12,6 +12,7 @@ from titans_pt.kernels.memory import MemoryState, neural_memory, unserved
 from titans_pt.kernels.memory.state import Weights
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
+from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory import MemoryNetwork, Projection, network_shape, prefix_chunk
 from titans_pt.layers.memory_costs import inner_flops, kept_bytes, stale_flops
 from titans_pt.layers.memory_gates import MemoryGates, of_chunk
@@ -138,7 +139,7 @@ class HierarchicalMemory(nn.Module):
         memory = self.memories[n]
         weights, norm = memory.network()
         theta, eta, alpha, *own = memory.gates(x, v)
-        return neural_memory(
+        y, after = neural_memory(
             q, k, v, theta, eta, alpha, start[n] if start else weights,
             network=memory.shape,
             norm=norm,
@@ -153,6 +154,9 @@ class HierarchicalMemory(nn.Module):
             save_every=self.config.save_every,
             stale=n == 0,
         )  # fmt: skip
+        if n == 0 or memory.gates.rule.nonlinear:  # a call inside one chunk reads nothing that it writes
+            y = with_gradients(y, k, v, theta, eta, alpha, *own)
+        return y, after
 
     def set_progress(self, done: float):
         """done: share of the training that is behind, which decides the local memories' chunk sizes."""

@@ -15,6 +15,7 @@ from titans_pt.layers.caching import Caches, Caching
 from titans_pt.layers.convolution import ShortConvolution
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
+from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory_costs import inner_flops, kept_bytes, product_flops
 from titans_pt.layers.memory_gates import MemoryGates, takes_small_steps
 from titans_pt.layers.norm import RMSNorm
@@ -224,6 +225,8 @@ class NeuralMemory(nn.Module):
             soup=soup,
         )  # fmt: skip
         assert after is not None
+        if self.gates.rule.nonlinear:  # a call inside one chunk reads nothing that it writes
+            y = with_gradients(y, *tokens)
         return y, after
 
     def _cached(

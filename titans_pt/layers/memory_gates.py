@@ -151,8 +151,8 @@ class Gates(nn.Module):
             alpha = _hard(alpha)
         if not self.config.momentum:
             eta = torch.zeros_like(eta)
-        if not self.config.forgetting:
-            alpha = torch.zeros_like(alpha)
+        if not self.config.forgetting:  # times 0: alpha may have linear layers of its own, which keep a gradient
+            alpha = 0 * alpha
         theta = self.bound * share if self.free else self.bound * (1 - eta) * share
         if self.damped:
             theta = theta * share_for(v).unsqueeze(-1)

@@ -12,6 +12,7 @@ from titans_pt.config import MemoryConfig
 from titans_pt.kernels.memory import MemoryState, self_modifying_memory
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
+from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory import MemoryNetwork, Projection, network_shape
 from titans_pt.layers.memory_costs import kept_bytes, read_flops, stale_flops
 from titans_pt.layers.memory_gates import Gates
@@ -132,9 +133,10 @@ class SelfModifyingMemory(nn.Module):
         q, q_state = self.q(x, state and state.q, documents)
         x, x_state = self.x(x, state and state.x, documents)
         weights, norm = self.network()
+        learned = self.gates.readout()
         y, after = self_modifying_memory(
             self.queries(x, q),
-            partial(self.written, self.gates.readout()),
+            partial(self.written, learned),
             weights,
             network=self.shape,
             norm=norm,
@@ -147,6 +149,7 @@ class SelfModifyingMemory(nn.Module):
             save_every=self.config.save_every,
         )
         assert after is not None
+        y = with_gradients(y, x, *learned)  # a call inside one chunk reads nothing that it writes
         y = self.output_norm(y[:, :, self.main].to(self.output_norm.weight.dtype))
         return y.flatten(-2), SelfModifyingState(after, x_state, q_state)
 

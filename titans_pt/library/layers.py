@@ -22,6 +22,7 @@ from titans_pt.errors import UserError
 from titans_pt.kernels.memory.rules import RULES
 from titans_pt.layers import memory
 from titans_pt.layers.documents import Documents
+from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory import MemoryNetwork, NeuralMemoryState
 from titans_pt.layers.memory_observer import MemoryFigures, observe_memories
 from titans_pt.layers.state import compact, rows
@@ -298,11 +299,11 @@ def _checked_input(x: Tensor, d_model: int, state: Any, reset: Tensor | None) ->
 def _finished(layer: nn.Module, before: Any, y: Tensor, after: Any) -> tuple[Tensor, Any]:
     """The results of a call: a state that keeps nothing else alive, and, after a state, a gradient of 0 for the
     parameters that a sequence's start alone uses (M_0, persistent tokens), which DistributedDataParallel waits for."""
-    if before is not None and torch.is_grad_enabled():
+    if before is not None and torch.is_grad_enabled():  # generation should not look for them
         kinds = MemoryNetwork, TTTNetwork
         starts = [p for module in layer.modules() if isinstance(module, kinds) for p in module.parameters()]
         starts += [p for p in [getattr(layer, "persistent", None)] if p is not None]
-        y = y + sum((0 * p.sum() for p in starts if p.requires_grad), y.new_zeros(()))
+        y = with_gradients(y, *starts)
     return y, after if torch.compiler.is_compiling() or y.shape[1] == 1 else compact(after)
 
 

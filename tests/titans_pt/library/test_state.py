@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.helpers.mixers import small_model
 from titans_pt import (
     LMM,
     MAC,
@@ -18,9 +19,13 @@ from titans_pt import (
     save_state,
     take_rows,
 )  # fmt: skip
+from titans_pt.kernels.memory.rules import RULES
 from titans_pt.layers.state import map_tensors, tensors
+from titans_pt.models.mixers import MIXERS
 
 SMALL = {"n_heads": 2, "chunk_size": 4, "depth": 2, "conv_width": 3}
+CHUNK = {name: {"n_heads": 2, "chunk_size": 4} for name in ("lmm", "mac", "mag", "mal", "mab", "hope")}
+"""Mixers with a memory."""
 LAYERS = {
     "memory": lambda: NeuralMemory(16, **SMALL),
     "mac": lambda: MAC(16, **SMALL, segment=8, memory_tokens=4, persistent_tokens=2),
@@ -149,7 +154,7 @@ def test_a_state_of_another_memory_is_refused(other, dtype):
         layer(x, state)
 
 
-RULES = {
+OTHER_RULES = {
     "a window after none": ({}, {"rule": "omega", "window": 4}),
     "another window": ({"rule": "omega", "window": 4}, {"rule": "omega", "window": 8}),
     "none after a window": ({"rule": "omega", "window": 4}, {}),
@@ -160,9 +165,9 @@ RULES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("change", RULES)
+@pytest.mark.parametrize("change", OTHER_RULES)
 def test_a_state_of_another_rule_caching_or_convolution_is_refused(change):
-    one, two = RULES[change]
+    one, two = OTHER_RULES[change]
     x = torch.randn(2, 13, 16)
     _, state = NeuralMemory(16, **SMALL | one)(x)
     layer = NeuralMemory(16, **SMALL | two)
@@ -173,12 +178,45 @@ def test_a_state_of_another_rule_caching_or_convolution_is_refused(change):
         layer(x, state)
 
 
-@pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp"])
-def test_after_a_state_every_parameter_of_ttt_has_a_gradient(name):
-    layer, x = mixer(name, 16, head_width=8), torch.randn(2, 5, 16)
-    y, _ = layer(x, detach_state(layer(x)[1]))
-    gradients = torch.autograd.grad(y.square().sum(), list(layer.parameters()), allow_unused=True)
-    assert all(gradient is not None for gradient in gradients)
+def without_gradient(layer, length, width=16):
+    """Parameters without a gradient after a call of ``length`` tokens, at the start and after a state."""
+    x, found = torch.randn(2, length, width), []
+    for state in (None, detach_state(layer(torch.randn(2, 5, width))[1])):
+        y, _ = layer(x, state)
+        gradients = torch.autograd.grad(y.square().sum(), list(layer.parameters()), allow_unused=True)
+        names = (name for name, _ in layer.named_parameters())
+        found += [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 3, 4])
+@pytest.mark.parametrize("rule", RULES.built_in())
+def test_inside_a_chunk_every_parameter_of_a_memory_has_a_gradient(rule, length):
+    """DistributedDataParallel waits for each, also where a call reads nothing that it writes."""
+    variants = [{}, {"forgetting": False}, {"momentum": False}, {"writes": False}, {"caching": {"segment": 4}}]
+    if rule == "titans":
+        variants += [{"alpha": "channel"}, {"alpha": "channel", "forgetting": False}]
+    for settings in variants:
+        layer = NeuralMemory(16, n_heads=2, chunk_size=4, rule=rule, **settings)
+        assert not without_gradient(layer, length), settings
+
+
+@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("name", [name for name in MIXERS.built_in() if name not in ("hgrn2", "rwkv7", "rmt")])
+def test_inside_a_chunk_every_parameter_of_a_mixer_has_a_gradient(name, length):
+    settings = {"mac": {"segment": 8, "memory_tokens": 4}}.get(name, {})
+    assert not without_gradient(mixer(name, 16, **settings, **CHUNK.get(name, {})), length)
+    if name in CHUNK:
+        assert not without_gradient(mixer(name, 16, rule="muon", **settings, **CHUNK[name]), length)
+    if name in ("lmm", "mag", "mal"):
+        hierarchy = {"chunk": 4, "shard": 8, "locals": [2]}
+        assert not without_gradient(mixer(name, 16, hierarchy=hierarchy, **CHUNK[name]), length)
+
+
+def test_inside_a_period_every_parameter_of_a_model_has_a_gradient():
+    model = small_model(["hope", "lmm"], mlp_periods=[4, 8])
+    model(torch.randint(0, 50, (2, 4)))[0].square().sum().backward()
+    assert not [name for name, p in model.named_parameters() if p.grad is None]
 
 
 def test_a_state_keeps_nothing_else_alive(layer):

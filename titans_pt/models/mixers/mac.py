@@ -15,6 +15,7 @@ from titans_pt.kernels.memory.state import choose, state_dtype
 from titans_pt.layers.attention import Attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, linear_flops, mean_keys, product
+from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory import NeuralMemory, NeuralMemoryState, Projection
 from titans_pt.layers.rotary import rotate
 from titans_pt.layers.sharding import Shard
@@ -257,7 +258,8 @@ class MAC(MemoryMixer):
             memory, read_weights, read_conv, k[:, kept], v[:, kept], h.k, h.v,
             torch.tensor(h.places, dtype=torch.int64), torch.tensor(segments.offset), base + length, prefix,
         )  # fmt: skip
-        return self.out(torch.cat(outputs, 1)), after
+        # A piece in which no group of tokens begins reads no memory token.
+        return with_gradients(self.out(torch.cat(outputs, 1)), queries), after
 
     def _prefix(self, keys: Tensor, state: MACState | None) -> tuple[Tensor, Tensor] | None:
         """Keys and values of the persistent tokens, (B, P, K, D) each, in the dtype of the segment's ``keys``; None
