@@ -48,6 +48,8 @@ for name in sys.argv[1:]:
         logits = model(torch.arange(30)[None]).logits
     ids = tokenizer("abc dea", return_tensors="pt")
     text = tokenizer.decode(model.generate(**ids, max_new_tokens=5, do_sample=False)[0], skip_special_tokens=True)
+    # whose classes' labels the Trainer shifts before it smooths them
+    assert type(model).__name__ in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     found[name] = [type(model).__module__.split(".")[0], logits, ids["input_ids"], text]
 torch.save(found, "found")
 """

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
 from transformers.generation import GenerationMode
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 
 from titans_pt.config import ModelConfig, with_todays_names
@@ -317,6 +318,10 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
         """The states of the beams that go on."""
         return take_rows(past_key_values, beam_idx)
+
+
+# The Trainer's label smoothing shifts labels only for classes of this list, which AutoModel's register() does not fill.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TitansConfig.model_type] = TitansForCausalLM.__name__
 
 
 def _count(labels: Tensor) -> Tensor:

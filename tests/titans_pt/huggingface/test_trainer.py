@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 from titans_pt import huggingface
@@ -61,6 +62,20 @@ def test_evaluation_with_and_without_predictions(exported, tokenizer, tmp_path):
     assert found.metrics["test_loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
     one.args.prediction_loss_only = True
     assert one.evaluate()["eval_loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("adapters", [False, True])
+def test_smoothed_labels_are_those_of_the_next_token(exported, tokenizer, ids, adapters, tmp_path):
+    one = trainer(exported, tokenizer, tmp_path, label_smoothing_factor=0.1)
+    model = one.model
+    if adapters:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    expected = cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
+    for mode in (model.train, model.eval):
+        mode()
+        torch.testing.assert_close(one.compute_loss(model, {"input_ids": ids, "labels": ids.clone()}), expected)
 
 
 def test_what_the_trainer_saves_is_an_exported_folder(exported, tokenizer, tmp_path):
