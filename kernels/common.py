@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,20 @@ Gradients = Tensor | Sequence[Tensor | None]
 def no_autocast(x: Tensor):
     """A context in which autocast leaves dtypes alone on ``x``'s device."""
     return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """A context in which autograd records, inside torch.inference_mode() too, which enable_grad() does not leave.
+    Tensors that were made in that mode have to pass through :func:`recordable`."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def recordable(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors, copies in place of those that inference mode made: autograd refuses these. Only when
+    :func:`recording` are the copies ordinary tensors."""
+    return tuple(t.clone() if t.is_inference() else t for t in tensors)
 
 
 def warn_once(message: str):

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titans_pt.kernels.common import recordable, recording
 from titans_pt.kernels.memory import mlp
 from titans_pt.kernels.memory.call import Author, Backend, MemoryCall, for_each
 from titans_pt.kernels.memory.rules import Own, Rule
@@ -149,7 +150,9 @@ def _gradient(call: MemoryCall, t: int, weights: Weights, keep_graph: bool, rece
     """u_t, and what a window keeps after token t."""
     rule = call.rule
     token = [x[:, t].unsqueeze(-2) for x in (call.k, call.v, *call.own)]  # (B, H, 1, .)
-    with torch.enable_grad():
+    with recording():
+        token, recent = recordable(token), recordable(recent)
+        call = replace(call, norm=call.norm and recordable(call.norm))
         # Copies: values may come from the same weights, and are given.
         weights = tuple((w if keep_graph else w.detach()).clone() for w in weights)
         weights = tuple(w if w.requires_grad else w.requires_grad_() for w in weights)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from titans_pt.kernels.common import recordable, recording
 from titans_pt.kernels.memory.state import choose
 from titans_pt.kernels.ttt_memory.state import Parameters, TTTState, network
 
@@ -43,7 +44,9 @@ def _shaped(x: Tensor, like: Tensor) -> Tensor:
 def _gradient(k: Tensor, v: Tensor, parameters: Parameters, norm: Parameters) -> Parameters:
     """Gradient of half the squared error at the parameters, for each row and head."""
     graph = torch.is_grad_enabled()
-    with torch.enable_grad():
+    with recording():
+        k, v = recordable((k, v))
+        parameters, norm = recordable(parameters), recordable(norm)
         if not graph:
             parameters = tuple(p.detach() for p in parameters)
         parameters = tuple(p if p.requires_grad else p.requires_grad_() for p in parameters)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from titans_pt.config import MemoryConfig, NoSettings, Section
 from titans_pt.config.sections import Need, own_section
+from titans_pt.kernels.common import recordable, recording
 from titans_pt.kernels.memory.coefficients import coefficients
 from titans_pt.registry import Registry
 
@@ -125,9 +126,10 @@ class Rule:
         """The loss's gradient in M(k), (..., D); differentiable where gradients are wanted. By autograd, unless a rule
         has a formula, which is faster."""
         wanted = torch.is_grad_enabled()
-        with torch.enable_grad():
+        with recording():
+            error, v, *own = recordable((error, v, *own))
             error = error if error.requires_grad else error.detach().requires_grad_()
-            (found,) = torch.autograd.grad(self.loss(error, v, own).sum(), error, create_graph=wanted)
+            (found,) = torch.autograd.grad(self.loss(error, v, tuple(own)).sum(), error, create_graph=wanted)
         return found
 
     def gradient_backward(

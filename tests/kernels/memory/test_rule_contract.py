@@ -15,6 +15,7 @@ from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
 from titans_pt.kernels.memory import NetworkShape, memory_trace, neural_memory
 from titans_pt.kernels.memory.rules import RULES, TITANS, OwnGate, Rule
+from titans_pt.kernels.memory.rules.omega import Omega
 from titans_pt.kernels.memory.rules.titans import Titans
 from titans_pt.kernels.memory.rules.yaad import Yaad
 from titans_pt.layers.memory import NeuralMemory
@@ -130,6 +131,30 @@ def test_a_loss_of_its_own_is_not_given_the_formulas_of_its_parent(rule, backend
     tensors, own = given(rule, 2)
     for a, b in zip(*(run(rule, tensors, own, 2, each, chunk_size=5) for each in (backend, "naive")), strict=True):
         assert_same(a, b)
+
+
+@pytest.mark.parametrize("rule", [TITANS, PseudoHuber(), Omega()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("backend", ["auto", "chunked", "naive"])
+def test_inference_mode_changes_nothing(rule, backend):
+    """Tensors that it made cannot be part of a graph, and gradients by autograd need one."""
+    tensors, own = given(rule, 2)
+
+    def outputs():
+        copies, state, found = [t.clone() for t in (*tensors, *own)], None, []
+        count = len(tensors)
+        for part in (slice(None, 7), slice(7, None)):
+            out, state = neural_memory(
+                *(x[:, part] for x in copies[:6]), tuple(copies[6:8]), norm=tuple(copies[8:count]),
+                own=tuple(x[:, part] for x in copies[count:]), rule=rule, backend=backend, initial_state=state,
+                output_final_state=True, chunk_size=5,
+            )  # fmt: skip
+            found += [out, *state.weights]
+        return found
+
+    with torch.no_grad():
+        expected = outputs()
+    with torch.inference_mode():
+        assert_same(outputs(), expected)
 
 
 def test_an_update_without_its_coefficients_is_refused():

@@ -225,3 +225,11 @@ def test_a_state_of_another_memory_is_refused():
     two = [x.expand(2, *x.shape[1:]) for x in one]
     with pytest.raises(ValueError, match="initial_state is of another memory or batch: its start"):
         ttt_memory(*two, tau, initial_state=state, **given)
+
+
+def test_the_definition_in_inference_mode():
+    tensors, layers = make(1, 5, 2, 4, 3)
+    expected = call(tensors, layers, backend="naive")[0]
+    with torch.inference_mode():
+        found = call([t.clone() for t in tensors], layers, backend="naive")[0]
+    torch.testing.assert_close(found, expected)

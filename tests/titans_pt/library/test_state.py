@@ -128,6 +128,15 @@ def test_inspect_goes_on_from_a_state_and_knows_resets():
     torch.testing.assert_close(memory.inspect(x, reset=reset).weight_norm[:, 5:], memory.inspect(x[:, 5:]).weight_norm)
 
 
+def test_inspect_in_inference_mode():
+    layer = LMM(16, **SMALL)
+    x = torch.randn(1, 9, 16)
+    expected = layer.inspect(x).surprise
+    with torch.inference_mode():
+        _, state = layer(x[:, :5])
+        torch.testing.assert_close(layer.inspect(x[:, 5:].clone(), state).surprise, expected[:, 5:])
+
+
 def test_inspect_of_mixers():
     layer = MAC(16, **SMALL, segment=8, memory_tokens=4, persistent_tokens=2)
     x = torch.randn(2, 11, 16)
