@@ -179,7 +179,7 @@ class MemoryCall:
         written, beyond its end."""
         batch, device = self.q.shape[0], self.q.device
         if any(s.device != device for s in (*state.weights, *state.momentum, *state.chunk_weights)):
-            wrong(f"initial_state is on {state.weights[0].device}, q on {device}; move the state there")
+            wrong(f"initial_state is on {state.weights[0].device}, q on {device}; titans_pt.move_state moves it")
         if len(state.offset) != batch:
             wrong(f"initial_state has {len(state.offset)} rows, q has {batch}")
         for name in ("weights", "momentum", "chunk_weights"):

@@ -111,6 +111,12 @@ def fork(state: Any) -> Any:
     return map_tensors(state, torch.clone)
 
 
+def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of a state, on ``device`` and of ``dtype`` (None: its own) if it is of floating point. Whole numbers
+    (offsets, places) stay on the host, where mixers make masks and cuts of them."""
+    return tensor.to(device, dtype) if tensor.is_floating_point() else tensor
+
+
 def compact(state: Any) -> Any:
     """``state`` with copies of what would keep much else alive: tensors that lie in a storage which they, with all
     others of ``state``, use less than half of. A tail of a long call's tensors is a view of all of them."""

@@ -25,7 +25,7 @@ from titans_pt.layers.documents import Documents
 from titans_pt.layers.gradients import with_gradients
 from titans_pt.layers.memory import MemoryNetwork, NeuralMemoryState
 from titans_pt.layers.memory_observer import MemoryFigures, observe_memories
-from titans_pt.layers.state import compact, rows
+from titans_pt.layers.state import compact, rows, tensors
 from titans_pt.layers.ttt import TTTNetwork
 from titans_pt.models.backbone import initialise
 from titans_pt.models.mixers import MIXERS, Mixer
@@ -288,6 +288,10 @@ def _checked_input(x: Tensor, d_model: int, state: Any, reset: Tensor | None) ->
         raise UserError(f"x: given shape {tuple(x.shape)}; allowed: (B, T, {d_model}), at least one row and one token")
     if (given := rows(state)) not in (None, len(x)):
         raise UserError(f"state: given one of {given} rows; x has {len(x)}; pass what the call for these rows returned")
+    first = next(tensors(state), x)
+    if first.is_floating_point() and first.device != x.device:
+        raise UserError(f"state: given one on {first.device}; x is on {x.device}; pass move_state(state, "
+                        f"{str(x.device)!r}) of titans_pt")  # fmt: skip
     if reset is None:
         return None
     if reset.dtype != torch.bool or reset.shape != x.shape[:2]:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from titans_pt.errors import UserError
-from titans_pt.layers.state import parts
+from titans_pt.layers.state import moved, parts
 from titans_pt.models.mixers import MIXERS
 from titans_pt.tools.files import write_atomically
 
@@ -158,8 +158,7 @@ def _build(form: dict, file: Any, device: torch.device, path: Path) -> Any:
     """The inverse of :func:`_flatten`."""
     match form:
         case {"tensor": name}:
-            tensor = file.get_tensor(name)
-            return tensor.to(device) if tensor.is_floating_point() else tensor
+            return moved(file.get_tensor(name), device)
         case {"class": name, "fields": inner}:
             kind = _class(name, path)
             known = {f.name for f in fields(kind)}

@@ -16,6 +16,7 @@ from titans_pt import (
     fork_state,
     load_state,
     mixer,
+    move_state,
     save_state,
     take_rows,
 )  # fmt: skip
@@ -260,6 +261,17 @@ def test_inspect_begins_again_at_every_segment_of_a_fresh_memory():
         torch.testing.assert_close(rest, found[:, 7:])
 
 
+def test_a_state_is_moved(layer):
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    _, state = layer(x)
+    elsewhere = move_state(state, "meta")
+    assert all(t.device.type == ("meta" if t.is_floating_point() else "cpu") for t in tensors(elsewhere))
+    with pytest.raises(UserError, match=r"^state: given one on meta; x is on cpu; pass move_state\(state, 'cpu'\)"):
+        layer(x, elsewhere)
+    single = layer.float()(x.float(), move_state(state, "cpu", torch.float32))[0]
+    torch.testing.assert_close(single.double(), layer.double()(x, move_state(state, "cpu"))[0], atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("part", ["memory", "q"])
 def test_a_state_on_another_device_is_an_error(part):
     """C takes addresses as they are: it would read what is not there."""
@@ -268,6 +280,6 @@ def test_a_state_on_another_device_is_an_error(part):
     with torch.no_grad():
         _, state = memory(x)
         elsewhere = replace(state, **{part: map_tensors(getattr(state, part), lambda t: t.to("meta"))})
-        with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
+        with pytest.raises((UserError, ValueError, RuntimeError, NotImplementedError)):
             y, after = memory(x, elsewhere)
             assert y.device.type == "cpu" and not any(t.is_meta for t in (*after.memory.weights, after.q))
