@@ -138,6 +138,21 @@ class _Layer(Mixer):
         documents = _checked_input(x, self.d_model, state, reset)
         return _finished(self, state, *super().forward(x, state, documents))
 
+    def set_progress(self, done: float):
+        """Says which share of the training is behind: before each step, and with the weights of any step. Mixers that
+        change in its course follow (``mix_warmup`` of liza, ``base_lr_warmup`` of TTT, ``hierarchy.final_locals``).
+        Until it is called, what rises has risen, and a hierarchy has its ``locals``.
+
+        Args:
+            done: from 0 to 1.
+
+        Raises:
+            UserError: another number.
+        """
+        if not 0 <= done <= 1:
+            raise UserError(f"done: given {done}; allowed: from 0 to 1")
+        super().set_progress(done)
+
     def inspect(self, x: Tensor, state: Any = None, reset: Tensor | None = None) -> MemoryFigures:
         """Figures of the memory in this layer for the tokens of x, persistent tokens left out; see
         :meth:`NeuralMemory.inspect`.

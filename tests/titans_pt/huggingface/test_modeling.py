@@ -357,6 +357,16 @@ def test_weights_that_a_folder_lacks_begin_as_an_untrained_models(exported, tmp_
         huggingface.import_run(tmp_path / "hf", tmp_path / "back")
 
 
+def test_what_rises_in_training_has_risen_in_a_model_that_had_none_of_ours():
+    tree = {"mixers": ["liza", "ttt_mlp"], "vocab_size": 20, "d_model": 16, "n_layers": 2, "n_heads": 2,
+            "liza": {"mix": 0.5, "mix_warmup": 0.2}, "ttt_mlp": {"head_width": 8, "base_lr_warmup": 0.2}}  # fmt: skip
+    for step, share in ((0, 1.0), (10, 0.5), (100, 1.0)):
+        config = huggingface.TitansConfig({"model": tree, "train": {"max_steps": 100}}, step=step)
+        liza, ttt = huggingface.TitansForCausalLM(config).model.blocks.mixers
+        assert float(liza.mix) == pytest.approx(0.5 * share)
+        assert float(ttt.ttt.risen) == pytest.approx(0.1 + 0.9 * share)
+
+
 def test_bf16_placement_and_copies(exported, hub, ids):
     half = AutoModelForCausalLM.from_pretrained(exported / "hf", dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16

@@ -75,6 +75,19 @@ def test_any_mixer_by_its_name(name):
     assert y.shape == (2, 6, 16) and layer(torch.randn(2, 1, 16), state)[0].shape == (2, 1, 16)
 
 
+def test_a_layer_follows_the_training():
+    x = torch.randn(1, 6, 16)
+    torch.manual_seed(0)
+    layer = mixer("liza", 16, n_heads=2, mix_warmup=0.5)
+    whole = layer(x)[0]
+    layer.set_progress(0.0)
+    assert layer.mix == 0
+    layer.set_progress(0.5)
+    assert torch.equal(layer(x)[0], whole)
+    with pytest.raises(UserError, match="^done: given 2; allowed: from 0 to 1$"):
+        layer.set_progress(2)
+
+
 class _Model(nn.Module):
     def __init__(self, kind, **settings):
         super().__init__()
