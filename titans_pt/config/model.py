@@ -122,7 +122,9 @@ class MemoryConfig(Section):
     expansion: Positive = 4
     """Hidden size of the memory MLP as a multiple of its head width."""
     chunk_size: Positive = 16
-    """C: tokens whose inner gradients are taken at one set of weights. Part of the model, not a speed setting."""
+    """C: tokens whose inner gradients are taken at one set of weights. Part of the model, not a speed setting. If it is
+    not given: at most data.seq_len, and a quarter of a data.seq_len up to 16 where tokens read the memory of their
+    chunk's start (hope; moneta, memora, muon, lact, atlas), for which it must be below data.seq_len."""
     activation: Literal["gelu", "silu", "relu"] = "gelu"
     """Activation between the weight matrices of the memory MLP."""
     projections: Literal["silu", "affine"] = "silu"

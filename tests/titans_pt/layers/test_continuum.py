@@ -138,7 +138,8 @@ def test_it_is_planned(tiny):
 
 
 @pytest.mark.parametrize("words, message", [
-    (["model.mlp_periods=[4, 5000]"], r"model.mlp_periods: given \[4, 5000\]; each at most data.seq_len="),
+    (["model.mlp_periods=[4, 5000]"], r"model.mlp_periods: given \[4, 5000\]; each below data.seq_len="),
+    (["model.mlp_periods=[64]", "data.seq_len=64"], r"model.mlp_periods: given \[64\]; each below data.seq_len=64"),
     (["model.mlp_periods=[0]"], "model.mlp_periods"),
     (["model.mixers=[rmt]", "model.mlp_periods=[4]", "model.rmt.segment=8"],
      r"model.mlp_periods: given \[4\]; must be \[\] with the mixer rmt"),

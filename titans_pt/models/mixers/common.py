@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_pt.config import CachingConfig, Config, MemoryConfig, ModelConfig, Section
+from titans_pt.kernels.memory.rules import Rule
 from titans_pt.layers.attention import Attention
 from titans_pt.layers.documents import Documents
 from titans_pt.layers.flops import Flops, product
@@ -134,10 +135,10 @@ def check_periods(config: Config, need: Need):
         f"must divide model.d_model={model.d_model} and be below it with {name}, whose levels have as many heads",
     )
     need(
-        max(model.mlp_periods) <= length,
+        max(model.mlp_periods) < length,
         name,
         model.mlp_periods,
-        f"each at most data.seq_len={length}; in a longer period nothing that a level learns is read in training",
+        f"each below data.seq_len={length}; nothing that a level learns in the first period is read in it",
     )
     need(
         model.kinds != ["rmt"],
@@ -155,6 +156,8 @@ class MemoryMixer(Mixer):
     """A mixer around one :class:`NeuralMemory`, or a hierarchy of them, its attribute ``memory``."""
 
     shared: ClassVar[tuple[str, ...] | None] = ("n_heads", "persistent_tokens", *PROJECTED)
+    stale: ClassVar[bool] = False
+    """Whether tokens read the memory of their chunk's start whatever the rule."""
     memory: Memory
 
     @classmethod
@@ -166,7 +169,10 @@ class MemoryMixer(Mixer):
             found["model.n_heads"] = next(heads, config.n_heads)
         if length is None:
             return found
-        found["model.memory.chunk_size"] = min(memory.chunk_size, length)
+        chunk = memory.chunk_size
+        if chunk >= length:
+            chunk = max(1, length // 4) if cls.reads_start(memory) else length
+        found["model.memory.chunk_size"] = chunk
         if memory.caching is not None and "segment" not in memory.caching.model_fields_set:
             chunk, usual = found["model.memory.chunk_size"], memory.caching.segment
             if usual % chunk or usual >= length:
@@ -200,6 +206,12 @@ class MemoryMixer(Mixer):
         if caching is not None:
             check_caching(model.memory, caching, length, need)
         if levels is None:
+            need(
+                chunk < length or not cls.reads_start(model.memory),
+                "model.memory.chunk_size",
+                chunk,
+                f"below data.seq_len={length}; tokens read the memory of their chunk's start, and nothing of the first",
+            )
             need(
                 chunk <= length,
                 "model.memory.chunk_size",
@@ -238,6 +250,11 @@ class MemoryMixer(Mixer):
             model.memory.alpha,
             "must be head with model.memory.hierarchy",
         )
+
+    @classmethod
+    def reads_start(cls, memory: MemoryConfig) -> bool:
+        """Whether tokens read the memory of their chunk's start."""
+        return cls.stale or Rule.of(memory).nonlinear
 
     @classmethod
     def split_sizes(cls, config: ModelConfig) -> dict[str, int]:

@@ -24,6 +24,7 @@ class Hope(MemoryMixer):
 
     name = "hope"
     Settings = OutputGateSettings
+    stale = True
     shared = ("n_heads", "conv_width", "norm_eps", "init_std", "n_layers")
     sharding = {"gate": Shard.ENTER_COLUMN, "out": Shard.LAST_ROW}
 

@@ -2,10 +2,11 @@
 
 import pytest
 
-from titans_pt.config import config_hash
+from titans_pt.config import MemoryConfig, config_hash
 from titans_pt.config.checks import checked, completed
 from titans_pt.config.files import load_config
 from titans_pt.errors import UserError
+from titans_pt.kernels.memory.rules import RULES, Rule
 from titans_pt.models.mixers import MIXERS
 
 
@@ -76,6 +77,20 @@ def test_what_is_given_stays_and_is_refused(override, tmp_path):
     name = name or override.split(".")[1]
     with pytest.raises(UserError, match=f"{override.partition('=')[0]}: given {override.partition('=')[2]}; "):
         loaded(tmp_path, name, override, "model.d_model=200")
+
+
+@pytest.mark.parametrize("name, rule", [("hope", "dgd"), *(("lmm", rule) for rule in RULES.built_in())])
+def test_a_memory_that_reads_its_chunks_start_has_two_chunks(name, rule, tmp_path):
+    starts = name == "hope" or Rule.of(MemoryConfig(rule=rule)).nonlinear
+    words = [f"model.memory.rule={rule}"]
+    assert loaded(tmp_path, name, *words, length=12).model.memory.chunk_size == (3 if starts else 12)
+    assert loaded(tmp_path, name, *words, length=64).model.memory.chunk_size == 16
+    words.append("model.memory.chunk_size=64")
+    if not starts:
+        assert loaded(tmp_path, name, *words, length=64).model.memory.chunk_size == 64
+        return
+    with pytest.raises(UserError, match="model.memory.chunk_size: given 64; below data.seq_len=64; tokens read the"):
+        loaded(tmp_path, name, *words, length=64)
 
 
 def test_a_mixers_own_settings_that_are_wrong_are_said_to_be(tmp_path):
