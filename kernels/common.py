@@ -32,6 +32,13 @@ def recordable(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(t.clone() if t.is_inference() else t for t in tensors)
 
 
+def along_tangents() -> str | None:
+    """Reason why kernels that are not PyTorch's do not serve inside torch.autograd.forward_ad.dual_level() or
+    torch.func.jvp, also under no_grad(): their results would have no tangents, without a word. None elsewhere."""
+    active = torch.autograd.forward_ad._current_level >= 0
+    return "derivatives are computed forward, which PyTorch's operators alone can do" if active else None
+
+
 def warn_once(message: str):
     """Warns once of each message, whatever the warning filters."""
     if torch.compiler.is_compiling():  # a warning in a block's graph would cut it in two

@@ -154,7 +154,7 @@ def _gradient(call: MemoryCall, t: int, weights: Weights, keep_graph: bool, rece
         token, recent = recordable(token), recordable(recent)
         call = replace(call, norm=call.norm and recordable(call.norm))
         # Copies: values may come from the same weights, and are given.
-        weights = tuple((w if keep_graph else w.detach()).clone() for w in weights)
+        weights = tuple(w.clone() for w in weights)
         weights = tuple(w if w.requires_grad else w.requires_grad_() for w in weights)
         if rule.window == 1:
             k, v, *own = token

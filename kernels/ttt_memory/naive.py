@@ -47,8 +47,7 @@ def _gradient(k: Tensor, v: Tensor, parameters: Parameters, norm: Parameters) ->
     with recording():
         k, v = recordable((k, v))
         parameters, norm = recordable(parameters), recordable(norm)
-        if not graph:
-            parameters = tuple(p.detach() for p in parameters)
-        parameters = tuple(p if p.requires_grad else p.requires_grad_() for p in parameters)
+        # Views and no detach(), which would drop tangents.
+        parameters = tuple(p if p.requires_grad else p.view_as(p).requires_grad_() for p in parameters)
         error = network(k.unsqueeze(-2), parameters, norm).squeeze(-2) - v
         return torch.autograd.grad(0.5 * error.square().sum(), parameters, create_graph=graph)

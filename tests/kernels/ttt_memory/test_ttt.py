@@ -233,3 +233,18 @@ def test_the_definition_in_inference_mode():
     with torch.inference_mode():
         found = call([t.clone() for t in tensors], layers, backend="naive")[0]
     torch.testing.assert_close(found, expected)
+
+
+@torch.no_grad()
+def test_the_definition_carries_tangents():
+    tensors, layers = make(1, 5, 2, 4, 3)
+    weight, along = tensors[5], torch.randn_like(tensors[5])
+
+    def outputs(weight):
+        return call([*tensors[:5], weight, *tensors[6:]], layers, backend="naive")[0]
+
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(weight, along)
+        found = torch.autograd.forward_ad.unpack_dual(outputs(dual)).tangent
+    expected = (outputs(weight + 1e-6 * along) - outputs(weight - 1e-6 * along)) / 2e-6
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,11 +1,14 @@
-"""A gradient of a gradient, as a gradient penalty takes it, is right or refused."""
+"""A gradient of a gradient, as a gradient penalty takes it, and a derivative computed forward are right or refused."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.utils.stateless import functional_call
 
+from titans_pt.kernels.memory import neural_memory
 from titans_pt.kernels.memory.rules import RULES
 from titans_pt.library import layers
 from titans_pt.models.mixers import MIXERS, Mixer
@@ -15,6 +18,8 @@ ALONE = [name for name in MIXERS.built_in() if MIXERS.find(name).around is Mixer
 """Mixers that are a layer by themselves."""
 REFUSED = re.compile("first derivatives only|derivative for .+ is not implemented")
 """By our kernels, and by PyTorch's attention."""
+MEMORIES_AND_ATTENTION = {"attention", "hope", "liza", "lmm", "mab", "mac", "mag", "mal", "memory", "swa"}
+"""Layers of which nobody has forward derivatives."""
 STEP = 1e-6
 
 
@@ -62,3 +67,40 @@ def test_of_a_memory(rule, chunk):
     torch.manual_seed(0)
     found = check(layers.NeuralMemory(16, n_heads=2, rule=rule, chunk_size=chunk))
     assert not (found and rule == "titans")
+
+
+@pytest.mark.parametrize("tokens", [9, 1])
+@pytest.mark.parametrize("name", [*ALONE, "memory"])
+@torch.no_grad()
+def test_forward(name, tokens):
+    """forward_ad works under no_grad, where kernels in C and Triton drop tangents."""
+    torch.manual_seed(0)
+    make = layers.NeuralMemory if name == "memory" else partial(layers.mixer, name)
+    layer = make(16, n_heads=2).double()
+    before, x, along = torch.randn(3, 2, 9, 16, dtype=torch.float64)
+    x, along = x[:, :tokens], along[:, :tokens]
+    state = layer(before)[1] if tokens == 1 else None
+    ahead, behind = (layer(x + s * STEP * along, state)[0] for s in (1, -1))
+    with forward_ad.dual_level():
+        try:
+            found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, along), state)[0]).tangent
+        except NotImplementedError as error:
+            assert "forward AD" in str(error) or "jvp function" in str(error)
+            assert name in MEMORIES_AND_ATTENTION
+            return
+    torch.testing.assert_close(found, (ahead - behind) / (2 * STEP), rtol=1e-5, atol=1e-8)
+
+
+def test_forward_by_the_definition():
+    torch.manual_seed(0)
+    q, k, v, along = torch.randn(4, 1, 5, 2, 4, dtype=torch.float64)
+    gates = torch.rand(3, 1, 5, 2, dtype=torch.float64)
+    weights = tuple(torch.randn(2, 2, 4, 4, dtype=torch.float64))
+
+    def memory(k):
+        return neural_memory(q, k, v, *gates, weights, chunk_size=2, backend="naive")[0]
+
+    with torch.no_grad(), forward_ad.dual_level():
+        found = forward_ad.unpack_dual(memory(forward_ad.make_dual(k, along))).tangent
+    expected = (memory(k + STEP * along) - memory(k - STEP * along)) / (2 * STEP)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
