@@ -46,7 +46,29 @@ _OF_A_MEMORY = {"write_cost"}
 """Settings of ``model.memory`` that only a training loop of ours reads."""
 
 
-class NeuralMemory(memory.NeuralMemory):
+class _Resettable(nn.Module):
+    """A layer that can draw its first weights again."""
+
+    _made_of: tuple[int, int | None, dict[str, Any]]
+    """d_model, n_heads and settings, as they were given."""
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        """Fills all parameters and buffers, in their place, as the constructor does from torch's global generator:
+        after ``to_empty``, for a layer that was made on the meta device, or to begin again.
+
+        It makes a second layer on this one's device for it. It fills whole tensors: call it before sharding.
+        """
+        d_model, n_heads, settings = self._made_of
+        with next(self.parameters()).device:
+            fresh = cast(Any, type(self))(d_model, n_heads, **settings)
+        for name, parameter in self.named_parameters():
+            parameter.copy_(fresh.get_parameter(name))
+        for name, buffer in self.named_buffers():
+            buffer.copy_(fresh.get_buffer(name))
+
+
+class NeuralMemory(_Resettable, memory.NeuralMemory):
     """The memory as a layer: x (B, T, d_model) -> (its answers M_t(q_t), (B, T, d_model), and the state after the last
     token). It has no residual, output gate or output projection; LMM, MAC, MAG and MAL have them.
 
@@ -69,6 +91,7 @@ class NeuralMemory(memory.NeuralMemory):
         }
         config = _model_config(type(self).__name__, _LMM, d_model, n_heads, settings, sections)
         super().__init__(config.d_model, config.memory_heads, config.conv_width, config.memory, config.norm_eps)
+        self._made_of = d_model, n_heads, settings
         initialise(self, config)
 
     def forward(  # type: ignore[override]  # a mask in place of what is worked out from it
@@ -98,7 +121,7 @@ class NeuralMemory(memory.NeuralMemory):
         return _inspected(self, x, state, reset)
 
 
-class _Layer(Mixer):
+class _Layer(_Resettable, Mixer):
     """A mixer that is built from keywords, in place of an attention layer.
 
     Args:
@@ -116,7 +139,7 @@ class _Layer(Mixer):
         config = _mixer_config(type(self).__name__, type(self), d_model, n_heads, settings)
         # The internal class comes next in the order of inheritance: its constructor takes the settings.
         cast(Any, super()).__init__(config)
-        self.d_model = config.d_model
+        self.d_model, self._made_of = config.d_model, (d_model, n_heads, settings)
         initialise(self, config)
 
     def forward(  # type: ignore[override]  # a mask in place of what is worked out from it

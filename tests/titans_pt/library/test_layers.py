@@ -1,6 +1,7 @@
 """Layers by keywords: the same as the internal ones, trained by a plain loop, in one line refused."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -73,6 +74,29 @@ def test_any_mixer_by_its_name(name):
     layer = mixer(name, 16)
     y, state = layer(torch.randn(2, 6, 16))
     assert y.shape == (2, 6, 16) and layer(torch.randn(2, 1, 16), state)[0].shape == (2, 1, 16)
+
+
+@pytest.mark.parametrize("name", ["memory", *ALONE])
+def test_a_layer_of_the_meta_device_begins_as_any_other(name):
+    def make():
+        return (NeuralMemory if name == "memory" else partial(mixer, name))(16, n_heads=2, norm_eps=1e-5)
+
+    torch.manual_seed(0)
+    whole = make()
+    with torch.device("meta"):
+        layer = make()
+    assert all(p.is_meta for p in layer.parameters())
+    layer.to_empty(device="cpu")
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        tensor.data.fill_(7)
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    found, expected = (dict([*each.named_parameters(), *each.named_buffers()]) for each in (layer, whole))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) and not found[key].is_meta for key in found)
+    x = torch.randn(2, 6, 16)
+    assert torch.equal(layer(x)[0], whole(x)[0])
+    layer(x)[0].sum().backward()
 
 
 def test_a_layer_follows_the_training():
