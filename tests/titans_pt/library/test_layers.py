@@ -1,7 +1,6 @@
 """Layers by keywords: the same as the internal ones, trained by a plain loop, in one line refused."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -79,7 +78,7 @@ def test_any_mixer_by_its_name(name):
 @pytest.mark.parametrize("name", ["memory", *ALONE])
 def test_a_layer_of_the_meta_device_begins_as_any_other(name):
     def make():
-        return (NeuralMemory if name == "memory" else partial(mixer, name))(16, n_heads=2, norm_eps=1e-5)
+        return NeuralMemory(16, n_heads=2) if name == "memory" else mixer(name, 16)
 
     torch.manual_seed(0)
     whole = make()
