@@ -258,6 +258,7 @@ def ideas_in_noise() -> list[str]:
 
 
 def lines_of_needles(rows: dict[str, list[dict]], lengths: Sequence[int]) -> list[str]:
+    """A star marks the steps of the earlier, separate trainer, whose records have no checksum."""
     lines = []
     for name, seeds in rows.items():
         cells: dict[int, list[float]] = {}
@@ -267,7 +268,7 @@ def lines_of_needles(rows: dict[str, list[dict]], lengths: Sequence[int]) -> lis
                     cells.setdefault(cell["length"], []).append(100 * cell["mean"])
         shown = line(
             name, f"{seeds[0]['trained']['parameters']:,}", ", ".join(str(record["seed"]) for record in seeds),
-            ", ".join(f"{record['trained']['steps']:,}" for record in seeds),
+            ", ".join(f"{record['trained']['steps']:,}{'' if 'crc32' in record else '*'}" for record in seeds),
             *(spanned(cells[length]) if length in cells else "-" for length in lengths),
         )  # fmt: skip
         lines.append((-sum(cells[65536]) / len(cells[65536]), -sum(cells[16384]) / len(cells[16384]), shown))
