@@ -106,9 +106,18 @@ class Attention(nn.Module):
         prefix: Tensor | None = None,
     ) -> tuple[Tensor, AttentionState]:
         """:meth:`forward` from the :meth:`queries` ``plain``, (B, T, H, D), and the :meth:`keys_values`, (B, T, K, D):
-        for mixers that use these for more than attention."""
+        for mixers that use these for more than attention.
+
+        Raises:
+            ValueError: the state is of attention with another window, other sinks or other heads.
+        """
         batch, length = plain.shape[:2]
         position = state.position if state else 0
+        # Not where it is compiled: each place in a stream would be.
+        if state and not torch.compiler.is_compiling() and not self.fits(state):
+            raise ValueError(f"state: given one of another attention, keys {tuple(state.k.shape)} after {position} "
+                             f"tokens; window={self.window}, sinks={self.sinks} and {self.kv_heads} heads here keep "
+                             "others")  # fmt: skip
         turn = self.rotation_from(position, plain)
         q, k = rotate(plain, *turn), rotate(k, *turn)
         if state:
@@ -124,6 +133,11 @@ class Attention(nn.Module):
         y = causal_attention(q, k, v, window=self.window, sinks=self.sinks, prefix=always, first=first, bounds=bounds)
         k, v, visible = self._after(k, v, first)
         return y.flatten(-2), AttentionState(k, v, prefix_k, prefix_v, visible, position + length)
+
+    def fits(self, state: AttentionState) -> bool:
+        """Whether it keeps as many keys, and for as many heads, as attention with this window and these sinks."""
+        kept = state.position if self.window is None else min(state.position, self.window - 1 + self.sinks)
+        return state.k.shape[1:] == state.v.shape[1:] == (kept, self.kv_heads, self.head_width)
 
     def unlimited(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Output of :meth:`forward` for whole sequences without a window, (B, T, H D)."""

@@ -89,6 +89,8 @@ class HierarchicalMemory(nn.Module):
     ) -> tuple[Tensor, HierarchyState]:
         """start: M_0 of the memories in place of the learned ones (:meth:`start_after`); a state remembers it. prefix:
         whether x is a prefix, which every memory ends with a whole chunk."""
+        if state:
+            self._check(state)
         q, q_state = self.q(x, state and state.q, documents)
         k, k_state = self.k(x, state and state.k, documents)
         v, v_state = self.v(x, state and state.v, documents)
@@ -108,6 +110,26 @@ class HierarchicalMemory(nn.Module):
             kept = tuple(tuple(w.expand(len(x), *w.shape) for w in weights) for weights in start)
         state = HierarchyState(tuple(memories), q_state, k_state, v_state, place, keys, kept)
         return self.output_norm(y.to(self.output_norm.weight.dtype)).flatten(-2), state
+
+    def _check(self, state: HierarchyState):
+        """
+        Raises:
+            ValueError: ``state`` is of a hierarchy with other memories, chunks, shards or projection.
+        """
+        levels, chunks = self.hierarchy, [memory.chunk for memory in self.memories]
+        projected = bool(levels.locals) and levels.projection
+        fits = len(state.memories) == len(chunks) and (state.keys is not None) == projected
+        on_host = all(memory.offset.device.type == "cpu" for memory in state.memories)
+        if fits and levels.locals and on_host and not torch.compiler.is_compiling():
+            # All count from where the shard begins; at its end the local memories have not begun again yet.
+            place = state.place[state.place > 0]
+            offsets = (memory.offset[state.place > 0] for memory in state.memories)
+            fits = bool((state.place < levels.shard).all()) and all(
+                torch.equal(offset, place % chunk) for offset, chunk in zip(offsets, chunks, strict=True)
+            )
+        if not fits:
+            raise ValueError(f"state: given one of another hierarchy, of {len(state.memories)} memories; this one's "
+                             f"chunks are {chunks}, with shard={levels.shard} and projection={projected}")  # fmt: skip
 
     def _locals(self, y, after, chunks, q, k, v, x, start, state, before, documents):
         """Adds the local memories' outputs to y; returns it with all memories' states, the place in the shard, and the

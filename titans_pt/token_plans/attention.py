@@ -23,8 +23,7 @@ def attention_plan(attention: nn.Module, x: Tensor, prefix: bool) -> TokenPlan:
     attend, k, v = AttentionToken(attention.n_heads, attention.kv_heads, *queries), k.view(shape), v.view(shape)
 
     def accepts(state: AttentionState) -> bool:
-        fits = state.k.shape[2:] == state.v.shape[2:] == shape[2:]
-        return fits and state.visible is None and (state.prefix_k is not None) == prefix
+        return attention.fits(state) and state.visible is None and (state.prefix_k is not None) == prefix
 
     def advance(state: AttentionState) -> AttentionState:
         rotation.at(state.position)

@@ -39,7 +39,7 @@ def mac_plan(mixer: MAC, x: Tensor, term: Tensor) -> TokenPlan:
     segment, stride = mixer.segment, mixer.stride
 
     def accepts(state: MACState) -> bool:
-        if not memory.accepts(state.memory) or (state.persistent is not None) != prefix:
+        if not (mixer.fits(state) and memory.accepts(state.memory)) or (state.persistent is not None) != prefix:
             return False
         alike = [w.shape for w in state.read_weights] == [w.shape for w in state.memory.memory.weights]
         alike = alike and state.read_conv.shape == conv and state.k.shape[2:] == state.h_k.shape[2:] == heads

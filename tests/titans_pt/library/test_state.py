@@ -188,6 +188,38 @@ def test_a_state_of_another_rule_caching_or_convolution_is_refused(change):
         layer(x, state)
 
 
+HIERARCHY = {"chunk": 4, "shard": 8, "locals": [2, 4]}
+OTHER_LAYERS = {
+    "mag": ("mag", {"window": 4}, {"window": 2048}),
+    "mal": ("mal", {"window": 4}, {"window": 8}),
+    "mab": ("mab", {"window": 8}, {"window": 4}),
+    "liza": ("liza", {"window": 4}, {"window": 8}),
+    "swa": ("swa", {"window": 8}, {"window": 4}),
+    "sinks": ("swa", {"window": 4}, {"window": 4, "attention": {"sinks": 2}}),
+    "no window": ("attention", {"attention": {"kv_heads": 1}}, {}),
+    "mac": ("mac", {"segment": 8, "memory_tokens": 4}, {"segment": 4, "memory_tokens": 2}),
+    "memory tokens": ("mac", {"segment": 8, "memory_tokens": 2}, {"segment": 8, "memory_tokens": 4}),
+    "locals": ("lmm", {"hierarchy": HIERARCHY}, {"hierarchy": HIERARCHY | {"locals": [2]}}),
+    "local chunk": ("lmm", {"hierarchy": HIERARCHY}, {"hierarchy": HIERARCHY | {"locals": [2, 3]}}),
+    "chunk": ("lmm", {"hierarchy": HIERARCHY}, {"hierarchy": HIERARCHY | {"chunk": 2}}),
+    "shard": ("lmm", {"hierarchy": HIERARCHY}, {"hierarchy": HIERARCHY | {"shard": 4}}),
+    "projection": ("lmm", {"hierarchy": HIERARCHY}, {"hierarchy": HIERARCHY | {"projection": False}}),
+}
+"""A mixer, and settings of two whose states do not fit each other after 15 tokens."""
+
+
+@pytest.mark.parametrize("case", OTHER_LAYERS)
+def test_a_state_of_another_layer_is_refused(case):
+    name, *settings = OTHER_LAYERS[case]
+    chunk = CHUNK.get(name, {})
+    one, other = (mixer(name, 16, **{"n_heads": 2} | chunk | own) for own in settings)
+    x = torch.randn(2, 15, 16)
+    state = one(x)[1]
+    one(x[:, :1], state)
+    with pytest.raises(ValueError, match="^state: given one of another "):
+        other(x[:, :1], state)
+
+
 def without_gradient(layer, length, width=16):
     """Parameters without a gradient after a call of ``length`` tokens, at the start and after a state."""
     x, found = torch.randn(2, length, width), []

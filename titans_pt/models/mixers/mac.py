@@ -224,6 +224,9 @@ class MAC(MemoryMixer):
         learned, norm = self.memory.network()
         initial = self.memory.first_weights(learned, len(x), state_dtype(x))
         if state:
+            if not self.fits(state):
+                raise ValueError(f"state: given one of another MAC, {state.offset.max()} tokens into a segment; here "
+                                 f"segment={self.segment}, memory_tokens={self.segment // self.stride}")  # fmt: skip
             memory, read_weights, offset = state.memory, state.read_weights, state.offset.tolist()
             h = MemoryTokens(state.h_k.to(k.dtype), state.h_v.to(v.dtype), state.h_place.tolist())
             k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
@@ -260,6 +263,12 @@ class MAC(MemoryMixer):
         )  # fmt: skip
         # A piece in which no group of tokens begins reads no memory token.
         return with_gradients(self.out(torch.cat(outputs, 1)), queries), after
+
+    def fits(self, state: MACState) -> bool:
+        """Whether the segments of ``state`` are no longer than here, and it has the memory tokens of this MAC."""
+        begun, places, now = state.offset.tolist(), state.h_place.tolist(), state.position
+        own = {place for tokens in set(begun) for place in range(now - tokens, now, self.stride)}
+        return max(begun) < self.segment and own.issubset(places)
 
     def _prefix(self, keys: Tensor, state: MACState | None) -> tuple[Tensor, Tensor] | None:
         """Keys and values of the persistent tokens, (B, P, K, D) each, in the dtype of the segment's ``keys``; None
