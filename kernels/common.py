@@ -32,11 +32,17 @@ def recordable(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(t.clone() if t.is_inference() else t for t in tensors)
 
 
-def along_tangents() -> str | None:
-    """Reason why kernels that are not PyTorch's do not serve inside torch.autograd.forward_ad.dual_level() or
-    torch.func.jvp, also under no_grad(): their results would have no tangents, without a word. None elsewhere."""
-    active = torch.autograd.forward_ad._current_level >= 0
-    return "derivatives are computed forward, which PyTorch's operators alone can do" if active else None
+def transformed() -> str | None:
+    """Reason why kernels that are not PyTorch's do not serve inside torch.func's transforms, whose tensors have no
+    memory of their own, and inside torch.autograd.forward_ad.dual_level(), also under no_grad(): their results would
+    have no tangents, without a word. None elsewhere, and in a graph that is being compiled."""
+    if torch.compiler.is_compiling():
+        return None
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "derivatives are computed forward, which PyTorch's operators alone can do"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func transforms the call, which needs PyTorch's operators"
+    return None
 
 
 def warn_once(message: str):

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titans_pt.kernels.common import along_tangents, warn_once
+from titans_pt.kernels.common import transformed, warn_once
 from titans_pt.tools.cache import cache_folder
 
 HEADER = Path(__file__).with_name("vector.h")
@@ -39,7 +39,7 @@ def unserved(source: Path, x: Tensor) -> str | None:
         return f"{type(x).__name__} may have no memory of its own"  # FakeTensor, for example
     if x.dtype not in REALS:
         return f"{x.dtype} is neither float32 nor float64"
-    if reason := along_tangents():
+    if reason := transformed():
         return reason
     found = library(source, x.dtype)
     return found if isinstance(found, str) else None

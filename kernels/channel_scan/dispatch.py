@@ -5,7 +5,7 @@ from torch import Tensor
 
 from titans_pt.kernels.channel_scan import native
 from titans_pt.kernels.channel_scan.loop import loop_scan
-from titans_pt.kernels.common import along_tangents, no_autocast, warn_once
+from titans_pt.kernels.common import no_autocast, transformed, warn_once
 from titans_pt.kernels.memory.dispatch import GPU, HAS_TRITON, INTERPRETED
 from titans_pt.kernels.memory.state import state_dtype
 
@@ -98,7 +98,7 @@ def _fused(x: Tensor, k: Tensor, backend: str):
         # Not at the top: it imports triton, which machines without a GPU need not have.
         from titans_pt.kernels.channel_scan.fused import fused_scan, unsupported
 
-        reason = along_tangents() or unsupported(x, k)
+        reason = transformed() or unsupported(x, k)
         if reason is None:
             return fused_scan
     if backend == "triton":

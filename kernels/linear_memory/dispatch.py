@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titans_pt.kernels.common import along_tangents, no_autocast, warn_once
+from titans_pt.kernels.common import no_autocast, transformed, warn_once
 from titans_pt.kernels.linear_memory.chunked import chunked_linear_memory
 from titans_pt.kernels.linear_memory.fla import fla_linear_memory, unsupported
 from titans_pt.kernels.linear_memory.naive import naive_linear_memory
@@ -128,7 +128,7 @@ def _takes_fla(
     """
     if backend not in ("auto", "fla") or (backend == "auto" and q.device.type not in GPU):
         return False
-    reason = along_tangents() or unsupported(q, v, decay, beta, erase)
+    reason = transformed() or unsupported(q, v, decay, beta, erase)
     if reason is None:
         return True
     if backend == "fla":

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from titans_pt.kernels.common import along_tangents, no_autocast, warn_once
+from titans_pt.kernels.common import no_autocast, transformed, warn_once
 from titans_pt.kernels.memory import mlp
 from titans_pt.kernels.memory.blockwise import BLOCKWISE, NATIVE_BLOCKS
 from titans_pt.kernels.memory.call import Author, Backend, MemoryCall, rule_alone, wrong
@@ -200,7 +200,7 @@ def _triton_serves(call: MemoryCall) -> str | None:
         )
     if call.soup:
         return rule_alone(call.rule, soup=True)
-    if reason := along_tangents():
+    if reason := transformed():
         return reason
     return unserved(call.q.dtype, call.network, call.chunk_size, call.channelwise, call.q.device, call.rule, call.stale)
 

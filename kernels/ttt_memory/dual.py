@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from titans_pt.kernels.blocks import Blocks, cut
+from titans_pt.kernels.common import transformed
 from titans_pt.kernels.memory.state import choose
 from titans_pt.kernels.ttt_memory.state import EPS, Parameters, TTTState
 
@@ -69,7 +70,7 @@ def dual_ttt_memory(
     outputs, carry = [], (*state.start, *state.sums)
     for first in range(0, len(q), every):
         given = first, min(first + every, len(q)), *carry
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and transformed() is None:  # torch.func knows no checkpoints
             out, carry = checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
         else:
             out, carry = run(*given)

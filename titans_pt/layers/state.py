@@ -120,6 +120,8 @@ def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype |
 def compact(state: Any) -> Any:
     """``state`` with copies of what would keep much else alive: tensors that lie in a storage which they, with all
     others of ``state``, use less than half of. A tail of a long call's tensors is a view of all of them."""
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors(state))):
+        return state  # torch.func's tensors have no storage
     used: dict[int, int] = {}
     for tensor in tensors(state):
         place = tensor.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""A gradient of a gradient, as a gradient penalty takes it, and a derivative computed forward are right or refused."""
+"""Derivatives are right or refused: of a gradient (gradient penalties), computed forward, and by torch.func."""
 
 import re
 from functools import partial
@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.func import grad, vmap
 from torch.nn.utils.stateless import functional_call
 
 from titans_pt.kernels.memory import neural_memory
@@ -18,7 +19,8 @@ ALONE = [name for name in MIXERS.built_in() if MIXERS.find(name).around is Mixer
 """Mixers that are a layer by themselves."""
 REFUSED = re.compile("first derivatives only|derivative for .+ is not implemented")
 """By our kernels, and by PyTorch's attention."""
-MEMORIES_AND_ATTENTION = {"attention", "hope", "liza", "lmm", "mab", "mac", "mag", "mal", "memory", "swa"}
+MEMORIES = {"hope", "lmm", "mab", "mac", "mag", "mal", "memory"}
+MEMORIES_AND_ATTENTION = MEMORIES | {"attention", "liza", "swa"}
 """Layers of which nobody has forward derivatives."""
 STEP = 1e-6
 
@@ -89,6 +91,28 @@ def test_forward(name, tokens):
             assert name in MEMORIES_AND_ATTENTION
             return
     torch.testing.assert_close(found, (ahead - behind) / (2 * STEP), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", [*ALONE, "memory"])
+def test_torch_func(name):
+    """Gradients of each row, by vmap over grad, add up to those of autograd."""
+    torch.manual_seed(0)
+    layer = (layers.NeuralMemory if name == "memory" else partial(layers.mixer, name))(16, n_heads=2).double()
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+
+    def loss(parameters, x):
+        return functional_call(layer, parameters, (x,))[0].square().sum()
+
+    given = dict(layer.named_parameters())
+    of_rows = vmap(grad(loss), (None, 0))
+    if name in MEMORIES:
+        with pytest.raises(RuntimeError, match=r"autograd\.Function with functorch transforms"):
+            of_rows(given, x[:, None])
+        return
+    found = of_rows(given, x[:, None])
+    expected = torch.autograd.grad(loss(given, x), list(given.values()), materialize_grads=True, allow_unused=True)
+    for key, gradient in zip(given, expected, strict=True):
+        torch.testing.assert_close(found[key].sum(0), gradient)
 
 
 def test_forward_by_the_definition():
