@@ -141,10 +141,11 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         # post_init() ties them again: transformers takes one tensor under two names for loaded when neither was.
         self.model.head.weight = nn.Parameter(self.model.head.weight.detach().clone())
         self.gradient_checkpointing = False
-        # What rises in the course of a training has risen: nobody tells a model without steps of ours how long the
+        # What rises in the course of a training has risen in a model of no checkpoint: nobody tells it how long the
         # loop is that trains it. Folders from before models could change do not say how long theirs was.
         steps = config.settings.get("train", {}).get("max_steps")
-        self.model.blocks.set_progress(config.step / steps if config.step and steps else 1.0)
+        exported = bool(config.step or config.checkpoint_hash)
+        self.model.blocks.set_progress(config.step / steps if exported and steps else 1.0)
         self.post_init()
 
     def _init_weights(self, module):
