@@ -43,15 +43,15 @@ SCHEMA = pyarrow.schema(
         ("file", pyarrow.string()),  # the file that the document is in
         ("row", pyarrow.int64()),  # its row there; in .jsonl the byte where its line begins
         ("id", pyarrow.string()),  # from the source's id column, or empty
-        ("hash", pyarrow.binary(16)),  # first half of the SHA-256 of its text (of its ids, for kind=indexed)
+        ("hash", pyarrow.binary(16)),  # first half of the SHA-256 of its text, or of its ids (compares_ids)
         ("tokens", pyarrow.int32()),
         ("characters", pyarrow.int64()),
         ("held_out", pyarrow.bool_()),  # in the validation split
     ]
 )
-FORMAT = 3
+FORMAT = 4
 """Parts of another format are not continued. Since 2 the ids of kind=indexed are hashed without bos and eos; since 3
-characters are int64."""
+characters are int64; since 4 text beside kind=indexed is hashed by its ids."""
 LONGEST = 2**31 - 1
 """Tokens of a document: their number is an int32."""
 ROW_GROUP = 8192
@@ -177,6 +177,7 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
     source, counts, rejected = job.data.every_source[part.source], Counter(empty=0, filtered=0), []
     fraction = 1.0 if part.source < len(job.data.validation_sources) else validation_fraction(job.data)
     round_trip, checksum = Counter(tried=0, equal=0), hashlib.sha256()
+    by_ids, bare = compares_ids(job.data), slice(len(tokenizer.begin), -1)  # without bos and eos
     # One name per process: after a kill, a second process may write the same part while the first still ends.
     sketched = job.data.near_duplicates is not None
     scratch = {
@@ -199,7 +200,8 @@ def write_part(job: Job, index: int, part: Part, report: Report) -> None:
                 if sketches:
                     sketches.write(sketch(encoded).tobytes())
                 for document, ids in zip(batch, encoded, strict=True):
-                    writer.add(_described(document, len(ids), fraction))
+                    digest = document_hash(ids[bare] if by_ids else document.text)
+                    writer.add(_described(document, len(ids), digest, fraction))
                 report(len(batch), sum(map(len, encoded)), 0, 0)
             writer.flush()
         for path in scratch.values():
@@ -301,10 +303,15 @@ def _visible_pieces(tokenizer: Tokenizer) -> np.ndarray:
     return np.array([piece.isascii() and visible(piece.decode()) for piece in tokenizer.pieces])
 
 
-def document_hash(document: Document) -> bytes:
-    """SHA-256 of its text, or of its ids where there is no text (as int64, without bos and eos)."""
-    data = document.text.encode() if document.tokens is None else document.tokens.astype("<i8").tobytes()
-    return hashlib.sha256(data).digest()
+def compares_ids(data: DataConfig) -> bool:
+    """Whether documents are compared by their ids: all are where a source has no text (kind=indexed), since a hash of
+    text never equals one of ids."""
+    return any(source.kind == "indexed" for source in data.every_source)
+
+
+def document_hash(content: str | np.ndarray) -> bytes:
+    """SHA-256 of a document's text, or of its ids without bos and eos (integers of any dtype, hashed as int64)."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content.astype("<i8").tobytes()).digest()
 
 
 def validation_fraction(data: DataConfig) -> float:
@@ -317,9 +324,8 @@ def held_out(digest: bytes, fraction: float) -> bool:
     return int.from_bytes(digest[16:24], "big") / 2**64 < fraction
 
 
-def _described(document: Document, tokens: int, fraction: float) -> tuple:
-    """A row of SCHEMA."""
-    digest = document_hash(document)
+def _described(document: Document, tokens: int, digest: bytes, fraction: float) -> tuple:
+    """A row of SCHEMA. digest: by :func:`document_hash`."""
     return (
         document.file,
         document.row,

@@ -81,9 +81,9 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
     """Writes the token files of ``config`` to data.dir and returns their manifest.
 
     Each document ends with eos, which is the boundary between documents. Exact duplicates are dropped. Whether a
-    document is held out depends on its text alone: it stays where it is when the sources grow. Nothing is done
-    if the folder already holds the result of these settings and sources. After a stop of any kind the same call
-    continues with the missing parts.
+    document is held out depends on its text alone (on its ids, with a source of kind=indexed): it stays where it is
+    when the sources grow. Nothing is done if the folder already holds the result of these settings and sources. After
+    a stop of any kind the same call continues with the missing parts.
 
     Args:
         force: replace token files that other settings or sources gave.
@@ -406,7 +406,7 @@ def _sample(data: DataConfig) -> Iterator[str]:
     reject = sources.refuse if data.bad_input == "refuse" else lambda rejected: None  # counted when its part is read
     known: set[bytes] = set()  # of what is read until the tokenizer has enough
     for document in _in_turn([sources.documents(source, reject=reject) for source in data.sources]):
-        digest = document_hash(document)
+        digest = document_hash(document.text)
         if digest not in known and not held_out(digest, validation_fraction(data)):
             yield document.text
         known.add(digest)

@@ -443,6 +443,31 @@ def test_ids_are_compared_without_bos_and_eos(config, tokenizer, texts, tmp_path
         assert ids[0] == tokenizer.bos_id and ids[1] != tokenizer.bos_id and list(ids).count(tokenizer.eos_id) == 1
 
 
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_ids_and_text_of_one_document_meet(config, corpus, tokenizer, texts, tmp_path, add_bos):
+    """Token files beside the text that they were made of, on either side: one document, in one split alone."""
+    with IndexedWriter(tmp_path / "theirs", VOCAB) as writer:
+        for text in texts[50:]:
+            writer.add([tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id])
+    ids, text = {"kind": "indexed", "path": str(tmp_path / "theirs")}, {"kind": "files", "path": str(corpus)}
+
+    def found(name, sources, validation=()):
+        given = {"path": str(tokenizer.path), "add_bos": add_bos}
+        folder = tmp_path / name
+        manifest = prepare(config(data={"sources": sources, "validation_sources": list(validation),
+                                        "tokenizer": given, "dir": str(folder)}))  # fmt: skip
+        assert manifest["dropped"]["duplicate"] == 150
+        train, held_out = ([tokenizer.decode(ids.tolist()) for ids in IndexedDataset(folder / split)]
+                           for split in ("train", "validation"))  # fmt: skip
+        assert sorted(train + held_out) == sorted(texts)
+        return sorted(held_out)
+
+    assert found("ids held out", [text], [ids]) == sorted(texts[50:])
+    with pytest.raises(UserError, match="data.sources: none of its documents is left for the train split"):
+        found("text held out", [ids], [text])
+    assert found("mixed", [text, ids]) == found("turned", [ids, text])
+
+
 def test_ids_without_visible_text_are_dropped_and_counted(config, tokenizer, texts, tmp_path):
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     unseen = [[], [eos], [bos, eos], [eos, eos, eos], *map(tokenizer.encode, (" ", "\n\n", "\u200b", "\0"))]
