@@ -26,6 +26,7 @@ import numpy as np
 
 from titans_pt.config import Config, DataConfig
 from titans_pt.data_pipeline import files, sources
+from titans_pt.data_pipeline.files import Rejected
 from titans_pt.data_pipeline.indexed import IndexedDataset
 from titans_pt.data_pipeline.manifest import (
     FORMAT,
@@ -44,6 +45,7 @@ from titans_pt.data_pipeline.parts import (
     Job,
     document_hash,
     held_out,
+    read_summary,
     validation_fraction,
     write_json,
     write_parts,
@@ -113,6 +115,8 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
         fingerprint, text = _fingerprints(config, settings=made)
     except Unreachable as error:
         if same:
+            _check_lossy(old, config)
+            _check_rejected(old, config, folder)
             print(
                 f"{folder}: holds token files made with these settings, nothing to do; whether the text has changed "
                 f"since cannot be told: {error}",
@@ -128,6 +132,7 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
         if old.get("fingerprint") == fingerprint:
             _check_lossy(old, config)
             refuse_damage(folder, damage(folder, old, read=False))
+            _check_rejected(old, config, folder)
             print(f"{one_line(str(folder))}: token files are up to date, nothing to do", file=sys.stderr)
             with contextlib.suppress(UserError), _locked(folder, exclusive=True):  # others may be at work, with --force
                 shutil.rmtree(folder / _BUILD, ignore_errors=True)  # left by a process that was killed at its very end
@@ -230,6 +235,22 @@ def _check_lossy(manifest: dict, config: Config) -> None:
         )
 
 
+def _check_rejected(manifest: dict, config: Config, folder: Path) -> None:
+    """
+    Raises:
+        UserError: data.bad_input=refuse, and data.bad_input=skip left something out of these token files; or the list
+            of that is damaged.
+    """
+    if config.data.bad_input == "refuse" and manifest.get("dropped", {}).get("rejected"):
+        refuse_damage(folder, damage(folder, manifest, [REJECTED]))
+        with open(folder / REJECTED, encoding="utf-8") as listed:
+            first = Rejected(**json.loads(listed.readline()))
+        raise UserError(
+            f"data.bad_input: given 'refuse', but {one_line(str(folder))} was prepared without {first} and run "
+            "titans prepare CONFIG --force, or set data.bad_input=skip"
+        )
+
+
 def _fingerprints(config: Config, cached: bool = False, settings: dict | None = None) -> tuple[str, str]:
     """Hashes (hex) of settings and sources, with the files' modification times and without them.
 
@@ -299,6 +320,10 @@ def _build(config: Config, build: Path, fingerprints: dict, shard: tuple[int, in
     parts = sources.parts(data.every_source)
     job = Job(data, tokenizer.path, build, threads=1)
     own = range(len(parts)) if shard is None else range(shard[0], len(parts), shard[1])
+    if data.bad_input == "refuse":  # parts may have been written before, with skip
+        for summary in filter(None, (read_summary(build, index) for index in own)):
+            for rejected in summary["rejected"]:
+                sources.refuse(Rejected(**rejected))
     write_parts(job, {index: parts[index] for index in own}, workers)
     if shard is not None:
         print(

@@ -14,7 +14,7 @@ from tests.data_pipeline.small_corpus import make_texts, write_jsonl
 from titans_pt.data_pipeline import TokenFiles, parts, sources
 from titans_pt.data_pipeline.manifest import read_manifest
 from titans_pt.data_pipeline.prepare import prepare
-from titans_pt.errors import UserError
+from titans_pt.errors import Unreachable, UserError
 
 module = importlib.import_module("titans_pt.data_pipeline.prepare")
 
@@ -180,6 +180,34 @@ def test_an_error_in_a_process_is_one_line_and_finished_parts_are_kept(many, tmp
     assert manifest["dropped"]["rejected"] == 1
     [rejected] = (json.loads(line) for line in (Path(config.data.dir) / "rejected.jsonl").open())
     assert str(path) in rejected["where"] and "not valid JSON" in rejected["reason"]
+
+
+def test_what_skip_left_out_is_refused_afterwards(many, tmp_path, monkeypatch):
+    """Parts and token files that were made with data.bad_input=skip, under the default: the first that they lack."""
+    path = tmp_path / "text" / "2.jsonl"
+    path.write_text(path.read_text() + "{not json\n{nor this\n")
+    message = "2.jsonl, line at byte .*: not valid JSON .*data.bad_input=skip"
+    prepare(many("data", bad_input="skip"), shard=(0, 1))
+    for shard in ((0, 1), None):
+        with pytest.raises(UserError, match=f"data.sources: .*{message}") as error:
+            prepare(many("data"), shard=shard)
+        assert "\n" not in str(error.value)
+    manifest = prepare(many("data", bad_input="skip"))
+    assert manifest["dropped"]["rejected"] == 2 and prepare(many("data", bad_input="skip")) == manifest
+    with pytest.raises(UserError, match=f"data.bad_input: given 'refuse', but .*{message}") as error:
+        prepare(many("data"))
+    assert "\n" not in str(error.value) and "titans prepare CONFIG --force, or" in str(error.value)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=f"data.bad_input: given .*{message}"):
+        patch.setattr(module, "_fingerprints", _unreachable)
+        prepare(many("data"))
+    list_of_them = tmp_path / "data" / "rejected.jsonl"
+    list_of_them.write_text(list_of_them.read_text().replace("{", "[", 1))
+    with pytest.raises(UserError, match="rejected.jsonl: its checksum is not that of the manifest"):
+        prepare(many("data"))
+
+
+def _unreachable(*_, **__):
+    raise Unreachable("the hub is down")
 
 
 def _die(*_):
