@@ -146,19 +146,21 @@ def _print_document(stream: IndexedDataset, j: int, ids: np.ndarray, tokenizer: 
 
 
 def _print_sample(samples: PackedSamples | Mixture, position: int, tokenizer: Tokenizer) -> None:
-    found = samples.describe(position)
-    stream = samples.stream(position)
+    """Prints the origin of a sample and its documents as training reads them: on the other strand the last is first."""
+    found, (ids, *_) = samples.describe(position), samples.sample(position)
+    stream, turned = samples.stream(position), "other_strand" in found
     start, stop = found["tokens"]
     print(
         f"sample {position}: {one_line(found['file'])} epoch {found['epoch']} sample {found['sample']}, "
-        f"tokens {start} to {stop - 1}"
+        f"tokens {start} to {stop - 1}{', read backwards from the other strand' * turned}"
     )
     first, last = found["documents"]
-    for j in range(first, last + 1):
+    for j in range(first, last + 1)[:: -1 if turned else 1]:
         begin = stream.document_starts[j]
         end = stream.document_starts[j + 1] if j + 1 < len(stream.document_starts) else stream.tokens
         if begin < end:
-            _print_document(stream, j, stream.read(max(begin, start), min(end, stop)), tokenizer)
+            own = slice(max(begin, start) - start, min(end, stop) - start)
+            _print_document(stream, j, ids[::-1][own][::-1] if turned else ids[own], tokenizer)
 
 
 def _verify(folder: Path, manifest: dict) -> None:

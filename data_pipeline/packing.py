@@ -198,7 +198,7 @@ class PackedSamples:
         """
         start, stop = self._range(position)
         ids, starts = self.dataset.read(start, stop).astype(np.int64), self.dataset.document_starts
-        if self.complement is None or not on_other_strand(self.seed, position):
+        if not self._turned(position):
             return ids, document_begins(starts, start, self.seq_len)
         # Read backwards, a document begins behind the eos of the one before it in the stream's order: the token at i
         # does where the stream has an eos at i + 1, which is where a document begins at i + 2.
@@ -214,6 +214,7 @@ class PackedSamples:
         """Origin of the sample at ``position``, for an error log.
 
         ``tokens`` is the range [start, stop) of the stream, ``documents`` the first and last document in it.
+        ``other_strand`` is True where it is read from the other strand, and absent elsewhere.
         """
         start, stop = self._range(position)
         documents = [bisect_right(self.dataset.document_starts, token) - 1 for token in (start, stop - 1)]
@@ -224,7 +225,11 @@ class PackedSamples:
             "tokens": [start, stop],
             "documents": documents,
             "file": f"{self.dataset.prefix}.bin",
+            **({"other_strand": True} if self._turned(position) else {}),
         }
+
+    def _turned(self, position: int) -> bool:
+        return self.complement is not None and on_other_strand(self.seed, position)
 
     def _range(self, position: int) -> tuple[int, int]:
         start = self.index(position) * self.seq_len

@@ -6,6 +6,7 @@ import pytest
 from titans_pt.config import Config
 from titans_pt.config.files import load_config
 from titans_pt.data_pipeline import TokenFiles
+from titans_pt.data_pipeline.inspection import inspect_data
 from titans_pt.data_pipeline.packing import PackedSamples, on_other_strand
 from titans_pt.data_pipeline.prepare import prepare
 from titans_pt.errors import UserError
@@ -90,6 +91,7 @@ def test_the_other_strand(tmp_path, genome):
     turned = 0
     for position in range(2 * len(samples)):
         (ids, reset), (as_read, begins) = samples.sample(position), plain.sample(position)
+        assert samples.describe(position).get("other_strand", False) == on_other_strand(given.run.seed, position)
         if on_other_strand(given.run.seed, position):
             turned += 1
             assert np.array_equal(ids, files.tokenizer.complement[as_read[::-1]])
@@ -101,4 +103,27 @@ def test_the_other_strand(tmp_path, genome):
             assert np.array_equal(ids, as_read) and np.array_equal(reset, begins)
     assert 0.4 < turned / (2 * len(samples)) < 0.6
     validation = files.validation_samples(given)
-    assert validation.complement is None
+    assert validation.complement is None and "other_strand" not in validation.describe(0)
+
+
+@pytest.mark.parametrize("weights", [(None,), (0.7, 0.3)])
+def test_a_sample_is_shown_as_it_is_read(tmp_path, genome, capsys, weights):
+    """Its documents, in the order of reading, are the whole sample; in a mixture its stream decides the strand."""
+    given = config(tmp_path, f">a\n{genome}\n", reverse_complement=True, seq_len=128, sources=[
+        {"kind": "fasta", "path": str(tmp_path / "fa"), "block": block, "weight": weight}
+        for block, weight in zip((64, 50), weights, strict=False)])  # fmt: skip
+    prepare(given)
+    files, strands = TokenFiles.open(given), []
+    samples = files.samples(given)
+    for position in range(20):
+        capsys.readouterr()
+        inspect_data(given, sample=position)
+        title, *lines = capsys.readouterr().out.splitlines()
+        strands.append("other_strand" in samples.describe(position))
+        assert title.endswith(", read backwards from the other strand") == strands[-1]
+        shown = "".join(line.rsplit("'", 2)[1] for line in lines)
+        assert shown == files.tokenizer.decode(samples.sample(position)[0].tolist())
+        first, last = samples.describe(position)["documents"]
+        named = [int(line.split()[1]) for line in lines]
+        assert named == sorted(range(first, last + 1), reverse=strands[-1])
+    assert 0 < sum(strands) < 20

@@ -129,14 +129,19 @@ class LabelledSamples:
         """ids (T,), length (), label (), all int64."""
         row = self.index(position)
         own = encoded(self.split.sequences[row]).astype(np.int64)
-        if self.turned and on_other_strand(self.seed, position):
+        if self._turned(position):
             own = COMPLEMENT[own[::-1]]
         ids = np.full(self.seq_len, PAD, np.int64)
         ids[: len(own)] = own
         return ids, np.array(len(own)), self.split.labels[row]
 
     def describe(self, position: int) -> dict:
-        return {"position": position, "training sequence": self.index(position)}
+        """Place of the sample; ``other_strand`` is True where that strand is read, and absent elsewhere."""
+        place = {"position": position, "training sequence": self.index(position)}
+        return place | ({"other_strand": True} if self._turned(position) else {})
+
+    def _turned(self, position: int) -> bool:
+        return self.turned and on_other_strand(self.seed, position)
 
 
 @TASKS.register

@@ -138,8 +138,10 @@ def test_the_protocol(dna):
         ]
         if not np.array_equal(ids, plain):
             assert np.array_equal(ids[:length], COMPLEMENT[plain[:length][::-1]])
+            assert data.train.describe(position)["other_strand"]
             turned += 1
     assert 22 <= turned <= 50
+    assert sum("other_strand" in data.train.describe(position) for position in range(72)) < 72
     assert not data.validation.turned and data.baseline == pytest.approx(np.log(3), abs=0.01)
     batch = tuple(torch.from_numpy(np.stack(part)) for part in zip(*map(data.train.sample, range(4)), strict=True))
     assert task.to_device(batch, torch.device("cpu"))[0].shape == (4, 32)
