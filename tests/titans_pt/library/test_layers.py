@@ -219,6 +219,7 @@ def _differ(one, other) -> bool:
 def test_a_shared_keyword_changes_the_layer_or_is_refused(name, keyword):
     assert SHARED.keys() == ModelConfig.model_fields.keys() - _OF_A_MODEL | {"n_heads", "window"}
     kind, own = MIXERS.find(name), OWN_SETTINGS.get(name, {})
+    assert kind.shared is not None, f"{name}: declare in Mixer.shared which settings of the model it uses"
     memory = {"chunk_size": 4, "expansion": 2} if issubclass(kind, MemoryMixer) else {}
     of_mac = {"segment": 8, "memory_tokens": 4} if name == "mac" else {}
     settings = {key: value for key, value in {**own, **of_mac, **memory}.items() if key != keyword}

@@ -59,7 +59,7 @@ def check(layer: torch.nn.Module) -> bool:
 @pytest.mark.parametrize("name", ALONE)
 def test_of_a_mixer(name):
     torch.manual_seed(0)
-    heads = {"n_heads": 2} if "n_heads" in MIXERS.find(name).shared else {}
+    heads = {"n_heads": 2} if "n_heads" in (MIXERS.find(name).shared or ()) else {}
     check(layers.mixer(name, 16, **heads))
 
 

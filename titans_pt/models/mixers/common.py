@@ -304,7 +304,7 @@ def check_caching(memory: MemoryConfig, caching: CachingConfig, length: int, nee
 class WindowedMemoryMixer(Windowed, MemoryMixer):
     """A memory with attention over ``model.window``. any_width: as in :func:`check_attention`."""
 
-    shared = ("n_heads", "persistent_tokens", "rope_base", "attention", *PROJECTED)
+    shared: ClassVar[tuple[str, ...] | None] = ("n_heads", "persistent_tokens", "rope_base", "attention", *PROJECTED)
     any_width: ClassVar[bool] = True
 
     @classmethod

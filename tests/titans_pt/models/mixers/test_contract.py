@@ -63,7 +63,7 @@ class Leaky(Mixer):
 
     def forward(self, x, state=None, documents=None):
         value, a = self.value(x).unflatten(-1, (self.n_heads, -1)), torch.sigmoid(self.rate)
-        mean, means = state.mean if state else torch.zeros_like(value[:, 0]), []
+        mean, means = state.mean.to(value) if state else torch.zeros_like(value[:, 0]), []
         for t, new in enumerate(value.unbind(1)):
             if documents is not None:
                 mean = mean.masked_fill(documents.starts[:, t, None, None], 0.0)
