@@ -7,10 +7,10 @@
 # make thorough:   install, run those that start processes, compile or train to the end; with make test, all that .ci/run demands
 # make slow:       install, run the tests that take minutes
 # make lint:       install, run the linter, the formatter's check and the type checker
-# make settings:   write configs/schema.json and docs/settings.md again, after a change of titans_pt/config/tree.py
+# make settings:   write configs/schema.json and docs/settings.md again, after a change of a section in titans_pt/config/
 # Not from the environment, where other programs have a PYTHON and a RUN: make install PYTHON=python3.12
 PYTHON = python3
-# The CPU build; on a GPU node name your own, e.g. make install TORCH=torch==2.11.0
+# The build that pip finds; on a GPU node name your own, e.g. make install TORCH=torch==2.13.0+cu130
 TORCH ?= torch==2.13.0
 # Only where torch brings none; not in constraints.txt, since every CUDA build of torch insists on its own version.
 TRITON ?= triton==3.9.0

@@ -8,7 +8,7 @@ import argparse
 import torch
 from torch import nn
 
-from titans_pt import LMM
+from titans_pt import LMM, parameter_groups
 
 KEYS, VALUES = 8, 8
 
@@ -43,7 +43,7 @@ def main(steps: int) -> float:
     """Returns the share of right answers at the end."""
     torch.manual_seed(0)
     model = Model()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimiser = torch.optim.AdamW(parameter_groups(model, 0.01), lr=3e-3)
     for step in range(1, steps + 1):
         ids, answers = batch()
         loss = nn.functional.cross_entropy(model(ids)[:, -1], answers)
