@@ -18,7 +18,7 @@ from titans_pt.tools.processes import place
 from titans_pt.tools.screen import drop, say
 
 _MEMORY = (
-    "lower train.micro_batch or data.seq_len, set train.activation_checkpointing=true, "
+    "set train.activation_checkpointing=true, lower train.micro_batch or data.seq_len, "
     "or shard more with parallel.zero_stage=3"
 )
 _OS_REMEDIES = {

@@ -173,7 +173,7 @@ class Trainer:
         self.profiler = StepProfiler(folder.profile, train.profile_at if ranks.first else None, train.profile_steps)
         self.out_of_memory = OutOfMemory(
             folder.path, ranks.device,
-            f"lower train.micro_batch={train.micro_batch}, or set train.activation_checkpointing=true", ranks.rank,
+            f"set train.activation_checkpointing=true, or lower train.micro_batch={train.micro_batch}", ranks.rank,
         )  # fmt: skip
 
     def _open_logs(self, state: TrainerState | None, branch: bool) -> list[dict]:

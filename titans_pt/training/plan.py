@@ -129,8 +129,8 @@ class TrainingPlan:
     def _remedy(self, limit: float) -> str:
         """Settings with which the plan fits into ``limit`` bytes; else those that lower it."""
         words = [
-            f"train.micro_batch={max(1, self.micro_batch // 2)}", "train.micro_batch=1",
             "train.activation_checkpointing=true",
+            f"train.micro_batch={max(1, self.micro_batch // 2)}", "train.micro_batch=1",
             *(f"parallel.zero_stage={stage}" for stage in range(self.config.parallel.zero_stage + 1, 4)),
             f"parallel.tensor={2 * self.tensor}",
         ]  # fmt: skip
