@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -178,3 +179,23 @@ def test_weights_that_a_node_has_twice_are_counted(config):
     assert sizes[1] == pytest.approx(3 * sizes[0], rel=0.01)
     with pytest.raises(UserError, match="parallel.node_ranks: given 3; must divide the number of ranks, 4"):
         make_plan(task_of(config(parallel={"zero_stage": 3, "node_ranks": 3})), ranks=4)
+
+
+@pytest.mark.thorough
+def test_the_page_has_the_plans_of_all_sizes():
+    rows = re.findall(r"^\| (\d[\d.]*[mb]) \| (.+) \|$", Path("docs/pretraining.md").read_text(), re.M)
+    assert [size for size, _ in rows] == ["170m", "340m", "400m", "760m", "1.3b"]
+    for size, cells in rows:
+        plans = [
+            make_plan(task_of(load_config(f"{size}/{model}", words)), 8, True)
+            for words, models in (([], ["lmm", "mac", "transformer"]),
+                                  (["train.activation_checkpointing=true"], ["lmm", "mac"]))
+            for model in models
+        ]  # fmt: skip
+        config = plans[0].config
+        *about, rate, tokens = cells.split(" | ")[:4]
+        assert list(map(int, about)) == [config.model.n_layers, config.model.d_model]
+        assert float(rate) == config.train.lr and float(tokens) == round(
+            config.train.max_steps * config.train.batch_tokens / 1e9
+        )
+        assert cells.split(" | ")[4:] == [f"{plan.total / GIB:.1f}" for plan in plans], size
