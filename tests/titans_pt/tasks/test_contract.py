@@ -189,5 +189,5 @@ def test_it_trains_resumes_and_is_evaluated(config, tmp_path, capsys, ranks, mon
     assert "trained for the task 'waves', which has no text" in error("generate", run, "--prompt", "a")
     assert "trained for the task 'waves', which has no text" in error("export", run, "--out", tmp_path / "hub")
     more = ["train.max_steps=20", f"run.dir={run}"]
-    assert "noise: 0.5... is not the noise that" in error("train", config, *more, "waves.noise=0.5")
+    assert "waves.noise: given 0.5, but" in error("train", config, *more, "waves.noise=0.5")
     assert "task: given 'language', but" in error("train", config, *more, "task=language")
