@@ -132,7 +132,7 @@ class LongContext(ABC):
             UserError: a length is too short for one of them, or a text is missing.
         """
         first = {job[0]: job for job in reversed(self.jobs)}.values()
-        for job in (*first, *(job for job in self.jobs if job[1] < CHECKED_TOKENS)):
+        for job in dict.fromkeys((*first, *(job for job in self.jobs if job[1] < CHECKED_TOKENS))):
             if self._lacking(*job):
                 length = needed = job[1]
                 same = [job for job in self.jobs if job[1] == length]

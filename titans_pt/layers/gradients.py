@@ -9,5 +9,5 @@ def with_gradients(y: Tensor, *unread: Tensor) -> Tensor:
     gradients of 0."""
     if not torch.is_grad_enabled():
         return y
-    # One number of each: a sum may overflow in fp16, and 0 times infinity is no 0.
-    return y + sum((0 * x.flatten()[0] for x in unread if x.requires_grad), y.new_zeros(()))
+    # One number of each: a sum may overflow in fp16, and 0 times infinity is no 0. Indexed, which copies no view.
+    return y + sum((0 * x[(0,) * x.ndim] for x in unread if x.requires_grad), y.new_zeros(()))

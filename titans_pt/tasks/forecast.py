@@ -205,8 +205,6 @@ class Forecast(Task):
         )  # fmt: skip
 
     def differs(self, key: str, path: Path, was: str, now: str) -> str:
-        if key == "windows":
-            return f"forecast: horizon, lookback, patch, stride or windows differ from those of {path}"
         return f"forecast.series: {self.settings.series} holds other numbers than {path} was trained on"
 
     # ---- the run's folder
