@@ -61,15 +61,15 @@ def training(shown: Seeds, start: Path) -> list[Path]:
 
 
 @own_style()
-def positions(shown: Seeds, start: Path) -> list[Path]:
-    """Loss by position in a long text, of the first seed of each model; dotted with the memory never written. Beside
-    it, the difference from the best model, which removes the difficulty shared by all models."""
-    long = {name: seeds[0] for name, seeds in shown.items() if "long" in seeds[0]["measured"]}
+def positions(shown: Seeds, start: Path, measure: str = "long") -> list[Path]:
+    """Loss by position in the texts of a measure, of the first seed of each model; dotted with the memory never
+    written. Beside it, the difference from the best model, which removes the difficulty shared by all models."""
+    long = {name: seeds[0] for name, seeds in shown.items() if measure in seeds[0]["measured"]}
     if not long:
         return []
     figure = new_figure(13.5, 5.0)
     loss, above = figure.subplots(1, 2)
-    found = {name: record["measured"]["long"] for name, record in long.items()}
+    found = {name: record["measured"][measure] for name, record in long.items()}
     best = min(found, key=lambda name: found[name]["loss"])
     least = _by_place(found[best]["positions"])
     lines = {}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from titans_pt.errors import UserError
 from titans_pt.reproduce import measures, pictures
@@ -208,6 +209,27 @@ def _ideas(size: str) -> Study:
                  size, note, seeds=seeds)  # fmt: skip
 
 
+def _scaling(size: str) -> Study:
+    """Four times the tokens, and four times the parameters (without the embedding), at the rates of the tiny study."""
+    wide = "model.d_model=256", "model.n_heads=8"
+    hidden = {"mac": 768, "lmm": 1032, "mag": 856, "mamba2": 1000, "gated_deltanet": 1040, "ttt_mlp": 1128,
+              "transformer": 1224}  # fmt: skip
+    heads = {"gated_deltanet": ("model.gated_deltanet.n_heads=8",)}
+    rows = (
+        *map(Row, hidden),
+        *(Row(model, "tokens-4x", ("train.max_steps=4096",), "four times the tokens") for model in hidden),
+        *(Row(model, "size-4x", (*wide, *heads.get(model, ()), f"model.mlp_hidden={width}"), "four times the size")
+          for model, width in hidden.items()),
+    )  # fmt: skip
+    longer = Measure("longer", "perplexity", ("evaluation.perplexity.tokens=262144",
+                                              "evaluation.perplexity.length=65536"))  # fmt: skip
+    columns = (*_text_columns()[:2], Column("to 64K", "longer", measures.text_loss))
+    note = "All rows of a model have its learning rate, chosen on a tenth of the tokens of its first row."
+    return Study("scaling", "Does the order last: more tokens, larger models", size, rows, columns,
+                 (*_tiny("text", "long"), longer), size, note, seeds={row.key: (0, 1) for row in rows},
+                 pictures=(pictures.training, partial(pictures.positions, measure="longer")))  # fmt: skip
+
+
 def _filters(size: str) -> Study:
     others = "lmm/value-random", "mamba2/value-identity", "gated_deltanet/value-identity"
     rows = tuple(Row(*key.split("/")) for other in others for key in (other.partition("/")[0], other))
@@ -265,14 +287,14 @@ def _tiny(*names: str) -> tuple[Measure, ...]:
     return _measures("tiny", *names)
 
 
-SMALL = ("ideas", "filters", "recall", "needles", "statetracking")
+SMALL = ("ideas", "scaling", "filters", "recall", "needles", "statetracking")
 """Studies of one size, tiny."""
 OF_THEIR_OWN = ("table3", "table4")
 """Studies whose large size is called paper."""
 TARGETS = {
     "table1": _table1, "table2": _table2, "table3": table3, "table4": table4, "table5": _table5, "figure7": _figure7,
     "figure8": _figure8,
-    "figure9": _figure9, "babilong": _babilong, "chunks": _chunks, "ideas": _ideas, "filters": _filters,
-    "recall": _recall,
+    "figure9": _figure9, "babilong": _babilong, "chunks": _chunks, "ideas": _ideas, "scaling": _scaling,
+    "filters": _filters, "recall": _recall,
     "needles": _needles, "statetracking": state_tracking,
 }  # fmt: skip
