@@ -2,13 +2,17 @@
 checkpoint before it ends."""
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 
 from titans_pt.tools.processes import place
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """After these a run ends with a checkpoint and the status 128 + the signal."""
+_PR_SET_PDEATHSIG = 1
+"""Of <linux/prctl.h>."""
 _STOPPING = (
     b"\ntitans: Ctrl-C: the run ends after this step, with a checkpoint. A second Ctrl-C changes nothing, a third ends "
     b"the run at once, without the checkpoint.\n"
@@ -18,6 +22,14 @@ _STOPPING = (
 def hangs_up() -> bool:
     """Whether SIGHUP reaches this process: not under nohup, which makes it ignored."""
     return signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+
+
+def stop_with_launcher():
+    """Asks Linux for SIGTERM to this process when the torchrun or deepspeed that started it ends first, as by kill -9:
+    without a launcher nobody would stop the run, or start it again."""
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or "CROSS_RANK" in os.environ  # the latter is DeepSpeed's
+    if launched and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class StopSignals:
@@ -36,6 +48,7 @@ class StopSignals:
     def __enter__(self):
         heard = [number for number in STOPS if number != signal.SIGHUP or hangs_up()]
         self._old = {number: signal.signal(number, self._handle) for number in heard}
+        stop_with_launcher()
         return self
 
     def __exit__(self, *error):

@@ -105,6 +105,23 @@ def test_seeds():
         assert {run.config.run.seed for run in runs(target)} == seeds and len(found) * len(seeds) >= len(runs(target))
 
 
+def test_four_times_the_tokens_and_four_times_the_size():
+    found = {(run.model, run.variant): run for run in runs("scaling", seeds=[0])}
+    models = {model for model, _ in found}
+    assert len(models) == 7 and len(found) == 21
+    without_embedding = {}
+    for (model, variant), run in found.items():
+        of_base, asked = found[model, ""].config, run.config
+        times = 4 if variant == "tokens-4x" else 1
+        assert asked.train.max_steps == times * of_base.train.max_steps and run.choice == found[model, ""].choice
+        assert asked.model.head_width == of_base.model.head_width
+        embedding = asked.model.vocab_size * asked.model.d_model
+        without_embedding.setdefault(variant, []).append(run.cost.parameters - embedding)
+    for variant, sizes in without_embedding.items():
+        assert max(sizes) < 1.012 * min(sizes)
+        assert sizes[0] / without_embedding[""][0] == pytest.approx(4 if variant == "size-4x" else 1, rel=0.01)
+
+
 def test_a_probe_has_a_tenth_of_the_tokens_and_its_own_schedule():
     [whole] = runs(models=["rmt"], seeds=[0])
     probe = whole.choice.probe(1e-3)

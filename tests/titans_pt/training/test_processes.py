@@ -152,6 +152,17 @@ def test_sigterm_under_our_torchrun_leaves_a_checkpoint_that_one_process_continu
     assert [x[0] for x in losses(folder)] == list(range(1, step + 3))
 
 
+def test_a_launcher_that_is_killed_ends_its_processes_with_a_checkpoint(tiny, tmp_path):
+    folder = tmp_path / "run"
+    process = start([*LAUNCHER, str(tiny(train={"max_steps": 100_000}))])
+    wait_for_steps(folder, process)
+    process.kill()
+    process.communicate(timeout=200)  # the processes hold its pipes: this is their end
+    (saved,) = checkpoints.list_checkpoints(folder / "checkpoints")
+    assert checkpoints.verify(saved) == []
+    assert losses(folder)[-1][0] == checkpoints.step_of(saved)
+
+
 def test_a_signal_ends_a_single_process_with_its_status(tiny, tmp_path):
     folder = tmp_path / "run"
     process = start([sys.executable, "-m", "titans_pt", "train", str(tiny(train={"max_steps": 100_000}))])
