@@ -159,3 +159,16 @@ def test_names_of_models_are_spelled_out_where_they_first_stand(page):
     for name, meant in MEANT.items():
         if first := re.search(rf"\b{name}\b", text):
             assert meant in text[first.start() : first.end() + 60], (page.name, name)
+
+
+def test_every_variable_of_our_own_is_explained():
+    """TITANS_NAME: as a literal, or put together from NAME by the launcher, and in the scripts."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    told = set(re.findall(r"`(TITANS_[A-Z]+)`", page[page.index("## Environment variables") :]))
+    launcher = (ROOT / "titans_pt/training/launcher.py").read_text()
+    read = {f"TITANS_{name}" for name in re.findall(r'(?:variable|_number)\(\w+(?:\.\w+)?, "([A-Z]+)"', launcher)}
+    for folder in ("titans_pt", "kernels", "data_pipeline", "launch"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".sh"):
+                read |= set(re.findall(r"\bTITANS_[A-Z]+\b", path.read_text()))
+    assert told == read - {"TITANS_NAME"}, "docs/troubleshooting.md lists them"

@@ -26,6 +26,7 @@ from titans_pt.reproduce.pictures import Picture, Seeds, by_row, needles_asked
 from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.reproduce import plan, planned
 from titans_pt.reproduce.runs import Run
+from titans_pt.reproduce.studies import EQUAL_TERMS
 from titans_pt.reproduce.studies import study as target_study
 from titans_pt.reproduce.study import CHANGES, MODELS, NAMES, Column, Row, Study
 from titans_pt.reproduce.tables import Cell, behind, cells, kept_of, number, rates
@@ -255,6 +256,13 @@ def found_in_noise() -> list[str]:
 def ideas_in_noise() -> list[str]:
     """LMM, MAC and each later idea, in the same order."""
     return lines_of_needles(of_rows("needles", target_study("ideas", "tiny").rows), (2048, 16384, 65536, 1048576))
+
+
+def on_equal_terms() -> list[str]:
+    """Rows with other gates, a cost of writing or one part less, beside the models as they are."""
+    changed = of_rows("needles", EQUAL_TERMS)
+    models = sorted({seeds[0]["model"] for seeds in changed.values()})
+    return lines_of_needles(of_rows("needles", map(Row, models)) | changed, (2048, 16384, 65536, 1048576))
 
 
 def lines_of_needles(rows: dict[str, list[dict]], lengths: Sequence[int]) -> list[str]:
@@ -787,6 +795,7 @@ PAGES = {
     },
     BASELINES: {
         "| model | parameters | seeds | steps | 2,048 |": found_in_noise,
+        "| on equal terms | parameters |": on_equal_terms,
         "| model | seeds | accuracy (%) |": recalled,
     },
     EVALUATION: {

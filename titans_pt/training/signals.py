@@ -12,7 +12,7 @@ from titans_pt.tools.processes import place
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """After these a run ends with a checkpoint and the status 128 + the signal."""
 _PR_SET_PDEATHSIG = 1
-"""Of <linux/prctl.h>."""
+"""Operation of prctl(2), from <linux/prctl.h>."""
 _STOPPING = (
     b"\ntitans: Ctrl-C: the run ends after this step, with a checkpoint. A second Ctrl-C changes nothing, a third ends "
     b"the run at once, without the checkpoint.\n"
