@@ -29,7 +29,7 @@ from titans_pt.reproduce.runs import Run
 from titans_pt.reproduce.studies import EQUAL_TERMS
 from titans_pt.reproduce.studies import study as target_study
 from titans_pt.reproduce.study import CHANGES, MODELS, NAMES, Column, Row, Study
-from titans_pt.reproduce.tables import Cell, behind, cells, kept_of, number, rates
+from titans_pt.reproduce.tables import Cell, behind, cells, kept_of, number, rates, tenths
 from titans_pt.tools.statistics import standard_error
 
 ROOT = Path(__file__).parents[1]
@@ -173,6 +173,30 @@ def filters() -> list[str]:
             shown += [told(cell), on_same_seeds({"": plain} | ({other: cell} if other else {}))[other]]
         text.append(line(NAMES[model], *shown))
     return text
+
+
+def scaled() -> list[str]:
+    """Models with more tokens or parameters beside the same models without, the best of each group first; nats behind
+    the group's best, on the seeds that both have."""
+    rows = found("scaling")[2]
+    grown = {row[0].row.model for row in rows if row[0].row.variant}
+    text = []
+    for variant in ("", "tokens-4x", "size-4x"):
+        group = lowest_first([row for row in rows if row[0].row.variant == variant and row[0].row.model in grown])
+        for row in group:
+            trained = row[0].records[0]["trained"]
+            shown = (row[0].row.name, f"{trained['parameters']:,}", f"{trained['tokens']:,}",
+                     ", ".join(map(str, row[0].ours.by_seed)))  # fmt: skip
+            near, far = (on_same_seeds({"": group[0][n], "own": row[n]})["own" if row is not group[0] else ""]
+                         for n in (0, 1))  # fmt: skip
+            text.append(line(*shown, told(row[0]), near, told(row[1]), far, told(row[2]) if row[2].ours else "-"))
+    return text
+
+
+def tenths_and_wholes() -> list[str]:
+    """Losses of the probe and of the whole run, of models that were trained whole at several rates."""
+    _, runs, _ = found("table1")
+    return [line(*row) for row in tenths(runs, Records(RESULTS / "records")).rows]
 
 
 def depths() -> list[str]:

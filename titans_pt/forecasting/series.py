@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,34 +56,45 @@ class Series:
         """Spacing of the rows, for a reader; None without dates."""
         if not self.dates:
             return None
-        months = months_apart(self.dates)
-        return f"{months} month{'s' * (months > 1)}" if months else str(usual_step(self.dates))
+        return step_name(self.dates)
 
     def following(self, count: int) -> list[str]:
         """Names of the ``count`` rows behind the last: dates that go on, or numbers of rows."""
         rows = len(self.values)
         if not self.dates:
             return [str(rows + i) for i in range(count)]
-        if months := months_apart(self.dates):
-            at_end = all(map(_ends_month, self.dates))
-            return [str(_later(self.dates[-1], months * (i + 1), at_end)) for i in range(count)]
-        step = usual_step(self.dates)
-        return [str(self.dates[-1] + step * (i + 1)) for i in range(count)]
+        return list(map(str, _dates_from(self.dates[-1], self.dates, count + 1)[1:]))
 
 
 def usual_step(dates: Sequence[datetime]) -> timedelta:
     """The most frequent difference between neighbours."""
-    return Counter(b - a for a, b in zip(dates, dates[1:], strict=False)).most_common(1)[0][0]
+    return Counter(b - a for a, b in pairwise(dates)).most_common(1)[0][0]
 
 
 def months_apart(dates: Sequence[datetime]) -> int:
-    """Months between rows where all rows are the same number of months apart, 12 for years; else 0."""
+    """Most frequent number of months between neighbours (12 for years), if all dates are the same day of a month, or
+    its last, at the same time of day; else 0."""
     if len(dates) < 3 or len({date.time() for date in dates}) > 1:
         return 0
     if len({date.day for date in dates}) > 1 and not all(map(_ends_month, dates)):
         return 0
-    steps = {12 * (b.year - a.year) + b.month - a.month for a, b in zip(dates, dates[1:], strict=False)}
-    return steps.pop() if len(steps) == 1 and 0 not in steps else 0
+    months = [12 * date.year + date.month for date in dates]
+    return Counter(b - a for a, b in pairwise(months)).most_common(1)[0][0]
+
+
+def step_name(dates: Sequence[datetime]) -> str:
+    """The usual step of a series, for a reader."""
+    months = months_apart(dates)
+    return f"{months} month{'s' * (months > 1)}" if months else str(usual_step(dates))
+
+
+def _dates_from(first: datetime, dates: Sequence[datetime], count: int) -> list[datetime]:
+    """``count`` dates from ``first`` on, at the usual step of ``dates``."""
+    if months := months_apart(dates):
+        at_end = all(map(_ends_month, dates))
+        return [_later(first, months * i, at_end) for i in range(count)]
+    step = usual_step(dates)
+    return [first + step * i for i in range(count)]
 
 
 def _ends_month(date: datetime) -> bool:
@@ -345,32 +357,32 @@ def _regular(
     path: Path, values: np.ndarray, dates: list[datetime], lines: list[int], gaps: str, notes: list[str]
 ) -> tuple[np.ndarray, list[datetime]]:
     """Rows at equal steps; absent ones are NaN where gaps are filled."""
-    if months_apart(dates):
-        return values, dates
-    step = usual_step(dates)
-    places = [0]
-    for at in range(1, len(dates)):
-        count, rest = divmod(dates[at] - dates[at - 1], step)
+    months, step = months_apart(dates), step_name(dates)
+    unit: Any = months or usual_step(dates)
+    counted: list[Any] = [12 * date.year + date.month for date in dates] if months else dates
+    steps = [divmod(b - a, unit) for a, b in pairwise(counted)]
+    for at, (_, rest) in enumerate(steps, start=1):
         if rest and gaps != "ignore":
             raise UserError(f"{path}: line {lines[at]}: {dates[at]} is {dates[at] - dates[at - 1]} after the row "
                             f"before, the usual step is {step}: the steps are irregular; resample it, or set "
                             "forecast.gaps=ignore")  # fmt: skip
-        places.append(places[-1] + count)
-    absent = places[-1] + 1 - len(dates)
-    uneven = sum(b - a != step for a, b in zip(dates, dates[1:], strict=False))
+    uneven = [at for at, (count, rest) in enumerate(steps, start=1) if count != 1 or rest]
     if not uneven:
         return values, dates
+    places = [0, *accumulate(count for count, _ in steps)]
+    absent = places[-1] + 1 - len(dates)
     if gaps == "refuse":
-        at = next(i for i in range(1, len(dates)) if dates[i] - dates[i - 1] != step)
-        raise UserError(f"{path}: line {lines[at]}: {absent} rows are absent in {uneven} gaps (the first before "
-                        f"{dates[at]}; the usual step is {step}); set forecast.gaps=fill, or ignore")  # fmt: skip
+        raise UserError(
+            f"{path}: line {lines[uneven[0]]}: {absent} rows are absent in {len(uneven)} gaps (the first "
+            f"before {dates[uneven[0]]}; the usual step is {step}); set forecast.gaps=fill, or ignore"
+        )
     if gaps == "ignore":
-        notes.append(f"{uneven} of {len(dates) - 1} steps are not {step}: rows are taken as they follow each other")
+        notes.append(f"{len(uneven)} of {len(steps)} steps are not {step}: rows are taken as they follow each other")
         return values, dates
     whole = np.full((places[-1] + 1, values.shape[1]), np.nan)
     whole[places] = values
-    notes.append(f"{absent} absent rows in {uneven} gaps were filled with the row before")
-    return whole, [dates[0] + step * i for i in range(len(whole))]
+    notes.append(f"{absent} absent rows in {len(uneven)} gaps were filled with the row before")
+    return whole, _dates_from(dates[0], dates, len(whole))
 
 
 def _complete(

@@ -89,6 +89,31 @@ def test_months_and_summer_time(write):
     assert "read as %m/%d/%Y, and could be %d/%m/%Y: forecast.date_format" in series.notes[0]
 
 
+@pytest.mark.parametrize(("dates", "spacing", "added", "after"), [
+    (("2020-01-01", "2020-02-01", "2020-04-01", "2020-05-01"), "1 month", "2020-03-01", "2020-06-01"),
+    (("2020-01-31", "2020-02-29", "2020-04-30", "2020-05-31"), "1 month", "2020-03-31", "2020-06-30"),
+    (("2020-01-01", "2020-04-01", "2020-10-01", "2021-01-01"), "3 months", "2020-07-01", "2021-04-01"),
+    (("2016-02-29", "2018-02-28", "2019-02-28", "2020-02-29"), "12 months", "2017-02-28", "2021-02-28"),
+])  # fmt: skip
+def test_a_month_that_is_absent(write, dates, spacing, added, after):
+    path = write("date,a\n" + "\n".join(f"{date},{n}" for n, date in enumerate(dates)))
+    with pytest.raises(UserError, match=f"1 rows are absent in 1 gaps .* the usual step is {spacing}.*gaps=fill"):
+        read_csv(path)
+    series = read_csv(path, gaps="fill")
+    at = [str(date)[:10] for date in series.dates].index(added)
+    assert series.values[at] == series.values[at - 1] and len(series.values) == len(dates) + 1
+    assert series.notes == ["1 absent rows in 1 gaps were filled with the row before"]
+    assert series.spacing == spacing and [day[:10] for day in series.following(1)] == [after]
+    ignored = read_csv(path, gaps="ignore")
+    assert len(ignored.values) == len(dates) and f"steps are not {spacing}" in ignored.notes[0]
+
+
+def test_months_that_are_no_multiple_of_the_usual_step(write):
+    dates = ("2020-01-01", "2020-04-01", "2020-07-01", "2020-11-01")
+    with pytest.raises(UserError, match="line 5: .* the usual step is 3 months: the steps are irregular"):
+        read_csv(write("date,a\n" + "\n".join(f"{date},1" for date in dates)), gaps="fill")
+
+
 def test_columns_that_are_none(write):
     """A separator at the end of each line is no column; a named column without numbers is told with a remedy."""
     assert read_csv(write("date,a,\n2020-01-01,1,\n2020-01-02,2,\n2020-01-03,3,\n")).columns == ["a"]
