@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from titans_pt.errors import UserError
-from titans_pt.forecasting.series import Series, columns_of, months_apart, read_csv, usual_step
+from titans_pt.forecasting.series import Series, columns_of, read_csv
+from titans_pt.forecasting.steps import usual_step
 from titans_pt.tools.data_wheels import Wheel, fetch
 
 SIMBENCH = Wheel("simbench", "1.6.3", "8b48bdab2445286a96649eb18bb09476d000a0e212fd57fdba83399df54af4de")
@@ -99,17 +100,11 @@ def _benchmark(path: Path, *read: Any) -> str | None:
 
 def season(series: Series) -> tuple[str, int] | None:
     """Name and period in rows of the seasonal baseline, by the step of the dates: the last day where it divides a day,
-    the last week of days, the last year of months and quarters. None for other steps and without dates."""
+    the last week of days and business days, the last year of months and quarters. None for other steps and without
+    dates."""
     if series.name in FILES:
         return "last day", DAYS.get(series.name, 24)
-    if not series.dates:
-        return None
-    if months := months_apart(series.dates):
-        return ("last year", 12 // months) if months < 12 and not 12 % months else None
-    day, step = timedelta(days=1), usual_step(series.dates)
-    if step == day:
-        return "last week", 7
-    return ("last day", day // step) if step < day and not day % step else None
+    return usual_step(series.dates).season if series.dates else None
 
 
 def _chosen(series: Series, columns: Sequence[str] | None) -> Series:

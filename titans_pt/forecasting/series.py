@@ -1,20 +1,18 @@
 """A time series, and reading one from a CSV file."""
 
-import calendar
 import csv
 import io
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from titans_pt.errors import UserError
+from titans_pt.forecasting.steps import usual_step
 
 DATE_NAMES = ("date", "datetime", "time", "timestamp", "ds", "day", "month", "year")
 _DAYS = ("%d.%m.%Y", "%Y/%m/%d", "%m/%d/%Y", "%d/%m/%Y", "%d-%m-%Y", "%m-%d-%Y", "%d-%b-%Y", "%d %b %Y", "%b %d, %Y",
@@ -54,58 +52,15 @@ class Series:
     @property
     def spacing(self) -> str | None:
         """Spacing of the rows, for a reader; None without dates."""
-        if not self.dates:
-            return None
-        return step_name(self.dates)
+        return str(usual_step(self.dates)) if self.dates else None
 
     def following(self, count: int) -> list[str]:
         """Names of the ``count`` rows behind the last: dates that go on, or numbers of rows."""
         rows = len(self.values)
         if not self.dates:
             return [str(rows + i) for i in range(count)]
-        return list(map(str, _dates_from(self.dates[-1], self.dates, count + 1)[1:]))
-
-
-def usual_step(dates: Sequence[datetime]) -> timedelta:
-    """The most frequent difference between neighbours."""
-    return Counter(b - a for a, b in pairwise(dates)).most_common(1)[0][0]
-
-
-def months_apart(dates: Sequence[datetime]) -> int:
-    """Most frequent number of months between neighbours (12 for years), if all dates are the same day of a month, or
-    its last, at the same time of day; else 0."""
-    if len(dates) < 3 or len({date.time() for date in dates}) > 1:
-        return 0
-    if len({date.day for date in dates}) > 1 and not all(map(_ends_month, dates)):
-        return 0
-    months = [12 * date.year + date.month for date in dates]
-    return Counter(b - a for a, b in pairwise(months)).most_common(1)[0][0]
-
-
-def step_name(dates: Sequence[datetime]) -> str:
-    """The usual step of a series, for a reader."""
-    months = months_apart(dates)
-    return f"{months} month{'s' * (months > 1)}" if months else str(usual_step(dates))
-
-
-def _dates_from(first: datetime, dates: Sequence[datetime], count: int) -> list[datetime]:
-    """``count`` dates from ``first`` on, at the usual step of ``dates``."""
-    if months := months_apart(dates):
-        at_end = all(map(_ends_month, dates))
-        return [_later(first, months * i, at_end) for i in range(count)]
-    step = usual_step(dates)
-    return [first + step * i for i in range(count)]
-
-
-def _ends_month(date: datetime) -> bool:
-    return (date + timedelta(days=1)).day == 1
-
-
-def _later(date: datetime, months: int, at_end: bool) -> datetime:
-    """The same day of a later month, or its last: where ``at_end``, or where it has no such day."""
-    years, month = divmod(date.month - 1 + months, 12)
-    year, last = date.year + years, calendar.monthrange(date.year + years, month + 1)[1]
-    return date.replace(year=year, month=month + 1, day=last if at_end else min(date.day, last))
+        step = usual_step(self.dates)
+        return [str(step.later(self.dates[-1], i + 1)) for i in range(count)]
 
 
 def read_csv(
@@ -357,10 +312,8 @@ def _regular(
     path: Path, values: np.ndarray, dates: list[datetime], lines: list[int], gaps: str, notes: list[str]
 ) -> tuple[np.ndarray, list[datetime]]:
     """Rows at equal steps; absent ones are NaN where gaps are filled."""
-    months, step = months_apart(dates), step_name(dates)
-    unit: Any = months or usual_step(dates)
-    counted: list[Any] = [12 * date.year + date.month for date in dates] if months else dates
-    steps = [divmod(b - a, unit) for a, b in pairwise(counted)]
+    step = usual_step(dates)
+    steps = [step.between(a, b) for a, b in pairwise(dates)]
     for at, (_, rest) in enumerate(steps, start=1):
         if rest and gaps != "ignore":
             raise UserError(f"{path}: line {lines[at]}: {dates[at]} is {dates[at] - dates[at - 1]} after the row "
@@ -382,7 +335,7 @@ def _regular(
     whole = np.full((places[-1] + 1, values.shape[1]), np.nan)
     whole[places] = values
     notes.append(f"{absent} absent rows in {len(uneven)} gaps were filled with the row before")
-    return whole, _dates_from(dates[0], dates, len(whole))
+    return whole, [step.later(dates[0], i) for i in range(len(whole))]
 
 
 def _complete(

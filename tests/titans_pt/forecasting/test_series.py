@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from titans_pt.errors import UserError
+from titans_pt.forecasting.datasets import season
 from titans_pt.forecasting.series import Series, columns_of, read_csv
 
 
@@ -112,6 +113,26 @@ def test_months_that_are_no_multiple_of_the_usual_step(write):
     dates = ("2020-01-01", "2020-04-01", "2020-07-01", "2020-11-01")
     with pytest.raises(UserError, match="line 5: .* the usual step is 3 months: the steps are irregular"):
         read_csv(write("date,a\n" + "\n".join(f"{date},1" for date in dates)), gaps="fill")
+
+
+def test_business_days(write):
+    """Weekends are no gaps; a holiday is one."""
+    days = [day for day in (datetime(2024, 1, 1) + timedelta(days=i) for i in range(21)) if day.weekday() < 5]
+    holiday = [day for day in days if day != datetime(2024, 1, 15)]
+    text = ["date,a\n" + "\n".join(f"{day:%Y-%m-%d},{n}" for n, day in enumerate(each)) for each in (days, holiday)]
+    series = read_csv(write(text[0]))
+    assert series.spacing == "1 business day" and series.notes == [] and season(series) == ("last week", 5)
+    assert [day[:10] for day in series.following(2)] == ["2024-01-22", "2024-01-23"]
+    path = write(text[1])
+    with pytest.raises(UserError, match=r"line 12: 1 rows are absent in 1 gaps .* the usual step is 1 business day\)"):
+        read_csv(path)
+    filled = read_csv(path, gaps="fill")
+    assert filled.dates == days and filled.values[10] == filled.values[9] == 9
+
+
+def test_days_of_one_week_are_days(write):
+    """Five working days show no weekend."""
+    assert read_csv(write("date,a\n" + "\n".join(f"2024-01-0{n},1" for n in range(1, 6)))).spacing == "1 day, 0:00:00"
 
 
 def test_columns_that_are_none(write):
