@@ -18,7 +18,7 @@ def _list_of(number: Checked, allowed: str) -> Checked:
 @click.argument(
     "target", metavar="TARGET",
     help="table1, table2, table3, table4, table5, figure7, figure8, figure9, babilong, chunks, filters, ideas, recall, "
-    "needles or statetracking",
+    "needles, scaling or statetracking",
 )  # fmt: skip
 @overrides("settings for every run, e.g. data.dir=/fast/fineweb")
 @click.option(
@@ -42,21 +42,28 @@ def _list_of(number: Checked, allowed: str) -> Checked:
     "--submit", type=whole(1), metavar="N", help="queue N workers under SLURM, one node each, instead of running here"
 )
 @click.option("--sbatch", default="", metavar="WORDS", help="sbatch options for --submit")
+@click.option(
+    "--memory", type=real(lambda n: 0 < n < 2**40, "a number of GiB above 0"), metavar="GIB",
+    help="GPU memory per rank, for --dry-run (default: this machine's; without a GPU nothing is refused)",
+)  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="print the runs, their cost and their progress")
 def reproduce(
     target: str, overrides: tuple[str, ...], size: str, models: list[str] | None, seeds: list[int] | None,
     out: Path | None, tokens: int | None, rates: list[float] | None, ranks: int | None, submit: int | None, sbatch: str,
-    dry_run: bool,
+    memory: float | None, dry_run: bool,
 ) -> int:  # fmt: skip
     """Reproduce a table or figure of the paper: train, evaluate, tabulate."""
+    from titans_pt.errors import UserError
     from titans_pt.reproduce import reproduce
     from titans_pt.reproduce.order import Order
     from titans_pt.reproduce.studies import study
 
+    if memory is not None and not dry_run:
+        raise UserError(f"--memory: given {memory:g} without --dry-run, where it says what would fit; leave it out")
     whole = study(target, size)
     order = Order(out or Path("runs/reproduce") / size, models, seeds, tokens, rates or (), overrides)
     if dry_run:
-        reproduce.show_plan(whole, order)
+        reproduce.show_plan(whole, order, ranks, memory)
         return 0
     if submit:
         reproduce.planned(whole, order)  # what is wrong with the words is said here, not in the jobs' logs

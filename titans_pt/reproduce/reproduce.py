@@ -20,6 +20,7 @@ from titans_pt.reproduce.tables import Table
 from titans_pt.reproduce.work import work
 from titans_pt.tasks import task_of
 from titans_pt.tools.files import check_room
+from titans_pt.training.plan import make_plan
 
 MFU = (0.4, 0.1)
 """Shares of a GPU's peak for which the plan gives hours: what Transformers reach, and what TNT says of small chunks."""
@@ -35,8 +36,16 @@ def planned(whole: Study, order: Order) -> tuple[Study, list[Run]]:
     return asked, runs_of(asked, order)
 
 
-def show_plan(whole: Study, order: Order):
-    """``titans reproduce --dry-run``: prints the plan; writes nothing."""
+def show_plan(whole: Study, order: Order, ranks: int | None = None, memory: float | None = None):
+    """``titans reproduce --dry-run``: prints the plan; writes nothing.
+
+    Args:
+        ranks: processes of a training; None: one for each GPU, one without.
+        memory: of each of them, in GiB; None: that of this machine's GPUs.
+
+    Raises:
+        UserError: a training does not fit into the memory; the plan was printed.
+    """
     (_, runs), records = planned(whole, order), Records(order.out / "records")
     print(plan(runs, records).markdown(), end="")
     growing = (run.choice.grid.within for run in runs if run.choice and not run.settled(records))
@@ -44,6 +53,29 @@ def show_plan(whole: Study, order: Order):
         low, high = within
         print(f"\nMore probes may follow: while a model's best learning rate is the lowest or highest tried, half or "
               f"twice that is tried next, from {low:g} to {high:g}.")  # fmt: skip
+    check_memory(runs, records, ranks, memory)
+
+
+def check_memory(runs: Sequence[Run], records: Records, ranks: int | None, memory: float | None = None):
+    """Refuses trainings that do not fit, before any of them begins. Without GPUs and without ``memory`` nothing is
+    refused; both arguments are those of :func:`show_plan`.
+
+    Raises:
+        UserError: names each run that does not fit, and the remedy of the first.
+    """
+    if memory is None and not torch.cuda.is_available():
+        return
+    refused: dict[str, str] = {}
+    for run in {(run.model, run.variant): run for run in reversed(runs)}.values():  # seeds need the same memory
+        if "training" in run.missing(run.record(records)):
+            try:
+                make_plan(task_of(run.config), ranks or max(1, torch.cuda.device_count()), gpu=True).check(memory)
+            except UserError as error:
+                refused = {run.name: str(error)} | refused
+    if refused:
+        first, *others = refused
+        more = f" (likewise {', '.join(others)})" if others else ""
+        raise UserError(f"{first}{more}: {refused[first]}")
 
 
 def reproduce(whole: Study, order: Order, ranks: int | None) -> int:
@@ -57,6 +89,8 @@ def reproduce(whole: Study, order: Order, ranks: int | None) -> int:
     """
     (asked, runs), records = planned(whole, order), Records(order.out / "records")
     check_room(order.out, "--out", folder=True)
+    if not asked.timed:
+        check_memory(runs, records, ranks)
 
     def on_the_page() -> tuple[Study, list[Run]]:
         shown = with_others(order, whole, records)

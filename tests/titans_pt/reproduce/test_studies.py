@@ -1,6 +1,8 @@
 """Plans: the runs of each study, their order, their settings, their cost; and the numbers beside them."""
 
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import yaml
 import titans_pt
 from tests.titans_pt.reproduce.records import record
 from titans_pt.benchmarks.training import Case, Measurement, case_config
+from titans_pt.commands.reproduce import reproduce as command
 from titans_pt.config.files import validated
 from titans_pt.errors import UserError
 from titans_pt.reproduce import timing
@@ -16,7 +19,7 @@ from titans_pt.reproduce.measures import TRAINING
 from titans_pt.reproduce.order import Order, chosen, runs_of
 from titans_pt.reproduce.published import FILE, published
 from titans_pt.reproduce.records import Records, decisive
-from titans_pt.reproduce.reproduce import plan, submit
+from titans_pt.reproduce.reproduce import plan, show_plan, submit
 from titans_pt.reproduce.runs import in_order
 from titans_pt.reproduce.studies import LEADING, OF_THEIR_OWN, SIZES, SMALL, TARGETS, study
 from titans_pt.reproduce.study import MODELS, VARIANTS, Row
@@ -269,3 +272,22 @@ def test_a_setting_that_the_study_sets_is_refused(word, more, remedy):
 
 def test_without_a_choice_of_rates_train_lr_is_everybodys():
     assert {run.config.train.lr for run in runs(size="340m", models=["lmm"], words=["train.lr=3e-4"])} == {3e-4}
+
+
+def test_a_study_that_does_not_fit_is_refused_before_its_first_training(tmp_path, capsys):
+    words = ("data.dir=/nowhere",)
+    order = Order(tmp_path, models=["lmm", "mac", "transformer"], words=words)
+    show_plan(study("table1", "340m"), order, ranks=8, memory=200.0)
+    with pytest.raises(UserError) as refused:
+        show_plan(study("table1", "340m"), order, ranks=8, memory=50.0)
+    message = str(refused.value)
+    assert message.startswith("lmm-s0 (likewise mac-s0): the plan needs about")
+    assert "of 50.0 GiB; set train.activation_checkpointing=true" in message
+    assert "| mac-s0 |" in capsys.readouterr().out, "the plan was printed first"
+    fits = replace(order, words=(*words, "train.activation_checkpointing=true"))
+    show_plan(study("table1", "340m"), fits, ranks=8, memory=50.0)
+
+
+def test_the_commands_help_names_every_target():
+    [target] = [each for each in command.params if each.name == "target"]
+    assert sorted(re.split(", | or ", target.help)) == sorted(TARGETS)
