@@ -31,6 +31,8 @@ COUNTED = ("date", "datetime", "time", "timestamp", "ds")
 """Names of columns whose numbers may be dates: 202001312300, or seconds since 1970."""
 _CERTAIN = ("date", "datetime", "timestamp", "ds")
 """Names of columns that are no channels, whatever they hold."""
+_PARTS = {"year": "1970", "month": "01", "day": "01", "hour": "00", "minute": "00", "second": "00"}
+"""Columns that are one date together, each with its first value."""
 LARGEST = 1e100
 """Largest absolute value of a number in a cell: squares and sums stay finite."""
 MISSING = ("", "nan", "na", "n/a", "null", "none")
@@ -81,7 +83,11 @@ def read_csv(
         UserError: one line with the file, the line in it, and the remedy.
     """
     header, lines, rows = _table(path, _text(path))
+    parts = [] if date_column or date_format else _date_parts(header, rows)
+    header, rows = _joined(header, rows, parts, columns or ())
     place, chosen, notes = _columns(path, header, rows, columns, date_column, date_format, trained_by)
+    if parts:
+        notes.append(f"the columns {', '.join(parts)} were read as one date")
     dates = None
     if place is not None:
         dates = _dates(path, [row[place] for row in rows], lines, date_format, notes)
@@ -102,7 +108,36 @@ def columns_of(
         UserError: as :func:`read_csv`.
     """
     header, _, rows = _table(path, _text(path, lines=4))
+    if not (date_column or date_format):
+        header, rows = _joined(header, rows, _date_parts(header, rows), columns or ())
     return _columns(path, header, rows, columns, date_column, date_format, "")[1]
+
+
+def _date_parts(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Names of the columns that hold the parts of a date, the year first; [] unless there are a year and a month, and
+    no column with a whole date."""
+    named = {name.lower(): name for name in header}
+    found = [named[part] for part in _PARTS if part in named]
+    if not {"year", "month"} <= set(named) or set(_CERTAIN) & set(named):
+        return []
+    return found if _parsed(_joined(header, rows[:1], found, ())[1][0][0], None) else []
+
+
+def _joined(
+    header: list[str], rows: list[list[str]], parts: list[str], columns: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """The table with a first column "date" in place of those of ``parts`` that ``columns`` does not name."""
+    if not parts:
+        return header, rows
+    places = {name.lower(): header.index(name) for name in parts}
+    kept = [i for i, name in enumerate(header) if name not in parts or name in columns]
+
+    def date(row: list[str]) -> str:
+        """The date in ISO 8601; a part without a column is its first."""
+        cells = [row[places[part]].zfill(2) if part in places else first for part, first in _PARTS.items()]
+        return f"{'-'.join(cells[:3])} {':'.join(cells[3:])}"
+
+    return ["date", *(header[i] for i in kept)], [[date(row), *(row[i] for i in kept)] for row in rows]
 
 
 def _columns(

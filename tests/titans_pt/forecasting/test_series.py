@@ -135,6 +135,27 @@ def test_days_of_one_week_are_days(write):
     assert read_csv(write("date,a\n" + "\n".join(f"2024-01-0{n},1" for n in range(1, 6)))).spacing == "1 day, 0:00:00"
 
 
+@pytest.mark.parametrize(("head", "rows", "spacing", "last"), [
+    ("No,Year,month,day,hour,a", [f"{n},2010,1,{1 + n // 24},{n % 24},{n}" for n in range(60)], "1:00:00",
+     "2010-01-03 11:00:00"),
+    ("year;month;a", [f"{2019 + n // 12};{n % 12 + 1};{n},5" for n in range(14)], "1 month", "2020-02-01 00:00:00"),
+])  # fmt: skip
+def test_a_date_in_several_columns(write, head, rows, spacing, last):
+    path = write("\n".join([head, *rows]))
+    series = read_csv(path, columns=["a"])
+    assert series.columns == columns_of(path, ["a"]) == ["a"]
+    assert (series.spacing, str(series.dates[-1])) == (spacing, last)
+    assert "month" in series.notes[-1] and "were read as one date" in series.notes[-1]
+    both = read_csv(path, columns=["a", "month"])
+    assert both.columns == ["a", "month"] and both.dates == series.dates, "a part may be a channel"
+
+
+def test_parts_of_a_date_beside_a_date_are_channels(write):
+    rows = "\n".join(f"2020-01-0{n},2020,1,{n}" for n in range(1, 5))
+    series = read_csv(write(f"date,year,month,a\n{rows}"))
+    assert series.columns == ["year", "month", "a"] and series.notes == []
+
+
 def test_columns_that_are_none(write):
     """A separator at the end of each line is no column; a named column without numbers is told with a remedy."""
     assert read_csv(write("date,a,\n2020-01-01,1,\n2020-01-02,2,\n2020-01-03,3,\n")).columns == ["a"]
