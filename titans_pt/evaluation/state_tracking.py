@@ -24,7 +24,8 @@ ROWS = 32
 
 
 class StateAnswers:
-    """A job is a batch of samples of one length. If all prefixes are asked for, the longest samples contain the others."""
+    """A job is a batch of samples of one length. If every prefix is asked for, it is the longest, which holds all
+    others."""
 
     name = "state_tracking"
 
