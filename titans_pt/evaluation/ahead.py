@@ -71,7 +71,7 @@ def forecast_file(
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["date" if series.dates else "row", *series.columns])
-    places = [max(0, 6 - math.floor(math.log10(std))) for std in task.scale.std]  # six digits of what varies
+    places = [max(0, 6 - math.floor(math.log10(std))) for std in task.scale.std]  # six digits of a deviation
     for when, row in zip(series.following(steps), rows, strict=True):
         writer.writerow([when, *(f"{x:.{digits}f}" for x, digits in zip(row, places, strict=True))])
     write_text(out, text.getvalue())

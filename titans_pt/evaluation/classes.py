@@ -34,7 +34,7 @@ class ClassesOfTest:
                             "give data.dir=FOLDER, where that one is")  # fmt: skip
         self.given, self.manifest = found.given, found.manifest
         self.names = [column.name for column in columns(found.given, found.manifest["middle"])]
-        asked = [name for name in self.names if name != "distinct"]  # its predictions are those of the whole test
+        asked = [name for name in self.names if name != "distinct"]  # it uses predictions of the whole test
         starts = range(0, len(self.given.test.labels), self.settings.reads)
         self.jobs = [(name, start) for name in asked for start in starts]
         self.keys = [digest(self.name, found.sha256, name, self.manifest["middle"], start, self.settings.reads,

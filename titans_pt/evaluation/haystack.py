@@ -1,9 +1,9 @@
 """Long texts whose tokens are known piece by piece: a prompt of ten million tokens costs a copy, not a tokenisation.
 
 A haystack is a list of units (words, lines or sentences) that repeats forever. A prompt is a list of parts: strings,
-and stretches of the haystack. Its tokens are those of its parts, concatenated. That equals tokenising the whole text
-if the tokenizer does not merge across the units' separators, as SentencePiece does not by default; :func:`fill`
-checks it, and tokenises whole texts otherwise.
+and stretches of the haystack. Its tokens are the concatenated tokens of its parts. They equal the tokens of the whole
+text if the tokenizer does not merge across the units' separators, as SentencePiece does not by default. :func:`fill`
+checks this, and tokenises whole texts otherwise.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class Haystack:
 
     @cached_property
     def exact(self) -> bool:
-        """Whether the tokens of one turn are those of its units, concatenated."""
+        """Whether the tokens of one turn are the concatenated tokens of its units."""
         step = 1000  # units at a time: a tokenizer needs much memory for a long text
         for start in range(0, len(self.units), step):
             stop = min(start + step, len(self.units))

@@ -24,8 +24,8 @@ ROWS = 32
 
 
 class StateAnswers:
-    """A job is a batch of samples of one length. If every prefix is asked for, it is the longest, which holds all
-    others."""
+    """A job is a batch of samples of one length. If every prefix is asked for, only the longest length is
+    read: its samples contain all others."""
 
     name = "state_tracking"
 

@@ -26,9 +26,9 @@ WORM_OR_HUMAN = 4000
 
 
 def coding(width: int = 100) -> LabelledSet:
-    """Windows of E. coli K-12's genome, side by side: inside a protein-coding region of a strand, or touching none.
+    """Windows of E. coli K-12's genome, side by side: inside a protein-coding region, or touching none.
 
-    Both classes have equally many windows. A fifth of the genome's blocks is the test.
+    Regions of both strands count. Both classes have equally many windows. A fifth of the genome's blocks is the test.
     """
     genome, genes = genbank(packages.text_of(packages.CCT, GENES))
     touched = np.zeros(len(genome) + 1, np.int64)

@@ -137,7 +137,7 @@ class AnswerLoss(NextTokenLoss):
         """
         Args:
             ids: (B, T + 1) int64.
-            reset: (B, T) bool, True where a sample starts, best on the CPU.
+            reset: (B, T) bool, True where a sample starts, preferably on the CPU.
             asked: (B, T) bool, True where the next token is an answer; every row has one.
             weight: (B,) fp32 weight of each row in the means; None: all count the same.
 

@@ -43,7 +43,7 @@ class TaskData:
     """A task's data.
 
     train, validation: samples of data.seq_len steps each; validation is read from position 0 on.
-    identity: name -> hash of what must be unchanged to continue from a checkpoint (the data, a tokenizer).
+    identity: name -> hash of a thing that must not change between a checkpoint and its continuation (data, tokenizer).
     baseline: the loss of a trivial model, shown in the loss curve; None: there is none.
     sources: if train is a mixture, name of each source -> (its samples in an epoch, its share of the samples read).
     """

@@ -73,7 +73,7 @@ class NextTokenLoss(nn.Module):
 
         Args:
             ids: (B, T+1) int64; positions 0..T-1 go in, positions 1..T are predicted.
-            reset: (B, T) bool, True where a document starts, best on the CPU, or None.
+            reset: (B, T) bool, True where a document starts, preferably on the CPU, or None.
             weight: (B,) fp32 weight of each sample in the mean; None: all count the same.
 
         Returns:

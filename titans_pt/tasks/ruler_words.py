@@ -99,8 +99,8 @@ class Draw:
 
 
 def draw_sample(task: NeedleTask, depth: float | None, random: Random) -> Draw:
-    """Draw a sample with the asked needle at ``depth``; the places of other needles, or of all if it is None, are drawn
-    as in the protocol."""
+    """Draw a sample with the asked needle at ``depth``. The places of other needles, or of all if ``depth`` is None,
+    are drawn as in the protocol."""
     keys: list[str] = []
     while len(keys) < task.keys:
         if (key := draw(task.key, random)) not in keys:
