@@ -1,4 +1,4 @@
-"""The next rows of a user's own series: a CSV file and a picture."""
+"""Forecasts of the next rows of a user's own series: a CSV file and a picture."""
 
 import csv
 import io
@@ -19,7 +19,7 @@ from titans_pt.tools.plots import new_figure, own_style, save_figure
 SHOWN = 4
 """Columns in the picture, the first ones."""
 RECENT = 500
-"""Windows at the end of the file whose errors are drawn, at most."""
+"""Most windows whose errors are drawn, from the end of the file."""
 READING = ("missing", "gaps", "date_column", "date_format")
 """Settings under ``forecast`` that say how a file is read; all others are the run's."""
 
@@ -28,18 +28,18 @@ def forecast_file(
     run: str | Path, path: Path | None, steps: int | None, out: Path | None, step: int | None = None,
     words: Sequence[str] = (),
 ) -> Path:  # fmt: skip
-    """Writes the ``steps`` rows behind the last of the CSV file ``path`` (None: of the run's series); returns where.
+    """Forecast the ``steps`` rows after the CSV file ``path`` (None: after the run's series); return the file written.
 
-    A run forecasts forecast.horizon rows at a time. More are made of its own forecasts, and what comes of that is told.
-    The picture has the last rows, the forecast, what would have been forecast of the last rows that are known, and the
-    error of each row ahead over the windows at the end of the file.
+    A run forecasts forecast.horizon rows at a time. Further rows are forecast from forecasts; the output says which.
+    The picture has the last rows, the forecast, a forecast of the last known rows, and the error of each row ahead over
+    the windows at the end of the file.
 
     Args:
         words: settings of READING, KEY=VALUE.
 
     Raises:
-        UserError: the run is of another task, a column is not in the file, it has fewer rows than a lookback, numbers
-            far from those of the training, or is the file to be written.
+        UserError: the run is of another task; or the file lacks a column, has fewer rows than a lookback or numbers far
+            from those of the training, or is the file to be written.
     """
     allowed = [f"forecast.{key}" for key in READING]
     for word in words:
@@ -71,7 +71,7 @@ def forecast_file(
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["date" if series.dates else "row", *series.columns])
-    places = [max(0, 6 - math.floor(math.log10(std))) for std in task.scale.std]  # six digits of what varies
+    places = [max(0, 6 - math.floor(math.log10(std))) for std in task.scale.std]  # six digits of a deviation
     for when, row in zip(series.following(steps), rows, strict=True):
         writer.writerow([when, *(f"{x:.{digits}f}" for x, digits in zip(row, places, strict=True))])
     write_text(out, text.getvalue())

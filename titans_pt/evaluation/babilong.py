@@ -1,9 +1,9 @@
 """BABILong: a story's facts strewn over a long text, and a question about them (Kuratov et al., NeurIPS 2024).
 
 Facts keep their order at uniform places between sentences of a text. The prompt's words, the 20 new tokens and the
-score are the benchmark's. What differs: the stories are ours (titans_pt.tasks.babi), and the text is whatever
-evaluation.babilong.haystack names: results are BABILong's only with PG19's books, and records say what they were made
-with. The prompt is filled to the sentence in the model's own tokens; the text repeats where it is too short.
+score are the benchmark's. Two things differ: the stories are ours (titans_pt.tasks.babi), and
+evaluation.babilong.haystack names the text. Results are BABILong's only with PG19's books; every record names its text.
+The prompt is filled with whole sentences, counted in the model's own tokens; a text that is too short repeats.
 """
 
 import functools
@@ -124,10 +124,10 @@ def book_sentences(tokenizer, source: SourceConfig, characters: int) -> list[str
     """The sentences of at least SENTENCE_TOKENS tokens in the first ``characters`` of a text, white space folded.
 
     Raises:
-        UserError: there are none, or the text is not there.
+        UserError: there are none, or the text is missing.
     """
     found: list[str] = []
-    if source.kind == "files" and source.separator is None:  # sentences go on where data.sources would cut paragraphs
+    if source.kind == "files" and source.separator is None:  # data.sources would cut paragraphs within a sentence
         source = source.model_copy(update={"separator": ""})
     for document in _named_here(documents(source)):
         text = " ".join(document.text[:characters].split())
@@ -144,7 +144,7 @@ def book_sentences(tokenizer, source: SourceConfig, characters: int) -> list[str
 
 
 def _named_here(text: Iterator[Document]) -> Iterator[Document]:
-    """``text``; errors name the setting of the haystack in place of data.sources."""
+    """Yield from ``text``; errors name the setting of the haystack in place of data.sources."""
     try:
         yield from text
     except UserError as error:
@@ -158,11 +158,8 @@ def clean(prediction: str) -> str:
 
 
 def strict_score(task: str, question: str, target: str, prediction: str) -> int:
-    """1 if the first sentence has the right answer and no other answer of the task, except those in the question; else
-    0.
-
-    The benchmark's score.
-    """
+    """The benchmark's score: 1 if the first sentence has the right answer and no other answer of the task, except those
+    in the question; else 0."""
     answer = clean(prediction)
     labels = {label.lower() for label in babi.LABELS[task]}
     found = {label for label in labels if label in answer and label not in question.lower()}
@@ -170,7 +167,7 @@ def strict_score(task: str, question: str, target: str, prediction: str) -> int:
 
 
 class Babilong(LongContext):
-    """lengths x samples of each task."""
+    """Suite babilong: lengths x samples of each task."""
 
     name = "babilong"
 
@@ -197,7 +194,7 @@ class Babilong(LongContext):
         )  # fmt: skip
 
     def sample(self, task, length, depth, index) -> Sample:
-        """A pure function of (task, length, index, seed, tokenizer, haystack).
+        """Draw a sample, a pure function of (task, length, index, seed, tokenizer, haystack).
 
         Raises:
             UserError: not even a prompt without a haystack fits.

@@ -1,4 +1,4 @@
-"""Memory Caching (arXiv 2602.24281) put on the memories of a trained model, or changed there."""
+"""Memory Caching (arXiv 2602.24281), added to the memories of a trained model or changed there."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from titans_pt.streaming import prefill
 
 
 def with_caches(run: LoadedRun) -> LoadedRun:
-    """The run as its evaluation.caching says; the model is the same one, changed.
+    """Return the run with the caches of its evaluation.caching; its model is changed in place.
 
     Raises:
         UserError: as :func:`cache_memories`.
@@ -28,13 +28,13 @@ def with_caches(run: LoadedRun) -> LoadedRun:
 
 
 def cache_memories(model: nn.Module, given: ReadCachingConfig) -> ReadCachingConfig:
-    """Puts caches on every memory of ``model``, which is read together with them from now on.
+    """Add caches to every memory of ``model``. From then on, reading a memory reads its caches with it.
 
     Returns:
-        the settings: what is not given is as the model was trained.
+        the settings; those not given are as in the training.
 
     Raises:
-        UserError: there is no memory, its chunks do not divide segments, or shares have parameters that it has not.
+        UserError: there is no memory, its chunks do not divide segments, or shares need parameters that it lacks.
     """
     memories = [module for module in model.modules() if isinstance(module, (NeuralMemory, HierarchicalMemory))]
     if not memories:
@@ -66,7 +66,7 @@ def cache_memories(model: nn.Module, given: ReadCachingConfig) -> ReadCachingCon
 
 @contextmanager
 def unread(model: nn.Module) -> Iterator[None]:
-    """Inside, memories answer alone; what they would have cached is cached."""
+    """Within the block, memories are read without their caches; caches are still written."""
     found = [module for module in model.modules() if isinstance(module, Caching)]
     for caching in found:
         caching.reads = False
@@ -81,7 +81,7 @@ def read_prompt(
     model: nn.Module, ids: Tensor, chunk_tokens: int, state: Any = None, reset: Tensor | None = None,
     last: int | None = None,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """:func:`titans_pt.streaming.prefill`, of whose ids only the ``last`` read caches; None: all."""
+    """Run :func:`titans_pt.streaming.prefill`; only the ``last`` ids read caches, all of them if None."""
     alone = 0 if last is None else max(ids.shape[1] - last, 0)
     first, then = (None, None) if reset is None else (reset[:, :alone], reset[:, alone:])
     if alone:

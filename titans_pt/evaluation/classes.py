@@ -1,4 +1,4 @@
-"""The test of a labelled set: accuracy and Matthews' correlation, beside what needs no model."""
+"""The test of a labelled set: accuracy and Matthews' correlation, beside baselines that need no model."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class ClassesOfTest:
                             "give data.dir=FOLDER, where that one is")  # fmt: skip
         self.given, self.manifest = found.given, found.manifest
         self.names = [column.name for column in columns(found.given, found.manifest["middle"])]
-        asked = [name for name in self.names if name != "distinct"]  # its predictions are those of the whole test
+        asked = [name for name in self.names if name != "distinct"]  # it uses predictions of the whole test
         starts = range(0, len(self.given.test.labels), self.settings.reads)
         self.jobs = [(name, start) for name in asked for start in starts]
         self.keys = [digest(self.name, found.sha256, name, self.manifest["middle"], start, self.settings.reads,
@@ -42,7 +42,7 @@ class ClassesOfTest:
 
     @torch.no_grad()
     def measure(self, index: int) -> dict:
-        """The classes that the model takes a batch of sequences for."""
+        """Predict the classes of a batch of test sequences."""
         name, start = self.jobs[index]
         sequences = self.given.test.sequences[start : start + self.settings.reads]
         if name == "middle":
@@ -56,7 +56,7 @@ class ClassesOfTest:
         return {"by": name, "first": start, "predicted": logits.argmax(-1).tolist()}
 
     def summary(self, records: list[dict]) -> dict:
-        """Accuracy by column with its Wilson 95 % interval, correlation; and the set's baselines."""
+        """Accuracy of each column with its Wilson 95 % interval, the correlation, and the set's baselines."""
         labels, classes = self.given.test.labels, len(self.given.classes)
         by: dict[str, list[int]] = {}
         for record in records:
@@ -80,7 +80,7 @@ class ClassesOfTest:
 
     @own_style()
     def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
-        """Accuracy beside the baselines', a group of bars for each column."""
+        """Plot the accuracy of model and baselines, a group of bars for each column."""
         names = list(summary["columns"])
         bars = {"model": {name: summary["columns"][name]["mean"] for name in names}} | {
             baseline: {name: found[name]["accuracy"] for name in names}

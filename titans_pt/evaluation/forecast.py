@@ -18,7 +18,7 @@ from titans_pt.tools.records import digest
 ROWS_AT_ONCE = 2048
 """Windows times channels that the model reads at once."""
 PHASES = 8
-"""Streams through the series, each beginning a part of a lookback later."""
+"""Streams through the series; their starts divide the first lookback evenly."""
 
 
 class Forecasts:
@@ -70,17 +70,17 @@ class Forecasts:
         return {"by": job, "mse": mse.tolist(), "mae": mae.tolist(), "n": len(test)}
 
     def _lookbacks(self) -> range:
-        """First rows of the lookbacks that follow each other through the whole series."""
+        """First rows of consecutive lookbacks through the whole series."""
         last = self.parts.test.start + len(self.parts.test.rows)
         return range(0, last - self.horizon - self.lookback - self.phases[-1] + 1, self.lookback)
 
     @torch.no_grad()
     def _streamed(self) -> dict:
-        """The whole series is read once, lookback after lookback, with the state carried along from the first row on;
-        errors on the test's rows, and those of the same windows from an empty state."""
+        """Read the whole series once, lookback after lookback, with the state carried along from the first row on.
+        Return the errors on the test's rows, and the errors of the same windows from an empty state."""
         settings, length = self.task.settings, self.lookback
         rows = self.parts.scale.fp32(self.series.values, self.series.name, self.series.columns)
-        first = self.parts.test.start + length  # of the test's own rows
+        first = self.parts.test.start + length  # the first lookback of test rows alone ends here
         phases = self.phases
         model, state = self.loaded.model, None
         device = next(model.parameters()).device
@@ -101,7 +101,7 @@ class Forecasts:
         return result
 
     def summary(self, records: list[dict]) -> dict:
-        """Means over steps; the errors of each step; the streamed windows."""
+        """Errors as means over steps and by step, and the errors of the streamed windows."""
         rows, steps, streamed = {}, {}, {}
         for record in records:
             if record["by"] == "streamed":
@@ -139,7 +139,7 @@ class Forecasts:
 
     @own_style()
     def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
-        """The forecast of the first channels for a window in the middle of the test; the error of each step ahead."""
+        """Plot the forecast of the first channel for a window in the middle of the test, and the error of each step."""
         test = self.parts.test
         x, y = test.window(len(test) // 2)
         forecast = forecast_with(self.loaded.model, x[None])[0]

@@ -17,7 +17,7 @@ from titans_pt.runs.loaded import LoadedRun, load_reading, load_run, save_readin
 from titans_pt.streaming import best_device, check_draws, chooser, continuations, padded, sample
 
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
-"""Line ends to str.splitlines() and to editors that JSON leaves as they are."""
+"""Characters that end a line for str.splitlines() and editors, and that JSON does not escape."""
 
 
 def generate(
@@ -43,7 +43,7 @@ def generate(
         top_k: draws only from this many most likely tokens; None: from all.
         top_p: draws only from the smallest set of tokens that holds this much probability.
         step: the checkpoint; None is the newest.
-        state_file: all that ``save_to`` kept of an earlier call comes before the prompt.
+        state_file: the ``save_to`` of an earlier call; all that call read and wrote comes before the prompt.
         save_to: a file for the state after prompt and new text. It may be ``state_file``.
         overrides: ``evaluation.KEY=VALUE`` settings over the run's, such as evaluation.caching.
 
@@ -51,8 +51,8 @@ def generate(
         the new text.
 
     Raises:
-        UserError: an argument out of range, a state of another model or checkpoint, or what ``load_run`` finds
-            wrong with the run.
+        UserError: an argument out of range, a state of another model or checkpoint, or an error that ``load_run`` finds
+            in the run.
     """
     check_draws(max_new_tokens or int(save_to is not None), temperature, top_k, top_p)
     run = _opened(run_dir, step, overrides)
@@ -100,11 +100,11 @@ def generate_batch(
     batch: int = 8,
     overrides: Sequence[str] = (),
 ) -> list[str]:
-    """Continues each of ``prompts``, ``batch`` of them side by side: a line of JSON each to stdout, in their order,
-    with the prompt, its tokens, the new text and its tokens; tokens/s to stderr.
+    """Continue each of ``prompts``, ``batch`` of them side by side.
 
-    Each is continued as if it were alone, with draws of its own: those of prompt i, counted from 0, have the seed
-    ``seed`` + i. An empty prompt is the beginning of a document.
+    For each prompt, in order, stdout gets a line of JSON with the prompt, its number of tokens, the new text and its
+    number of tokens; stderr gets tokens/s. Each prompt is continued as if it were alone. Prompt i, counted from 0, has
+    draws of its own, with the seed ``seed`` + i. An empty prompt is the beginning of a document.
 
     Returns:
         the new texts.
@@ -147,12 +147,12 @@ def _opened(run_dir: str | Path, step: int | None, overrides: Sequence[str]) -> 
 
 
 def _opening(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Ids of a prompt that begins a document; one without text is what comes before a document's text."""
+    """Ids of a prompt that begins a document; of an empty prompt, the ids before a document's text."""
     return tokenizer.document(prompt) or tokenizer.before_text
 
 
 def _one_line(entries: dict) -> str:
-    """JSON that no reader takes for two lines, in characters that standard output can hold."""
+    """JSON on one line for every reader, in characters that standard output can encode."""
     text = json.dumps(entries, ensure_ascii=False).translate(_LINE_ENDS)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
@@ -162,10 +162,10 @@ def _one_line(entries: dict) -> str:
 
 
 def _print_text(decoder: StreamDecoder, tokens: Iterable[int], whole: bool) -> tuple[str, int]:
-    """Prints the text of ``tokens`` piece by piece as they come; returns it, and how many tokens it has.
+    """Print the text of ``tokens`` piece by piece as they come; return the text and its number of tokens.
 
     Args:
-        whole: no text follows: a character that was cut shows as U+FFFD.
+        whole: whether no text follows; a character that was cut then shows as U+FFFD.
     """
     pieces = []
     for token in tokens:
@@ -177,7 +177,7 @@ def _print_text(decoder: StreamDecoder, tokens: Iterable[int], whole: bool) -> t
 
 
 class _Returning:
-    """Goes through a generator and keeps what it returns in ``value``."""
+    """Iterate over a generator and keep its return value in ``value``."""
 
     def __init__(self, generator: Generator):
         self.generator, self.value = generator, None

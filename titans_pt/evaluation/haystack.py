@@ -1,9 +1,9 @@
 """Long texts whose tokens are known piece by piece: a prompt of ten million tokens costs a copy, not a tokenisation.
 
 A haystack is a list of units (words, lines or sentences) that repeats forever. A prompt is a list of parts: strings,
-and stretches of the haystack. Its tokens are those of its parts, concatenated. That equals tokenising the whole text
-if the tokenizer does not merge across the units' separators, as SentencePiece does not by default; :func:`fill`
-checks it, and tokenises whole texts otherwise.
+and stretches of the haystack. Its tokens are the concatenated tokens of its parts. They equal the tokens of the whole
+text if the tokenizer does not merge across the units' separators, as SentencePiece does not by default. :func:`fill`
+checks this, and tokenises whole texts otherwise.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ CHECKED_UNITS = (0, 1, 2, 7, 40)
 
 
 class Haystack:
-    """units, joined by ``separator``, over and over.
+    """``units`` joined by ``separator``, repeated forever.
 
     Args:
-        tokenizer: encode is used, and document by :func:`fill`.
+        tokenizer: its ``encode`` is used; :func:`fill` also uses ``document``.
         units: at least one; a prompt holds a whole number of them.
-        ends: how many units end with each sentence of one turn, ascending, the last ``len(units)``; needles go only
-            between sentences. None: every unit is one.
+        ends: number of units up to the end of each sentence of one turn, ascending; the last is ``len(units)``. Needles
+            go only between sentences. None: every unit is a sentence.
     """
 
     def __init__(self, tokenizer: Any, units: Sequence[str], separator: str, ends: Sequence[int] | None = None):
@@ -44,7 +44,7 @@ class Haystack:
 
     @cached_property
     def _tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """ids (N,) int32 of one turn, a separator before every unit, and the (U + 1,) places where units begin."""
+        """ids (N,) int32 of one turn, with a separator before every unit, and the places (U + 1,) where units begin."""
         known: dict[str, list[int]] = {}
         for unit in self.units:
             if unit not in known:
@@ -54,8 +54,8 @@ class Haystack:
 
     @cached_property
     def exact(self) -> bool:
-        """Whether the tokens of one turn are those of its units, concatenated."""
-        step = 1000  # long texts take their tokenizer more memory than time
+        """Whether the tokens of one turn are the concatenated tokens of its units."""
+        step = 1000  # units at a time: a tokenizer needs much memory for a long text
         for start in range(0, len(self.units), step):
             stop = min(start + step, len(self.units))
             whole = ids_after(self.tokenizer, "a", self.separator + self.text(start, stop + 1))
@@ -74,7 +74,7 @@ class Haystack:
         return self._before(stop) - self._before(start)
 
     def ids(self, start: int, stop: int) -> np.ndarray:
-        """The tokens that :meth:`count` counts, int32."""
+        """Tokens of units start .. stop - 1, each with the separator before it, int32."""
         whole, _ = self._tokens
         first, last = self._before(start), self._before(stop)
         skipped = first // len(whole)
@@ -87,12 +87,12 @@ class Haystack:
         return turns * len(whole) + int(begins[rest])
 
     def sentences(self, units: int) -> int:
-        """Sentences in the first ``units`` units; one that is cut counts."""
+        """Number of sentences in the first ``units`` units; a cut sentence counts."""
         turns, rest = divmod(units, len(self.units))
         return turns * len(self.ends) + (int(np.searchsorted(self.ends, rest)) + 1 if rest else 0)
 
     def end_of(self, sentences: int, units: int) -> int:
-        """Units that the first ``sentences`` sentences have, in a haystack cut after ``units``."""
+        """Number of units in the first ``sentences`` sentences of a haystack that is cut after ``units``."""
         turns, rest = divmod(sentences, len(self.ends))
         return min(units, turns * len(self.units) + (int(self.ends[rest - 1]) if rest else 0))
 
@@ -112,15 +112,15 @@ Part = str | Stretch
 def context(
     haystack: Haystack, units: int, inserts: Sequence[tuple[int, str]], lead: str, start: int = 0, empty: bool = False
 ) -> list[Part]:
-    """``units`` units from unit ``start`` on with strings between them.
+    """Arrange ``units`` units from unit ``start`` on, with strings between them.
 
     Args:
         inserts: (units before it, string), ascending.
-        lead: comes before the first part, where the separator comes before the others.
-        empty: stretches of no unit keep their separator, as an empty string among joined ones does.
+        lead: stands before the first part; the separator stands before all others.
+        empty: keep the separator of a stretch without units, as joining an empty string with others does.
     """
     parts: list[Part] = []
-    glue = lead  # an empty stretch leaves its own to what follows it
+    glue = lead  # an empty stretch leaves it to the next part
     at = 0
     for place, text in inserts:
         if at < place:
@@ -179,7 +179,7 @@ class _Pieces:
 
 
 class _Whole:
-    """The same from whole texts: right with any tokenizer, and slow."""
+    """Counterpart of _Pieces that tokenises whole texts: right with any tokenizer, and slow."""
 
     def __init__(self, tokenizer: Any, haystack: Haystack):
         self.tokenizer, self.haystack = tokenizer, haystack
@@ -199,7 +199,7 @@ def prompt_text(parts: Sequence[Part], haystack: Haystack) -> str:
 class TooShort(UserError):
     """A prompt that does not fit, even without a haystack.
 
-    lacking: tokens by which it is longer than its room.
+    lacking: number of tokens by which it is too long.
     """
 
     def __init__(self, message: str, lacking: int):
@@ -209,14 +209,14 @@ class TooShort(UserError):
 
 @dataclass(frozen=True)
 class Filled:
-    """A prompt that is as long as it may be."""
+    """The longest prompt that fits."""
 
     ids: Tensor
     """(T,) int32, on the CPU."""
     counts: list[int]
     """Tokens of each part; they sum to T."""
     units: int
-    """Units of the haystack."""
+    """Units of haystack in the prompt."""
     parts: list[Part]
 
 
@@ -228,18 +228,18 @@ def fill(
     setting: str,
     most: int | None = None,
 ) -> Filled:
-    """The prompt with the most units of haystack that has at most ``budget`` tokens.
+    """Build the prompt with the most units of haystack in at most ``budget`` tokens.
 
     Args:
         arrange: number of units -> the prompt's parts; a pure function.
-        setting: what to raise when nothing fits, for the message.
-        most: units that there are, for a haystack that must not repeat.
+        setting: the setting to raise if nothing fits, for the message.
+        most: number of units in a haystack that must not repeat.
 
     Raises:
         TooShort: not even a prompt without a haystack fits.
     """
     pieces, whole = _Pieces(tokenizer, haystack), _Whole(tokenizer, haystack)
-    # A sentence that is cut, a needle at either end: the short prompts have everything that a longer one has.
+    # The short prompts have every case of a longer one: a cut sentence, a needle at either end.
     short = [arrange(n) for n in CHECKED_UNITS if most is None or n <= most]
     exact = haystack.exact and all(torch.equal(pieces.ids(parts), whole.ids(parts)) for parts in short)
 

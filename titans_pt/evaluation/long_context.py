@@ -32,20 +32,20 @@ from titans_pt.tools.statistics import wilson
 log = logging.getLogger(__name__)
 
 CHECKED_TOKENS = 2048
-"""Samples of fewer tokens are all drawn before the first is read, since some prompts are longer than others."""
+"""Samples of fewer tokens are all drawn before the first is read: the longest of their prompts may not fit."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt of T = len(ids) tokens, and what its answer must hold."""
+    """A prompt of T = len(ids) tokens, and the strings that its answer must contain."""
 
     ids: Tensor
     """(T,) integers, on the CPU."""
     expected: list[str]
     answer_ids: list[int] | None
-    """The tokens of the right answer after the prompt; None where several answers are right."""
+    """Tokens of the right answer after the prompt; None if several answers are right."""
     chance_nats: float | None
-    """The loss of a model that knows the kind of answer, but not which one it is."""
+    """Loss in nats of a model that knows the kind of answer, but not which answer is right."""
     log: dict[str, Any] = field(default_factory=dict)
     """Further entries of the record."""
 
@@ -76,10 +76,10 @@ def read(
     show: Callable[[dict], None] = lambda stretch: None,
     last: int | None = None,
 ) -> PromptReading:
-    """:func:`prefill` of prompts in stretches, with the state kept in ``path`` after each but the last.
+    """Read prompts with :func:`prefill` in stretches; save the state in ``path`` after each stretch but the last.
 
-    A killed process continues from there when it is started again with the same arguments; ``path`` must identify model
-    and prompts. It is deleted when they have been read.
+    A killed process continues from the saved state when it is started again with the same arguments; ``path`` must
+    identify model and prompts. The file is deleted when the prompts have been read.
 
     Args:
         ids: (B, T) integers.
@@ -121,7 +121,7 @@ class LongContext(ABC):
         self.loaded, self.settings = run, getattr(config.evaluation, self.name)
         self.prefill_tokens, self.save_every = config.evaluation.prefill_tokens, config.evaluation.save_every
         self.jobs = sorted(self._jobs(), key=lambda job: (job[1], self.settings.tasks.index(job[0])))
-        # With a begin, earlier versions asked without it: those records are of other prompts.
+        # Earlier versions left out a tokenizer's begin tokens: with begin tokens, their records are of other prompts.
         self.keys = [digest(self.identity(*job), run.identity, *run.tokenizer.begin) for job in self.jobs]
         self._check_samples()
 
@@ -164,11 +164,11 @@ class LongContext(ABC):
         """``score``, from 0 to 1, and other scores by name."""
 
     def measure(self, index: int) -> dict:
-        """Reads sample ``index`` and answers it, greedily; continues a long one whose reading was killed.
+        """Read sample ``index`` and answer it greedily; continue the reading of a long sample that was killed.
 
-        ``answer_nll`` is the finer figure for models that never score: nats per token of the right answer;
-        ``chance_nll`` is that of a model that knows the form of the answers, but not the right one. ``peak_memory``
-        is in bytes: on CUDA that of this sample's tensors, on a CPU the most that the process has ever held.
+        ``answer_nll``, nats per token of the right answer, is the finer figure for models that never score.
+        ``chance_nll`` is the same for a model that knows the form of the answers, but not the right one.
+        ``peak_memory`` is in bytes: on CUDA the peak of this sample's tensors, on a CPU that of the process so far.
         """
         task, length, depth, number = self.jobs[index]
         run, new = self.loaded, self.settings.max_new_tokens
@@ -261,7 +261,7 @@ class LongContext(ABC):
         return "\n".join(lines)
 
     def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
-        """Accuracy and cost against length, and a heat map by depth for each task that has depths."""
+        """Plot accuracy and cost against length, and a heat map by depth for each task with depths."""
         tasks = summary["tasks"]
         lines = {task: figures["by_length"] for task, figures in tasks.items()}
         heat = [

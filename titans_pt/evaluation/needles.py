@@ -40,7 +40,7 @@ class NeedleAnswers:
                      for asked, first, rows in self.jobs]  # fmt: skip
 
     def measure(self, index: int) -> dict:
-        """Reads samples that training does not draw, and counts right answers; continues a reading that was killed."""
+        """Read samples that training does not draw, and count right answers; continue a reading that was killed."""
         asked, first, rows = self.jobs[index]
         run, device = self.loaded, device_of(self.loaded.model)
         ids, places = stacked(asked, EVALUATION_SEED, first, rows)
@@ -86,6 +86,6 @@ class NeedleAnswers:
         return "\n".join(lines)
 
     def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
-        """Accuracy against length, a line for each number of needles."""
+        """Plot accuracy against length, a line for each number of needles."""
         lines = {f"{row['needles']} needles": row["by_length"] for row in summary["asked"]}
         return [plot_accuracy(lines, folder / "needles.png", f"needles in {self.settings.noise} noise\n{title}")]

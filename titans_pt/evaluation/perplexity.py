@@ -27,12 +27,12 @@ from titans_pt.tools.statistics import ratio_error
 log = logging.getLogger(__name__)
 
 LOSS_ROWS = 512
-"""Tokens whose logits become losses at a time: a second (T, V) array would double the memory."""
+"""Tokens whose losses are computed at a time: a second (T, V) array would double the memory."""
 
 
 @contextlib.contextmanager
 def frozen_memory(model: nn.Module):
-    """Inside, the memory is read but not written: M stays as it is, its momentum at rest."""
+    """Within the block, the memory is read but not written: M stays as it is, and its momentum is zero."""
     gates = [module for module in model.modules() if isinstance(module, Gates)]
     before = [gate.writes for gate in gates]
     try:
@@ -92,11 +92,11 @@ def position_sums(losses: np.ndarray) -> list[list[float]]:
 class Perplexity:
     """One record a stream of ``length`` tokens; sums are float64, so that they add up in any order.
 
-    A stream of L scored tokens reads L + 1: its first is context only, and is scored by the stream before. The
+    A stream of L scored tokens reads L + 1: its first token is context only, and the stream before scores it. The
     last stream may be shorter.
 
     Raises:
-        UserError: no validation text to score, no token files, or those of another tokenizer.
+        UserError: no validation text to score, no token files, or token files of another tokenizer.
     """
 
     name = "perplexity"
@@ -129,7 +129,7 @@ class Perplexity:
                 "needed; raise data.validation_fraction or add text, and prepare again"
             )
         self.sizes = np.array([len(piece) for piece in run.tokenizer.pieces])
-        # None: the memory as it is, always written.
+        # None: the memory is always written.
         after = sorted(set(config.evaluation.perplexity.freeze_after))
         gates = any(isinstance(module, Gates) for module in run.model.modules())
         if after and not (gates or any_memory(run.config.model.kinds)):
@@ -150,7 +150,7 @@ class Perplexity:
         """Bytes of the text in the scored tokens of a stream, which may begin and end within a character."""
         ids, tokenizer = self._read(start), self.loaded.tokenizer
         total = int(self.sizes[ids[1:]].sum())
-        if tokenizer.dummy_prefix:  # the space before each document is not of its text
+        if tokenizer.dummy_prefix:  # the space before each document is not part of it
             begins = np.flatnonzero(document_begins(self.validation.document_starts, start, len(ids)))
             for begin, end in itertools.pairwise([*begins, len(ids)]):
                 first = next((i for i in range(begin, end) if tokenizer.pieces[ids[i]]), 0)
@@ -187,11 +187,12 @@ class Perplexity:
 
     def summary(self, records: list[dict]) -> dict:
         """loss (nats per token), its stderr, perplexity, bits per byte, the unigram baseline's loss, loss by position,
-        and ``by_stream``, the loss of each: how two runs differ on the same text is known better than either loss.
+        and ``by_stream``, the loss of each stream. With it two runs can be compared on the same text, more precisely
+        than by their losses.
 
-        ``frozen`` has the same with the memory frozen after each number of tokens. The loss's stderr takes streams as
-        independent (null with a single one); that of a position takes the tokens of a bucket as independent, which
-        neighbours in a text are not: read it as a lower bound.
+        ``frozen`` has the same figures with the memory frozen after each number of tokens. The stderr of the loss
+        assumes independent streams (null with a single stream). The stderr of a position assumes independent tokens in
+        a bucket; neighbours in a text are dependent, and it is a lower bound.
         """
         live, *frozen = ([r for r in records if r["freeze_after"] == freeze] for freeze in self.variants)
         return self._figures(live) | {
@@ -203,7 +204,7 @@ class Perplexity:
         n = sum(record["n"] for record in records)
         nats = math.fsum(record["nats"] for record in records)
         by_stream = [record["nats"] / record["n"] for record in records]
-        # Not the records': those of earlier versions counted a character that two streams share as U+FFFD in each.
+        # Not from the records: earlier versions counted a character that two streams share as U+FFFD in each.
         size = sum(self._bytes(record["start"]) for record in records)
         loss = nats / n
         positions = []

@@ -13,10 +13,10 @@ def plot_heat(cells: list[dict], path: Path, title: str) -> Path:
     lengths = sorted({cell["length"] for cell in cells})
     depths = sorted({cell["depth"] for cell in cells})
     by_place = {(cell["length"], cell["depth"]): cell for cell in cells}
-    # Titles are longer than a map of one column is wide.
+    # Wide enough for the title, even if the map has one column.
     figure = new_figure(max(2.6 + 1.1 * len(lengths), 6.0), max(1.8 + 0.7 * len(depths), 3.0))
     axes = figure.subplots()
-    # cividis: even in lightness, and the same to eyes that do not tell red from green.
+    # cividis: uniform in lightness, and the same for readers who do not tell red from green.
     percent = [[100 * by_place[x, y]["mean"] if (x, y) in by_place else nan for x in lengths] for y in depths]
     image = axes.imshow(percent, cmap="cividis", vmin=0, vmax=100, aspect="auto")
     for (length, depth), cell in by_place.items():
@@ -54,7 +54,7 @@ def plot_cost(lines: dict[str, list[dict]], path: Path, title: str) -> Path:
 
 @own_style()
 def plot_positions(summary: dict, path: Path, title: str) -> Path:
-    """Loss against the position in the stream with 95 % bars, also with frozen memory; the unigram baseline's."""
+    """Loss against the position in the stream with 95 % bars, also with frozen memory, and the unigram baseline."""
     curves = [("model (bars: 1.96 standard errors)", summary["positions"], "#0072b2")]
     for row, ink in zip(summary["frozen"], cycle(["#009e73", "#cc79a7", "#e69f00", "#56b4e9"]), strict=False):
         curves.append((f"memory frozen after {row['after']:,} tokens", row["positions"], ink))

@@ -50,12 +50,12 @@ class RecallAnswers:
         return min(ROWS, self.counts[by, value] - first)
 
     def _key(self, by: str, value: int | None, questions: MQAR, first: int) -> str:
-        kind = [by, value] if by else []  # questions of the trained number of pairs are the trained ones
+        kind = [by, value] if by else []  # with the trained number of pairs, questions equal the trained ones
         rows = self._rows(by, value, first)
         return digest(self.name, asdict(questions), first, rows, EVALUATION_SEED, *kind, self.loaded.identity)
 
     def measure(self, index: int) -> dict:
-        """Right answers of a batch of samples that training does not draw."""
+        """Count the right answers of a batch of samples that training does not draw."""
         by, value, questions, first = self.jobs[index]
         device = device_of(self.loaded.model)
         ids, places = (part.to(device) for part in stacked(questions, EVALUATION_SEED, first,
@@ -93,7 +93,7 @@ class RecallAnswers:
 
     @own_style()
     def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
-        """Accuracy against pairs and against distance."""
+        """Plot accuracy against pairs and against distance."""
         figure = new_figure(10.0, 4.2)
         for axes, by in zip(figure.subplots(1, 2, sharey=True), ("pairs", "distance"), strict=True):
             rows = sorted(summary[f"by_{by}"], key=lambda row: row[by])

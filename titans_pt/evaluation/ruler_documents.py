@@ -1,7 +1,7 @@
 """Documents to train on for RULER's needles: a question about a short text, and its answer.
 
 The words are those of :mod:`titans_pt.evaluation.ruler`; keys, values, places, lengths and texts are drawn. The essays
-that an evaluation hides its needles in are not among the texts: it asks in a text that training never saw.
+of the evaluation are not among the texts: it hides its needles in texts that training never saw.
 """
 
 import json
@@ -23,16 +23,16 @@ ALLOWED = tuple(name for name, task in TASKS.items() if task.single and task.hay
 def write_documents(
     path: Path, tasks: Sequence[str], count: int, words: tuple[int, int], texts: str | None = None, seed: int = 0
 ):
-    """``count`` documents as JSONL, task by task in turns.
+    """Write ``count`` documents as JSONL, with the tasks in turn.
 
     Args:
-        tasks: of ALLOWED.
-        words: the fewest and the most words of a haystack, of which the logarithm is drawn uniformly: half of the
-            documents are shorter than the geometric mean.
+        tasks: names from ALLOWED.
+        words: the fewest and the most words of a haystack. The logarithm of their number is drawn uniformly: half of
+            the documents are shorter than the geometric mean.
         texts: folder of .txt files, the haystacks of tasks in essays; None: the documentation that ships with Python.
 
     Raises:
-        UserError: an unknown task, a range that is none, no texts, or fewer words in them than a haystack has.
+        UserError: an unknown task, fewest words above most words, no texts, or fewer words in them than in a haystack.
     """
     for task in tasks:
         if task not in ALLOWED:
@@ -58,7 +58,7 @@ def write_documents(
 def documents(
     tasks: Sequence[str], count: int, words: tuple[int, int], text: list[str], seed: int
 ) -> Iterator[dict[str, str]]:
-    """Each has its ``text`` and its ``task``; document n depends on n and the other arguments, not on ``count``."""
+    """Yield documents with ``text`` and ``task``; document n depends on n and the other arguments, not on ``count``."""
     for n in range(count):
         name, random = tasks[n % len(tasks)], Random(f"{seed} {n}")
         size = round(math.exp(random.uniform(math.log(words[0]), math.log(words[1]))))

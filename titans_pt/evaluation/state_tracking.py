@@ -24,7 +24,8 @@ ROWS = 32
 
 
 class StateAnswers:
-    """A job is a batch of samples of one length. Where every prefix is asked for, the longest has all others in it."""
+    """A job is a batch of samples of one length. If every prefix is asked for, only the longest length is
+    read: its samples contain all others."""
 
     name = "state_tracking"
 
@@ -45,8 +46,8 @@ class StateAnswers:
         self.chance = task.chance
 
     def measure(self, index: int) -> dict:
-        """Counts the right last answers and the samples without a wrong answer at each length, and the right answers at
-        each position, in buckets of powers of two. Continues a reading that was killed."""
+        """Count, at each length, the right last answers and the samples without a wrong answer; and, by position, the
+        right answers, in buckets of powers of two. Continue a reading that was killed."""
         states, lengths, first, rows = self.jobs[index]
         ids, targets = np.empty((2, rows, states.length), dtype=np.int32)  # 8 bytes a token at any length
         for row in range(rows):
@@ -94,8 +95,8 @@ class StateAnswers:
         return right
 
     def summary(self, records: list[dict]) -> dict:
-        """Accuracy by length of the last answer (mean) with its Wilson 95 % interval, of whole samples and of all
-        answers; by position, up to ``last`` elements or tokens, that of all answers."""
+        """Accuracy by length: of the last answer (mean) with its Wilson 95 % interval, of whole samples and of all
+        answers. Accuracy by position, in buckets up to token ``to``: of all answers."""
         sums: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         places: dict[int, list[int]] = defaultdict(lambda: [0, 0])
         for record in records:
@@ -125,7 +126,7 @@ class StateAnswers:
         return "\n".join(lines)
 
     def plots(self, summary: dict, folder: Path, title: str) -> list[Path]:
-        """Accuracy of the last answer and of whole samples against length."""
+        """Plot the accuracy of the last answer and of whole samples against length."""
         rows = summary["by_length"]
         whole = [{"length": row["length"], **proportion(round(row["whole"] * row["n"]), row["n"])} for row in rows]
         lines = {"last answer": rows, "whole samples": whole}

@@ -1,4 +1,4 @@
-"""Series by name: those of packages, and the usual benchmarks where the user has their files."""
+"""Series by name: series from packages, and the usual benchmarks if the user has their files."""
 
 import contextlib
 import io
@@ -29,12 +29,12 @@ PACKAGED = {
     "simbench-loads": "96 electric loads, 2016, every 15 minutes: LoadProfile.csv of the package simbench 1.6.3 "
                       "(ODbL 1.0)",
 }  # fmt: skip
-"""Name -> what it is, whence, and under which licence."""
+"""Name -> description with source and licence."""
 FILES = {"ETTh1": "ETTh1.csv", "ETTh2": "ETTh2.csv", "ETTm1": "ETTm1.csv", "ETTm2": "ETTm2.csv",
          "ECL": "electricity.csv", "Traffic": "traffic.csv", "Weather": "weather.csv"}  # fmt: skip
-"""The benchmarks of Table 3 and what everybody's files of them are called."""
+"""The benchmarks of Table 3 and the usual names of their files."""
 DAYS = {"ETTm1": 96, "ETTm2": 96, "Weather": 144}
-"""Rows of a day of the benchmarks where these are not 24; of other series the dates say it."""
+"""Rows per day of the benchmarks that do not have 24; for other series the dates tell."""
 CHANNELS = {"elecdemand": 2, "simbench-generation": 42, "simbench-loads": 96, "ETTh1": 7, "ETTh2": 7, "ETTm1": 7,
             "ETTm2": 7, "ECL": 321, "Traffic": 862, "Weather": 21}  # fmt: skip
 """Number of channels of each series that has a name."""
@@ -43,11 +43,10 @@ CHANNELS = {"elecdemand": 2, "simbench-generation": 42, "simbench-loads": 96, "E
 def channels_of(
     series: str, columns: Sequence[str] | None = None, date_column: str | None = None, date_format: str | None = None
 ) -> int | None:
-    """Number of channels of a series, without reading it: by its name, or by the first lines of its file. None if there
-    is no such file.
+    """Number of channels of a series, from its name or the first lines of its file; None if there is no such file.
 
     Raises:
-        UserError: the file's first lines are wrong.
+        UserError: the file's first lines are malformed.
     """
     if columns is not None:
         return len(columns)
@@ -60,13 +59,13 @@ def load(
     series: str, folder: Path, missing: str = "refuse", gaps: str = "refuse", columns: Sequence[str] | None = None,
     date_column: str | None = None, date_format: str | None = None,
 ) -> Series:  # fmt: skip
-    """The series of a name or a CSV file.
+    """Load a series by its name or from a CSV file.
 
     Args:
-        folder: holds the files of FILES that are asked for by name.
+        folder: holds the files of FILES, for series asked for by name.
 
     Raises:
-        UserError: it is neither, cannot be fetched, or is wrong.
+        UserError: ``series`` is neither a name nor a file, cannot be fetched, or is malformed.
     """
     if series in PACKAGED:
         found = _packaged(series)
@@ -79,29 +78,33 @@ def load(
         raise UserError(f"forecast.series: given {series!r}; {where}")
     name = series if series in FILES else _benchmark(path, columns, date_column, date_format)
     if name and gaps == "refuse":
-        gaps = "ignore"  # as everybody reads them: Weather lacks some rows
+        gaps = "ignore"  # the usual way to read benchmarks: Weather lacks some rows
     found = read_csv(path, missing, gaps, columns, date_column, date_format)
     own = path.name if found.name in (*FILES, *PACKAGED) else found.name
     return Series(name or own, found.columns, found.values, found.dates, found.notes)
 
 
 def _benchmark(path: Path, *read: Any) -> str | None:
-    """The benchmark whose usual file ``path`` is, by its name and number of channels, not a user's own weather.csv.
+    """Name of the benchmark whose usual file ``path`` is, or None.
+
+    File name and number of channels must agree: a user's own weather.csv is no benchmark.
 
     Args:
-        read: what :func:`columns_of` is told about the columns.
+        read: arguments of :func:`columns_of` about the columns.
     """
     name = next((name for name, file in FILES.items() if file == path.name), None)
-    with contextlib.suppress(UserError):  # the user's own; what is wrong with it, read_csv says
+    with contextlib.suppress(UserError):  # a user's own file, whose errors read_csv reports
         if name and len(columns_of(path, *read)) == CHANNELS[name]:
             return name
     return None
 
 
 def season(series: Series) -> tuple[str, int] | None:
-    """Name and period in rows of the seasonal baseline, by the step of the dates: the last day where it divides a day,
-    the last week of days and business days, the last year of months and quarters. None for other steps and without
-    dates."""
+    """Name and period (in rows) of the seasonal baseline, chosen by the step of the dates.
+
+    The last day if the step divides a day, the last week for daily rows and business days, the last year for months and
+    quarters. None for other steps and without dates.
+    """
     if series.name in FILES:
         return "last day", DAYS.get(series.name, 24)
     return usual_step(series.dates).season if series.dates else None
@@ -132,12 +135,12 @@ def _packaged(name: str) -> Series:
     if not generation:
         with path.open(encoding="utf-8") as file:
             columns = [cell for cell in file.readline().strip().split(";") if cell.endswith("_pload")]
-    found = read_csv(path, gaps="ignore", columns=columns)  # local time, with its two clock changes
+    found = read_csv(path, gaps="ignore", columns=columns)  # local time, with two clock changes
     return Series(name, found.columns, found.values, found.dates, [PACKAGED[name], *found.notes])
 
 
 class _Tables(pickle.Unpickler):
-    """Builds tables of pandas and arrays of NumPy, and nothing else."""
+    """Unpickler that builds tables of pandas and arrays of NumPy, and refuses all else."""
 
     def find_class(self, module: str, name: str) -> Any:
         module = module.replace("numpy.core", "numpy._core")

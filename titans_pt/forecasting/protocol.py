@@ -1,8 +1,8 @@
 """The usual protocol of long-term forecasting: splits, scaling by the training rows, windows at every row, errors.
 
-That of Informer, Autoformer and iTransformer: channels are scaled by mean and standard deviation of the training rows;
+Informer, Autoformer and iTransformer use it. Channels are scaled by mean and standard deviation of the training rows;
 validation and test borrow the ``lookback`` rows before them; MSE and MAE are means over all windows, steps and channels
-on that scale. Older loaders drop the last, incomplete batch of the test; none is dropped here.
+on that scale. Older loaders drop the last, incomplete batch of the test; here no batch is dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,16 +14,16 @@ from titans_pt.errors import UserError
 
 SPLITS = {"ETTh1": (8640, 2880, 2880), "ETTh2": (8640, 2880, 2880),
           "ETTm1": (34560, 11520, 11520), "ETTm2": (34560, 11520, 11520)}  # fmt: skip
-"""Rows of training, validation and test: 12, 4 and 4 months of 30 days. The rest is unused. Other series are cut by
-share: int(0.7 n) rows for training, int(0.2 n) for the test, those between for validation."""
+"""Rows of training, validation and test: 12, 4 and 4 months of 30 days. The rest is unused. Other series are split by
+share: int(0.7 n) rows for training, int(0.2 n) for the test, the rows between for validation."""
 
 
 FAR = 1e12
-"""Standard deviations from the mean of the training rows, at most: fp32 holds the square."""
+"""Most standard deviations from the mean of the training rows: fp32 holds the square."""
 
 
 def split_rows(name: str, rows: int) -> tuple[int, int, int]:
-    """Rows of training, validation, test."""
+    """Numbers of rows for training, validation and test."""
     if name in SPLITS:
         if rows < sum(SPLITS[name]):
             raise UserError(f"forecast.series: {name} has {rows} rows, and its splits need {sum(SPLITS[name])}; "
@@ -35,7 +35,7 @@ def split_rows(name: str, rows: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Scale:
-    """mean, std: (channels,) of the training rows; a std of 0 counts as 1."""
+    """Scaling of the channels. mean, std: (channels,) of the training rows; a std of 0 counts as 1."""
 
     mean: np.ndarray
     std: np.ndarray
@@ -52,7 +52,7 @@ class Scale:
         """Scaled values in fp32.
 
         Args:
-            name: the series, for the message; columns: what its channels are called.
+            name: the series, for the message; columns: names of its channels.
 
         Raises:
             UserError: a number is so far from the training rows that fp32 cannot square it.
@@ -73,7 +73,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of one split, one at every row. rows: (n, channels) scaled, the borrowed ones included.
+    """Windows of one split, one at every row. rows: (n, channels) scaled, borrowed rows included.
 
     start: number of the first row in the series.
     """
@@ -87,7 +87,7 @@ class Windows:
         return max(0, len(self.rows) - self.lookback - self.horizon + 1)
 
     def window(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """(channels, lookback) and the (channels, horizon) behind it."""
+        """Lookback (channels, lookback) and the rows after it (channels, horizon)."""
         middle = i + self.lookback
         return self.rows[i:middle].T, self.rows[middle : middle + self.horizon].T
 
@@ -110,7 +110,8 @@ class Protocol:
 
 
 def protocol(name: str, values: np.ndarray, lookback: int, horizon: int, columns: Sequence[str] = ()) -> Protocol:
-    """
+    """Split and scale a series.
+
     Raises:
         UserError: a split has no window, or a number is far from the training rows.
     """
@@ -137,7 +138,7 @@ Forecast = Callable[[np.ndarray], np.ndarray]
 def errors(forecast: Forecast, windows: Windows, at_once: int = 1 << 24) -> tuple[np.ndarray, np.ndarray]:
     """MSE and MAE of each step ahead, (horizon,) float64: means over all windows and channels.
 
-    at_once: numbers of forecasts that exist at a time, about.
+    at_once: approximate number of forecast values in memory at a time.
     """
     size = max(1, at_once // (windows.rows.shape[1] * windows.horizon))
     squares, absolutes = np.zeros((2, windows.horizon))
@@ -151,20 +152,21 @@ def errors(forecast: Forecast, windows: Windows, at_once: int = 1 << 24) -> tupl
 
 
 def last_value(horizon: int) -> Forecast:
-    """The last row of the lookback, at every step."""
+    """Repeat the last row of the lookback at every step."""
     return lambda x: np.repeat(x[..., -1:], horizon, -1)
 
 
 def seasonal(horizon: int, period: int) -> Forecast:
-    """The last ``period`` rows of the lookback, again and again."""
+    """Repeat the last ``period`` rows of the lookback."""
     return lambda x: x[..., x.shape[-1] - period + np.arange(horizon) % period]
 
 
 def ridge(train: Windows, penalty: float = 1e-3) -> Forecast:
-    """The closed-form linear map of the lookback without its mean to the target without that mean, one for all
-    channels, fitted to all training windows.
+    """Fit ridge regression from the lookback to the target, both less the lookback's mean, in closed form.
 
-    penalty: times the mean square of an input and the number of windows, added to the diagonal.
+    One linear map serves all channels; it is fitted to all training windows.
+
+    penalty: factor of the mean square of an input and the number of windows; the product is added to the diagonal.
     """
     lookback = train.lookback
     gram, cross = np.zeros((lookback, lookback)), np.zeros((lookback, train.horizon))

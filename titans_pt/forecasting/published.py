@@ -1,7 +1,7 @@
 """Table 3 of Titans (arXiv 2501.00663): MSE and MAE, means over the horizons 96, 192, 336 and 720.
 
-All columns but the memory's and Simba's are iTransformer's table, with a lookback of 96. That is taken for the
-memory's, which the paper does not name.
+The columns of all models but the memory and Simba come from iTransformer's table, with a lookback of 96. The paper does
+not name the memory's lookback; it is taken to be 96.
 """
 
 MODELS = ("Titans (LMM)", "Simba", "iTransformer", "RLinear", "PatchTST", "Crossformer", "TiDE", "TimesNet", "DLinear")

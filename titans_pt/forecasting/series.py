@@ -19,14 +19,14 @@ _DAYS = ("%d.%m.%Y", "%Y/%m/%d", "%m/%d/%Y", "%d/%m/%Y", "%d-%m-%Y", "%m-%d-%Y",
          "%d.%m.%y", "%m/%d/%y", "%d/%m/%y")  # fmt: skip
 _TIMES = ("", " %H:%M:%S", " %H:%M", " %I:%M:%S %p", " %I:%M %p")
 _COMPACT = {"%Y%m%d%H": 10, "%Y%m%d%H%M": 12, "%Y%m%d%H%M%S": 14}
-"""Formats without separators, and their digits."""
+"""Formats without separators, and their numbers of digits."""
 _UNIX = {"seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6, "nanoseconds": 1e9}
 """Units of time since 1970."""
 FORMATS = (
     *(day + time for day in _DAYS for time in _TIMES), *(f"%Y-%m-%d{time}" for time in _TIMES[3:]), "%Y-%m", "%Y",
     *_COMPACT, *_UNIX,
 )  # fmt: skip
-"""Tried after ISO 8601, each on the whole column."""
+"""Date formats that are tried after ISO 8601, each on the whole column."""
 COUNTED = ("date", "datetime", "time", "timestamp", "ds")
 """Names of columns whose numbers may be dates: 202001312300, or seconds since 1970."""
 _CERTAIN = ("date", "datetime", "timestamp", "ds")
@@ -40,9 +40,9 @@ MISSING = ("", "nan", "na", "n/a", "null", "none")
 
 @dataclass(frozen=True)
 class Series:
-    """values: (rows, channels) float64, complete. dates: one a row; None where the file has none.
+    """A time series. values: (rows, channels) float64, complete. dates: one per row; None if the file has none.
 
-    notes: what reading it did that the user should know, one line each.
+    notes: remarks on the reading for the user, one line each.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Series:
         return str(usual_step(self.dates)) if self.dates else None
 
     def following(self, count: int) -> list[str]:
-        """Names of the ``count`` rows behind the last: dates that go on, or numbers of rows."""
+        """Names of the next ``count`` rows after the last: their dates, or row numbers without dates."""
         rows = len(self.values)
         if not self.dates:
             return [str(rows + i) for i in range(count)]
@@ -69,18 +69,19 @@ def read_csv(
     path: Path, missing: str = "refuse", gaps: str = "refuse", columns: Sequence[str] | None = None,
     date_column: str | None = None, date_format: str | None = None, trained_by: str = "",
 ) -> Series:  # fmt: skip
-    """The series of a CSV file: a header, a column of dates if there is one, numbers.
+    """Read the series of a CSV file: a header, columns of numbers, and perhaps a column of dates.
 
     Args:
-        missing: "refuse", or "fill": cells without a number get the one above them (the first ones, the next below).
-        gaps: of dates. "refuse"; "fill": absent rows are added and filled; "ignore": rows are taken as they follow.
-        columns: those that are read; None: all but the date.
-        date_column: None: found by its name, or by its content.
-        date_format: strptime's; None: found.
+        missing: "refuse", or "fill": cells without a number get the number above (the first cells, the next below).
+        gaps: treatment of uneven dates. "refuse"; "fill": absent rows are added and filled; "ignore": rows are read as
+            if they were at equal steps.
+        columns: columns to read; None: all but the date.
+        date_column: name of the date column; None: found by its name, or by its content.
+        date_format: in strptime's notation; None: found.
         trained_by: the run that was trained on ``columns``, for the message if the file has others.
 
     Raises:
-        UserError: one line with the file, the line in it, and the remedy.
+        UserError: the file is malformed; the message names the file, the line in it, and the remedy.
     """
     header, lines, rows = _table(path, _text(path))
     parts = [] if date_column or date_format else _date_parts(header, rows)
@@ -102,7 +103,7 @@ def read_csv(
 def columns_of(
     path: Path, columns: Sequence[str] | None = None, date_column: str | None = None, date_format: str | None = None
 ) -> list[str]:
-    """The columns that :func:`read_csv` would read, by the first lines of the file.
+    """The columns that :func:`read_csv` would read, judged by the first lines of the file.
 
     Raises:
         UserError: as :func:`read_csv`.
@@ -144,7 +145,7 @@ def _columns(
     path: Path, header: list[str], rows: list[list[str]], columns: Sequence[str] | None, date_column: str | None,
     date_format: str | None, trained_by: str,
 ) -> tuple[int | None, list[str], list[str]]:  # fmt: skip
-    """The place of the date column, the columns of numbers that are read, and notes."""
+    """Return the place of the date column, the columns of numbers to read, and notes."""
     place, notes = _date_place(path, header, rows, date_column, date_format), list[str]()
     names = [name for i, name in enumerate(header) if i != place]
     if columns is None and names and names[0] == "" and [row[header.index("")] for row in rows[:2]] in (
@@ -172,7 +173,7 @@ def _columns(
 
 
 def _text(path: Path, lines: int | None = None) -> str:
-    """All of a file, or its first lines that are not empty."""
+    """Read all of a file, or its first ``lines`` lines that are not empty."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             return file.read() if lines is None else "".join(islice(filter(str.strip, file), lines))
@@ -183,8 +184,8 @@ def _text(path: Path, lines: int | None = None) -> str:
 
 
 def _table(path: Path, text: str) -> tuple[list[str], list[int], list[list[str]]]:
-    """Header, and of each row its line in the file and its cells. Empty columns without a name are left out."""
-    first = re.sub('"[^"]*"', "", text.partition("\n")[0])  # a quoted name may hold any of them
+    """Return the header, the rows' line numbers, and the rows' cells, without empty columns that have no name."""
+    first = re.sub('"[^"]*"', "", text.partition("\n")[0])  # a quoted name may hold a separator
     separator = max(",;\t|", key=first.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     try:
@@ -214,7 +215,7 @@ def _table(path: Path, text: str) -> tuple[list[str], list[int], list[list[str]]
 
 
 def _with_point(cell: str) -> str:
-    """A decimal comma replaced; other cells, such as a date with a comma, as they are."""
+    """Replace a decimal comma by a point; leave other cells, such as a date with a comma, unchanged."""
     pointed = cell.replace(",", ".")
     return pointed if _is_number(pointed) else cell
 
@@ -238,7 +239,7 @@ def _date_place(
         fits = [i for i, cell in enumerate(rows[0]) if _parsed(cell, form)]
         named = [i for i, name in enumerate(header) if name.lower() in DATE_NAMES]
         both = [i for i in named if i in fits]
-        if found := both or fits or named:  # of one that does not fit _dates names the cell
+        if found := both or fits or named:  # if it does not fit, _dates names the cell
             return found[0]
         raise UserError(
             f"forecast.date_format: given {form!r}; no column of {path} has such dates; correct it, or leave it out"
@@ -256,7 +257,7 @@ def _date_place(
 
 
 def _parsed(cell: str, form: str | None) -> datetime | None:
-    """form: strptime's, or a key of _UNIX; None: ISO 8601."""
+    """The date in a cell, or None. form: strptime's notation or a key of _UNIX; None: ISO 8601."""
     try:
         if form is None:
             return datetime.fromisoformat(cell)
@@ -300,7 +301,7 @@ def _dates(path: Path, cells: list[str], lines: list[int], given: str | None, no
 
 
 def _without_zone(dates: list[datetime]) -> list[datetime]:
-    """Local times where all have the same distance to UTC, else UTC."""
+    """Drop time zones: local times if all have the same distance to UTC, else UTC."""
     if len({date.utcoffset() for date in dates}) > 1:
         dates = [date.astimezone(UTC) if date.tzinfo else date for date in dates]
     return [date.replace(tzinfo=None) for date in dates]
@@ -312,7 +313,7 @@ def _ascend(dates: list[datetime]) -> bool:
 
 def _numbers(path: Path, places: list[int], header: list[str], lines: list[int], rows: list[list[str]],
              fixed: bool) -> np.ndarray:  # fmt: skip
-    """fixed: whether the columns cannot be chosen."""
+    """Parse the cells of ``places``; a missing number is NaN. fixed: whether the user cannot choose the columns."""
     values = np.empty((len(rows), len(places)))
     for at, row in enumerate(rows):
         try:
@@ -330,7 +331,7 @@ def _numbers(path: Path, places: list[int], header: list[str], lines: list[int],
 
 
 def _check_order(path: Path, dates: list[datetime], lines: list[int], set_back: bool):
-    """set_back: rows may go back by an hour at most, as clocks do in autumn."""
+    """Check that dates ascend. set_back: rows may go back by up to an hour, as clocks do in autumn."""
     for at in range(1, len(dates)):
         back = dates[at - 1] - dates[at]
         hour = timedelta(0) <= back <= timedelta(hours=1) and dates[at].hour + dates[at].minute > 0
@@ -346,7 +347,7 @@ def _check_order(path: Path, dates: list[datetime], lines: list[int], set_back: 
 def _regular(
     path: Path, values: np.ndarray, dates: list[datetime], lines: list[int], gaps: str, notes: list[str]
 ) -> tuple[np.ndarray, list[datetime]]:
-    """Rows at equal steps; absent ones are NaN where gaps are filled."""
+    """Return rows at equal steps; absent rows are NaN if gaps are filled."""
     step = usual_step(dates)
     steps = [step.between(a, b) for a, b in pairwise(dates)]
     for at, (_, rest) in enumerate(steps, start=1):
@@ -376,7 +377,7 @@ def _regular(
 def _complete(
     path: Path, values: np.ndarray, columns: list[str], missing: str, gaps: str, notes: list[str], fixed: bool
 ) -> np.ndarray:  # fmt: skip
-    """fixed: whether the columns cannot be chosen."""
+    """Fill missing numbers, or refuse them. fixed: whether the user cannot choose the columns."""
     empty = np.isnan(values).all(0)
     if empty.any():
         remedy = ", ".join(name for name, none in zip(columns, empty, strict=True) if not none)
@@ -396,7 +397,7 @@ def _complete(
 
 
 def _forward(values: np.ndarray) -> np.ndarray:
-    """NaN replaced by the last number above, or the first below."""
+    """Replace NaN by the last number above, or else by the first below."""
     known = ~np.isnan(values)
     at = np.where(known, np.arange(len(values))[:, None], 0)
     at = np.maximum.accumulate(at, axis=0)

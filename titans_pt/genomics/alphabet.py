@@ -6,21 +6,21 @@ SPECIALS = ("[CLS]", "[SEP]", "[BOS]", "[MASK]", "[PAD]", "[RESERVED]", "[UNK]")
 BASES = b"ACGT"
 LETTERS = BASES + b"N"
 TOKENS = (*SPECIALS, *LETTERS.decode())
-"""Name of each id: those of HyenaDNA's tokenizer, A C G T N being 7 to 11."""
+"""Name of each id, as in HyenaDNA's tokenizer; A C G T N are 7 to 11."""
 FIRST = len(SPECIALS)
 """Id of A."""
 BOS, EOS, PAD, UNKNOWN = SPECIALS.index("[BOS]"), SPECIALS.index("[SEP]"), SPECIALS.index("[PAD]"), TOKENS.index("N")
 
 CODES = b"ACGTUNRYSWKMBDHV-."
-"""Letters that IUPAC uses for a nucleotide, an ambiguous one, or a gap."""
+"""Letters that IUPAC uses for a nucleotide, an ambiguous nucleotide, or a gap."""
 UPPER = bytes(range(256)).upper()
 ONLY_LETTERS = bytes(byte if byte in LETTERS else ord("N") for byte in UPPER)
 """Table for bytes.translate: lower case becomes upper case, everything but A, C, G, T becomes N."""
 COMPLEMENTS = bytes.maketrans(b"ACGTacgt", b"TGCAtgca")
-"""Table for bytes.translate: each base becomes the other strand's."""
+"""Table for bytes.translate: each base becomes its complement."""
 
 ENCODED = np.full(256, UNKNOWN, dtype=np.uint8)
-"""Byte -> id; what is no base, in either case, is N."""
+"""Byte -> id; upper and lower case are equal, and all bytes but bases are N."""
 for _n, _letter in enumerate(LETTERS.decode()):
     ENCODED[[ord(_letter), ord(_letter.lower())]] = FIRST + _n
 

@@ -1,4 +1,4 @@
-"""Baselines of a set without a model: class frequencies, lengths, copies, and counts of short words."""
+"""Baselines that need no model: class frequencies, lengths, copies, and counts of short words."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from titans_pt.genomics.sets import LabelledSet, Split, centre
 KMERS = 5
 """Bases of the longest words that the regression counts."""
 _MOST = 50_000
-"""Training sequences that it sees at most."""
+"""Most training sequences of the regression."""
 _PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
-"""Factors of the squared weights; a tenth of the training sequences decides which is taken."""
+"""Factors of the squared weights; the best one on a tenth of the training sequences is taken."""
 Predict = Callable[[Sequence[bytes]], np.ndarray]
 
 
 def score(predicted: np.ndarray, labels: np.ndarray, classes: int) -> dict:
-    """n, right, accuracy, and Matthews' correlation of any number of classes (Gorodkin 2004; 0 where it is none)."""
+    """n, right, accuracy, and Matthews' correlation of any number of classes (Gorodkin 2004; 0 if undefined)."""
     n = len(labels)
     table = np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes).astype(float)
     right, true, guessed = np.trace(table), table.sum(1), table.sum(0)
@@ -31,14 +31,14 @@ def score(predicted: np.ndarray, labels: np.ndarray, classes: int) -> dict:
 
 
 def distinct(given: LabelledSet) -> np.ndarray:
-    """bool (test,): no training sequence is the same."""
+    """Mask of the test sequences that are no copies of training sequences, bool (test,)."""
     known = set(given.train.sequences)
     return np.array([sequence not in known for sequence in given.test.sequences], bool)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A way of asking: the test sequences, and where the test has fewer of them, which."""
+    """A column of the results: training sequences and test sequences, perhaps cut or without copies."""
 
     name: str
     train: Split
@@ -46,8 +46,12 @@ class Column:
 
 
 def columns(given: LabelledSet, middle: int) -> list[Column]:
-    """test: all of it. distinct: without copies of training sequences, where there are any. middle: all cut to their
-    middle bases, training ones too, where that shortens any: their lengths tell less then."""
+    """The columns of a set.
+
+    test: the whole test.
+    distinct: the test without copies of training sequences, if there are copies.
+    middle: training and test sequences cut to their middle bases, if that shortens any; lengths tell less then.
+    """
     found = [Column("test", given.train, given.test)]
     if not (new := distinct(given)).all() and new.any():
         kept = [sequence for sequence, is_new in zip(given.test.sequences, new, strict=True) if is_new]
@@ -73,18 +77,18 @@ def baselines(given: LabelledSet, middle: int) -> dict[str, dict[str, dict]]:
 
 
 def majority(train: Split, classes: int) -> Predict:
-    """The most frequent class."""
+    """Predict the most frequent class."""
     best = int(np.bincount(train.labels, minlength=classes).argmax())
     return lambda sequences: np.full(len(sequences), best)
 
 
 def by_length(train: Split, classes: int) -> Predict:
-    """The most frequent class of each length; of a length that training lacks, of all."""
+    """Predict the most frequent class of a sequence's length; of all sequences if training lacks the length."""
     return _table({}, [len(s) for s in train.sequences], train, classes, len)
 
 
 def by_copy(train: Split, classes: int) -> Predict:
-    """The most frequent class of a training sequence that is the same; where there is none, of all."""
+    """Predict the most frequent class of equal training sequences; of all sequences if none is equal."""
     return _table({}, train.sequences, train, classes, lambda sequence: sequence)
 
 
@@ -97,8 +101,10 @@ def _table(counts: dict, keys: Sequence, train: Split, classes: int, key: Callab
 
 
 def by_words(train: Split, classes: int) -> Predict:
-    """Multinomial logistic regression on how often each word of one to five bases occurs, as a share of the sequence's
-    words of that length, standardised; of 50,000 sequences at most."""
+    """Predict by multinomial logistic regression on the frequencies of words of one to five bases.
+
+    A frequency is a share of the sequence's words of the same length, standardised. At most 50,000 sequences are used.
+    """
     draw = np.random.RandomState(0).permutation(len(train.labels))[:_MOST]
     x, y = words([train.sequences[i] for i in draw]), torch.from_numpy(train.labels[draw])
     mean, scale = x.mean(0), x.std(0).clamp(min=1e-6)
@@ -114,7 +120,7 @@ def by_words(train: Split, classes: int) -> Predict:
 
 
 def words(sequences: Sequence[bytes]) -> Tensor:
-    """(N, 4 + 16 + ... + 4^5) fp32: shares of the words; those with an N count nowhere."""
+    """(N, 4 + 16 + ... + 4^5) fp32: shares of the words; words with an N do not count."""
     found = np.zeros((len(sequences), sum(4**k for k in range(1, KMERS + 1))), np.float32)
     for row, sequence in enumerate(sequences):
         ids = encoded(sequence).astype(np.int64) - FIRST

@@ -1,4 +1,4 @@
-"""Sets that are made from packages: E. coli's genes, splice sites of primates, worm against human."""
+"""Labelled sets that are made from packages: E. coli's genes, splice sites of primates, worm against human."""
 
 import bz2
 import gzip
@@ -18,16 +18,18 @@ from titans_pt.genomics.genomes import GENOMES
 from titans_pt.genomics.sets import LabelledSet, Split
 
 BLOCK = 16_384
-"""Bases of a genome that go to the same split: neighbours do not stand on both sides."""
+"""Bases of a genome that go to the same split, to keep neighbouring windows out of different splits."""
 GENES = "usr/share/doc/cct/examples/sample_projects/sample_project_3/comparison_genomes/NC_000913.gbk.gz"
 SPLICE = "usr/lib/R/site-library/mlbench/data/DNA.rda"
 WORM_OR_HUMAN = 4000
-"""Sequences of each."""
+"""Most windows of each species."""
 
 
 def coding(width: int = 100) -> LabelledSet:
-    """Windows of E. coli K-12's genome, side by side: those inside a protein-coding region, on either strand, and those
-    that touch none; as many of each. A fifth of the genome's blocks is the test."""
+    """Windows of E. coli K-12's genome, side by side: inside a protein-coding region, or touching none.
+
+    Regions of both strands count. Both classes have equally many windows. A fifth of the genome's blocks is the test.
+    """
     genome, genes = genbank(packages.text_of(packages.CCT, GENES))
     touched = np.zeros(len(genome) + 1, np.int64)
     for start, stop in genes:
@@ -40,7 +42,7 @@ def coding(width: int = 100) -> LabelledSet:
 
 
 def worm_or_human(width: int = 200) -> LabelledSet:
-    """Windows of the X chromosomes of a worm and of a human, all of whose bases are known."""
+    """Windows of the X chromosomes of a worm and of a human; all bases of a window are known."""
     found = {}
     genomes: dict[str, GenomeName] = {"human": "human-x", "worm": "worm-x"}
     for name, genome in genomes.items():
@@ -54,7 +56,7 @@ def worm_or_human(width: int = 200) -> LabelledSet:
 
 def splice() -> LabelledSet:
     """3,186 sequences of 60 bases of primates with a donor site in the middle (ei), an acceptor site (ie), or neither
-    (n); a fifth, drawn, is the test."""
+    (n). A random fifth is the test."""
     frame = r_data(packages.member(packages.MLBENCH, SPLICE).read_bytes())["DNA"]
     columns, names = frame["values"], frame["attributes"]["names"]["values"]
     factor = columns[names.index("Class")]
@@ -77,7 +79,10 @@ SOURCES = {
 
 
 def _windows(found: dict[str, tuple[bytes, np.ndarray]], width: int, most: int | None = None) -> LabelledSet:
-    """Class -> (genome, starts of its windows): as many windows of each class, the test by blocks of the genome."""
+    """Draw equally many windows of each class, and split training and test by blocks of the genome.
+
+    found: class -> (genome, starts of its windows).
+    """
     draw = np.random.RandomState(0)
     count = min(most or 1 << 62, *(len(starts) for _, starts in found.values()))
     made = {True: ([], []), False: ([], [])}  # type: dict[bool, tuple[list[bytes], list[int]]]
@@ -96,7 +101,7 @@ def _held_out(block: int) -> bool:
 
 
 def genbank(text: str) -> tuple[bytes, list[tuple[int, int]]]:
-    """The sequence of a GenBank file, and (start, stop) of every part of its CDS features, half-open, from 0."""
+    """Return the sequence of a GenBank file, and (start, stop) of every part of its CDS features, half-open, from 0."""
     features, _, origin = text.partition("\nORIGIN")
     sequence = re.sub(r"[^a-zA-Z]", "", origin.partition("\n//")[0]).encode().translate(ONLY_LETTERS)
     genes = []
@@ -119,7 +124,7 @@ def r_data(data: bytes) -> dict[str, Any]:
     assert reader.take(2) == b"X\n"
     version, *_ = (reader.number() for _ in range(3))
     if version == 3:
-        reader.take(reader.number())  # its native encoding
+        reader.take(reader.number())  # the native encoding
     return reader.item()
 
 
@@ -139,7 +144,7 @@ class _R:
         kind, attributed, tagged = flags & 255, bool(flags & 0x200), bool(flags & 0x400)
         if kind == 254:  # NULL
             return None
-        if kind == 255:  # a symbol that was there before
+        if kind == 255:  # a reference to an earlier symbol
             return self.symbols[(flags >> 8) - 1]
         if kind == 1:
             self.symbols.append(self.item())

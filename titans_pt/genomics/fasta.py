@@ -1,4 +1,4 @@
-"""Records of FASTA files, plain or compressed, with what is wrong in them as one line each."""
+"""Records of FASTA files, plain or compressed, with one line for each error in them."""
 
 import bz2
 import gzip
@@ -24,8 +24,12 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Record:
-    """One sequence. sequence: upper-case A, C, G, T and N alone. other: how often each letter stood there that was
-    replaced by N. line: of its header."""
+    """One sequence.
+
+    sequence: upper-case A, C, G, T and N alone.
+    other: counts of the letters that were replaced by N.
+    line: line number of the header.
+    """
 
     name: str
     line: int
@@ -35,7 +39,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Unusable:
-    """A record, or the rest of a file, that cannot be used: where, why, and what a user can do."""
+    """A record, or the rest of a file, that cannot be used: its place, the reason, and a remedy for the user."""
 
     where: str
     reason: str
@@ -43,14 +47,17 @@ class Unusable:
 
 
 def is_fasta(path: Path) -> bool:
-    """Whether a file is FASTA by its name."""
+    """Whether a file's name is that of a FASTA file."""
     stem, last = os.path.splitext(path.name.lower())
     return (os.path.splitext(stem)[1] if last in _OPEN and last else last) in SUFFIXES
 
 
 def records(path: Path) -> Iterator[Record | Unusable]:
-    """Every record of a file in its order, empty ones among them. What cannot be used comes in its place; nothing
-    comes after a file that is no FASTA or breaks off."""
+    """Yield every record of a file in order, empty records included.
+
+    An :class:`Unusable` stands in the place of a record that cannot be used. It comes last if the file is no FASTA or
+    breaks off.
+    """
     try:
         yield from _records(path)
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
@@ -96,7 +103,7 @@ def _record(path: Path, header: bytes, line: int, lines: list[bytes]) -> Record 
 
 
 def _problem(counts: np.ndarray, length: int) -> str | None:
-    """Reason why letters with these frequencies are no nucleotides; None if they are."""
+    """Reason why letters with these counts cannot be nucleotides; None if they can."""
     foreign = [byte for byte in np.flatnonzero(counts) if byte not in CODES]
     shown = ", ".join(repr(chr(byte)) if byte < 128 else f"byte {byte}" for byte in foreign[:_SHOWN])
     if any(not (byte < 128 and (chr(byte).isalpha() or chr(byte) == "*")) for byte in foreign):

@@ -1,4 +1,4 @@
-"""Genomes that install from a package, by name: data.sources kind=genome."""
+"""Genomes from packages, by name, for data.sources kind=genome."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +11,17 @@ from titans_pt.genomics.packages import Package
 
 @dataclass(frozen=True)
 class Genome:
-    """A FASTA file in a package. about: what it is, for a reader."""
+    """A FASTA file in a package. about: a description."""
 
     package: Package
     path: str
     about: str
 
     def fasta(self) -> Path:
-        """The file, downloaded the first time.
+        """Path of the file, downloaded at the first call.
 
         Raises:
-            UserError: it cannot be.
+            UserError: it cannot be downloaded.
         """
         return packages.member(self.package, self.path)
 

@@ -1,4 +1,4 @@
-"""The floor of nucleotide models: what an interpolated Markov chain of the last few bases predicts."""
+"""The floor of nucleotide models: the loss of an interpolated Markov chain of the last few bases."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,20 @@ from titans_pt.genomics.alphabet import FIRST
 ORDERS = 12
 """The longest context, in bases."""
 STRENGTHS = tuple(4.0**n for n in range(9))
-"""Numbers of observations that a shorter context's prediction may count as; one is chosen for each order."""
+"""Weights of a shorter context's prediction, in observations; one is chosen for each order."""
 _MOST = 11
-"""Bases of a counted context, with the next one: 4^12 numbers, 134 MB."""
+"""Most bases of a context that is counted at once: with the next base 4^12 counts, 134 MB."""
 
 
 @dataclass(frozen=True)
 class Floor:
-    """nats: per base, for each order from 0. order: the best one. loss: its nats per base. bases: number predicted."""
+    """Loss of Markov chains.
+
+    nats: nats per base of each order, from 0.
+    order: the best order.
+    loss: nats per base of the best order.
+    bases: number of predicted bases.
+    """
 
     nats: tuple[float, ...]
     order: int
@@ -31,19 +37,19 @@ class Floor:
 def markov_floor(
     train: np.ndarray, validation: np.ndarray, orders: int = ORDERS, strengths: Sequence[float] = STRENGTHS
 ) -> Floor | None:
-    """The nats per base that interpolated Markov chains need for ``validation``.
+    """Loss of interpolated Markov chains on ``validation``, in nats per base.
 
-    An order's probability mixes what followed its context in ``train`` with the next lower order's:
-    p_k(x) = (n(context x) + s p_{k-1}(x)) / (n(context) + s). The strength s of each order and the order itself are
-    those that are best on ``validation``, thirteen choices among millions of bases. A context that holds anything but
-    A, C, G and T, the end of a document among them, has the prediction of the longest one behind it.
+    The probability of order k mixes the counts after its context in ``train`` with the probability of order k - 1:
+    p_k(x) = (n(context x) + s p_{k-1}(x)) / (n(context) + s). The strength s of each order and the order itself are the
+    best ones on ``validation``, thirteen choices for millions of bases. If a context holds anything but A, C, G and T,
+    such as the end of a document, the longest context after it predicts.
 
     Args:
         train, validation: ids of :mod:`titans_pt.genomics.alphabet`, (N,).
-        strengths: those that s is chosen from.
+        strengths: values to choose s from.
 
     Returns:
-        None where one of them has no base.
+        None if ``train`` or ``validation`` has no base.
     """
     known = [(ids >= FIRST) & (ids < FIRST + 4) for ids in (train, validation)]
     if not all(mask.any() for mask in known):
@@ -66,7 +72,7 @@ def markov_floor(
 
 
 def _codes(bases: np.ndarray, known: np.ndarray, order: int) -> tuple[np.ndarray, np.ndarray]:
-    """int32 (N,): each base and the ``order`` before it as one number; bool (N,): where all of them are known."""
+    """int32 (N,): each base and the ``order`` bases before it as one number; bool (N,): whether all are known."""
     codes, valid = bases.astype(np.int32), known.copy()
     for back in range(1, order + 1):
         codes[back:] += bases[:-back].astype(np.int32) << 2 * back
@@ -76,8 +82,7 @@ def _codes(bases: np.ndarray, known: np.ndarray, order: int) -> tuple[np.ndarray
 
 
 def _counts(train: np.ndarray, asked: np.ndarray, order: int) -> tuple[np.ndarray, np.ndarray]:
-    """Number of times that each of ``asked``, and its context with any base, is among ``train``; codes of order + 1
-    bases."""
+    """Counts in ``train`` of each code of ``asked``, and of its context with any base. A code has order + 1 bases."""
     if order < _MOST + 1:
         counts = np.bincount(train, minlength=4 ** (order + 1))
         return counts[asked], counts.reshape(-1, 4).sum(1)[asked >> 2]

@@ -1,7 +1,7 @@
-"""Files out of Debian's packages: real genomes that install without a hub. Nothing of them is kept in this project.
+"""Files from Debian packages: real genomes without a hub. This project keeps no copies of them.
 
-A package is downloaded once (by pooch, or by apt-get where the mirror cannot be reached directly), compared with its
-SHA-256, and read as the archive that it is: neither root nor Debian is needed. What was read lies in the user's cache.
+A package is downloaded once (by pooch, or by apt-get if the mirror cannot be reached directly), compared with its
+SHA-256, and read as an archive: neither root nor Debian is needed. The files that were read are in the user's cache.
 """
 
 import gzip
@@ -20,12 +20,12 @@ from titans_pt.tools.cache import cache_folder
 from titans_pt.tools.files import check_room
 
 MIRROR = "http://deb.debian.org/debian"
-"""Default mirror, without TITANS_DEBIAN_MIRROR. Packages are compared with their SHA-256."""
+"""Mirror if TITANS_DEBIAN_MIRROR is not set. Packages are compared with their SHA-256."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """A .deb. pool: its folder below ``pool/main``; sha256: of the file; licence: of what is in it."""
+    """A .deb file. pool: its folder below ``pool/main``; sha256: hash of the file; licence: licence of its content."""
 
     name: str
     version: str
@@ -60,10 +60,10 @@ MLBENCH = Package(
 
 
 def member(package: Package, path: str) -> Path:
-    """The file ``path`` of a package, from the cache; downloaded the first time.
+    """The file ``path`` of a package, from the cache; downloaded at the first call.
 
     Raises:
-        UserError: the package cannot be downloaded, or is another one.
+        UserError: the package cannot be downloaded, or has another hash.
     """
     folder = cache_folder() / f"debian-{package.name}-{package.version.replace(':', '%3a')}"
     kept = folder / PurePosixPath(path).name

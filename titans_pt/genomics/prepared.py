@@ -1,4 +1,4 @@
-"""A labelled set as it lies in data.dir: sequences.npz, and set.json, which is written last and says what is in it."""
+"""A labelled set in data.dir: sequences.npz, and its manifest set.json, which is written last."""
 
 import hashlib
 import io
@@ -25,7 +25,12 @@ _REMEDY = "make it again with: titans prepare CONFIG --force"
 
 @dataclass(frozen=True)
 class PreparedSet:
-    """given: the sequences. manifest: classes, counts, baselines, settings, sources. sha256: of the sequences."""
+    """A labelled set and its manifest.
+
+    given: the sequences.
+    manifest: classes, counts, baselines, settings, sources.
+    sha256: hash of the sequences.
+    """
 
     given: LabelledSet
     manifest: dict[str, Any]
@@ -36,7 +41,7 @@ class PreparedSet:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """set.json of a folder; None where there is none.
+    """Read the set.json of a folder; None if there is none.
 
     Raises:
         UserError: it is damaged, or of another version.
@@ -54,10 +59,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def write(folder: Path, given: LabelledSet, middle: int, settings: dict, state: list) -> dict[str, Any]:
-    """Writes a set with its baselines and returns its manifest.
+    """Write a set with its baselines and return its manifest.
 
     Args:
-        settings: what it was made with. state: of its sources, see titans_pt.genomics.sets.state_of.
+        settings: settings that the set was made with.
+        state: state of its sources, see titans_pt.genomics.sets.state_of.
     """
     arrays = {}
     for name in SPLITS:
@@ -86,7 +92,7 @@ def write(folder: Path, given: LabelledSet, middle: int, settings: dict, state: 
 
 
 def read(folder: Path) -> PreparedSet:
-    """The set in a folder.
+    """Read the set in a folder.
 
     Raises:
         UserError: there is none, or it is damaged.
@@ -132,7 +138,7 @@ def told(manifest: dict[str, Any], folder: Path) -> str:
 
 
 def baseline_table(manifest: dict[str, Any]) -> list[str]:
-    """Lines: each baseline's accuracy in percent, by column."""
+    """Lines of a table: each baseline's accuracy in percent, by column."""
     found = manifest["baselines"]
     names = list(next(iter(found.values())))
     shown = {"test": "test", "distinct": "without copies", "middle": f"middle {manifest['middle']}"}

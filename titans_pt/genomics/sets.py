@@ -1,4 +1,4 @@
-"""Labelled sequences: folders laid out as GenomicsBenchmarks' are, and sets that are made from packages."""
+"""Labelled sequences in folders with the layout of GenomicsBenchmarks."""
 
 import csv
 import gzip
@@ -22,7 +22,7 @@ SEQUENCES = ("sequence", "label")
 """Columns of a table of sequences."""
 SPLITS = ("train", "test")
 _LONGEST = 2**31 - 1
-"""Characters of a table's field; Python's own limit is 131,072, which a sequence may exceed."""
+"""Most characters of a table's field; a sequence may exceed Python's own limit of 131,072."""
 _LAYOUTS = (
     "train/ and test/ with a file CLASS.csv.gz (id, region, start, end, strand), CLASS.fa or a folder CLASS of such "
     "or .txt files for each class, or train.csv and test.csv with the columns sequence and label"
@@ -31,7 +31,7 @@ _LAYOUTS = (
 
 @dataclass
 class Split:
-    """sequences: upper-case A, C, G, T and N. labels: (N,) int64, places in the set's classes."""
+    """Sequences of one split. sequences: upper-case A, C, G, T and N. labels: (N,) int64, indices of the classes."""
 
     sequences: list[bytes] = field(default_factory=list)
     labels: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -39,7 +39,7 @@ class Split:
 
 @dataclass
 class LabelledSet:
-    """classes: names in alphabetical order. letters: those other than A, C, G, T, N that became N: how often."""
+    """A labelled set. classes: names in alphabetical order. letters: counts of the letters that were replaced by N."""
 
     classes: tuple[str, ...]
     train: Split
@@ -49,7 +49,7 @@ class LabelledSet:
 
 @dataclass(frozen=True)
 class Interval:
-    """Half-open, from 0. place: file and line, for messages."""
+    """An interval of a chromosome, half-open, from 0. place: file and line, for messages."""
 
     region: str
     start: int
@@ -59,14 +59,14 @@ class Interval:
 
 
 def read_set(folder: Path, reference: Path | None, setting: str = "classify_dna") -> LabelledSet:
-    """The set in a folder.
+    """Read the set in a folder.
 
     Args:
         reference: FASTA of the genome (a file or a folder of chromosomes) that intervals are cut from.
         setting: section of the settings path and reference, for messages.
 
     Raises:
-        UserError: a file that is missing, of another layout, or holds what cannot be used.
+        UserError: a file is missing, has another layout, or holds content that cannot be used.
     """
     letters: dict[str, int] = {}
     given = f"{setting}.path: given {folder}"
@@ -107,7 +107,7 @@ def source_files(folder: Path, reference: Path | None) -> list[Path]:
 
 
 def _split(folder: Path, split: str, given: str, letters: dict[str, int]) -> dict[str, list]:
-    """Class -> its sequences or intervals."""
+    """Return class -> its sequences or intervals."""
     for suffix in (".csv", ".csv.gz"):
         if (table := folder / f"{split}{suffix}").is_file():
             return _table(table, letters)
@@ -129,7 +129,7 @@ def _split(folder: Path, split: str, given: str, letters: dict[str, int]) -> dic
 
 
 def _pieces(path: Path, letters: dict[str, int]) -> Iterator[bytes | Interval]:
-    """Sequences or intervals in a file of one class."""
+    """Yield the sequences or intervals in a file of one class."""
     if is_fasta(path):
         yield from _of_fasta(path, letters)
     elif path.name.endswith((".csv", ".csv.gz")):
@@ -152,7 +152,7 @@ def _of_fasta(path: Path, letters: dict[str, int]) -> Iterator[bytes]:
 
 
 def _cleaned(data: bytes, where: str, letters: dict[str, int]) -> bytes:
-    """A sequence as it stands in a text file or a table."""
+    """Clean a sequence from a text file or a table: upper case, no white space, N for other letters."""
     data = b"".join(data.upper().split())
     if not data:
         raise UserError(f"{where}: has no sequence; remove it")
@@ -166,7 +166,7 @@ def _cleaned(data: bytes, where: str, letters: dict[str, int]) -> bytes:
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    """(place, the fields of these columns) of every row of a table."""
+    """Yield (place, fields of these columns) for every row of a table."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = io.StringIO(data.decode("utf-8-sig"), newline="")  # line ends of any system
@@ -204,10 +204,10 @@ def _table(path: Path, letters: dict[str, int]) -> dict[str, list]:
 
 
 def intervals(path: Path) -> Iterator[Interval]:
-    """The rows of an interval file.
+    """Yield the rows of an interval file.
 
     Raises:
-        UserError: other columns, numbers that are none, an interval without a base, an unknown strand.
+        UserError: other columns, a start or end that is no whole number, an empty interval, an unknown strand.
     """
     for place, (_, region, start, end, strand) in _rows(path, INTERVALS):
         try:
@@ -230,11 +230,12 @@ def _reference_files(reference: Path) -> list[Path]:
 
 
 def cut_intervals(wanted: Iterable[Interval], reference: Path, setting: str) -> dict[Interval, bytes]:
-    """The sequence of each interval; of strand -, that of the other strand. Chromosomes are read one at a time, and may
-    be named with or without "chr".
+    """Cut the sequence of each interval from the reference; strand - gives the reverse complement.
+
+    Chromosomes are read one at a time, and may be named with or without "chr".
 
     Raises:
-        UserError: no such file; a chromosome that it lacks; an interval beyond a chromosome's end.
+        UserError: the file is missing or lacks a chromosome, or an interval ends beyond its chromosome.
     """
     by_region: dict[str, list[Interval]] = {}
     for interval in wanted:
@@ -271,7 +272,7 @@ def _cut(interval: Interval, record: Record) -> bytes:
 
 
 def centre(sequence: bytes, bases: int | None) -> bytes:
-    """The middle ``bases`` of a sequence; all of it where it has no more."""
+    """The middle ``bases`` of a sequence; the whole sequence if it is no longer, or if ``bases`` is None."""
     if bases is None or len(sequence) <= bases:
         return sequence
     start = (len(sequence) - bases) // 2
@@ -279,5 +280,5 @@ def centre(sequence: bytes, bases: int | None) -> bytes:
 
 
 def state_of(files: list[Path]) -> list[list]:
-    """Name, size and modification time of files, which change with their content."""
+    """Name, size and modification time of files: they change when the content does."""
     return [[str(path), (status := os.stat(path)).st_size, status.st_mtime_ns] for path in files]

@@ -1,4 +1,4 @@
-"""Record of a look into the memories, token by token."""
+"""Result of an inspection of the memories, token by token."""
 
 import warnings
 from dataclasses import dataclass
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 import numpy as np
 
 AROUND = 256
-"""Usual for a token is the median over this many tokens before and after it."""
+"""Tokens before and after a token; their median is its usual surprise."""
 
 
 def shown(text: str) -> str:
-    """A text on one line: line feeds are seen, and what cannot be printed (escapes, other line ends) is a dot."""
+    """A text on one line: line feeds become visible, unprintable characters (escapes, other line ends) become dots."""
     return "".join("\u21b5" if c == "\n" else c if c.isprintable() else "\u00b7" for c in text)
 
 
 @dataclass
 class Inspection:
-    """T tokens, N memories, H heads a memory. All numpy arrays; the .npz file has them under these names,
-    and as ``source`` the path of the text.
+    """Figures of T tokens in N memories with H heads each, as numpy arrays. The .npz file has them under these names,
+    and the path of the text as ``source``.
 
-    ids: (T,) int64. pieces: (T,) str, the tokens' text; joined, the text that was read.
-    nll: (T,) fp32, the model's own loss of each token, -log p(token | those before), nats; NaN for the first.
-    memories: (N,) str, the modules' names, blocks.0.mixer.memory.
+    ids: (T,) int64. pieces: (T,) str, the tokens' text; joined, they are the text that was read.
+    nll: (T,) fp32, the model's own loss of each token, -log p(token | earlier tokens), nats; NaN for the first.
+    memories: (N,) str, the modules' names, such as blocks.0.mixer.memory.
     surprise, theta, eta, alpha, weight_norm, momentum_norm: (N, T, H) fp32, see MemoryFigures.
     """
 
@@ -38,21 +38,21 @@ class Inspection:
 
     @property
     def relative(self) -> np.ndarray:
-        """(N, T): surprise, mean over heads, as a multiple of the memory's own median around there. 1 is usual.
+        """Surprise (N, T), mean over heads, as a multiple of the memory's own median around the token. 1 is usual.
 
-        A gradient's scale differs between layers, and drifts with ||M|| (under a LayerNorm it goes as 1 / ||W||): it
-        means nothing by itself. The median, unlike the mean, does not move with a few tokens that stand out.
+        A gradient's scale means nothing by itself: it differs between layers, and drifts with ||M|| (under a LayerNorm
+        as 1 / ||W||). The median, unlike the mean, does not move with a few tokens that stand out.
         """
         heads = self.surprise.mean(-1)
         padded = np.pad(heads, ((0, 0), (AROUND, AROUND)), constant_values=np.nan)
         around = np.lib.stride_tricks.sliding_window_view(padded, 2 * AROUND + 1, axis=1)
         with warnings.catch_warnings():
-            # Of a memory that was never finite all stays NaN.
+            # A memory that was never finite stays NaN.
             warnings.filterwarnings("ignore", "All-NaN slice")
             usual = np.nanmedian(around, axis=2)
         return heads / np.maximum(usual, np.finfo(np.float32).tiny)
 
     @property
     def score(self) -> np.ndarray:
-        """(T,): :attr:`relative`, mean over memories."""
+        """Mean of :attr:`relative` over memories, (T,)."""
         return self.relative.mean(0)

@@ -1,4 +1,4 @@
-"""``titans inspect``: a text through a trained model, and what its memories made of every token."""
+"""``titans inspect``: run a text through a trained model and record its memories at every token."""
 
 from dataclasses import fields
 from itertools import chain, count
@@ -22,7 +22,7 @@ from titans_pt.streaming import best_device, device_of
 from titans_pt.tools.files import check_room, read_text, write_atomically
 
 PIECE = 512
-"""Tokens read at once. It decides memory and speed, not the figures."""
+"""Tokens read at once; this changes memory use and speed, not the figures."""
 
 
 def inspect(
@@ -32,19 +32,19 @@ def inspect(
     max_tokens: int = 2048,
     step: int | None = None,
 ) -> Inspection:
-    """Streams a text through a run's model; writes NAME.npz and NAME.png, prints a table.
+    """Stream a text through a run's model; write NAME.npz and NAME.png, and print a table.
 
-    NAME is the text file's, its suffix included, as in page.md.png; a number is added where another text of that name,
-    in another folder, has been inspected. The files of the same text are replaced.
+    NAME is the name of the text file with its suffix, as in page.md.png. A number is added if a text of the same name
+    in another folder has been inspected. The files of the same text are replaced.
 
     Args:
-        text_file: UTF-8; what is not becomes U+FFFD. "-" is standard input.
+        text_file: UTF-8; other bytes become U+FFFD. "-" is standard input.
         out: folder for the two files; None is RUN/inspection/step-XXXXXXXX.
-        max_tokens: how many of the text's tokens are read.
+        max_tokens: most tokens of the text that are read.
         step: the checkpoint; None is the newest.
 
     Raises:
-        UserError: no such text, an empty one, a model without memory, or what ``load_run`` finds wrong.
+        UserError: no such text, an empty text, a model without memory, or an error that ``load_run`` finds in the run.
     """
     if max_tokens < 2:
         raise UserError(f"max_tokens: given {max_tokens}; allowed: at least 2")
@@ -73,7 +73,7 @@ def inspect(
 
 @torch.no_grad()
 def read(model: nn.Module, ids: Tensor, pieces: list[str]) -> Inspection:
-    """ids (T,) with T >= 2 and their text, in a model in eval mode.
+    """Inspect ids (T,), T >= 2, and their text ``pieces`` in a model in eval mode.
 
     Raises:
         UserError: the model has no memory.
@@ -108,7 +108,7 @@ def read(model: nn.Module, ids: Tensor, pieces: list[str]) -> Inspection:
 
 
 def _pieces(tokenizer, ids: list[int]) -> list[str]:
-    """The text of each id; a character of several byte pieces belongs to the last of them."""
+    """The text of each id; a character of several byte pieces belongs to the last piece."""
     decoder = StreamDecoder(tokenizer)
     pieces = [decoder.push(i) for i in ids]
     pieces[-1] += decoder.finish()
@@ -116,18 +116,18 @@ def _pieces(tokenizer, ids: list[int]) -> list[str]:
 
 
 def _arrays_path(folder: Path, name: str, source: str) -> Path:
-    """``folder``/NAME.npz of a text: the first that is free, or that holds an inspection of the same ``source``."""
+    """Path ``folder``/NAME.npz for a text: the first that is free or holds an inspection of the same ``source``."""
     for path in (folder / f"{name}{number}.npz" for number in chain([""], (f"-{n}" for n in count(2)))):
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 if str(arrays["source"]) == source:
                     return path
-        except (OSError, EOFError, ValueError, KeyError, BadZipFile):  # none, or not one of ours: replaced
+        except (OSError, EOFError, ValueError, KeyError, BadZipFile):  # missing, or no inspection: replaced
             return path
     raise AssertionError
 
 
 def _write_arrays(result: Inspection, source: str, path: Path):
-    with path.open("wb") as file:  # a name without .npz would be given one
+    with path.open("wb") as file:  # given a path, savez would append .npz
         arrays = {field.name: getattr(result, field.name) for field in fields(result)}
         np.savez_compressed(file, source=np.array(source), **arrays)

@@ -1,4 +1,4 @@
-"""An inspection as one picture: where the memory was surprised, and by which words."""
+"""Picture of an inspection: where the memory was surprised, and by which words."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
 WIDTH = 14.0
-"""Inches."""
+"""Width of the picture in inches."""
 COLUMNS, ROWS, EXCERPT = 120, 15, 400
 """Limits of the excerpt: characters per line, lines, tokens."""
 STRETCH = 16
-"""Tokens of a stretch whose mean decides which one is the most surprising."""
-# White stands for the usual, and colour marks what deviates; ink stays black on all of it.
+"""Tokens of a stretch; the stretch with the highest mean is the most surprising."""
+# White is usual surprise, colour more than usual; black text is readable on all of them.
 SURPRISE = ["#ffffff", "#ffe9a8", "#fdb863", "#ef6548"]
 GATES = {"theta": "theta (step)", "eta": "eta (momentum)", "alpha": "alpha (forgetting)"}
 NORMS = {"surprise": "||u|| (surprise)", "weight_norm": "||M||", "momentum_norm": "||S||"}
@@ -30,8 +30,11 @@ NORMS = {"surprise": "||u|| (surprise)", "weight_norm": "||M||", "momentum_norm"
 
 @own_style()
 def draw(result: Inspection, path: Path, title: str) -> Path:
-    """Writes the picture (PNG) from top to bottom: the text around the most surprising stretch, surprise by memory
-    and position, its mean with the model's loss, gates and norms."""
+    """Draw and write the picture (PNG).
+
+    From top to bottom: the text around the most surprising stretch, surprise by memory and position, its mean with the
+    model's loss, gates and norms.
+    """
     import matplotlib
     from matplotlib.colors import Normalize
     from matplotlib.patches import Rectangle
@@ -49,7 +52,7 @@ def draw(result: Inspection, path: Path, title: str) -> Path:
     _draw_text(text, lines, score, norm)
     text.set_title(f"tokens {first} to {last - 1}, around the most surprising stretch", loc="left", fontsize=11)
 
-    # Columns are wider than a pixel; of several tokens in one, the most surprising is seen.
+    # At most 1000 columns, each wider than a pixel; a column of several tokens shows the most surprising one.
     pooled = np.maximum.reduceat(relative, np.arange(0, len(score), -(-len(score) // 1000)), axis=1)
     extent = (-0.5, len(score) - 0.5, len(relative) - 0.5, -0.5)
     image = heat.imshow(pooled, cmap=_colours(), norm=norm, aspect="auto", interpolation="nearest", extent=extent)
@@ -71,7 +74,7 @@ def draw(result: Inspection, path: Path, title: str) -> Path:
         axes.plot(running_mean(values, length), color=colour, linewidth=1.5)
         axes.axvspan(first, last - 1, color="black", alpha=0.06)
         axes.set_title(label + smooth, loc="left", fontsize=11)
-        # One token that is far off must not flatten all the others.
+        # One outlier must not flatten the curve.
         if len(known := values[np.isfinite(values)]):
             axes.set_ylim(top=1.1 * np.quantile(known, 0.998))
     for axes in (heat, curve, loss):
@@ -95,7 +98,7 @@ def draw(result: Inspection, path: Path, title: str) -> Path:
 
 
 def running_mean(values: np.ndarray, length: int) -> np.ndarray:
-    """(T,) -> (T,): mean over ``length`` tokens around each, over fewer at the ends; NaN is left out."""
+    """(T,) -> (T,): mean over ``length`` tokens around each token, fewer at the ends; NaN is left out."""
     known = np.isfinite(values)
     window = np.ones(length)
     total = np.convolve(np.where(known, values, 0.0), window, "same")[: len(values)]
@@ -104,10 +107,10 @@ def running_mean(values: np.ndarray, length: int) -> np.ndarray:
 
 
 def excerpt(pieces: np.ndarray, score: np.ndarray) -> tuple[int, int, list[list[tuple[int, int, str]]]]:
-    """The tokens [first, last) around the most surprising stretch, laid out: lines of (token, column, text).
+    """Return the tokens [first, last) around the most surprising stretch, and their lines of (token, column, text).
 
-    The search begins after the first 64 tokens, if there are more: a memory that has read nothing is
-    surprised by anything.
+    In texts of more than 256 tokens the search begins after the first 64: a memory that has read nothing is surprised
+    by anything.
     """
     means = running_mean(score, min(STRETCH, len(score)))
     skip = 64 if len(score) > 256 else 0
@@ -123,7 +126,7 @@ def excerpt(pieces: np.ndarray, score: np.ndarray) -> tuple[int, int, list[list[
 
 
 def wrap(pieces: np.ndarray, first: int, last: int) -> list[list[tuple[int, int, str]]]:
-    """Tokens [first, last) in lines of COLUMNS characters; a token breaks where it must, a newline is seen and obeyed.
+    """Wrap tokens [first, last) into lines of COLUMNS characters, breaking tokens if needed; newlines show and break.
 
     Returns:
         lines of (token, column, text).
@@ -154,14 +157,14 @@ def _colours() -> LinearSegmentedColormap:
 
 
 def columns(character: str) -> int:
-    """Columns that a character takes in a monospaced text: 2 for Chinese and emoji, 0 for an accent on another."""
+    """Columns that a character takes in a monospaced text: 2 for Chinese and emoji, 0 for a combining accent."""
     if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def _draw_text(axes: Axes, lines: list, score: np.ndarray, norm: Normalize):
-    """Each token on a ground of its surprise, in a grid of characters."""
+    """Draw the text in a grid of characters, each token on the colour of its surprise."""
     from matplotlib.patches import Rectangle
 
     axes.set_xlim(0, COLUMNS)
@@ -173,7 +176,7 @@ def _draw_text(axes: Axes, lines: list, score: np.ndarray, norm: Normalize):
         for token, column, text in line:
             colour, width = _colours()(norm(score[token])), sum(map(columns, text))
             axes.add_patch(Rectangle((column, row), width, 1, facecolor=colour, edgecolor="none"))
-            # Wide characters come from other fonts, whose columns are not two of this one's: each has its place.
+            # Wide characters come from other fonts, not exactly two columns wide: each is placed separately.
             parts = [text] if width == len(text) else _clusters(text)
             for part in parts:
                 axes.text(column, row + 0.5, part, family="monospace", fontsize=size, va="center_baseline")
@@ -181,7 +184,7 @@ def _draw_text(axes: Axes, lines: list, score: np.ndarray, norm: Normalize):
 
 
 def _clusters(text: str) -> list[str]:
-    """Characters, each with the accents on it."""
+    """Split a text into characters, each with its combining accents."""
     parts: list[str] = []
     for character in text:
         if parts and columns(character) == 0:

@@ -1,4 +1,4 @@
-"""An inspection in a few lines of text."""
+"""Summary of an inspection in a few lines of text."""
 
 import numpy as np
 

@@ -1,7 +1,7 @@
 """Tasks that ask for single tokens: short samples packed into rows, the loss at the answers, accuracy.
 
-A sample is a sequence of token ids in which a question stands before each answer. Nothing but the answers counts: the
-other tokens are random, and their loss is that of random draws.
+A sample is a sequence of token ids in which a question stands before each answer. Only the answers count in the loss:
+the other tokens are random draws, which no model can predict.
 """
 
 import math
@@ -27,8 +27,9 @@ from titans_pt.tools.records import digest
 Stage = TypeVar("Stage")
 
 VALIDATION_SEED, EVALUATION_SEED = 2**31, 2**31 + 1
-"""Seeds of the samples of validation, which may end a training (train.stop_when), and of evaluation: no run.seed, whose
-samples training draws. Until version 0.2.0 evaluation had validation's."""
+"""Seeds of the samples of validation and of evaluation. They differ because validation may end a training
+(train.stop_when). run.seed, which training draws its samples with, may be neither. Until version 0.2.0 evaluation used
+the seed of validation."""
 ENOUGH = 0.99
 """Share of a row's answers that must be right before its writes cost something. A cost from the first step on would
 close gates before the model knows what they are good for."""
@@ -48,8 +49,10 @@ class Questions(Protocol):
 
 
 def at_stage(every: Sequence[Stage], position: int | None, task: Task) -> Stage:
-    """The one of equally long stages of a task's training in which the row ``position`` is read; None, validation: the
-    last. Stages are parts of train.max_steps; a run may go on with another batch (:attr:`Task.begins`)."""
+    """Return the training stage in which the row ``position`` is read; None (validation) gives the last stage.
+
+    The stages are equal parts of train.max_steps. A run may resume with another batch size (:attr:`Task.begins`).
+    """
     if position is None:
         return every[-1]
     train, (samples, steps) = task.config.train, task.begins
@@ -60,7 +63,7 @@ def at_stage(every: Sequence[Stage], position: int | None, task: Task) -> Stage:
 def stacked(questions: Questions, seed: int, first: int, rows: int) -> tuple[Tensor, Tensor]:
     """Samples first .. first + rows - 1: ids (rows, length) and places (rows, P), both int64."""
     ids, places = np.empty((rows, questions.length), dtype=np.int64), []
-    for row in range(rows):  # samples of millions of tokens are in memory once
+    for row in range(rows):  # one copy in memory: a sample may have millions of tokens
         ids[row], asked = questions.sample(seed, first + row)
         places.append(asked)
     return torch.from_numpy(ids), torch.from_numpy(np.stack(places))
@@ -71,7 +74,7 @@ class PackedQuestions:
 
     Args:
         at: position of a row -> the questions of its samples, which may become longer in the course of a training.
-        seed: of the samples.
+        seed: seed of the samples.
     """
 
     def __init__(self, at: Callable[[int], Questions], seq_len: int, seed: int):
@@ -83,7 +86,7 @@ class PackedQuestions:
     def sample(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """ids (T + 1,) int64; reset (T,) bool, True where a sample starts; asked (T,) bool, True before an answer.
 
-        What is left of a row is token 0.
+        The rest of a row is token 0.
         """
         questions = self.at(position)
         fit = self.seq_len // questions.length
@@ -102,8 +105,8 @@ class PackedQuestions:
 
 
 def equal_samples(reset: Tensor) -> tuple[int, int] | None:
-    """reset (B, T) bool of rows that hold the same whole samples -> (samples of a row, tokens of each); None where rows
-    differ or their samples do."""
+    """Return (samples per row, tokens per sample) of rows that all hold samples of one length; None if rows or lengths
+    differ. reset: (B, T) bool, True where a sample starts."""
     starts = reset[0].nonzero().flatten()
     length = int(starts[1]) if len(starts) > 1 else reset.shape[1]
     regular = torch.arange(reset.shape[1], device=reset.device) % length == 0
@@ -111,15 +114,15 @@ def equal_samples(reset: Tensor) -> tuple[int, int] | None:
 
 
 def apart(x: Tensor, samples: int, length: int) -> Tensor:
-    """(B, T) -> (B * samples, length): a row for each sample. They run side by side and need no masks."""
+    """Split (B, T) into (B * samples, length), one row per sample: rows run side by side and need no masks."""
     return x[:, : samples * length].unflatten(1, (samples, length)).flatten(0, 1)
 
 
 class AnswerLoss(NextTokenLoss):
-    """Mean cross-entropy of the answers in fp32 and nats, and the share of answers that are the best guess.
+    """Mean cross-entropy of the answers in fp32 and nats, and accuracy: the share of answers that are the best guess.
 
     Args:
-        best: fp32 logits (N, V), or a rank's part of them, -> the token with the highest, (N,) int64.
+        best: maps fp32 logits (N, V), or a rank's part of them, to the token with the highest logit, (N,) int64.
         write_cost: factor of the mean write gate's gradient, in rows whose answers are right (:data:`ENOUGH`).
     """
 
@@ -134,19 +137,20 @@ class AnswerLoss(NextTokenLoss):
         """
         Args:
             ids: (B, T + 1) int64.
-            reset: (B, T) bool, True where a sample starts, best on the CPU.
+            reset: (B, T) bool, True where a sample starts, preferably on the CPU.
             asked: (B, T) bool, True where the next token is an answer; every row has one.
             weight: (B,) fp32 weight of each row in the means; None: all count the same.
 
         Returns:
-            The mean loss, a scalar, NaN where it is infinite; with weights {"loss": ..., "accuracy": ...} as it is.
+            The mean loss, a scalar; NaN if it is infinite. With weights {"loss": ..., "accuracy": ...}, where an
+            infinite loss stays infinite.
         """
         return self._of_answers(ids[:, :-1], ids[:, 1:], reset, asked, weight)
 
     def _of_answers(
         self, ids: Tensor, targets: Tensor, reset: Tensor, asked: Tensor, weight: Tensor | None
     ) -> Tensor | dict[str, Tensor]:
-        """Computes :meth:`forward` with ids and targets (B, T) int64: the target of a token stands beside it."""
+        """Compute :meth:`forward` from ids and targets, both (B, T) int64: targets[:, t] is the target of ids[:, t]."""
         rows, samples = len(ids), equal_samples(reset)
         starts = reset
         if samples:
@@ -166,26 +170,26 @@ class AnswerLoss(NextTokenLoss):
         return nan_unless_finite(with_write_cost(loss.mean(), gates, self.write_cost, paying))
 
     def _more(self, right: Tensor, asked: Tensor, starts: Tensor) -> dict[str, Tensor]:
-        """Other figures of each row (b,), from (b, T) bool: right answers, what is asked, starts of samples."""
+        """Further figures of each row, (b,), from (b, T) bool masks: right answers, asked places, starts of samples."""
         return {}
 
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """x (b, t, d_model), targets (b, t) -> (b, t, 2) fp32: each target's loss, and 1 where it is the best guess."""
         logits = self.model.head(x).flatten(0, 1).float()
         losses = self.cross_entropy(logits, targets.flatten(), "none", self.z_loss, self.model.tokens)
-        right = self.best(logits.detach()) == targets.flatten()  # rows that stand for no token are hidden by now
+        right = self.best(logits.detach()) == targets.flatten()  # cross_entropy hid rows without a token
         return torch.stack([losses, right.to(losses.dtype)], -1).unflatten(0, targets.shape)
 
     def _fused(self, x: Tensor) -> bool:
-        return False  # the fused head has no logits, of which accuracy is the best one
+        return False  # accuracy needs logits, which the fused head does not return
 
 
 class WholeAnswers(AnswerLoss):
-    """For samples with several answers. Figures: accuracy, the mean over samples of the share of right answers; whole,
-    the share of samples without a wrong one; last, the share whose last answer is right."""
+    """Loss of samples with several answers. Figures: accuracy, the mean over samples of the share of right answers;
+    whole, the share of samples without a wrong answer; last, the share of samples whose last answer is right."""
 
     def _more(self, right: Tensor, asked: Tensor, starts: Tensor) -> dict[str, Tensor]:
-        number = starts.long().cumsum(1) - 1  # of each token's sample
+        number = starts.long().cumsum(1) - 1  # index of each token's sample
         blank = torch.zeros(len(right), int(number.max()) + 1, dtype=torch.int64, device=right.device)
         so_far = asked.long().cumsum(1)
         ends = blank.scatter_reduce(1, number, so_far * asked, "amax")
@@ -199,7 +203,7 @@ class WholeAnswers(AnswerLoss):
 
 
 class AnswersOnly(Task):
-    """A task whose loss is that of answers."""
+    """Base of tasks that train the answers alone."""
 
     baseline_name = "chance"
     figures: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
@@ -210,7 +214,7 @@ class AnswersOnly(Task):
         """Seed of the samples that training draws.
 
         Raises:
-            UserError: run.seed is one of those of validation and evaluation.
+            UserError: run.seed is the seed of validation or evaluation.
         """
         if (seed := self.config.run.seed) in (VALIDATION_SEED, EVALUATION_SEED):
             raise UserError(f"run.seed: given {seed}, with which the samples of validation or evaluation are drawn; "
@@ -225,7 +229,7 @@ class AnswersOnly(Task):
         return self.answer_loss(model, loss, best, self.config.train.z_loss, cost)
 
     def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
-        """Samples are counted on the host: their starts stay there."""
+        """Move ids and asked to the device. Starts of samples stay on the host, where samples are counted."""
         ids, reset, asked = batch
         return ids.to(device, non_blocking=True), reset, asked.to(device, non_blocking=True)
 
@@ -239,7 +243,7 @@ class AnswerTask(AnswersOnly):
 
     @abstractmethod
     def questions(self, position: int | None) -> Questions:
-        """The samples of the row at a position of training; None: of validation."""
+        """Samples of the training row at ``position``; None: samples of validation."""
 
     @property
     @abstractmethod
@@ -261,7 +265,13 @@ class AnswerTask(AnswersOnly):
 
 @torch.no_grad()
 def answered(model: nn.Module, ids: Tensor, places: Tensor, state: object = None) -> Tensor:
-    """ids (B, T), places (B, P) of questions -> (B, P) bool: the best guess after each is its answer."""
+    """Return (B, P) bool: whether the best guess after each question is its answer.
+
+    Args:
+        ids: (B, T) int64.
+        places: (B, P) int64, the questions' last tokens.
+        state: the model's state before ``ids``.
+    """
     logits, _ = model(ids, state)
     row = torch.arange(len(ids), device=ids.device)[:, None]
     return logits[row, places].argmax(-1) == ids[row, places + 1]

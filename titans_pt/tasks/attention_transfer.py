@@ -1,4 +1,4 @@
-"""Attention transfer: layers of ``titans convert`` learn what full attention would have given them."""
+"""Attention transfer: layers made by ``titans convert`` learn the output of full attention."""
 
 from dataclasses import replace
 from itertools import islice
@@ -22,10 +22,10 @@ from titans_pt.tasks.language import Language
 
 @TASKS.register
 class AttentionTransfer(Language):
-    """Stage 1 of a conversion: each layer's output is regressed on that of full attention, on text.
+    """Stage 1 of a conversion: regress each layer's output on the output of full attention, on text.
 
-    The residual stream is that of the source model, with full attention in every layer: a layer's loss has gradients in
-    that layer alone, and nothing passes backward from layer to layer.
+    Every layer reads the residual stream of the source model, which has full attention in every layer. A layer's loss
+    has gradients in that layer alone: nothing passes backward from layer to layer.
     """
 
     name = "attention_transfer"
@@ -69,8 +69,8 @@ class AttentionTransfer(Language):
     def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
         """
         Raises:
-            UserError: train.trainable names parameters that the loss does not reach. Under ZeRO, whose gradients are
-                zero there, weight decay would shrink them.
+            UserError: train.trainable names parameters that the loss does not reach. Under ZeRO their gradients are
+                zero, and weight decay would shrink them.
         """
         loss = AttentionTransferLoss(model)
         learn = tuple(f"blocks.{n}.mixer." for n in loss.learn)
@@ -90,38 +90,39 @@ class AttentionTransfer(Language):
 
 
 LEAST = 1e-3
-"""Share of full attention's squared output that a window misses at least, in the loss."""
+"""Lower bound of the loss's denominator, as a share of full attention's squared output."""
 
 
 class AttentionTransferLoss(nn.Module):
-    """The model and its loss: the mean over layers and rows of |y - f|^2 / |w - f|^2, y a layer's output, f that of
-    full attention, w that of the window alone. 1 is what a conversion begins with, 0 is full attention.
+    """The model and its loss: the mean over layers and rows of |y - f|^2 / |w - f|^2.
 
-    Where a row's window misses next to nothing of full attention (documents no longer than it), |w - f|^2 is taken as
-    LEAST |f|^2: such a row would outweigh all others.
+    y is a layer's output, f the output of full attention, w the output of the window alone. A conversion begins at 1;
+    0 is full attention. The denominator is at least LEAST |f|^2. Otherwise a row whose window misses next to nothing of
+    full attention (documents no longer than the window) would outweigh all others.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = cast(LanguageModel, model)
         self.learn = [n for n, block in enumerate(self.model.blocks) if isinstance(block.mixer, BesideAttention)]
-        """The layers that have something to learn."""
+        """Indices of the layers that learn."""
 
     def forward(self, ids: Tensor, reset: Tensor | None, weight: Tensor | None = None) -> Tensor | dict[str, Tensor]:
         """
         Args:
-            ids: (B, T + 1) int64; of the last token nothing is used, as if it were only to be predicted.
+            ids: (B, T + 1) int64; the last token is not read, as in next-token prediction.
             reset, weight: as in NextTokenLoss.
 
         Returns:
-            A scalar, NaN where it is infinite; with weights {"loss": it, "layer_N": that of layer N} as they are.
+            The mean loss, a scalar; NaN if it is infinite. With weights {"loss": the mean loss, "layer_N": the loss of
+            layer N}, where an infinite loss stays infinite.
         """
         documents = None if reset is None else Documents.of(reset, ids.device)
         blocks = self.model.blocks
         with torch.no_grad():
             x = self.model.embed(ids[:, :-1])
         errors = {}
-        for n, block in enumerate(islice(blocks, self.learn[-1] + 1)):  # what follows has nothing to learn
+        for n, block in enumerate(islice(blocks, self.learn[-1] + 1)):  # later layers have nothing to learn
             with torch.no_grad():
                 before = block.mixer_norm(x)
                 full = block.mixer.unlimited(before, documents)

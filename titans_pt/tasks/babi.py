@@ -1,7 +1,7 @@
 """Stories in the grammar of bAbI's tasks 1 to 5 (Weston et al., "Towards AI-Complete Question Answering", 2015).
 
-bAbI's own files are in no package. These stories have its sentences, its people, places and things, and its rules (a
-thing goes where its carrier goes; the last fact counts); they are newly drawn, not bAbI's own stories.
+No package contains bAbI's own files. These stories use bAbI's sentences, people, places, things and rules (a thing goes
+where its carrier goes; the last fact counts). They are newly drawn, not bAbI's own stories.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,8 @@ GIVES = ("gave", "handed", "passed")
 
 @dataclass(frozen=True)
 class Story:
-    """others: further questions, each as (told, question, answer): the first ``told`` facts answer it."""
+    """A story and its question. others: further questions, each as (told, question, answer); the first ``told`` facts
+    answer it."""
 
     facts: list[str]
     question: str
@@ -99,7 +100,7 @@ class _World:
 
 
 Questions = list[tuple[str, str]]
-"""Each with its answer."""
+"""Pairs of question and answer."""
 
 
 def _qa1(world: _World, random: Random) -> Iterator[Questions]:
@@ -168,22 +169,22 @@ def _qa5(world: _World, random: Random) -> Iterator[Questions]:
 TASKS: dict[str, tuple[tuple[str, ...], Callable[[_World, Random], Iterator[Questions]]]] = {
     "qa1": (PEOPLE, _qa1), "qa2": (PEOPLE, _qa2), "qa3": (PEOPLE, _qa3), "qa4": (PEOPLE, _qa4), "qa5": (GIVERS, _qa5),
 }  # fmt: skip
-"""People of a task, and what tells its story: it adds one fact after another to a world and yields the questions that
-can be asked behind each."""
+"""People of a task, and its storyteller: a function that adds facts to a world one by one and yields, after each fact,
+the questions that can be asked."""
 
 
 def most_facts(length: int) -> int:
-    """The most facts of a story in a text of ``length`` tokens: each could have 8 of them."""
+    """Most facts of a story in a text of ``length`` tokens, at 8 tokens a fact."""
     return max(4, length // 8)
 
 
 def asked(question: str) -> str:
-    """End of a prompt in the words of fine-tuning, up to the answer."""
+    """End of a prompt, up to the answer, in the wording of fine-tuning."""
     return f"\nQuestion: {question}\nAnswer:"
 
 
 def story(task: str, random: Random, most_facts: int) -> Story:
-    """One question and the facts before it, at most ``most_facts`` (at least 4, so that every task has stories)."""
+    """Draw a story with at most ``most_facts`` facts; every task has stories if that is at least 4."""
     people, tell = TASKS[task]
     while True:
         world = _World(random, people)

@@ -1,5 +1,8 @@
-"""BABILong trained by its answers alone (titans_pt.tasks.in_text): a story's facts in text, in the order of the story,
-and questions between and behind them in the words of fine-tuning, evaluation.babilong.wording=plain."""
+"""BABILong trained by its answers alone (titans_pt.tasks.in_text).
+
+A story's facts stand in a text in the story's order, with questions between and behind them. The wording is that of
+fine-tuning, evaluation.babilong.wording=plain.
+"""
 
 import math
 from functools import cache, partial
@@ -20,7 +23,7 @@ Kind = Literal["qa1", "qa2", "qa3", "qa4", "qa5"]
 
 
 class StoryPrompts(PromptsInText):
-    """kinds: names of bAbI's tasks. questions: at most as many about a story."""
+    """Prompts that hide bAbI stories in a text. kinds: names of bAbI's tasks. questions: most questions per story."""
 
     def __init__(self, tokenizer: Tokenizer, *given: Any, questions: int):
         super().__init__(tokenizer, *given)
@@ -50,14 +53,14 @@ class Babilong(InText):
 
     class Settings(InText.Settings):
         tasks: Annotated[list[Kind], Field(min_length=1)] = ["qa1", "qa2", "qa3"]
-        """bAbI's tasks, drawn alike: qa1, qa2, qa3 need one, two, three facts; qa4 is about directions, qa5 about who
-        gave what to whom. What is listed twice is drawn twice as often."""
+        """bAbI's tasks, drawn with equal probability. qa1, qa2, qa3 need one, two, three facts; qa4 is about
+        directions, qa5 about who gave what to whom. A task listed twice is drawn twice as often."""
         lengths: Lengths = "192:6,256:2,512:2,1024,2048"
         """As ruler.lengths."""
         questions: Positive = 8
-        """Questions about a story in training, as far as it has so many and they fit: one behind it, the others between
-        its facts, about what was told before. Those that follow soon are learned first. Validation asks one, as the
-        evaluation does."""
+        """Most questions about a story in training; fewer if the story has fewer or they do not fit. One stands behind
+        the story, the others between its facts, about the facts before them. Questions that follow their facts closely
+        are learned first. Validation asks one question, like the evaluation."""
 
     settings: Settings
 

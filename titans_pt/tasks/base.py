@@ -1,4 +1,4 @@
-"""The contract of a task: everything around the backbone, and all that training and evaluation use of it."""
+"""The contract of a task: everything around the backbone that training and evaluation use."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ class Samples(Protocol):
         ...
 
     def sample(self, position: int) -> tuple[np.ndarray, ...]:
-        """The arrays of one sample, whose shapes are the same at every position: batches are stacks of them."""
+        """Arrays of one sample. Their shapes are the same at every position, because a batch stacks them."""
 
     def describe(self, position: int) -> dict:
         """Origin of the sample, for the record of a step whose loss was not finite."""
@@ -40,11 +40,12 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class TaskData:
-    """train, validation: samples of data.seq_len steps each; those of validation are read from position 0 on.
+    """A task's data.
 
-    identity: name -> hash of what must be unchanged to continue from a checkpoint (the data, a tokenizer).
+    train, validation: samples of data.seq_len steps each; validation is read from position 0 on.
+    identity: name -> hash of a thing that must not change between a checkpoint and its continuation (data, tokenizer).
     baseline: the loss of a trivial model, shown in the loss curve; None: there is none.
-    sources: where train is a mixture, name of each source -> (its samples in an epoch, its share of what is read).
+    sources: if train is a mixture, name of each source -> (its samples in an epoch, its share of the samples read).
     """
 
     train: Samples
@@ -57,35 +58,35 @@ class TaskData:
 class Task:
     """One thing to learn: its data, the model's ends around the backbone, its loss, its figures and evaluations.
 
-    A task is one file: it subclasses this, is decorated with ``@TASKS.register``, and nothing outside knows its name.
+    A task is one file with a subclass decorated with ``@TASKS.register``; no other code knows its name.
     docs/architecture.md has the recipe. An instance is cheap: files are opened by :meth:`open` and :meth:`restore`.
     """
 
     name: ClassVar[str]
     """Name of the task in the setting ``task``."""
     Settings: ClassVar[type[Section]] = NoSettings
-    """Its own section of the settings, of its name."""
+    """The task's own section of the settings, named after the task."""
     unit: ClassVar[str]
     """Unit of the loss in messages, such as "nats per token"."""
     baseline_name: str = "baseline"
     """Name of :attr:`TaskData.baseline` in messages."""
     figures: ClassVar[tuple[str, ...]] = ("loss",)
-    """Figures of validation samples that the objective reports, for train.stop_when; those with a loss in their name
-    fall."""
+    """Figures that the objective reports for validation samples, for train.stop_when. A figure with loss in its name
+    falls in training."""
     suites: dict[str, str] = {}
-    """Evaluation suites: name -> "module:class", imported when it is asked for (titans_pt.evaluation.runner)."""
+    """Evaluation suites: name -> "module:class", imported on demand (titans_pt.evaluation.runner)."""
     usual: tuple[str, ...] = ()
     """Suites that run when none is named."""
 
     bound: ClassVar[dict[str, str]] = {}
-    """Entry of :attr:`TaskData.identity` -> the parameter that means something else under another one: train.init_from
-    takes it only where the entry is the same."""
+    """Entry of :attr:`TaskData.identity` -> the parameter whose meaning depends on it. train.init_from takes the
+    parameter only if the entry is the same."""
     begins: tuple[int, int] = (0, 0)
-    """Samples read, and steps taken, where this process goes on with a training; another batch may have read them."""
+    """Samples read and steps taken before this process resumed the training, perhaps with another batch size."""
     takes: ClassVar[tuple[str, ...]] = ()
     """Other tasks whose weights train.init_from accepts."""
     own_end: ClassVar[tuple[str, ...]] = ()
-    """Patterns of parameters that train.init_from never fills: an output end whose meaning is another in every run."""
+    """Patterns of parameters that train.init_from never fills: an output end whose meaning differs from run to run."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -93,35 +94,36 @@ class Task:
 
     @classmethod
     def check(cls, config: Config, need: Need):
-        """Calls ``need`` for everything that must hold between its settings and the rest of the tree."""
+        """Call ``need`` for every condition between the task's settings and the rest of the config."""
 
     # ---- the model
 
     def build_model(self) -> nn.Module:
-        """Input end, one :class:`Backbone`, output end; fp32, from torch's global generator.
+        """Build the model: input end, one :class:`Backbone`, output end; fp32, drawn from torch's global generator.
 
-        It has ``flops(length) -> Flops`` per step of a sequence, and declares ``sharding`` of its ends.
+        The model has ``flops(length) -> Flops`` per step of a sequence, and declares ``sharding`` of its ends.
         """
         raise NotImplementedError
 
     def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
-        """A module around ``model`` (its attribute of that name), so that an engine sees one forward call.
+        """Wrap ``model``, as the attribute ``model``, in a module with the loss: an engine then sees one forward call.
 
-        ``forward(*batch) -> loss``, an fp32 scalar, the mean over the batch; NaN where it is not finite, so that every
-        gradient is. ``forward(*batch, weight=w) -> {"loss": ..., other figures}`` for validation: fp32 scalars, means
-        of the samples with the weights w (B,).
+        ``forward(*batch) -> loss`` is an fp32 scalar, the mean over the batch. A loss that is not finite is NaN, which
+        makes every gradient NaN. ``forward(*batch, weight=w) -> {"loss": ..., other figures}`` is for validation: fp32
+        scalars, means over the samples with the weights w (B,).
 
         Args:
-            tensor: the ranks that the model is cut over; one of size 1 where it is whole.
+            tensor: the ranks that the model is sharded over; a group of size 1 if it is whole.
         """
         raise NotImplementedError
 
     def sequences(self, rows: int, length: int) -> tuple[int, int]:
-        """(rows, tokens of each) that the backbone reads of ``rows`` samples of ``length`` steps, for the plan."""
+        """Return (rows, tokens per row) that the backbone reads of ``rows`` samples of ``length`` steps, for the
+        plan."""
         return rows, length
 
     def output_bytes(self, rows: int, length: int, width: int) -> dict[str, int]:
-        """Kind -> bytes that the output end and the loss hold for a micro-batch per tensor rank, for the plan.
+        """Return kind -> bytes that the output end and the loss hold per micro-batch and tensor rank, for the plan.
 
         Args:
             width: bytes of a number in training precision.
@@ -131,16 +133,16 @@ class Task:
     # ---- data
 
     def prepare(self, force: bool = False):
-        """Makes what :meth:`open` reads, where it is missing and can be made from the settings alone.
+        """Make the files that :meth:`open` reads, if they are missing and can be made from the settings alone.
 
         Args:
-            force: replace what other settings or sources made.
+            force: replace files made with other settings or sources.
         """
 
     def open(self) -> TaskData:
         """
         Raises:
-            UserError: the data is missing, or does not go with the settings.
+            UserError: the data is missing, or does not match the settings.
         """
         raise NotImplementedError
 
@@ -151,29 +153,29 @@ class Task:
         return batch
 
     def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
-        """A batch as the loader made it -> what :meth:`objective` is called with."""
+        """Turn a loaded batch into the arguments of the objective's forward, on ``device``."""
         return tuple(part.to(device, non_blocking=True) for part in batch)
 
     def differs(self, key: str, path: Path, was: str, now: str) -> str:
-        """Message for an entry ``key`` of the identity that is not that of the checkpoint ``path``: one line that names
-        the setting; the remedy (put it back, or another run.dir) is added."""
+        """Message for an identity entry ``key`` that differs from the checkpoint ``path``: one line that names the
+        setting. The caller adds the remedy (put it back, or another run.dir)."""
         return f"{key}: {now[:12]}... is not the {key} that {path} was trained with ({was[:12]}...)"
 
     # ---- the run's folder
 
     def keep(self, folder: RunFolder):
-        """Writes what evaluation needs besides the weights to a run's folder."""
+        """Write the files that evaluation needs besides the weights to a run's folder."""
 
     def restore(self, folder: RunFolder, identity: dict[str, str]):
-        """Reads it again, for evaluation.
+        """Read the files of :meth:`keep`, for evaluation.
 
         Raises:
-            UserError: it is missing, or not that of ``identity``, which the checkpoint has.
+            UserError: a file is missing, or does not match ``identity``, which the checkpoint holds.
         """
 
 
 def task_of(config: Config) -> Task:
-    """The task that the setting ``task`` names, with these settings. It is built once and passed on."""
+    """Build the task that the setting ``task`` names, with these settings. Callers build it once and pass it on."""
     return TASKS.find(config.task)(config)
 
 
@@ -184,7 +186,7 @@ def backbone_of(model: nn.Module) -> Backbone:
 
 
 def refuse(config: Config, need: Need, name: str, *paths: str):
-    """Refuses settings that the task ``name`` does not serve: all that are set, or true, or above 0."""
+    """Refuse those settings of ``paths`` that are set, true or above 0: the task ``name`` does not support them."""
     for path in paths:
         given: Any = config
         for key in path.split("."):
@@ -193,11 +195,11 @@ def refuse(config: Config, need: Need, name: str, *paths: str):
 
 
 def with_weights(losses: Tensor, weight: Tensor) -> Tensor:
-    """Mean of (B,) figures with the weights (B,), fp32; 0 where all weights are."""
+    """Mean of (B,) figures with the weights (B,), fp32; 0 if all weights are 0."""
     return (losses * weight).sum() / weight.sum().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def nan_unless_finite(loss: Any) -> Any:
-    """The loss; NaN where it is infinite. Its gradients are then NaN on every parameter, and the one check of the
+    """Return the loss, or NaN if it is infinite. The gradients of every parameter are then NaN, and one check of the
     gradient norm decides for all ranks."""
     return loss * (1.0 + 0.0 * loss.detach())

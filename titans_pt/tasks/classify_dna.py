@@ -1,7 +1,7 @@
 """Classification of nucleotide sequences (GenomicsBenchmarks): backbone, mean over the bases, a linear layer.
 
 The protocol is Caduceus' (arXiv 2403.03234): a tenth of the training sequences, drawn by run.seed, is the validation
-set, which train.patience watches; the test is read once, by ``titans evaluate``.
+set, which train.patience watches. ``titans evaluate`` reads the test set once.
 """
 
 import hashlib
@@ -35,15 +35,18 @@ from titans_pt.tasks.places import Places
 from titans_pt.tools.files import write_text
 
 CLASSES = "classes.json"
-"""File of a run's folder that holds the meaning of the outputs."""
+"""File in a run's folder that holds the class of each output."""
 _STEP = 64
 """A batch is as long as its longest sequence, rounded up to a multiple of this."""
 
 
 class SequenceClassifier(nn.Module):
-    """(B, T) ids, of which a row has ``lengths`` -> (B, classes): the mean of the normalised outputs of its bases goes
-    through one linear layer. What stands behind a sequence changes nothing: the backbone is causal, and the mean leaves
-    it out. Embedding, blocks and norm are those of a language model, whose weights train.init_from takes."""
+    """Classifier of nucleotide sequences: (B, T) ids with ``lengths`` (B,) -> (B, classes).
+
+    One linear layer reads the mean of the normalised outputs of a sequence's bases. Padding changes nothing: the
+    backbone is causal, and the mean leaves padding out. Embedding, blocks and norm are those of a language model, whose
+    weights train.init_from takes.
+    """
 
     sharding = {"embedding": Shard.VOCABULARY, "norm": Shard.BETWEEN}
 
@@ -62,17 +65,17 @@ class SequenceClassifier(nn.Module):
         return {"embedding.weight": len(TOKENS)}
 
     def own_initialisation(self):
-        """Rows that stand for no token are zeros."""
+        """Set embedding rows that stand for no token to zero."""
         nn.init.zeros_(self.embedding.weight[len(TOKENS) :])
 
     def forward(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Any] | None]:
         """
         Args:
-            ids: (B, T) int64, anything behind a row's own.
+            ids: (B, T) int64; any ids may stand behind a row's sequence.
             lengths: (B,) int64, 1 to T.
 
         Returns:
-            Logits (B, classes), and the blocks' states behind column T; None in training.
+            Logits (B, classes), and the blocks' states after column T; None in training.
         """
         x = self.embedding(ids) * self.config.embedding_factor
         x, state = self.blocks(x, output_final_state=not self.training)
@@ -81,7 +84,7 @@ class SequenceClassifier(nn.Module):
         return self.classifier(x), state
 
     def flops(self, length: int) -> Flops:
-        """Per base, without the classifier, which is asked once a sequence."""
+        """FLOPs per base, without the classifier, which runs once per sequence."""
         return self.blocks.flops(length)
 
 
@@ -95,7 +98,7 @@ class ClassLoss(nn.Module):
     def forward(
         self, ids: Tensor, lengths: Tensor, labels: Tensor, weight: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
-        """ids (B, T), lengths (B,), labels (B,), all int64 -> the mean loss, in fp32 and nats a sequence; with weights
+        """Mean loss of ids (B, T), lengths (B,) and labels (B,), all int64, in fp32 and nats per sequence; with weights
         {"loss": ..., "accuracy": ...}."""
         logits = self.model(ids, lengths)[0].float()
         losses = F.cross_entropy(logits, labels, reduction="none")
@@ -109,9 +112,9 @@ class LabelledSamples:
     """Sequences in an order that is a function of (seed, position), each padded to ``seq_len``.
 
     Args:
-        rows: places in the split that are read.
+        rows: indices in the split of the sequences to read.
         shuffle: False: in the order of ``rows``.
-        turned: half of the samples are read from the other strand.
+        turned: read half of the samples from the other strand.
     """
 
     def __init__(self, split: Split, rows: np.ndarray, seq_len: int, seed: int, shuffle: bool, turned: bool):
@@ -122,7 +125,7 @@ class LabelledSamples:
         return len(self.places)
 
     def index(self, position: int) -> int:
-        """Place in the split of the sample at ``position``, counted over all epochs."""
+        """Index in the split of the sample at ``position``, which counts over all epochs."""
         return int(self.rows[self.places[position]])
 
     def sample(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -136,7 +139,7 @@ class LabelledSamples:
         return ids, np.array(len(own)), self.split.labels[row]
 
     def describe(self, position: int) -> dict:
-        """Place of the sample; ``other_strand`` is True where that strand is read, and absent elsewhere."""
+        """Origin of the sample; ``other_strand`` is True if it is read from the other strand, else absent."""
         place = {"position": position, "training sequence": self.index(position)}
         return place | ({"other_strand": True} if self._turned(position) else {})
 
@@ -168,13 +171,13 @@ class ClassifyDna(Task):
         start, end, strand; half-open, from 0), CLASS.fa or a folder CLASS of .txt or FASTA files; or train.csv and
         test.csv with the columns sequence and label. With set=null."""
         reference: PathName | None = None
-        """FASTA of the genome that intervals refer to: a file, or a folder of chromosomes. The human sets: GRCh38."""
+        """FASTA of the genome that intervals refer to: a file, or a folder of chromosomes. Human sets need GRCh38."""
         crop: Positive | None = None
         """Length in bases to which every sequence is cut around its middle, in training and test. Null: whole
-        sequences; one longer than data.seq_len is refused."""
+        sequences; a sequence longer than data.seq_len is refused."""
         middle: Positive = 200
-        """Length in bases of the sequences in the test's second column, cut around their middle: there a sequence's
-        length says less about its class."""
+        """Length in bases to which sequences are cut around their middle for the test's second column. In that column a
+        sequence's length says less about its class."""
         reads: Annotated[int, Field(ge=1, le=4096)] = 64
         """Test sequences that the model reads at once."""
 
@@ -183,7 +186,7 @@ class ClassifyDna(Task):
     def __init__(self, config: Config):
         super().__init__(config)
         self.classes: tuple[str, ...] | None = None
-        """There after :meth:`open` or :meth:`restore`."""
+        """Set by :meth:`open` or :meth:`restore`."""
         self.trained_on: str | None = None
         """Hash of the set that a restored run was trained on."""
 
@@ -205,7 +208,7 @@ class ClassifyDna(Task):
     # ---- the model
 
     def build_model(self) -> SequenceClassifier:
-        """Builds a model with one output for each class of the set; before the set is known, with two."""
+        """Build a model with one output per class of the set; two outputs before the set is known."""
         classes = self.classes
         if classes is None and (manifest := prepared.read_manifest(Path(self.config.data.dir))):
             classes = tuple(manifest["classes"])
@@ -217,10 +220,10 @@ class ClassifyDna(Task):
     # ---- data
 
     def prepare(self, force: bool = False):
-        """The labelled set, with its baselines, into data.dir; nothing where it is there and nothing changed.
+        """Write the labelled set and its baselines to data.dir, unless they are up to date.
 
         Args:
-            force: replace what other settings or sources made.
+            force: replace a set made with other settings or sources.
         """
         folder, settings = Path(self.config.data.dir), self.settings
         made_with = {key: getattr(settings, key) for key in ("set", "path", "reference", "crop", "middle")}
@@ -248,7 +251,8 @@ class ClassifyDna(Task):
     def open(self) -> TaskData:
         """
         Raises:
-            UserError: no such set in data.dir, one that other settings made, or sequences longer than data.seq_len.
+            UserError: data.dir holds no labelled set, or one made with other settings; or sequences are longer than
+                data.seq_len.
         """
         data, seed = self.config.data, self.config.run.seed
         found = prepared.read(Path(data.dir))
@@ -275,7 +279,7 @@ class ClassifyDna(Task):
         )  # fmt: skip
 
     def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
-        """Without the columns behind all of its sequences."""
+        """Move the batch to ``device``, without columns that are padding in every row (up to a multiple of _STEP)."""
         ids, lengths, labels = batch
         width = min(ids.shape[1], -(-int(lengths.max()) // _STEP) * _STEP)
         return tuple(part.to(device, non_blocking=True) for part in (ids[:, :width], lengths, labels))
@@ -291,7 +295,7 @@ class ClassifyDna(Task):
     # ---- the run's folder
 
     def keep(self, folder: RunFolder):
-        """The names of the classes."""
+        """Write the names of the classes."""
         write_text(folder.path / CLASSES, json.dumps(self.classes) + "\n")
 
     def restore(self, folder: RunFolder, identity: dict[str, str]):

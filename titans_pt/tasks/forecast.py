@@ -1,4 +1,4 @@
-"""Long-term forecasting (paper, Table 3): the next rows of a series from those before them. docs/forecasting.md."""
+"""Long-term forecasting (paper, Table 3): predict the next rows of a series from earlier rows (docs/forecasting.md)."""
 
 import contextlib
 import hashlib
@@ -33,10 +33,10 @@ class WindowSamples:
     """Windows in an order that is a function of (seed, position).
 
     Args:
-        windows: their lookback is all of data.seq_len.
+        windows: windows whose lookback is all of data.seq_len.
         lookback: rows between two forecasts of a window.
-        limit: windows of an epoch, drawn for each; None: all.
-        seed: None: in their own order.
+        limit: windows per epoch, drawn again for each epoch; None: all.
+        seed: seed of the order; None: the windows' own order.
     """
 
     def __init__(self, windows: Windows, lookback: int, limit: int | None, seed: int | None):
@@ -47,7 +47,8 @@ class WindowSamples:
         return len(self.places)
 
     def sample(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """(channels, seq_len), and the rows behind each of its lookbacks, (channels, lookbacks, horizon); fp32."""
+        """A window (channels, seq_len), and the rows after each of its lookbacks (channels, lookbacks, horizon);
+        fp32."""
         x, y = self.windows.window(self.places[position])
         rows, ends = np.concatenate([x, y], 1), range(self.lookback, self.seq_len + 1, self.lookback)
         targets = np.stack([rows[:, end : end + self.windows.horizon] for end in ends], 1)
@@ -59,7 +60,7 @@ class WindowSamples:
 
 @TASKS.register
 class Forecast(Task):
-    """(B, channels, data.seq_len) -> the rows behind it, by the mean squared error of scaled values."""
+    """Forecast the rows after (B, channels, data.seq_len), trained with the mean squared error of scaled values."""
 
     name = "forecast"
     unit = "mean squared error"
@@ -75,14 +76,14 @@ class Forecast(Task):
         horizon: Positive = 96
         """Horizon H: rows that are forecast."""
         lookback: Positive | None = None
-        """Lookback L: rows that a forecast is made from. Null: data.seq_len. With a divisor of data.seq_len, samples
-        are several lookbacks in a row, with a forecast after each and the state carried along."""
+        """Lookback L: rows that a forecast is made from. Null: data.seq_len. With a smaller divisor of data.seq_len, a
+        sample is several lookbacks in a row: a forecast follows each, and the state is carried along."""
         patch: Positive = 16
         """Rows of a token."""
         stride: Positive = 8
         """Rows between two tokens."""
         windows: Positive | None = None
-        """Training windows of an epoch, drawn for each. Null: all."""
+        """Training windows per epoch, drawn again for each epoch. Null: all."""
         columns: list[str] | None = None
         """Columns that are read. Null: all but the date."""
         missing: Literal["refuse", "fill"] = "refuse"
@@ -90,7 +91,7 @@ class Forecast(Task):
         gaps: Literal["refuse", "fill", "ignore"] = "refuse"
         """Treatment of dates that are not at equal steps. refuse: an error. fill: absent rows are added, with the
         numbers above.
-        ignore: rows are taken as they follow each other, as is always done with benchmarks."""
+        ignore: rows are read as if they were at equal steps, which is always done with benchmarks."""
         date_column: str | None = None
         """Name of the column with the date. Null: found by its name or its content, if there is one."""
         date_format: str | None = None
@@ -101,7 +102,7 @@ class Forecast(Task):
     def __init__(self, config: Config):
         super().__init__(config)
         self.columns: list[str] | None = None
-        """There after :meth:`open` or :meth:`restore`, as is the scale."""
+        """Set by :meth:`open` or :meth:`restore`, like the scale."""
         self.scale: Scale | None = None
         self.series_name = self.settings.series
         self.spacing: str | None = None
@@ -138,7 +139,7 @@ class Forecast(Task):
 
     @property
     def channels(self) -> int:
-        """Channels of the series. Before it is read: as its name or its file says, 1 where neither does."""
+        """Channels of the series. Before it is read, they come from its name or its file; 1 if neither tells."""
         return len(self.columns) if self.columns else self._expected_channels
 
     @cached_property
@@ -149,15 +150,15 @@ class Forecast(Task):
         return 1
 
     def sequences(self, rows: int, length: int) -> tuple[int, int]:
-        """Each channel is a row, of patches."""
+        """Count each channel as a row of patches."""
         settings = self.settings
         return rows * self.channels, length // self.lookback * patches_of(
             self.lookback, settings.patch, settings.stride
         )
 
     def output_bytes(self, rows: int, length: int, width: int) -> dict[str, int]:
-        """Windows, scaled windows and patches in fp32; the last patches' outputs, and the forecasts with their
-        errors."""
+        """Bytes of windows, scaled windows and patches in fp32, of the last patches' outputs, and of the forecasts with
+        their errors."""
         settings, lookbacks = self.settings, length // self.lookback
         each, patches = self.sequences(rows, length)
         windows = 4 * each * (3 * length + lookbacks * (settings.stride + 4 * settings.horizon))
@@ -170,17 +171,17 @@ class Forecast(Task):
     # ---- data
 
     def read(self) -> Series:
-        """The series that the settings name.
+        """Read the series that the settings name.
 
         Raises:
-            UserError: it is not there, or wrong.
+            UserError: the series is missing or malformed.
         """
         settings = self.settings
         return load(settings.series, Path(self.config.data.dir), settings.missing, settings.gaps, settings.columns,
                     settings.date_column, settings.date_format)  # fmt: skip
 
     def read_own(self, path: Path, run: str) -> Series:
-        """Another file with the columns that ``run`` was trained on."""
+        """Read another file with the columns that ``run`` was trained on."""
         settings = self.settings
         return read_csv(path, settings.missing, settings.gaps, self.columns, settings.date_column, settings.date_format,
                         run)  # fmt: skip
@@ -210,7 +211,7 @@ class Forecast(Task):
     # ---- the run's folder
 
     def keep(self, folder: RunFolder):
-        """Names and scales of the channels."""
+        """Write the names and scales of the channels."""
         assert self.columns and self.scale
         about = {"name": self.series_name, "columns": self.columns, "mean": self.scale.mean.tolist(),
                  "std": self.scale.std.tolist(), "spacing": self.spacing}  # fmt: skip
@@ -229,7 +230,7 @@ class Forecast(Task):
 
 
 class SquaredError(nn.Module):
-    """The mean squared error around a :class:`Forecaster`."""
+    """A :class:`Forecaster` and its loss, the mean squared error."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

@@ -9,7 +9,7 @@ from functools import cache, reduce
 import numpy as np
 
 LARGEST = 1000
-"""Elements of a group at most: its table is the square of it."""
+"""Most elements of a group: its table has the square of this number of entries."""
 WORDS = "parity, Zn, Sn or An with a number n, or a product of these such as A4xZ5"
 
 
@@ -18,7 +18,7 @@ class Group:
     """Permutations of n points. Element 0 is the identity.
 
     elements: (order, n) int64; row a maps point i to elements[a, i].
-    table: (order, order) int64; table[a, b] is a b, which is a first and then b.
+    table: (order, order) int64; table[a, b] is the product a b: first a, then b.
     """
 
     elements: np.ndarray
@@ -34,13 +34,15 @@ class Group:
         return (self.elements != np.arange(self.elements.shape[1])).sum(1)
 
     def generators(self, name: str) -> np.ndarray:
-        """The elements, ascending, that ``name`` stands for: all; swaps of two points; three_cycles; moves-K, all that
-        move at most K points, the identity among them. Empty where there are none."""
+        """The elements, ascending, that ``name`` stands for; empty if there are none.
+
+        Names: all; swaps (of two points); three_cycles; moves-K (all that move at most K points, and the identity).
+        """
         if name == "all":
             return np.arange(self.order)
         if name.startswith("moves-"):
             return np.flatnonzero(self.moved <= int(name.removeprefix("moves-")))
-        return np.flatnonzero(self.moved == {"swaps": 2, "three_cycles": 3}[name])  # what moves three is a cycle
+        return np.flatnonzero(self.moved == {"swaps": 2, "three_cycles": 3}[name])  # three moved points form a cycle
 
     def products(self, generators: np.ndarray, factors: int) -> np.ndarray:
         """(order,) float64: probability of each element as the product of this many random generators."""

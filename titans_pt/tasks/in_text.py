@@ -2,8 +2,8 @@
 
     introduction | text .. statement .. text .. statement .. text | question, up to its answer | answer | text
 
-The text is that of the run's token files (``titans prepare``). Next tokens of such documents hardly teach the answer:
-it is a few of hundreds of tokens (docs/evaluation.md). Short prompts come first, longer ones later.
+The text comes from the run's token files (``titans prepare``). A loss on all next tokens hardly teaches the answer,
+which is a few of hundreds of tokens (docs/evaluation.md). Short prompts come first, longer ones later.
 """
 
 from abc import ABC, abstractmethod
@@ -25,10 +25,10 @@ from titans_pt.tasks.needles import Lengths, stages
 from titans_pt.tools.records import digest
 
 SPREAD = 64
-"""Most tokens behind an answer. If all answers began at one place of a memory's chunk or a segment, a model would learn
+"""Most tokens after an answer. If all answers began at one place of a memory's chunk or a segment, a model would learn
 to answer there and nowhere else (docs/notebook.md, "BABILong by answers alone")."""
 TRIES = 1000
-"""Draws of a prompt at most, until one fits into its length."""
+"""Most draws of a prompt until one fits into its length."""
 
 Asked = tuple[Sequence[int], Sequence[int]]
 """Tokens of a question and of its answer."""
@@ -36,9 +36,13 @@ Asked = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True)
 class Parts:
-    """Tokens of a prompt without its text. hidden: statements, in the order in which the text has them. asked: the last
-    question and its answer. others: further questions, each as (told, question with answer); those that fit are
-    asked in the text, behind the first ``told`` statements and before the next."""
+    """Tokens of a prompt without its text.
+
+    hidden: statements, in their order in the text.
+    asked: the last question and its answer.
+    others: further questions, each as (told, question with answer). Those that fit are asked in the text, after the
+        first ``told`` statements and before the next.
+    """
 
     begin: Sequence[int]
     hidden: Sequence[Sequence[int]]
@@ -51,7 +55,8 @@ class Parts:
         return sum(map(len, (self.begin, *self.hidden, *self.asked)))
 
     def inside(self, room: int) -> tuple[list[Asked], int]:
-        """Statements, with no answer, each before as many of its questions as ``room`` tokens hold; the room left."""
+        """Return the statements, each followed by as many of its questions as ``room`` tokens hold, and the room left.
+        A statement has an empty answer."""
         behind: list[list[Asked]] = [[(statement, ())] for statement in self.hidden]
         for told, question in self.others:
             if (left := room - sum(map(len, question))) >= 0:
@@ -63,15 +68,15 @@ class Parts:
 class PromptsInText(ABC):
     """Prompts of one length, each with its answer (titans_pt.tasks.answers.Questions).
 
-    Statements stand at uniform places between any two tokens of the text; evaluations put them between sentences. A
-    text goes on where its document ends, as rows of training do. Text also follows the answer, up to SPREAD tokens and
-    a quarter of the length, so that answers begin anywhere.
+    Statements stand at uniform places between any two tokens of the text; evaluations put them between sentences. The
+    text runs on over the end of a document, like rows of training. Text also follows the answer, up to SPREAD tokens
+    and a quarter of the length, so that answers begin anywhere.
 
     Args:
         text: rows of tokens to hide statements in.
-        kinds: names of the questions, drawn alike.
+        kinds: names of the questions, drawn with equal probability.
         length: tokens of a prompt with its answer.
-        setting: name of the setting of the length, for errors.
+        setting: name of the setting that gives the length, for errors.
     """
 
     def __init__(self, tokenizer: Tokenizer, text: Samples, kinds: Sequence[str], length: int, setting: str):
@@ -88,7 +93,7 @@ class PromptsInText(ABC):
         return row[first : first + count].tolist()
 
     def sample(self, seed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids (length,) int64, and the places (P,) int64 of the tokens that one of the answers' P tokens follows.
+        """ids (length,) int64, and places (P,) int64: the token before each of the P tokens of the answers.
 
         Equal arguments give equal samples, whatever was drawn before.
 
@@ -122,7 +127,7 @@ class PromptsInText(ABC):
 
 
 class InText(AnswersOnly, Language):
-    """A task of such prompts, in stages of growing length."""
+    """Base of tasks with prompts in text, in stages of growing length."""
 
     class Settings(Section):
         lengths: Lengths = "128:6,256:2,512:2,1024,2048"
@@ -134,7 +139,7 @@ class InText(AnswersOnly, Language):
     takes = ("language",)
     figures = ("loss", "accuracy", "whole")
     answer_loss = WholeAnswers
-    cut = Task.cut  # Language's cuts batches of two parts
+    cut = Task.cut  # Language.cut expects batches of two arrays
 
     @abstractmethod
     def prompts(self, text: Samples, length: int, training: bool) -> PromptsInText:
@@ -142,7 +147,7 @@ class InText(AnswersOnly, Language):
 
     @abstractmethod
     def chance_nats(self) -> float:
-        """Loss of a model that knows the answers' form alone, per token."""
+        """Loss in nats per token of a model that knows only the form of the answers."""
 
     @classmethod
     def check(cls, config: Config, need: Need):

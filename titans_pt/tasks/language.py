@@ -36,14 +36,14 @@ class Language(Task):
         "babilong": "titans_pt.evaluation.babilong:Babilong",
         "commonsense": "titans_pt.evaluation.commonsense:Commonsense",
     }
-    usual: tuple[str, ...] = ("perplexity", "needle")  # what needs no further packages or data
+    usual: tuple[str, ...] = ("perplexity", "needle")  # suites that need no further packages or data
     bound = {"tokenizer": "embedding.weight"}
     takes = ("attention_transfer",)
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.tokenizer: Tokenizer | None = None
-        """There after :meth:`open` or :meth:`restore`."""
+        """Set by :meth:`open` or :meth:`restore`."""
         if config.data.tokenizer.kind == "nucleotides":  # the other suites ask in English
             self.suites, self.usual = {"perplexity": self.suites["perplexity"]}, ("perplexity",)
 
@@ -63,7 +63,7 @@ class Language(Task):
             )
 
     def build_model(self) -> LanguageModel:
-        """The model predicts what the tokenizer has an entry for; before there is one, all of model.vocab_size."""
+        """Build a model that predicts the entries of the tokenizer; before there is one, all of model.vocab_size."""
         return build_model(self.config.model, self.tokenizer.vocab_size if self.tokenizer else None)
 
     def objective(self, model: nn.Module, tensor: RankGroup) -> nn.Module:
@@ -72,16 +72,16 @@ class Language(Task):
         return NextTokenLoss(model, loss, self.config.train.z_loss, self.config.model.memory.write_cost / tensor.size)
 
     def output_bytes(self, rows: int, length: int, width: int) -> dict[str, int]:
-        """The head's output, the same in fp32, its softmax, and their two gradients; of the samples taken at once."""
+        """Bytes of the head's output, its fp32 copy, its softmax and two gradients, for the samples taken at once."""
         vocabulary = self.config.model.vocab_rows
         tensor = self.config.parallel.tensor
         rows, length = at_once(rows, length, vocabulary, whole=tensor == 1)
         return {"logits": rows * length * -(-vocabulary // tensor) * (2 * width + 12)}
 
     def prepare(self, force: bool = False):
-        """Token files from the text of data.sources."""
+        """Make token files from the text of data.sources."""
         if force or read_manifest(Path(self.config.data.dir)) is None:
-            from titans_pt.data_pipeline.prepare import prepare  # readers of files, which a trained model needs not
+            from titans_pt.data_pipeline.prepare import prepare  # a trained model needs no readers of files
 
             prepare(self.config, force, workers=len(os.sched_getaffinity(0)))
 
@@ -89,7 +89,7 @@ class Language(Task):
         files = TokenFiles.open(self.config)
         self.tokenizer = files.tokenizer
         baseline = files.manifest.get("unigram_loss")
-        if markov := files.manifest.get("markov"):  # of nucleotides
+        if markov := files.manifest.get("markov"):  # token files of nucleotides have one
             baseline, self.baseline_name = markov["loss"], f"Markov chain of order {markov['order']}"
         samples = files.samples(self.config)
         return TaskData(
@@ -99,7 +99,7 @@ class Language(Task):
         )  # fmt: skip
 
     def _sources(self, mixture: Mixture) -> dict[str, tuple[int, float]]:
-        """Sources of a mixture, for TaskData: their tokens and shares."""
+        """Sources of a mixture, for TaskData: samples per epoch and share of each."""
         sources = self.config.data.sources
         weights = [source.weight or 0.0 for source in sources]  # all sources of a mixture have one
         return {
@@ -114,7 +114,7 @@ class Language(Task):
         return ids[:, begin : end + 1], reset[:, begin:end]
 
     def to_device(self, batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
-        """The model counts documents on the host: their starts stay there."""
+        """Move ids to the device. Document starts stay on the host, where the model counts documents."""
         ids, reset = batch
         return ids.to(device, non_blocking=True), reset if self.config.data.reset_at_documents else None
 
@@ -128,7 +128,7 @@ class Language(Task):
         )
 
     def keep(self, folder: RunFolder):
-        """A copy of the tokenizer."""
+        """Copy the tokenizer to the run's folder."""
         assert self.tokenizer
         keep_tokenizer(self.tokenizer.path, self.config, folder)
 
@@ -150,6 +150,6 @@ def tokenizer_of(path: Path, config: Config) -> Tokenizer:
 
 
 def keep_tokenizer(path: Path, config: Config, folder: RunFolder):
-    """A copy of the tokenizer at ``path`` in a run's folder, unless it lies there."""
+    """Copy the tokenizer at ``path`` to a run's folder, unless it is there already."""
     if Path(path).resolve() != folder.tokenizer.resolve():
         tokenizer_of(path, config).save(folder.path)

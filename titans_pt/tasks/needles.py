@@ -20,13 +20,14 @@ MARK, ASK = 0, 1
 
 @dataclass(frozen=True)
 class NeedlesInNoise:
-    """A quarter of the vocabulary are keys, a quarter values, and the rest is noise, except for the two signs."""
+    """Samples of needles in noise. A quarter of the vocabulary is keys, a quarter values; the rest is noise, except for
+    the two signs."""
 
     vocabulary: int = 256
     length: int = 1024
     needles: int = 4
     held_out: int = 0
-    """The last tokens of the vocabulary, which are noise that training does not draw."""
+    """Number of noise tokens that training does not draw: the last tokens of the vocabulary."""
     unseen: bool = False
     """Draw noise from the held-out tokens alone."""
 
@@ -58,7 +59,7 @@ class NeedlesInNoise:
         values = 2 * quarter + draw.choice(quarter, self.needles, replace=False)
         ids = draw.choice(self.noise, self.length)
         end = self.length - self.tail
-        # Three tokens each at random places: choose among the places left when each is one token wide.
+        # Needles of three tokens at random places: choose among the places left when each is one token wide.
         free = end - 2 * self.needles
         places = np.sort(draw.choice(free, self.needles, replace=False)) + 2 * np.arange(self.needles)
         ids[places], ids[places + 1], ids[places + 2] = MARK, keys, values
@@ -153,7 +154,7 @@ class Needles(AnswerTask):
         return NeedlesInNoise(self.config.model.vocab_size, length, self.settings.needles, self.settings.held_out)
 
     def questions(self, position: int | None) -> NeedlesInNoise:
-        """Samples of one step have one length; those of validation the last one."""
+        """Samples at ``position``: all samples of a step have one length; validation has the last length."""
         return self.drawn(at_stage(stages(self.settings.lengths), position, self))
 
     @property

@@ -15,15 +15,15 @@ from titans_pt.tasks.base import nan_unless_finite, with_weights
 from titans_pt.tasks.writing import with_write_cost, write_gates
 
 LOGITS_BYTES = 256 << 20
-"""Logits in fp32 that exist at a time at most; under tensor parallelism, unless those of one sample are more."""
+"""Most bytes of fp32 logits at a time. Under tensor parallelism one sample's logits may be more."""
 
 
 def at_once(rows: int, length: int, vocabulary: int, whole: bool = True) -> tuple[int, int]:
-    """(samples, tokens of each) whose logits, ``vocabulary`` each, are computed together: whole samples where at least
-    one fits, else a part of one.
+    """Return (samples, tokens per sample) whose logits, ``vocabulary`` per token, are computed together: whole samples
+    if at least one fits, else a part of one.
 
-    whole: whether a rank has the whole head. A split one may gather its samples' tokens from ranks (parallel.sequence),
-    which parts of a sample would come from in another order: they stay whole.
+    whole: whether a rank has the whole head. With a split head, samples stay whole: ranks may gather a sample's tokens
+    (parallel.sequence), and would gather those of a part in another order.
     """
     fit = max(1, LOGITS_BYTES // (4 * vocabulary))
     if whole and fit < length:
@@ -33,8 +33,10 @@ def at_once(rows: int, length: int, vocabulary: int, whole: bool = True) -> tupl
 
 @cache
 def _liger(z_loss: float) -> Callable[..., Any] | None:
-    """liger-kernel's head and cross-entropy in one, (weight, x, targets) -> mean; with z_loss its output's ``loss`` and
-    ``z_loss``, of which the first holds the second. None where it is not installed."""
+    """Return liger-kernel's fused head and cross-entropy, (weight, x, targets) -> mean loss; None if not installed.
+
+    With z_loss the output has ``loss`` and ``z_loss``, and ``loss`` includes ``z_loss``.
+    """
     if importlib.util.find_spec("liger_kernel") is None:
         return None
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -47,13 +49,15 @@ def _liger(z_loss: float) -> Callable[..., Any] | None:
 class NextTokenLoss(nn.Module):
     """The model and its loss as one module, so that an engine sees one forward call.
 
-    The logits of a micro-batch, (B, T, V) in fp32, would be the largest tensor of all: the head is applied to a few
-    samples, or tokens of one, at a time, and again in the backward pass (6 % of the work of a 170M model at
-    V = 32,000). On a GPU with liger-kernel installed, its fused kernel takes their place, which has the gradients at
-    once: for a whole head, its gradient summed in fp32. ``model`` is a LanguageModel; rows of its head that stand for
-    no token count nowhere. ``cross_entropy`` takes what titans_pt.layers.loss's takes; another one is needed where each
-    rank holds a part of the logits. ``z_loss`` is train.z_loss, ``write_cost`` model.memory.write_cost: they move the
-    gradient alone, never the value.
+    The logits of a micro-batch, (B, T, V) in fp32, would be the largest tensor of all. The head is therefore applied to
+    a few samples, or a part of one, at a time, and again in the backward pass (6 % of the work of a 170M model at
+    V = 32,000). On a GPU with liger-kernel installed and a whole head, liger's fused kernel computes loss and gradients
+    in one pass; it sums the head's gradient in fp32.
+
+    ``model`` is a LanguageModel; rows of its head that stand for no token do not count. ``cross_entropy`` has the
+    arguments of titans_pt.layers.loss.cross_entropy; another function is needed if each rank holds a part of the
+    logits. ``z_loss`` is train.z_loss, ``write_cost`` model.memory.write_cost: both change the gradient, never the
+    value.
     """
 
     def __init__(
@@ -69,11 +73,11 @@ class NextTokenLoss(nn.Module):
 
         Args:
             ids: (B, T+1) int64; positions 0..T-1 go in, positions 1..T are predicted.
-            reset: (B, T) bool, True where a document starts, best on the CPU, or None.
+            reset: (B, T) bool, True where a document starts, preferably on the CPU, or None.
             weight: (B,) fp32 weight of each sample in the mean; None: all count the same.
 
         Returns:
-            A scalar, NaN where it is infinite; with weights {"loss": a scalar} as it is.
+            A scalar, NaN if it is infinite. With weights {"loss": a scalar}, where an infinite loss stays infinite.
         """
         with write_gates(self.model, collect=self.write_cost > 0 and weight is None) as gates:
             x, _ = self.model(ids[:, :-1], reset=reset, head=False, output_final_state=not self.training)
@@ -95,7 +99,7 @@ class NextTokenLoss(nn.Module):
         return x.is_cuda and whole and _liger(self.z_loss) is not None
 
     def _bias(self, x: Tensor) -> Tensor | None:
-        """-inf for the head's rows that stand for no token, else 0, in x's dtype; None where all rows do."""
+        """-inf for the head's rows that stand for no token, else 0, in x's dtype; None if all rows stand for tokens."""
         if self.model.tokens == len(self.model.head.weight):
             return None
         bias = x.new_zeros(len(self.model.head.weight))
@@ -103,7 +107,7 @@ class NextTokenLoss(nn.Module):
         return bias
 
     def _few_at_a_time(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Computes :meth:`_losses` in pieces whose logits at_once allows."""
+        """Compute :meth:`_losses` in pieces of the size that at_once allows."""
         whole = self.cross_entropy is cross_entropy
         rows, length = at_once(targets.shape[0], targets.shape[1], self.model.config.vocab_rows, whole)
         if (rows, length) == targets.shape:
@@ -111,7 +115,7 @@ class NextTokenLoss(nn.Module):
         found = []
         for pair in zip(x.split(rows), targets.split(rows), strict=True):
             parts: Iterable[tuple[Tensor, ...]] = [pair]
-            if length < targets.shape[1]:  # x has fewer tokens here where sequence-parallel ranks hold parts of them
+            if length < targets.shape[1]:  # else x may have fewer tokens: sequence-parallel ranks hold parts of them
                 parts = zip(*(y.split(length, 1) for y in pair), strict=True)
             found.append(torch.cat([checkpoint(self._losses, *part, use_reentrant=False) for part in parts], 1))
         return torch.cat(found)

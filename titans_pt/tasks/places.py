@@ -4,11 +4,11 @@ import numpy as np
 
 
 class Places:
-    """Order of reading: the one of ``total`` places that is read at each position, which counts over all epochs.
+    """Order of reading: position, which counts over all epochs -> one of ``total`` places.
 
     Args:
-        count: places of an epoch, drawn for each; None: all.
-        seed: None: in their own order; where ``count`` is smaller, evenly spaced.
+        count: places per epoch, drawn again for each epoch; None: all.
+        seed: seed of the order; None: the places' own order, evenly spaced if ``count`` is smaller than ``total``.
     """
 
     def __init__(self, total: int, seed: int | None, count: int | None = None):

@@ -1,5 +1,5 @@
 """RULER's needles in text, trained by their answers alone (titans_pt.tasks.in_text). The sentences are RULER's; the
-text is that of the run's token files, or RULER's noise."""
+text comes from the run's token files, or is RULER's noise."""
 
 from functools import cached_property
 from random import Random
@@ -17,7 +17,7 @@ Kind = Literal["niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey
 
 
 class RulerPrompts(PromptsInText):
-    """kinds: names of RULER's tasks."""
+    """Prompts that hide RULER's needles in a text. kinds: names of RULER's tasks."""
 
     def parts(self, kind: str, random: Random) -> Parts:
         task = RULER[kind]
@@ -41,14 +41,14 @@ class RulerPrompts(PromptsInText):
 
 @TASKS.register
 class Ruler(InText):
-    """The answer to a question about a long text that says it once."""
+    """Answer a question about a long text that states the answer once."""
 
     name = "ruler"
 
     class Settings(InText.Settings):
         tasks: Annotated[list[Kind], Field(min_length=1)] = ["niah_single_1", "niah_single_2"]
-        """RULER's tasks, drawn alike: niah_single_1 (in noise), niah_single_2 (in text), niah_single_3 (uuids),
-        niah_multikey_1 (four keys, of which one is asked). What is listed twice is drawn twice as often."""
+        """RULER's tasks, drawn with equal probability: niah_single_1 (in noise), niah_single_2 (in text), niah_single_3
+        (uuids), niah_multikey_1 (four keys, of which one is asked). A task listed twice is drawn twice as often."""
 
     settings: Settings
 

@@ -1,7 +1,7 @@
-"""RULER's retrieval tasks: their sentences, and what a sample draws (Hsieh et al., 2024, arXiv 2404.06654).
+"""RULER's retrieval tasks: their sentences, and the draws of a sample (Hsieh et al., 2024, arXiv 2404.06654).
 
-Keys are words of the wonderwords package, as there. titans_pt.evaluation.ruler asks with them, and says what differs
-from RULER; titans_pt.tasks.ruler trains with them.
+Keys are words of the wonderwords package, as in RULER. titans_pt.evaluation.ruler evaluates these tasks and lists the
+differences from RULER; titans_pt.tasks.ruler trains on them.
 """
 
 import functools
@@ -23,7 +23,7 @@ NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 QUESTION = "What {are_all} the special magic {kind} for {query} mentioned in the provided text?"
 PREFIX = " The special magic {kind} for {query} mentioned in the provided text {are}"
 DEPTHS = [round(i * 100 / 39) for i in range(40)]
-"""Percent of the sentences before a needle in essays, of which RULER draws."""
+"""Depths of needles in essays that RULER draws from: percent of the sentences before the needle."""
 NUMBERS = range(1_000_000, 10_000_000)
 CHANCE_NATS = {"numbers": math.log(len(NUMBERS)), "uuids": 122 * math.log(2)}
 """Loss in nats on a value, for a model that knows the value's form alone."""
@@ -31,7 +31,7 @@ CHANCE_NATS = {"numbers": math.log(len(NUMBERS)), "uuids": 122 * math.log(2)}
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """keys needles' keys, each with ``values`` values, of which ``queries`` keys are asked."""
+    """A retrieval task with ``keys`` keys of ``values`` values each; ``queries`` of the keys are asked."""
 
     haystack: Literal["noise", "essays", "needles"]
     key: Kind = "words"
@@ -42,7 +42,7 @@ class NeedleTask:
 
     @property
     def single(self) -> bool:
-        """One answer: only then the question is of one place."""
+        """Whether the question has one answer, at one place."""
         return self.values * self.queries == 1
 
     @property
@@ -87,11 +87,11 @@ class Draw:
     """The random part of a sample."""
 
     told: list[tuple[str, str]]
-    """(key, value) of each needle in the order of their places; the keys are different unless a key has values."""
+    """(key, value) of each needle, in the order of their places. Keys differ unless a key has several values."""
     places: list[float]
     """Percent of the sentences (essays, ascending) or lines that come before each needle."""
     asked: list[str]
-    """Keys."""
+    """Keys that are asked for."""
 
     @property
     def expected(self) -> list[str]:
@@ -99,7 +99,8 @@ class Draw:
 
 
 def draw_sample(task: NeedleTask, depth: float | None, random: Random) -> Draw:
-    """Puts the needle that is asked for at ``depth``; others, or all if it is None, go where the protocol draws."""
+    """Draw a sample with the asked needle at ``depth``. The places of other needles, or of all if ``depth`` is None,
+    are drawn as in the protocol."""
     keys: list[str] = []
     while len(keys) < task.keys:
         if (key := draw(task.key, random)) not in keys:

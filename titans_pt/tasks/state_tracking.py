@@ -3,9 +3,10 @@
     x1   x2     x3       ...   xn        elements of the group, or generators of it
     x1   x1 x2  x1 x2 x3       x1 ... xn  what the model is asked for after each
 
-The word problem of a group (arXiv 2404.08819): of S5, A5 and all others that are not solvable it is complete for NC1,
-which constant-depth Transformers and diagonal linear recurrences are believed not to reach. Modular arithmetic is that
-of arXiv 2411.12537 and 2207.02098. Answers are labels: they are not read, which would give the state away.
+This is the word problem of a group (arXiv 2404.08819). For groups that are not solvable, such as S5 and A5, it is
+complete for NC1, which constant-depth Transformers and diagonal linear recurrences are believed not to reach. Modular
+arithmetic follows arXiv 2411.12537 and 2207.02098. Answers are labels and no inputs: reading them would give the state
+away.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ ARITHMETIC = ("arithmetic", "brackets")
 OPERATIONS = "+-*"
 SIGNS = OPERATIONS + "()="
 SETTLED = 64
-"""Factors after which the products of random generators are as even as they become."""
+"""Factors after which the distribution of random products is as uniform as it becomes."""
 _LENGTHS = r"[1-9]\d{0,8}((-|(/[1-9]\d{0,8})*/)[1-9]\d{0,8})?(:[1-9]\d{0,4})?"
 
 
@@ -37,7 +38,7 @@ _LENGTHS = r"[1-9]\d{0,8}((-|(/[1-9]\d{0,8})*/)[1-9]\d{0,8})?(:[1-9]\d{0,4})?"
 class States:
     """Samples as a pure function of (seed, index).
 
-    lengths: one of these is drawn for each sample. A shorter one is filled up, and nothing is asked there.
+    lengths: one of these is drawn for each sample. Shorter samples are padded, and nothing is asked in the padding.
     every: whether every prefix is asked for, or the end alone.
     """
 
@@ -83,7 +84,7 @@ class States:
 class Word(States):
     """Products in the group ``name`` of elements among ``generators`` (:meth:`Group.generators`).
 
-    tokens: of an element: itself and fillers, after the last of which the product is asked. Lengths are in tokens.
+    tokens: tokens of an element: itself, then fillers. The product is asked after the last one. Lengths are in tokens.
     """
 
     name: str
@@ -119,8 +120,8 @@ class Word(States):
 class Arithmetic(States):
     """Expressions of numbers below ``modulus`` with + - *, and their value after the = at the end.
 
-    brackets: every operation in brackets, as arXiv 2207.02098 draws them; else products before sums, and with ``every``
-    the value so far is asked after every number.
+    brackets: put every operation in brackets, as in arXiv 2207.02098. Without brackets products come before sums, and
+    with ``every`` the value so far is asked after every number.
     """
 
     brackets: bool
@@ -136,7 +137,7 @@ class Arithmetic(States):
 
     @cached_property
     def chance(self) -> float:
-        """The share of the commonest value among a thousand expressions: products make it 0."""
+        """Share of the commonest value among a thousand expressions. That value is 0, because of products."""
         size = min(self.length, SETTLED)
         drawn = (self._drawn(np.random.default_rng([VALIDATION_SEED, n]), size)[1][-1] for n in range(1000))
         return float(np.bincount(list(drawn)).max() / 1000)
@@ -150,7 +151,7 @@ class Arithmetic(States):
         return self.modulus + SIGNS.index(sign)
 
     def _flat(self, draw: np.random.Generator, size: int) -> tuple[list[int], list[int]]:
-        """``size`` tokens and the value after each number; one of an even number begins with a minus."""
+        """Draw ``size`` tokens and the value after each number. If ``size`` is even, they begin with a minus."""
         numbers = draw.integers(self.modulus, size=size)
         operations = draw.integers(len(OPERATIONS), size=size)
         if size % 2:
@@ -172,7 +173,7 @@ class Arithmetic(States):
             values.append(NOTHING)
 
     def _bracketed(self, draw: np.random.Generator, size: int) -> tuple[list[int], list[int]]:
-        """``size`` tokens; the last value is that of all."""
+        """Draw ``size`` tokens; the last value is the value of the whole expression."""
         text, value = self._expression(draw, size)
         return text, [NOTHING] * (size - 1) + [value]
 
@@ -197,7 +198,7 @@ class PackedStates(PackedQuestions):
     at: Any
 
     def sample(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """ids (T,) int64; reset (T,) bool, True where a sample starts; targets (T,) int64, NOTHING where none is."""
+        """ids (T,) int64; reset (T,) bool, True where a sample starts; targets (T,) int64, NOTHING if none."""
         states: States = self.at(position)
         fit = self.seq_len // states.length
         ids = np.full(self.seq_len, states.symbols - 1, dtype=np.int64)
@@ -323,7 +324,7 @@ class StateTracking(AnswerTask):
                 for lengths, parts in stages(self.settings.lengths) for _ in range(parts)]  # fmt: skip
 
     def questions(self, position: int | None) -> States:
-        """Samples of one step have lengths of one stage; those of validation the last."""
+        """Samples at ``position``: all samples of a step are of one stage; validation has the last stage."""
         return at_stage(self._stages, position, self)
 
     def asked(self, length: int) -> States:

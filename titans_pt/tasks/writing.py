@@ -13,13 +13,13 @@ from titans_pt.layers.recurrence import precise
 from titans_pt.models.mixers.base import Mixer
 
 Share = Callable[[Any], Tensor]
-"""A module's output -> the share that each token writes of what it could, 0 to 1."""
+"""A module's output -> the write gate of each token, 0 to 1: the share written of what it could write."""
 
 
 @contextmanager
 def write_gates(model: nn.Module, collect: bool = True) -> Iterator[list[Tensor]]:
-    """Collects the write gates of every mixer that reads inside the block: each (rows, ...), 0 to 1, fp32. The list is
-    filled where the block ends.
+    """Collect the write gates of every mixer that runs in the ``with`` block: each (rows, ...), 0 to 1, fp32. The list
+    is filled when the block ends.
 
     Args:
         collect: False collects nothing and costs nothing.
@@ -28,8 +28,8 @@ def write_gates(model: nn.Module, collect: bool = True) -> Iterator[list[Tensor]
     seen: list[tuple[Share, Any]] = []
 
     def watch(module: nn.Module, share: Share) -> RemovableHandle:
-        # Taken after the block: with activation checkpointing an operator in here would belong to the block, which is
-        # computed again without this hook.
+        # Shares are computed after the with block: with activation checkpointing, an operator in this hook would belong
+        # to the checkpointed layer, which is recomputed without the hook.
         return module.register_forward_hook(lambda _, given, made: seen.append((share, made)))
 
     hooks = [watch(*gate) for gate in _gates(model)] if collect else []
@@ -50,12 +50,12 @@ def _gates(model: nn.Module) -> Iterator[tuple[nn.Module, Share]]:
 
 
 def with_write_cost(loss: Tensor, gates: list[Tensor], cost: float, rows: Tensor | None = None) -> Tensor:
-    """``loss``, to whose gradient that of ``cost`` times the mean write gate is added; its value stays the same.
+    """Add the gradient of ``cost`` times the mean write gate to ``loss``, without changing its value.
 
     Args:
         loss: a scalar.
-        gates: of :func:`write_gates`; none where no mixer reads.
-        cost: of the mean gate. A tensor rank sees the gates of its own heads alone and passes cost / ranks.
+        gates: from :func:`write_gates`; empty if no mixer ran.
+        cost: factor of the mean gate. A tensor rank sees only the gates of its own heads and passes cost / ranks.
         rows: (B,) fp32 weight of each row's gates in the mean; None: 1. Gates that belong to no row, those of
             persistent tokens, get the mean weight.
     """
@@ -71,7 +71,7 @@ def with_write_cost(loss: Tensor, gates: list[Tensor], cost: float, rows: Tensor
 
 
 def _spread(rows: Tensor, count: int) -> Tensor:
-    """The weights of ``count`` rows of gates: segments of one row stand next to each other."""
+    """Repeat the weights of rows for ``count`` rows of gates, where segments of one row stand next to each other."""
     if count % len(rows):
         return rows.mean()
     return torch.repeat_interleave(rows, count // len(rows))
