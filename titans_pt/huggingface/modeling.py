@@ -449,7 +449,7 @@ class TitansTokenizer(PreTrainedTokenizer):
         return [*self.inner.begin, *token_ids_0, *(token_ids_1 or [])]
 
     def apply_chat_template(self, *given: Any, tokenizer_kwargs: dict[str, Any] | None = None, **options: Any) -> Any:
-        """Apply transformers' chat template. Control tokens that it or a message spells are encoded as control tokens."""
+        """Apply transformers' chat template; control tokens that it or a message spells become control tokens."""
         spelled = {"split_special_tokens": False} | (tokenizer_kwargs or {})
         return super().apply_chat_template(*given, tokenizer_kwargs=spelled, **options)
 
