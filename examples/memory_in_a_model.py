@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def batch(rows: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random samples: ids (rows, 17), key value key value ... key, and answers (rows,), the value of the last key."""
+    """Random samples: ids (rows, 17), key value ... key value key, and answers (rows,), the last key's value."""
     keys = torch.stack([torch.randperm(KEYS) for _ in range(rows)])
     values = torch.randint(VALUES, (rows, KEYS))
     asked = torch.randint(KEYS, (rows, 1))

@@ -233,8 +233,8 @@ def _check(name: str, expansion: int, build, chunk: int, device: str, dtype: tor
 def _exact(x: dict[str, Tensor], chunk: int, seed: Tensor, rounded: int | None = None) -> list[Tensor]:
     """Outputs without the residual, and all gradients, of the dual form in float64.
 
-    rounded: number of a random draw. It changes all inputs but the gates, which are fp32 everywhere, by at most a rounding
-    to q's dtype; results that have this dtype are rounded to it.
+    rounded: number of a random draw. It changes all inputs but the gates, which are fp32 everywhere, by at most a
+    rounding to q's dtype; results that have this dtype are rounded to it.
     """
     dtype, exact = x["q"].dtype, {name: t.detach().double() for name, t in x.items()}
     if rounded is not None:

@@ -1,7 +1,7 @@
 """The memory layer on this machine: time and memory against titans-pytorch, and against the length.
 
-Every case runs in a separate process, so that its peak memory is its own; the cases take turns, so that a machine
-that slows down slows all of them, and the ratios stay right.
+Every case runs in a separate process, which has its own peak memory. The cases take turns: a machine that slows down
+slows all of them, and the ratios stay right.
 """
 
 import json

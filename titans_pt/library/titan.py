@@ -34,7 +34,7 @@ class Reading:
     state: Any
     _run: "LoadedRun"
     unfinished: bytes = b""
-    """Bytes of a character that the last token has left incomplete: text that is generated next begins with them."""
+    """Bytes of a character that the last token left incomplete: the text generated next begins with them."""
 
     def fork(self) -> "Reading":
         """A copy that shares no tensor with this one."""

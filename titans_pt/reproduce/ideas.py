@@ -19,7 +19,7 @@ def ideas(lmm: int, mac: int) -> tuple[Row, ...]:
     """All rows.
 
     Args:
-        lmm, mac: model.mlp_hidden of these models with caches, which offsets the parameters of the caches' gates.
+        lmm, mac: model.mlp_hidden of these models with caches; it offsets the parameters of the caches' gates.
     """
     caches = ("model.memory.caching.segment=64", "model.memory.caching.slots=8")
     cached = (Row(model, "caching", (*caches, f"model.mlp_hidden={hidden}"), "Memory Caching (GRM)")

@@ -290,7 +290,7 @@ def _torchrun(config: Config, ranks: int, claim: int) -> int:
     settings = folder.path / "asked.yaml"
     write_text(settings, resolved_yaml(config))
     words = [sys.executable, "-m", "titans_pt.training.launcher", str(settings)]
-    # WORLD_SIZE=1 replaces a cluster's count of workers: the processes belong to this worker alone.
+    # WORLD_SIZE=1 replaces a cluster's count of workers: the new processes belong to this worker alone.
     environment = os.environ | {"TITANS_PROCESSES": str(ranks), "TITANS_NODES": "1", "WORLD_SIZE": "1"}
     with subprocess.Popen(words, env=environment, pass_fds=[claim]) as process:
         before = signal.signal(signal.SIGTERM, lambda number, _frame: process.send_signal(number))
