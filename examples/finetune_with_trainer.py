@@ -19,7 +19,7 @@ import titans_pt.huggingface  # noqa: F401  # registers the model: no code of th
 
 
 def main(exported: str, text: str, out: str, steps: int = 100, length: int = 128) -> list[float]:
-    """Returns the training losses; the model is in ``out``."""
+    """Fine-tune the model, save it to ``out``, and return the training losses."""
     tokenizer = AutoTokenizer.from_pretrained(exported)
     ids = tokenizer(Path(text).read_text(encoding="utf-8"))["input_ids"]
     rows = [{"input_ids": ids[n : n + length]} for n in range(0, len(ids), length)]

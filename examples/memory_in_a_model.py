@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def batch(rows: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
-    """key value key value ... key -> the value that was shown after the last key: ids (rows, 17), answers (rows,)."""
+    """Random samples: ids (rows, 17), key value ... key value key, and answers (rows,), the last key's value."""
     keys = torch.stack([torch.randperm(KEYS) for _ in range(rows)])
     values = torch.randint(VALUES, (rows, KEYS))
     asked = torch.randint(KEYS, (rows, 1))
@@ -40,7 +40,7 @@ def batch(rows: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main(steps: int) -> float:
-    """Returns the share of right answers at the end."""
+    """Train the model and return its share of right answers at the end."""
     torch.manual_seed(0)
     model = Model()
     optimiser = torch.optim.AdamW(parameter_groups(model, 0.01), lr=3e-3)

@@ -11,7 +11,7 @@ from titans_pt import Titan
 
 
 def main(run: str, document: str, question: str, state: str = "document.safetensors") -> str:
-    """Returns the answer."""
+    """Read the document, save the state, ask the question and return the answer."""
     model = Titan.from_pretrained(run)
     model.read(Path(document).read_text(encoding="utf-8")).save(state)
     print(f"{document} is read; what the memory holds of it: {state}, {Path(state).stat().st_size:,} bytes")

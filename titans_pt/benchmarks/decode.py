@@ -23,8 +23,8 @@ from titans_pt.tools.markdown import markdown_table
 
 @dataclass
 class Decoding:
-    """tokens_per_second: of the median round. of_first: the median over rounds of this model's rate over that of the
-    first one. state_mib: what is carried from token to token."""
+    """Figures of a model. tokens_per_second: rate of the median round. of_first: this model's rate divided by the first
+    model's, median over rounds. state_mib: size of the state that is carried from token to token."""
 
     model: str
     parameters: int
@@ -40,23 +40,23 @@ def benchmark_decode(
     out: Path, config: str, overrides: Sequence[str], models: Sequence[str] | None, prompt: int, tokens: int,
     rounds: int,
 ):  # fmt: skip
-    """Measures, prints a table, writes ``out``/decode.{md,csv,json}.
+    """Time generation, print a table and write ``out``/decode.{md,csv,json}.
 
-    Random tokens, untrained weights (speed does not depend on them), bf16 on a GPU and fp32 on a CPU. The models take
-    turns, so that a machine that slows down slows all of them.
+    Tokens are random and weights untrained (speed does not depend on them), in bf16 on a GPU and fp32 on a CPU. The
+    models take turns, so that a machine that slows down slows all of them.
 
     Args:
-        config, overrides: as of :func:`titans_pt.config.files.load_config`.
-        models: mixers, or several in turns as in mamba+swa; None: what ``overrides`` say of model.mixers, or
+        config, overrides: as in :func:`titans_pt.config.files.load_config`.
+        models: mixers, or several in turns as in mamba+swa; None: model.mixers of ``overrides``, else
             ATTENTION_AND_TITANS.
 
     Raises:
-        UserError: a model that is no mixer, or a setting that is wrong.
+        UserError: an unknown mixer, or a wrong setting.
     """
     chosen = any(word.startswith("model.mixers=") for word in overrides)
     if models is None:
         models = ["+".join(load_config(config, overrides).model.mixers)] if chosen else ATTENTION_AND_TITANS
-    # Each with what the file says of its own settings.
+    # Each model gets its own section of the file.
     configs = {model: load_config(config, [*overrides, f"model.mixers=[{','.join(mixers_of(model))}]"])
                for model in models}  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """The memory's kernels on this machine, compared with other implementations, other operators and the machine's limits.
 
-Same batch, length, heads and head width for all. An implementation is timed only after it has passed its check; one
-that cannot run or does not pass has its reason in the table in place of figures.
+All implementations get the same batch, length, heads and head width. An implementation is timed only after it has
+passed its check. If it cannot run or does not pass, the table has the reason in place of figures.
 """
 
 import json
@@ -34,17 +34,17 @@ COMPILED = "chunked, compiled"
 CHECKED = 200
 """Tokens of the correctness check, one row."""
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
-"""Relative error that any implementation may have, by the operands' dtype; more where :func:`_limits` finds that
-roundings cost more. Outputs are compared without the residual: it flatters them."""
+"""Relative error allowed to every implementation, by the operands' dtype; :func:`_limits` allows more if rounding costs
+more. Outputs are compared without the residual, which would make errors look smaller."""
 DRAWS = 3
 """Random roundings of the inputs that :func:`_limits` tries."""
 
 
 @dataclass
 class KernelTiming:
-    """One implementation at one length; figures None where ``note`` says why.
+    """One implementation at one length; figures are None if ``note`` has a reason.
 
-    tflops, gigabytes: of forward + backward, a second; operations and bytes as :func:`work` counts them.
+    tflops, gigabytes: rates per second of forward + backward; :func:`work` counts their operations and bytes.
     """
 
     implementation: str
@@ -61,10 +61,10 @@ class KernelTiming:
 
 
 def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], tokens: int = 32_768):
-    """Measures, prints a Markdown table, writes kernels.{md,csv,json,png} to ``out``.
+    """Time all implementations, print a Markdown table and write kernels.{md,csv,json,png} to ``out``.
 
-    tokens: of a call, batch times length. longest: of the lengths of LENGTHS and ``longest`` itself, those up to it.
-    rounds: timings of each call after one that warms up; the median counts.
+    tokens: tokens per call, batch times length. longest: limit of the lengths; LENGTHS up to it are measured, or
+    ``longest`` itself if all of them are longer. rounds: timings of each call after a warm-up; the median counts.
 
     Raises:
         UserError: no implementation could be timed.
@@ -89,7 +89,7 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
                 row = KernelTiming(name, WIDTH * expansion, length, tokens // length, note=reason)
                 rows.append(_timed(row, build, expansion, device, dtype, rounds) if not reason else row)
                 print(table(rows[-1:]).splitlines()[-1], flush=True)
-        # Each time: a benchmark that is cut short leaves what it has.
+        # After every implementation: a benchmark that is cut short leaves its results.
         write_text(out / "kernels.md", f"{title}\n\n{table(rows)}\n")
         write_csv(out / "kernels.csv", rows)
         _plot(rows, out / "kernels.png", title)
@@ -98,12 +98,12 @@ def benchmark_kernels(out: Path, rounds: int = 3, longest: int = LENGTHS[-1], to
 
 
 def implementations():
-    """(name, expansion, build, chunk); build(inputs) returns a function without arguments that returns outputs."""
-    for chunk in (CHUNK, *SMALL_CHUNKS):  # several small ones share a block: what they write is deferred
+    """Yield (name, expansion, build, chunk); build(inputs) is a function without arguments that returns outputs."""
+    for chunk in (CHUNK, *SMALL_CHUNKS):  # several small chunks share a block, and their writes are deferred
         name = "triton" if chunk == CHUNK else f"triton, C = {chunk}"
         for expansion in EXPANSIONS:
             yield name, expansion, partial(memory_call, "triton", chunk=chunk), chunk
-    # Linear memories: hidden = D says that they have no hidden layer.
+    # Linear memories: hidden = D means that they have no hidden layer.
     yield "fla gated_delta_rule", 1, _gated_delta_rule, CHUNK
     yield "fla ttt_linear", 1, _ttt_linear, CHUNK
     for name in (COMPILED, "chunked"):  # last: a call of the dual form takes as long as all of the others
@@ -147,7 +147,10 @@ BLOCK = ("key_side", "read", "read_backward", "write_backward", "key_side_backwa
 
 @contextmanager
 def compiled_blocks():
-    """The dual form's blocks, forward and backward, through torch.compile: its loop over them would be unrolled."""
+    """Context in which torch.compile compiles the dual form's blocks, forward and backward.
+
+    The whole dual form is not compiled, because its loop over blocks would be unrolled.
+    """
     plain = {name: getattr(dual, name) for name in BLOCK}
     for name, function in plain.items():
         setattr(dual, name, torch.compile(function, dynamic=False))
@@ -159,8 +162,8 @@ def compiled_blocks():
 
 
 def _gated_delta_rule(x: dict[str, Tensor]) -> Callable[[], Tensor]:
-    # eta serves as its step, alpha as its decay: any numbers in (0, 1) take as long. linear_memory reports the versions
-    # of triton whose kernels are wrong.
+    # eta serves as the step size, alpha as the decay: all numbers in (0, 1) take equally long. linear_memory reports
+    # the versions of triton whose kernels are wrong.
     return lambda: linear_memory(x["q"], x["k"], x["v"], torch.log1p(-x["alpha"]), x["eta"], backend="fla")[0]
 
 
@@ -174,11 +177,11 @@ def _ttt_linear(x: dict[str, Tensor]) -> Callable[[], Tensor]:
 
 
 def work(length: int, batch: int, expansion: int, itemsize: int) -> tuple[float, float]:
-    """Operations and bytes of forward + backward that the two-layer memory cannot do without, states not counted.
+    """Minimum operations and bytes of forward + backward in the two-layer memory, without its states.
 
-    Forward, a token and head: 11 products of 2 D h (3 on the keys' side, 4 for the queries through W and S, 4 for the
-    update of W and S) and 4 c (D + h) inside a block of c = 64; backward: twice that. Bytes: q, k, v, outputs and
-    gates, and in the backward pass those again and their gradients.
+    Forward, per token and head: 11 products of 2 D h (3 on the keys' side, 4 for the queries through W and S, 4 for the
+    update of W and S) and 4 c (D + h) inside a block of c = 64; backward: twice as many. Bytes: q, k, v, outputs and
+    gates; in the backward pass the same tensors and their gradients.
     """
     hidden = WIDTH * expansion
     operations = 3 * (22 * WIDTH * hidden + 4 * CHUNK * (WIDTH + hidden))
@@ -187,7 +190,7 @@ def work(length: int, batch: int, expansion: int, itemsize: int) -> tuple[float,
 
 
 def _reason(name: str, expansion: int, build, chunk: int, device: str, dtype: torch.dtype) -> str:
-    """Reason why an implementation is not timed; empty if it may be."""
+    """Reason why an implementation cannot be timed; empty if it can."""
     if name.startswith("fla") and find_spec("fla") is None:
         return "flash-linear-attention is not installed"
     if name.startswith(("fla", "triton")) and device != "cuda":
@@ -203,7 +206,8 @@ def _reason(name: str, expansion: int, build, chunk: int, device: str, dtype: to
 def _check(name: str, expansion: int, build, chunk: int, device: str, dtype: torch.dtype) -> str:
     """Error of an implementation's outputs and gradients on a short call; empty if there is none.
 
-    The memory: against the dual form in float64. Gated delta rule: outputs against its recurrence. TTT: finite.
+    The memory is compared with the dual form in float64. Outputs of the gated delta rule are compared with its
+    recurrence. TTT must be finite.
     """
     x = inputs(1, CHECKED, expansion, device, dtype)
     out = build(x)()
@@ -229,8 +233,8 @@ def _check(name: str, expansion: int, build, chunk: int, device: str, dtype: tor
 def _exact(x: dict[str, Tensor], chunk: int, seed: Tensor, rounded: int | None = None) -> list[Tensor]:
     """Outputs without the residual, and all gradients, of the dual form in float64.
 
-    rounded: number of a random draw, by which what is not fp32 everywhere is changed by at most a rounding to q's
-    dtype: all inputs but the gates, and what is returned in that dtype.
+    rounded: number of a random draw. It changes all inputs but the gates, which are fp32 everywhere, by at most a
+    rounding to q's dtype; results that have this dtype are rounded to it.
     """
     dtype, exact = x["q"].dtype, {name: t.detach().double() for name, t in x.items()}
     if rounded is not None:
@@ -248,7 +252,7 @@ def _exact(x: dict[str, Tensor], chunk: int, seed: Tensor, rounded: int | None =
 
 
 def _limits(x: dict[str, Tensor], exact: list[Tensor], chunk: int, seed: Tensor) -> list[float]:
-    """Largest error allowed for each of ``exact``: three times as far as the dual form in float64 moves when its inputs
+    """Largest error allowed for each of ``exact``: three times the change of the dual form in float64 when its inputs
     and results are rounded to q's dtype, and at least TOLERANCES."""
     moved = [[_error(a, b) for a, b in zip(_exact(x, chunk, seed, n), exact, strict=True)] for n in range(DRAWS)]
     return [max(TOLERANCES[x["q"].dtype], 3 * max(errors)) for errors in zip(*moved, strict=True)]

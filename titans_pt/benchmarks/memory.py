@@ -1,7 +1,7 @@
 """The memory layer on this machine: time and memory against titans-pytorch, and against the length.
 
-Every case runs in a separate process, so that its peak memory is its own; the cases take turns, so that a machine
-that slows down slows all of them, and the ratios stay right.
+Every case runs in a separate process, which has its own peak memory. The cases take turns: a machine that slows down
+slows all of them, and the ratios stay right.
 """
 
 import json
@@ -22,12 +22,12 @@ from titans_pt.runs.folder import versions
 from titans_pt.tools.files import write_text
 
 WIDTH, HEADS, CHUNK = 256, 4, 16
-"""B = 1, four heads of 64, C = 16, L_M = 2, expansion 4, fp32: the size that others' issues are about."""
+"""B = 1, four heads of 64, C = 16, L_M = 2, expansion 4, fp32: the size in other projects' issues."""
 
 
 @dataclass
 class Measurement:
-    """seconds: median over repeats, forward and backward. memory_mib: peak of the process over its start."""
+    """seconds: median over repeats, forward and backward. memory_mib: peak memory of the process above its start."""
 
     case: str
     tokens: int
@@ -45,7 +45,7 @@ class Measurement:
 
 
 def benchmark_memory(out: Path, rounds: int = 3, longest: int = 65_536):
-    """Measures, prints tables, writes ``out``/memory.csv and ``out``/memory.json (versions and hardware)."""
+    """Time the cases, print tables, and write ``out``/memory.csv and ``out``/memory.json (versions and hardware)."""
     out.mkdir(parents=True, exist_ok=True)
     cases = ["titans_pt"] + (["titans-pytorch"] if find_spec("titans_pytorch") else [])
     runs = {case: [] for case in cases}
@@ -133,7 +133,7 @@ def measure(case: str, tokens: int) -> Measurement:
             y, _ = layer(x)
             between = time.perf_counter()
             y.square().mean().backward()
-        if n or tokens > 4096:  # the first of the short ones warms up
+        if n or tokens > 4096:  # the first short repeat warms up
             forward.append(between - began)
             backward.append(time.perf_counter() - between)
     peak = memory_mib("VmHWM") - start

@@ -13,7 +13,7 @@ from titans_pt.tools.files import write_text
 
 
 def memory_mib(field: str) -> float:
-    """A line of Linux's account of the process in MiB: VmRSS, resident now; VmHWM, the most so far.
+    """Memory of the process in MiB as Linux reports it. VmRSS: resident now; VmHWM: the peak so far.
 
     (getrusage's ru_maxrss would start at the parent's peak.)
     """
@@ -22,31 +22,31 @@ def memory_mib(field: str) -> float:
 
 
 def peak_mib(device: torch.device) -> float:
-    """Largest allocation so far on a GPU; on a CPU, of the whole process."""
+    """Peak memory in MiB so far: allocations on a GPU, the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return memory_mib("VmHWM")
 
 
 def named(error: Exception) -> str:
-    """An error in one short line, for a row of a benchmark that has no figures."""
+    """An error in one short line, for a benchmark's row without figures."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
 def check_any(failures: list[str]):
     """
     Args:
-        failures: why each row of a benchmark has no figures; empty for one that has.
+        failures: reason why each row of a benchmark has no figures; empty for a row with figures.
 
     Raises:
-        UserError: none has.
+        UserError: no row has figures.
     """
     if all(failures):
         raise UserError(f"nothing was measured: all {len(failures)} rows failed; the first: {failures[0]}")
 
 
 def write_csv(path: Path, rows: list[Any]):
-    """One line for each of ``rows``, dataclasses of one kind, under their fields' names."""
+    """Write ``rows``, dataclasses of one kind, as lines of CSV under their fields' names."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, [field.name for field in fields(rows[0])])
     writer.writeheader()

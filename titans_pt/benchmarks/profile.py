@@ -1,7 +1,7 @@
 """Time of the memory's kernels, one by one: python -m titans_pt.benchmarks.profile FOLDER [--once]
 
-Writes profile.txt (kernels by time) and trace.json (chrome://tracing) of forward + backward at 32K tokens, T = 4K, to
-FOLDER. --once: one call and no profiler, to run under ncu.
+Writes profile.txt (kernels by time) and trace.json (chrome://tracing) to FOLDER, for forward + backward at 32K tokens,
+T = 4K. --once: one call and no profiler, to run under ncu.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python -m titans_pt.benchmarks.roofline [--chunk C] [--expansion E] [--length T] [--batch B]
 
-Counts are those of one block of 64 tokens of one head (D = 64, bf16's sizes, forgetting to M_0), forward and backward.
-Times are lower bounds of a layer of the 170M model (12 heads): each as if nothing else took time. Nothing is measured.
+Counts are for one block of 64 tokens of one head (D = 64, bf16's sizes, forgetting to M_0), forward and backward.
+Times are lower bounds for a layer of the 170M model (12 heads), each under one limit alone. Nothing is measured.
 """
 
 import argparse
@@ -18,14 +18,14 @@ from torch.nn.functional import normalize
 
 HEADS, WIDTH, BLOCK = 12, 64, 64
 SERIAL = ("scan", "scan_backward")
-"""One program a row, its blocks one after the other; the others have a program for each block."""
+"""Kernels with one program per row, which takes its blocks in order; other kernels have one program per block."""
 CALLS = {"coefficients": 2, "scan": 2}
-"""Launches a training step has of a kernel: the backward pass plays coefficients and scan again."""
+"""Launches of a kernel per training step, if not 1: the backward pass runs coefficients and scan again."""
 
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU's limits: TFLOP/s in bf16 and bytes a second as measured on one, clock in Hz."""
+    """A GPU's limits: TFLOP/s in bf16 and bytes per second as measured on such a GPU, clock in Hz."""
 
     name: str
     flops: float
@@ -34,7 +34,7 @@ class GPU:
     processors: int = 132
     clock: float = 1.755e9
     path: int = 64
-    """Bytes that one processor takes from L2 in a clock."""
+    """Bytes that one processor takes from L2 per clock cycle."""
 
 
 GPUS = (GPU("H100", 798e12, 3.0e12), GPU("H200", 788e12, 4.3e12))
@@ -42,7 +42,7 @@ GPUS = (GPU("H100", 798e12, 3.0e12), GPU("H200", 788e12, 4.3e12))
 
 @dataclass
 class Count:
-    """Bytes loaded and stored, by the kernel's argument; bytes of distinct places; operations of matrix products."""
+    """Bytes loaded and stored, by the kernel's argument; bytes of distinct addresses; operations of matrix products."""
 
     loaded: Counter = field(default_factory=Counter)
     stored: Counter = field(default_factory=Counter)
@@ -60,12 +60,12 @@ class Count:
 
 @contextmanager
 def counting():
-    """Counts every kernel that runs while it is open: kernel -> Count of all its programs together."""
+    """Context that counts every kernel run inside it; yields kernel -> Count of all its programs together."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     found: dict[str, Count] = defaultdict(Count)
     running: list[str] = []
-    tensors: list[tuple[str, int, int]] = []  # of the launch: argument, first and last place
+    tensors: list[tuple[str, int, int]] = []  # tensors of the launch: argument, first and last address
     seen: dict[str, list] = defaultdict(list)
     patched = "create_masked_load", "create_masked_store", "create_dot"
     plain = {name: getattr(InterpreterBuilder, name) for name in patched}
@@ -133,8 +133,11 @@ def count(chunk: int = 64, expansion: int = 4, blocks: int = 2) -> dict[str, Cou
 
 
 def bounds(name: str, one: Count, gpu: GPU, length: int, batch: int) -> dict[str, float]:
-    """Milliseconds that each limit alone asks of one launch in a layer: HBM, if distinct places come from there once;
-    L2, if nothing stays in L1; the processors' own way to L2; products."""
+    """Milliseconds that one launch in a layer takes at least, under each limit alone.
+
+    HBM: every distinct address is moved once. L2: nothing stays in L1. L2 to a processor: each processor's own path.
+    products: matrix products.
+    """
     rows, blocks = batch * HEADS, length // BLOCK
     programs = rows if name in SERIAL else rows * blocks
     rounds = -(-programs // gpu.processors) * (blocks if name in SERIAL else 1)  # one program a processor at a time
@@ -147,7 +150,7 @@ def bounds(name: str, one: Count, gpu: GPU, length: int, batch: int) -> dict[str
 
 
 def table(counts: dict[str, Count], length: int, batch: int) -> str:
-    """Markdown: counts of a block, the bounds of a layer for each GPU, and the arguments that most bytes are of."""
+    """Markdown: counts of a block, the bounds of a layer for each GPU, and the arguments with most bytes."""
     from titans_pt.tools.markdown import markdown_table
 
     limits = ("HBM", "L2", "L2 to a processor", "products")
@@ -169,5 +172,5 @@ if __name__ == "__main__":
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=8)
     options = parser.parse_args()
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton decides when it is imported, in count
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when count imports it
     print(table(count(options.chunk, options.expansion), options.length, options.batch))

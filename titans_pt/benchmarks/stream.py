@@ -25,8 +25,8 @@ TURNS = 15
 
 @dataclass
 class StretchFigures:
-    """Figures of a stretch. tokens: number read at its end. tokens_per_second: in the stretch. peak_mib: largest
-    allocation so far (on a CPU, of the process). state_mib: size of the state that is passed on."""
+    """Figures of a stretch. tokens: tokens read by its end. tokens_per_second: speed in the stretch. peak_mib: peak
+    allocation so far (on a CPU, peak of the process). state_mib: size of the state that is passed on."""
 
     tokens: int
     tokens_per_second: float
@@ -35,11 +35,12 @@ class StretchFigures:
 
 
 def benchmark_stream(out: Path, config: Config, tokens: int, stretches: int):
-    """Reads, prints a table, writes ``out``/stream.{md,csv,json,png}.
+    """Read a stream, print a table and write ``out``/stream.{md,csv,json,png}.
 
-    Random tokens, untrained weights (speed and memory do not depend on them), one row, bf16 on a GPU and fp32 on a CPU,
-    in pieces of evaluation.prefill_tokens. One more stretch is read before, to warm up. A machine's speed drifts in the
-    minutes that this takes: at last TURNS short stretches from the very start and from the end take turns.
+    The stream is one row of random tokens, read in pieces of evaluation.prefill_tokens. Weights are untrained (speed
+    and memory do not depend on them), in bf16 on a GPU and fp32 on a CPU. One extra stretch warms up. A machine's speed
+    drifts in the minutes that this takes. Therefore short stretches at the start and at the end of the stream are timed
+    in turns afterwards, TURNS times.
 
     Raises:
         UserError: fewer tokens than stretches.
@@ -58,9 +59,9 @@ def benchmark_stream(out: Path, config: Config, tokens: int, stretches: int):
 
 
 def read(config: Config, stretch: int, count: int) -> tuple[list[StretchFigures], float]:
-    """``count`` stretches of ``stretch`` tokens, one after the other, after one that is not counted.
+    """Read ``count`` stretches of ``stretch`` tokens, one after the other, after one that is not counted.
 
-    Returns them, and the time that a short stretch takes at the end over what it takes at the start (median).
+    Returns their figures, and the time of a short stretch at the end divided by its time at the start (median).
     """
     device = torch.device(best_device())
     torch.manual_seed(0)
@@ -88,7 +89,7 @@ def read(config: Config, stretch: int, count: int) -> tuple[list[StretchFigures]
 
 
 def table(found: list[StretchFigures], ratio: float | None = None) -> str:
-    """Markdown, one line per stretch; with ``ratio``, how far they are apart."""
+    """Markdown, one line per stretch; with ``ratio``, also the differences between stretches."""
     rows = [(f"{s.tokens:,}", f"{s.tokens_per_second:,.0f}", f"{s.peak_mib:.1f}", f"{s.state_mib:.2f}") for s in found]
     lines = [markdown_table(("tokens", "tokens/s", "peak MiB", "state MiB"), rows)]
     if ratio is not None:

@@ -32,13 +32,13 @@ from titans_pt.training.profiling import start_profile, time_shares
 
 DEPTHS, CHUNKS = (1, 2, 3, 4), (4, 16, 64, 256)
 STEPS = 5
-"""Timed steps a case, after two that warm up; the median counts."""
+"""Timed steps per case, after two warm-up steps; the median counts."""
 
 
 @dataclass
 class Case:
-    """model: a mixer's name, "transformer", or that of a config. length: tokens per sequence. depth, chunk: of the
-    memory; None as configured."""
+    """model: name of a mixer or of a config, or "transformer". length: tokens per sequence. depth, chunk: the memory's
+    depth and chunk size; None: as configured."""
 
     model: str
     length: int
@@ -48,10 +48,10 @@ class Case:
 
 @dataclass
 class Measurement:
-    """tokens_per_second: of the median step. mfu: None where the device's peak is not known.
+    """tokens_per_second: speed of the median step. mfu: None if the device's peak is not known.
 
-    peak_mib: largest allocation (a CPU's: of the process). shares: see profiling.time_shares. failure: why there are
-    no figures.
+    peak_mib: peak allocation (on a CPU, peak of the process). shares: see profiling.time_shares. failure: reason why
+    there are no figures.
     """
 
     model: str
@@ -69,16 +69,16 @@ class Measurement:
 def benchmark_training(
     out: Path, config: str, overrides: list[str], models: list[str], lengths: list[int], tokens: int, sweeps: bool
 ):
-    """Measures, prints a table, writes ``out``/training.{md,csv,json,png}.
+    """Time training steps, print a table and write ``out``/training.{md,csv,json,png}.
 
     Args:
-        config: a YAML file; {model} in it becomes the model's name, without it model.mixers is set instead.
+        config: path of a YAML file; {model} in it becomes the model's name. Without {model}, model.mixers is set.
         overrides: key=value words for every case.
-        tokens: B * T of a step, for every length.
-        sweeps: also the memory's depths and chunk sizes, at the middle length.
+        tokens: tokens per step, B * T, at every length.
+        sweeps: whether to time also the memory's depths and chunk sizes, at the middle length.
 
     Raises:
-        UserError: tokens that a length does not divide; no case could be measured.
+        UserError: a length does not divide ``tokens``, or no case could be measured.
     """
     for length in lengths:
         if tokens % length:
@@ -97,7 +97,7 @@ def benchmark_training(
     for case in cases:
         found.append(in_a_process(case, config, overrides, tokens, out))
         print(table(found[-1:]).splitlines()[-1], flush=True)
-        _write(found, out)  # each time: a benchmark that is cut short leaves what it has
+        _write(found, out)  # after every case: a benchmark that is cut short leaves its results
     print(f"\n{table(found)}\n{out / 'training.md'}")
     check_any([m.failure for m in found])
 
@@ -147,7 +147,7 @@ def plot(found: list[Measurement], path: Path):
 
 
 def in_a_process(case: Case, config: str, overrides: list[str], tokens: int, out: Path | None = None) -> Measurement:
-    """``out`` gets a log: the kernels of a step by time, or the whole error."""
+    """Measure a case in a separate process. ``out`` gets a log: the kernels of a step by time, or the whole error."""
     arguments = json.dumps([asdict(case), config, overrides, tokens, torch.get_num_threads()])
     words = [sys.executable, "-m", "titans_pt.benchmarks.training", arguments]
     done = subprocess.run(words, capture_output=True, text=True)
@@ -161,7 +161,7 @@ def in_a_process(case: Case, config: str, overrides: list[str], tokens: int, out
 
 
 def case_config(case: Case, config: str, more: list[str], tokens: int) -> Config:
-    """The settings of a case: the file's, with ``more``, the case's own and one micro-batch a step."""
+    """Settings of a case: the file's, then ``more``, then the case's own; one micro-batch per step."""
     overrides = [*more, f"data.seq_len={case.length}", f"train.batch_tokens={tokens}", f"train.micro_batch={tokens}"]
     if "{model}" not in config:
         overrides.append(f"model.mixers=[{'attention' if case.model == 'transformer' else case.model}]")
@@ -173,8 +173,8 @@ def case_config(case: Case, config: str, more: list[str], tokens: int) -> Config
 
 
 def _has_memory(case: Case, config: str, more: list[str], tokens: int) -> bool:
-    """Whether the memory's depth and chunk size mean anything to the model; False for one whose settings are wrong,
-    which its own row tells."""
+    """Whether the memory's depth and chunk size matter to the model; False for wrong settings, which the model's own
+    row reports."""
     try:
         kinds = case_config(case, config, more, tokens).model.kinds
     except UserError:

@@ -1,7 +1,7 @@
-"""Other launches of the memory's kernels than configurations.KERNELS has: python -m titans_pt.benchmarks.tuning FOLDER
+"""Time kernel launches that configurations.KERNELS does not have: python -m titans_pt.benchmarks.tuning FOLDER
 
-One kernel at a time gets other warps and slices of the hidden layer, all else stays. Times are of forward + backward at
-32K tokens, T = 4K; an error is that of all gradients to those of the usual launch, in bf16. Writes tuning.md and
+One kernel at a time gets other warps and slices of the hidden layer; all else stays. Times are for forward + backward
+at 32K tokens, T = 4K. Errors compare all gradients with those of the usual launch, in bf16. Writes tuning.md and
 tuning.csv to FOLDER. Nothing is changed: a launch is pinned in the code once a measurement supports it.
 """
 
@@ -34,8 +34,9 @@ ROUNDS = 5
 class Launch:
     """One launch and its figures.
 
-    kernel: "" for all as they are. milliseconds: forward and backward of the whole call; ratio: to the usual launch's.
-    error: largest relative error of a gradient. note: why there are no figures.
+    kernel: the kernel that differs; "": none. milliseconds: forward and backward of the whole call. ratio: its
+    milliseconds divided by the usual launch's. error: largest relative error of a gradient. note: reason why there are
+    no figures.
     """
 
     expansion: int
@@ -50,11 +51,11 @@ class Launch:
 
 
 def launches(expansion: int, chunk: int) -> Iterator[Launch]:
-    """The usual launch, then all others of one kernel each."""
+    """Yield the usual launch, then all launches in which one kernel differs."""
     yield Launch(expansion, chunk)
     for kernel, by_width in KERNELS.items():
         usual = by_width[WIDTH]
-        if kernel == "step":  # of single tokens
+        if kernel == "step":  # the kernel for single tokens
             continue
         for width, warps in product(SLICES if usual.slice else (0,), WARPS):
             if Configuration(width, warps) != usual:
@@ -63,7 +64,7 @@ def launches(expansion: int, chunk: int) -> Iterator[Launch]:
 
 @contextmanager
 def launched(launch: Launch) -> Iterator[None]:
-    """The kernels are launched like this inside the block."""
+    """Context in which kernels are launched as ``launch`` says."""
     if not launch.kernel:
         yield
         return
@@ -95,7 +96,7 @@ def measured(launch: Launch, tokens: int, length: int, rounds: int) -> tuple[flo
 
 
 def compiles(launch: Launch, tokens: int, length: int) -> str:
-    """Fills Triton's cache, in a process of its own; the reason why that failed, or ""."""
+    """Fill Triton's cache, in a separate process; return the reason of a failure, or ""."""
     try:
         measured(launch, tokens, length, 0)
     except Exception as error:  # noqa: BLE001 - any error becomes the note of its row; the other rows are still measured
@@ -104,7 +105,7 @@ def compiles(launch: Launch, tokens: int, length: int) -> str:
 
 
 def tune(out: Path, jobs: int, tokens: int = 32_768, length: int = 4096, shapes: tuple = SHAPES) -> list[Launch]:
-    """All launches of all ``shapes``; ``jobs`` processes compile at a time."""
+    """Time all launches of all ``shapes``; ``jobs`` processes compile at a time."""
     rows = [launch for shape in shapes for launch in launches(*shape)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         count = len(rows)

@@ -3,7 +3,7 @@
 To add a command, add one file here; nothing else lists them. ``titans NAME`` is ``NAME.py``, which holds
 
 - ``SECTION``: the heading under which ``titans --help`` shows it, one of :data:`SECTIONS`;
-- ``WRITES``, if it writes: the setting or option with which another place is chosen, for what is said of a full disk;
+- ``WRITES``, if it writes: the setting or option that chooses another place, for the message about a full disk;
 - a :class:`click.Command` called ``NAME``: its arguments are declared above its action, and the first paragraph of its
   docstring is its help. ``_arguments.py`` has the arguments and number types that several commands share.
 
@@ -21,10 +21,10 @@ import click
 SECTIONS = ("data", "train", "evaluate", "study", "tools")
 
 COMPLETION = "_TITANS_COMPLETE"
-"""The environment variable in which a shell asks for completions, as the script of ``titans completion`` makes it."""
+"""Environment variable by which a shell asks for completions; the script of ``titans completion`` sets it."""
 
 SUBJECT = "titans_pt.subject"
-"""Key in a context's ``meta`` of the CONFIG or RUN that a command works on, for errors that name no file."""
+"""Key in a context's ``meta`` for the command's CONFIG or RUN, which completes errors that name no file."""
 
 
 class Commands(Mapping[str, click.Command]):

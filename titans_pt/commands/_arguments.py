@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and the types of numbers: all are checked before a command does anything."""
+"""Arguments and number types that several commands share; all are checked before a command does anything."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from titans_pt.commands import SUBJECT
 
 
 class Checked(click.ParamType):
-    """The value that ``read`` makes of a word; otherwise one line that says what is allowed.
+    """Type that converts a word with ``read``; an error is one line that says what is allowed.
 
     Args:
         read: raises ValueError for a word that is not allowed.
@@ -63,7 +63,7 @@ COUNTS = Checked(
     lambda words: list(dict.fromkeys(whole(1).read(word) for word in words.split(","))),
     "whole numbers of at least 1, with commas between",
 )
-"""A list of int from words such as 1024,2048; what is listed twice counts once."""
+"""A list of int from words such as 1024,2048, without duplicates."""
 
 NAMES = Checked(lambda words: list(dict.fromkeys(words.split(","))), "names with commas between")
 """A list of str from words such as mac,mag, each once; the action knows which are allowed."""
@@ -81,7 +81,7 @@ class PathName(click.Path):
 
 
 class Output(PathName):
-    """A Path where the action will write. That it can is checked before the work."""
+    """A Path that the action will write; whether it can is checked before the work begins."""
 
     def convert(self, value, param, ctx):
         from titans_pt.tools.files import check_room
@@ -103,7 +103,7 @@ def _subject(context: click.Context, _parameter: click.Parameter, value: str) ->
 
 
 def overrides(help: str = "settings over the file's, e.g. train.max_steps=10"):
-    """KEY=VALUE words, before, between and after the options: ``overrides``, a tuple of str."""
+    """Add KEY=VALUE words, which may stand anywhere among the options, as ``overrides``, a tuple of str."""
     return click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", help=help)
 
 
@@ -114,9 +114,9 @@ config_name = click.argument(
 
 
 def settings(action, model: bool = True):
-    """CONFIG and KEY=VALUE words, which the action gets as ``config``: what ``load_config`` makes of them.
+    """Add CONFIG and KEY=VALUE words to a command; the action gets the loaded settings as ``config``.
 
-    ``model=False``: for actions on data, without the checks of the model and its task, which import torch.
+    ``model=False``: for actions on data; it skips the checks of the model and its task, which import torch.
     """
 
     @config_name

@@ -9,7 +9,7 @@ WRITES = "--out"
 
 
 class Layers(click.ParamType):
-    """Numbers with commas between them; the word all is None."""
+    """Layer numbers with commas between them; the word all becomes None."""
 
     name = "layers"
 

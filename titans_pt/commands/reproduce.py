@@ -66,7 +66,7 @@ def reproduce(
         reproduce.show_plan(whole, order, ranks, memory)
         return 0
     if submit:
-        reproduce.planned(whole, order)  # what is wrong with the words is said here, not in the jobs' logs
+        reproduce.planned(whole, order)  # wrong settings are reported here, not in the jobs' logs
         given = {
             "--size": size, "--out": order.out, "--ranks": ranks, "--tokens": tokens, "--models": _joined(models),
             "--seeds": _joined(seeds), "--rates": _joined(rates),

@@ -5,9 +5,9 @@
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model.generate(**tokenizer("text", return_tensors="pt"), max_new_tokens=20)
 
-Where this package is not installed, ``trust_remote_code=True`` runs the source files that every exported folder
-carries (source.py). generate() carries the memory's state: every token is read once, at any length. A call's ``state``
-continues where it ended: ``model.generate(new_ids, state=out.state)``. docs/evaluation.md says what else works.
+Without this package, ``trust_remote_code=True`` runs the source files that every exported folder carries (source.py).
+generate() carries the memory's state: every token is read once, at any length. To continue after a call, pass its
+``state``: ``model.generate(new_ids, state=out.state)``. docs/evaluation.md lists what else works.
 """
 
 from titans_pt.errors import UserError

@@ -32,7 +32,7 @@ different lengths is padded on the left, as the tokenizer does it with `padding=
 
 
 def model_card(run: LoadedRun) -> str:
-    """README.md with the run's figures: Markdown with the metadata that the hub reads. No path of this machine."""
+    """Text of README.md with the run's figures and the hub's metadata, in Markdown, without paths of this machine."""
     name = run.folder.path.resolve().name
     figures = list(_figures(run))
     data = ModelCardData(
@@ -74,7 +74,7 @@ def _facts(run: LoadedRun) -> list[tuple[str, str]]:
 
 
 def _figures(run: LoadedRun) -> Iterator[tuple[str, str, str, float]]:
-    """(data, kind, name, value) of what was measured on this checkpoint: while training and by titans evaluate."""
+    """Yield (data, kind, name, value) of each figure of this checkpoint, from training and from titans evaluate."""
     for record in read_metrics(run.folder.metrics):
         if record["step"] == run.step and record["kind"] == "validation" and record.get("validation_loss") is not None:
             data = "validation text" if run.task.name == "language" else f"validation samples of {run.task.name}"
@@ -86,7 +86,7 @@ def _figures(run: LoadedRun) -> Iterator[tuple[str, str, str, float]]:
         raise UserError(f"{path}: damaged ({error}); make it again with: titans evaluate {run.folder.path}, or delete "
                         "it to export without its figures") from None  # fmt: skip
     if summary.get("checkpoint_hash") != run.checkpoint_hash or summary.get("caching"):
-        return  # of other weights, or with caches, which the exported model does not have
+        return  # figures of other weights, or with caches, which the exported model does not have
     if "perplexity" in summary:
         other = summary["perplexity"].get("text")
         data = f"validation part of {Path(other).name}" if other else "validation text"

@@ -1,4 +1,4 @@
-"""A checkpoint of a run as a Hugging Face folder; such a folder, or a Llama-like one, as a run."""
+"""Export a run's checkpoint as a Hugging Face folder; import such a folder, or a Llama-like model, as a run."""
 
 import hashlib
 import json
@@ -30,21 +30,21 @@ from titans_pt.runs.written import write_run
 from titans_pt.tools.tensor_files import check_sums, write_sums
 
 _UNFINISHED = ".export-"
-"""Begins the name of the folder that an export is put together in; one that is left was cut short."""
+"""Prefix of the temporary folder in which an export is built; a leftover folder means that the export was cut short."""
 _EXPORTED = (*FILES, "model*.safetensors", "model.safetensors.index.json", "generation_config.json", "chat_template*",
              "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # fmt: skip
 """Files that decide what is loaded, besides config.json and the code."""
 
 
 def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None) -> Path:
-    """Writes config.json, model.safetensors, the tokenizer, the model's source files and a model card to ``folder``.
+    """Write config.json, model.safetensors, the tokenizer, the model's source files and a model card to ``folder``.
 
-    An earlier export there is replaced, all of it; files that are no part of one stay. config.json is missing until
-    all others are in place: a folder whose export was cut short is refused by whatever reads it.
+    An earlier export there is replaced completely; files that do not belong to it stay. config.json is written last:
+    without it, readers refuse a folder whose export was cut short.
 
     Raises:
-        UserError: ``folder`` is a file, holds a run, or a model or a tokenizer that is no export; or what ``load_run``
-            finds wrong with the run.
+        UserError: ``folder`` is a file, or holds a run, or a model or tokenizer that is not an export; or ``load_run``
+            refuses the run.
     """
     folder = Path(folder)
     stale = _replaced(folder)
@@ -54,7 +54,8 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
         str(run.tokenizer.path), eos_token=given.eos_token, begin_with_bos=given.add_bos,
         chat_template=run.tokenizer.chat_template,
     )  # fmt: skip
-    # The embedding and the head as the tokenizer has entries: other rows count nowhere. Adapters end in the weights.
+    # The embedding and the head get as many rows as the tokenizer has entries: other rows are padding. Adapters are
+    # merged into the weights.
     exact = run.config.model.model_copy(update={"vocab_size": run.tokenizer.vocab_size, "lora": None})
     run = replace(run, config=run.config.model_copy(update={"model": exact}))
     config = TitansConfig(
@@ -74,7 +75,7 @@ def export_run(run_dir: str | Path, folder: str | Path, step: int | None = None)
         for path in stale:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         for file in sorted(Path(scratch).iterdir(), key=lambda file: (file.name == "config.json", file.name)):
-            file.chmod(0o666 & ~_umask())  # safetensors makes its file for the owner alone
+            file.chmod(0o666 & ~_umask())  # only the owner can read the file that safetensors creates
             os.replace(file, folder / file.name)
     return folder
 
@@ -83,7 +84,7 @@ def _replaced(folder: Path) -> list[Path]:
     """Files of an earlier export in ``folder``, config.json first.
 
     Raises:
-        UserError: a file, a run, or a model or a tokenizer that is no export.
+        UserError: ``folder`` is a file, or holds a run, or a model or tokenizer that is not an export.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder}: is a file; name a folder")
@@ -114,8 +115,10 @@ def _model_type(config: Path) -> str | None:
 
 
 def published(config: Config) -> dict:
-    """Settings of a run for an exported folder: all that the model and its tokenizer need, no path of this machine,
-    and of the user the names of modules alone, which define the model's own mixers and rules for :func:`import_run`."""
+    """Settings of a run for an exported folder: all that the model and its tokenizer need, no path of this machine.
+
+    User modules, which define the model's own mixers and rules, are only named, for :func:`import_run`.
+    """
     tree = config.model_dump(mode="json")
     tokenizer = {key: tree["data"]["tokenizer"][key] for key in ("eos_token", "add_bos")}
     data = {key: tree["data"][key] for key in ("seq_len", "reset_at_documents")}
@@ -125,17 +128,18 @@ def published(config: Config) -> dict:
 
 
 def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str] = ()) -> Path:
-    """The run folder of what :func:`export_run` wrote, or of a Llama-like model: to evaluate, generate, inspect, and to
-    start training from; it has no optimiser's state.
+    """Write a run folder from a folder of :func:`export_run`, or from a Llama-like model, and return it.
+
+    The run can evaluate, generate, inspect, and start training; it has no optimiser state.
 
     Args:
         folder: a folder with config.json, or a GGUF file.
-        overrides: ``key=value`` settings, such as data.dir, which an exported folder does not tell. run.imports names
-            the modules of a model's own mixers and rules, where those that the folder names do not.
+        overrides: ``key=value`` settings, such as data.dir, which an exported folder does not hold. run.imports names
+            the modules of the model's own mixers and rules, if they differ from those that the folder names.
 
     Raises:
-        UserError: neither is there, it is none that is computed exactly, ``run_dir`` holds a run already, or a module
-            cannot be imported.
+        UserError: ``folder`` is neither of these, or its model cannot be computed exactly; ``run_dir`` already holds a
+            run; or a module cannot be imported.
     """
     folder, run = Path(folder), RunFolder(run_dir)
     if run.config.exists():
@@ -163,18 +167,17 @@ def import_run(folder: str | Path, run_dir: str | Path, overrides: Sequence[str]
         )
     stored = as_stored(model.config.settings)
     data = stored.get("data", {})
-    own = data.get("tokenizer", {}) | {"path": str(run.path / tokenizer.name)}  # what titans prepare has to use
+    own = data.get("tokenizer", {}) | {"path": str(run.path / tokenizer.name)}  # titans prepare must use this file
     stored |= {"run": stored.get("run", {}) | {"dir": str(run.path)}, "data": data | {"tokenizer": own}}
     settings = validated(stored, overrides)
     return write_run(run, settings, dict(model.model.named_parameters()), tokenizer, model.config.step)
 
 
 def _check_exported(folder: Path) -> Path:
-    """The tokenizer's file.
+    """Check an exported folder and return its tokenizer's file.
 
     Raises:
-        UserError: ``folder`` is not one that :func:`export_run` wrote, or only a part of it, or its tokenizer is not
-            the model's.
+        UserError: ``folder`` is not a complete folder of :func:`export_run`, or its tokenizer is not the model's.
     """
     wrong = f"name a folder that titans export wrote, or one of a model of type {NAMES}"
     if any(folder.glob(f"{_UNFINISHED}*")):
@@ -199,7 +202,7 @@ def _check_exported(folder: Path) -> Path:
                 f"{saved_tokenizer(folder)}: not the tokenizer of this model (sha256 {trained[:12]}...); "
                 "copy or export it again"
             )
-    elif len(found) > 1:  # folders from before config.json said which
+    elif len(found) > 1:  # the config.json of older folders has no tokenizer_hash
         raise UserError(
             f"{folder}: holds {' and '.join(path.name for path in found)}; delete the one that is not this model's"
         )
@@ -207,7 +210,7 @@ def _check_exported(folder: Path) -> Path:
 
 
 def _umask() -> int:
-    """The process's umask, which the system tells only to those who set it."""
+    """The process's umask; the system reports it only when it is set."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

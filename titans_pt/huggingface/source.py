@@ -1,10 +1,10 @@
 """The source files that a model needs, as an exported folder carries them for ``trust_remote_code``.
 
-transformers copies a folder's modeling file and, flat, the files that it imports relatively. Every module of ours
-that the model imports therefore becomes one file next to it: its dotted name with underscores, its text unchanged but
-for the imports of ours. Triton's kernels, which modules import inside functions, come along; a GPU uses them. Files
-that are not Python (kernels in C), which a module finds as ``Path(__file__).with_name(NAME)``, come along as text in
-CARRIED.
+transformers copies a folder's modeling file, and the files that it imports relatively, into one flat folder. Each of
+our modules that the model imports therefore becomes a file next to the modeling file. Its name is the dotted name with
+underscores; in its text, only the imports of our modules change. Triton's kernels, which modules import inside
+functions, are included for GPUs. Files that are not Python (kernels in C), which a module finds as
+``Path(__file__).with_name(NAME)``, are included as text in CARRIED.
 """
 
 import ast
@@ -27,7 +27,7 @@ from titans_pt.token_plans.mixers import planner_of
 CARRIED = "titans_pt_carried"
 _START = "titans_pt.huggingface.modeling"
 HEAD = re.compile(r"# \S+ of titans-pt \S+, Apache-2\.0; only the imports are changed\.$")
-"""First line of every file that is carried, but for CARRIED."""
+"""First line of every carried file except CARRIED."""
 _BESIDE = re.compile(r'Path\(__file__\)\.with_name\("([^"]+)"\)')
 _FILES = '''"""Files that are not Python, as text."""
 
@@ -56,10 +56,10 @@ def placed(name: str) -> Path:
 
 
 def source_files(model: ModelConfig) -> dict[str, str]:
-    """File name -> text of all that a model of these settings needs; the first is MODELING.
+    """File name -> text of all source files that a model with these settings needs; MODELING comes first.
 
     Raises:
-        UserError: a mixer whose source is not a file, or that imports a module of ours without ``from``.
+        UserError: a mixer whose source is not a file, or that imports one of our modules without ``from``.
     """
     mixers = [MIXERS.find(kind) for kind in model.kinds]
     plans = [planner.__module__ for planner in map(planner_of, mixers) if planner is not None]
@@ -93,7 +93,7 @@ def source_files(model: ModelConfig) -> dict[str, str]:
 
 
 def _literal(text: str) -> str:
-    """A string literal of ``text``, as it reads where that is possible."""
+    """A string literal of ``text``: a raw one if possible."""
     raw = f"r'''{text}'''"
     try:
         return raw if ast.literal_eval(raw) == text else repr(text)
@@ -102,7 +102,7 @@ def _literal(text: str) -> str:
 
 
 def _collect(first: list[str], ours: set[str], modules: dict[str, "_Module"], needs: Callable[["_Module"], set[str]]):
-    """Adds ``first`` and all that they need to ``modules``."""
+    """Adds the modules ``first``, and all modules that they need, to ``modules``."""
     todo, seen = list(first), set()
     while todo:
         if (name := todo.pop()) not in seen:
@@ -120,10 +120,10 @@ class _Module:
     """One module, rewritten.
 
     Attributes:
-        text: with relative imports of flat names.
-        needs, may_need: the modules of ours that it imports, and that its functions and try blocks import.
-        outside: the packages that it cannot be imported without.
-        beside: files that are not Python, which it finds next to itself; by their place in the package.
+        text: source text with relative imports of flat names.
+        needs, may_need: our modules that it imports, and our modules that its functions and try blocks import.
+        outside: packages without which it cannot be imported.
+        beside: files that are not Python and lie next to it, by their path in the package.
     """
 
     def __init__(self, name: str, ours: set[str]):
@@ -167,7 +167,7 @@ class _Module:
         return importlib.util.resolve_name("." * node.level + (node.module or ""), self.package)
 
     def _rewritten(self, node: ast.Import | ast.ImportFrom, needs: set[str]) -> list[str]:
-        """The lines in place of an import of ours; what it imports is added to ``needs``."""
+        """Lines that replace an import of our modules, which are added to ``needs``."""
         indent = " " * node.col_offset
         if isinstance(node, ast.Import):
             raise UserError(f"{self.name}: line {node.lineno}: an exported folder carries this file, and cannot with "

@@ -2,8 +2,8 @@
 
 The model comes with the package (titans_pt/pretrained/needles-lmm). It reads one stream in constant memory: needles in
 noise as in its training, then more noise. After 2,048 tokens, 4,096 and so on, a copy of its state is asked for the
-needles. Beside it the same model is asked with only the last 2,048 tokens of the stream in view, the longest sample of
-its training.
+needles. For comparison, the same model answers with only the last 2,048 tokens of the stream in view, the length of the
+longest sample in its training.
 """
 
 import time
@@ -28,12 +28,12 @@ from titans_pt.tools.plots import figure_format, length_axis, new_figure, own_st
 
 MODEL = "needles-lmm"
 NEEDLES, WINDOW = 8, 2048
-"""Values of the model's training: needles of a sample, and tokens of the longest."""
+"""Values of the model's training: needles in a sample, and tokens of the longest sample."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Numbers of needles known when ``tokens`` had been read, the needles included."""
+    """Numbers of needles known after reading ``tokens`` tokens, the needles included."""
 
     tokens: int
     memory: int
@@ -42,15 +42,15 @@ class Asked:
 
 
 def demo(tokens: int, seed: int = 0, picture: Path | None = None) -> list[Asked]:
-    """Reads the stream, prints a table, draws a picture.
+    """Read the stream, print a table and draw a picture.
 
     Args:
-        tokens: of the stream, at least WINDOW. Its first WINDOW tokens hold the needles.
-        seed: of the needles and the noise.
-        picture: where to draw it; None: nowhere.
+        tokens: length of the stream, at least WINDOW. Its first WINDOW tokens hold the needles.
+        seed: random seed of the needles and the noise.
+        picture: file to draw; None: no picture.
 
     Returns:
-        the answers after WINDOW tokens, twice as many, and so on, and after ``tokens``.
+        the answers after WINDOW tokens, after each doubling, and after ``tokens``.
 
     Raises:
         UserError: ``tokens`` is too small, or the picture cannot be written.
@@ -98,7 +98,7 @@ def _ask(run: LoadedRun, tokens: int, seed: int, done: Callable[[int], object]) 
 
 
 def _stops(tokens: int) -> list[int]:
-    """Places at which the needles are asked for: WINDOW tokens, their doubles below ``tokens``, and ``tokens``."""
+    """Lengths at which the needles are asked for: WINDOW, its doublings below ``tokens``, and ``tokens``."""
     stops = [WINDOW]
     while 2 * stops[-1] < tokens:
         stops.append(2 * stops[-1])

@@ -1,8 +1,8 @@
 """The memory and the mixers as layers for other models: keyword settings, (B, T, d_model) and a state in and out.
 
-Each layer is the internal one with a constructor of its own: settings come by keyword, with the defaults of
-``model``, ``model.memory``, the mixer's and the memory rule's own section (docs/settings.md). Weights are initialised
-as in our models. Importing this module imports torch, but nothing of the training stack.
+Each layer is an internal class with a different constructor: its settings are keywords. Their defaults are those of
+``model``, ``model.memory``, and the sections of the mixer and of the memory rule (docs/settings.md). Weights are
+initialised as in our models. Importing this module imports torch, but nothing of the training stack.
 """
 
 import difflib
@@ -36,28 +36,28 @@ from titans_pt.models.mixers.mag import MAG as _MAG
 from titans_pt.models.mixers.mal import MAL as _MAL
 
 _ANY_LENGTH = 1 << 40
-"""Stands for data.seq_len, which a layer does not have, in checks of settings: no window and no chunk is longer."""
+"""Replaces data.seq_len in checks of settings: a layer has no such setting, and no window or chunk is longer."""
 _OF_A_MODEL = {
     "mixers", "n_heads", "window", "vocab_size", "vocab_multiple", "d_model", "mlp_hidden", "mlp_periods",
     "tie_embeddings", "embedding_scale", "memory", "lora",
 }  # fmt: skip
-"""Settings of ``model`` that say nothing about one layer, or that are decided apart from the others."""
+"""Settings of ``model`` that do not concern a single layer, or that are handled separately."""
 _OF_A_MEMORY = {"write_cost"}
-"""Settings of ``model.memory`` that only a training loop of ours reads."""
+"""Settings of ``model.memory`` that only our training loop reads."""
 
 
 class _Resettable(nn.Module):
     """A layer that can draw its first weights again."""
 
     _made_of: tuple[int, int | None, dict[str, Any]]
-    """d_model, n_heads and settings, as they were given."""
+    """d_model, n_heads and settings, as given to the constructor."""
 
     @torch.no_grad()
     def reset_parameters(self):
-        """Fills all parameters and buffers, in their place, as the constructor does from torch's global generator:
-        after ``to_empty``, for a layer that was made on the meta device, or to begin again.
+        """Initialise all parameters and buffers in place, as the constructor does from torch's global generator.
 
-        It makes a second layer on this one's device for it. It fills whole tensors: call it before sharding.
+        Call it after ``to_empty``, for a layer that was made on the meta device, or to start training again. It builds
+        a second layer on the same device. It fills whole tensors: call it before sharding.
         """
         d_model, n_heads, settings = self._made_of
         with next(self.parameters()).device:
@@ -69,15 +69,16 @@ class _Resettable(nn.Module):
 
 
 class NeuralMemory(_Resettable, memory.NeuralMemory):
-    """The memory as a layer: x (B, T, d_model) -> (its answers M_t(q_t), (B, T, d_model), and the state after the last
-    token). It has no residual, output gate or output projection; LMM, MAC, MAG and MAL have them.
+    """The memory as a layer: x (B, T, d_model) -> outputs M_t(q_t) (B, T, d_model), and the state after the last token.
+
+    It has no residual, output gate or output projection; LMM, MAC, MAG and MAL have them.
 
     Args:
         d_model: width of the inputs and outputs.
         n_heads: memory heads; None: 16, or the largest smaller number that divides d_model. The Triton kernels need
             d_model / n_heads to be 32, 64 or 128.
-        settings: any setting of ``model.memory`` but hierarchy and write_cost, of its rule's own section,
-            and conv_width and norm_eps. ``init_std`` is that of the memory's first weights.
+        settings: any setting of ``model.memory`` except hierarchy and write_cost, any setting of the rule's own
+            section, conv_width and norm_eps. ``init_std`` applies to the memory's initial weights.
 
     Raises:
         UserError: a keyword is unknown, or a value does not fit.
@@ -94,21 +95,22 @@ class NeuralMemory(_Resettable, memory.NeuralMemory):
         self._made_of = d_model, n_heads, settings
         initialise(self, config)
 
-    def forward(  # type: ignore[override]  # a mask in place of what is worked out from it
+    def forward(  # type: ignore[override]  # takes a mask; the internal class takes Documents
         self, x: Tensor, state: NeuralMemoryState | None = None, reset: Tensor | None = None, **more: Any
     ) -> tuple[Tensor, NeuralMemoryState]:
         """
         Args:
             x: (B, T, d_model), any T >= 1.
-            state: what the previous call returned for the same rows; None at the start of a sequence.
-            reset: bool (B, T), True where a sequence starts: from there on nothing before it is known. None: nowhere.
+            state: the state that the previous call returned for the same rows; None at the start of a sequence.
+            reset: bool (B, T), True where a new sequence starts; its tokens see nothing before it. None: no new
+                sequence starts.
 
         Returns:
             (B, T, d_model) in the parameters' dtype, and the state after the last token.
 
         Raises:
             UserError: a shape or the state's rows do not fit.
-            ValueError: the state is of another memory.
+            ValueError: the state belongs to another memory.
         """
         documents = _checked_input(x, self.q.linear.in_features, state, reset)
         return _finished(self, state, *super().forward(x, state, documents, **more))
@@ -116,7 +118,7 @@ class NeuralMemory(_Resettable, memory.NeuralMemory):
     def inspect(self, x: Tensor, state: NeuralMemoryState | None = None, reset: Tensor | None = None) -> MemoryFigures:
         """Surprise, gates and norms of the memory at each token, (B, T, n_heads) each.
 
-        The arguments are those of :meth:`forward`. Token by token in PyTorch: for looking, not for training.
+        The arguments are those of :meth:`forward`. It runs token by token in PyTorch: for analysis, not for training.
         """
         return _inspected(self, x, state, reset)
 
@@ -127,9 +129,9 @@ class _Layer(_Resettable, Mixer):
     Args:
         d_model: width of the inputs and outputs.
         n_heads: heads of attention and memory; None: 16, or the largest smaller number that fits d_model.
-        settings: any setting of the mixer's own section, those of ``model`` that it uses, and with a memory those of
-            ``model.memory`` and of its rule's own section. ``init_std`` is that of linear layers;
-            ``memory={"init_std": ...}`` gives the memory's.
+        settings: any setting of the mixer's own section, and the settings of ``model`` that it uses. A mixer with a
+            memory also takes the settings of ``model.memory`` and of the rule's own section. ``init_std`` applies to
+            linear layers; ``memory={"init_std": ...}`` sets the memory's.
 
     Raises:
         UserError: a keyword is unknown, or a value does not fit.
@@ -142,42 +144,44 @@ class _Layer(_Resettable, Mixer):
         self.d_model, self._made_of = config.d_model, (d_model, n_heads, settings)
         initialise(self, config)
 
-    def forward(  # type: ignore[override]  # a mask in place of what is worked out from it
+    def forward(  # type: ignore[override]  # takes a mask; the internal class takes Documents
         self, x: Tensor, state: Any = None, reset: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         """
         Args:
             x: (B, T, d_model), any T >= 1.
-            state: what the previous call returned for the same rows; None at the start of a sequence.
-            reset: bool (B, T), True where a sequence starts: from there on nothing before it is known. None: nowhere.
+            state: the state that the previous call returned for the same rows; None at the start of a sequence.
+            reset: bool (B, T), True where a new sequence starts; its tokens see nothing before it. None: no new
+                sequence starts.
 
         Returns:
             (B, T, d_model), and the state after the last token.
 
         Raises:
             UserError: a shape or the state's rows do not fit.
-            ValueError: the state is of another memory.
+            ValueError: the state belongs to another memory.
         """
         documents = _checked_input(x, self.d_model, state, reset)
         return _finished(self, state, *super().forward(x, state, documents))
 
     def set_progress(self, done: float):
-        """Says which share of the training is behind: before each step, and with the weights of any step. Mixers that
-        change in its course follow (``mix_warmup`` of liza, ``base_lr_warmup`` of TTT, ``hierarchy.final_locals``).
-        Until it is called, what rises has risen, and a hierarchy has its ``locals``.
+        """Set the share of training that is done: before each training step, and after loading weights of any step.
+
+        Schedules of mixers follow it (``mix_warmup`` of liza, ``base_lr_warmup`` of TTT, ``hierarchy.final_locals``).
+        Until the first call, warm-ups count as finished, and a hierarchy has its ``locals``.
 
         Args:
-            done: from 0 to 1.
+            done: share from 0 to 1.
 
         Raises:
-            UserError: another number.
+            UserError: ``done`` is outside this range.
         """
         if not 0 <= done <= 1:
             raise UserError(f"done: given {done}; allowed: from 0 to 1")
         super().set_progress(done)
 
     def inspect(self, x: Tensor, state: Any = None, reset: Tensor | None = None) -> MemoryFigures:
-        """Figures of the memory in this layer for the tokens of x, persistent tokens left out; see
+        """Figures of this layer's memory for the tokens of x, without persistent tokens; see
         :meth:`NeuralMemory.inspect`.
 
         Raises:
@@ -208,10 +212,12 @@ def mixer(name: str, d_model: int, n_heads: int | None = None, **settings: Any) 
     Args:
         name: as in ``model.mixers``; your own mixers are known once their module is imported.
         d_model, settings: as for :class:`MAC`.
-        n_heads: None: the mixer's default. Refused where the heads follow from ``head_width``, or there are none.
+        n_heads: None: the mixer's default. Refused for a mixer without heads, or whose heads follow from
+            ``head_width``.
 
     Raises:
-        UserError: an unknown mixer, one that is not a layer by itself, an unknown keyword, a value that does not fit.
+        UserError: an unknown mixer, a mixer whose layers depend on each other, an unknown keyword, or a value that
+            does not fit.
     """
     kind = MIXERS.find(name)
     if kind.around is not Mixer.around or kind.bind is not Mixer.bind:
@@ -221,13 +227,13 @@ def mixer(name: str, d_model: int, n_heads: int | None = None, **settings: Any) 
 
 
 _LAYERS: dict[str, type[_Layer]] = {"lmm": LMM, "mac": MAC, "mag": MAG, "mal": MAL}
-"""Mixer -> its class as a layer; those of the other mixers are made when they are asked for."""
+"""Mixer's name -> its class as a layer; classes of other mixers are added on first use."""
 
 
 def _layer_of(kind: type[Mixer]) -> type[_Layer]:
-    """The class of a mixer built from keywords: an attribute of this module, so that its objects can be pickled."""
+    """Class of a mixer built from keywords. It is an attribute of this module, so that its objects can be pickled."""
     made = _LAYERS.get(kind.name)
-    if made is None or not issubclass(made, kind):  # a mixer of somebody else may be defined again
+    if made is None or not issubclass(made, kind):  # a user's mixer may be defined again
         made = type(kind.name, (_Layer, kind), {"__doc__": kind.__doc__, "__module__": __name__})
         _LAYERS[kind.name] = made
     return made
@@ -255,7 +261,7 @@ def _mixer_config(
 
 
 def _rule_section(settings: dict[str, Any]) -> dict[str, set[str]]:
-    """The own settings of the memory rule that the keywords choose, by the path of their section."""
+    """Names of the settings of the memory rule that the keywords choose, by the path of the rule's section."""
     chosen = settings.get("rule", MemoryConfig.model_fields["rule"].default)
     if not isinstance(chosen, str):
         return {}  # validation says what is wrong with it
@@ -272,11 +278,11 @@ def _model_config(
     settings: dict[str, Any],
     sections: dict[str, set[str]],
 ) -> ModelConfig:
-    """The ``model`` section of one layer, completed and checked as that of a run.
+    """The ``model`` section of one layer, completed and checked like a run's.
 
     Args:
         caller: the public name, for messages.
-        sections: path of a section -> the keywords that it takes; a keyword goes to the first that has it.
+        sections: path of a section -> the keywords that it takes; a keyword goes to the first section that takes it.
     """
     tree: dict[str, Any] = {"mixers": [kind.name], "d_model": d_model}
     if isinstance(given := settings.get("memory"), dict) and "memory" in sections["model"]:
@@ -312,7 +318,7 @@ def _model_config(
 
 @contextmanager
 def _by_keywords() -> Iterator[None]:
-    """Errors inside it name settings as the keywords that they are here."""
+    """Context whose errors name settings as keywords, without the path of their section."""
     try:
         yield
     except (ValidationError, UserError) as error:
@@ -321,7 +327,7 @@ def _by_keywords() -> Iterator[None]:
 
 
 def _checked_input(x: Tensor, d_model: int, state: Any, reset: Tensor | None) -> Documents | None:
-    """Documents that ``reset`` makes of the sequences in x, after a check that all three fit together."""
+    """Check that x, state and reset fit together; return the documents into which ``reset`` cuts x, None without it."""
     if x.dim() != 3 or x.shape[-1] != d_model or x.numel() == 0:
         raise UserError(f"x: given shape {tuple(x.shape)}; allowed: (B, T, {d_model}), at least one row and one token")
     if (given := rows(state)) not in (None, len(x)):
@@ -339,9 +345,12 @@ def _checked_input(x: Tensor, d_model: int, state: Any, reset: Tensor | None) ->
 
 
 def _finished(layer: nn.Module, before: Any, y: Tensor, after: Any) -> tuple[Tensor, Any]:
-    """The results of a call: a state that keeps nothing else alive, and, after a state, a gradient of 0 for the
-    parameters that a sequence's start alone uses (M_0, persistent tokens), which DistributedDataParallel waits for."""
-    if before is not None and torch.is_grad_enabled():  # generation should not look for them
+    """Results of a call: y, and a state that keeps no other tensors alive.
+
+    A call that continues from a state does not use the parameters of a sequence's start (M_0, persistent tokens). They
+    get a gradient of 0 here, because DistributedDataParallel waits for their gradients.
+    """
+    if before is not None and torch.is_grad_enabled():  # generation skips the search for parameters
         kinds = MemoryNetwork, TTTNetwork
         starts = [p for module in layer.modules() if isinstance(module, kinds) for p in module.parameters()]
         starts += [p for p in [getattr(layer, "persistent", None)] if p is not None]

@@ -1,4 +1,4 @@
-"""States as values: what a layer or a model carries from call to call can be copied, cut off, picked from and kept."""
+"""Operations on the states of layers and models: copy, detach, move, select rows, save and load."""
 
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ S = TypeVar("S")
 
 
 def fork_state(state: S) -> S:
-    """A copy that shares no tensor with ``state``: two continuations of one past. Gradients flow through it."""
+    """A copy that shares no tensor with ``state``, for a second continuation. Gradients flow through it."""
     return states.fork(state)
 
 
@@ -27,13 +27,13 @@ def move_state(state: S, device: str | torch.device, dtype: torch.dtype | None =
     """``state`` for a layer on another device, or in another dtype. Gradients flow through it.
 
     Args:
-        device: where tensors of floating point go; whole numbers (offsets, places) stay on the host, as by
-            :func:`load_state`. Tensors that are there already are shared with ``state``, not copied.
-        dtype: theirs from then on, such as torch.float64; None: each keeps its own.
+        device: target of floating-point tensors. Integer tensors (offsets, positions) stay on the host, as in
+            :func:`load_state`. Tensors already on the target are shared with ``state``, not copied.
+        dtype: new dtype of floating-point tensors, such as torch.float64; None: each keeps its own.
     """
     return states.map_tensors(state, lambda tensor: states.moved(tensor, device, dtype))
 
 
 def take_rows(state: S, index: Tensor) -> S:
-    """The state of the rows at ``index`` (n,) int64, in that order, any of them several times. A copy."""
+    """A copy of the state for the rows at ``index`` (n,) int64, in that order; a row may repeat."""
     return states.take_rows(state, index)

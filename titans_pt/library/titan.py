@@ -1,4 +1,4 @@
-"""A trained language model, to be called from Python: text in, text out, with its memory as a value."""
+"""A trained language model in Python: text in, text out, with the memory's state as a value."""
 
 import json
 import tempfile
@@ -14,7 +14,7 @@ from titans_pt.layers.state import fork
 from titans_pt.streaming import best_device, check_draws, prefill, sample
 from titans_pt.tools.extras import needed
 
-# Imports inside functions: runs have their settings in YAML and a tokenizer, whose packages the layers do without.
+# Runs are imported inside functions: they need packages for YAML and tokenizers, which the layers do not need.
 if TYPE_CHECKING:
     from titans_pt.runs.loaded import LoadedRun
 
@@ -24,23 +24,24 @@ PRETRAINED = Path(__file__).parents[1] / "pretrained"
 
 @dataclass(frozen=True)
 class Reading:
-    """State of a model's reading: the logits (1, V) for the next token, and the state of every layer.
+    """State of a model after reading: the logits (1, V) for the next token, and the state of every layer.
 
-    Its size does not grow with the text, except for full attention. It belongs to the weights that read.
+    Its size does not grow with the text, except for full attention. It is valid only for the weights that read the
+    text.
     """
 
     logits: Tensor
     state: Any
     _run: "LoadedRun"
     unfinished: bytes = b""
-    """Bytes of a character that the last token has left incomplete: text that is generated next begins with them."""
+    """Bytes of a character that the last token left incomplete: the text generated next begins with them."""
 
     def fork(self) -> "Reading":
         """A copy that shares no tensor with this one."""
         return replace(self, logits=self.logits.clone(), state=fork(self.state))
 
     def save(self, path: str | Path):
-        """Writes it as a state file: for :meth:`Titan.load_state`, and for ``titans generate --state``."""
+        """Writes a state file for :meth:`Titan.load_state` and ``titans generate --state``."""
         from titans_pt.runs.loaded import save_reading
 
         save_reading(self._run, self.logits, self.state, self.unfinished, path)
@@ -49,8 +50,8 @@ class Reading:
 class Titan(nn.Module):
     """A trained language model with its tokenizer; :meth:`from_pretrained` loads it.
 
-    ``state`` is what the last :meth:`read` or :meth:`generate` left: pass it on to continue there. A call without a
-    state begins a document.
+    ``state`` is the state after the last :meth:`read` or :meth:`generate`: pass it on to continue from there. A call
+    without a state begins a document.
     """
 
     def __init__(self, run: "LoadedRun"):
@@ -68,7 +69,7 @@ class Titan(nn.Module):
             path: a run's folder (its newest checkpoint, or the best where a run has one), one of its checkpoints, or a
                 folder that ``titans export`` wrote, which needs titans-pt[eval]; or the name of a model that comes with
                 the package, "needles-lmm".
-            device: None: a GPU where there is one.
+            device: None: a GPU if there is one.
             precision: "bf16" or "fp32"; None: as ``titans generate`` chooses.
 
         Raises:
@@ -80,15 +81,15 @@ class Titan(nn.Module):
             return cls(_loaded(Path(path).expanduser(), device or best_device(), precision))
 
     def forward(self, ids: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """ids (B, T) int64 -> logits (B, T, V), and the state after the last token, to pass on with the next ids."""
+        """ids (B, T) int64 -> logits (B, T, V), and the state after the last token, for the call with the next ids."""
         return self.model(ids, state)
 
     def read(self, text: str, state: Reading | None = None) -> Reading:
         """Reads ``text`` piece by piece, in constant memory.
 
         Args:
-            text: of any length.
-            state: what was read before, which stays as it is; None: the text begins a document.
+            text: text of any length.
+            state: the state to continue from, which does not change; None: the text begins a document.
 
         Returns:
             the state after the text; ``self.state`` is the same.
@@ -120,20 +121,20 @@ class Titan(nn.Module):
         top_p: float = 0.95,
         state: Reading | None = None,
     ) -> str:
-        """Continues ``text``; defaults and text are those of ``titans generate``.
+        """Continues ``text``; the defaults and the new text are those of ``titans generate``.
 
         Args:
-            text: it may be left out with ``state``.
+            text: optional with ``state``.
             max_new_tokens: the most tokens to generate; an end-of-text token ends it earlier.
             temperature: 0 takes the most likely token, 1 draws from the model's distribution.
             seed: random seed of the draws.
             top_k: draws only from this many most likely tokens; None: from all.
             top_p: draws only from the smallest set of tokens that holds this much probability.
-            state: what was read before, which stays as it is; None: the text begins a document.
+            state: the state to continue from, which does not change; None: the text begins a document.
 
         Returns:
-            the new text; ``self.state`` is the state after it. A character that ``max_new_tokens`` cuts is left to the
-            text that is generated from there.
+            the new text; ``self.state`` is the state after it. If ``max_new_tokens`` cuts a character, the text
+            generated from that state begins with it.
 
         Raises:
             UserError: an argument out of range, nothing to continue, or a state of other weights.
@@ -162,7 +163,7 @@ class Titan(nn.Module):
         """Loads the file that :meth:`Reading.save`, or ``titans generate --save-state``, wrote with the same weights.
 
         Raises:
-            UserError: not such a file, a damaged one, or one of other weights.
+            UserError: the file is not a state file, is damaged, or belongs to other weights.
         """
         from titans_pt.runs.loaded import load_reading
 
@@ -202,8 +203,8 @@ def _loaded(path: Path, device: str | torch.device, precision: str | None) -> "L
 def _exported(folder: Path, device: str | torch.device, precision: str | None) -> "LoadedRun":
     """Loads an exported folder as a run, through a temporary run folder.
 
-    While its files are those of the export, it has the hash of the checkpoint that was exported: that run's state files
-    are its own.
+    While the files are unchanged since the export, the run has the hash of the exported checkpoint: state files of the
+    original run fit it.
     """
     from titans_pt.huggingface import import_run  # imports transformers, which runs do not need
     from titans_pt.runs.folder import RunFolder

@@ -1,6 +1,6 @@
 """``titans reproduce``: the paper's tables and figures by one command, at any size.
 
-A study (studies.py) says which runs a table needs and what is measured of each. Runs (runs.py) are trained, or resumed,
-by as many processes as see the folder (claims.py, work.py); of each finished one there is a record (records.py), a
-small file. Tables (tables.py) and the summary (page.py) are made of the records alone.
+A study (studies.py) defines the runs that a table needs, and their measures. All processes that see the folder share
+the work of training or resuming the runs (runs.py, claims.py, work.py). Each finished run has a record (records.py), a
+small file. Tables (tables.py) and the summary (page.py) are made from the records alone.
 """

@@ -1,11 +1,11 @@
-"""Table 4: models that read a genome, then classify short sequences, and the same ones from scratch."""
+"""Table 4: models pretrained on a genome that then classify short sequences, and the same models from scratch."""
 
 from titans_pt.reproduce import measures, pictures
 from titans_pt.reproduce.measures import TRAINING, Measure
 from titans_pt.reproduce.study import Column, Row, Study
 
 PRETRAIN = "pretrain"
-"""The variant that reads the genome; the others but those from scratch begin with its weights."""
+"""Variant that is pretrained on the genome. All others start from its weights, except those from scratch."""
 BENCHMARKS = {
     # name: (folder, data.seq_len, training sequences)
     "cohn": ("human_enhancers_cohn", 512, 20_843), "ensembl": ("human_enhancers_ensembl", 576, 123_872),
@@ -14,12 +14,12 @@ BENCHMARKS = {
 }  # fmt: skip
 _OFF = ("model.memory.writes=false",)
 STARTS = {"": (), "scratch": (), "memory-off": _OFF, "scratch-memory-off": _OFF}
-"""Ways of learning a set: with the pretrained weights or without, the memory written or never."""
+"""Ways of training on a set: pretrained or from scratch, with the memory on or off."""
 TINY_MODELS, PAPER_MODELS = ("lmm", "transformer", "mamba2"), ("lmm", "transformer", "mamba", "mamba2")
 TINY_SETS = ("coding", "splice")
 SEEDS = {"tiny": (0, 1, 2), "paper": (0, 1, 2, 3, 4)}
 _EPOCHS, _BATCH = 10, 256
-"""Passes over a set and sequences of a step at the paper's size."""
+"""Epochs of a set, and sequences per step, at the paper's size."""
 _COMMON = ("task=classify_dna", "data.validation_fraction=0.1", "train.weight_decay=0.01")
 
 
@@ -79,7 +79,7 @@ def table4(size: str) -> Study:
         Column("nats a base", "text", measures.nats),
         Column("steps", TRAINING, measures.steps_trained),
     )
-    tokens = 622_592 if size == "tiny" else 4_194_304  # tiny: all of the validation blocks, as the floor has
+    tokens = 622_592 if size == "tiny" else 4_194_304  # tiny: all validation blocks, as for the Markov floor
     text = Measure(
         "text", "perplexity", (f"evaluation.perplexity.tokens={tokens}", "evaluation.perplexity.length=1024")
     )

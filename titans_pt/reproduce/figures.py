@@ -1,4 +1,4 @@
-"""One measured number with its uncertainty, and how those of several seeds become one."""
+"""A measured number with its uncertainty, and the pooling of several seeds."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,11 +10,11 @@ from titans_pt.tools.statistics import half_width, half_width_of_sum, ratio_erro
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure. ``value``: a share of right answers (accuracy), nats per token (perplexity), or any number.
+    """One figure. ``value``: the share of right answers (accuracy), nats per token (perplexity), or any number.
 
-    ``n``: number of questions or tokens that it was measured on. ``stderr``: of the nats, over so many ``streams`` of
-    text. ``by_stream``: the nats of each stream, in the order of the text; empty where they were not kept. ``length``:
-    tokens of a stream, of which the last may have fewer; 0: all have as many.
+    ``n``: number of questions or tokens that it was measured on. ``stderr``: standard error of the nats over
+    ``streams`` streams of text. ``by_stream``: nats of each stream, in the order of the text; empty if not kept.
+    ``length``: tokens per stream, of which the last may have fewer; 0: all streams are equally long.
     """
 
     kind: Literal["accuracy", "perplexity", "number"]
@@ -33,15 +33,17 @@ class Figure:
 
     @property
     def shown(self) -> float:
-        """Value in a table's unit: accuracies in percent, a perplexity as such."""
+        """Value in a table's unit: an accuracy in percent, a perplexity as exp(nats)."""
         return {"accuracy": 100 * self.value, "perplexity": _exp(self.value)}.get(self.kind, self.value)
 
 
 @dataclass(frozen=True)
 class Pooled:
-    """The mean over seeds, as shown; ``interval`` of 95 % that comes from the samples of the evaluation, not from the
-    seeds, None where there is none that says so; each seed's own figure beside it. ``by_stream``: means over the seeds
-    that have them."""
+    """Mean over seeds in a table's unit, with each seed's own figure.
+
+    ``interval``: the 95 % interval over the samples of the evaluation, not over seeds; None if the figures give none.
+    ``by_stream``: nats of each stream, as means over the seeds that have them.
+    """
 
     mean: float
     n: int
@@ -51,13 +53,16 @@ class Pooled:
 
     @property
     def by_seed(self) -> dict[int, float]:
-        """Each seed's own value, as shown."""
+        """Each seed's own value, in a table's unit."""
         return {seed: figure.shown for seed, figure in self.figures.items()}
 
 
 def pool(found: dict[int, Figure]) -> Pooled:
-    """Figures of one kind for each seed. Means of perplexities are taken in nats. Accuracies of several seeds have no
-    interval: seeds answer the same questions, and differ by far more than answers do."""
+    """Pool the figures of several seeds, all of one kind. Perplexities are averaged in nats.
+
+    Accuracies of several seeds have no interval: seeds answer the same questions, and they differ by far more than
+    answers do.
+    """
     figures = list(found.values())
     mean = Figure(figures[0].kind, math.fsum(f.value for f in figures) / len(figures), sum(f.n for f in figures))
     streams = [figure.by_stream for figure in figures if figure.by_stream]
@@ -79,7 +84,7 @@ class Apart:
         return abs(self.nats) <= self.error
 
     def told(self, sign: str = "") -> str:
-        """``sign``: "+" shows that of the difference in any case."""
+        """Difference and interval as text. ``sign``: "+" marks positive differences with a plus."""
         low, high = self.nats - self.error, self.nats + self.error
         return f"{self.nats:{sign}.3f} ({low:.3f} to {high:.3f}){', a tie' if self.tie else ''}"
 
@@ -92,21 +97,22 @@ def between_seeds(models: Iterable[Pooled]) -> tuple[float, int]:
 def apart(own: Pooled, other: Pooled, seeds: tuple[float, int]) -> Apart:
     """Nats by which ``own`` is behind ``other``, with an interval over streams and seeds together.
 
-    Two-way random effects: the loss of a model with a seed on a stream is the model's, plus the stream's for all
-    models, plus parts of model and stream, of the seed, and of both. The difference of two models on the same streams
-    is free of the second. Its variance is estimated as the sum of the variance over streams of the difference (means
-    over seeds) by the number of streams, and of the variance between seeds by the number of seeds of each model. The
-    part of seed and stream counts twice, which makes the interval wider than needed by little (Owen, The pigeonhole
-    bootstrap, Annals of Applied Statistics 1, 2007). The interval is that of one pair, not of all pairs at once.
+    The model has two-way random effects. The loss of one model, seed and stream is a sum of five terms: the model's
+    mean, the stream's difficulty for all models, and the effects of model x stream, of the seed, and of seed x stream.
+    The stream's difficulty cancels in the difference of two models on the same streams. The variance of the difference
+    is estimated as a sum of two parts: the variance over streams of the difference (of means over seeds) divided by the
+    number of streams, and the variance between seeds divided by the number of seeds of each model. The effect of seed x
+    stream counts twice, which makes the interval slightly wider than needed (Owen, The pigeonhole bootstrap, Annals of
+    Applied Statistics 1, 2007). The interval holds for one pair, not for all pairs at once.
 
     Args:
         own, other: figures in nats with the same streams, at least two.
-        seeds: of :func:`between_seeds`. One variance for all models, because two or three seeds say little about that
-            of their own model; a model with one seed has it too. Without degrees of freedom the interval leaves the
-            seeds out.
+        seeds: result of :func:`between_seeds`. All models share one variance, because two or three seeds say little
+            about the variance of their own model; a model with one seed also has it. With 0 degrees of freedom the
+            interval leaves the seeds out.
     """
     nats = [math.fsum(f.value for f in each.figures.values()) / len(each.figures) for each in (own, other)]
-    if len(own.by_stream) != len(other.by_stream):  # of other texts
+    if len(own.by_stream) != len(other.by_stream):  # different texts
         return Apart(nats[0] - nats[1], math.inf)
     streams = [a - b for a, b in zip(own.by_stream, other.by_stream, strict=True)]
     variance, freedom = seeds

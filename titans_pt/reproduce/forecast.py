@@ -9,13 +9,13 @@ TINY_MODELS = ("lmm", "mac", "mag", "mal", "transformer", "mamba2", "gated_delta
 PAPER_MODELS = ("lmm", "mac", "mag", "mal", "transformer", "mamba2", "gated_deltanet")
 OFF = ("model.memory.writes=false",)
 STREAM = ("forecast.lookback=96", "data.seq_len=768", "train.micro_batch=4")
-"""Samples of eight lookbacks, with a forecast after each: as many rows in a step, and the state is carried along."""
+"""Samples of eight lookbacks, with a forecast after each and the state carried along; as many rows per step."""
 GENERATION = (
     "forecast.series=simbench-generation", "forecast.windows=256", "train.batch_tokens=768", "train.micro_batch=8",
     "train.max_steps=320", "train.decay_steps=32", "train.eval_every=32", "train.checkpoint_every=32",
     "train.eval_samples=64",
 )  # fmt: skip
-"""Windows of 42 channels: eight a step are as much as 168 of elecdemand's two."""
+"""Windows of 42 channels: eight per step equal 168 windows of elecdemand, which has two channels."""
 ALL = (
     "forecast.windows=null", "train.max_steps=3770", "train.decay_steps=377", "train.eval_every=377",
     "train.checkpoint_every=377", "train.patience=2",
@@ -23,7 +23,7 @@ ALL = (
 """All 12,073 training windows of elecdemand in an epoch."""
 HORIZONS = (96, 192, 336, 720)
 SERIES = {
-    # name: (rows of training, blocks, width, learning rate, windows of a step), as iTransformer's scripts
+    # name: (rows of training, blocks, width, learning rate, windows per step), as in iTransformer's scripts
     "ETTh1": (8640, 2, 256, 1e-4, 32), "ETTh2": (8640, 2, 128, 1e-4, 32), "ETTm1": (34560, 2, 128, 1e-4, 32),
     "ETTm2": (34560, 2, 128, 1e-4, 32), "ECL": (18412, 3, 512, 5e-4, 16), "Traffic": (12280, 4, 512, 1e-3, 16),
     "Weather": (36887, 3, 512, 1e-4, 32),
@@ -31,7 +31,7 @@ SERIES = {
 
 
 def _paper(series: str, horizon: int) -> tuple[str, ...]:
-    """Ten epochs at most, the rate halved after each, a patience of three."""
+    """Settings for a series and horizon: at most ten epochs, the rate halved after each, a patience of three."""
     rows, layers, width, lr, batch = SERIES[series]
     each = (rows - 96 - horizon + 1) // batch
     return (
@@ -53,14 +53,14 @@ def _error(row: str, kind: str, streamed: bool = False) -> Find:
 
 
 def _lookback(rows: int) -> tuple[str, ...]:
-    """Settings for a lookback of ``rows`` that keep the number of windows in a step at that of 96 rows."""
+    """Settings for a lookback of ``rows``, with as many windows per step as for 96 rows."""
     return f"data.seq_len={rows}", f"train.batch_tokens={32 * rows}"
 
 
 def _tiny() -> list[Row]:
     rows = [Row(model, "elecdemand-96", (), "H = 96") for model in TINY_MODELS]
     variants = {
-        # variant: (models, settings, for a reader)
+        # variant: (models, settings, displayed name)
         "elecdemand-96-chunk-4": (("lmm",), ("model.memory.chunk_size=4",), "H = 96, chunk 4"),
         "elecdemand-96-off": (("lmm",), OFF, "H = 96, memory off"),
         "elecdemand-96-stream": (("lmm", "mamba2"), STREAM, "H = 96, trained on streams"),

@@ -3,7 +3,7 @@
 from titans_pt.reproduce.study import Row
 
 MIXERS = ("kda", "gdn2", "deltaproduct", "rwkv7", "hope")
-"""Models with a linear memory, and Hope, whose memories write each other's lessons."""
+"""Models with a linear memory, and Hope, whose memories make their own keys, values and gates."""
 RULES = (
     Row("lmm", "yaad", ("model.memory.rule=yaad",), "Huber loss (Yaad)"),
     Row("lmm", "omega-4", ("model.memory.rule=omega", "model.memory.omega.window=4"), "windows of 4 (Omega)"),
@@ -12,14 +12,14 @@ RULES = (
     Row("lmm", "unit", ("model.memory.rule=muon", "model.memory.muon.form=unit"), "momentum over its norm"),
     Row("lmm", "muon", ("model.memory.rule=muon",), "orthogonal momentum (Muon)"),
 )
-"""LMM with one thing changed, of as many parameters."""
+"""LMM with one change and as many parameters."""
 
 
 def ideas(lmm: int, mac: int) -> tuple[Row, ...]:
     """All rows.
 
     Args:
-        lmm, mac: model.mlp_hidden with which these have as many parameters with gates for caches as without.
+        lmm, mac: model.mlp_hidden of these models with caches; it offsets the parameters of the caches' gates.
     """
     caches = ("model.memory.caching.segment=64", "model.memory.caching.slots=8")
     cached = (Row(model, "caching", (*caches, f"model.mlp_hidden={hidden}"), "Memory Caching (GRM)")

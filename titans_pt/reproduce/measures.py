@@ -1,4 +1,4 @@
-"""Measures of a trained run, by ``titans evaluate`` or here, and the way to find their figures in the results."""
+"""Measures of a trained run, by ``titans evaluate`` or here, and functions that find figures in their results."""
 
 import contextlib
 import json
@@ -24,15 +24,18 @@ from titans_pt.streaming import best_device
 from titans_pt.tools.statistics import standard_error
 
 TRAINING = "training"
-"""Measure of columns whose figure is in the record of the training itself."""
+"""Name of the measure for columns whose figure is in the record of the training itself."""
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")
 CHUNKS = (16, 32, 64, 128, 512)
-"""At which a run is evaluated crosswise."""
+"""Chunk sizes at which every run of the study of chunks is evaluated."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """``suite`` of ``titans evaluate`` with the settings ``words``; ``frozen``: only said to runs with a memory."""
+    """A ``suite`` of ``titans evaluate`` with the settings ``words``.
+
+    ``frozen``: values of evaluation.perplexity.freeze_after, only for runs with a memory.
+    """
 
     name: str
     suite: str
@@ -40,25 +43,25 @@ class Measure:
     frozen: tuple[int, ...] = ()
 
     def settings(self, model: ModelConfig) -> list[str]:
-        """The words for a run; a record that was measured with others is measured again."""
+        """Settings for a run; a record that was measured with other settings is measured again."""
         return self.all_words() if has_memory(model) else list(self.words)
 
     def all_words(self) -> list[str]:
-        """The words for a run with a memory."""
+        """Settings for a run with a memory."""
         freeze = [f"evaluation.perplexity.freeze_after={list(self.frozen)}"] if self.frozen else []
         return [*self.words, *freeze]
 
     def evaluation(self, config: Config) -> dict[str, Any]:
-        """The settings in ``evaluation`` on which the figures of a run with these settings depend."""
+        """Settings in ``evaluation`` on which the figures of a run with ``config`` depend."""
         stored = {"evaluation": config.evaluation.model_dump(mode="json")}
         tree = validated(stored, self.settings(config.model), model=False).evaluation.model_dump(mode="json")
         return {key: tree[key] for key in (self.suite, "precision", "caching") if key in tree}
 
     def done(self, found: dict[str, Any], config: Config) -> bool:
-        """Whether ``found``, an entry of a record, was measured as a run with these settings is asked.
+        """Whether ``found``, an entry of a record, was measured with the settings that a run with ``config`` gets.
 
-        An older record lacks settings that did not exist yet: these had today's defaults. Of paths only the last names
-        are compared.
+        An older record lacks settings that did not exist yet: they count as today's defaults. Only the last names of
+        paths are compared.
         """
         if found.get("words") != self.settings(config.model):
             return False
@@ -68,14 +71,14 @@ class Measure:
         return all(_last_names(_filled(was[key], usual.get(key))) == _last_names(now.get(key)) for key in was)
 
     def take(self, run: Path, config: Config, before: dict[str, Any]) -> dict[str, Any]:
-        """Measures the newest checkpoint of a run; what a killed process has measured is not measured again.
+        """Measure the newest checkpoint of a run; results of a killed process are not measured again.
 
         Args:
-            config: with the settings of evaluation, which may be others than at the time of training.
-            before: what the record has of this measure.
+            config: the run's settings; those of ``evaluation`` may have changed since the training.
+            before: the record's entry of this measure so far.
 
         Returns:
-            Entry of the record: the suite's summary, "words" and "evaluation", how it was measured.
+            Entry of the record: the suite's summary, and how it was measured ("words" and "evaluation").
         """
         evaluation = self.evaluation(config)
         about = {"words": self.settings(config.model), "evaluation": evaluation}
@@ -87,21 +90,21 @@ class Measure:
 
 
 def _filled(was: Any, usual: Any) -> Any:
-    """``was`` with those of the ``usual`` settings that it lacks, and without those that no longer exist."""
+    """``was``, completed with missing settings from ``usual``, and without settings that no longer exist."""
     if not isinstance(was, dict) or not isinstance(usual, dict):
         return was
     return {key: _filled(was[key], value) if key in was else value for key, value in usual.items()}
 
 
 def _last_names(value: Any) -> Any:
-    """Settings without folders: where files lie is another matter on every machine."""
+    """Settings with paths cut to their last names: folders differ between machines."""
     if isinstance(value, dict):
         return {key: _last_names(item) for key, item in value.items()}
     return Path(value).name if isinstance(value, str) else value
 
 
 def _all_asked(before: dict[str, Any], found: dict[str, Any]) -> list[dict]:
-    """Answers about needles, by number and noise, at all lengths that a run was asked for; of a length the newest."""
+    """Answers about needles, by number and noise, at all lengths evaluated so far; the newest for each length."""
     rows: dict[tuple, dict[int, dict]] = {}
     for row in (*before.get("asked", ()), *found["asked"]):
         cells = rows.setdefault((row["needles"], row["noise"]), {})
@@ -115,7 +118,7 @@ def has_memory(model: ModelConfig) -> bool:
 
 
 def across_chunks(run: Path, streams: int = 64) -> list[dict]:
-    """A run's validation loss at other chunk sizes than its own: the same weights, and the same bound of theta."""
+    """Validation loss of a run at the chunk sizes CHUNKS, with the same weights and the same bound of theta."""
     loaded = load_run(run, device=best_device())
     config, validation = loaded.config, TokenFiles.open(loaded.config).validation
     length = config.data.seq_len
@@ -139,7 +142,7 @@ def across_chunks(run: Path, streams: int = 64) -> list[dict]:
 
 @contextlib.contextmanager
 def chunks_of(model: nn.Module, size: int):
-    """Inside, the memories of ``model`` take their gradients at the start of chunks of ``size`` tokens."""
+    """Context in which the memories of ``model`` take their gradients at the start of chunks of ``size`` tokens."""
     memories: list[Any] = list(memories_of(model).values())
     before = [memory.config for memory in memories]
     try:
@@ -168,7 +171,7 @@ def text_loss(result: dict) -> Figure:
 
 
 def frozen_loss(after: int) -> Find:
-    """Loss with the memory not written after this many tokens."""
+    """Loss with writes to the memory disabled after this many tokens."""
 
     def find(result: dict) -> Figure | None:
         length = {"length": result.get("length", 0)}
@@ -196,7 +199,7 @@ def at_chunk(size: int) -> Find:
 
 
 def harness(task: str, metric: str) -> Find:
-    """A figure of lm-eval's: an accuracy, or a perplexity, which is shown as it is."""
+    """A figure from lm-eval: an accuracy, or a perplexity, which is shown unchanged."""
 
     def find(result: dict) -> Figure | None:
         row = result["tasks"].get(task)
@@ -215,7 +218,7 @@ def average(result: dict) -> Figure | None:
 
 
 def both_perplexities(result: dict) -> Figure | None:
-    """The mean of WikiText's and LAMBADA's."""
+    """Mean of the perplexities of WikiText and LAMBADA."""
     found = [harness("wikitext", "word_perplexity")(result), harness("lambada_openai", "perplexity")(result)]
     return Figure("number", sum(f.value for f in found) / 2, sum(f.n for f in found)) if all(found) else None
 
@@ -262,12 +265,12 @@ def steps_trained(trained: dict) -> Figure:
 
 
 def nats(result: dict) -> Figure:
-    """Loss of validation text, as it is."""
+    """Loss of validation text in nats."""
     return Figure("number", result["loss"], result["tokens"])
 
 
 def classified(column: str, correlation: bool = False) -> Find:
-    """Accuracy on a labelled set's test, or on the part of it that a column names; or Matthews' correlation there."""
+    """Accuracy, or Matthews' correlation, on a labelled set's test or on the part of it that ``column`` names."""
     kind, figure = ("number", "mcc") if correlation else ("accuracy", "mean")
 
     def find(result: dict) -> Figure | None:
@@ -292,7 +295,7 @@ def tokens_trained(trained: dict) -> Figure:
 
 
 def found_at(length: int, needles: int | None = None) -> Find:
-    """Accuracy on needles in noise at a length; None: with the first number of needles that was asked."""
+    """Accuracy on needles in noise at a length; ``needles`` None: for the first number of needles evaluated."""
 
     def find(result: dict) -> Figure | None:
         rows = [row for row in result["asked"] if needles in (None, row["needles"])]

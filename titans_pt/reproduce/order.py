@@ -1,4 +1,4 @@
-"""Order of a command line, and the runs that it comes to."""
+"""The order that a command line gives, and the runs that it requires."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,17 +19,18 @@ from titans_pt.reproduce.timing import Timing
 from titans_pt.tasks import TASKS, task_of
 
 RATES = {"tiny": Grid((2e-3, 4e-3, 8e-3), within=(2.5e-4, 6.4e-2))}
-"""Learning rates that are tried, for sizes where nobody has published one for each model."""
+"""Learning rates to try, for sizes without a published rate for each model."""
 
 
 @dataclass(frozen=True)
 class Order:
     """Content of a command line.
 
-    models: as in the study's folder of configs/, None for all of the study. seeds: None for the study's own. tokens: of
-    each run, None for the configured. rates: the only learning rates to choose from, () for the study's rule. words:
-    KEY=VALUE for every run. variants: of every model, None for those of the study. config: a file or the name of one
-    that all models start from, which then are mixers, ``mamba+swa`` those in turns; None for the study's.
+    models: names as in the study's folder of configs/; None: all of the study. seeds: None: the study's own. tokens:
+    training tokens of each run; None: as configured. rates: the only learning rates to choose from; (): the study's
+    rule. words: KEY=VALUE settings for every run. variants: variants of every model; None: those of the study. config:
+    a file, or the name of one, that all models start from; None: the study's configs. With a config, models are
+    mixers, or several in turns as in ``mamba+swa``.
     """
 
     out: Path
@@ -69,10 +70,10 @@ def run_name(row: Row, seed: int) -> str:
 
 
 def runs_of(study: Study, order: Order) -> list[Run]:
-    """The runs of a study, in the order in which they are worth having: first seeds first.
+    """The runs of a study, the most useful first: first seeds come before second seeds.
 
     Raises:
-        UserError: a setting that is wrong, or that the study sets.
+        UserError: a setting is wrong, or the study sets it itself.
     """
     _check_words(study, order)
     if study.timed:
@@ -88,7 +89,7 @@ def runs_of(study: Study, order: Order) -> list[Run]:
 
 
 def _check_words(study: Study, order: Order):
-    """Raises UserError for settings that the runs of a study would not get: it sets them itself."""
+    """Raises UserError for settings that the study sets itself, which its runs would therefore not get."""
     otherwise = "ask a trained run by titans evaluate" if order.config is None else "give its option (--help)"
     remedies = {word.partition("=")[0]: otherwise for measure in study.measures for word in measure.all_words()}
     if order.config is None:  # with a config, it holds the folder and the seed
@@ -104,12 +105,12 @@ def _check_words(study: Study, order: Order):
 
 
 def _own_rates(study: Study) -> Grid | None:
-    """Learning rates that the study's rule tries; None where it has none."""
+    """Learning rates that the study's rule tries; None without a rule."""
     return RATES.get(study.size) if study.rated else None
 
 
 def _choice(study: Study, model: str, order: Order) -> Choice | None:
-    """Choice of a model's learning rate; None: the configured one is taken."""
+    """Choice of a model's learning rate; None: the configured rate is used."""
     own = _own_rates(study)
     grid = Grid(tuple(order.rates)) if order.rates else own
     probe = cache(lambda rate: _probe(study, model, rate, order))
@@ -117,7 +118,7 @@ def _choice(study: Study, model: str, order: Order) -> Choice | None:
 
 
 def _before(study: Study, row: Row, order: Order) -> str | None:
-    """The name of the run with whose weights a row's runs begin."""
+    """Name of the run from whose weights a row's runs start; None without such a run."""
     if not row.after:
         return None
     first = Row(row.model, row.after)
@@ -125,13 +126,13 @@ def _before(study: Study, row: Row, order: Order) -> str | None:
 
 
 def _measures(study: Study, config: Config) -> tuple[Measure, ...]:
-    """Measures of a study that are made of a run: those that its task has a suite for."""
+    """Measures of a study that apply to a run: those whose suite the run's task has, and "chunks"."""
     suites = TASKS.find(config.task).suites
     return tuple(m for m in study.measures if m.suite in suites or m.suite == "chunks")
 
 
 def equal_size(file: str, mixers: str, words: Sequence[str]) -> tuple[str, ...]:
-    """Settings that make a model of ``mixers``, as in ``mamba+swa``, from the config ``file``.
+    """Settings that turn the config ``file`` into a model of ``mixers``, such as ``mamba+swa``.
 
     Unless model.mlp_hidden is given, a model without a memory gets wider MLPs, until no model with a memory has more
     parameters.
@@ -161,7 +162,7 @@ def _timing(study: Study, row: Row, order: Order) -> Timing:
 
 
 def _probe(study: Study, model: str, rate: float, order: Order) -> Run:
-    """A tenth of the tokens of the model as it is, at seed 0; its variants use the same rate."""
+    """Run of the unchanged model with a tenth of the tokens, at seed 0; the model's variants use the same rate."""
     name, row = f"{model}-lr{rate:g}", Row(model)
     whole = _config(study, row, 0, order, order.tokens, name, ())
     tokens = whole.train.max_steps * whole.train.batch_tokens // PROBE_SHARE

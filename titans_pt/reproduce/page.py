@@ -1,4 +1,4 @@
-"""Page of a study for the reader: TARGET.md, and TARGET.html, one file with the curves in it."""
+"""Page of a study: TARGET.md, and TARGET.html, a single file that includes the pictures."""
 
 import base64
 import html

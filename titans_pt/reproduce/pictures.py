@@ -11,17 +11,17 @@ THICK = ("lmm", "mac", "mag", "mal")
 """Models whose lines stand out."""
 STARTED = {"": "pretrained", "scratch": "from scratch", "memory-off": "pretrained, memory off",
            "scratch-memory-off": "from scratch, memory off"}  # fmt: skip
-"""Start of a labelled set's run, by the variant's name after the set's."""
+"""Label of the start of a labelled set's run, by the part of the variant's name after the set's name."""
 AT_CHANCE = 8.0
-"""A model whose accuracy is no further above chance, in points, is one grey line among others."""
+"""Percentage points above chance below which a model's accuracy is drawn as a grey line."""
 Seeds = dict[str, list[dict]]
-"""Model or variant, for a reader -> the records of its seeds that did not fail, the first seed first."""
+"""Displayed name of a model or variant -> records of its seeds that did not fail, the first seed first."""
 Picture = Callable[[Seeds, Path], list[Path]]
-"""Writes one picture or several from the records, into files whose names begin with a path's; returns them."""
+"""Function that draws records into one or several files, whose names begin with the given path's; returns the files."""
 
 
 def _panels(shown: Seeds, measure: str, panel: Callable[[dict], str]) -> dict[str, Seeds]:
-    """The records that have ``measure``, by the panel that the first of a model belongs to."""
+    """Records that have ``measure``, grouped by panel; a model's first record decides its panel."""
     panels: dict[str, Seeds] = {}
     for name, seeds in shown.items():
         if measured := [record for record in seeds if measure in record["measured"]]:
@@ -34,14 +34,14 @@ def _named(start: Path, name: str) -> Path:
 
 
 def _style(n: int, record: dict) -> dict:
-    """The n-th model's line. Dots are for memories that are off."""
+    """Line style of the n-th model; dotted lines are for memories that are off."""
     width = 2.2 if record["model"] in THICK else 1.1
     return {"color": f"C{n % 10}", "linestyle": ("-", "--", "-.")[n // 10 % 3], "linewidth": width}
 
 
 @own_style()
 def training(shown: Seeds, start: Path) -> list[Path]:
-    """Training and validation loss against tokens, of the first seed of each model."""
+    """Training and validation loss against tokens, for the first seed of each model."""
     first = {name: seeds[0] for name, seeds in shown.items() if seeds[0]["trained"]["curve"]}
     if not first:
         return []
@@ -62,8 +62,11 @@ def training(shown: Seeds, start: Path) -> list[Path]:
 
 @own_style()
 def positions(shown: Seeds, start: Path, measure: str = "long") -> list[Path]:
-    """Loss by position in the texts of a measure, of the first seed of each model; dotted with the memory never
-    written. Beside it, the difference from the best model, which removes the difficulty shared by all models."""
+    """Loss by position in the texts of a measure, for the first seed of each model.
+
+    Dotted lines: the memory is never written. A second panel has the difference from the best model, which removes the
+    difficulty shared by all models.
+    """
     long = {name: seeds[0] for name, seeds in shown.items() if measure in seeds[0]["measured"]}
     if not long:
         return []
@@ -88,23 +91,23 @@ def positions(shown: Seeds, start: Path, measure: str = "long") -> list[Path]:
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
     loss.set_title("dotted: the memory is never written", fontsize=9)
-    above.set_ylim(top=min(1.0, above.get_ylim()[1]))  # what fails leaves the picture, and the others room
+    above.set_ylim(top=min(1.0, above.get_ylim()[1]))  # models that fail are cut off, which leaves room for the others
     worst_first = sorted(found, key=lambda name: -found[name]["loss"])
     legend(figure, [lines[name] for name in worst_first], worst_first, fontsize=8, loc="outside right upper")
     return [save_figure(figure, _named(start, "positions"))]
 
 
 def _by_place(rows: list[dict]) -> dict[float, float]:
-    """Mean losses by position, without the first thousandth of the text: few tokens, and hard ones for all."""
+    """Mean losses by position, without the first thousandth of the text, whose few tokens are hard for all models."""
     longest = max(row["last"] for row in rows)
     return {(row["first"] * row["last"]) ** 0.5: row["mean"] for row in rows if 1000 * row["first"] >= longest}
 
 
 @own_style()
 def recall(shown: Seeds, start: Path) -> list[Path]:
-    """Accuracy against tokens of training, a line for each seed; against pairs and distance, means and a dot a seed.
+    """Accuracy against tokens of training, a line per seed; against pairs and distance, means and a dot per seed.
 
-    Variants other than a memory that is off are in the first alone.
+    The panels of pairs and distance have only unchanged models and models with the memory off.
     """
     figure = new_figure(15.0, 4.6)
     learning, *others = figure.subplots(1, 3, sharey=True)
@@ -172,8 +175,7 @@ def needles(shown: Seeds, start: Path) -> list[Path]:
 
 @own_style()
 def classes(shown: Seeds, start: Path) -> list[Path]:
-    """Accuracy of each run of a labelled set, a panel for each set: a bar for the mean over seeds, a dot for each seed,
-    lines for the baselines."""
+    """Accuracy of each run, a panel per labelled set: bars are means over seeds, dots seeds, lines baselines."""
     sets = _panels(shown, "classes", lambda record: record["variant"].partition("-")[0])
     if not sets:
         return []
@@ -204,8 +206,11 @@ def classes(shown: Seeds, start: Path) -> list[Path]:
 
 @own_style()
 def forecasts(shown: Seeds, start: Path) -> list[Path]:
-    """One picture for each series: error by rows ahead over ridge's, of the models at the first lookback and horizon;
-    error of every row over that of ridge on the same windows, a bar for the mean over seeds, a dot for each seed."""
+    """One picture per series, with errors divided by those of ridge regression on the same windows.
+
+    Left: error by rows ahead, for the models at the first lookback and horizon. Right: error of every row of the study;
+    bars are means over seeds, dots are seeds.
+    """
     by_series = _panels(shown, "forecast", lambda record: record["measured"]["forecast"]["series"])
     written = []
     for series, rows in by_series.items():
@@ -242,7 +247,7 @@ def forecasts(shown: Seeds, start: Path) -> list[Path]:
 
 
 def _over_ridge(record: dict) -> tuple[float, list[float]]:
-    """The test's MSE over that of ridge on the same windows: of all rows ahead, and of each."""
+    """MSE of the test divided by ridge's on the same windows: for all rows ahead together, and for each."""
     found, ridge = record["measured"]["forecast"], "ridge on the lookback"
     pairs = zip(found["steps"]["model"], found["steps"][ridge], strict=True)
     whole = found["rows"]["model"]["mse"] / found["rows"][ridge]["mse"]
@@ -251,8 +256,8 @@ def _over_ridge(record: dict) -> tuple[float, list[float]]:
 
 @own_style()
 def states(shown: Seeds, start: Path) -> list[Path]:
-    """Accuracy of the last answer against the length, a panel for each problem: a line for the mean over seeds of a
-    model, a dot for each seed."""
+    """Accuracy of the last answer against the length, a panel per problem: lines are means over a model's seeds, dots
+    are seeds."""
     problems = _panels(shown, "states", lambda record: record["config"]["state_tracking"]["problem"])
     if not problems:
         return []
@@ -293,12 +298,12 @@ def states(shown: Seeds, start: Path) -> list[Path]:
 
 
 def needles_asked(record: dict) -> list[dict]:
-    """Questions about needles from all measures of a record: rows of needles, noise, by_length."""
+    """Results about needles from all measures of a record: rows with the keys needles, noise and by_length."""
     return [row for result in record["measured"].values() for row in result.get("asked", ())]
 
 
 def _over_seeds(length: int, cells: Sequence[dict]) -> dict:
-    """A row of plot_accuracy: the mean of the seeds between the lowest and the highest; of one, Wilson's interval."""
+    """A row for plot_accuracy: mean, minimum and maximum of the seeds; for a single seed, Wilson's interval."""
     each = [cell["mean"] for cell in cells]
     mean, low, high = sum(each) / len(each), min(each), max(each)
     if len(each) == 1:
@@ -307,7 +312,7 @@ def _over_seeds(length: int, cells: Sequence[dict]) -> dict:
 
 
 def by_row(records: Sequence[tuple[str, dict]]) -> Seeds:
-    """(name, record) pairs, those of one name together -> the records that did not fail by name."""
+    """Group (name, record) pairs by name and drop failed records; pairs with the same name must be adjacent."""
     found = {name: [record for _, record in pairs if not record["failed"]]
              for name, pairs in groupby(records, lambda pair: pair[0])}  # fmt: skip
     return {name: seeds for name, seeds in found.items() if seeds}

@@ -1,4 +1,4 @@
-"""Published numbers, from published.yaml, the one place where they stand."""
+"""Published numbers; all of them stand in published.yaml."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -11,13 +11,13 @@ FILE = Path(__file__).with_name("published.yaml")
 
 @dataclass(frozen=True)
 class Published:
-    """A table of others: values by row (MODEL or MODEL/VARIANT) and column, and where they are from."""
+    """A published table: values by row (MODEL or MODEL/VARIANT) and column, and their source."""
 
     source: str
     values: dict[str, dict[str, float]]
 
     def value(self, row: str, column: str | None) -> float | None:
-        """None: not published."""
+        """Published value; None: not published."""
         return self.values.get(row, {}).get(column)
 
 

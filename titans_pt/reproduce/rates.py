@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PROBE_SHARE = 10
-"""Learning rates are tried on the tokens divided by this."""
+"""Divisor of a run's tokens for the short runs (probes) that try learning rates."""
 
 
 @dataclass(frozen=True)
 class Progress:
     """State of a choice.
 
-    rates: all that the rule asks for so far, in ascending order. missing: those of them that were not tried. bests: the
-    best rate of each grid that was tried whole, the newest first.
+    rates: all rates that the rule requires so far, in ascending order. missing: rates that were not tried yet. bests:
+    the best rate of each grid that was tried completely, the newest first.
     """
 
     rates: tuple[float, ...]
@@ -24,16 +24,18 @@ class Progress:
 class Grid:
     """Learning rates to try. While the best is at an end of the grid, the grid grows there by a factor of two.
 
-    first: tried in any case. within: the lowest and the highest rate that growth may reach; None: the grid is fixed.
+    first: rates that are always tried. within: the lowest and the highest rate that growth may reach; None: the grid is
+    fixed.
     """
 
     first: tuple[float, ...]
     within: tuple[float, float] | None = None
 
     def progress(self, losses: Mapping[float, float]) -> Progress:
-        """State after probes with these losses, infinite for a probe that failed; of two equal the smaller rate wins.
+        """State after probes with these losses; a failed probe has an infinite loss.
 
-        A function of the losses alone: processes that see the same records ask for the same rates.
+        Of two rates with equal losses the smaller one wins. The state depends on the losses alone: processes that see
+        the same records try the same rates.
         """
         rates, bests = sorted(set(self.first)), []
         while not (missing := [rate for rate in rates if rate not in losses]):

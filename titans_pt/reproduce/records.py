@@ -1,4 +1,4 @@
-"""The record of a run: what it was, its curve and its figures. A small JSON file, to be kept where weights are not."""
+"""The record of a run: its settings, curve and figures, in a small JSON file that can be kept without the weights."""
 
 import json
 import re
@@ -27,12 +27,12 @@ def decisive(tree: dict) -> dict:
     """The settings that a run's result depends on, except its data."""
     model = dict(tree["model"])
     if not any_memory(model["mixers"]):
-        del model["memory"]  # its defaults may change, the results of a model without one do not
-    # What rounding adds to the vocabulary counts, not the multiple that it is rounded up to.
+        del model["memory"]  # its defaults may change; they do not affect a model without a memory
+    # The rows that padding adds to the vocabulary matter, not the multiple that it is padded to.
     model["vocab_multiple"] = -model["vocab_size"] % model["vocab_multiple"]
     task = tree.get("task", "language")
     train = {key: value for key, value in tree["train"].items() if key not in INCIDENTAL}
-    if train["init_from"]:  # with --seeds an earlier run has another seed, and is the same row of the study
+    if train["init_from"]:  # with --seeds the run may start from another seed of the same row
         train["init_from"] = re.sub(r"-s\d+$", "", Path(train["init_from"]).name)
     if not (train["stop_when"] or train["patience"]):  # no validation ends the run
         del train["eval_every"], train["eval_samples"]
@@ -46,17 +46,18 @@ def decisive(tree: dict) -> dict:
 
 
 def without_folders(section: dict) -> dict:
-    """A task's own settings, of paths their last names: where files lie is another matter on every machine."""
+    """A task's own settings, with paths cut to their last names: folders differ between machines."""
     return {key: Path(value).name if key in PATHS and value else value for key, value in section.items()}
 
 
 def compare(where: Path, was: dict, config: Config):
-    """
+    """Check that ``config`` would give the same result as a run with the settings ``was``.
+
     Args:
-        where: the file or folder of a run with the settings ``was``.
+        where: the file or folder of the run with the settings ``was``.
 
     Raises:
-        UserError: the result of ``config`` would be another; names the first difference and what to delete.
+        UserError: ``config`` would give another result; names the first difference and what to delete.
     """
     for key, old, new in differences(decisive(completed(was)), decisive(config.model_dump(mode="json"))):
         raise UserError(
@@ -96,10 +97,10 @@ class Records:
                             "again") from None  # fmt: skip
 
     def of(self, name: str, config: Config) -> dict[str, Any] | None:
-        """The record of the run ``name``, which must have had these settings.
+        """The record of the run ``name``, which must have had the settings ``config``; None if there is none yet.
 
         Raises:
-            UserError: it had others; names the first difference.
+            UserError: the run had other settings; names the first difference.
         """
         if (record := self.read(name)) is None:
             return None
@@ -107,6 +108,6 @@ class Records:
         return record
 
     def write(self, name: str, record: dict[str, Any]):
-        """Writes a record as a whole or not at all; a line for each entry, which makes a change show as one."""
+        """Write a record as a whole or not at all, one line per entry: a changed entry is one changed line."""
         lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in seal(record).items())
         write_text(self.path(name), "{\n" + ",\n".join(lines) + "\n}\n")

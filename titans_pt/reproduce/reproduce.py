@@ -1,4 +1,4 @@
-"""The command: plan, prepare what is missing, train and measure it, write the pages."""
+"""The command ``titans reproduce``: plan, prepare missing data, train and measure missing runs, write the pages."""
 
 import shlex
 import subprocess
@@ -23,11 +23,11 @@ from titans_pt.tools.files import check_room
 from titans_pt.training.plan import make_plan
 
 MFU = (0.4, 0.1)
-"""Shares of a GPU's peak for which the plan gives hours: what Transformers reach, and what TNT says of small chunks."""
+"""Shares of a GPU's peak for which the plan gives hours: a Transformer's, and TNT's figure for small chunks."""
 
 
 def planned(whole: Study, order: Order) -> tuple[Study, list[Run]]:
-    """Part of a study that is asked for, and its runs.
+    """The part of a study that ``order`` asks for, and its runs.
 
     Raises:
         UserError: there is no such model or setting.
@@ -82,7 +82,7 @@ def reproduce(whole: Study, order: Order, ranks: int | None) -> int:
     """``titans reproduce``. Returns 0, or 128 + the signal that stopped it.
 
     Args:
-        ranks: processes of a training; None: one for each GPU, one without.
+        ranks: processes per training; None: one per GPU, or one without a GPU.
 
     Raises:
         UserError: something is wrong with a setting, a record, or the data.
@@ -100,7 +100,7 @@ def reproduce(whole: Study, order: Order, ranks: int | None) -> int:
         return page.write(*on_the_page(), records, order.out)
 
     def write():
-        # Every process writes the same from the same records; one at a time.
+        # All processes write the same pages from the same records; only one writes at a time.
         with claim(order.out / "claims" / f"{whole.target}.pages") as mine:
             if mine is not None:
                 write_pages()
@@ -117,8 +117,10 @@ def reproduce(whole: Study, order: Order, ranks: int | None) -> int:
 
 
 def with_others(order: Order, whole: Study, records: Records) -> Order:
-    """Order of the pages, in the study's order: the models asked for, and all others of which there are records. An
-    order for one more model adds to the page, and takes nothing from it."""
+    """Order for the pages: the models of ``order``, and all others that have records, as the study sorts them.
+
+    A command for one more model therefore adds to the page and removes nothing from it.
+    """
     if order.models is None or whole.timed:
         return order
     there = {row.model for row in whole.rows for seed in seeds_of(whole, row, order)
@@ -128,7 +130,7 @@ def with_others(order: Order, whole: Study, records: Records) -> Order:
 
 
 def by_data(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs that read the same data together."""
+    """Group ``runs`` by the data that they read."""
     found: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         found.setdefault(run.data, []).append(run)
@@ -143,13 +145,13 @@ def _data(config: Config) -> str:
 
 
 def one_text(runs: Sequence[Run], records: Records, fingerprint: str | None):
-    """Sees that what stands in one table was trained on the same text.
+    """Check that all runs of a table were trained on the same text.
 
     Args:
-        fingerprint: of the token files on which the rest will be trained; None: nothing will.
+        fingerprint: fingerprint of the token files for the remaining runs; None: no run remains.
 
     Raises:
-        UserError: two runs, or a run and the token files, are of different texts.
+        UserError: two runs, or a run and the token files, have different texts.
     """
     known = "the files in data.dir"
     for name in (name for run in in_order(runs, records) for name in records.names(run.name)):
@@ -167,14 +169,14 @@ def one_text(runs: Sequence[Run], records: Records, fingerprint: str | None):
 
 
 def submit(words: Sequence[str], workers: int, options: Sequence[str]):
-    """Queues ``workers`` jobs of one node each under SLURM; each does what no other is at work on.
+    """Queue ``workers`` jobs of one node each under SLURM; each takes runs that no other works on.
 
     Args:
-        words: of the command line, without --submit.
-        options: of sbatch.
+        words: words of the command line, without --submit.
+        options: options for sbatch.
 
     Raises:
-        UserError: there is no sbatch, or it refuses.
+        UserError: there is no sbatch, or it fails.
     """
     script = Path(__file__).parents[1] / "launch" / "slurm_reproduce.sh"
     line = ["sbatch", "--array", f"0-{workers - 1}", *options, str(script), *words]

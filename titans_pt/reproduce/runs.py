@@ -34,9 +34,10 @@ from titans_pt.training.plan import Cost, cost_of
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice of a learning rate: short runs, ``probe(rate)``, on a ``grid``.
+    """Choice of a learning rate by short runs, ``probe(rate)``, on a ``grid``.
 
-    named: the run's name says its rate; False: only where the grid grew to it. Records of smaller grids therefore stay.
+    named: whether the run's name always contains its rate. False: it contains only rates that the grid grew to, which
+    keeps the records of smaller grids valid.
     """
 
     grid: Grid
@@ -44,7 +45,7 @@ class Choice:
     named: bool = False
 
     def progress(self, records: Records) -> tuple[Progress, dict[float, float]]:
-        """State of the choice, and the loss by rate of the probes that have a record."""
+        """State of the choice, and the losses by rate for probes that have a record."""
         losses: dict[float, float] = {}
         while True:
             state = self.grid.progress(losses)
@@ -61,7 +62,10 @@ def _loss(record: dict[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Run:
-    """``config``: all its settings; with a ``choice`` all but the learning rate, and the folder if its name changes."""
+    """A run of a study. ``config``: all its settings.
+
+    With a ``choice``, the learning rate is still open, and the folder if the run's name changes.
+    """
 
     name: str
     model: str
@@ -70,13 +74,13 @@ class Run:
     measures: tuple[Measure, ...] = ()
     choice: Choice | None = None
     before: tuple["Run", ...] = ()
-    """Runs that come first: their weights are read."""
+    """Runs that must finish first: this run starts from their weights."""
     rates: tuple[tuple[float, float], ...] = ()
-    """Learning rates from which that of ``config`` was chosen, each with the loss of its probe."""
+    """Learning rates from which the rate of ``config`` was chosen, each with the loss of its probe."""
 
     @property
     def data(self) -> tuple[str, ...]:
-        """The task, the folder of its data, and what it reads of it."""
+        """The task, the folder of its data, and the series or problem that it reads from there."""
         config, section = self.config, self.config.section(self.config.task)
         return config.task, config.data.dir, section.get("series") or section.get("problem") or ""
 
@@ -85,11 +89,11 @@ class Run:
         return cost_of(task_of(self.config))
 
     def probes(self, records: Records) -> list["Run"]:
-        """Short runs that the choice of the learning rate asks for so far, the lowest rate first."""
+        """Short runs that the choice of the learning rate requires so far, the lowest rate first."""
         return [self.choice.probe(rate) for rate in self.choice.progress(records)[0].rates] if self.choice else []
 
     def at(self, rate: float, named: bool) -> "Run":
-        """The run with a learning rate, which its name says if ``named``."""
+        """The run with a learning rate, which is in its name if ``named``."""
         config, name = self.config, f"{self.name}-lr{rate:g}" if named else self.name
         update = {
             "train": config.train.model_copy(update={"lr": rate}),
@@ -98,11 +102,11 @@ class Run:
         return replace(self, name=name, config=config.model_copy(update=update), choice=None)
 
     def chosen(self, records: Records) -> list["Run"]:
-        """The run with the rate that the probes so far choose, then with those that smaller grids chose."""
+        """The run with the rate that the probes so far choose, then the run with each rate that smaller grids chose."""
         return self._with(self.choice.progress(records)[0].bests if self.choice else (), records)
 
     def _with(self, rates: Sequence[float], records: Records) -> list["Run"]:
-        """The run with each rate, as it is without a choice; none while an earlier run is missing."""
+        """The run with each rate, or the run itself without a choice; empty while an earlier run is missing."""
         if not all(run.record(records) for run in self.before):
             return []
         if self.choice is None:
@@ -132,8 +136,10 @@ class Run:
         return [*(() if record else ("training",)), *undone]
 
     def begin(self, trained: dict[str, Any], failed: str) -> dict[str, Any]:
-        """A record without measurements; ``failed`` says why there will be none. The loss of a rate that failed is
-        null."""
+        """A record without measurements. ``failed``: reason why the training failed, "" if it did not.
+
+        The loss of a failed rate is null.
+        """
         return {
             "name": self.name, "model": self.model, "variant": self.variant, "seed": self.config.run.seed,
             "failed": failed, "rates": [[rate, loss if math.isfinite(loss) else None] for rate, loss in self.rates],
@@ -141,17 +147,17 @@ class Run:
         }  # fmt: skip
 
     def complete(self, records: Records, ranks: int, claim: int) -> int:
-        """Does what is missing and writes it to the record; returns 0, or the status of a training that was stopped.
+        """Do the missing work and write it to the record; return 0, or the status of a training that was stopped.
 
         Only for a run of :meth:`settled`.
 
         Args:
-            ranks: processes of a training.
+            ranks: processes per training.
             claim: descriptor that the processes of a training inherit: while they live, the run is claimed.
 
         Raises:
-            UserError: the weights of a trained run, of which something is still to be measured, are not there; or its
-                folder holds a run with other settings.
+            UserError: a measure is missing, and the weights for it are not there; or the run's folder holds a run with
+                other settings.
         """
         config = self.config
         folder, record = RunFolder(config.run.dir), records.of(self.name, config)
@@ -162,7 +168,7 @@ class Run:
             try:
                 status = loop.train(config) if ranks == 1 else _torchrun(config, ranks, claim)
                 failed = ""
-            except Diverged as error:  # any setting that is wrong stops the study
+            except Diverged as error:  # other errors, such as a wrong setting, stop the study
                 status, failed = 0, str(error).partition(";")[0]
             if status:
                 return status
@@ -185,7 +191,7 @@ class Run:
 
 
 def in_order(runs: Sequence[Run], records: Records) -> list[Run]:
-    """``runs``, each after the probes that the choice of its learning rate asks for so far; every probe once."""
+    """``runs``, each after the probes that the choice of its learning rate requires so far; every probe once."""
     found: dict[str, Run] = {}
     for run in runs:
         for each in (*run.probes(records), run):
@@ -194,11 +200,11 @@ def in_order(runs: Sequence[Run], records: Records) -> list[Run]:
 
 
 def describe(config: Config, folder: RunFolder, parameters: int, began: int, seconds: float | None) -> dict[str, Any]:
-    """Entries of a record on a training.
+    """Entries of a record about a training.
 
     Args:
-        began: the step at which this process took it up.
-        seconds: of CPU that this process spent on it since; None where that says nothing.
+        began: the step at which this process started or resumed the training.
+        seconds: CPU seconds that this process has spent on it since; None where they mean nothing.
     """
     metrics = read_metrics(folder.metrics)
     train = [row for row in metrics if row["kind"] == "train"]
@@ -229,7 +235,7 @@ def describe(config: Config, folder: RunFolder, parameters: int, began: int, sec
 
 
 def _figures(validation: list[dict], tokens: int) -> dict[str, list]:
-    """Figures of validation other than the loss, by name: [tokens of training, value]."""
+    """Validation figures other than the loss, by name: lists of [tokens of training, value]."""
     names = {key for row in validation for key in row if key.startswith("validation_")} - {"validation_loss"}
     return {
         name.removeprefix("validation_"): [[row["step"] * tokens, row[name]] for row in validation if name in row]
@@ -238,15 +244,17 @@ def _figures(validation: list[dict], tokens: int) -> dict[str, list]:
 
 
 def weights_hash(checkpoint: Path) -> str:
-    """SHA-256 (hex) of a checkpoint's weights: equal for equal runs, in whichever folder. Of one in shards, of its
-    manifest: the weights are in no file of their own."""
+    """SHA-256 (hex) of a checkpoint's weights, equal for equal runs in any folder.
+
+    For a sharded checkpoint, the hash of its manifest: the weights have no file of their own.
+    """
     files = json.loads((checkpoint / checkpoints.MANIFEST).read_text())["files"]
     whole = files.get(checkpoints.MODEL)
     return whole["sha256"] if whole else checkpoints.checkpoint_hash(checkpoint)
 
 
 def hardware(about: dict[str, str]) -> str:
-    """GPUs by name, a CPU with the threads that were used."""
+    """Number and name of the GPUs, or the name of the CPU and the number of threads used."""
     count = torch.cuda.device_count()
     return f"{count} x {about['device']}" if count else f"{about['device']}, {torch.get_num_threads()} thread(s)"
 
@@ -275,14 +283,14 @@ def _torchrun(config: Config, ranks: int, claim: int) -> int:
     """Trains in several processes of this machine, which hold the claim as long as they live; returns their status.
 
     Raises:
-        Diverged: as a training in this process does.
+        Diverged: the training diverged.
     """
     folder = RunFolder(config.run.dir)
     folder.diverged.unlink(missing_ok=True)
     settings = folder.path / "asked.yaml"
     write_text(settings, resolved_yaml(config))
     words = [sys.executable, "-m", "titans_pt.training.launcher", str(settings)]
-    # WORLD_SIZE: of this worker's own processes, however many workers a cluster started.
+    # WORLD_SIZE=1 replaces a cluster's count of workers: the new processes belong to this worker alone.
     environment = os.environ | {"TITANS_PROCESSES": str(ranks), "TITANS_NODES": "1", "WORLD_SIZE": "1"}
     with subprocess.Popen(words, env=environment, pass_fds=[claim]) as process:
         before = signal.signal(signal.SIGTERM, lambda number, _frame: process.send_signal(number))

@@ -1,4 +1,4 @@
-"""``titans recall`` and ``titans needles``: short spellings of these studies, with models of one config file."""
+"""``titans recall`` and ``titans needles``: short forms of these studies, with all models from one config file."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,21 +16,22 @@ from titans_pt.reproduce.studies import needles_in_noise, study
 from titans_pt.reproduce.study import TITANS, VARIANTS, Row, Study
 
 PLAIN = "plain"
-"""A model as it is, on the command line."""
+"""Word on the command line for a model without changes."""
 
 
 def recall(
     file: str, words: Sequence[str], models: Sequence[str] | None, changes: Sequence[str] | None, ranks: int | None
 ) -> int:
-    """Trains every model with every change, one change after the other; without changes as it is and, if it has a
-    Titan's memory, with that off. Returns 0, or 128 + the signal that stopped it.
+    """Train every model with every change, one change after the other; return 0, or 128 + the signal that stopped it.
+
+    Without ``changes``, every model is trained unchanged, and a model with a Titan's memory also with the memory off.
 
     Args:
-        file: a config or its name; its run.dir holds everything, its run.seed is that of the runs.
+        file: a config or its name; its run.dir holds everything, and all runs have its run.seed.
         words: settings over the file's.
 
     Raises:
-        UserError: an unknown model or change, a change of the memory of a model that has none, or a wrong setting.
+        UserError: an unknown model or change, a change of the memory for a model without one, or a wrong setting.
     """
     config = load_config(file, words)
     models = _models(models, config, words) or list(TITANS)
@@ -52,12 +53,12 @@ def needles(
     file: str, words: Sequence[str], models: Sequence[str] | None, asked: Sequence[int], counts: Sequence[int],
     answers: int, noise: str, ranks: int | None,
 ) -> int:  # fmt: skip
-    """Trains every model and asks it at every length; as :func:`recall`.
+    """Train every model and evaluate it at every length; otherwise like :func:`recall`.
 
     Args:
-        asked: lengths in tokens.
-        counts: needles of a sample that is asked; (): as in training.
-        answers: minimum number for each length and count.
+        asked: lengths to evaluate, in tokens.
+        counts: numbers of needles in an evaluated sample; (): as in training.
+        answers: minimum number of answers for each length and count.
         noise: "seen" or "unseen".
     """
     told = [f"evaluation.needles.lengths={sorted(asked)}", f"evaluation.needles.answers={answers}",
@@ -86,6 +87,6 @@ def _models(named: Sequence[str] | None, config: Config, words: Sequence[str]) -
 
 
 def models_of(config: Config) -> list[str]:
-    """The model that its file or the command line names, ``mamba+swa`` if its layers differ; none if model.mixers was
-    not given."""
+    """The model that the file or the command line names, such as ``mamba+swa`` if its layers differ; empty if
+    model.mixers was not given."""
     return ["+".join(config.model.mixers)] if "mixers" in config.model.model_fields_set else []

@@ -22,9 +22,9 @@ _IDEAS = {
     )
     for row in (*RULES, _CACHES)
 }
-"""Later ideas in a memory of two layers, as the study of ideas has them; MLPs make the models equally large."""
+"""Later ideas in a memory of two layers, as in the study of ideas; the MLPs' widths make the models equally large."""
 CHANGES = {
-    # variant: (settings, its name for a reader)
+    # variant: (settings, displayed name)
     "": ((), ""),
     "c1": (_TOKEN, "C = 1"),
     "c1-half": ((*_TOKEN, "model.memory.step_bound=0.5"), "C = 1, bound 0.5"),
@@ -47,15 +47,15 @@ CHANGES = {
     "linear-c1-one-yaad": ((*_LINEAR, *_REFLECT, "model.memory.rule=yaad"), "linear, C = 1, bound 1, Huber loss"),
     **_IDEAS,
 }
-"""Settings over a model's own. C: tokens after which a memory takes its gradient, else 16. bound: that of theta, else
-0.1. linear: a memory of one matrix, without LayerNorm; wider MLPs keep the model's size."""
+"""Settings that replace a model's own. C: the memory's chunk size, by default 16. bound: upper bound of theta, by
+default 0.1. linear: a memory of one matrix, without LayerNorm; wider MLPs keep the model's size."""
 TRAININGS = {
-    # last word of a variant: (settings over those of the rest, what a reader sees)
+    # last word of a variant: (settings that replace those of the rest, displayed words)
     "slow": (("train.lr=2e-3",), ", half the rate"),
     "fast": (("train.lr=8e-3",), ", twice the rate"),
     "two": (("state_tracking.tokens=2", "data.seq_len=80", "train.batch_tokens=5120"), ", two tokens an element"),
 }
-"""Other trainings of the same model. two: a filler after each element, so that a memory writes twice before it is
+"""Other trainings of the same model. two: a filler follows each element, and a memory writes twice before it is
 asked."""
 _OF_LMM = (
     "", "c1", "c1-half", "c1-one", "c1-one-still", "linear", "linear-c1", "linear-c1-half", "linear-c1-one",
@@ -71,7 +71,7 @@ _LATER = (
 )  # fmt: skip
 """Models published after Titans; one seed."""
 _DEEP = (("hope", "c1-one"), *(("lmm", change) for change in _IDEAS))
-"""The same in a memory of two layers; parity, one seed."""
+"""Models with a memory of two layers; parity, one seed."""
 _OTHER_RATES = tuple((model, f"{change}-{rate}") for rate in ("slow", "fast") for model, change in (
     ("lmm", "c1-one"), ("lmm", "linear-c1-one-still"), ("deltanet", "negative")))  # fmt: skip
 _TWO_TOKENS = (("lmm", "linear-c1-one-two"), ("deltanet", "negative-two"))
@@ -104,7 +104,7 @@ def state_tracking(size: str) -> Study:
     seeds = {row.key: SEEDS[row.variant.partition("-")[0]] for row in rows}
     once = (*_LATER, *_DEEP, *_TWO_TOKENS, *(row for row in _OTHER_RATES if row[1].endswith("slow")))
     seeds |= {_row(model, change, problem).key: (0,) for problem in MODELS for model, change in once}
-    seeds[_row("lmm", "c1-one-yaad", "parity").key] = SEEDS["parity"]  # the only one of these that is ahead of the LMM
+    seeds[_row("lmm", "c1-one-yaad", "parity").key] = SEEDS["parity"]  # the only later idea ahead of the LMM
     columns = [Column(f"last of {n} (%)", "states", measures.last_answer(n)) for n in LENGTHS]
     columns += [
         Column("tokens to 99 % of samples", TRAINING, measures.first_at(0.99, "whole")),

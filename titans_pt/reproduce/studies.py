@@ -24,10 +24,10 @@ EQUAL_TERMS = (
       for model in ("lmm", "mac", "ttt_mlp", "ttt_linear", "deltanet", "gated_deltanet")),
     *(Row("lmm", name) for name in ("depth-1", "no-forgetting", "no-momentum")),
 )  # fmt: skip
-"""Needles on equal terms: Titans without what configs/needles.yaml gives them, models with a cost of writing, and the
-parts that lie between TTT-MLP and LMM."""
+"""Needles on equal terms: Titans without the hard gates of configs/needles.yaml, models with a cost of writing, and the
+steps between TTT-MLP and LMM."""
 BABILONG = (2048, 4096, 8192, 16384, 32768, 65536, 131072, 524288, 1048576, 10485760)
-"""Lengths of the stories, of models that were trained at 4K."""
+"""Lengths of the stories, for models that were trained at 4K."""
 
 
 def _of_lengths(name: str, lengths: Sequence[int], samples: int) -> Measure:
@@ -51,14 +51,14 @@ SUITES = {
     ),
     "chunks": Measure("chunks", "chunks"),
 }  # fmt: skip
-"""Measures of models that were trained at 4K."""
+"""Measures for models that were trained at 4K."""
 TINY = SUITES | {
     "text": Measure("text", "perplexity", ("evaluation.perplexity.tokens=131072", "evaluation.perplexity.length=512")),
     "long": Measure(
         "long", "perplexity", ("evaluation.perplexity.tokens=65536", "evaluation.perplexity.length=16384"), (0, 512),
     ),
 }  # fmt: skip
-"""The same of models that were trained at 512."""
+"""Measures for models that were trained at 512."""
 LEADING_IDEAS = ("lmm/omega-16", "lmm/omega-4")
 """The later ideas ahead of LMM and MAC on the tiny study's text: they have a second seed."""
 ABLATIONS = (
@@ -68,7 +68,8 @@ ABLATIONS = (
 
 
 def study(target: str, size: str) -> Study:
-    """
+    """The study of ``target`` at ``size``.
+
     Raises:
         UserError: there is no such study at this size.
     """
@@ -176,7 +177,7 @@ def _babilong(size: str) -> Study:
 
 
 def _babilong_answers() -> Study:
-    """Models that learn bAbI's stories in short texts, by their answers alone, and are asked in long ones."""
+    """Study of models that learn bAbI's stories in short texts, from the answers alone, and answer in long texts."""
     asked = (("near", (4096, 16384), 50), ("long", (65536,), 20), ("far", (1048576,), 4))
     columns = tuple(
         Column(f"{task}, {_short(n)}", name, measures.question(task, n))
@@ -210,7 +211,7 @@ def _ideas(size: str) -> Study:
 
 
 def _scaling(size: str) -> Study:
-    """Four times the tokens, and four times the parameters (without the embedding), at the rates of the tiny study."""
+    """Four times the tokens, and four times the parameters (without embedding), at the tiny study's learning rates."""
     wide = "model.d_model=256", "model.n_heads=8"
     hidden = {"mac": 768, "lmm": 1032, "mag": 856, "mamba2": 1000, "gated_deltanet": 1040, "ttt_mlp": 1128,
               "transformer": 1224}  # fmt: skip
@@ -267,7 +268,7 @@ def _needles(size: str) -> Study:
 def needles_in_noise(
     taken: tuple[Measure, ...], lengths: dict[str, Sequence[int]], needles: Sequence[int] = ()
 ) -> Study:
-    """The study of needles with these measures; columns are the lengths of each, with each number of needles."""
+    """The study of needles with these measures; a column for each measure, number of needles and length."""
     columns = tuple(
         Column(f"{count} needles, {length:,}" if count else f"{length:,}", name, measures.found_at(length, count))
         for name, asked in lengths.items() for count in (needles or (None,)) for length in asked
@@ -288,7 +289,7 @@ def _tiny(*names: str) -> tuple[Measure, ...]:
 
 
 SMALL = ("ideas", "scaling", "filters", "recall", "needles", "statetracking")
-"""Studies of one size, tiny."""
+"""Studies that exist only at the size tiny."""
 OF_THEIR_OWN = ("table3", "table4")
 """Studies whose large size is called paper."""
 TARGETS = {

@@ -12,7 +12,7 @@ MODELS = (
     "gated_deltanet_h2", "gated_deltanet_h1", "ttt_mlp", "retnet", "gla", "hgrn2", "linear_attention", "longhorn",
     "rmt",
 )  # fmt: skip
-"""configs/SIZE/NAME.yaml, those of the first table first."""
+"""Names of configs/SIZE/NAME.yaml, the models of Table 1 first."""
 VARIANTS = {
     "": (),
     "depth-1": ("model.memory.depth=1",),
@@ -30,7 +30,7 @@ VARIANTS = {
     "memory-off": ("model.memory.writes=false",),
     "no-ln": ("model.memory.norm=false", "model.memory.init_std=null"),  # M_0's scale is chosen for a LayerNorm
 }
-"""Named changes of a model's settings. The models as they are have memories of depth 2 and chunks of 16."""
+"""Named changes of a model's settings. Unchanged models have memories of depth 2 and chunks of 16."""
 NAMES = {
     "transformer": "Transformer++", "swa": "sliding window", "samba": "Samba", "mamba": "Mamba", "mamba2": "Mamba2",
     "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "gated_deltanet_h1": "Gated DeltaNet-H1",
@@ -38,7 +38,7 @@ NAMES = {
     "linear_attention": "linear attention", "longhorn": "Longhorn", "lmm-hierarchy": "LMM, hierarchy",
     "gdn2": "Gated DeltaNet-2", "deltaproduct": "DeltaProduct", "rwkv7": "RWKV-7", "hope": "Hope",
 } | {name: name.upper() for name in (*TITANS, "gla", "hgrn2", "rmt", "kda")}  # fmt: skip
-"""Models as papers write them; others are shown as their mixers."""
+"""Displayed names of models, as papers write them; other models show their mixers."""
 CHANGES = {
     "depth-1": "linear memory (depth 1)", "depth-3": "depth 3", "depth-4": "depth 4", "no-conv": "without convolutions",
     "no-momentum": "without momentum", "no-forgetting": "without forgetting",
@@ -46,15 +46,15 @@ CHANGES = {
     "value-random": "values' filters from random ones", "chunk-32": "chunk 32", "chunk-64": "chunk 64",
     "chunk-128": "chunk 128", "memory-off": "memory off", "no-ln": "without the LayerNorm inside",
 }  # fmt: skip
-"""Variants, for a reader."""
+"""Displayed names of variants."""
 
 
 @dataclass(frozen=True)
 class Row:
     """A model, or a variant of it.
 
-    words: settings of the variant. None: those of VARIANTS. change: its name for a reader. "": that of CHANGES. after:
-    the variant of the same model, of the first seed, with whose trained weights it begins.
+    words: settings of the variant; None: from VARIANTS. change: displayed name of the variant; "": from CHANGES.
+    after: variant of the same model from whose trained weights, at the first seed, this row starts.
     """
 
     model: str
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Settings over those of the model's config."""
+        """Settings that replace those of the model's config."""
         return VARIANTS[self.variant] if self.words is None else self.words
 
     @property
@@ -75,14 +75,14 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Name of the row for a reader."""
+        """Displayed name of the row."""
         name = NAMES.get(self.model, self.model.upper())
         return f"{name}, {self.change or CHANGES[self.variant]}" if self.variant else name
 
 
 @dataclass(frozen=True)
 class Column:
-    """``find`` looks for its figure in what ``measure`` found; ``published``: its name in published.yaml."""
+    """A column. ``find`` finds its figure in the result of ``measure``; ``published``: its name in published.yaml."""
 
     title: str
     measure: str
@@ -92,8 +92,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Study:
-    """A table or figure at one size. ``compared``: the size of the published models beside it; ``pictures``: what draws
-    the records of its runs."""
+    """A table or figure at one size.
+
+    ``compared``: size of the published models beside it; ``pictures``: functions that draw the records of its runs.
+    """
 
     target: str
     title: str
@@ -104,11 +106,11 @@ class Study:
     compared: str
     note: str = ""
     timed: tuple[int, ...] = ()
-    """Lengths of a study of throughput, for which nothing is trained."""
+    """Sequence lengths of a study of throughput, which trains nothing."""
     folder: str = ""
-    """Folder of configs/ that has the models. "": the size's."""
+    """Folder of configs/ with the models. "": the size's folder."""
     rated: bool = True
-    """Whether the learning rates of its size are tried; False: the configured one is taken."""
+    """Whether the learning rates of its size are tried; False: the configured rate is used."""
     seeds: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Seeds of a row by its key; 0 for all others."""
     pictures: tuple[Picture, ...] = (pictures.training, pictures.positions)

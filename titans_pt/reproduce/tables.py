@@ -15,13 +15,13 @@ from titans_pt.tools.markdown import markdown_table
 
 NOT_RUN = "not run"
 NONE = "-"
-"""Mark of a figure that a model cannot have, such as that of a memory switched off, if it has none."""
+"""Mark of a figure that a model cannot have, such as the loss with the memory off for a model without a memory."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell. ours: None where nothing was measured; ``why`` then says so. records: of the seeds in it. seeds: number
-    of those that were trained."""
+    """One cell. ours: None if nothing was measured; ``why`` then has the reason. records: records of the seeds in the
+    cell. seeds: number of seeds that were trained."""
 
     row: Row
     column: Column
@@ -33,7 +33,7 @@ class Cell:
 
     @property
     def left_out(self) -> str:
-        """Note on seeds that were trained and have no figure: they failed, never got there, or were not measured."""
+        """Note on trained seeds without a figure: they failed, never reached the value, or were not measured."""
         return f", {len(self.records)} of {self.seeds} seeds" if self.ours and len(self.records) < self.seeds else ""
 
 
@@ -55,8 +55,10 @@ class Table:
 
 
 def kept_of(row: Row, runs: Sequence[Run], records: Records) -> dict[int, dict]:
-    """Records of a row by seed, all with one learning rate: the best so far with which a run was trained whole. What
-    was measured with other settings than the study's counts as not measured."""
+    """Records of a row by seed, all with one learning rate: the best so far at which a whole run was trained.
+
+    Measurements with other settings than the study's count as not measured.
+    """
     own = [run for run in runs if (run.model, run.variant) == (row.model, row.variant)]
     for at_one_rate in zip(*(run.chosen(records) for run in own), strict=True):
         found = {run.config.run.seed: (run, records.of(run.name, run.config)) for run in at_one_rate}
@@ -66,7 +68,7 @@ def kept_of(row: Row, runs: Sequence[Run], records: Records) -> dict[int, dict]:
 
 
 def _as_asked(run: Run, record: dict) -> dict:
-    """The record with the measurements of today's settings alone."""
+    """The record, with only the measurements that used today's settings."""
     measured = record["measured"]
     other = {m.name for m in run.measures if not m.done(measured.get(m.name, {}), run.config)}
     return record | {"measured": {name: found for name, found in measured.items() if name not in other}}
@@ -108,7 +110,7 @@ def _why(kept: dict[int, dict], column: Column) -> str:
 
 
 def overview(study: Study, found: Sequence[Cell]) -> Table:
-    """One line a model: ours, and in brackets what was published."""
+    """Table with one line per model: our figures, and published figures in brackets."""
     table = Table(["model", "parameters", *(column.title for column in study.columns)])
     for row in study.rows:
         of_row = [cell for cell in found if cell.row == row]
@@ -124,8 +126,10 @@ def overview(study: Study, found: Sequence[Cell]) -> Table:
 
 
 def details(found: Sequence[Cell]) -> Table:
-    """One line a figure: the paper's, ours, and everything that ours rests on. Of what a model cannot have there is
-    none."""
+    """Table with one line per figure: the paper's, ours, and everything that ours rests on.
+
+    Figures that a model cannot have are left out.
+    """
     head = ["model", "figure", "paper", "ours", "95 % interval", "n", "seeds", "tokens", "hardware", "checkpoints"]
     table = Table(head)
     for cell in found:
@@ -148,9 +152,11 @@ def details(found: Sequence[Cell]) -> Table:
 
 
 def behind(study: Study, found: Sequence[Cell]) -> Table | None:
-    """Nats by which the mean of each model is behind the best one of a column, with the 95 % interval over the streams
-    of the same text and over seeds (:func:`apart`). The last line has the standard deviation between seeds. None where
-    no losses by stream were kept."""
+    """Table of the nats by which each model's mean is behind the best model's in a column.
+
+    The 95 % interval covers the streams of the same text and the seeds (:func:`apart`). The last line has the standard
+    deviation between seeds. None if no losses by stream were kept.
+    """
     columns = []
     for column in study.columns:
         kept = {cell.row: cell.ours for cell in found if cell.column == column and cell.ours}
@@ -172,7 +178,7 @@ def behind(study: Study, found: Sequence[Cell]) -> Table | None:
 
 
 def rates(runs: Sequence[Run], records: Records) -> Table | None:
-    """Table of how each model's learning rate was chosen; None where none was."""
+    """Table of how each model's learning rate was chosen; None if none was chosen."""
     models = {Row(run.model).name: run for run in runs if run.choice}
     if not models:
         return None
@@ -191,8 +197,10 @@ def rates(runs: Sequence[Run], records: Records) -> Table | None:
 
 
 def tenths(runs: Sequence[Run], records: Records) -> Table | None:
-    """Whether the probes order learning rates as whole runs do: models of which whole runs of the first seed at several
-    rates have a record, with their validation losses. None without such a model."""
+    """Table that shows whether probes order learning rates as whole runs do, by their validation losses.
+
+    It has the models with records of whole runs of the first seed at several rates; None without such a model.
+    """
     table = Table(["model", "learning rates", "after the probe", "after the whole run", "same best", "same order"])
     first_seeds: dict[str, Run] = {}
     for run in runs:

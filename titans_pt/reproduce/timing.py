@@ -15,14 +15,16 @@ SPEED = "speed"
 
 @dataclass(frozen=True)
 class Timing(Run):
-    """``file``: a config, {model} in it being the model's name; ``words``: settings over it. Wall time: nothing else
-    may run beside it. Failed where no length could be timed."""
+    """A timing in wall time: nothing else may run beside it. It has failed if no length could be timed.
+
+    ``file``: a config, in which {model} stands for the model's name; ``words``: settings over it.
+    """
 
     file: str = ""
     words: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
     tokens: int = 0
-    """Tokens of a step, the same at every length."""
+    """Tokens per step, the same at every length."""
 
     def _asked(self) -> list[Any]:
         return [list(self.lengths), self.tokens]
@@ -44,7 +46,7 @@ class Timing(Run):
 
 
 def speed_at(length: int) -> Find:
-    """Tokens per second of a training step; None where it failed (out of memory, for example)."""
+    """Tokens per second of a training step; None if it failed (out of memory, for example)."""
 
     def find(result: dict) -> Figure | None:
         case = next((case for case in result["cases"] if case["length"] == length), None)

@@ -1,4 +1,4 @@
-"""Does the runs of a study, one after the other, together with any other processes that see the folder."""
+"""Work through the runs of a study, one after the other, together with all other processes that see the folder."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,16 +9,16 @@ from titans_pt.reproduce.records import Records
 from titans_pt.reproduce.runs import Run, in_order
 
 PATIENCE = 20.0
-"""Seconds between two looks at runs that wait for another process."""
+"""Seconds between two checks of runs that wait for another process."""
 
 
 def work(runs: Sequence[Run], folder: Path, records: Records, ranks: int, finished: Callable[[], None]) -> int:
-    """Completes what no other process is working on; returns 0, or the status of a training that was stopped.
+    """Complete the runs that no other process is working on; return 0, or the status of a training that was stopped.
 
-    A run that needs the learning rate which others are choosing is waited for; what others are training is not.
+    It waits for a run whose learning rate other processes are still choosing, but not for runs that others train.
 
     Args:
-        folder: holds the claims.
+        folder: folder of the claims.
         finished: called after each run.
     """
     while True:
@@ -39,7 +39,7 @@ def work(runs: Sequence[Run], folder: Path, records: Records, ranks: int, finish
                 if status := ready.complete(records, ranks, descriptor):
                     return status
             finished()
-            break  # from the top: the order of runs is that of their worth
+            break  # start from the top: the most useful runs come first
         else:
             if not waiting:
                 if elsewhere:
