@@ -25,7 +25,7 @@ CALLS = {"coefficients": 2, "scan": 2}
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU's limits: TFLOP/s in bf16 and bytes per second as measured on such a GPU, clock in Hz."""
+    """A GPU's limits: FLOP/s in bf16 and bytes per second as measured on such a GPU, clock in Hz."""
 
     name: str
     flops: float

@@ -28,9 +28,9 @@ class Order:
 
     models: names as in the study's folder of configs/; None: all of the study. seeds: None: the study's own. tokens:
     training tokens of each run; None: as configured. rates: the only learning rates to choose from; (): the study's
-    rule. words: KEY=VALUE settings for every run. variants: variants of every model; None: those of the study. config:
-    a file, or the name of one, that all models start from; None: the study's configs. With a config, models are
-    mixers, or several in turns as in ``mamba+swa``.
+    rule. words: KEY=VALUE settings for every run. config: a file, or the name of one, that all models start from; None:
+    the study's configs. With a config, the models of the study's rows are mixers, or several in turns as in
+    ``mamba+swa``.
     """
 
     out: Path
@@ -39,26 +39,22 @@ class Order:
     tokens: int | None = None
     rates: Sequence[float] = ()
     words: Sequence[str] = ()
-    variants: Sequence[str] | None = None
     config: str | None = None
 
 
 def chosen(study: Study, order: Order) -> Study:
-    """``study`` with the rows of the models and variants asked for.
+    """``study`` with the rows of the models asked for.
 
     Raises:
-        UserError: the study has none of a model, or a model has no such variant.
+        UserError: the study has no row of a model.
     """
-    if order.models is None and order.variants is None:
+    if order.models is None:
         return study
     known = list(dict.fromkeys(row.model for row in study.rows))
-    models = known if order.models is None else order.models
-    for model in models:
-        if order.config is None and model not in known:
+    for model in order.models:
+        if model not in known:
             raise UserError(f"--models: given {model!r}; {study.target} has {', '.join(known)}")
-    if order.variants is None and order.config is None:
-        return replace(study, rows=tuple(row for model in models for row in study.rows if row.model == model))
-    return replace(study, rows=tuple(Row(model, variant) for variant in order.variants or [""] for model in models))
+    return replace(study, rows=tuple(row for model in order.models for row in study.rows if row.model == model))
 
 
 def seeds_of(study: Study, row: Row, order: Order) -> tuple[int, ...]:
