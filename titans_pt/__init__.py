@@ -1,6 +1,6 @@
 """Reference pretraining stack for Titans: models whose memory keeps learning at test time.
 
-The public names are imported when they are first used: ``import titans_pt`` alone does not import torch.
+Public names are imported at their first use: ``import titans_pt`` alone does not import torch.
 """
 
 from importlib import import_module

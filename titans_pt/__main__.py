@@ -10,9 +10,9 @@ from titans_pt.tools.stacks import stacks_to
 
 
 def usable_streams() -> None:
-    """Standard streams that a shell has closed become /dev/null, and any text can be written to standard output.
+    """Replaces standard streams that a shell has closed by /dev/null, and lets standard output take any text.
 
-    A closed descriptor would be given to the next file that is opened: messages would go into a checkpoint.
+    The next opened file would get a closed stream's descriptor, and messages could go into a checkpoint.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -29,7 +29,7 @@ def usable_streams() -> None:
 
 
 def usable_home() -> None:
-    """A user whom no passwd file knows (a container's --user) gets a home and a name, which libraries ask for."""
+    """Gives a user without an entry in passwd (a container's --user) a home and a name, which libraries ask for."""
     try:
         Path.home()
     except RuntimeError:
@@ -53,11 +53,11 @@ def main() -> None:
     usable_home()
     stacks_to()
     try:
-        from titans_pt.cli import run  # not at the top: it needs click, which the layers do without
+        from titans_pt.cli import run  # not at the top: the command line needs click, which may not be installed
     except ModuleNotFoundError as error:
         from titans_pt.tools.extras import missing
 
-        # For titans demo alone the smaller extra does.
+        # titans demo needs only the smaller extra.
         extra = "demo" if sys.argv[1:2] == ["demo"] else "train"
         if (told := missing(error, "the program titans", [extra])) is None:
             raise

@@ -33,15 +33,15 @@ _OS_REMEDIES = {
     errno.ELOOP: ("its links lead in a circle", "another place"),
     errno.EMFILE: ("raise the limit of open files (ulimit -n)", ""),
 }
-"""Remedy or cause, and value to set the command's WRITES to."""
+"""(remedy or cause, new value for the setting in the command's WRITES)."""
 _DISK_FAILED = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENODEV)
-"""Errors of a disk or of its server, which a launcher's next start may not meet."""
+"""Errors of a disk or its server, which may be gone when a launcher restarts the command."""
 _CPU_OUT_OF_MEMORY = r"can't allocate memory|not enough memory"
 _LOST_PEER = r"connection (closed|reset|refused)|broken pipe|socket closed|remote process exited|ncclRemoteError"
 
 
 class _Program(click.Group):
-    """The commands, which ``--help`` shows under the headings of :data:`titans_pt.commands.SECTIONS`."""
+    """The group of commands; ``--help`` lists them under the headings of :data:`titans_pt.commands.SECTIONS`."""
 
     commands: Commands
 
@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
     """Runs a command line (without the program's name) and returns its exit status; errors go to stderr.
 
     0: done. 1: a bug of ours (with a traceback). 2: an error that the user can fix, in one line.
-    128 + n: stopped by signal n, after a checkpoint; SIGPIPE: the reader of the output has gone.
+    128 + n: stopped by signal n, after a checkpoint; n = SIGPIPE: the reader of the output has closed.
     """
     if instruction := os.environ.get(COMPLETION):
         from click.shell_completion import shell_complete
@@ -115,19 +115,19 @@ def run(arguments: list[str]) -> int:
 
 
 def _unread() -> bool:
-    """Whether who read our output has gone, as in ``titans plan CONFIG | head -1``; what is left of it is dropped."""
+    """Whether the reader of our output has closed, as in ``titans plan CONFIG | head -1``; drops remaining output."""
     output = select.poll()
     streams = {stream.fileno(): stream for stream in (sys.stdout, sys.stderr)}
     for number in streams:
         output.register(number, 0)
     gone = [streams[number] for number, event in output.poll(0) if event & select.POLLERR]
     for stream in gone:
-        drop(stream)  # else Python complains once more when it ends
-    return bool(gone)  # else another pipe broke
+        drop(stream)  # else Python complains again at exit
+    return bool(gone)  # False: another pipe broke
 
 
 def _runtime_error(error: RuntimeError) -> int:
-    """Out of memory, or a lost peer, in one line; any other error is raised again."""
+    """Reports out of memory or a lost peer in one line; raises any other error again."""
     import torch
 
     text = str(error)
@@ -146,8 +146,8 @@ def _runtime_error(error: RuntimeError) -> int:
 def _fail(message: str, status: int = EXIT_USER, patience: float = 10.0) -> int:
     """Prints ``message`` as one line. Under torchrun, ranks other than 0 wait ``patience`` seconds first.
 
-    Most errors hit all ranks, and torchrun stops the others as soon as one has failed: the line then appears once, and
-    an error of a single rank still appears.
+    Most errors hit all ranks, and torchrun stops the other ranks as soon as one has failed. The line then appears only
+    once, and an error of a single rank still appears.
     """
     if rank := place(strict=False).rank:
         time.sleep(patience + min(0.3 * rank, 5.0))

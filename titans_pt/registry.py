@@ -1,4 +1,4 @@
-"""Finds a class by the name that settings give it: from its file in a folder, or as registered from elsewhere."""
+"""Finds classes by the names used in settings: in a file of a package, or registered from elsewhere."""
 
 import importlib
 import importlib.util
@@ -15,12 +15,12 @@ class Registry(Generic[T]):
     """Classes of one kind (mixers, tasks), each with a ``name``.
 
     A name is looked up among the registered classes (:meth:`register`), then as a module of ``package``: the file
-    NAME.py there registers the class NAME. Adding one is adding a file. A class that lives elsewhere registers
-    itself when its module is imported (``run.imports`` names such modules).
+    NAME.py there registers the class NAME. To add a class, add a file. A class that lives elsewhere registers itself
+    when its module is imported (``run.imports`` names these modules).
 
     Args:
-        package: dotted name of the folder.
-        setting: what users set to a name, for the error message, such as model.mixers.
+        package: dotted name of the package.
+        setting: the setting that takes these names, such as model.mixers, for the error message.
     """
 
     def __init__(self, package: str, setting: str):
@@ -28,17 +28,18 @@ class Registry(Generic[T]):
         self._found: dict[str, T] = {}
 
     def register(self, cls: T) -> T:
-        """A class decorator. Raises ValueError if another class has the name already."""
+        """Registers a class, as a decorator. Raises ValueError if another class already has the name."""
         other = self._found.setdefault(cls.name, cls)
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"{self.setting}: {cls.name!r} is {other!r} already; choose another name for {cls!r}")
-        self._found[cls.name] = cls  # reloading a module makes a new class in the same place
+        self._found[cls.name] = cls  # a reloaded module defines the same class again
         return cls
 
     def find(self, name: str) -> T:
-        """
+        """The class of this name.
+
         Raises:
-            UserError: nothing of that name.
+            UserError: no class has this name.
         """
         if name not in self._found and name in self._files():
             importlib.import_module(f"{self.package}.{name}")
@@ -52,13 +53,13 @@ class Registry(Generic[T]):
         return iter(self._found.values())
 
     def names(self) -> list[str]:
-        """Every name that :meth:`find` knows, sorted; imports the folder's files."""
+        """Every name that :meth:`find` knows, sorted; imports all modules of the package."""
         for name in self._files():
             importlib.import_module(f"{self.package}.{name}")
         return sorted(self._found)
 
     def built_in(self) -> list[str]:
-        """Names that are files of the package."""
+        """Names of classes that files of the package define."""
         return [name for name in self.names() if self._found[name].__module__.startswith(f"{self.package}.")]
 
     def _files(self) -> list[str]:

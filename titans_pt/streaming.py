@@ -1,8 +1,8 @@
 """Reads text of any length through a model in constant memory, and generates tokens.
 
 Every function here takes a model called as ``model(ids, state, last_only=...) -> (logits, state)`` with
-ids (B, T) int64 and logits (B, T, V), or (B, 1, V) with ``last_only=True``. Those that generate put token plans on it
-(titans_pt.token_plans).
+ids (B, T) int64 and logits (B, T, V), or (B, 1, V) with ``last_only=True``. Functions that generate tokens put token
+plans on the model (titans_pt.token_plans).
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
@@ -25,22 +25,22 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def best_device(local_rank: int = 0) -> str:
-    """The CUDA device of a local rank (shared if there are fewer than ranks), or "cpu" without any."""
+    """The CUDA device of a local rank (shared if there are fewer GPUs than ranks), or "cpu" without a GPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return f"cuda:{local_rank % count}" if count else "cpu"
 
 
 def padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Pads prompts of different lengths on the left to one batch.
+    """Pads prompts of different lengths on the left, to form one batch.
 
-    Padding is read as a document of its own before the prompt, of which a model sees nothing once the prompt
-    begins: its memory, windows and convolutions start there.
+    The padding is read as a separate document before the prompt. The model sees nothing of it once the prompt begins,
+    because its memory, windows and convolutions restart there.
 
     Returns:
         ids (B, T) int64, and reset (B, T) bool, True where a prompt begins; :func:`prefill` takes both.
 
     Raises:
-        ValueError: a prompt without tokens, or none.
+        ValueError: there are no prompts, or one has no tokens.
     """
     if not prompts or not all(prompts):
         raise ValueError("prompts: each must have a token at least, and there must be one")
@@ -56,24 +56,24 @@ def prefill(
 ) -> tuple[Tensor, Any]:
     """Streams ``ids`` through the model in pieces, with its state carried along.
 
-    Memory does not grow with T: only a piece is on the model's device, and only the last token's logits are
-    computed. (The state of a full-attention mixer grows; that is the mixer's own.)
+    Memory use does not grow with T: only one piece is on the model's device, and only the last token's logits are
+    computed. (The state of a full-attention mixer does grow.)
 
     Args:
         ids: (B, T) integers on any device, T >= 1.
-        chunk_tokens: tokens of a piece; it changes speed and memory, not the result.
-        state: what an earlier call returned, to continue from; None: start at the beginning.
-        reset: bool (B, T), True where a document starts: nothing before it is seen from there on. None: nowhere.
+        chunk_tokens: tokens per piece; changes speed and memory use, not the result.
+        state: state from an earlier call, to continue from; None: start at the beginning.
+        reset: bool (B, T), True where a document starts; later tokens see nothing before it. None: nowhere.
 
     Returns:
-        logits of the last token (B, V), and the state after it.
+        logits of the last token (B, V), and the state after this token.
     """
     if ids.ndim != 2 or ids.shape[1] == 0:
         raise ValueError(f"ids: shape {tuple(ids.shape)}; needs (B, T) with T >= 1")
     device = device_of(model)
     starts = repeat(None) if reset is None else reset.split(chunk_tokens, dim=1)
     for piece, start in zip(ids.split(chunk_tokens, dim=1), starts, strict=False):
-        # Where nothing starts the faster ways are open.
+        # Pieces in which no document starts can take faster paths.
         more = {} if start is None or not bool(start.any()) else {"reset": start}
         logits, state = model(piece.to(device, torch.int64), state, last_only=True, **more)
     return logits[:, -1], state
@@ -81,10 +81,11 @@ def prefill(
 
 @torch.no_grad()
 def continuation_logits(model: nn.Module, last_logits: Tensor, state: Any, ids: list[int]) -> Tensor:
-    """The logits (n, V) from which each of n given tokens after a prompt would be chosen; ``state`` is left as it is.
+    """The logits (n, V) that predict each of n given tokens after a prompt; ``state`` is not changed.
 
     Args:
-        last_logits: (1, V), and the state after them, as :func:`prefill` returns.
+        last_logits, state: logits (1, V) of the prompt's last token and the state after it, from :func:`prefill`.
+        ids: the n tokens.
     """
     if len(ids) <= 1:
         return last_logits[: len(ids)]
@@ -106,12 +107,12 @@ def continuation(
     """Yields up to ``max_new_tokens`` ids one by one, each as soon as it is known; ends before one of ``stop_ids``.
 
     Args:
-        last_logits: (1, V), and the state after them, as :func:`prefill` returns.
-        choose: logits (V,) -> id.
-        read_last: put the last id through the model too, which only a further continuation needs.
+        last_logits, state: logits (1, V) of the last token and the state after it, from :func:`prefill`.
+        choose: function from logits (V,) to an id.
+        read_last: also feed the last id to the model, which only a further continuation needs.
 
     Returns:
-        (as a generator does) the last logits and the state after them.
+        The last logits and the state after them, as the generator's return value.
     """
     put_on(model)
     device = device_of(model)
@@ -135,16 +136,16 @@ def continuations(
     stop_ids: Collection[int],
     choose: Sequence[Callable[[Tensor], int]],
 ) -> list[list[int]]:
-    """:func:`continuation` of each row of a batch: up to ``max_new_tokens`` ids, ending before one of ``stop_ids``.
+    """:func:`continuation` for each row of a batch: up to ``max_new_tokens`` ids, ending before one of ``stop_ids``.
 
     Args:
-        last_logits: (B, V), and the state after them, as :func:`prefill` returns.
-        choose: for each row, logits (V,) -> id.
+        last_logits, state: logits (B, V) of the last tokens and the state after them, from :func:`prefill`.
+        choose: for each row, a function from logits (V,) to an id.
     """
     put_on(model)
     found: list[list[int]] = [[] for _ in choose]
     going = list(range(len(choose)))
-    last = [0] * len(choose)  # what a row that has ended reads matters to nobody
+    last = [0] * len(choose)  # a row that has ended still reads tokens, but they do not matter
     for left in range(max_new_tokens, 0, -1):
         for row in list(going):
             last[row] = choose[row](last_logits[row])
@@ -164,13 +165,13 @@ def most_likely(logits: Tensor) -> int:
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator) -> int:
-    """One id from softmax(logits / temperature), cut to ``top_k`` ids, then to the fewest that hold ``top_p`` of these.
+    """Draws an id from softmax(logits / temperature), cut to ``top_k`` ids, then to the fewest with ``top_p`` of these.
 
-    The draw is made on the CPU, so that a seed means the same on every device.
+    It draws on the CPU, so that a seed gives the same ids on every device.
     """
     p, order = torch.softmax(logits.double().cpu() / temperature, dim=0).sort(descending=True, stable=True)
     p = p[:top_k] / p[:top_k].sum()
-    p = torch.where(p.cumsum(0) - p < top_p, p, 0.0)  # the most likely id always stays
+    p = torch.where(p.cumsum(0) - p < top_p, p, 0.0)  # always keeps the most likely id
     return int(order[torch.multinomial(p, 1, generator=generator)])
 
 
@@ -199,9 +200,10 @@ def sample(
 
 
 def check_draws(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float):
-    """
+    """Checks the arguments of :func:`sample`.
+
     Raises:
-        UserError: an argument of :func:`sample` out of range.
+        UserError: an argument is out of range.
     """
     for ok, name, given, allowed in (
         (max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "at least 1"),
@@ -214,7 +216,7 @@ def check_draws(max_new_tokens: int, temperature: float, top_k: int | None, top_
 
 
 def chooser(temperature: float, top_k: int | None, top_p: float, seed: int) -> Callable[[Tensor], int]:
-    """logits (V,) -> id, by :func:`draw`; the most likely one at temperature 0."""
+    """A function from logits (V,) to an id: :func:`draw`, or the most likely id at temperature 0."""
     if temperature == 0.0:
         return most_likely
     generator = torch.Generator().manual_seed(seed)

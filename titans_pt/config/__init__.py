@@ -1,6 +1,6 @@
-"""Settings: plain data, checked, read from YAML, documented. What is here imports no torch.
+"""Settings: plain data, validated, read from YAML and documented. Modules here do not import torch.
 
-The tree and its sections are at hand as ``titans_pt.config``: ``from titans_pt.config import Config, Section``.
+The settings tree and its sections are exported: ``from titans_pt.config import Config, Section``.
 """
 
 from titans_pt.config.data import (

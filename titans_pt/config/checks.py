@@ -25,10 +25,10 @@ def checked(config: Config) -> Config:
     Sections of mixers and tasks that the run does not use are left out.
 
     Raises:
-        UserError: an unknown mixer or task, a setting of theirs that is wrong, or settings that do not go together.
+        UserError: an unknown mixer or task, a wrong setting of these, or settings that conflict.
     """
     import_modules(config.run.imports)
-    # Not at the top: they import torch, which takes seconds that preparing data, or a mistyped key, should not cost.
+    # Not at the top: they import torch, which takes seconds. Preparing data, or a mistyped key, should not cost these.
     from titans_pt.models.mixers import Mixer
     from titans_pt.tasks import TASKS, Task
 
@@ -68,10 +68,10 @@ def checked(config: Config) -> Config:
 def checked_model(config: Config) -> Config:
     """``config`` with the sections of its mixers and its memory rule filled in, after these have checked it.
 
-    Imports no task: a layer in somebody's own model has none.
+    It imports no task, because a layer in a user's own model has none.
 
     Raises:
-        UserError: an unknown mixer, a setting of theirs that is wrong, or settings that do not go together.
+        UserError: an unknown mixer, a wrong setting of a mixer or memory rule, or settings that conflict.
     """
     # Not at the top: see checked.
     from titans_pt.kernels.memory.rules import RULES
@@ -95,7 +95,7 @@ def find_mixer(name: str, setting: str = "model.mixers") -> Any:
     """The mixer of that name.
 
     Raises:
-        UserError: there is none; if a config has the name, how to start that.
+        UserError: there is no such mixer. If a config has this name, the message says how to start it.
     """
     from titans_pt.models.mixers import MIXERS
 
@@ -114,14 +114,14 @@ def find_mixer(name: str, setting: str = "model.mixers") -> Any:
 
 
 _STUDIES = {"recall": "recall", "needles": "needles"}
-"""Folder of configs -> the command that they are for, where it is not train."""
+"""Folder of configs -> their command, if it is not train."""
 
 
 def mixers_of(model: str) -> list[str]:
-    """Value of model.mixers for a model that --models names: ``mamba+swa`` has the two in turns.
+    """Value of model.mixers for a model named with --models: ``mamba+swa`` alternates the two.
 
     Raises:
-        UserError: one of them is unknown.
+        UserError: a mixer is unknown.
     """
     mixers = model.split("+")
     for name in mixers:
@@ -130,7 +130,7 @@ def mixers_of(model: str) -> list[str]:
 
 
 def _mixers_in(config: str) -> list[str] | None:
-    """Value of model.mixers that a config of the package sets itself."""
+    """Value of model.mixers that a packaged config itself sets, without inherited values."""
     from titans_pt.config.yaml import parse_yaml  # not at the top: layers do without PyYAML
 
     tree = usual(parse_yaml(packaged()[config].read_text(encoding="utf-8"), config))
@@ -138,22 +138,22 @@ def _mixers_in(config: str) -> list[str] | None:
 
 
 def _with_defaults(config: Config, mixers: Iterable[Any]) -> Config:
-    """``config`` with the defaults that mixers have for its sizes (Mixer.defaults), where nothing is given."""
+    """``config`` with the mixers' defaults for its sizes (Mixer.defaults), for settings that were not given."""
     found: dict[str, Any] = {}
     for mixer in mixers:
         try:
             own = mixer.defaults(config.model, config.data.seq_len)
         except ValidationError:
-            continue  # of its section, which is validated after this
+            continue  # the mixer's section is wrong; it is validated later
         for path, value in own.items():
-            found[path] = min(value, found.get(path, value))  # of two mixers' numbers of heads the smaller fits both
+            found[path] = min(value, found.get(path, value))  # the smaller number of heads fits both mixers
     for path, value in found.items():
         config = _unless_given(config, path.split("."), value)
     return config
 
 
 def _unless_given(section: Any, keys: list[str], value: Any) -> Any:
-    """A section with ``value`` at the place ``keys`` below it, unless something is given there."""
+    """A section with ``value`` set at the path ``keys``, unless the user gave a value there."""
     key, *deeper = keys
     if key not in type(section).model_fields:  # a mixer's own section, which is not validated yet
         (name,) = deeper
@@ -166,13 +166,13 @@ def _unless_given(section: Any, keys: list[str], value: Any) -> Any:
 
 
 def stop_condition(text: str) -> tuple[str, str, float]:
-    """train.stop_when in parts: "accuracy >= 0.99" -> ("accuracy", ">=", 0.99).
+    """Parses train.stop_when: "accuracy >= 0.99" -> ("accuracy", ">=", 0.99).
 
     Raises:
-        UserError: its number is none.
+        UserError: the value is not a number.
     """
     parts = re.fullmatch(r"\s*(\w+)\s*([<>]=)\s*(\S+)\s*", text)
-    assert parts  # the setting's own pattern
+    assert parts  # the setting's pattern guarantees it
     figure, sign, value = parts.groups()
     try:
         return figure, sign, float(value)
@@ -181,9 +181,9 @@ def stop_condition(text: str) -> tuple[str, str, float]:
 
 
 def completed(tree: dict) -> dict:
-    """A stored tree with newer settings added, set to what was done before they existed.
+    """A stored tree completed with newer settings, set to the behaviour before they existed.
 
-    A tree that is no longer valid is returned as it is: the caller then names the differences.
+    A tree that is no longer valid is returned unchanged: the caller then names the differences.
     """
     try:
         return checked(Config.model_validate(as_stored(tree))).model_dump(mode="json")
@@ -192,7 +192,7 @@ def completed(tree: dict) -> dict:
 
 
 def _with_sections(section: Any, prefix: str, owners: dict[str, Any], registry: Any) -> Any:
-    """``section`` with the own sections of ``owners``, all keys in them, and no others."""
+    """``section`` with complete sections for ``owners`` (mixers, rules or tasks), and no other sections."""
     found = {}
     for name, values in (dict.fromkeys(owners, {}) | section.__pydantic_extra__).items():
         if name not in owners and name not in registry.names():
@@ -237,14 +237,14 @@ def _tensor_parallel(config: Config, mixers: dict[str, Any]):
 
 
 def import_modules(names: Iterable[str]):
-    """Imports the modules of run.imports, from the working directory too.
+    """Imports the modules of run.imports, also from the working directory.
 
     Raises:
-        UserError: one cannot be imported.
+        UserError: a module cannot be imported.
     """
     for name in names:
         if (here := os.getcwd()) not in sys.path:
-            sys.path.append(here)  # an installed program does not look there by itself
+            sys.path.append(here)  # an installed program does not search the working directory by itself
         try:
             importlib.import_module(name)
         except ImportError as error:

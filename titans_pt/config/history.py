@@ -1,4 +1,4 @@
-"""Settings stored by earlier versions: what their missing settings meant."""
+"""Settings stored by earlier versions: values for settings that did not exist then."""
 
 import copy
 from typing import Any, TypeVar
@@ -16,13 +16,17 @@ FORMER_DEFAULTS: dict[str, Any] = {
     "model.mab.join": "added",
     "model.memory.deep_steps": lambda memory: "full" if memory.get("depth", 2) > 2 else "small",
 }
-"""Settings that older stored trees lack -> what the code did before, or a function of their section that says it.
-Today's default may be another."""
+"""Settings that older stored trees lack -> the value for the earlier behaviour, or a function of the section.
+
+Today's default may differ.
+"""
 
 
 def as_stored(tree: dict) -> dict:
-    """A tree that an earlier version stored whole (a run's config.yaml, a checkpoint, an exported folder), completed:
-    settings that did not exist yet get the value that stands for what that version did."""
+    """Completes a whole tree that an earlier version stored (a run's config.yaml, a checkpoint, an exported folder).
+
+    Settings that did not exist yet get the value for that version's behaviour.
+    """
     tree = copy.deepcopy(tree)
     for path, value in FORMER_DEFAULTS.items():
         *sections, key = path.split(".")
@@ -35,8 +39,11 @@ def as_stored(tree: dict) -> dict:
 
 
 def as_begun(config: Config, tree: dict) -> Config:
-    """``config`` for continuing a run that stored ``tree``: the settings in FORMER_DEFAULTS that ``config`` does not
-    give keep the values with which the run began, whatever today's defaults are."""
+    """``config`` for continuing a run that stored ``tree``.
+
+    Settings in FORMER_DEFAULTS that ``config`` does not give keep their values from the beginning of the run, whatever
+    today's defaults are.
+    """
     tree = as_stored(tree)
     for path in FORMER_DEFAULTS:
         config = _unless_given(config, path.split("."), tree)
@@ -44,14 +51,14 @@ def as_begun(config: Config, tree: dict) -> Config:
 
 
 def _unless_given(section: S, keys: list[str], tree: Any) -> S:
-    """The section with the value that ``tree`` has at the place ``keys``, unless the section was given one."""
+    """The section with the value of ``tree`` at the path ``keys``, unless the user gave a value there."""
     key, *deeper = keys
     if not isinstance(tree, dict) or key not in tree or (not deeper and key in section.model_fields_set):
         return section
     value = tree[key]
     if deeper:
         inner = getattr(section, key, None)
-        if not isinstance(inner, Section):  # a mixer's own settings, whose given ones are not known any more
+        if not isinstance(inner, Section):  # a mixer's own settings: which of them were given is no longer known
             return section
         value = _unless_given(inner, deeper, value)
     return section.model_copy(update={key: value})

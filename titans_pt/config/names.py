@@ -10,19 +10,19 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def packaged() -> dict[str, Path]:
-    """Name, such as 170m/mac -> file, of all that there are."""
+    """Name, such as 170m/mac -> file, for all packaged configs."""
     return {file.relative_to(CONFIGS).with_suffix("").as_posix(): file for file in sorted(CONFIGS.rglob("*.yaml"))}
 
 
 def named(last: str) -> list[str]:
-    """The names whose last part is ``last``."""
+    """Names of packaged configs whose last part is ``last``."""
     return [name for name in packaged() if name.rpartition("/")[2] == last]
 
 
 def find_config(name: str | Path, folder: Path = Path()) -> Path:
     """The file that ``name`` stands for: an existing path (relative to ``folder``), or else a config of the package.
 
-    ``170m/mac``, ``170m/mac.yaml`` and ``configs/170m/mac.yaml`` all name the same one.
+    ``170m/mac``, ``170m/mac.yaml`` and ``configs/170m/mac.yaml`` all name the same config.
 
     Raises:
         UserError: neither exists; the message suggests the nearest names.

@@ -1,6 +1,6 @@
-"""Place of a run's folder now, and meaning of the paths in its settings there.
+"""Paths in a run's settings, corrected for the current place of its folder.
 
-A relative path in settings counts from the folder in which the run was started. A run's own config.yaml may be read
+A relative path in settings counts from the folder in which the run was started. But a run's own config.yaml may be read
 from elsewhere, and a run's folder may have been moved.
 """
 
@@ -16,9 +16,9 @@ from titans_pt.config.values import mapped
 from titans_pt.errors import UserError
 
 SETTINGS, ABOUT = "config.yaml", "versions.json"
-"""The files of a run's folder that hold its settings, and what made it."""
+"""Files of a run's folder with its settings, and with the versions that made it."""
 STARTED_IN = "started in"
-"""The key of ABOUT with the folder in which the run was started."""
+"""Key of ABOUT for the folder in which the run was started."""
 
 
 def is_of_a_run(path: Path) -> bool:
@@ -27,17 +27,19 @@ def is_of_a_run(path: Path) -> bool:
 
 
 def in_its_place(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings of a run as they are meant where its folder now lies: run.dir is the folder, and other relative
-    paths count from where the run was started, if what they name is there.
+    """The settings of a run, adapted to the current place of its folder.
+
+    run.dir becomes this folder. Other relative paths count from the folder where the run was started, if they exist
+    there.
 
     Args:
-        tree: of a run's config.yaml.
-        folder: that holds it.
+        tree: content of a run's config.yaml.
+        folder: the folder that holds it.
     """
     run = tree.get("run")
     was = run.get("dir") if isinstance(run, dict) else None
     if not isinstance(was, str):
-        return tree  # no run has written that
+        return tree  # no run wrote this file
     bases = [base for base in _bases(folder, was) if base != Path.cwd()]
 
     def leaf(value: Any, kinds: dict[Any, bool], path: str) -> Any:
@@ -52,19 +54,19 @@ def in_its_place(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _of_tasks(tree: dict[str, Any]) -> Iterator[tuple[str, type]]:
-    """The sections of tasks in ``tree``, which Config itself does not know, each with its settings."""
+    """(name, settings class) of the task sections in ``tree``, which Config itself does not know."""
     names = [key for key, value in tree.items() if isinstance(value, dict) and key not in Config.model_fields]
     if not names:
         return
     from titans_pt.tasks import TASKS  # not at the top: it imports torch
 
     for name in names:
-        with contextlib.suppress(UserError):  # one of the user's own, whose module is not imported yet
+        with contextlib.suppress(UserError):  # a user's own task, whose module is not imported yet
             yield name, TASKS.find(name).Settings
 
 
 def _bases(folder: Path, was: str) -> Iterator[Path]:
-    """Folders in which the run may have been started, the likeliest first."""
+    """Folders in which the run may have been started, most likely first."""
     folder = Path(os.path.abspath(folder))
     try:
         noted = Path(json.loads((folder / ABOUT).read_text(encoding="utf-8"))[STARTED_IN])
@@ -74,7 +76,7 @@ def _bases(folder: Path, was: str) -> Iterator[Path]:
         yield noted
     parts = Path(was).parts
     if not Path(was).is_absolute() and ".." not in parts and len(parts) < len(folder.parts):
-        yield folder.parents[len(parts) - 1] if parts else folder  # as if the folder alone had another name now
+        yield folder.parents[len(parts) - 1] if parts else folder  # assumes that only the folder's names changed
     if noted:
         yield noted
 
@@ -84,5 +86,5 @@ def _same(a: Path, b: Path) -> bool:
 
 
 def _is_there(path: Path) -> bool:
-    """Token files named by what their names begin with (kind=indexed) count."""
+    """Whether a path exists, or is the common prefix of token files (kind=indexed)."""
     return path.exists() or path.with_name(path.name + ".idx").exists()

@@ -1,6 +1,6 @@
-"""Meaning of a word without quotes: it depends on the setting that it is given to.
+"""Interpretation of words without quotes, which depends on the type of their setting.
 
-The numbers, booleans and nulls are YAML 1.2's (core schema); PyYAML's own are those of YAML 1.1, where ``no`` is false,
+Numbers, booleans and nulls follow YAML 1.2 (core schema). PyYAML follows YAML 1.1, where ``no`` is false,
 ``2026-01-05`` a date, ``1:30`` the number 90 and ``1e6`` a string.
 """
 
@@ -15,18 +15,17 @@ _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF|nan|NaN|NAN)")
 _NULLS = ("", "~", "null", "Null", "NULL")
 _BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
-"""Booleans of YAML 1.1 alone, in small letters; they are read where a boolean is wanted, since older files have them.
-"""
+"""Booleans of YAML 1.1 only, in lower case; accepted for boolean settings, since older files have them."""
 
 
 class Unquoted(str):
     """A word (scalar) that was written without quotes."""
 
     def read(self, kinds: set[type]) -> Any:
-        """Reads the word as the first of null, boolean, number and text among ``kinds``, which a setting may be.
+        """Reads the word as the first that fits of null, boolean, number and text among ``kinds``, the setting's types.
 
-        A whole number may be written as 1e6. A word that is none of them is read as YAML reads it, for the message.
-        Null is never a text: a setting that cannot be null says so.
+        A whole number may be written as 1e6. A word that fits no type is read as YAML reads it, for the error message.
+        Null is never read as text: a setting that cannot be null reports an error.
         """
         if self in _NULLS:
             return None
@@ -42,7 +41,7 @@ class Unquoted(str):
 
     @property
     def usual(self) -> Any:
-        """Value of the word in YAML 1.2 (digits with underscores between are read as in YAML 1.1)."""
+        """Value of the word in YAML 1.2, except that digits may have underscores between them as in YAML 1.1."""
         if self in _NULLS:
             return None
         if self in _BOOLEANS:
@@ -55,7 +54,7 @@ def _number(text: str) -> int | float | None:
     if INT.fullmatch(text):
         digits = text.replace("_", "")
         if len(digits) > 300:
-            return None  # more than any float; Python refuses more than 4,300 digits
+            return None  # larger than any float; Python refuses more than 4,300 digits
         return int(digits, 0 if digits[1:2] in ("o", "x") else 10)
     if FLOAT.fullmatch(text):
         return float(text.replace("_", ""))
@@ -65,7 +64,7 @@ def _number(text: str) -> int | float | None:
 
 
 def usual(value: Any) -> Any:
-    """A tree in which every :class:`Unquoted` is what YAML makes of it, wherever it stands."""
+    """A tree in which every :class:`Unquoted` is replaced by its YAML value, whatever its setting."""
     if isinstance(value, Unquoted):
         return value.usual
     if isinstance(value, dict):
@@ -74,10 +73,10 @@ def usual(value: Any) -> Any:
 
 
 _WORD = re.compile(r"[\w./-]+")
-"""Words that YAML takes as they stand."""
+"""Words that need no quotes in YAML."""
 
 
 def as_list(words: str) -> str:
-    """A list, as YAML reads it, of words with commas between them: *.x begins a word that needs quotes."""
+    """A YAML list of comma-separated words; words such as *.x get the quotes that they need."""
     each = (word.strip() for word in words.split(","))
     return "[" + ",".join(word if _WORD.fullmatch(word) else json.dumps(word) for word in each) + "]"

@@ -1,4 +1,4 @@
-"""The own sections of mixers, memory rules and tasks, which the tree holds as they were given."""
+"""Sections of mixers, memory rules and tasks; the settings tree holds them unvalidated, as given."""
 
 from typing import Any, Protocol, TypeVar
 
@@ -19,10 +19,10 @@ class Need(Protocol):
 
 
 def own_section(given: dict[str, Any], kind: type[S], path: str) -> S:
-    """The section ``path``, such as model.mac, of what is given of it.
+    """Validates the given settings of the section ``path``, such as model.mac.
 
     Raises:
-        UserError: a setting in it is wrong or unknown.
+        UserError: a setting is wrong or unknown.
     """
     try:
         return kind.model_validate(typed(given, kind, path))

@@ -25,21 +25,21 @@ class TrainConfig(Section):
     A step: return to its checkpoint. Later ones are moved to checkpoints/set-aside, not deleted.
     Started again, the same command (the same settings of train) continues from its newest checkpoint."""
     init_from: PathName | None = None
-    """Initial weights, without optimiser state: a run's folder (its newest checkpoint, with train.patience the best),
-    one of its checkpoints, or a folder that ``titans export`` wrote. Data, schedule and data.seq_len may differ.
+    """Initial weights, without optimiser state: a run's folder (its newest checkpoint, or the best with
+    train.patience), a checkpoint, or a folder that ``titans export`` wrote. Data, schedule and data.seq_len may differ.
     Ignored once the run has its own checkpoint. Null: random initialisation."""
     init_fresh: list[str] = []
-    """Parameters to initialise randomly instead of from init_from, by name or pattern (blocks.5.*); they may be missing
-    there or have another shape. All others must match."""
+    """Parameters to initialise randomly instead of from init_from, by name or pattern (blocks.5.*). They may be missing
+    from init_from or have another shape there. All others must match."""
     trainable: list[str] = []
     """Parameters to train, by name or pattern (*.memory.*, *norm.weight); all others are frozen, without gradients and
     optimiser state. Empty: train all."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Precision of weights, activations and gradients. Memories and the optimiser's own weights are fp32 in both."""
     batch_tokens: Positive = 524_288
-    """Tokens of one optimiser step, over all ranks; gradient accumulation follows from it."""
+    """Tokens per optimiser step, over all ranks; it determines gradient accumulation."""
     micro_batch: Positive = 8
-    """Samples of a rank in one forward pass."""
+    """Samples per rank in one forward pass."""
     lr: Annotated[float, Field(gt=0.0)] = 4e-4
     """Peak learning rate of AdamW, reached after the warm-up."""
     schedule: Literal["cosine", "linear", "wsd", "halving"] = "cosine"
@@ -57,16 +57,16 @@ class TrainConfig(Section):
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     """AdamW's epsilon."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
-    """AdamW's weight decay. Matrices decay, among them embeddings, persistent tokens and the filters of convolutions;
-    norms, biases and the memory's M_0 do not."""
+    """AdamW's weight decay. It applies to matrices, including embeddings, persistent tokens and convolution filters,
+    but not to norms, biases and the memory's M_0."""
     clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Maximum global gradient norm; larger gradients are clipped."""
     z_loss: Annotated[float, Field(ge=0.0)] = 0.0
     """Adds the gradient of z_loss * (log Z)^2, which keeps log Z, the log of the sum of exp(logits), near 0 (PaLM:
     1e-4). Losses are reported without it."""
     spike_deviations: Annotated[float, Field(gt=0.0)] | None = None
-    """Skip a step whose loss is more than this many running standard deviations above the running mean. Above
-    sqrt(W / (W - 1)) with W = spike_window: the limit then rises to a new level that stays. Null: skip none."""
+    """Skip a step whose loss is more than this many running standard deviations above the running mean. It must exceed
+    sqrt(W / (W - 1)) with W = spike_window, so that the limit can rise to a lasting new level. Null: skip none."""
     spike_window: Annotated[int, Field(ge=2)] = 100
     """Approximate window of the running mean and deviation, in steps; no step is skipped before it is full."""
     activation_checkpointing: bool = False
@@ -76,9 +76,9 @@ class TrainConfig(Section):
     Null: on a GPU, unless parallel.zero_stage=3 (its gathering of parameters cannot be compiled), parallel.tensor > 1,
     parallel.context > 1, train.wavefront or model.memory.write_cost."""
     wavefront: Positive | None = None
-    """Cut sequences into pieces of this many tokens and let layer l process a piece while layer l + 1 processes the
-    previous one, on a GPU each in its own CUDA stream. For long sequences in small batches, which leave most of a GPU
-    idle. The results are identical. Null: layer after layer."""
+    """Cut sequences into pieces of this many tokens, and let layer l process a piece while layer l + 1 processes the
+    previous one. On a GPU each layer has its own CUDA stream. This helps long sequences in small batches, which leave
+    most of a GPU idle. The results are identical. Null: process one layer after the other."""
     log_every: Positive = 10
     """Steps between lines of the log and of metrics.jsonl."""
     profile_at: Positive | None = None
@@ -99,8 +99,8 @@ class TrainConfig(Section):
     """True: all ranks write their shards in parallel. False: rank 0 gathers and writes whole tensors. Any number of
     ranks reads both formats; ``titans checkpoint merge`` turns shards into whole tensors."""
     timeout: Annotated[float, Field(gt=0.0)] = 600.0
-    """Seconds without progress on a rank (if it waits for a peer, for example) after which all ranks stop; five times
-    as long in a first step that is compiled."""
+    """Seconds without progress on a rank (if it waits for a peer, for example) after which all ranks stop. A first step
+    that is compiled may take five times as long."""
     max_nonfinite: Positive = 10
     """Stop after this many skipped (non-finite) steps in a row. While steps are not finite, no checkpoint is saved or
     deleted."""
@@ -109,27 +109,28 @@ class TrainConfig(Section):
 class ParallelConfig(Section):
     tensor: Positive = 1
     """Tensor-parallel ranks, which share one copy of the model: heads, MLPs and vocabulary are sharded over them. The
-    number of ranks divided by this and parallel.context is the data parallelism. Best kept inside one node."""
+    number of data-parallel ranks is the number of ranks divided by this and parallel.context. Best kept inside one
+    node."""
     context: Positive = 1
     """Context-parallel ranks, which share each sequence: each has a piece of its tokens, and mixers pass their states
-    from rank to rank. For sequences that are too long for one rank; must divide data.seq_len. With ZeRO 1 or 2."""
+    from rank to rank. For sequences that are too long for one rank; must divide data.seq_len. Only with ZeRO 1 or 2."""
     sequence: bool = False
     """Megatron's sequence parallelism: activations between mixers and MLPs are split along time over the tensor
     ranks."""
     zero_stage: Literal[1, 2, 3] = 1
     """DeepSpeed ZeRO: 1 shards the optimiser over data-parallel ranks, 2 also gradients, 3 also parameters. All stages
-    sum the gradients of a step's micro-batches in fp32; with several micro-batches, ZeRO 1 keeps 4 bytes a
+    sum the gradients of a step's micro-batches in fp32; with several micro-batches, ZeRO 1 keeps 4 bytes per
     parameter."""
     reduce_fp32: bool = False
-    """With train.precision=bf16, sum gradients over data-parallel ranks in fp32 and round the sum once: twice the
-    bytes, less error with many ranks."""
+    """With train.precision=bf16, sum gradients over data-parallel ranks in fp32 and round the sum once. This exchanges
+    twice the bytes, with less error on many ranks."""
     overlap: bool | None = None
     """Exchange gradients during the backward pass, with a second buffer (DeepSpeed's overlap_comm). Null: DeepSpeed's
     default, which is true under ZeRO 3."""
     reduce_bucket: Positive | None = None
-    """Numbers in one exchange of gradients. Null: 500 million, or all of a smaller model's; with parallel.overlap a
-    sixteenth of the model's, at least 25 million; all with parallel.context > 1, and with train.wavefront unless
-    parallel.overlap is true."""
+    """Numbers in one exchange of gradients. Null: 500 million, or all gradients of a smaller model; with
+    parallel.overlap a sixteenth of the model, at least 25 million. With parallel.context > 1, and with train.wavefront
+    unless parallel.overlap is true, it is always all gradients."""
     node_ranks: Positive | None = None
     """ZeRO 3: every group of this many neighbouring ranks, such as a node, holds a second copy of the parameters, and
     the backward pass gathers them inside the group (DeepSpeed's hpZ). Must divide the number of ranks; incompatible

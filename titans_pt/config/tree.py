@@ -1,8 +1,8 @@
-"""The settings tree, of the sections in data.py, model.py, train.py and evaluation.py (files.py reads it from YAML).
+"""The settings tree, made of the sections in data.py, model.py, train.py and evaluation.py; files.py reads it.
 
-Every section is a pydantic model that refuses unknown keys and silent type conversions. The doc of a
-field follows it: docs.py makes docs/settings.md and the JSON schema from them. Nothing here
-imports the rest of the project: config is plain data.
+Every section is a pydantic model that refuses unknown keys and silent type conversions. The docstring of a field
+follows the field; docs.py makes docs/settings.md and the JSON schema from these docstrings. Nothing here imports the
+rest of the project: config is plain data.
 """
 
 import json
@@ -20,16 +20,16 @@ from titans_pt.config.train import ParallelConfig, TrainConfig
 
 class RunConfig(Section):
     dir: PathName = "runs/default"
-    """Folder that holds everything of the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
+    """Folder that holds everything about the run: resolved config, log, metrics, checkpoints, evaluation, plots."""
     spare_dir: PathName | None = None
     """A folder on another disk. If run.dir can no longer be written to (its disk is full), a last checkpoint is written
-    there, in a folder of the run's own, before the run ends. Null: no extra checkpoint is written."""
+    there, in a subfolder for this run, before the run ends. Null: no extra checkpoint is written."""
     seed: Seed = 0
     """Seeds the initial weights and the order of the data."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard, under dir; needs titans-pt[tensorboard]."""
     imports: list[str] = []
-    """Python modules to import first; your own mixers, memory rules and tasks register themselves there."""
+    """Python modules to import first, in which your own mixers, memory rules and tasks register themselves."""
 
 
 class WandbConfig(Section):
@@ -50,9 +50,9 @@ class WandbConfig(Section):
 
 
 class Config(Section):
-    """The whole tree. Built by :func:`titans_pt.config.files.load_config`; ``Config()`` alone is valid.
+    """The whole settings tree, built by :func:`titans_pt.config.files.load_config`; ``Config()`` alone is valid.
 
-    A task's own settings are a section with its name, which the task itself validates.
+    A task's own settings are in a section with its name, which the task itself validates.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -129,7 +129,7 @@ class Config(Section):
             t.stop_when,
             "only with train.eval_every above 0, the steps between two validations",
         )
-        # Every loss at the limit multiplies the running variance by (1 - 1/W)(1 + d^2 / W): it must be above 1.
+        # Every loss at the limit multiplies the running variance by (1 - 1/W)(1 + d^2 / W), which must be above 1.
         least = math.sqrt(t.spike_window / (t.spike_window - 1))
         need(
             t.spike_deviations is None or t.spike_deviations > least,
@@ -233,7 +233,7 @@ class Config(Section):
 
 def config_hash(section: Section) -> str:
     """SHA-256 (hex) of a tree or of one section, independent of key order and formatting."""
-    import hashlib  # OpenSSL: 3 ms that reading settings does not need
+    import hashlib  # not at the top: loading OpenSSL takes 3 ms, and reading settings does not need it
 
     text = json.dumps(section.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

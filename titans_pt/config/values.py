@@ -1,5 +1,7 @@
-"""Values of a tree by the types of their settings: words without quotes become what is wanted there, and ``~`` and
-``$VARIABLES`` in paths what they stand for."""
+"""Conversion of a tree's values to the types of their settings.
+
+Words without quotes are converted to the setting's type, and ``~`` and ``$VARIABLES`` in paths are expanded.
+"""
 
 import os
 import re
@@ -16,30 +18,34 @@ from titans_pt.errors import UserError
 
 
 def typed(value: Any, kind: Any, path: str = "", expand: bool = True) -> Any:
-    """A tree as it came from YAML, with every value read as its setting wants it (:meth:`Unquoted.read`) and paths
-    expanded. What is no setting of ``kind`` (sections of mixers and tasks, mistyped names) stays as it is.
+    """Converts a tree from YAML to the types of its settings (:meth:`Unquoted.read`) and expands paths.
+
+    Keys that are not settings of ``kind`` (sections of mixers and tasks, mistyped names) are left unchanged.
 
     Args:
         kind: a section, or the annotation of a field.
         path: the place of the value in the tree, for messages.
-        expand: False for settings that a run has stored, whose paths were expanded when it was started.
+        expand: False for settings that a run has stored; their paths were expanded when the run was started.
 
     Raises:
-        UserError: a path with a variable that is not set.
+        UserError: a path has a variable that is not set.
     """
 
     def leaf(word: Any, kinds: dict[Any, bool], place: str) -> Any:
         word = word.read(set(kinds)) if isinstance(word, Unquoted) else word
         if word is None and NoneType not in kinds and any(map(_is_section, kinds)):
-            return {}  # the heading of a section with nothing, or only comments, under it
+            return {}  # a section's key with nothing, or only comments, under it
         return expanded(word, place) if expand and isinstance(word, str) and kinds.get(str) else word
 
     return mapped(value, kind, leaf, path)
 
 
 def mapped(value: Any, kind: Any, leaf: Callable[[Any, dict[Any, bool], str], Any], path: str = "") -> Any:
-    """A copy of a tree with ``leaf`` (value, types that it may have -> whether it is a path, dotted path) of each value
-    whose setting is known."""
+    """A copy of a tree with ``leaf`` applied to each value whose setting is known.
+
+    Args:
+        leaf: called with the value, a dict (allowed type -> whether it is a path), and the value's dotted path.
+    """
     kinds = dict(_alternatives(kind))
     if isinstance(value, dict):
         for section in kinds:
@@ -68,7 +74,7 @@ def _field(section: type[BaseModel], key: str, value: Any, leaf: Callable, path:
 
 
 def _alternatives(kind: Any, path: bool = False) -> Iterator[tuple[Any, bool]]:
-    """(type, whether it is a path) of all that an annotation allows."""
+    """(type, whether it is a path) for every alternative of an annotation."""
     origin = get_origin(kind)
     if origin is Annotated:
         inner, *metadata = get_args(kind)
@@ -86,14 +92,15 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 
 
 def expanded(text: str, where: str) -> str:
-    """A path with ``~`` (``~USER``), ``$NAME`` and ``${NAME}`` replaced, and without "./", "//" and "/" at its end, so
-    that one file has one spelling. A URL stays as it is.
+    """A path with ``~`` (``~USER``), ``$NAME`` and ``${NAME}`` expanded; a URL is not changed.
+
+    "./", "//" and a final "/" are removed, so that each file has a single spelling.
 
     Args:
-        where: the setting or option that gives it, for the message.
+        where: the setting or option that gives the path, for the message.
 
     Raises:
-        UserError: a variable that is not set, or a user without a home.
+        UserError: a variable is not set, or a user has no home.
     """
 
     def value(match: re.Match) -> str:

@@ -1,4 +1,4 @@
-"""Settings by their dotted paths, and what is wrong with one in one line."""
+"""Dotted paths of settings, and one-line messages about wrong settings."""
 
 import difflib
 from types import UnionType
@@ -12,7 +12,7 @@ from titans_pt.config.tree import Config
 
 
 def known_paths(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """The dotted path of every section and setting, in the order of their declaration."""
+    """Dotted paths of all sections and settings, in the order of their declaration."""
     paths = []
     for name, field in section.model_fields.items():
         paths.append(prefix + name)
@@ -24,12 +24,15 @@ def known_paths(section: type[BaseModel] = Config, prefix: str = "") -> list[str
 
 
 def one_line(error: ValidationError, prefix: str = "", section: type[BaseModel] = Config) -> str:
-    """The first error of a tree (of a ``section`` whose path is ``prefix``) and how many more there are."""
+    """A message with the first error of a tree and the number of further errors.
+
+    ``section`` is the type of the tree and ``prefix`` its path.
+    """
     first, *others = _with_alternatives_joined(error.errors())
     path = prefix + ".".join(str(part) for part in first["loc"])
     more = f" (and {len(others)} more)" if others else ""
     known = known_paths(section, prefix)
-    # Where sections of mixers, memory rules and tasks are allowed, a single value can only be a mistyped name.
+    # These places take sections of mixers, memory rules and tasks: a plain value can only be a mistyped setting.
     open_sections = ((), ("model",), ("model", "memory"))
     mistyped = first["type"] == "dict_type" and first["loc"][:-1] in open_sections and path not in known
     flat = "." in str(first["loc"][-1]) if first["loc"] else False
@@ -54,13 +57,13 @@ _ALLOWED = {
     "bool_type": "true or false",
     "string_type": "a text",
 }
-"""Allowed values, by pydantic's names of errors whose own words are Python's."""
+"""pydantic's error name -> allowed values in plain words, for errors that pydantic describes in Python's terms."""
 
 
 def _with_alternatives_joined(errors: list[ErrorDetails]) -> list[dict[str, Any]]:
-    """Errors in which a value that fits no alternative of its setting (``"auto" | int``) is one error, not several.
+    """Joins the errors of a value that fits no alternative of its setting (``"auto" | int``) into one error.
 
-    pydantic names the alternative at the end of the place: ('train', 'resume', "literal['auto']").
+    pydantic gives one error per alternative, named at the end of the place: ('train', 'resume', "literal['auto']").
     """
     joined: dict[tuple, dict[str, Any]] = {}
     for error in errors:
@@ -80,7 +83,7 @@ def _short(value: Any) -> str:
 
 
 def unknown_key(path: str, given: Any, known: list[str], flat: bool = False) -> str:
-    """Message for a key that is no setting.
+    """Message for a key that is not a setting.
 
     Args:
         flat: the key itself has dots, as on the command line.

@@ -1,4 +1,4 @@
-"""YAML as settings are written in: text to a tree and back."""
+"""YAML of settings: conversion of text to a tree and back."""
 
 import re
 import shlex
@@ -12,19 +12,19 @@ from titans_pt.config.plain import FLOAT, INT, Unquoted, as_list
 from titans_pt.errors import UserError
 
 MOST_VALUES = 100_000
-"""A file has no more values than this once its aliases are followed; aliases of aliases grow exponentially."""
+"""Maximum number of values in a file after resolving aliases: aliases of aliases grow exponentially."""
 
 _NOT_YAML = "not valid YAML"
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """dicts, lists, and for words :class:`Unquoted` or, where they have quotes, str. Keys are str.
+    """Parses YAML into dicts, lists, and words: :class:`Unquoted`, or str if they have quotes. Keys are str.
 
     Args:
         where: file or option, for the message.
 
     Raises:
-        UserError: not YAML, or a key that stands twice in one section.
+        UserError: not YAML, or a section has the same key twice.
     """
     try:
         return _unshared(_loaded(text), [MOST_VALUES])
@@ -37,15 +37,16 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 _LIST = re.compile(r"""\[([^][{}"']*)\]""")
-"""A list whose texts have no brackets and no quotes."""
+"""A list whose entries have no brackets and no quotes."""
 
 
 def parse_override(item: str) -> tuple[list[str], Any]:
-    """key.path=value -> the keys and the value. A value that begins with a bracket or a quote is YAML; any other is
-    taken as it stands, with all its ``#`` and ``:``.
+    """Splits key.path=value into its keys and its value.
+
+    A value that begins with a bracket or a quote is YAML. Any other value is taken literally, with ``#`` and ``:``.
 
     Raises:
-        UserError: no "=", or a value that begins as YAML and is none.
+        UserError: no "=", or a value begins like YAML but is not valid.
     """
     key, equals, value = item.partition("=")
     if not equals or not key:
@@ -58,19 +59,19 @@ def parse_override(item: str) -> tuple[list[str], Any]:
     except UserError as error:
         if _NOT_YAML not in str(error):
             raise
-        texts = _LIST.fullmatch(value)  # such as [*.lora_*], in which * means something else to YAML
+        texts = _LIST.fullmatch(value)  # such as [*.lora_*], where * begins an alias in YAML
         text = yaml.safe_dump(value, default_style='"', width=10**6, allow_unicode=True).strip()
         kind, quoted = ("a list of texts", as_list(texts[1])) if texts else ("text", text)
         raise UserError(f"{error}; if it is meant as {kind}, write {shlex.quote(f'{key}={quoted}')}") from None
 
 
 def write_yaml(tree: dict) -> str:
-    """The text of a tree; strings that YAML 1.1 or 1.2 would take for something else are in quotes."""
+    """A tree as YAML text; strings that YAML 1.1 or 1.2 would read as another type are in quotes."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 
 def resolved_yaml(config: BaseModel) -> str:
-    """The whole tree of settings, defaults included; ``load_config`` of it gives ``config`` back."""
+    """The whole settings tree as YAML, defaults included; ``load_config`` returns the same ``config``."""
     return write_yaml(config.model_dump(mode="json"))
 
 
@@ -78,7 +79,7 @@ _MERGE, _PLAIN = "tag:yaml.org,2002:merge", "!plain"
 
 
 class _Refused(yaml.YAMLError):
-    """YAML that we do not take."""
+    """YAML that we do not accept."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -87,7 +88,7 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor):
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
-        for key, _ in node.value:  # as written: merge keys have brought nothing in yet
+        for key, _ in node.value:  # as written: merge keys are not applied yet
             if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
                 continue
             line = key.start_mark.line + 1
@@ -114,16 +115,16 @@ for _kind, _pattern in (("float", FLOAT), ("int", INT)):
 
 @lru_cache(maxsize=256)
 def _loaded(text: str) -> Any:
-    """Content of ``text``. Many configs inherit from the same few, and a study loads hundreds."""
+    """Content of ``text``, cached: many configs inherit from the same few, and a study loads hundreds."""
     return yaml.load(text, _Loader)
 
 
 def _unshared(value: Any, left: list[int], inside: tuple[int, ...] = ()) -> Any:
-    """A copy in which nothing is the same object twice: an alias is a value, not a place that changes with another.
+    """Copies a tree without shared objects: changing the copy of an aliased value does not change the others.
 
     Args:
-        left: how many more values there may be, in a list of one.
-        inside: ids of what ``value`` stands in.
+        left: number of further values allowed, in a list of one.
+        inside: ids of the dicts and lists around ``value``.
     """
     left[0] -= 1
     if left[0] < 0:

@@ -1,1 +1,1 @@
-"""Runs as folders: what lies where, checkpoints, shards, states of models, logs elsewhere, a run opened again."""
+"""Runs as folders: paths, checkpoints, shards, model states, external logs, and loading a run."""

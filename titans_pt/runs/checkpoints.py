@@ -6,9 +6,9 @@
         trainer.json            step, position in the data, counters, hashes, the settings
         manifest.json           size and SHA-256 of each file above; written last
 
-With train.checkpoint_shards the first two are shards, one file per rank (shards.py), and the format is 2.
+With train.checkpoint_shards the first two files are replaced by shards, one per rank (shards.py), and the format is 2.
 
-A checkpoint is built in a hidden sibling folder and renamed: a crash or a full disk leaves the earlier ones alone.
+A checkpoint is built in a hidden sibling folder and renamed: a crash or a full disk leaves earlier checkpoints intact.
 Nothing here knows about ranks or DeepSpeed. docs/checkpoints.md describes the layout.
 """
 
@@ -36,11 +36,11 @@ from titans_pt.tools.tensor_files import describe, save_tensors, sha256
 FORMAT, SHARDED = 1, 2
 """Formats in manifest.json: whole tensors, or shards."""
 _KNOWN_AS = "known as"
-"""Entry of manifest.json: hash of the first form of a checkpoint that was merged."""
+"""Entry of manifest.json: the hash that a merged checkpoint had before it was merged."""
 WEIGHT = "weight"
 """The kind of a tensor that is a parameter."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The kinds of Adam's state of a parameter, by torch's names."""
+"""The kinds of Adam's state for a parameter, by torch's names."""
 MODEL, OPTIMIZER, TRAINER, MANIFEST = "model.safetensors", "optimizer.safetensors", "trainer.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 log = logging.getLogger(__name__)
@@ -51,10 +51,10 @@ class Best:
     """The best validation of a run with train.patience."""
 
     step: int
-    """The best checkpoint, which evaluation takes."""
+    """Step of the best checkpoint, which evaluation uses."""
     loss: float
     since: int
-    """Validations after it, none of them better."""
+    """Number of later validations, none of them better."""
     validated: int
     """Step of the last validation."""
 
@@ -73,25 +73,25 @@ class TrainerState:
     adam_step: int
     """Updates applied: Adam's bias-correction count."""
     nonfinite: int
-    """All steps that were skipped because the loss or a gradient was not finite."""
+    """Number of steps skipped because the loss or a gradient was not finite."""
     nonfinite_in_a_row: int
     model_hash: str
     config_hash: str
     config: dict[str, Any]
     """The whole settings tree that wrote the checkpoint."""
     identity: dict[str, str]
-    """Hashes by name of what must be unchanged to continue from it: the data, a tokenizer (the task says which)."""
+    """Hash by name of everything that must be unchanged to continue: the data, a tokenizer (the task defines which)."""
     first_loss: float | None = None
     """Training loss of step 1, for the summary."""
     wandb_id: str | None = None
     origin: str | None = None
-    """Source of the run's first weights (train.init_from); None: they were drawn."""
+    """Source of the run's initial weights (train.init_from); None: random initialisation."""
     spikes: dict[str, float] = field(default_factory=dict)
-    """Running figures of the loss, see titans_pt.training.spikes.SpikeGuard."""
+    """Running statistics of the loss, see titans_pt.training.spikes.SpikeGuard."""
     best: dict[str, float] = field(default_factory=dict)
     """State of :class:`Best`; {} without train.patience."""
     topology: dict[str, Any] = field(default_factory=dict)
-    """ranks, tensor, zero_stage, precision: for the reader; loading does not depend on it."""
+    """ranks, tensor, zero_stage, precision: for the reader; loading does not depend on these."""
     format: int = FORMAT
 
 
@@ -126,10 +126,11 @@ def save(
     Tensors must be fp32, on the CPU and contiguous. An older checkpoint of the same step is replaced.
 
     Args:
-        known_as: the :func:`checkpoint_hash` of another form of it, to which states and results belong.
+        known_as: the :func:`checkpoint_hash` of an earlier form of this checkpoint, which saved states and results
+            refer to.
 
     Raises:
-        OSError: disk full, folder not writable; nothing of the new checkpoint remains, the others are untouched.
+        OSError: disk full, folder not writable; nothing of the new checkpoint remains, and others are untouched.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final = checkpoint_path(folder, state.step)
@@ -154,14 +155,14 @@ def shard_folder(folder: Path, step: int) -> Path:
 def join(
     folder: Path, count: int, tensors: dict[str, Whole], state: TrainerState, stop: Callable[[], bool]
 ) -> Path | None:
-    """Makes a checkpoint of the shards of ``count`` ranks once they are there, and returns its path; one rank calls it.
+    """Waits for the shards of ``count`` ranks and joins them into a checkpoint; returns its path. One rank calls it.
 
     Args:
-        tensors: by plain parameter name, how they are cut.
-        stop: becomes true when a rank has failed; then there is no checkpoint, and None is returned.
+        tensors: how each tensor is cut, by plain parameter name.
+        stop: returns True when a rank has failed; then no checkpoint is written, and None is returned.
 
     Raises:
-        OSError: as :func:`save`.
+        OSError: as for :func:`save`.
     """
     temporary = shard_folder(folder, state.step)
     try:
@@ -184,7 +185,7 @@ def _complete(temporary: Path, final: Path, files: dict[str, Any], state: Traine
     for path in temporary.iterdir():
         flush_to_disk(path)
     flush_to_disk(temporary)
-    # One that was there keeps its name until the new one is whole, and is deleted when that has it.
+    # An older checkpoint of this step keeps its name until the new one is complete. It is deleted after the rename.
     hidden = final.with_name(f".{final.name}.old")
     replaced = os.path.lexists(final)
     if replaced:
@@ -205,7 +206,7 @@ def _complete(temporary: Path, final: Path, files: dict[str, Any], state: Traine
 
 
 def verify(path: Path) -> list[str]:
-    """Problems of a checkpoint, each one line; empty when it is complete and no byte has changed."""
+    """Problems of a checkpoint, one line each; empty if it is complete and no byte has changed."""
     if not path.exists():
         return ["it does not exist"]
     try:
@@ -233,9 +234,9 @@ def verify(path: Path) -> list[str]:
 
 
 def newest_complete(folder: Path) -> Path | None:
-    """The newest checkpoint under ``folder`` that is complete; None when there is none at all.
+    """The newest complete checkpoint under ``folder``; None if there are no checkpoints at all.
 
-    Damaged ones are named in a warning and left where they are.
+    Damaged checkpoints are named in a warning and stay in place.
 
     Raises:
         UserError: there are checkpoints, but none is complete; starting from scratch must be the user's decision.
@@ -256,8 +257,10 @@ def newest_complete(folder: Path) -> Path | None:
 
 
 def best(newest: Path) -> Path:
-    """The checkpoint of the best validation up to ``newest``, with train.patience; else, or where it is damaged or
-    gone, ``newest`` itself."""
+    """The checkpoint of the best validation up to ``newest``, with train.patience.
+
+    Returns ``newest`` itself without train.patience, or if the best checkpoint is damaged or gone.
+    """
     found = read_state(newest).best
     path = checkpoint_path(newest.parent, int(found["step"])) if found else newest
     if path != newest and (problems := verify(path)):
@@ -268,10 +271,10 @@ def best(newest: Path) -> Path:
 
 
 def find(folder: Path, step: int | None = None) -> Path:
-    """The checkpoint of ``step``, or the newest complete one; of a run with train.patience the best.
+    """The checkpoint of ``step``; None: the newest complete one, or the best one with train.patience.
 
     Raises:
-        UserError: there is none, or the one asked for is missing or damaged.
+        UserError: there is no checkpoint, or the requested one is missing or damaged.
     """
     if step is None:
         if (path := newest_complete(folder)) is None:
@@ -293,15 +296,17 @@ def read_state(path: Path) -> TrainerState:
 
 
 def checkpoint_hash(path: Path) -> str:
-    """SHA-256 (hex) of the manifest, hence of everything in the checkpoint; of one that was merged from shards, that of
-    its first form, which has the same tensors."""
+    """SHA-256 (hex) of the manifest, and with it of everything in the checkpoint.
+
+    A checkpoint merged from shards keeps the hash that it had as shards, since its tensors are the same.
+    """
     return json.loads((path / MANIFEST).read_text()).get(_KNOWN_AS) or sha256(path / MANIFEST)
 
 
 class Tensors:
-    """The tensors of a checkpoint of either kind: ``with Tensors(path) as tensors: tensors.get("weight", name)``.
+    """The tensors of a checkpoint, whole or in shards: ``with Tensors(path) as tensors: tensors.get("weight", name)``.
 
-    A tensor is read when it is asked for. kind: "weight", "exp_avg", "exp_avg_sq".
+    A tensor is read on request. kind: "weight", "exp_avg", "exp_avg_sq".
     """
 
     def __init__(self, path: Path):
@@ -341,9 +346,9 @@ class Tensors:
         return self._model.get_tensor(name) if kind == WEIGHT else self._optimizer.get_tensor(f"{kind}.{name}")
 
     def span(self, kind: str, name: str, cut: Whole, part: int, start: int, stop: int) -> Tensor:
-        """[start, stop) of the flat ``part`` of a tensor that is cut as ``cut`` says; fp32.
+        """Elements [start, stop) of the flat ``part`` of a tensor that is cut as in ``cut``; fp32.
 
-        If the checkpoint was written under the same split, nothing else is read.
+        If the checkpoint was written under the same split, only these elements are read.
         """
         if self._shards and self._shards.tensors[name] == cut:
             return self._shards.span(kind, name, part, start, stop)
@@ -351,13 +356,13 @@ class Tensors:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """All weights of a checkpoint, whole, by plain parameter name."""
+    """All whole weights of a checkpoint by plain parameter name."""
     with Tensors(path) as tensors:
         return {name: tensors.get(WEIGHT, name) for name in tensors.shapes()}
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` has a checkpoint's name and manifest; set aside or copied under another name it is none."""
+    """Whether ``path`` has a checkpoint's name and manifest; a copy under another name does not count."""
     return bool(_NAME.fullmatch(path.name)) and (path / MANIFEST).is_file()
 
 
@@ -378,16 +383,21 @@ def outdated(
 def prune(
     folder: Path, keep_last: int, keep_every: int | None = None, keep: Collection[Path] = (), newest: int | None = None
 ) -> list[Path]:
-    """Deletes all but the ``keep_last`` newest checkpoints, those of steps that divide by ``keep_every``, and ``keep``.
+    """Deletes all but the ``keep_last`` newest checkpoints, those at multiples of ``keep_every`` steps, and ``keep``.
 
-    newest: step of the newest that is whole. Later ones, which a run that starts again has found damaged, do not count
-    among the newest and stay until the run replaces them. None: all are whole.
-    Of a link only the link is deleted: what it points to is not the run's. One that cannot be deleted is a warning: the
-    run is worth more than the space. Returns the deleted ones.
+    If a checkpoint is a link, only the link is deleted: its target does not belong to the run. If a checkpoint cannot
+    be deleted, a warning is logged, because the run matters more than the space.
+
+    Args:
+        newest: step of the newest complete checkpoint. Later ones, which a restarted run found damaged, do not count
+            among the newest and stay until the run replaces them. None: all are complete.
+
+    Returns:
+        The deleted checkpoints.
     """
     gone = []
     for path in outdated(folder, keep_last, keep_every, keep, newest):
-        # Renamed first: an interrupted deletion then leaves no damaged checkpoint.
+        # Rename first: an interrupted deletion then leaves no damaged checkpoint.
         hidden = path.with_name(f".{path.name}.old")
         try:
             if os.path.lexists(hidden):
@@ -402,7 +412,7 @@ def prune(
 
 
 def _delete(path: Path):
-    """Deletes a folder with all in it; a link or a file itself."""
+    """Deletes a folder with its content, or a file, or a link without its target."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -410,8 +420,10 @@ def _delete(path: Path):
 
 
 def set_aside(folder: Path, after: int) -> list[Path]:
-    """Moves the checkpoints after step ``after`` to ``folder``/set-aside, where nothing finds them, and returns where
-    they are now. They stay until the user deletes them."""
+    """Moves the checkpoints after step ``after`` to ``folder``/set-aside and returns their new paths.
+
+    Runs do not look there. The checkpoints stay until the user deletes them.
+    """
     moved = []
     for path in list_checkpoints(folder):
         if step_of(path) <= after:
@@ -424,7 +436,7 @@ def set_aside(folder: Path, after: int) -> list[Path]:
             place = place.with_name(f"{path.name}-{n}")
         target = path.parent / path.readlink() if path.is_symlink() else None
         os.replace(path, place)
-        if target:  # one that is relative would point elsewhere from there
+        if target:  # a relative link would point elsewhere from the new folder
             place.unlink()
             place.symlink_to(target.absolute())
         moved.append(place)
@@ -432,8 +444,10 @@ def set_aside(folder: Path, after: int) -> list[Path]:
 
 
 def clean(folder: Path):
-    """Removes what unfinished writes and deletions left after a crash. A checkpoint that was to be replaced, and was
-    not, gets its name back."""
+    """Removes the remains of unfinished writes and deletions after a crash.
+
+    If the crash interrupted the replacement of a checkpoint, the old one gets its name back.
+    """
     for path in folder.glob(".step-*.old"):
         own = path.with_name(path.name.removeprefix(".").removesuffix(".old"))
         if not os.path.lexists(own) and shard_folder(folder, step_of(own)).is_dir() and not verify(path):

@@ -1,4 +1,4 @@
-"""A run with full attention as one whose state is of constant size: a window, first tokens, and a memory beside it."""
+"""Conversion of a run with full attention to one with a constant-size state: sliding window, sinks and a memory."""
 
 import sys
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from titans_pt.runs.loaded import LoadedRun, load_run
 from titans_pt.runs.written import check_weights, write_run
 
 TARGETS = {"titans": "mab", "liza": "liza", "full": "attention", "window": "swa"}
-"""Names that ``--to`` accepts -> the mixer of the layers that are chosen."""
+"""Names that ``--to`` accepts -> the mixer of the chosen layers."""
 SOURCES = ("attention", "swa")
 """Mixers whose layers can be converted."""
 REST = "swa"
@@ -32,21 +32,26 @@ def convert_run(
     source: str | Path, out: str | Path, to: str, window: int, sinks: int = 0, layers: Sequence[int] | None = None,
     overrides: Sequence[str] = (), step: int | None = None,
 ) -> Path:  # fmt: skip
-    """Writes ``source`` with other mixers to the run folder ``out``, one checkpoint without optimiser state.
+    """Writes ``source`` with other mixers to the run folder ``out``, as one checkpoint without optimiser state.
 
-    Every layer gets the window and the sinks. With ``to="titans"``, chosen layers get a memory whose projections start
-    from the layer's own queries, keys and values (:func:`_start_memory`), and whose share of the output starts at 0;
-    with "liza", a delta rule of which the same is true: the model starts as the windowed source, bit for bit. With
-    "full", they keep full attention. Adapters of the source (model.lora) end in the weights.
+    Every layer gets the window and the sinks. Chosen layers differ by ``to``:
+
+    - "titans": they get a memory. Its projections start from the layer's own queries, keys and values
+      (:func:`_start_memory`), and its share of the output starts at 0.
+    - "liza": they get a delta rule that starts in the same way.
+    - "full": they keep full attention.
+
+    With "titans" and "liza" the model starts bit for bit like the windowed source. Adapters of the source (model.lora)
+    are merged into the weights.
 
     Args:
         window, sinks: model.window, model.attention.sinks.
-        layers: which layers become ``to``, counted from 0; None: all.
+        layers: layers to convert, counted from 0; None: all.
         overrides: ``key=value`` settings, such as model.memory.chunk_size.
 
     Raises:
-        UserError: a source that has other mixers or no text, layers that it does not have, settings that do not fit,
-            or ``out`` holds a run already.
+        UserError: the source has other mixers or no text, a layer does not exist, settings do not fit, or ``out``
+            already holds a run.
     """
     if RunFolder(out).config.exists():
         raise UserError(f"--out {out}: holds a run already; name another folder")
@@ -91,7 +96,7 @@ def _settings(run: LoadedRun, out: Path, to: str, window: int, sinks: int, layer
     length = run.config.data.seq_len
     if window > length:
         raise UserError(f"--window: given {window}; at most data.seq_len={length} of {run.folder.path}")
-    # What the memory needs of settings that the source did not use has this project's defaults, not stored ones.
+    # Memory settings that the source did not use get this project's defaults, not the stored values.
     model = {key: value for key, value in tree["model"].items() if key not in SOURCES}
     windowed = mixers != [TARGETS["full"]]  # without a window every token stays visible
     model["attention"] = tree["model"]["attention"] | {"sinks": sinks if windowed else 0}
@@ -104,14 +109,17 @@ def _settings(run: LoadedRun, out: Path, to: str, window: int, sinks: int, layer
 
 
 FIRST = 4
-"""First tokens of a sample: sinks, unlike all that follow."""
+"""Number of first tokens of a sample to leave out: as attention sinks they differ from all later tokens."""
 CALIBRATION = 4096
-"""Tokens, about, of which :func:`_inputs` sees what attention is given."""
+"""Approximate number of tokens for which :func:`_inputs` records attention's inputs."""
 
 
 def _inputs(run: LoadedRun, settings: Config, layers: Sequence[int]) -> dict[int, Tensor]:
-    """Inputs of attention in these layers of the source, (tokens, d_model) each: of training text where it has been
-    prepared, else of random tokens, whose keys have less in common with those of text."""
+    """Inputs of attention in these layers of the source, (tokens, d_model) each.
+
+    They come from training text if it has been prepared, else from random tokens, whose keys resemble those of text
+    less.
+    """
     length = min(settings.data.seq_len, CALIBRATION)
     rows = CALIBRATION // length
     try:
@@ -136,15 +144,17 @@ def _inputs(run: LoadedRun, settings: Config, layers: Sequence[int]) -> dict[int
     return found
 
 
-@torch.no_grad()  # as ZeRO 3 of DeepSpeed, once used in a process, saves every linear map's input for a backward pass
+@torch.no_grad()  # after DeepSpeed's ZeRO 3 was used in a process, linear maps save their inputs for a backward pass
 def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig, inputs: Tensor | None):
-    """Projections of the memory, copied from attention's, with keys and values repeated for heads that share them. They
-    keep their random values if the heads' total width differs from the model's.
+    """Initialises the memory's projections from attention's, with keys and values repeated for heads that share them.
 
-    Biases take the mean off queries and keys: keys of a pretrained head point nearly the same way, and a memory that
-    is written under keys which are all alike gives back the mean of the values. Under a softmax that mean has no
-    effect. The norm of what the memory answers starts with the size of values. A memory without biases that is added,
-    not mixed, needs no ``inputs``.
+    The projections keep their random values if the heads' total width differs from the model's.
+
+    Biases subtract the mean from queries and keys. The keys of a pretrained head all point in nearly the same
+    direction, and a memory written under such keys returns the mean of the values. Attention is not affected, because
+    a common offset has no effect under a softmax. The norm of the memory's output starts at the size of the values.
+
+    A memory without biases that is added, not mixed, needs no ``inputs``.
     """
     group = config.n_heads // config.kv_heads
     for name, repeats in (("q", 1), ("k", group), ("v", group)):
@@ -158,7 +168,7 @@ def _start_memory(prefix: str, weights: dict[str, Tensor], config: ModelConfig, 
         weights[f"{target}linear.weight"] = found
         if f"{target}linear.bias" in weights:
             own = weights.get(f"{prefix}attention.{name}.bias")
-            if name != "v" and inputs is not None:  # a bias of attention's would be part of the mean
+            if name != "v" and inputs is not None:  # attention's own bias is part of the subtracted mean
                 weights[f"{target}linear.bias"] = -(inputs @ found.mT).mean(0)
             elif own is not None:
                 weights[f"{target}linear.bias"] = of_all_heads(own)

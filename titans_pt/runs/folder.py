@@ -1,4 +1,4 @@
-"""A run is a folder that holds everything about it."""
+"""Run folders: one folder holds everything about a run."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ _PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "sentence
 
 
 class _LogFile(logging.FileHandler):
-    """A log whose disk may be full: what ends the run says that, and which file it was."""
+    """A log that ignores a full disk: the error that then ends the run names the disk and the file."""
 
     def handleError(self, record: logging.LogRecord): ...
 
@@ -34,10 +34,10 @@ class _LogFile(logging.FileHandler):
 
 
 class RunFolder:
-    """The paths of a run folder, and what is written there once.
+    """The paths of a run folder, its lock, its log and the files written once.
 
     Raises:
-        UserError: a path that is not UTF-8, which checkpoints cannot have.
+        UserError: the path is not UTF-8, which checkpoints require.
     """
 
     def __init__(self, path: str | Path):
@@ -58,22 +58,23 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.stacks = self.path / "stacks"
         self.diverged = self.path / "diverged.txt"
-        """File with the reason why the last training here was given up; other processes learn it from there."""
+        """File with the reason why the last training here was given up, for other processes to read."""
 
     @property
     def tokenizer(self) -> Path:
-        """tokenizer.model or tokenizer.json, whichever the run was trained with."""
+        """tokenizer.model or tokenizer.json, depending on the run's tokenizer."""
         from titans_pt.data_pipeline import saved_tokenizer
 
         return saved_tokenizer(self.path)
 
     @contextlib.contextmanager
     def lock(self):
-        """Locks the folder for one training process (see :mod:`titans_pt.tools.locks`); the system releases it even if
-        the process is killed. On a file system without locks, a warning is logged.
+        """Locks the folder for one training process (see :mod:`titans_pt.tools.locks`).
+
+        The system releases the lock even if the process is killed. On a file system without locks, a warning is logged.
 
         Raises:
-            UserError: another run is at work in this folder, or it cannot be written to.
+            UserError: another run uses this folder, or it cannot be written to.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -94,7 +95,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def opened(self):
-        """:meth:`lock`, and write our log to ``log``, warnings also to stderr."""
+        """Locks the folder (:meth:`lock`) and writes our log to ``log``, warnings also to stderr."""
         with self.lock():
             self.diverged.unlink(missing_ok=True)
             ours = logging.getLogger("titans_pt")
@@ -121,10 +122,12 @@ class RunFolder:
                     handler.close()
 
     def write_settings(self, config: Config):
-        """config.yaml (resolved; its hash and a checksum of its lines in comments) and versions.json, with where the
-        paths in it count from.
+        """Writes config.yaml and versions.json.
 
-        train.resume is that of one start: a run that is continued from its own config.yaml continues (auto).
+        config.yaml has the resolved settings, with their hash and a checksum of the lines in comments. versions.json
+        also has the folder from which relative paths count.
+
+        train.resume belongs to a single start and is written as auto, so that a run continues from its own config.yaml.
         """
         config = config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})})
         text = resolved_yaml(config)
@@ -133,9 +136,9 @@ class RunFolder:
         write_text(self.versions, json.dumps(versions() | {STARTED_IN: os.getcwd()}, indent=1) + "\n")
 
     def check_settings(self):
-        """Warns if config.yaml is not as a training wrote it: a half of it would be read as a whole one.
+        """Warns if config.yaml changed since a training wrote it: a truncated file could pass for a whole one.
 
-        The file is used nevertheless: the user may have changed it. Files of earlier versions have no checksum.
+        The file is still used, because the user may have changed it. Files of earlier versions have no checksum.
         """
         with contextlib.suppress(OSError):
             _, marked, rest = self.config.read_bytes().partition(_LINES.encode())
@@ -152,7 +155,7 @@ def _crc(text: bytes) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a result depends on, and the machine's processors."""
+    """Versions of the packages that a result depends on, and the machine's processor."""
     found = {"titans_pt": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -163,7 +166,7 @@ def versions() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """A CPU's name, or its architecture where it does not say, and the widest instructions that PyTorch uses on it."""
+    """The CPU's name (or architecture, if it has none), and the widest instructions that PyTorch uses on it."""
     name = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

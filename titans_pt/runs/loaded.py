@@ -1,4 +1,4 @@
-"""A trained model and what belongs to it, loaded from a run's folder."""
+"""Loading a trained model with its task and settings from a run's folder."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,22 +24,22 @@ from titans_pt.tasks.base import backbone_of
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A trained model and all that belongs to it."""
+    """A trained model with its task, settings and checkpoint."""
 
     folder: RunFolder
     config: Config
     model: nn.Module
-    """Model in eval mode, on the device asked for."""
+    """Model in eval mode, on the requested device."""
     task: Task
-    """Restored: with what it keeps in the folder."""
+    """The task, restored with the files that it keeps in the folder."""
     step: int
     checkpoint_hash: str
     precision: str
-    """"bf16" or "fp32", of the model's parameters."""
+    """Precision of the model's parameters, "bf16" or "fp32"."""
     out: RunFolder | None = None
     """Folder of results instead of the run's own."""
     caching: ReadCachingConfig | None = None
-    """Caches that were put on its memories for an evaluation (evaluation.caching)."""
+    """Caches that an evaluation put on the model's memories (evaluation.caching)."""
 
     @property
     def results(self) -> RunFolder:
@@ -60,7 +60,7 @@ class LoadedRun:
 
     @property
     def identity(self) -> str:
-        """Owner of evaluation results: the weights, the precision of computing with them, caches put on them."""
+        """Identity that evaluation results belong to: weights, precision and read caches."""
         found = self.checkpoint_hash if self.precision == "fp32" else f"{self.checkpoint_hash}-{self.precision}"
         return found if self.caching is None else f"{found}-{self.caching.model_dump_json()}"
 
@@ -72,14 +72,15 @@ def load_run(
     overrides: Sequence[str] = (),
     precision: str | None = None,
 ) -> LoadedRun:
-    """Model and tokenizer of a run, from checkpoint ``step`` or the newest complete one, without DeepSpeed.
+    """Loads a run's model and task without DeepSpeed, from checkpoint ``step`` or the newest complete one.
 
     Args:
-        overrides: ``evaluation.KEY=VALUE`` settings, over those that the run was started with.
-        precision: "bf16" or "fp32"; None is evaluation.precision.
+        overrides: ``evaluation.KEY=VALUE`` settings, which replace the run's own.
+        precision: "bf16" or "fp32"; None: evaluation.precision.
 
     Raises:
-        UserError: not a run folder, no checkpoint, a damaged one, another tokenizer or model than it was trained with.
+        UserError: not a run folder, no checkpoint or a damaged one, or the tokenizer or model settings changed since
+            training.
     """
     folder = RunFolder(path)
     if not folder.config.is_file():
@@ -108,20 +109,21 @@ def load_run(
 
 
 def save_reading(run: LoadedRun, logits: torch.Tensor, state: Any, unfinished: bytes, path: str | Path):
-    """Writes what a run's model has read, to be continued with the same weights.
+    """Writes the state of a run's model after reading, to be continued with the same weights.
 
     Args:
-        logits: (1, V), and the state after them.
+        logits: (1, V), logits of the last token.
+        state: the model's state after that token.
         unfinished: bytes of a character that the last token has left incomplete.
     """
     save_state((logits, state), path, _about(run) | {"unfinished": unfinished.hex()})
 
 
 def load_reading(run: LoadedRun, path: str | Path) -> tuple[torch.Tensor, Any, bytes]:
-    """The logits (1, V), the state and the bytes that :func:`save_reading` wrote with the same weights.
+    """Reads the logits (1, V), state and bytes that :func:`save_reading` wrote with the same weights.
 
     Raises:
-        UserError: not such a file, a damaged one, or one of another model or checkpoint.
+        UserError: the file is of another kind, is damaged, or belongs to another model or checkpoint.
     """
     about, expected = read_about(path), _about(run)
     if about.get("kind") != expected["kind"]:
@@ -141,19 +143,19 @@ def load_reading(run: LoadedRun, path: str | Path) -> tuple[torch.Tensor, Any, b
 
 
 def _about(run: LoadedRun) -> dict[str, str]:
-    """Owner of a saved state: this model with these weights and caches."""
+    """Identifies the model, weights and caches that a saved state belongs to."""
     caching = run.caching.model_dump_json(exclude={"last"}) if run.caching else ""
     about = {"kind": "generation", "model": config_hash(run.config.model), "checkpoint": run.checkpoint_hash}
     return about | {"caching": caching}
 
 
 def load_weights(model: nn.Module, weights: dict[str, torch.Tensor]):
-    """Fills a model with the weights of a checkpoint, whose names must be exactly the model's.
+    """Fills a model with the weights of a checkpoint, whose names must match the model's exactly.
 
-    A parameter with two names (tied embeddings) is kept under its first one.
+    A parameter with two names (tied embeddings) is stored under its first name.
 
     Raises:
-        UserError: the names differ: an earlier version of this project, whose models had other parameters, wrote them.
+        UserError: the names differ, because an earlier version of this project with other parameters wrote them.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     aliases = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -167,12 +169,12 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor]):
 
 
 def with_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
-    """The first ``rows`` rows of a matrix, or all of its rows and zeros behind them."""
+    """The first ``rows`` rows of a matrix, or all of its rows padded with zeros."""
     return F.pad(weight, (0, 0, 0, rows - len(weight)))
 
 
 def differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object, object]]:
-    """(dotted key, old value, new value) of every difference between two trees of settings."""
+    """Yields (dotted key, old value, new value) for every difference between two settings trees."""
     for key in old | new:
         was, now = old.get(key), new.get(key)
         if isinstance(was, dict) and isinstance(now, dict):

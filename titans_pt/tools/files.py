@@ -1,4 +1,4 @@
-"""Files that are either there as a whole or not there."""
+"""Reading and writing whole files: a file is written completely or not at all."""
 
 import codecs
 import os
@@ -15,10 +15,10 @@ from titans_pt.errors import UserError
 def write_atomically(path: Path, write: Callable[[Path], Any], durable: bool = False) -> None:
     """Lets ``write`` fill a temporary file next to ``path``, then renames it: readers see the old file or the new one.
 
-    Whatever fails, the temporary file is removed and an old file at ``path`` stays as it was. The folder is made.
+    If anything fails, the temporary file is removed and an old file at ``path`` stays unchanged. The folder is created.
 
     Args:
-        write: is given the path of the temporary file, which has another suffix.
+        write: called with the path of the temporary file, which has another suffix.
         durable: wait until the content is on the disk before the rename, so that it also survives a power failure.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,16 +33,17 @@ def write_atomically(path: Path, write: Callable[[Path], Any], durable: bool = F
 
 
 def check_room(path: Path, what: str, folder: bool = False):
-    """Tries whether a file (or files in a folder) can be written at ``path``, before the work whose result goes there.
-    Nothing is left behind.
+    """Checks that a file (or files in a folder) can be written at ``path``, before the work whose result goes there.
+
+    The check leaves nothing behind.
 
     Args:
-        what: the option or setting that names it, and what to do instead after a semicolon if that is not to name
-            another place.
-        folder: whether ``path`` is to be a folder.
+        what: the option or setting that names the path, for the message. If the remedy is not to name another place,
+            the remedy follows after a semicolon.
+        folder: whether ``path`` will be a folder.
 
     Raises:
-        UserError: it cannot be.
+        UserError: it cannot be written.
     """
     kind = "folder" if folder else "file"
     try:
@@ -62,16 +63,16 @@ def check_room(path: Path, what: str, folder: bool = False):
 
 
 def read_text(path: str | Path, what: str, replace: bool = False) -> str:
-    """The text of a file that a user has named, UTF-8 with or without a byte order mark; ``-`` is standard input.
+    """Reads a text file that a user has named, UTF-8 with or without a byte order mark; ``-`` is standard input.
 
-    Line ends stay as they are in the file.
+    Line ends are not changed.
 
     Args:
-        what: the setting or option that names it, for the message.
-        replace: bytes that are not UTF-8 become U+FFFD.
+        what: the setting or option that names the file, for the message.
+        replace: replace bytes that are not UTF-8 by U+FFFD.
 
     Raises:
-        UserError: it cannot be read, or is not UTF-8.
+        UserError: the file cannot be read, or is not UTF-8.
     """
     try:
         content = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
@@ -85,21 +86,21 @@ def read_text(path: str | Path, what: str, replace: bool = False) -> str:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text as editors count them: only LF and CR LF end a line, and the last line may have an end.
+    """The lines of a text as editors count them: only LF and CR LF end a line, and a final line end adds no line.
 
-    str.splitlines() also cuts at a form feed, NEL, U+2028 and six others.
+    str.splitlines() also splits at a form feed, NEL, U+2028 and six others.
     """
     lines = re.split("\r?\n", text)
     return lines if lines[-1] else lines[:-1]
 
 
 def write_text(path: Path, text: str) -> None:
-    """:func:`write_atomically` of a text, as UTF-8."""
+    """Writes a text as UTF-8 with :func:`write_atomically`."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def flush_to_disk(path: Path) -> None:
-    """Flushes a file, or the names in a folder, to disk, so that a later rename cannot reach the disk first."""
+    """Flushes a file, or a folder's entries, to disk, so that a later rename cannot reach the disk first."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

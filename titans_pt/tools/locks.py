@@ -1,7 +1,8 @@
 """Locks among processes that share a folder.
 
-They are the kernel's (flock): one ends with the processes that hold its descriptor, however they end, and holds between
-nodes where the file system passes it on, as NFS and Lustre do. A child that inherits the descriptor also holds it.
+They are the kernel's locks (flock). A lock ends when all processes that hold its descriptor end, in whatever way. It
+also works between nodes on file systems that forward it, such as NFS and Lustre. A child process that inherits the
+descriptor also holds the lock.
 """
 
 import errno
@@ -14,17 +15,17 @@ from pathlib import Path
 from typing import TextIO
 
 log = logging.getLogger(__name__)
-# EBADF: NFS locks only what is open for writing, which a folder cannot be.
+# EBADF: NFS locks only files that are open for writing, which a folder cannot be.
 _NONE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
 
 def take(descriptor: int, path: Path, without: str, shared: bool = False) -> bool:
-    """Locks the open file or folder ``path`` without waiting; False where another process holds it.
+    """Locks the open file or folder ``path`` without waiting; returns False if another process holds the lock.
 
     Args:
-        without: what a warning says where the file system has no locks, e.g. "start one process only"; the lock then
+        without: advice in the warning if the file system has no locks, e.g. "start one process only"; the lock then
             counts as taken.
-        shared: several processes may hold it that all take it so.
+        shared: take a shared lock, which several processes may hold at once.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -38,7 +39,7 @@ def take(descriptor: int, path: Path, without: str, shared: bool = False) -> boo
 
 
 def sign(file: TextIO):
-    """Writes into a locked file which process holds it, for the message of one that does not get it."""
+    """Writes into a locked file which process holds the lock, for the error message of another process."""
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()

@@ -4,6 +4,6 @@ from collections.abc import Iterable, Sequence
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A line for the head, one below it, and one for each row, without a newline at the end."""
+    """A Markdown table: a line for the head, a separator, and a line for each row; no newline at the end."""
     lines = (head, ["---"] * len(head), *rows)
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)

@@ -1,4 +1,4 @@
-"""Patterns of names, with * and ?, as settings give them: train.trainable, train.init_fresh, model.lora.layers."""
+"""Name patterns with * and ?, for the settings train.trainable, train.init_fresh and model.lora.layers."""
 
 import re
 from collections.abc import Iterable
@@ -12,12 +12,13 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def check_patterns(setting: str, patterns: Iterable[str], names: Iterable[str], kind: str):
-    """
+    """Checks that every pattern matches at least one name.
+
     Args:
-        kind: of the things that ``names`` name, for the message.
+        kind: what the names stand for, such as "parameter", for the message.
 
     Raises:
-        UserError: a pattern is the name of none of them.
+        UserError: a pattern matches no name.
     """
     names = list(names)
     for pattern in patterns:

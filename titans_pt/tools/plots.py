@@ -1,5 +1,7 @@
-"""Common parts of all figures: made without a display, in one style, saved whole. matplotlib is imported when a figure
-is drawn."""
+"""Common parts of all figures: drawn without a display, in one style, and written whole or not at all.
+
+matplotlib is imported when a figure is drawn.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def import_matplotlib() -> Any:
-    """matplotlib, whatever backend the environment names: a notebook's is unknown outside of it, and none is needed."""
+    """Imports matplotlib without the environment's backend: a notebook's is unknown elsewhere, and none is needed."""
     backend = os.environ.pop("MPLBACKEND", None)
     try:
         import matplotlib
@@ -37,8 +39,10 @@ def import_matplotlib() -> Any:
 
 @contextlib.contextmanager
 def own_style() -> Iterator[None]:
-    """Decorates a function that draws: figures use matplotlib's defaults, not the user's settings (usetex, fonts,
-    colours), and a $ begins no formula."""
+    """Decorates a function that draws: figures use matplotlib's defaults, not the user's settings.
+
+    The settings are usetex, fonts and colours, for example. A $ does not start a formula.
+    """
     matplotlib = import_matplotlib()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -47,7 +51,7 @@ def own_style() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure; inches."""
+    """An empty figure; width and height in inches."""
     import_matplotlib()
     from matplotlib.figure import Figure  # no pyplot: it keeps global state and picks a display
 
@@ -55,10 +59,10 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def figure_format(path: Path) -> str:
-    """The format that the end of a figure's name stands for, such as pdf.
+    """The figure format by the suffix of its file name, such as pdf.
 
     Raises:
-        UserError: for none that matplotlib writes.
+        UserError: matplotlib cannot write this format.
     """
     import_matplotlib()
     from matplotlib.backend_bases import FigureCanvasBase
@@ -71,17 +75,17 @@ def figure_format(path: Path) -> str:
 
 
 def save_figure(figure: Figure, path: Path, dpi: int = 130) -> Path:
-    """Writes a figure in the format that its name ends in, as a whole or not at all; returns ``path``."""
+    """Writes a figure, whole or not at all, in the format of its suffix; returns ``path``."""
     kind = figure_format(path)
     _find_fonts(figure)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # one warning a character: _find_fonts has said it
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # one for each character: _find_fonts warns already
         write_atomically(path, lambda temporary: figure.savefig(temporary, format=kind, dpi=dpi))
     return path
 
 
 def legend(where: Axes | Figure, handles: Sequence[Artist], names: Sequence[str], **options: Any) -> Legend:
-    """A legend with every name as it is: matplotlib leaves out those that begin with an underscore."""
+    """A legend with all names: matplotlib would leave out names that begin with an underscore."""
     made = where.legend(handles, [f"{n}" for n in range(len(names))], **options)
     for text, name in zip(made.get_texts(), names, strict=True):
         text.set_text(name)
@@ -94,7 +98,7 @@ def _find_fonts(figure: Figure) -> None:
 
     missing: dict[Text, frozenset[str]] = {}
     for text in figure.findobj(Text):
-        # A file name whose bytes are not in the locale's encoding comes with surrogates, which no font has.
+        # A file name with bytes outside the locale's encoding has surrogates, which no font has.
         text.set_text(text.get_text().encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
         used = frozenset(c for c in text.get_text() if ord(c) > 127 and c.isprintable())
         own = "DejaVu Sans Mono" if "monospace" in text.get_fontfamily() else "DejaVu Sans"
@@ -117,12 +121,12 @@ def _file_of(family: str) -> str:
 
 @functools.cache
 def _covered(path: str) -> frozenset[str]:
-    """Characters of a font file; none of one that matplotlib cannot draw with."""
+    """Characters of a font file; empty if matplotlib cannot draw with it."""
     from matplotlib import font_manager
 
     try:
         font = font_manager.get_font(path)
-        font.set_size(12, 72)  # fails for fonts of bitmaps, such as those of coloured emoji
+        font.set_size(12, 72)  # fails for bitmap fonts, such as coloured emoji
         return frozenset(map(chr, font.get_charmap()))
     except (RuntimeError, OSError, ValueError):
         return frozenset()
@@ -130,7 +134,7 @@ def _covered(path: str) -> frozenset[str]:
 
 @functools.cache
 def _fallbacks(missing: frozenset[str]) -> tuple[list[str], frozenset[str]]:
-    """Families of installed fonts that have ``missing``, fewest first, and the characters that none has."""
+    """(as few installed font families as possible that have ``missing``, characters that no font has)."""
     from matplotlib import font_manager
 
     manager, families = font_manager.fontManager, []
@@ -138,7 +142,7 @@ def _fallbacks(missing: frozenset[str]) -> tuple[list[str], frozenset[str]]:
     for path in sorted({*font_manager.findSystemFonts()} - known):  # installed since matplotlib made its list
         with contextlib.suppress(RuntimeError, OSError, ValueError):
             manager.addfont(path)
-    # matplotlib's "Last Resort" has a box for every character, which is what is drawn without any other.
+    # matplotlib's "Last Resort" font draws a box for every character, as matplotlib does without any font.
     regular = [
         entry for entry in manager.ttflist
         if entry.style == "normal" and entry.weight in (400, "normal", "regular") and "Last Resort" not in entry.name
@@ -163,18 +167,18 @@ def _tell_lost(lost: frozenset[str]) -> None:
 
 
 def styles(count: int) -> list[dict]:
-    """A colour and a marker for each of many lines: the colours begin again after ten, with another marker."""
+    """A colour and a marker for each line: colours repeat after ten, with another marker."""
     return [{"color": f"C{n % 10}", "marker": "os^v"[n // 10 % 4]} for n in range(count)]
 
 
 def from_zero(axes: Axes) -> None:
-    """y from zero to a little above the highest point: without the room, markers of nearly equal points are cut."""
+    """Sets y from zero to a little above the highest point: without this margin, markers at the top are cut."""
     top = axes.dataLim.y1
     axes.set_ylim(0, 1.1 * top if math.isfinite(top) and top > 0 else None)
 
 
 def length_axis(axes: Axes) -> None:
-    """Lengths of texts on x, in powers of two."""
+    """Formats the x axis for lengths of texts, in powers of two."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.tick_params(axis="x", labelrotation=30)
@@ -193,12 +197,12 @@ def plot_accuracy(
     """Accuracy against length, one line per name.
 
     Args:
-        lines: rows have length, mean, the ends of the band, low and high, and, if the line is the mean of several,
-            ``each`` of them, for dots.
+        lines: rows have length, mean, low and high (the ends of the band). If the line is a mean of several values,
+            rows also have the list ``each`` of these values, drawn as dots.
         levels: accuracies to compare with, drawn as dotted lines.
         bands: meaning of the bands, for the axis.
     """
-    many = len(lines) > 5  # their names stand beside the axes
+    many = len(lines) > 5  # place their names beside the axes
     figure = new_figure(9.5 if many else 7.0, 4.8 if many else 4.2)
     axes = figure.subplots()
     drawn = []

@@ -1,7 +1,7 @@
-"""This process among those of its job, as torchrun's variables tell it.
+"""The position of this process in its job, read from torchrun's environment variables.
 
-Clusters, shells and other programs set some of these variables for their own ends. Empty ones count as unset, and one
-process alone needs none of them.
+Clusters, shells and other programs also set some of these variables for their own purposes. Empty variables count as
+unset, and a single process needs none.
 """
 
 import os
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from titans_pt.errors import UserError
 
 _STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
-"""Variable with the number of tasks that a program has started -> the program."""
+"""Variable with the number of started tasks -> the program that starts them."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """``rank`` of ``size`` processes. local_rank: among those of this machine; None: not told."""
+    """``rank`` of ``size`` processes. local_rank: rank on this machine; None: unknown."""
 
     rank: int = 0
     size: int = 1
@@ -24,10 +24,10 @@ class Place:
 
 
 def place(environment: Mapping[str, str] = os.environ, strict: bool = True) -> Place:
-    """RANK, WORLD_SIZE and LOCAL_RANK.
+    """Reads RANK, WORLD_SIZE and LOCAL_RANK.
 
     Raises:
-        UserError: they contradict each other or are not numbers; if not ``strict``, the process counts as alone.
+        UserError: these contradict each other or are not numbers. If not ``strict``, the process then counts as alone.
     """
     try:
         return _place(environment)
@@ -47,7 +47,7 @@ def _place(environment: Mapping[str, str]) -> Place:
         raise UserError(f"WORLD_SIZE={size} is set, but RANK is not; start with torchrun --nproc_per_node N or with "
                         "launch/torchrun.sh, or unset WORLD_SIZE to start only one process")  # fmt: skip
     place = number(rank or "0")
-    if size == 1 and place is None:  # another program's variable
+    if size == 1 and place is None:  # another program set RANK
         place = 0
     if place is None or place >= size:
         raise UserError(
@@ -61,14 +61,14 @@ def _place(environment: Mapping[str, str]) -> Place:
 
 
 def check_alone(script: str, environment: Mapping[str, str] = os.environ, allowed: int = 1):
-    """Refuses a process that has siblings and does not know of them.
+    """Refuses to run as one of several processes that do not know of each other.
 
     Args:
-        script: what to start instead.
-        allowed: that many tasks are as they should be.
+        script: the program to start instead, for the message.
+        allowed: largest permitted number of tasks.
 
     Raises:
-        UserError: a cluster's program has started several of this command, and WORLD_SIZE is not set.
+        UserError: a cluster's program started several tasks of this command, and WORLD_SIZE is not set.
     """
     if environment.get("WORLD_SIZE"):
         return
@@ -83,5 +83,5 @@ def check_alone(script: str, environment: Mapping[str, str] = os.environ, allowe
 
 
 def number(text: str) -> int | None:
-    """A whole number that is not negative; None: the text is something else."""
+    """Parses a non-negative whole number; None for any other text."""
     return int(text) if text.isascii() and text.isdigit() else None

@@ -1,4 +1,4 @@
-"""Results as append-only JSONL: what is written stays, and a rerun continues after it."""
+"""Results as append-only JSONL files: records are never rewritten, and a rerun continues after them."""
 
 import hashlib
 import json
@@ -10,17 +10,17 @@ from titans_pt.tools.sealed import seal, unseal
 
 
 def digest(*parts: Any) -> str:
-    """SHA-256 (hex) of plain values. Floats and integers of one value differ: convert before."""
+    """SHA-256 (hex) of plain values. A float and an equal integer have different digests: convert them before."""
     return hashlib.sha256(json.dumps(parts, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_records(paths: list[Path]) -> dict[str, dict]:
-    """The records of several JSONL files by their ``key``; of two with one key the first counts.
+    """Reads records of several JSONL files by their ``key``; the first record of each key counts.
 
-    A last line without its newline is skipped: a writer was killed within it, or is writing it now.
+    A last line without a newline is skipped: its writer was killed, or is still writing it.
 
     Raises:
-        UserError: a whole line is not a record.
+        UserError: a complete line is not a record.
     """
     records: dict[str, dict] = {}
     for path in paths:
@@ -36,7 +36,7 @@ def read_records(paths: list[Path]) -> dict[str, dict]:
 
 
 class RecordFile:
-    """A JSONL file of one writer. Opening it cuts off a line that a killed writer left unfinished."""
+    """A JSONL file with a single writer. Opening it removes an unfinished last line that a killed writer left."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -46,12 +46,12 @@ class RecordFile:
         self._file.truncate(self._file.read().rfind(b"\n") + 1)
 
     def append(self, record: dict) -> None:
-        """Writes one line, with a checksum. The operating system has it then: a kill of this process cannot lose it."""
+        """Writes one line with a checksum. The line is flushed to the system: killing this process cannot lose it."""
         try:
             self._file.write(json.dumps(seal(record)).encode() + b"\n")
             self._file.flush()
         except OSError as error:
-            error.filename = str(self.path)  # a full disk's error names none
+            error.filename = str(self.path)  # the error of a full disk names no file
             raise
 
     def __enter__(self) -> "RecordFile":

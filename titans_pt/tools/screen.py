@@ -1,4 +1,4 @@
-"""The terminal or pipe that a program prints to, which may close while the program works."""
+"""Output to a terminal or pipe that may close while the program runs."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from typing import TextIO
 
 
 def say(text: str, stream: TextIO | None = None):
-    """Prints a line, to stdout if ``stream`` is None; without a reader, this and all later output is dropped."""
+    """Prints a line, to stdout if ``stream`` is None. If the reader has closed, drops this and later output."""
     stream = stream or sys.stdout
     try:
         print(text, file=stream, flush=True)
@@ -15,6 +15,6 @@ def say(text: str, stream: TextIO | None = None):
 
 
 def drop(stream: TextIO):
-    """Discards the buffer of ``stream`` and all that is written to it from now on."""
+    """Discards the buffer of ``stream`` and all later output to it."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())

@@ -1,4 +1,4 @@
-"""JSON objects with a checksum: damage is noticed even where the values would still be plausible."""
+"""JSON objects with a checksum: damage is detected even if the values are still plausible."""
 
 import json
 import zlib
@@ -14,10 +14,10 @@ def seal(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def unseal(text: str | bytes) -> dict[str, Any]:
-    """The object that ``text`` holds, without its checksum. One without a checksum, of an earlier version, is taken.
+    """Parses the object in ``text`` and removes its checksum. Objects of earlier versions may lack a checksum.
 
     Raises:
-        ValueError: not JSON, not an object, or its content is not what the checksum says.
+        ValueError: not JSON, not an object, or the content does not match the checksum.
     """
     try:
         tree = json.loads(text)
@@ -35,5 +35,5 @@ def unseal(text: str | bytes) -> dict[str, Any]:
 
 
 def _crc(tree: dict[str, Any]) -> str:
-    """Checksum of the values, 8 hex digits; spaces and line breaks of the text do not change it."""
+    """Checksum of the values, 8 hex digits; independent of spaces and line breaks in the text."""
     return f"{zlib.crc32(json.dumps(tree, separators=(',', ':')).encode()):08x}"

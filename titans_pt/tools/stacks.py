@@ -8,7 +8,9 @@ from typing import IO
 
 
 def stacks_to(file: IO[str] | None = None):
-    """From now on, SIGUSR2 writes the stacks of all threads to ``file``, on standard error by default, and the process
-    goes on. Without this, the signal ends it."""
-    with contextlib.suppress(AttributeError, ValueError, OSError):  # standard error has no file below it
+    """Makes SIGUSR2 write the stacks of all threads to ``file``, by default standard error.
+
+    The process then continues; without this, the signal would end it.
+    """
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # standard error may have no file descriptor
         faulthandler.register(signal.SIGUSR2, file or sys.__stderr__, all_threads=True)

@@ -1,4 +1,4 @@
-"""Figures over samples."""
+"""Statistics over samples: intervals, standard errors, variances."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ _T = (
     2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
     2.0452, 2.0423,
 )  # fmt: skip
-"""The same of Student's t with 1, 2, ... degrees of freedom."""
+"""The same number for Student's t with 1, 2, ... degrees of freedom."""
 
 
 def half_width(stderr: float, n: int) -> float:
-    """Half the width of the 95 % interval (Student's t) of a mean of n >= 2 values, given their standard error."""
+    """Half the width of the 95 % interval (Student's t) of a mean of n >= 2 values, given its standard error."""
     freedom = n - 1
     if freedom <= len(_T):
         return stderr * _T[freedom - 1]
@@ -23,10 +23,10 @@ def half_width(stderr: float, n: int) -> float:
 
 
 def wilson(successes: float, n: int, z: float = Z) -> tuple[float, float]:
-    """Wilson's score interval of a proportion (1927), 95 % for the default z.
+    """Wilson's score interval for a proportion (1927), 95 % for the default z.
 
-    Unlike mean +- z stderr it stays within [0, 1] and has a width at 0 and at n successes. It holds the mean, to the
-    last bit: pictures take the distances. No trials: (0, 1).
+    Unlike mean +- z stderr it stays within [0, 1] and has a positive width at 0 and n successes. It contains the mean
+    exactly, without rounding errors, because figures draw the distances from it. Without trials it is (0, 1).
     """
     if n == 0:
         return 0.0, 1.0
@@ -38,9 +38,11 @@ def wilson(successes: float, n: int, z: float = Z) -> tuple[float, float]:
 
 
 def ratio_error(sizes: Sequence[int], means: Sequence[float]) -> float | None:
-    """Standard error of the mean over all items of groups that are drawn independently, given their sizes and means:
-    that of a ratio of sums (Cochran, Sampling Techniques, 1977, 6.4). Of equal groups it is the standard error of their
-    means. None for a single group."""
+    """Standard error of the mean over all items of independently drawn groups, given the groups' sizes and means.
+
+    It is the standard error of a ratio of sums (Cochran, Sampling Techniques, 1977, 6.4). For groups of equal size it
+    equals the standard error of their means. None for a single group.
+    """
     count, total = len(sizes), sum(sizes)
     if len(set(sizes)) == 1:
         return standard_error(means)
@@ -50,16 +52,16 @@ def ratio_error(sizes: Sequence[int], means: Sequence[float]) -> float | None:
 
 
 def proportion(successes: int, n: int) -> dict[str, float]:
-    """A record's entries of a share of right answers: mean, Wilson's 95 % interval (low, high) and n > 0."""
+    """A record's entries for the share of right answers: mean, Wilson's 95 % interval (low, high) and n > 0."""
     low, high = wilson(successes, n)
     return {"mean": successes / n, "low": low, "high": high, "n": n}
 
 
 def without_keys(answers: int) -> float:
-    """Accuracy of a model that binds no value to its key, with so many answers in a sample.
+    """Accuracy of a model that remembers a sample's values but not their keys, for n = ``answers`` per sample.
 
-    It knows the sample's values, which are all different, and leaves out those that were given before: (1 / n + ... + 1
-    / 1) / n. Above chance, but not memory of a pair.
+    The values of a sample are all different. The model guesses among the values not yet given as answers:
+    (1/n + ... + 1/1) / n. This is above chance, but is not memory of a pair.
     """
     return math.fsum(1 / left for left in range(1, answers + 1)) / answers
 
@@ -76,7 +78,8 @@ def standard_error(values: Sequence[float]) -> float | None:
 def variance_within(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     """Variance of values around the mean of their group, pooled over groups, and its degrees of freedom.
 
-    The analysis of variance's mean square within groups: groups share one variance. (0, 0) without a group of two.
+    This is the mean square within groups of an analysis of variance, which assumes equal variance in all groups. (0, 0)
+    if no group has two values.
     """
     squares, freedom = [], 0
     for values in groups:
@@ -89,10 +92,11 @@ def variance_within(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
 def half_width_of_sum(parts: Sequence[tuple[float, int]]) -> float:
     """Half the width of the 95 % interval of an estimate whose variance is the sum of independently estimated parts.
 
-    Degrees of freedom by Satterthwaite (Biometrics Bulletin 2, 1946), rounded down; at least those of one part.
+    The degrees of freedom follow Satterthwaite (Biometrics Bulletin 2, 1946), rounded down. They are at least
+    the smallest part's.
 
     Args:
-        parts: variance and degrees of freedom of each; one without degrees of freedom is left out.
+        parts: (variance, degrees of freedom) of each part; parts without degrees of freedom are left out.
     """
     known = [(variance, freedom) for variance, freedom in parts if freedom]
     total = math.fsum(variance for variance, _ in known)

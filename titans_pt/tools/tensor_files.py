@@ -1,4 +1,4 @@
-"""Files of tensors, and what identifies a file."""
+"""Files of tensors, and checksums of files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SUMS = "SHA256SUMS"
-"""Checksums of a folder's files as ``sha256sum --check`` reads them."""
+"""File with a folder's checksums, in the format of ``sha256sum --check``."""
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path):
-    """Writes fp32 tensors as safetensors (its format: length of the header, header as JSON, the numbers).
+    """Writes fp32 tensors in the safetensors format: length of the header, header as JSON, numbers.
 
-    The library's save_file holds Python's lock until the disk is done, which would pause training; these writes do not.
-    Tensors must be on the CPU and contiguous.
+    The library's save_file holds Python's lock until the disk is done, which would pause training. These writes do not
+    hold the lock. Tensors must be on the CPU and contiguous.
 
     Raises:
-        OSError: names the file.
+        OSError: the disk is full, for example; the error names the file.
     """
     header, offset = {}, 0
     for name, tensor in sorted(tensors.items()):
@@ -38,11 +38,11 @@ def save_tensors(tensors: dict[str, Tensor], path: Path):
             for name in header:
                 file.write(tensors[name].numpy().data)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # a failed write does not say where
+        raise OSError(error.errno, error.strerror, str(path)) from None  # the error of a write names no file
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """{"bytes": its size, "sha256": of its content, hex}."""
+    """{"bytes": size of the file, "sha256": hash of its content, hex}."""
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
@@ -52,16 +52,16 @@ def sha256(path: Path) -> str:
 
 
 def write_sums(folder: Path) -> None:
-    """Writes SUMS of all files in ``folder``."""
+    """Writes the file SUMS with checksums of all files in ``folder``."""
     lines = [f"{sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def check_sums(folder: Path, suffixes: tuple[str, ...]) -> None:
-    """Compares the files with these suffixes with SUMS, if the folder has one; earlier versions wrote none.
+    """Compares the files with these suffixes with SUMS, if the folder has it; earlier versions wrote none.
 
     Raises:
-        UserError: a file is another one than SUMS says.
+        UserError: a file does not match its checksum in SUMS.
     """
     path = folder / SUMS
     if not path.exists():

@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class BackgroundTask:
-    """At most one piece of work at a time while training goes on, such as writing a checkpoint."""
+    """A thread that runs one task at a time while training goes on, such as writing a checkpoint."""
 
     def __init__(self):
         self._pool = ThreadPoolExecutor(1, "background")
@@ -27,7 +27,7 @@ class BackgroundTask:
             work.result()
 
     def settle(self):
-        """Waits for the work, whatever becomes of it."""
+        """Waits for the work and ignores its exception."""
         work, self._work = self._work, None
         if work is not None:
             work.exception()

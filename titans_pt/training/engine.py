@@ -1,8 +1,10 @@
 """DeepSpeed, seen through the few calls that training needs.
 
-This is the only file that knows DeepSpeed. Its private names are touched in a few short methods alone: _flat_masters,
-_create_optimizer_state and _set_adam_step, to give torch's optimizer its state back; _own, _fragment and _put, to read
-and write what a rank holds of it; _one_optimizer_for_all_stages, to sum gradients in fp32.
+This is the only file that knows DeepSpeed. Only a few short methods use DeepSpeed's private names:
+
+- _flat_masters, _create_optimizer_state and _set_adam_step restore the state of torch's optimizer;
+- _own, _fragment and _put read and write a rank's part of that state;
+- _one_optimizer_for_all_stages sums gradients in fp32.
 """
 
 import contextlib
@@ -28,7 +30,7 @@ from titans_pt.training.ranks import Ranks
 
 
 def local_batch(config: Config, data_size: int) -> tuple[int, int]:
-    """(samples of one micro-batch, micro-batches of one step) of every one of ``data_size`` data-parallel ranks.
+    """(samples of one micro-batch, micro-batches of one step) of each of ``data_size`` data-parallel ranks.
 
     Raises:
         UserError: train.batch_tokens does not split evenly.
@@ -62,19 +64,22 @@ def check_node_ranks(config: Config, ranks: int):
 
 
 OVERLAPPED = 25_000_000
-"""Least elements of a bucket that is exchanged during the backward pass: smaller messages do not use the network."""
+"""Least elements of a bucket that is exchanged during the backward pass: smaller messages do not fill the network."""
 
 
 def reduce_bucket(config: Config, own: int) -> int:
     """Elements of DeepSpeed's buffer for gradient exchange, on a rank with ``own`` parameters.
 
-    DeepSpeed allocates all of it, however small the model is; half a billion is DeepSpeed's default. With
-    parallel.overlap it is a sixteenth of the model: a full bucket is exchanged while the backward pass goes on, and one
-    that holds the whole model is full when the pass is over. Two cases get one bucket for all gradients, which is
-    exchanged after the backward pass. Context ranks are at different layers of it:
-    an exchange in its middle would wait for ranks that wait for a state's gradient. A wavefront's layers copy their
-    gradients into the bucket from a stream each: an exchange in the middle waits for the stream of the last one alone,
-    unless DeepSpeed overlaps exchanges with the backward pass.
+    DeepSpeed allocates the whole buffer, however small the model is; its default is half a billion elements. With
+    parallel.overlap the buffer is a sixteenth of the model: DeepSpeed exchanges a full bucket during the backward pass,
+    and a bucket for the whole model would be full only at the end of the pass.
+
+    In two cases one bucket holds all gradients and is exchanged after the backward pass:
+
+    - Context parallelism: its ranks are at different layers of the backward pass. An exchange in the middle would wait
+      for ranks that themselves wait for the gradient of a memory state.
+    - A wavefront without parallel.overlap: each layer copies its gradients into the bucket from its own stream, and an
+      exchange in the middle would wait for the last layer's stream only.
     """
     if config.parallel.context > 1 or (config.train.wavefront and not config.parallel.overlap):
         return own
@@ -83,7 +88,7 @@ def reduce_bucket(config: Config, own: int) -> int:
 
 
 def deepspeed_config(config: Config, micro_batch: int, accumulation: int, own: int) -> dict[str, Any]:
-    """DeepSpeed's own settings, all derived from the tree.
+    """DeepSpeed's own settings, all derived from the settings tree.
 
     The gradients of a step's micro-batches are summed in fp32 under every stage (see :func:`sums_in_fp32`).
     """
@@ -92,8 +97,8 @@ def deepspeed_config(config: Config, micro_batch: int, accumulation: int, own: i
         "stage": parallel.zero_stage, "reduce_bucket_size": reduce_bucket(config, own),
         "overlap_comm": parallel.overlap, "allgather_bucket_size": parallel.gather_bucket,
         "zero_hpz_partition_size": parallel.node_ranks,
-        # Blocks share one compiled program, which assumes that the parameters of all blocks are aligned as the first
-        # block's are. Behind an odd number of gates DeepSpeed's flat buffer would not keep that.
+        # Blocks share one compiled program, which assumes that every block's parameters are aligned as the first
+        # block's are. In DeepSpeed's flat buffer, parameters after an odd number of gates would lose this alignment.
         "parameter_alignment": True if parallel.zero_stage < 3 else None,
     }  # fmt: skip
     return {
@@ -112,12 +117,12 @@ def deepspeed_config(config: Config, micro_batch: int, accumulation: int, own: i
 
 
 def sums_in_fp32(config: Config, accumulation: int) -> bool:
-    """Whether gradients are kept in fp32 until the update. Under ZeRO 1 one micro-batch alone has nothing to sum."""
+    """Whether gradients are kept in fp32 until the update. Under ZeRO 1 a single micro-batch needs no sum."""
     return config.parallel.zero_stage > 1 or accumulation > 1
 
 
 def compiles(config: Config, device: torch.device) -> bool:
-    """train.compile, resolved."""
+    """The value of train.compile; the default (None) is resolved."""
     if config.train.compile is None:
         parallel, whole = config.parallel, config.train.wavefront is None
         if config.model.memory.write_cost:
@@ -127,9 +132,9 @@ def compiles(config: Config, device: torch.device) -> bool:
 
 
 class ModelParallelUnit:
-    """The grid of ranks as DeepSpeed asks for it ("mpu"): ZeRO works among replicas, norms sum over tensor.
+    """The grid of ranks in DeepSpeed's interface ("mpu"): ZeRO shards over replicas, norms sum over tensor ranks.
 
-    DeepSpeed takes a unit that also knows a sequence group for one without tensor parallelism: it must not have one.
+    It has no sequence group: with one, DeepSpeed would ignore its tensor parallelism.
     """
 
     def __init__(self, topology: Topology):
@@ -146,9 +151,9 @@ class Engine:
     """A model under tensor parallelism and ZeRO 1, 2 or 3, with its AdamW.
 
     Args:
-        task: brings the objective; of its settings train, data and parallel are read.
-        model: fp32, the same weights on every rank; taken over by the engine, and cut to the rank's part.
-        ranks: the process group, already up.
+        task: provides the objective; the engine reads its settings train, data and parallel.
+        model: fp32, with the same weights on every rank; the engine takes it over and cuts it to the rank's part.
+        ranks: the process group, already initialised.
     """
 
     def __init__(self, task: Task, model: nn.Module, ranks: Ranks):
@@ -217,9 +222,14 @@ class Engine:
     ) -> Tensor:  # fmt: skip
         """Forward and backward of one micro-batch; the ``accumulation``-th call of a step also updates the weights.
 
-        ``batch`` is what the task's objective takes. Returns the micro-batch's mean loss, a detached fp32 scalar on the
-        device. ``done`` is called with "forward", "backward" and "update" as each ends. ``refuse`` is given that loss
-        after the forward pass: True, on one rank at least, makes gradients NaN, so that the step is skipped.
+        Args:
+            batch: the arguments of the task's objective.
+            done: called with "forward", "backward" and "update" as each ends.
+            refuse: called with the loss after the forward pass. If it returns True on any rank, the gradients become
+                NaN and the step is skipped.
+
+        Returns:
+            The micro-batch's mean loss, a detached fp32 scalar on the device.
         """
         loss = self._engine(*batch)
         if not loss.requires_grad:
@@ -234,7 +244,7 @@ class Engine:
         return loss.detach()
 
     def update_applied(self) -> bool:
-        """False when the last step's gradient norm was not finite: weights, moments and Adam's step are as before.
+        """False if the last step's gradient norm was not finite: weights, moments and Adam's step are then unchanged.
 
         DeepSpeed decides this from the norm over all ranks, under every stage, in fp32 and in bf16.
         """
@@ -246,7 +256,7 @@ class Engine:
 
     @torch.no_grad()
     def validate(self, batches: Iterable[tuple[Sequence[Tensor | None], Tensor]]) -> tuple[dict[str, float], float]:
-        """(sums of weighted figures by name, sum of weights) of this rank over (batch, weight (B,)) pairs.
+        """This rank's (weighted sums of figures by name, sum of weights) over (batch, weight (B,)) pairs.
 
         Every rank must bring the same number of batches: under ZeRO 3 a forward pass is collective.
         """
@@ -266,8 +276,8 @@ class Engine:
     def gather(self, take: Callable[[str, str, Tensor], None]):
         """Calls ``take(kind, name, tensor)`` for every parameter with kind "weight", "exp_avg", "exp_avg_sq".
 
-        Collective: all ranks call it, each gets the whole fp32 tensor and should let go of it at once. Frozen
-        parameters have no moments, and only the first replica's ranks get them.
+        Collective: all ranks call it. Each gets the whole fp32 tensor and should release it at once. Frozen
+        parameters have no moments, and only the first replica's ranks get these parameters.
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -279,7 +289,7 @@ class Engine:
             take("weight", name, self.split.whole(name, weight.to(self._engine.device)))
 
     def adam_step(self) -> int:
-        """Updates that were applied since the start of the run (skipped ones are not among them)."""
+        """Number of updates applied since the start of the run, without skipped steps."""
         steps = {int(self._engine.optimizer.optimizer.state[flat]["step"]) for flat in self._flat_masters()}
         if len(steps) != 1:
             raise RuntimeError(f"optimizer partitions disagree on their step count: {sorted(steps)}")
@@ -296,9 +306,9 @@ class Engine:
         return found
 
     def pieces(self) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
-        """Weights and moments that this rank holds, in the form of runs.shards.write_shard; copies on the CPU.
+        """CPU copies of the weights and moments that this rank holds, as arguments for runs.shards.write_shard.
 
-        Not collective. Over all ranks every number is there once.
+        Not collective. All ranks together hold every number exactly once.
         """
         pieces, places = {}, {}
         for name, p in self._trainable:
@@ -317,10 +327,10 @@ class Engine:
         return pieces, places
 
     def load_moments(self, tensors: Tensors, adam_step: int):
-        """Puts Adam's state in place, bit for bit; the weights came with the model. A rank reads what it holds.
+        """Restores Adam's state bit for bit. Each rank reads only its own part; the weights came with the model.
 
         Args:
-            tensors: of the checkpoint.
+            tensors: the checkpoint's tensors.
             adam_step: Adam's bias-correction count.
         """
         cuts = self.cuts()
@@ -332,7 +342,7 @@ class Engine:
         self._set_adam_step(adam_step)
 
     def _own(self, p: Any) -> tuple[int, int]:
-        """(start, count) of what this rank's optimiser holds of a parameter (of its tensor rank's part, flat)."""
+        """(start, count) of this rank's fragment of a parameter: its share of the tensor rank's flat part."""
         if self.stage == 3:
             size = p.ds_tensor.ds_numel
             start = min(size * self.topology.replicas.rank, p.ds_numel)
@@ -341,7 +351,7 @@ class Engine:
         return (0, 0) if mapping is None else (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
 
     def _fragment(self, p: Any, key: str | None) -> Tensor:
-        """That, flat: the fp32 weights, or the state ``key``; under ZeRO 3 with padding after it."""
+        """This rank's flat fragment of the fp32 weights, or of the state ``key``; ZeRO 3 appends padding."""
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
         if self.stage == 3:
@@ -349,7 +359,7 @@ class Engine:
         return p._hp_mapping.get_hp_fragment(key)
 
     def _put(self, p: Any, fragment: Tensor, key: str | None):
-        """Sets it; ``fragment`` is flat, without padding."""
+        """Sets this rank's fragment of the fp32 weights, or of the state ``key``; flat, without padding."""
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
         if self.stage == 3:
@@ -367,15 +377,16 @@ class Engine:
             self._engine.optimizer.optimizer.state[flat]["step"].fill_(count)
 
     def _flat_masters(self) -> list[Tensor]:
-        """The flat fp32 tensors that torch's AdamW really updates on this rank (private names of DeepSpeed)."""
+        """The flat fp32 tensors that torch's AdamW updates on this rank (private names of DeepSpeed)."""
         zero = self._engine.optimizer
         return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
 
     def _create_optimizer_state(self):
-        """Lets AdamW create its lazy state, by an update of zeros at lr 0, and DeepSpeed link it to parameters.
+        """Makes AdamW create its lazy state and DeepSpeed link this state to parameters.
 
-        torch decides the state's layout, not we. All of it must exist before it is linked: DeepSpeed itself links
-        after the first parameter group's first update, and never finds the other groups' state.
+        An update with zero gradients at lr 0 creates the state, so that torch decides its layout. All of the state must
+        exist before DeepSpeed links it: DeepSpeed itself links after the first parameter group's first update, and
+        never finds the other groups' state.
         """
         zero = self._engine.optimizer
         self.set_lr(0.0)
@@ -396,8 +407,8 @@ class Engine:
 def _one_optimizer_for_all_stages() -> Iterator[None]:
     """Lets DeepSpeed sum bf16 gradients in fp32 under ZeRO 1 with ZeRO's own optimizer.
 
-    ZeRO's own optimizer can (it does with offloading), but without offloading DeepSpeed takes another, which does not
-    skip steps that are not finite. In bf16, 256 micro-batches lose 2 % of the gradient.
+    ZeRO's own optimizer can do this, as with offloading. Without offloading DeepSpeed chooses another optimizer, which
+    does not skip non-finite steps. Summed in bf16, 256 micro-batches lose 2 % of the gradient.
     """
     from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 
@@ -410,9 +421,9 @@ def _one_optimizer_for_all_stages() -> Iterator[None]:
 
 
 def _import_deepspeed():
-    """Imports DeepSpeed: quiet, on the CPU if there is no GPU, and without its habit of compiling on the way.
+    """Imports DeepSpeed quietly, on the CPU if there is no GPU, and without compiling anything during the import.
 
-    Its import costs seconds, which only a run that trains pays.
+    The import takes seconds; only runs that train pay for it.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -420,13 +431,13 @@ def _import_deepspeed():
     from deepspeed.runtime import compiler
     from deepspeed.utils import logger
 
-    # It compiles a function of its Muon, which nothing here uses, on the way to any ZeRO: 2 s to import the compiler.
+    # Any ZeRO stage would compile a function of DeepSpeed's Muon, unused here: importing the compiler takes 2 s.
     compiler.compile = lambda: lambda function: function
 
     logger.setLevel("ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # calls DeepSpeed makes
     if not torch.cuda.is_available():
-        # It would build a C++ all-reduce for inference at each machine's first start, and fail without a compiler.
+        # Else DeepSpeed builds a C++ all-reduce for inference at a machine's first start, and fails without a compiler.
         from deepspeed.ops import __compatible_ops__
 
         __compatible_ops__["deepspeed_shm_comm"] = False

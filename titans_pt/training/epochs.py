@@ -8,7 +8,10 @@ from titans_pt.tasks import TaskData
 
 @dataclass(frozen=True)
 class SourceReading:
-    """Training data, or one source of a mixture. samples: in an epoch. per_step, in_all: samples that are read."""
+    """How often a run reads its training data, or one source of a mixture.
+
+    samples: samples in one epoch. per_step, in_all: samples read in one step and in the whole run.
+    """
 
     name: str
     samples: int
@@ -21,7 +24,7 @@ class SourceReading:
 
 
 def readings(config: Config, data: TaskData) -> list[SourceReading]:
-    """Readings of a run to train.max_steps: of all its data; of a mixture each source in turn."""
+    """One reading of all training data up to train.max_steps; for a mixture, one per source."""
     batch = config.train.batch_tokens // config.data.seq_len
     parts = data.sources or {"the training data": (len(data.train), 1.0)}
     return [
@@ -31,7 +34,7 @@ def readings(config: Config, data: TaskData) -> list[SourceReading]:
 
 
 def epochs_text(config: Config, data: TaskData) -> str:
-    """Lines of the plan."""
+    """The plan's lines about epochs and validation samples."""
     found, wanted, there = readings(config, data), config.train.eval_samples, len(data.validation)
     lines = [
         f"plan: {r.name}: {r.samples:,} samples of {config.data.seq_len:,} tokens; {config.train.max_steps:,} steps "
@@ -45,7 +48,7 @@ def epochs_text(config: Config, data: TaskData) -> str:
 
 
 def repeated(config: Config, data: TaskData) -> list[str]:
-    """A warning for all data, or each source, that has fewer samples than one step reads."""
+    """Warnings: one for each source (or for all data) that has fewer samples than one step reads."""
     seq_len, tokens = config.data.seq_len, config.train.batch_tokens
     remedy = "lower its weight, lower train.batch_tokens, or add text to it"
     if not data.sources:

@@ -1,4 +1,4 @@
-"""Parameters that a training leaves as they are: train.trainable."""
+"""Freezing of parameters that a run does not train: train.trainable."""
 
 from torch import nn
 
@@ -6,10 +6,10 @@ from titans_pt.tools.patterns import check_patterns, matches
 
 
 def freeze(model: nn.Module, patterns: list[str]):
-    """Leaves gradients to the parameters that match one of ``patterns`` alone; without patterns to all.
+    """Freezes all parameters that match none of ``patterns``; without patterns it freezes none.
 
     Raises:
-        UserError: a pattern is the name of no parameter.
+        UserError: a pattern matches no parameter.
     """
     if not patterns:
         return
@@ -19,5 +19,5 @@ def freeze(model: nn.Module, patterns: list[str]):
 
 
 def trained(model: nn.Module) -> int:
-    """The numbers in parameters that have gradients."""
+    """Number of trained values: elements of all parameters that have gradients."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

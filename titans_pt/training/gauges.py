@@ -12,12 +12,12 @@ import torch
 from titans_pt.training.ranks import Ranks
 
 OWN = ("data", "forward")
-"""Parts of a step in which a rank waits for no data-parallel peer (ZeRO 1 and 2): in the others all are as slow as the
-slowest."""
+"""Parts of a step in which a rank waits for no data-parallel peer (ZeRO 1 and 2). In the other parts all ranks are as
+slow as the slowest."""
 
 
 class Gauges:
-    """Collects figures between two logged steps, of this rank and, in :meth:`read`, of all."""
+    """Collects this rank's figures between two logged steps; :meth:`read` combines them over all ranks."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -27,12 +27,12 @@ class Gauges:
         self._since = 0.0
 
     def step(self, loss: float):
-        """Counts the loss of a step, as all ranks know it."""
+        """Adds the loss of a step, the mean over all ranks."""
         self._losses.append(loss)
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """The time spent inside is lost to ``what``; what is inside of it belongs to the inner one alone."""
+        """Counts the time spent in the ``with`` as lost to ``what``; nested calls count for the innermost only."""
         before = self._turn(what)
         try:
             yield
@@ -50,13 +50,13 @@ class Gauges:
         """The figures since the last call, for a record of metrics.jsonl. Collective: every rank calls it.
 
         Args:
-            seconds: of the parts of this step on this rank, by name.
+            seconds: seconds that this rank spent in each part of this step, by name.
             speed: tokens per second of all ranks.
 
         Returns:
-            loss_mean: over the steps; slowest_rank, slowest_rank_seconds, median_rank_seconds: of OWN parts of this
-            step; tokens_per_second_per_device; lost_to_WHAT_seconds; gpu_memory_gib: the peak of the rank that used
-            most, None without a GPU.
+            loss_mean: mean over the steps; slowest_rank, slowest_rank_seconds, median_rank_seconds: time in the OWN
+            parts of this step; tokens_per_second_per_device; lost_to_WHAT_seconds; gpu_memory_gib: the highest peak of
+            any rank, None without a GPU.
         """
         own = [sum(seconds.get(part, 0.0) for part in OWN), self._peak_memory()]
         spent, peaks = zip(*self.ranks.gather(own), strict=True)
@@ -74,7 +74,7 @@ class Gauges:
         }
 
     def _peak_memory(self) -> float:
-        """Bytes; the next peak counts from here."""
+        """Peak GPU memory in bytes since the last call."""
         if self.ranks.device.type != "cuda":
             return 0.0
         peak = torch.cuda.max_memory_allocated(self.ranks.device)
@@ -83,7 +83,7 @@ class Gauges:
 
 
 def lost_to(what: str) -> Callable[[Callable], Callable]:
-    """Decorates a method of an object with ``gauges``: its time is lost to ``what``."""
+    """Decorates a method of an object with ``gauges``: the method's time counts as lost to ``what``."""
 
     def decorate(method: Callable) -> Callable:
         @wraps(method)

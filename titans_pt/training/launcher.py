@@ -1,11 +1,11 @@
 """torchrun as a cluster needs it: ``python -m titans_pt.training.launcher CONFIG [KEY=VALUE ...]`` trains on one node.
 
-What it takes from the environment says launch/torchrun.sh. It is PyTorch's torchrun but for three things:
+launch/torchrun.sh lists the environment variables that it reads. It differs from PyTorch's torchrun in three ways:
 
-- A process that ended on purpose is not started again: after an error that the user has to fix (status 2), and after a
-  stop that was asked for (128 + the signal). torchrun would repeat both, ``max_restarts`` times.
+- It does not restart a process that ended on purpose: after an error that the user has to fix (status 2), or after a
+  requested stop (128 + the signal). torchrun would repeat both, ``max_restarts`` times.
 - After SIGTERM or SIGINT the processes have GRACE seconds for their last checkpoint; torchrun kills them after 30.
-- Its exit status is that of the process that ended first, without a traceback.
+- It exits with the status of the process that ended first, without a traceback.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ from titans_pt.tools.screen import say
 from titans_pt.training.signals import STOPS, hangs_up
 
 GRACE = 300
-"""Seconds, where TITANS_GRACE is not set."""
+"""Default of TITANS_GRACE, in seconds."""
 FINAL = (EXIT_USER, *(128 + number for number in STOPS))
 """Exit statuses of processes that are not started again."""
 MEETING = 10.0
-"""Seconds within which a store that is there answers, and knows the job whose first node has made it."""
+"""Seconds within which a running store must answer, and must know the job of the node that created it."""
 
 
 class Agent(LocalElasticAgent):
@@ -45,7 +45,7 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        signal.signal(signal.SIGUSR2, self._pass_on)  # for the processes' stacks; alone it would end the agent
+        signal.signal(signal.SIGUSR2, self._pass_on)  # processes write their stacks; unhandled, it would end the agent
 
     def _monitor_workers(self, worker_group):
         result = super()._monitor_workers(worker_group)
@@ -54,9 +54,9 @@ class Agent(LocalElasticAgent):
         return result
 
     def _shutdown(self, death_sig: signal.Signals | None = None, timeout: float = 30):
-        """Ends the processes; a signal is named only when the agent itself was sent one."""
+        """Ends the processes; ``death_sig`` is set only if the agent itself received a signal."""
         if death_sig is not None and self._pcontext:
-            for each in STOPS:  # a second Ctrl-C is also for the workers
+            for each in STOPS:  # pass a second Ctrl-C on to the workers
                 if each != signal.SIGHUP or hangs_up():
                     signal.signal(each, self._pass_on)
             self._pcontext.close(death_sig, grace(os.environ))
@@ -71,16 +71,16 @@ class Agent(LocalElasticAgent):
 
 
 def _cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """(rank, failure) of the first of them; the others lost a peer, or were ended by the agent then."""
-    # Times are whole seconds. Within one, a process that ended on purpose was first.
+    """(rank, failure) of the process that failed first; the others lost a peer, or the agent ended them."""
+    # Times are whole seconds. Within the same second, a process that ended on purpose counts as the first.
     return min(failures.items(), key=lambda item: (item[1].timestamp, item[1].exitcode not in FINAL))
 
 
 def variable(environment: Mapping[str, str], name: str) -> tuple[str, str]:
-    """(TITANS_NAME, its value), or (NAME, its value) where only that is set, or (TITANS_NAME, "").
+    """(TITANS_NAME, its value), or (NAME, its value) if only NAME is set, or (TITANS_NAME, "").
 
-    The plain names, documented in earlier versions, still work. Other programs use them for their own ends: conda's
-    compilers and tcsh set HOST, which counts here only as 0 or 1, and empty variables do not count.
+    The plain names, documented in earlier versions, still work. Other programs use the same names: conda's compilers
+    and tcsh set HOST, which counts here only as 0 or 1. Empty variables do not count.
     """
     if value := environment.get(f"TITANS_{name}"):
         return f"TITANS_{name}", value
@@ -98,7 +98,7 @@ def options(environment: Mapping[str, str], program: Sequence[str] = ()) -> list
     """torchrun's options.
 
     Args:
-        program: what runs on all nodes; its words distinguish jobs that have no name.
+        program: the command that runs on all nodes; its words distinguish jobs that have no name.
 
     Raises:
         UserError: a variable is missing or not a number; no GPU, and no number of processes.
@@ -111,7 +111,7 @@ def options(environment: Mapping[str, str], program: Sequence[str] = ()) -> list
         raise UserError("TITANS_PROCESSES is not set, and this machine has no GPU; set it to the number of processes "
                         "per node")  # fmt: skip
     found = ["--nproc_per_node", str(processes), "--max_restarts", str(_number(environment, "RESTARTS", 3))]
-    if not hangs_up():  # torchrun's own handler would end what nohup protects
+    if not hangs_up():  # torchrun's own handler would end the processes that nohup protects
         found += ["--signals_to_handle", "SIGTERM,SIGINT,SIGQUIT"]
     nodes = _number(environment, "NODES", 1)
     if nodes == 1:
@@ -148,14 +148,14 @@ def check_master(environment: Mapping[str, str], program: Sequence[str]):
     """Refuses a port on which another job, or another program, listens: torchrun would wait there for ten minutes.
 
     Raises:
-        UserError: names it. Jobs that share a port on purpose have names (TITANS_JOB).
+        UserError: the port is taken. Jobs that share a port on purpose have names (TITANS_JOB).
     """
     name, master = variable(environment, "MASTER")
     host, port = address(name, master)
     try:
         socket.create_connection((host, port), timeout=MEETING).close()
     except OSError:
-        return  # nobody is there yet
+        return  # nothing listens there yet
     job, nodes = _job(environment, program), _number(environment, "NODES", 1)
     key, end = f"torch.rendezvous.{job}", time.monotonic() + MEETING
     store = _store(host, port)
@@ -163,7 +163,7 @@ def check_master(environment: Mapping[str, str], program: Sequence[str]):
         raise UserError(f"{name}={master}: another program listens on this port; choose a free port of {host}")
     if variable(environment, "JOB")[1]:
         return
-    while not store.check([key]):  # its first node, which has just made the store, may be about to enter it
+    while not store.check([key]):  # the job's first node may have created the store but not yet entered its key
         if time.monotonic() > end:
             raise UserError(
                 f"{name}={master}: another job uses this port, or the nodes of this job were started with different "
@@ -173,7 +173,7 @@ def check_master(environment: Mapping[str, str], program: Sequence[str]):
 
 
 def _store(host: str, port: int) -> TCPStore | None:
-    """torch's store on a port that something listens on; None: it is something else."""
+    """torch's store that listens on this port; None: another program listens there."""
     found: queue.SimpleQueue[TCPStore | None] = queue.SimpleQueue()
 
     def connect():
@@ -182,7 +182,7 @@ def _store(host: str, port: int) -> TCPStore | None:
         except (DistError, RuntimeError):
             found.put(None)
 
-    threading.Thread(target=connect, daemon=True).start()  # it would wait forever for a program that says nothing
+    threading.Thread(target=connect, daemon=True).start()  # torch would wait forever for a program that says nothing
     try:
         return found.get(timeout=MEETING)
     except queue.Empty:
@@ -190,7 +190,7 @@ def _store(host: str, port: int) -> TCPStore | None:
 
 
 def _job(environment: Mapping[str, str], program: Sequence[str]) -> str:
-    """Identity of a job among those on one port."""
+    """Name that tells this job from others on the same port."""
     words = "\0".join(program).encode()
     return variable(environment, "JOB")[1] or f"titans-{hashlib.sha256(words).hexdigest()[:12]}"
 
@@ -205,14 +205,14 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 
 def launch(program: Sequence[str]) -> int:
-    """Runs ``program``, a script or "-m" and a module with its words, on a node; returns the exit status."""
-    # A separate store for every start of the processes: in a shared one, restarted processes find the addresses of
-    # those that were killed, and never meet (torch 2.13 with gloo).
+    """Runs ``program`` on this node: a script, or "-m" and a module, with its arguments. Returns the exit status."""
+    # Every start of the processes gets its own store: in a shared store, restarted processes find the addresses of
+    # killed ones and never connect (torch 2.13 with gloo).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     signal.signal(signal.SIGUSR2, lambda *_: None)  # until there are processes to pass it on to
     api.LocalElasticAgent = Agent  # type: ignore[misc]  # torch has no other place for an agent of one's own
     try:
-        grace(os.environ)  # its errors now rather than at a stop
+        grace(os.environ)  # report a wrong value now rather than at a stop
         words = options(os.environ, program)
         nodes = _number(os.environ, "NODES", 1)
         check_alone("Start one on each node: sbatch --nodes N launch/slurm_train.sh CONFIG does that", allowed=nodes)

@@ -1,4 +1,4 @@
-"""The training loop: what happens at a step, and what happens around the steps."""
+"""The training loop: steps, validation, evaluation, checkpoints and logs."""
 
 import logging
 import math
@@ -54,7 +54,7 @@ def train(config: Config) -> int:
     Runs in every process of a torchrun, or alone. Returns the exit status: 0, or 128 + the signal that stopped it.
 
     Raises:
-        UserError: settings, files or a run folder that do not fit together.
+        UserError: settings, files and run folder do not fit together.
         Diverged: too many non-finite steps in a row.
         OSError: a checkpoint or log could not be written; earlier checkpoints are intact.
     """
@@ -75,14 +75,14 @@ def train(config: Config) -> int:
         stack.enter_context(watch.stacks_in(folder.stacks))
         trainer = Trainer(task, data, folder, ranks, signals, watch)
         stack.callback(trainer.close)
-        stack.callback(watch.end)  # before W&B sends what is left, for however long
+        stack.callback(watch.end)  # before W&B sends the rest, which may take any time
         return trainer.run()
 
 
 def _check_alike(data: TaskData, config: Config, ranks: Ranks):
     """
     Raises:
-        UserError: on all ranks: the data of one is other than that of rank 0, as after a copy to some nodes' own disks.
+        UserError: on all ranks: a rank's data differs from rank 0's, as after a copy to only some nodes' disks.
     """
     of_ranks = ranks.gather_objects((data.identity, platform.node()))
     for rank, (identity, node) in enumerate(of_ranks):
@@ -93,12 +93,12 @@ def _check_alike(data: TaskData, config: Config, ranks: Ranks):
 
 @dataclass
 class _Step:
-    """A step under way.
+    """A step in progress.
 
-    began: the clock when it did.
-    logged: whether the metrics get it.
+    began: time.perf_counter() at its start.
+    logged: whether it is written to the metrics.
     limit: a loss above it is a spike.
-    memory: what memory_probe found, if it looked.
+    memory: figures of memory_probe, on logged steps.
     """
 
     began: float
@@ -144,7 +144,7 @@ class Trainer:
         self.gauges = Gauges(ranks)
 
         self.engine = build_engine(task, start, ranks)
-        if self.step:  # a validation that a stop left undone is one of this step
+        if self.step:  # a stop may have left this step's validation undone
             self.engine.backbone.set_progress(self.step / train.max_steps)
         self.saver = Saver(folder, config, self.engine, ranks, watch, state, self._state, self._send_checkpoint)
         self.batch_samples = train.batch_tokens // seq_len
@@ -165,7 +165,7 @@ class Trainer:
                 if record["step"] == self.step and start.revalidate:
                     continue
                 self._note_validation(record, record["step"])
-                if record["step"] == self.step and self._due:  # taken after this step's checkpoint, at a stop
+                if record["step"] == self.step and self._due:  # validated after this step's checkpoint, at a stop
                     self.patience.note(self.step, _number(record["validation_loss"]))
             elif record["kind"] == "evaluation":
                 self.evaluated_step = record["step"]
@@ -177,17 +177,17 @@ class Trainer:
         )  # fmt: skip
 
     def _open_logs(self, state: TrainerState | None, branch: bool) -> list[dict]:
-        """Opens what rank 0 writes to; returns the metrics of the steps already done."""
+        """Opens the logs of rank 0; returns the metrics of the steps already done."""
         self.folder.write_settings(self.config)
         self.task.keep(self.folder)
         self.metrics = MetricsLog(self.folder.metrics, self.step, branch)  # keeps the curves that a branch leaves
         records = read_metrics(self.folder.metrics)
         self.wandb = WandbLog(self.config, self.folder, state.wandb_id if state else None, branch)
-        if self.wandb.begins:  # its curves begin where the run's do
+        if self.wandb.begins:  # send the records of earlier steps first
             for record in records:
                 self.wandb.write(record["step"], _numbers(record["kind"], record))
         self.tensorboard = TensorBoardLog(self.config.run.tensorboard, self.folder, self.step)
-        if branch:  # last: whatever failed before has left the run as it was
+        if branch:  # last: if anything above fails, the run is unchanged
             set_aside(self.folder, self.step)
         log.info(
             "%s step %d: %s parameters, %s ranks on %s, ZeRO %d, %s, %d micro-batches of %d samples",
@@ -201,9 +201,9 @@ class Trainer:
     # ---- the run
 
     def run(self) -> int:
-        """Steps to the end, or to a signal; returns the exit status."""
+        """Trains to the last step, or until a signal; returns the exit status."""
         train = self.config.train
-        if self.step:  # what a stop may have left undone
+        if self.step:  # a stop may have left these undone
             if train.eval_every and self.step % train.eval_every == 0:
                 self._validate()
             self._evaluate()
@@ -241,21 +241,21 @@ class Trainer:
         return self.signals.decide(flags)
 
     def _begin(self) -> _Step:
-        """Goes on to the next step: its learning rate, its random numbers."""
+        """Starts the next step: sets its learning rate and random seed."""
         train, began = self.config.train, time.perf_counter()
         self.step += 1
         lr = learning_rate(self.step, train)
         self.engine.set_lr(lr)
         self.engine.backbone.set_progress(self.step / train.max_steps)
-        # Random numbers as a function of the step alone need no place in a checkpoint.
-        # Data ranks, which read other samples, draw others; tensor and context ranks draw the same.
+        # The seed is a function of the step, so that checkpoints need no random state.
+        # Data ranks read different samples and draw different numbers; tensor and context ranks draw the same.
         drawn = self.config.run.seed * 1_000_003 + self.step + (self.engine.topology.data.rank << 40)
         torch.manual_seed(drawn % 2**63)
         logged = self.step == 1 or self.step % train.log_every == 0 or self.step == self.last_step
         return _Step(began, lr, logged, self.spikes.limit, Stopwatch(self.ranks.device))
 
     def _micro_steps(self, step: _Step) -> list[Tensor]:
-        """Forward and backward passes of this rank's samples, the last with the update; the losses."""
+        """Runs this rank's micro-batches, the last with the update; returns their losses."""
         losses: list[Tensor] = []
         compiling = self.engine.compiled and self.step == self.first_step
         self.profiler.before(self.step)
@@ -274,14 +274,16 @@ class Trainer:
         return losses
 
     def _agree(self, losses: list[Tensor]) -> list[float]:
-        """The mean loss, on how many ranks saving failed, the flags of signals: the one exchange of a step, after which
-        all ranks know the same and do the same."""
+        """(mean loss, number of ranks on which saving failed, flags of signals), summed over ranks.
+
+        This is the only exchange of a step, after which all ranks take the same decisions.
+        """
         local_loss = self._local(losses)
         self.watch.at(f"step {self.step}, the sum of the losses")
         return self.ranks.sum([local_loss, float(self.saver.failed), *self.signals.flags()])
 
     def _record(self, step: _Step, loss: float) -> float:
-        """Notes what became of the step, and logs it where it is due. Returns the tokens per second."""
+        """Updates counters after the step, and logs it if due. Returns the tokens per second."""
         applied = self.engine.update_applied() and math.isfinite(loss)
         if math.isfinite(loss):
             self.spikes.note(loss)
@@ -324,10 +326,10 @@ class Trainer:
         return loss > limit
 
     def _look(self, batch: tuple[Tensor | None, ...]) -> dict[str, float]:
-        """The means of memory_probe over a micro-batch's first sample, in an extra forward pass.
+        """Means of memory_probe over a micro-batch's first sample, from an extra forward pass.
 
-        The training pass cannot serve: hooks do not fire inside a compiled block. All ranks take part, since a forward
-        pass may be collective.
+        The training pass cannot be used: hooks do not fire inside a compiled block. All ranks take part, since a
+        forward pass may be collective.
         """
         if not memories_of(self.engine.model):
             return {}
@@ -338,13 +340,13 @@ class Trainer:
 
     @property
     def skipped(self) -> int:
-        """Steps without an update so far: spikes, and those that were not finite."""
+        """Steps without an update so far: spikes and non-finite steps."""
         return self.nonfinite + self.spikes.skipped
 
     def _note_skipped(self, loss: float, first_sample: int, limit: float | None):
         """Records a skipped step: weights and moments stay as they were, the data position advances.
 
-        limit: of a finite loss, which is above it; None: loss or gradient is not finite.
+        limit: the spike limit that a finite loss exceeded; None: loss or gradient is not finite.
         """
         kind, why = "spike", f"is above {limit} (train.spike_deviations)"
         if limit is None:
@@ -363,7 +365,7 @@ class Trainer:
 
     @lost_to("validation")
     def _validate(self):
-        """Mean figures over a fixed set of validation samples, divided among ranks; at most once per step."""
+        """Validates on a fixed set of samples, divided among ranks; at most once per step."""
         if self.validated_step == self.step:
             return
         samples = self.data.validation
@@ -372,15 +374,17 @@ class Trainer:
         *sums, count = self.ranks.sum([*totals.values(), count])
         figures = {f"validation_{name}": total / count for name, total in zip(totals, sums, strict=True)}
         self._note_validation(figures, self.step)
-        if self._due and not self.nonfinite_in_a_row:  # a step that was not finite has no checkpoint to be the best
+        if self._due and not self.nonfinite_in_a_row:  # a non-finite step has no checkpoint that could be the best
             self.patience.note(self.step, figures["validation_loss"])
         self._log("validation", **figures)
         log.info("step %d: validation loss %.4f", self.step, self.validation_loss)
 
     @property
     def _due(self) -> bool:
-        """Whether this step's validation may end the training. Not where train.stop_at happens to be: a run in two
-        parts ends as one in one go."""
+        """Whether this step's validation may end the training.
+
+        train.stop_at does not count: a run in two parts ends at the same step as an uninterrupted one.
+        """
         train = self.config.train
         return self.step == train.max_steps or (train.eval_every > 0 and self.step % train.eval_every == 0)
 
@@ -389,7 +393,7 @@ class Trainer:
         self.validation_loss = figures["validation_loss"]
 
     def _is_best(self) -> bool:
-        """Whether this step's validation is the best, with train.patience."""
+        """Whether this step's validation is the best so far; only with train.patience."""
         return self.patience.best is not None and self.patience.best.step == self.step
 
     def _ended(self) -> str:
@@ -402,17 +406,17 @@ class Trainer:
         return ""
 
     def _reached(self) -> bool:
-        """Whether this step's validation has the figure of train.stop_when."""
+        """Whether this step's validation meets train.stop_when."""
         if self.config.train.stop_when is None or self.validated_step != self.step or not self._due:
             return False
         figure, sign, value = stop_condition(self.config.train.stop_when)
         found = self.validation[f"validation_{figure}"]
-        if found is None:  # NaN, as the metrics have it after a resume
+        if found is None:  # NaN, which metrics.jsonl stores as null
             return False
         return found >= value if sign == ">=" else found <= value
 
     def _validation_batches(self, samples: Samples, count: int) -> Iterator[tuple[tuple[Tensor | None, ...], Tensor]]:
-        """This rank's (batch, weight): as many on every rank, filled up with samples of weight 0."""
+        """This rank's (batch, weight) pairs: the same number on every rank, padded with samples of weight 0."""
         micro, grid = self.engine.micro_batch, self.engine.topology
         for first in range(0, count, micro * grid.data.size):
             positions = range(first + grid.data.rank * micro, first + (grid.data.rank + 1) * micro)
@@ -422,7 +426,7 @@ class Trainer:
             yield self._own(batch), weight
 
     def _own(self, batch: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        """A batch as the loader made it -> this rank's piece of it, on the device."""
+        """This rank's piece of the loader's batch, on the device."""
         context = self.engine.topology.context
         if context.size > 1:
             batch = self.task.cut(batch, context.rank, context.size)
@@ -430,9 +434,9 @@ class Trainer:
 
     @lost_to("evaluation")
     def _evaluate(self):
-        """Every evaluation.every steps: runs the suites, once, on a new checkpoint; a restart repeats no sample.
+        """Runs the suites once, on a new checkpoint, every evaluation.every steps; a restart repeats no sample.
 
-        A signal to stop waits until it ends; the checkpoint already exists.
+        A signal to stop waits until the evaluation ends; the checkpoint already exists.
         """
         settings = self.config.evaluation
         if not settings.every or self.step % settings.every or self.evaluated_step == self.step:
@@ -453,14 +457,14 @@ class Trainer:
             self.ranks.sum([0.0])
 
             def result(own: Any = own, part: Any = part) -> Any:
-                return own or part()  # only the rank that ends last has one
+                return own or part()  # only the rank that ends last has a result
 
             found |= self.ranks.on_first(result)
         self.evaluated_step = self.step
         self._log("evaluation", **runner.figures(found))
 
     def _send_results(self, name: str, kind: str, folder: Path):
-        if self.wandb:  # on rank 0, which has all results in the end
+        if self.wandb:  # on rank 0, which collects all results
             self.wandb.send(name, kind, folder)
 
     @lost_to("checkpoint")
@@ -506,7 +510,7 @@ class Trainer:
             plot_loss(
                 read_metrics(self.folder.metrics), plot, self.task.unit, name, baseline, self.folder.path.resolve().name
             )
-        except OSError as error:  # the run is complete without it
+        except OSError as error:  # the run is complete without the plot
             log.warning("%s: the curve could not be drawn (%s)", plot, error.strerror or error)
 
         def number(value: float | None) -> str:
@@ -546,7 +550,7 @@ class Trainer:
             say(text)
 
     def close(self):
-        """Ends logs and bars; the engine goes with the process."""
+        """Closes logs and bars; the engine ends with the process."""
         self.profiler.close()
         self.saver.close()
         self.progress.close()
@@ -559,12 +563,12 @@ class Trainer:
 
 
 def _numbers(kind: str, record: dict[str, Any]) -> dict[str, float]:
-    """The figures of a record by the names that curves have, kind/name."""
+    """Figures of a record by the names of their curves, kind/name."""
     return {f"{kind}/{k}": v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
 
 
 def _number(value: float | None) -> float:
-    """A figure as metrics.jsonl has it: null where it was not finite."""
+    """A figure of metrics.jsonl; null, which stands for a non-finite one, becomes NaN."""
     return math.nan if value is None else value
 
 
@@ -580,7 +584,7 @@ def _announce(task: Task, ranks: Ranks):
 
 
 def _announce_epochs(config: Config, data: TaskData):
-    """Prints how often the run reads its data; warns where a step repeats samples."""
+    """Prints how often the run reads its data; warns if a step repeats samples."""
     print(epochs_text(config, data), flush=True)
     for warning in repeated(config, data):
         log.warning("%s", warning)

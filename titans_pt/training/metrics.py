@@ -19,23 +19,23 @@ from titans_pt.tools.sealed import seal, unseal
 
 log = logging.getLogger(__name__)
 _FIGURES = {"train": ("loss",), "validation": ("validation_loss",)}
-"""Entries that others read from records of these kinds."""
+"""Entries that a record of each kind must have, because other code reads them."""
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense bf16 FLOP/s of known GPUs (SXM), by a part of their name."""
+"""Dense bf16 FLOP/s of known GPUs (SXM); the key is a part of the GPU's name."""
 
 
 class MetricsLog:
     """metrics.jsonl: one object per record, each with ``kind``, ``step`` and a checksum (titans_pt.tools.sealed).
 
     kind "train": a logged step. "validation": validation_loss. "nonfinite": a skipped step and its samples.
-    "evaluation": figures of summary.json, by their paths in it.
+    "evaluation": figures of summary.json, keyed by their paths in that file.
     """
 
     def __init__(self, path: Path, resumed_step: int, branch: bool = False):
         """Opens the file to append; records after ``resumed_step`` are removed, since those steps are repeated.
 
-        Before a ``branch`` the file is kept under another name, for comparison with the curve that the run leaves; one
-        with lines that cannot be read is kept likewise.
+        Before a ``branch`` the file is copied under another name, for comparison with the abandoned curve. A file with
+        unreadable lines is copied likewise.
         """
         if branch and path.is_file():
             copy = _free(path.with_name(f"{path.stem}.before-{resumed_step}{path.suffix}"))
@@ -52,9 +52,10 @@ class MetricsLog:
         self.path, self._file = path, path.open("a")
 
     def write(self, kind: str, step: int, **values: Any):
-        """
+        """Appends a record.
+
         Raises:
-            OSError: the disk is full, for example; it names the file.
+            OSError: the disk is full, for example; the error names the file.
         """
         try:
             self._file.write(_line({"kind": kind, "step": step, **values}))
@@ -63,17 +64,17 @@ class MetricsLog:
             raise OSError(error.errno, error.strerror, str(self.path)) from None  # a failed write does not say where
 
     def close(self):
-        with contextlib.suppress(OSError):  # a line that could not be written is tried again here
+        with contextlib.suppress(OSError):  # closing tries again to write a line that failed
             self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; lines that cannot be read are left out. No file: none."""
+    """The records of a metrics file without unreadable lines; an empty list if there is no file."""
     return _read(path)[0]
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Records, and the numbers of damaged lines; a last line that a crash cut short is ignored."""
+    """(records, numbers of damaged lines); a last line that a crash cut short is ignored."""
     records, damaged = [], []
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for number, line in enumerate(lines, start=1):
@@ -97,13 +98,13 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def _free(path: Path) -> Path:
-    """``path``, or NAME-2, NAME-3, ... where there is such a file."""
+    """``path``, or the first of NAME-2, NAME-3, ... that does not exist yet."""
     names = itertools.chain([path], (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2)))
     return next(name for name in names if not name.exists())
 
 
 class Progress:
-    """A progress bar on stderr with loss, tokens per second and the time left; none if ``shown`` is False."""
+    """A progress bar on stderr with loss, tokens per second and time left; hidden if ``shown`` is False."""
 
     def __init__(self, step: int, last: int, shown: bool):
         self._bar = tqdm(
@@ -116,7 +117,7 @@ class Progress:
         self._bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
         try:
             self._bar.update()
-        except OSError:  # the terminal or pipe has closed; the run is worth more than its bar
+        except OSError:  # the terminal or pipe has closed; the run goes on without its bar
             drop(sys.stderr)
 
     def close(self):
@@ -127,7 +128,7 @@ class Progress:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of a device, or None where it is not known (CPUs, other GPUs)."""
+    """Dense bf16 FLOP/s of a device, or None if unknown (CPUs, other GPUs)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

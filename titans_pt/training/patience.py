@@ -1,4 +1,4 @@
-"""Ending a training whose validation loss no longer falls: train.patience."""
+"""Early stopping when the validation loss no longer falls: train.patience."""
 
 import math
 from typing import Any
@@ -9,12 +9,12 @@ from titans_pt.runs.checkpoints import Best
 class Patience:
     """Counts validations since the best one.
 
-    A function of the validation losses alone: all ranks decide the same, and a resumed run as an undisturbed one, since
-    the numbers are in the checkpoint.
+    It depends on the validation losses alone. All ranks decide alike, and so does a resumed run, since the checkpoint
+    has the numbers.
 
     Args:
-        limit: train.patience; None: the best is not looked for.
-        numbers: what :meth:`numbers` was at the checkpoint; {} at the start.
+        limit: train.patience; None: do not track the best.
+        numbers: result of :meth:`numbers` at the checkpoint; {} at the start.
     """
 
     def __init__(self, limit: int | None, numbers: dict[str, Any]):
@@ -25,7 +25,7 @@ class Patience:
         return self.best.numbers() if self.best else {}
 
     def note(self, step: int, loss: float):
-        """Takes in a validation; one that was taken in before changes nothing."""
+        """Counts a validation; counting the same step again changes nothing."""
         if not self.limit or (self.best and step <= self.best.validated):
             return
         if self.best is None or loss < self.best.loss or not math.isfinite(self.best.loss):

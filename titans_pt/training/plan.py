@@ -27,22 +27,25 @@ from titans_pt.training.metrics import PEAK_FLOPS
 
 GIB = 2**30
 PROBE_TOKENS = 1024
-"""Measurements with real numbers use one row of at most this many tokens, on the CPU."""
+"""Tokens of the one row that measurements with real numbers use on the CPU, at most."""
 MODEL_KINDS = ("parameters", "gradients", "optimiser", "communication")
-"""Kinds of memory that the model and its optimiser take; all others are of activations."""
+"""Kinds of memory that the model and its optimiser use; all other kinds hold activations."""
 WEIGHT_BYTES, MOMENT_BYTES = 4, 8
-"""fp32 bytes in a checkpoint: of a parameter, and of AdamW's two moments of a trained one."""
+"""fp32 bytes in a checkpoint: for each parameter, and for AdamW's two moments of each trained parameter."""
 MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or H200; one holds one program of the memory's serial kernels."""
+"""Multiprocessors of an H100 or H200; each runs one program of the memory's serial kernels at a time."""
 BUSY = 0.7
-"""Share of them below which a plan says so."""
+"""Share of busy multiprocessors below which a plan warns."""
 HEADROOM = 0.9
-"""Share of a device's memory that a plan may use; the rest is for gaps in the allocator and for libraries."""
+"""Share of a device's memory that a plan may use; the rest is for allocator fragmentation and libraries."""
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """bytes: the most that a rank holds at once, by kind."""
+    """Grid, batch, memory and cost of a training run.
+
+    bytes: peak memory of a rank, by kind.
+    """
 
     config: Config
     parameters: int
@@ -55,9 +58,9 @@ class TrainingPlan:
     bytes: dict[str, int]
     cost: "Cost"
     sequences: tuple[int, int]
-    """Rows and tokens of each that the blocks read of one sample."""
+    """(rows, tokens per row) that the blocks read for one sample."""
     gpu: bool
-    """Whether ``bytes`` are those of kernels for GPUs, or of operators on a CPU."""
+    """Whether ``bytes`` is for GPU kernels; else for CPU operators."""
 
     @property
     def total(self) -> int:
@@ -82,7 +85,7 @@ class TrainingPlan:
         return "" if self.trained == self.parameters else f" ({self.trained:,} of them trained)"
 
     def _read(self) -> str:
-        """A line where the blocks read other tokens than the samples' steps."""
+        """A line about the tokens that the blocks read, if they differ from the samples' tokens."""
         rows, length = self.sequences
         if (rows, length) == (1, self.config.data.seq_len):
             return ""
@@ -93,7 +96,7 @@ class TrainingPlan:
         )
 
     def _idle(self) -> str:
-        """A line where the memory's serial kernels, one program for a head of a row, would leave much of a GPU idle."""
+        """A warning if the memory's serial kernels (one program per row and head) leave much of a GPU idle."""
         model = self.config.model
         if self.config.train.precision != "bf16" or not any_memory(model.kinds):
             return ""
@@ -108,13 +111,13 @@ class TrainingPlan:
         )
 
     def check(self, gib: float | None = None):
-        """Refuses what cannot fit.
+        """Refuses a plan that cannot fit into memory.
 
         Args:
-            gib: memory per device in GiB; None: that of this machine's GPUs; without a GPU nothing is refused.
+            gib: memory per device in GiB; None: memory of this machine's GPU; without a GPU nothing is refused.
 
         Raises:
-            UserError: the estimate is above HEADROOM of it.
+            UserError: the estimate is above HEADROOM of this memory.
         """
         if gib is None and torch.cuda.is_available():
             gib = torch.cuda.get_device_properties(0).total_memory / GIB
@@ -127,7 +130,7 @@ class TrainingPlan:
         )
 
     def _remedy(self, limit: float) -> str:
-        """Settings with which the plan fits into ``limit`` bytes; else those that lower it."""
+        """Settings that make the plan fit into ``limit`` bytes, or at least lower its memory."""
         words = [
             "train.activation_checkpointing=true",
             f"train.micro_batch={max(1, self.micro_batch // 2)}", "train.micro_batch=1",
@@ -136,7 +139,7 @@ class TrainingPlan:
         ]  # fmt: skip
         lower: dict[str, int] = {}
         for word in dict.fromkeys(words):
-            with contextlib.suppress(UserError):  # a setting that does not go with the others
+            with contextlib.suppress(UserError):  # the setting conflicts with others
                 changed = task_of(validated(self.config.model_dump(mode="json"), [word]))
                 other = make_plan(changed, self.tensor * self.context * self.data, self.gpu).total
                 lower |= {word: other} if other < self.total else {}
@@ -146,9 +149,12 @@ class TrainingPlan:
 
 
 def make_plan(task: Task, ranks: int | None = None, gpu: bool | None = None) -> TrainingPlan:
-    """The plan of a training of ``task`` on ``ranks`` processes; None takes WORLD_SIZE, else this machine's GPUs.
+    """Plans the training of ``task`` on ``ranks`` processes.
 
-    gpu: whether it is for GPUs, whose kernels keep other tensors than operators on a CPU; None: whether there are any.
+    Args:
+        ranks: None: WORLD_SIZE, or this machine's number of GPUs.
+        gpu: whether to plan for GPUs, whose kernels keep other tensors than CPU operators; None: whether this machine
+            has GPUs.
 
     Raises:
         UserError: the ranks or the batch do not divide.
@@ -179,8 +185,14 @@ def make_plan(task: Task, ranks: int | None = None, gpu: bool | None = None) -> 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a whole training. tokens: steps of samples. flops: as titans_pt.layers.flops counts. disk: bytes of
-    the checkpoints kept. one: bytes of one of them. read: tokens that the blocks read."""
+    """Cost of a whole training run.
+
+    tokens: tokens (time steps) of all samples.
+    flops: FLOPs as counted by titans_pt.layers.flops.
+    disk: bytes of all kept checkpoints.
+    one: bytes of one checkpoint.
+    read: tokens that the blocks read.
+    """
 
     parameters: int
     tokens: int
@@ -197,7 +209,7 @@ class Cost:
         )
 
     def gpu_hours(self, mfu: float) -> float:
-        """GPU-hours on one H100 that reaches the share ``mfu`` of its dense bf16 peak."""
+        """GPU-hours on an H100 that reaches the fraction ``mfu`` of its dense bf16 peak."""
         return self.flops / (mfu * PEAK_FLOPS["H100"] * 3600)
 
 
@@ -210,9 +222,9 @@ def cost_of(task: Task) -> Cost:
     parameters = sum(p.numel() for p in model.parameters())
     tokens = train.max_steps * train.batch_tokens
     kept = train.keep_last + (train.max_steps // train.keep_every if train.keep_every else 0)
-    kept += bool(train.patience)  # the best one stays
+    kept += bool(train.patience)  # the best checkpoint stays
     saved = -(-train.max_steps // train.checkpoint_every)
-    saved += train.max_steps // train.eval_every if train.patience else 0  # each that is the best so far
+    saved += train.max_steps // train.eval_every if train.patience else 0  # each validation may be the best so far
     saved += train.max_steps // config.evaluation.every if config.evaluation.every else 0
     checkpoints = min(kept, saved)
     flops = tokens * model.flops(config.data.seq_len).total
@@ -222,7 +234,7 @@ def cost_of(task: Task) -> Cost:
 
 
 class _Rehearsal(RankGroup):
-    """A tensor group of one rank that gives every exchange's result its size, not its content."""
+    """A tensor group of one rank whose exchanges return results of the right size but wrong content."""
 
     def all_reduce(self, x: Tensor, op=None) -> Tensor:
         return x.clone()
@@ -235,13 +247,18 @@ class _Rehearsal(RankGroup):
 
 
 def _model_bytes(config: Config, own: int, learned: int, replicas: int, accumulation: int) -> dict[str, int]:
-    """Bytes by kind for a rank with ``own`` parameters after the tensor split, of which ``learned`` are trained, under
-    ZeRO over ``replicas`` ranks."""
+    """Bytes by kind that the model takes on one rank.
+
+    Args:
+        own: the rank's parameters after the tensor split.
+        learned: number of these that are trained.
+        replicas: number of ranks over which ZeRO shards.
+    """
     width = _width(config)
     parallel, bucket = config.parallel, reduce_bucket(config, learned)
     stage = parallel.zero_stage
     shard = -(-learned // replicas)
-    second = -(-own // parallel.node_ranks) if parallel.node_ranks else 0  # the weights once more within a node
+    second = -(-own // parallel.node_ranks) if parallel.node_ranks else 0  # a second copy of the weights in each node
     kept = 4 if stage == 1 and sums_in_fp32(config, accumulation) else width
     return {
         "parameters": width * (-(-own // replicas) + second if stage == 3 else own),
@@ -252,7 +269,7 @@ def _model_bytes(config: Config, own: int, learned: int, replicas: int, accumula
 
 
 def _activation_bytes(task: Task, micro: int, gpu: bool) -> dict[str, int]:
-    """Bytes that a micro-batch keeps for the backward pass, as the real blocks keep them."""
+    """Bytes that a micro-batch keeps for the backward pass, measured on real blocks."""
     config = task.config
     m, tensor, steps, samples = config.model, config.parallel.tensor, config.data.seq_len, micro
     steps //= config.parallel.context
@@ -263,7 +280,7 @@ def _activation_bytes(task: Task, micro: int, gpu: bool) -> dict[str, int]:
         kept, states = _kept(config, micro, length, "meta"), dict.fromkeys(mixers, 0)
         if scratch := max(mixer.scratch_bytes() for mixer in mixers.values()):
             found["memory scratch"] = scratch
-    else:  # a part of one row, scaled: all but the states grows with the tokens
+    else:  # measure a part of one row and scale it: everything but the states grows with the number of tokens
         pieces = (*m.mlp_periods, *(mixer.piece for mixer in mixers.values()))
         probe = min(length, max(PROBE_TOKENS, *pieces))
         probe -= probe % tensor
@@ -282,7 +299,7 @@ def _activation_bytes(task: Task, micro: int, gpu: bool) -> dict[str, int]:
 
 
 def _one_of_each(config: Config, device: str) -> Backbone:
-    """A rank's part of one block of each kind of mixer, in training precision, each under its own name."""
+    """A rank's part of one block for each kind of mixer, in training precision."""
     kinds = config.model.kinds
     small = config.model.model_copy(update={"mixers": kinds, "n_layers": len(kinds)})
     with torch.device(device):
@@ -300,7 +317,7 @@ def _mixers(config: Config) -> dict[str, Mixer]:
 
 
 def _kept(config: Config, rows: int, length: int, device: str = "cpu") -> dict[str, int]:
-    """Bytes that autograd keeps in one block of each kind, by kind; on "meta" the GPU path, without computing."""
+    """Bytes that autograd keeps in one block of each kind, by kind; "meta" follows the GPU path without computing."""
     backbone = _one_of_each(config, device)
     blocks, kept = _blocks(backbone), dict[str, int]()
     for block in blocks:
@@ -323,8 +340,10 @@ def _kept(config: Config, rows: int, length: int, device: str = "cpu") -> dict[s
 
 
 class _FusedNorms(TorchFunctionMode):
-    """RMSNorm is several operators where there is no GPU, each of which keeps its input; there it is one. Numbers are
-    not computed."""
+    """Replaces RMSNorm by one fused operator, as on a GPU; nothing is computed.
+
+    Without a GPU, RMSNorm is several operators, each of which keeps its input.
+    """
 
     def __torch_function__(self, function, types, arguments=(), options=None):
         if function is F.rms_norm:
@@ -344,7 +363,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 class _Saved:
-    """Bytes that autograd keeps in the ``with``, each storage once, those of the model's parameters not at all."""
+    """Counts the bytes that autograd keeps in the ``with``: each storage once, the model's parameters not at all."""
 
     def __init__(self, model: torch.nn.Module):
         self._seen = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -364,11 +383,11 @@ class _Saved:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen:  # meta tensors have no address
             self._seen.add(storage._cdata)
-            self._kept.append(storage)  # else its address is given to another
+            self._kept.append(storage)  # else another storage could get the same address
             self.total += storage.nbytes()
         return tensor
 
 
 def _width(config: Config) -> int:
-    """Bytes of a number in training precision."""
+    """Bytes per number in training precision."""
     return 2 if config.train.precision == "bf16" else 4

@@ -14,8 +14,8 @@ def plot_loss(
     """Draws training and validation loss over steps, and a baseline.
 
     Args:
-        records: of metrics.jsonl.
-        unit: of the loss.
+        records: records of metrics.jsonl.
+        unit: unit of the loss.
         baseline: the loss of a trivial model (for language: each token by its frequency alone), which a model must
             beat to have learned anything; None: not drawn.
     """

@@ -1,4 +1,4 @@
-"""A look into the memory on the steps that are logged, without a word in the model's own files."""
+"""Statistics of the memory on logged steps, collected with hooks that leave the model's code unchanged."""
 
 from contextlib import ExitStack, contextmanager
 
@@ -16,13 +16,15 @@ SURPRISE_TOKENS = 16
 
 @contextmanager
 def memory_probe(model: nn.Module):
-    """Watches the forward passes inside the ``with``; yields a function that gives the means over them.
+    """Observes the forward passes inside the ``with``; yields a function that returns the means over these passes.
 
-    theta, eta, alpha, and a memory rule's own: means of the memory gates over layers, heads and tokens. memory_norm,
-    momentum_norm: mean Frobenius norm of a head's weight matrix M_t and of its momentum S_t after the last token.
-    surprise: mean norm of a head's inner gradient over the last SURPRISE_TOKENS tokens of the first sample, the first
-    forward pass alone: it is computed a second time for this. All of this rank's own heads. Without memory layers the
-    means are empty.
+    - theta, eta, alpha, and the memory rule's own gates: means over layers, heads and tokens.
+    - memory_norm, momentum_norm: mean Frobenius norm of a head's weight matrix M_t and of its momentum S_t after the
+      last token.
+    - surprise: mean norm of a head's inner gradient over the last SURPRISE_TOKENS tokens of the first sample. It needs
+      a second computation, which only the first forward pass gets.
+
+    All means are over this rank's own heads. Without memory layers the result is empty.
     """
     seen: dict[str, list[torch.Tensor]] = {}
 

@@ -27,21 +27,21 @@ KINDS = (
                      r"::(mul|add|sub|div|sum|exp|silu|sigmoid|gelu|where|cumprod)"),
 )
 # fmt: on
-"""(name, what the name of a kernel (GPU) or operator (CPU) of that kind has in it); the first that fits."""
+"""(kind, pattern found in the names of its GPU kernels or CPU operators); the first match counts."""
 
 
 def kind_of(name: str) -> str:
-    """The kind of work that a kernel or operator does, "other" where no name of KINDS fits."""
+    """The kind of work that a kernel or operator does; "other" if no pattern of KINDS matches."""
     return next((kind for kind, words in KINDS if re.search(words, name, re.IGNORECASE)), "other")
 
 
 def time_shares(profiler: profile) -> dict[str, float]:
-    """Kind of work -> its share of the device's busy time (a CPU's, without a GPU), largest first; together 1."""
+    """Kind of work -> share of the GPU's (else the CPU's) busy time, largest first; the shares sum to 1."""
     events = profiler.key_averages()
     on_gpu = any(event.self_device_time_total > 0 for event in events)
     totals: dict[str, float] = {}
     for event in events:
-        # On a GPU count kernels only: operators, and ranges around them, would count the same time again.
+        # On a GPU count kernels only: operators, and ranges around them, would count the same time twice.
         if on_gpu and (event.device_type == torch.autograd.DeviceType.CPU or event.is_user_annotation):
             continue
         spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
@@ -51,7 +51,7 @@ def time_shares(profiler: profile) -> dict[str, float]:
 
 
 def start_profile() -> profile:
-    """A profiler that has begun; call ``stop()`` on it."""
+    """Starts a profiler and returns it; call ``stop()`` on it."""
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     profiler = profile(activities=[ProfilerActivity.CPU, *gpu])
     profiler.start()
@@ -59,7 +59,7 @@ def start_profile() -> profile:
 
 
 class Stopwatch:
-    """Seconds of a step by part: the time between two marks belongs to the second.
+    """Seconds of a step by part: the time between two marks belongs to the second mark.
 
     On a GPU it records events in the stream and waits for them only in :meth:`seconds`.
     """
@@ -79,7 +79,7 @@ class Stopwatch:
         self._marks.append((name, event))
 
     def seconds(self) -> dict[str, float]:
-        """Name -> seconds, of all marks of that name together."""
+        """Name -> seconds, summed over all marks of that name."""
         if self._gpu:
             self._marks[-1][1].synchronize()
         totals: dict[str, float] = {}
@@ -92,7 +92,7 @@ class Stopwatch:
 class StepProfiler:
     """Records steps first .. first + count - 1 of a run; writes ``folder``/step-XXXXXXXX.json.gz and logs the shares.
 
-    The trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing. first None: nothing ever.
+    The trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing. first None: record nothing.
     """
 
     def __init__(self, folder: Path, first: int | None, count: int):
@@ -108,8 +108,10 @@ class StepProfiler:
             self.close()
 
     def close(self):
-        """Ends a recording, whether or not all its steps were taken. A disk without room for it costs the profile, not
-        the training."""
+        """Ends a recording, even if some of its steps are missing.
+
+        A full disk loses the profile but does not end the training.
+        """
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None
@@ -128,16 +130,16 @@ class StepProfiler:
 
 
 class OutOfMemory:
-    """Around a step on a GPU: when its memory runs out, a snapshot of all allocations, and one line for the user.
+    """Context around a step: if GPU memory runs out, writes a snapshot of all allocations and raises one UserError.
 
-    The snapshot, ``folder``/memory-snapshot-rankR.pickle, opens at pytorch.org/memory_viz. Without a GPU nothing
-    happens.
+    The snapshot, ``folder``/memory-snapshot-rankR.pickle, opens at pytorch.org/memory_viz. Without a GPU no snapshot
+    is written.
     """
 
     def __init__(self, folder: Path, device: torch.device, remedy: str, rank: int = 0):
         self._path, self._remedy = folder / f"memory-snapshot-rank{rank}.pickle", remedy
         self._gpu = device.type == "cuda"
-        if self._gpu:  # where each was allocated, in Python: a trace in C++ at each allocation costs as much again
+        if self._gpu:  # record Python stacks only: C++ stacks at each allocation would double the cost
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
 
     def __enter__(self):

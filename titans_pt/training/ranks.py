@@ -1,4 +1,4 @@
-"""The processes of a run: one, or the several that torchrun (or anything that sets its variables) started."""
+"""The processes of a run: one, or several that torchrun (or another launcher with its variables) started."""
 
 import os
 import queue
@@ -17,14 +17,17 @@ from titans_pt.tools.processes import Place, number, place
 
 T = TypeVar("T")
 JOINING = 300.0
-"""Seconds for which a process waits for the others of its job to start, at least."""
+"""Least seconds that a process waits for the other processes of its job to start."""
 PATIENCE = timedelta(days=7)
-"""Longest time that an exchange between ranks may take. The backends' own timeouts would end a process without saying
-where the others stand, and would end a suspended job as soon as it continues."""
+"""Longest time that an exchange between ranks may take.
+
+The backends' own timeouts would end a process without saying where the other ranks are, and would end a suspended job
+as soon as it continues.
+"""
 
 
 class Ranks:
-    """This process among its peers: ``rank`` of ``world_size``, on ``device``. patience: of its exchanges."""
+    """This process among its peers: ``rank`` of ``world_size``, on ``device``. patience: timeout of exchanges."""
 
     def __init__(self, device: torch.device, patience: timedelta):
         self.rank = dist.get_rank()
@@ -58,8 +61,10 @@ class Ranks:
         return answer[0]
 
     def together(self, action: Callable[[], None]):
-        """Runs ``action`` on every rank; if it fails on any, all raise: their own exception, or that of the lowest rank
-        that failed."""
+        """Runs ``action`` on every rank; if it fails on any rank, all ranks raise.
+
+        Each rank raises its own exception, or else the exception of the lowest rank that failed.
+        """
         own: Exception | None = None
         try:
             action()
@@ -78,7 +83,7 @@ class Ranks:
         return vector.tolist()
 
     def gather(self, values: list[float]) -> list[list[float]]:
-        """The values of every rank, by rank, in float64; as many from each."""
+        """The values of every rank, by rank, in float64; each rank gives the same number of values."""
         if self.world_size == 1:
             return [values]
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -87,7 +92,7 @@ class Ranks:
         return [each.tolist() for each in found]
 
     def gather_objects(self, value: T) -> list[T]:
-        """The values of every rank, by rank; anything that can be pickled."""
+        """The value of every rank, by rank; any object that can be pickled."""
         found: list[Any] = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(found, value)
@@ -96,16 +101,16 @@ class Ranks:
 
 @contextmanager
 def process_group(timeout: float = 600.0):
-    """Joins the process group (gloo on CPU, NCCL on GPUs) and yields :class:`Ranks`; leaves it at the end.
+    """Joins the process group (gloo on CPU, NCCL on GPUs) and yields :class:`Ranks`; leaves the group at the end.
 
-    One process alone is a group without a port, whatever the environment says of other machines.
+    A single process forms a group without a port, whatever the environment says about other machines.
 
     Args:
-        timeout: seconds; train.timeout. Processes wait for that long for one another, JOINING at least; later the
-            :class:`~titans_pt.training.watchdog.Watchdog` ends a run that hangs, and says where each rank stands.
+        timeout: seconds; train.timeout. Processes wait this long for each other to start, at least JOINING. Later the
+            :class:`~titans_pt.training.watchdog.Watchdog` ends a run that hangs, and says where each rank is.
 
     Raises:
-        UserError: torchrun's variables contradict each other, or the processes do not meet.
+        UserError: torchrun's variables contradict each other, or the processes cannot connect.
     """
     mine = place()
     device = _device(mine.local_rank or 0)
@@ -113,8 +118,8 @@ def process_group(timeout: float = 600.0):
     if mine.size > 1:
         _join(backend, mine, timedelta(seconds=max(timeout, JOINING)))
         yield Ranks(device, PATIENCE)
-        # Only after success: a rank that fails must not wait here for others that wait for it. Together, since one that
-        # closes its connections early may cut off another that still reads from them.
+        # Only after success: a rank that fails must not wait here for others that wait for it. With a barrier, since a
+        # rank that closes its connections early may cut off another that still reads from them.
         dist.barrier(device_ids=None if device.index is None else [device.index])
         dist.destroy_process_group()
         return
@@ -140,7 +145,7 @@ def _join(backend: str, mine: Place, patience: timedelta):
     """Joins the others of the job at MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        UserError: these are missing or wrong, or nobody answers there, or another program.
+        UserError: these are missing or wrong, nothing answers there, or another program does.
     """
     address, text = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not address:
@@ -153,7 +158,7 @@ def _join(backend: str, mine: Place, patience: timedelta):
     except (dist.DistError, TimeoutError) as error:
         taken = "EADDRINUSE" in str(error)
         if taken and "TORCHELASTIC_RUN_ID" in os.environ:
-            raise  # it chose the port, and chooses another when it starts the processes again
+            raise  # torchrun chose the port, and chooses another when it restarts the processes
         why = "the port is in use, by another job perhaps" if taken else str(error).partition("\n")[0].rstrip(".")
         raise UserError(
             f"MASTER_ADDR={address} MASTER_PORT={text}: rank {mine.rank} of {mine.size} cannot "
@@ -164,11 +169,11 @@ def _join(backend: str, mine: Place, patience: timedelta):
 
 
 def _meet(mine: Place, patience: timedelta) -> dist.Store:
-    """The store of the job, at MASTER_ADDR and MASTER_PORT.
+    """The job's store at MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        dist.DistError, TimeoutError: there is none. torch alone would wait forever for a program that listens there and
-            says nothing.
+        dist.DistError, TimeoutError: no store answers. torch alone would wait forever for another program that listens
+            there silently.
     """
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -189,7 +194,7 @@ def _meet(mine: Place, patience: timedelta) -> dist.Store:
 
 
 def _device(local_rank: int) -> torch.device:
-    """The GPU of this process, or the CPU where there is none."""
+    """The GPU of this process, or the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= (count := torch.cuda.device_count()):

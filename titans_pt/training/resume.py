@@ -1,4 +1,4 @@
-"""Start of a run: at step 0, or at a checkpoint that its settings can continue."""
+"""Start of a run: at step 0, or from a checkpoint that its settings can continue."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 class Start:
     """Start of a run.
 
-    config: the task's settings, as the run began with them.
-    checkpoint, state: the checkpoint that it continues; None: it starts.
-    branch: it leaves later checkpoints behind (train.resume=STEP), which are to be set aside before its first step.
-    weights: source of the first weights of a run that starts; None: it draws them.
-    revalidate: its validation is another one than the checkpoint's, whose losses say nothing here.
+    config: the task's settings, as they were when the run began.
+    checkpoint, state: the checkpoint to continue from; None: a new run.
+    branch: whether there are later checkpoints (train.resume=STEP), to set aside before the first step.
+    weights: source of a new run's initial weights; None: random initialisation.
+    revalidate: whether validation settings changed, which makes the checkpoint's validation losses incomparable.
     """
 
     config: Config
@@ -44,16 +44,17 @@ class Start:
 
 
 def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start:
-    """The checkpoint to continue from, or what to start with.
+    """Finds the checkpoint to continue from, or the weights to start with.
 
     Args:
-        identity: of the task's data, see TaskData.
+        identity: identity of the task's data, see TaskData.
 
     Raises:
-        UserError: train.resume=never and there are checkpoints; it names a step that has none; all are damaged; the
-            settings do not continue them, or end before them; train.init_from is not weights of this model.
+        UserError: train.resume=never but there are checkpoints; train.resume names a step without a checkpoint; all
+            checkpoints are damaged; the settings cannot continue them, or end before them; train.init_from has no
+            weights of this model.
     """
-    checkpoints.clean(folder.checkpoints)  # a rank's shard of before must not be taken for a new one
+    checkpoints.clean(folder.checkpoints)  # an old shard of a rank must not be taken for a new one
     resume, found = task.config.train.resume, checkpoints.list_checkpoints(folder.checkpoints)
     path: Path | None
     if isinstance(resume, int):
@@ -80,14 +81,14 @@ def find_start(task: Task, folder: RunFolder, identity: dict[str, str]) -> Start
 
 
 def _same_validation(state: TrainerState, config: Config) -> bool:
-    """Whether the losses of the checkpoint's validations are comparable with those to come."""
+    """Whether validation losses up to the checkpoint are comparable with later ones."""
     old, new = completed(state.config), config.model_dump(mode="json")
     settings = (("train", "eval_samples"), ("data", "reset_at_documents"))
     return all(old[section].get(key) == new[section][key] for section, key in settings)
 
 
 def _without_best(state: TrainerState, folder: RunFolder, revalidate: bool) -> str:
-    """The reason why the best validation so far does not count any more; "" where it does."""
+    """The reason why the best validation so far no longer counts; "" if it still counts."""
     if revalidate:
         return "the validation is another one than before (train.eval_samples, data.reset_at_documents)"
     step = int(state.best["step"])
@@ -97,14 +98,14 @@ def _without_best(state: TrainerState, folder: RunFolder, revalidate: bool) -> s
 
 
 def set_aside(folder: RunFolder, step: int):
-    """Moves the checkpoints after ``step``, where a run with train.resume=STEP leaves them behind."""
+    """Moves checkpoints after ``step`` out of the way, for a run with train.resume=STEP."""
     for place in checkpoints.set_aside(folder.checkpoints, step):
         log.warning("train.resume: the run continues at step %d; a later checkpoint is now %s (delete it if it is not "
                     "needed)", step, place)  # fmt: skip
 
 
 def build_engine(task: Task, start: Start, ranks: Ranks) -> Engine:
-    """The engine of a run with its weights and optimiser state as at ``start``; ``task.config`` is start.config."""
+    """Builds the engine with the weights and optimiser state of ``start``; ``task.config`` is start.config."""
     torch.manual_seed(task.config.run.seed)
     model = task.build_model()
     if start.weights:
@@ -120,7 +121,7 @@ def build_engine(task: Task, start: Start, ranks: Ranks) -> Engine:
 
 
 def _fresh(task: Task, identity: dict[str, str]) -> Start:
-    """Start of a new run. train.init_from counts only until the run has a checkpoint."""
+    """Start of a new run. train.init_from is used only until the run has a checkpoint."""
     given = task.config.train.init_from
     if given is None:
         return Start(task.config)
@@ -133,7 +134,7 @@ def _fresh(task: Task, identity: dict[str, str]) -> Start:
 
 
 def _chosen(config: Config, folder: RunFolder, step: int) -> Path:
-    """The checkpoint for train.resume=STEP: that one, or the newest that this same command has written since.
+    """The checkpoint for train.resume=STEP: the one of STEP, or the newest that this same command wrote later.
 
     Raises:
         UserError: STEP has no complete checkpoint.
@@ -150,16 +151,19 @@ def _chosen(config: Config, folder: RunFolder, step: int) -> Path:
 
 
 def _same_command(path: Path, config: Config) -> bool:
-    """Whether this same command wrote the checkpoint, as its training settings tell. A launcher that starts the command
-    again, after a lost node for example, must not lose what it did. With other settings it is another command."""
+    """Whether this same command wrote the checkpoint: its training settings are equal.
+
+    A launcher that restarts the command, after a lost node for example, must not lose its progress.
+    """
     return completed(checkpoints.read_state(path).config).get("train") == config.model_dump(mode="json")["train"]
 
 
 def check_resumable(path: Path, state: TrainerState, task: Task, config: Config, identity: dict[str, str]):
-    """Refuses settings that would make the run another one; logs all other changes.
+    """Refuses changed settings that the run cannot continue with; logs all other changes.
 
-    The position in the data is a number of samples in an order made from run.seed, data.seq_len and the data:
-    these must stay. Another batch, number of ranks, ZeRO stage or precision continues at the same sample.
+    The position in the data is a number of samples. Their order depends on run.seed, data.seq_len and the data, which
+    must not change. The batch, number of ranks, ZeRO stage and precision may change: the run continues at the same
+    sample.
 
     Raises:
         UserError: names the key, both values and the remedy.
@@ -183,7 +187,7 @@ def check_resumable(path: Path, state: TrainerState, task: Task, config: Config,
             "of those alone; put it back, or start another run.dir from its weights (train.init_from)"
         )
     for key, now in identity.items():
-        if (was := state.identity.get(key, now)) != now:  # an earlier version did not write all of them
+        if (was := state.identity.get(key, now)) != now:  # earlier versions did not write all keys
             for own, before, given in differences(old.get(task.name, {}), new.get(task.name, {})):
                 raise UserError(f"{task.name}.{own}: given {given!r}, but {path} was trained with {before!r}; {remedy}")
             raise UserError(f"{task.differs(key, path, was, now)}; {remedy}")
@@ -194,7 +198,8 @@ def check_resumable(path: Path, state: TrainerState, task: Task, config: Config,
 
 
 def _check_end(path: Path, state: TrainerState, config: Config, folder: RunFolder):
-    """
+    """Refuses a checkpoint later than the settings' last step.
+
     Raises:
         UserError: the run is already beyond the step at which the settings end it.
     """
@@ -210,11 +215,13 @@ def _check_end(path: Path, state: TrainerState, config: Config, folder: RunFolde
 
 
 def _tell_schedule(old: dict, config: Config, step: int, task: Task):
-    """Warns when settings changed that move the learning rate, or the stages of a task's lengths: both are functions of
-    the step."""
+    """Warns if changed settings move the learning-rate schedule, or the stages of a task's lengths.
+
+    Both are functions of the step.
+    """
     try:
         was, now = TrainConfig.model_validate(old.get("train")), config.train
-    except ValidationError:  # of a version whose settings this one cannot read
+    except ValidationError:  # settings of another version, which this one cannot read
         return
     changed = [
         f"train.{key} {getattr(now, key)!r}, was {getattr(was, key)!r}"

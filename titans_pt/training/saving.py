@@ -1,4 +1,4 @@
-"""Times at which a run writes checkpoints and deletes old ones."""
+"""Writing checkpoints during a run, and deleting old ones."""
 
 import hashlib
 import logging
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def spare_folder(spare: str | Path, run: Path) -> Path:
-    """Folder under ``run.spare_dir`` for the last checkpoints of the run in ``run``. No two runs have the same one."""
+    """Folder under ``run.spare_dir`` for the last checkpoints of the run in ``run``; unique to this run."""
     path = run.resolve()
     return Path(spare) / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}" / "checkpoints"
 
@@ -33,18 +33,18 @@ def spare_folder(spare: str | Path, run: Path) -> Path:
 class Saver:
     """Writes a run's checkpoints while training goes on, and deletes old ones.
 
-    All ranks make the same calls. Rank 0 writes, or with train.checkpoint_shards all do. Nothing is saved or deleted
-    while steps are not finite: the weights may be ruined already, and what would be deleted is healthy.
+    All ranks make the same calls. Rank 0 writes; with train.checkpoint_shards all ranks write. Nothing is saved or
+    deleted while steps are non-finite: the weights may already be ruined, and the old checkpoints are healthy.
 
     Args:
-        start: of the checkpoint that the run continues from; None: it starts.
-        state: what belongs into a checkpoint taken now, apart from tensors.
+        start: state of the checkpoint that the run continues from; None: a new run.
+        state: returns the state for a checkpoint taken now, without tensors.
         written: called on rank 0 with the path of every checkpoint, from another thread.
 
     Attributes:
-        step: of the newest checkpoint; None: there is none yet.
-        best: which it says is the best one, with train.patience.
-        postponed: one is due since a step that was not finite.
+        step: step of the newest checkpoint; None: there is none yet.
+        best: the best validation according to the newest checkpoint, with train.patience.
+        postponed: whether a checkpoint is due since a non-finite step.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class Saver:
         return self._writing.failed or self._joining.failed or self._error is not None
 
     def report(self, error: OSError):
-        """Notes that something else could not be written to the run's folder, so that all ranks end together."""
+        """Notes that another file could not be written to the run's folder, so that all ranks end together."""
         self._error = self._error or error
 
     def save(self):
-        """Takes a checkpoint of the engine as it is, unless it was just taken or loaded. Training may go on at once.
+        """Takes a checkpoint of the engine, unless this step's was just taken or loaded. Training may continue at once.
 
-        A validation after that (a stop came first) may have made another checkpoint the best: it is taken once more.
+        If a later validation (after a stop) changed the best checkpoint, the checkpoint is taken once more.
 
-        After a step that was not finite it is postponed: the next call after a finite one takes it.
+        After a non-finite step the checkpoint is postponed: the next call after a finite step takes it.
 
         Raises:
-            OSError: as :meth:`wait`, of the one before.
+            OSError: the previous checkpoint could not be written, as in :meth:`wait`.
         """
         state = self.state()
         if self.step == state.step and state.best in ({}, self.best):
@@ -96,7 +96,8 @@ class Saver:
         """Returns when the last checkpoint is on the disk.
 
         Raises:
-            OSError: on all ranks: the run's folder cannot be written to. run.spare_dir, if set, has a checkpoint then.
+            OSError: on all ranks: the run's folder cannot be written to. A checkpoint is then written to run.spare_dir,
+                if set.
         """
         self.watch.at("the end of writing a checkpoint")
         try:
@@ -115,7 +116,7 @@ class Saver:
             raise self._error
 
     def _start_shards(self, state: TrainerState):
-        """Every rank writes what it holds; rank 0, on another thread, makes a checkpoint of it when all have."""
+        """Makes every rank write its shard; rank 0 then joins them into a checkpoint, on another thread."""
         self.watch.at(f"the checkpoint of step {state.step}, copying")
         shard = partial(write_shard, checkpoints.shard_folder(self.folder.checkpoints, state.step), self.ranks.rank)
         self._writing.start(partial(shard, *self.engine.pieces()))
@@ -128,7 +129,7 @@ class Saver:
             self._written(path, state)
 
     def _rescue(self, folder: Path):
-        """A last checkpoint, in ``folder``; none after a step that was not finite. What goes wrong is logged."""
+        """Writes a last checkpoint to ``folder``, except after a non-finite step. Errors are logged."""
         state = self.state()
         if state.nonfinite_in_a_row:
             return
@@ -144,7 +145,7 @@ class Saver:
                         "same command to continue from step %d", path, self.folder.checkpoints, state.step)  # fmt: skip
 
     def _gather(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Gathers model and optimiser on rank 0, in the form of checkpoints.save; the other ranks get empty ones."""
+        """Gathers (model, optimiser) on rank 0 as checkpoints.save takes them; other ranks get empty dictionaries."""
         self.watch.at(f"the checkpoint of step {step}, gathering")
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
@@ -158,10 +159,10 @@ class Saver:
         return model, optimizer
 
     def give_up(self):
-        """Ends the run for good after steps that were not finite.
+        """Ends the run for good after non-finite steps.
 
-        No launcher should restart the run by itself, because the same settings would lead here again: the weights
-        before these steps may already be ruined, and every checkpoint written now would push out a healthy one.
+        No launcher should restart the run by itself, because the same settings would fail again. The weights before
+        these steps may already be ruined, and every checkpoint written now would replace a healthy one.
 
         Raises:
             Diverged: always.
@@ -187,7 +188,7 @@ class Saver:
         raise Diverged(why)
 
     def close(self):
-        """Waits for the last checkpoint without raising what went wrong with it."""
+        """Waits for the last checkpoint without raising its errors."""
         self._stopped.set()
         self._writing.close()
         self._joining.close()

@@ -5,15 +5,19 @@ import math
 from titans_pt.config import TrainConfig
 
 SCHEDULE = ("schedule", "max_steps", "lr", "warmup_steps", "decay_steps", "min_lr_ratio")
-"""The settings of ``train`` that it depends on."""
+"""The settings of ``train`` that the learning rate depends on."""
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
     """Learning rate of optimiser step ``step`` (the first step is 1).
 
-    Linear from 0 to ``lr`` over ``warmup_steps``, then down to ``min_lr_ratio * lr`` at ``max_steps``, where it stays:
-    along half a cosine, linearly, or (wsd: warm up, stay, decay; Hu et al., arXiv 2404.06395) at ``lr`` until the last
-    ``decay_steps`` and linearly then. halving: half of it every ``decay_steps`` after the warm-up.
+    It rises linearly from 0 to ``lr`` over ``warmup_steps``. It then falls to ``min_lr_ratio * lr`` at ``max_steps``
+    and stays there. The decay depends on ``schedule``:
+
+    - cosine: half a cosine.
+    - linear: linear.
+    - wsd (warm up, stay, decay; Hu et al., arXiv 2404.06395): at ``lr`` until the last ``decay_steps``, then linear.
+    - halving: the rate halves every ``decay_steps`` after the warm-up, down to ``min_lr_ratio * lr``.
     """
     if step <= train.warmup_steps:
         return train.lr * step / train.warmup_steps

@@ -1,5 +1,7 @@
-"""Stop requests: after a preemption's SIGTERM, a user's Ctrl-C or a terminal that closes (SIGHUP) a run writes a
-checkpoint before it ends."""
+"""Stop requests: a run writes a checkpoint before it ends.
+
+Requests are SIGTERM (preemption), Ctrl-C, and SIGHUP (the terminal closes).
+"""
 
 import contextlib
 import ctypes
@@ -10,7 +12,7 @@ import sys
 from titans_pt.tools.processes import place
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""After these a run ends with a checkpoint and the status 128 + the signal."""
+"""Signals after which a run ends with a checkpoint and the status 128 + the signal."""
 _PR_SET_PDEATHSIG = 1
 """Operation of prctl(2), from <linux/prctl.h>."""
 _STOPPING = (
@@ -20,25 +22,28 @@ _STOPPING = (
 
 
 def hangs_up() -> bool:
-    """Whether SIGHUP reaches this process: not under nohup, which makes it ignored."""
+    """Whether SIGHUP reaches this process; under nohup it is ignored."""
     return signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
 
 
 def stop_with_launcher():
-    """Asks Linux for SIGTERM to this process when the torchrun or deepspeed that started it ends first, as by kill -9:
-    without a launcher nobody would stop the run, or start it again."""
+    """Asks Linux to send this process SIGTERM if its launcher (torchrun or deepspeed) dies, by kill -9 for example.
+
+    Without a launcher nothing would stop or restart the run.
+    """
     launched = "TORCHELASTIC_RUN_ID" in os.environ or "CROSS_RANK" in os.environ  # the latter is DeepSpeed's
     if launched and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class StopSignals:
-    """Counts SIGTERM, SIGINT and SIGHUP while active; ``with StopSignals() as signals``. Old handlers come back at the
-    end. Under nohup SIGHUP stays ignored: the run outlives its terminal.
+    """Counts SIGTERM, SIGINT and SIGHUP while active: ``with StopSignals() as signals``.
 
-    The first Ctrl-C says at once what happens. The third raises KeyboardInterrupt, for users who do not want to wait
-    for the checkpoint; the second does not, because torchrun passes on the Ctrl-C that its processes also get from the
-    terminal.
+    The old handlers are restored at the end. Under nohup SIGHUP stays ignored: the run outlives its terminal.
+
+    The first Ctrl-C prints at once that the run is stopping. The third raises KeyboardInterrupt, for users who do not
+    want to wait for the checkpoint. The second does not, because torchrun passes on each Ctrl-C that its processes also
+    get from the terminal.
     """
 
     def __init__(self):
@@ -58,13 +63,13 @@ class StopSignals:
     def _handle(self, number, _frame):
         self._received[number] += 1
         if number == signal.SIGINT and self._received[number] == 1 and place(strict=False).rank == 0:
-            with contextlib.suppress(OSError):  # its terminal may have closed
-                os.write(2, _STOPPING)  # not print: the signal may have come within one
+            with contextlib.suppress(OSError):  # the terminal may have closed
+                os.write(2, _STOPPING)  # not print: the signal may have interrupted a print
         if self._received[signal.SIGINT] >= 3:
             raise KeyboardInterrupt
 
     def flags(self) -> list[float]:
-        """One 0.0 or 1.0 for each of STOPS, whether it was received; to be summed over ranks."""
+        """1.0 for each received signal of STOPS, 0.0 for the others; to be summed over ranks."""
         return [float(count > 0) for count in self._received.values()]
 
     def decide(self, sums: list[float]) -> int:

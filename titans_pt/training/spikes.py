@@ -1,4 +1,4 @@
-"""Steps whose loss is finite but out of all proportion to those before: train.spike_deviations."""
+"""Detection of loss spikes, finite losses far above recent ones: train.spike_deviations."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -9,7 +9,7 @@ from titans_pt.config import TrainConfig
 
 @dataclass
 class Numbers:
-    """Running mean and variance of the losses of steps, how many there were, and how many of them were spikes."""
+    """Running mean and variance of the steps' losses, number of steps, and number of spikes among them."""
 
     mean: float = 0.0
     variance: float = 0.0
@@ -18,14 +18,14 @@ class Numbers:
 
 
 class SpikeGuard:
-    """Whether the loss of a step lies far above those before.
+    """Decides whether a step's loss is far above earlier losses.
 
-    A function of the losses alone: all ranks decide the same, and a resumed run as an undisturbed one, since the
-    numbers are in the checkpoint.
+    The decision depends on the losses alone. All ranks decide alike, and a resumed run decides like an uninterrupted
+    one, since the checkpoint has the numbers.
 
     Args:
-        settings: spike_deviations and spike_window are read.
-        numbers: what :meth:`numbers` was at the checkpoint; {} at the start.
+        settings: only spike_deviations and spike_window are used.
+        numbers: result of :meth:`numbers` at the checkpoint; {} at the start.
     """
 
     def __init__(self, settings: TrainConfig, numbers: dict[str, Any]):
@@ -37,20 +37,22 @@ class SpikeGuard:
 
     @property
     def skipped(self) -> int:
-        """Steps that were spikes so far."""
+        """Number of spikes so far."""
         return self._numbers.skipped
 
     @property
     def limit(self) -> float:
-        """The largest loss that is no spike; infinite when this is off, until ``window`` losses were noted, and
-        while all of them are equal."""
+        """The largest loss that is not a spike.
+
+        Infinite when detection is off, before ``window`` losses were noted, and while all losses are equal.
+        """
         found = self._numbers
         if self.deviations is None or found.steps < self.window or not found.variance:
             return math.inf
         return found.mean + self.deviations * math.sqrt(found.variance)
 
     def note(self, loss: float):
-        """Adds a finite loss to the running mean, clipped at the limit: a lasting new level is accepted in time."""
+        """Adds a finite loss, clipped at the limit, to the running mean; a lasting new level is accepted eventually."""
         if self.deviations is None:
             return
         found, limit = self._numbers, self.limit

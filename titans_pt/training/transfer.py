@@ -1,4 +1,4 @@
-"""The weights that a new run takes from another one: train.init_from."""
+"""Initial weights that a new run takes from another run: train.init_from."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ from titans_pt.tools.tensor_files import check_sums
 
 log = logging.getLogger(__name__)
 EXPORTED = "model."
-"""Prefix of parameters' names in an exported folder, before ours."""
+"""Prefix of our parameter names in an exported folder."""
 _REMEDY = "make the settings alike, or name what is to start fresh in train.init_fresh"
 
 
@@ -36,9 +36,9 @@ _REMEDY = "make the settings alike, or name what is to start fresh in train.init
 class Weights:
     """Weights on disk that a run can start with.
 
-    origin: what they are, for the record.
+    origin: path and hash, for the record.
     path: a checkpoint, or an exported folder, whose names begin with EXPORTED.
-    config: the settings tree that they were trained with.
+    config: the settings tree that the weights were trained with.
     identity: as in :class:`~titans_pt.runs.checkpoints.TrainerState`.
     """
 
@@ -54,8 +54,10 @@ class Weights:
 
     @torch.no_grad()
     def load(self, model: nn.Module, fresh: list[str]):
-        """Puts them into ``model``, whose parameters that match a pattern of ``fresh`` keep what they have, as do
-        adapters that are not in the file."""
+        """Copies the weights into ``model``.
+
+        Parameters that match a pattern of ``fresh`` keep their values, as do adapters that the file lacks.
+        """
         counted = counted_rows(model)
         with self._open() as (there, get):
             for name, p in model.named_parameters():
@@ -65,7 +67,7 @@ class Weights:
 
     @contextmanager
     def _open(self) -> Iterator[tuple[dict[str, tuple[int, ...]], Callable[[str], Tensor]]]:
-        """(shapes by name, name -> tensor)."""
+        """Opens the files and yields (shapes by name, function from name to tensor)."""
         with ExitStack() as stack:
             if (self.path / checkpoints.MANIFEST).is_file():
                 tensors = stack.enter_context(checkpoints.Tensors(self.path))
@@ -78,16 +80,16 @@ class Weights:
 
 
 def counted_rows(model: nn.Module) -> dict[str, int]:
-    """Parameter -> how many of its rows mean something: those of a vocabulary that is rounded up. Others are whole."""
+    """Parameter -> number of rows in use, for parameters with a vocabulary that is rounded up; others are absent."""
     return getattr(model, "counted_rows", {})
 
 
 def find_weights(given: str) -> Weights:
-    """Finds the weights that ``train.init_from`` names: in a run (its newest complete checkpoint), a checkpoint, or an
+    """Finds the weights that ``train.init_from`` names: a run (its newest complete checkpoint), a checkpoint, or an
     exported folder.
 
     Raises:
-        UserError: it is none of them, or damaged.
+        UserError: ``given`` is none of these, or is damaged.
     """
     path = Path(given)
     try:
@@ -110,7 +112,7 @@ def _of_checkpoint(path: Path) -> Weights:
 
 
 def _of_export(path: Path) -> Weights:
-    """A folder that titans export wrote, in Hugging Face's layout."""
+    """Weights of a folder that titans export wrote, in Hugging Face's layout."""
     check_sums(path, (".safetensors", ".json", ".model"))
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -132,7 +134,7 @@ def _of_export(path: Path) -> Weights:
 
 
 def _exported(path: Path) -> list[Path]:
-    """The files of an exported folder that hold weights: one, or those that its index names."""
+    """Files of an exported folder that hold weights: a single file, or all files that its index names."""
     index = path / "model.safetensors.index.json"
     try:
         names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
@@ -142,18 +144,18 @@ def _exported(path: Path) -> list[Path]:
 
 
 def fresh_of(task: Task, config: Config) -> list[str]:
-    """Patterns of the parameters that train.init_from does not fill: the user's and the task's."""
+    """The user's and the task's patterns for parameters that train.init_from does not fill."""
     return [*config.train.init_fresh, *task.own_end]
 
 
 def check_fit(weights: Weights, task: Task, config: Config, identity: dict[str, str]):
-    """Refuses weights that leave parameters of the model unset, train.init_fresh aside; warns of settings that differ.
+    """Refuses weights that do not fill the model, except for train.init_fresh; warns of settings that differ.
 
     Args:
-        identity: of the task's data, see TaskData.
+        identity: identity of the task's data, see TaskData.
 
     Raises:
-        UserError: another task, parameters that differ in name or shape, another tokenizer.
+        UserError: another task, parameters that differ in name or shape, or another tokenizer.
     """
     if (was := weights.config.get("task", task.name)) not in (task.name, *task.takes):
         known = " or ".join(map(repr, (task.name, *task.takes)))
@@ -198,5 +200,5 @@ def check_fit(weights: Weights, task: Task, config: Config, identity: dict[str, 
 
 
 def _starts_fresh(name: str, fresh: list[str], there: Mapping[str, Any]) -> bool:
-    """Whether a parameter keeps what it was initialised with; ``there``: what the file has."""
+    """Whether a parameter keeps its initial values; ``there``: shapes in the file, by name."""
     return matches(name, fresh) or (is_adapter(name) and name not in there)

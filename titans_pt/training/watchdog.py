@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 class Watchdog:
     """``with Watchdog(ranks, timeout) as watchdog``: a thread that watches training, which calls :meth:`at`.
 
-    Every rank reports its place to the store of the process group. When no rank has come to a new place for ``timeout``
-    seconds (in a collective that a peer never joined, at a disk that does not answer), every rank writes its stacks,
-    one rank prints all places, and the process ends with status 1: torchrun then ends or restarts the others.
+    Every rank reports its place to the store of the process group. If no rank reaches a new place for ``timeout``
+    seconds (in a collective that a peer never joined, or at a disk that does not answer), every rank writes its stacks
+    and one rank prints all places. Then the process ends with status 1, and torchrun ends or restarts the others.
 
-    Time in which the watch itself did not run does not count: a job that was suspended (SIGSTOP, a laptop asleep) finds
-    the clock an hour later, and is not at fault. A rank that moves on before the end is left alone.
+    Time in which the watchdog itself did not run does not count: a job that was suspended (SIGSTOP, a sleeping laptop)
+    is not hanging. If a rank moves on in time, the run continues.
 
     Args:
         timeout: seconds; train.timeout.
@@ -45,13 +45,13 @@ class Watchdog:
         self._began = time.monotonic()
         self._stood = 0.0
         self._unanswered = 0
-        self._store: dist.Store  # from __enter__ on, where there are other ranks: no thread asks for it before
+        self._store: dist.Store  # set by __enter__ if there are other ranks; no thread uses it before
         self._threads: list[threading.Thread] = []
         self._stacks: Path | None = None
-        self.at("the start", slow=True)  # imports, from a busy file system perhaps
+        self.at("the start", slow=True)  # imports, perhaps from a busy file system
 
     def at(self, where: str, slow: bool = False):
-        """Notes what comes next; costs nothing. slow: it may take five times as long."""
+        """Notes the work that comes next, at no cost. slow: it may take five times ``timeout``."""
         self._place = (where, self.timeout * (5 if slow else 1))  # a new tuple each time: its identity is the progress
 
     def __enter__(self):
@@ -59,7 +59,7 @@ class Watchdog:
             # A separate connection: a thread must not wait for the one that the collectives use.
             store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
             self._store = dist.PrefixStore(f"titans-watch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-            # Two threads: a store whose host hangs must not keep us from noticing that.
+            # Two threads: if the store's host hangs, one thread blocks on it and the other notices.
             self._threads = [threading.Thread(target=f, daemon=True) for f in (self._tell, self._look)]
             for thread in self._threads:
                 thread.start()
@@ -69,7 +69,7 @@ class Watchdog:
         self.end()
 
     def end(self):
-        """Stops watching: what follows may take any time."""
+        """Stops watching: later work may take any time."""
         self._ended.set()
         for thread in self._threads:
             thread.join(1.0)
@@ -78,7 +78,7 @@ class Watchdog:
     def stacks_in(self, folder: Path) -> Iterator[None]:
         """While active, ``folder``/rank-R.txt gets the stacks of all threads of rank R when the run hangs.
 
-        And whenever the process gets SIGUSR2: for a process that holds Python's lock, this is the only way.
+        The process also writes them at SIGUSR2: the only way for a process that holds Python's lock.
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self.ranks.rank}.txt"
@@ -98,9 +98,9 @@ class Watchdog:
                     folder.rmdir()
 
     def _tell(self):
-        told = 0  # times in a row that a rank was said to stand still
+        told = 0  # consecutive checks in which a rank was reported as stalled
         while not self._ended.wait(self._interval):
-            # Ages instead of times, and of a clock that nobody sets: hosts do not agree on the time of day.
+            # Report ages from a monotonic clock instead of times: hosts do not agree on the time of day.
             alive, process = time.monotonic() - self._began, os.getpid() if self._stacks else None
             place = [self._place[0], self._stood, alive, _process_space(), process]
             try:
@@ -110,15 +110,15 @@ class Watchdog:
                     self._write_stacks()
                 elif told == 2:
                     self._wake_neighbours()
-            except dist.DistError:  # the store went with the process that held it: the run is ending
+            except dist.DistError:  # the process that holds the store has ended: the run is ending
                 return
 
     def _look(self):
-        """Counts the time at the present place, and ends the process when it is too long."""
+        """Counts the time at the current place, and ends the process when this time is too long."""
         last, seen, asking = time.monotonic(), self._place, False
         while not self._ended.wait(self._interval):
             now = time.monotonic()
-            # Not all of a gap: in it, no other thread of this process has run, either.
+            # Count only part of a long gap: no other thread of this process ran in it.
             passed, last = min(now - last, 2 * self._interval), now
             if self._place is not seen:
                 seen, self._stood, asking = self._place, 0.0, False
@@ -132,11 +132,11 @@ class Watchdog:
                 self._end(self._alone())
 
     def _ask(self, place: tuple[str, float]):
-        """Tells all ranks that this one stands still. The first that does ends the run, unless it moves on by then."""
+        """Tells all ranks that this one is stalled. The first to do this ends the run, unless it moves on in time."""
         stood = self._stood
         with contextlib.suppress(dist.DistError):  # then _look ends this process
             while self._stands(place):
-                if self._others_move():  # this one waits for them: for their samples of an evaluation, say
+                if self._others_move():  # this rank waits for them, for example for their samples of an evaluation
                     self._unanswered = 0
                     self._ended.wait(self._interval)
                     continue
@@ -152,29 +152,29 @@ class Watchdog:
                     return
                 for _ in range(6):
                     self._ended.wait(self._interval)
-                    if not self._stalled():  # who was first has moved on
+                    if not self._stalled():  # the first stalled rank has moved on
                         break
                     self._unanswered = 0
                 else:
                     if self._stands(place):
-                        self._end(None)  # the report is out
+                        self._end(None)  # the first stalled rank has printed the report
 
     def _stands(self, place: tuple[str, float]) -> bool:
         return self._place is place and not self._ended.is_set()
 
     def _others_move(self) -> bool:
-        """Whether another rank has come to a new place within ``timeout``."""
+        """Whether another rank has reached a new place within ``timeout``."""
         places = self._places()
         latest = max((alive for _, _, alive, *_ in places.values()), default=0.0)
         ages = [age + latest - alive for rank, (_, age, alive, *_) in places.items() if rank != self.ranks.rank]
         return min(ages, default=self.timeout) < self.timeout
 
     def _stalled(self) -> bool:
-        """Whether a rank is said to stand still."""
+        """Whether a rank is reported as stalled."""
         return self._store.check(["stalled"]) and int(self._store.get("stalled")) > 0
 
     def _write_stacks(self):
-        """The stacks of this process, and what its collectives were (torch's flight recorder)."""
+        """Writes the stacks of this process, and a record of its collectives (torch's flight recorder)."""
         if not (path := self._stacks):
             return
         with path.open("a") as file:
@@ -183,12 +183,12 @@ class Watchdog:
             faulthandler.dump_traceback(file, all_threads=True)
         recorder = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
         if dump := getattr(torch._C._distributed_c10d, recorder, None):
-            # Without its own stacks: to name their lines it waits for the very collective that hangs.
+            # Without the recorder's stacks: resolving their lines waits for the very collective that hangs.
             record = dump(includeStackTraces=False)
             path.with_name(f"collectives-rank-{self.ranks.rank}").write_bytes(record)
 
     def _wake_neighbours(self):
-        """SIGUSR2 to the silent processes of this machine, which cannot write their stacks by themselves."""
+        """Sends SIGUSR2 to silent processes of this machine, which cannot write their stacks by themselves."""
         places = self._places()
         latest, here = max(alive for _, _, alive, *_ in places.values()), _process_space()
         for _, _, alive, space, process in places.values():
@@ -197,7 +197,7 @@ class Watchdog:
                     os.kill(process, signal.SIGUSR2)
 
     def _places(self) -> dict[int, list]:
-        """Rank -> [place, seconds at it, seconds of its life, process space, process]; as last told."""
+        """Rank -> [place, seconds at this place, seconds since its start, process space, process], as last reported."""
         ranks = [rank for rank in range(self.ranks.world_size) if self._store.check([str(rank)])]
         return {rank: json.loads(self._store.get(str(rank))) for rank in ranks}
 
@@ -235,7 +235,7 @@ class Watchdog:
 
 
 def _process_space() -> str | None:
-    """Process-id namespace: that of the machine or of a container."""
+    """Identifies the process-id namespace, of the machine or of a container."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
