@@ -91,7 +91,7 @@ class TrainerState:
     best: dict[str, float] = field(default_factory=dict)
     """State of :class:`Best`; {} without train.patience."""
     topology: dict[str, Any] = field(default_factory=dict)
-    """ranks, tensor, zero_stage, precision: for the reader; loading does not depend on these."""
+    """ranks, tensor, context, zero_stage, precision, device: for the reader; loading does not depend on these."""
     format: int = FORMAT
 
 

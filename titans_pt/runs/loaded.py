@@ -72,7 +72,8 @@ def load_run(
     overrides: Sequence[str] = (),
     precision: str | None = None,
 ) -> LoadedRun:
-    """Loads a run's model and task without DeepSpeed, from checkpoint ``step`` or the newest complete one.
+    """Loads a run's model and task without DeepSpeed, from checkpoint ``step``; None: the newest complete
+    one, with train.patience the best.
 
     Args:
         overrides: ``evaluation.KEY=VALUE`` settings, which replace the run's own.

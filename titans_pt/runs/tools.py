@@ -67,7 +67,8 @@ def prune_run(run: str, keep_last: int, keep_every: int | None):
 
 
 def merge_run(run: str, step: int | None):
-    """Turns a checkpoint of shards (the newest complete one, or the one of ``step``) into one of whole tensors.
+    """Turns a checkpoint of shards into one of whole tensors: that of ``step``, or the newest complete one (with
+    train.patience the best).
 
     Raises:
         UserError: there is no checkpoint, it is damaged, or the run is training.
