@@ -213,7 +213,7 @@ class HierarchicalMemory(nn.Module):
 
     def kept_state_bytes(self, length: int) -> int:
         """Bytes kept for the backward pass of a row of ``length`` tokens: the fp32 state before every global chunk, and
-        what the local memories keep."""
+        the local memories' states."""
         heads, shard, one = self.q.n_heads, self.hierarchy.shard, self.memories[0]
         states = 12 * heads * sum(a * b for a, b in one.shape.layers) * -(-length // one.config.chunk_size)
         each = (kept_bytes(memory.shape, memory.config, heads, min(length, shard)) for memory in self.memories[1:])

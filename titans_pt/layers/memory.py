@@ -25,8 +25,8 @@ from titans_pt.layers.sharding import Shard
 def prefix_chunk(rule: Rule, chunk: int, tokens: int) -> int:
     """Chunk size with which a memory whose usual chunk size is ``chunk`` reads a prefix of ``tokens`` tokens.
 
-    A nonlinear rule writes at the end of a chunk, and the last chunk must not stay unfinished. Its chunk size is the
-    largest up to ``chunk`` that divides the prefix.
+    A nonlinear rule writes at the end of a chunk, and the last chunk must not stay unfinished. The chunk size is then
+    the largest up to ``chunk`` that divides the prefix.
     """
     if not rule.nonlinear:
         return chunk

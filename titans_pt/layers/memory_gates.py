@@ -108,7 +108,7 @@ class Gates(nn.Module):
         super().__init__()
         self.config = config
         self.writes = config.writes
-        """Whether tokens are written. Setting it to False after some token keeps the memory as it is there."""
+        """Whether tokens are written. If set to False after some token, the memory no longer changes from there on."""
         self.layers = config.depth if config.per_layer_gates else 1
         self.bound = config.step_bound or default_step_bound(config)
         self.free = config.theta == "free"
@@ -172,8 +172,8 @@ class Gates(nn.Module):
 
 class MemoryGates(Gates):
     """x (B, T, d_model) -> theta, eta, alpha, each (B, T, H), or (B, T, H, L) with per_layer_gates, and the memory
-    rule's own gates, each (B, T, H); fp32. With alpha="channel", alpha is (B, T, H, channels), the product of two
-    low-rank linear layers.
+    rule's own gates, each (B, T, H); fp32. With alpha="channel", alpha is (B, T, H, channels), from a low-rank pair of
+    linear layers.
     """
 
     sharding = {"linear": Shard.COLUMN, "alpha_in": Shard.SUMMED, "alpha_out": Shard.COLUMN, "own": Shard.COLUMN}

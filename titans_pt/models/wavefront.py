@@ -2,8 +2,8 @@
 
 A mixer that is serial in time runs one thread block per row and head on a GPU: with one row, on 12 of 132
 multiprocessors. Its state makes cuts of the sequence invisible. The layers on a diagonal of (piece, layer) are then
-independent and may run at the same time, on a GPU each in its own stream. The results are the same as those of the
-pieces one after the other. Autograd runs each part of the backward pass in the stream of its forward pass.
+independent and may run at the same time, on a GPU each in its own stream. The results are the same as for pieces one
+after the other. Autograd runs each part of the backward pass in the stream of its forward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,7 +84,7 @@ class _Streams:
     """A stream for each layer, in which its pieces follow each other; a piece waits for the layer before.
 
     The streams begin after all earlier work of the current stream, which waits for them in :meth:`join`; a CUDA graph
-    can therefore capture them. Memory of one stream that another reads is marked, else the allocator would reuse it too
+    can therefore capture them. Memory of one stream that another reads is marked, or the allocator might reuse it
     early.
     """
 

@@ -62,8 +62,8 @@ class Context:
         first rank.
 
         DeepSpeed takes gradients in the order in which they arrive, which must be the same on all ranks. Parameters
-        that only a sequence's start uses, such as M_0, have no gradient on later ranks. Therefore all parameters of a
-        block get a gradient here, of 0.
+        that only a sequence's start uses, such as M_0, have no gradient on later ranks. Therefore every parameter of a
+        block gets a gradient of 0 here, and all gradients of the block arrive at this point.
         """
         if self._before is None:
             (x,) = _Received.apply(x, self._anchor(x), self, 0, *block.parameters())

@@ -31,8 +31,8 @@ class VocabularyEmbedding(nn.Module):
 class SplitRMSNorm(nn.Module):
     """nn.RMSNorm over a width of which each rank holds a part: (..., d / size) -> the same shape and dtype.
 
-    The mean of squares is that of the whole width, in fp32 (fp64 for fp64); the weight, if there is one, is split with
-    the width.
+    The mean of squares is taken over the whole width, in fp32 (fp64 for fp64); the weight, if there is one, is split
+    with the width.
     """
 
     def __init__(self, norm: nn.RMSNorm, exchanges: Exchanges):

@@ -14,7 +14,7 @@ AXES = ("data", "context", "tensor")
 
 
 class RankGroup:
-    """The ranks along one axis of the grid. One of size 1 exchanges nothing and needs no process group.
+    """The ranks along one axis of the grid. A group of size 1 exchanges nothing and needs no process group.
 
     Every exchange takes a tensor and returns one of the same dtype; all ranks of the group must make the same call.
     """

@@ -157,7 +157,7 @@ def affine_map(x: Tensor | int, linear: nn.Linear, **options: Any) -> Map:
 
 
 def own(module: nn.Module, kind: type[Module]) -> Module:
-    """``module`` itself, for a plan of what ``kind.forward`` does.
+    """``module`` itself, for a plan that replaces ``kind.forward``.
 
     Raises:
         Unplanned: it is no ``kind``, or has another ``forward``.

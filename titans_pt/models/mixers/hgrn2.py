@@ -14,7 +14,7 @@ from titans_pt.models.mixers.recurrent import HeadWidthMixer, linear
 
 
 class LowerBounds(nn.Module):
-    """Lower bounds of each layer's share that it keeps, (d, L) in [0, 1): 0 in the first, more in each later one.
+    """Lower bounds of the share that each layer keeps, (d, L) in [0, 1): 0 in the first layer, more in each later one.
 
     They are the cumulative sum of softmax(logits) over the L layers, less its first entry. The whole model has one
     such parameter. Channels come first, because tensor ranks cut the first dimension. It is a module for code that

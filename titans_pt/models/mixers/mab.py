@@ -52,7 +52,7 @@ class MAB(BesideAttention, WindowedMemoryMixer):
         join="added": out(a) + memory_out(m)
 
     memory_share and memory_out start at 0, so that the layer starts as its window. Full attention has the first form:
-    it is a + s (f - a), where f is attention to what lies beyond the window, and s its share of the softmax.
+    it is a + s (f - a), where f is attention to the tokens beyond the window, and s their share of the softmax.
 
     MAG cannot serve: it normalises both branches and mixes them, which changes a pretrained layer before anything is
     learned. Attention's parameters have the same names as in the mixers attention and swa. The memory is linear by

@@ -40,7 +40,7 @@ class MACState:
     """memory: state of the memory that segments are written to.
     read_weights: L tensors (B, H, d_in, d_out), the memory at the start of each row's segment.
     read_conv: (B, conv_width - 1, d_model), last inputs of the reading queries' convolution.
-    k, v: (B, n, K, D), rotated keys and values of the newest n tokens, those of unfinished segments.
+    k, v: (B, n, K, D), rotated keys and values of the newest n tokens, which are in unfinished segments.
     h_k, h_v: (B, m, H, D), the same for memory tokens; h_place: (m,) int64, the tokens that they belong to.
     offset: (B,) int64, tokens read of each row's segment. h_place and offset stay on the host.
     position: tokens read in all.
@@ -80,11 +80,11 @@ class MemoryTokens:
 
 class MACSettings(GateSettings):
     segment: Positive = 512
-    """Tokens of a segment. Where the default of 512 does not fit data.seq_len or model.memory.chunk_size, it is half of
-    data.seq_len, in whole chunks."""
+    """Tokens of a segment. If the default of 512 does not fit data.seq_len or model.memory.chunk_size, the default is
+    half of data.seq_len, in whole chunks."""
     memory_tokens: Positive = 256
-    """Memory tokens h that a segment attends to; segment / memory_tokens tokens share one. Where the default of 256
-    does not divide ``segment``, it is half of ``segment``."""
+    """Memory tokens h that a segment attends to; segment / memory_tokens tokens share one. If the default of 256 does
+    not divide ``segment``, the default is half of ``segment``."""
     write: Literal["residual", "attention"] = "residual"
     """Input of the memory's write. residual: the token plus a learned share of its attention. attention: the output of
     attention alone, as printed in the paper."""

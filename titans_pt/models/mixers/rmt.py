@@ -81,7 +81,7 @@ class RMT(AttentionMixer):
 
     class Settings(Section):
         segment: Positive = 512
-        """Tokens of a segment. Where data.seq_len is no longer than the default of 512, it is half of data.seq_len."""
+        """Tokens of a segment. If data.seq_len is at most 512, the default is half of it instead of 512."""
         memory_tokens: Positive = 16
         """Tokens that carry the memory from one segment to the next; the same number is read and written."""
 
