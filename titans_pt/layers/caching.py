@@ -248,7 +248,7 @@ class Caching(nn.Module):
         return held / length, counted / length
 
     def flops(self, length: int, width: int, read: Flops) -> Flops:
-        """Per token. read: FLOPs of one read of a memory. With shares=sparse only the caches that count are read."""
+        """Per token. read: FLOPs of one read of a memory. With shares=sparse only caches that count are included."""
         held, counted = self.mean_read(length)
         own = Flops(0, 0) if self.u is None else product(self.u.in_features, width) + product(width, held)
         return own + counted * read
