@@ -15,8 +15,8 @@ from titans_pt.layers.sharding import Shard
 
 @dataclass
 class AttentionState:
-    """k, v: (B, n, K, D), the last n <= window - 1 tokens (all of them without a window), keys rotated; before them the
-        first tokens of the row's document that are always seen, those of no use at the very beginning.
+    """k, v: (B, n, K, D), the last n <= window - 1 tokens (all of them without a window), keys rotated. Before them lie
+        the sinks, the first tokens of the row's document, which are always seen; unused entries come first of all.
     prefix_k, prefix_v: (B, P, K, D) or None.
     visible: (B,) int64, how many of the newest cached tokens belong to the row's document, or None for all.
     position: tokens read so far.
@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
     @property
     def width(self) -> int:
-        """H D, of the outputs."""
+        """Width of the outputs, H D."""
         return self.q.out_features
 
     def queries(self, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         return k, v
 
     def rotation_from(self, first: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotation of the heads ``like`` (B, T, H, D) of the tokens from place ``first`` on."""
+        """Rotation of heads shaped like ``like`` (B, T, H, D), for tokens from position ``first`` on."""
         return rotation_from(first, like, self.rope_base, self.rope_scaling)
 
     def turns(self) -> Tensor:
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         return turns(self.head_width, self.rope_base, self.rope_scaling)
 
     def seen(self, length: int) -> float:
-        """Keys that a token sees, mean over ``length`` tokens, without a prefix."""
+        """Mean number of keys that one of ``length`` tokens sees, without a prefix."""
         return mean_keys(length, self.window and self.window + self.sinks)
 
     def flops(self, keys: float) -> Flops:
@@ -113,7 +113,7 @@ class Attention(nn.Module):
         """
         batch, length = plain.shape[:2]
         position = state.position if state else 0
-        # Not where it is compiled: each place in a stream would be.
+        # Compiled code does not check: it would be compiled again for every position in a stream.
         if state and not torch.compiler.is_compiling() and not self.fits(state):
             raise ValueError(f"state: given one of another attention, keys {tuple(state.k.shape)} after {position} "
                              f"tokens; window={self.window}, sinks={self.sinks} and {self.kv_heads} heads here keep "
@@ -135,7 +135,7 @@ class Attention(nn.Module):
         return y.flatten(-2), AttentionState(k, v, prefix_k, prefix_v, visible, position + length)
 
     def fits(self, state: AttentionState) -> bool:
-        """Whether it keeps as many keys, and for as many heads, as attention with this window and these sinks."""
+        """Whether ``state`` has as many keys and heads as attention with this window and these sinks keeps."""
         kept = state.position if self.window is None else min(state.position, self.window - 1 + self.sinks)
         return state.k.shape[1:] == state.v.shape[1:] == (kept, self.kv_heads, self.head_width)
 
@@ -149,7 +149,7 @@ class Attention(nn.Module):
         return causal_attention(rotate(q, *turn), rotate(k, *turn), v, first=first, bounds=bounds).flatten(-2)
 
     def kept(self, k: Tensor, v: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
-        """The sinks and, of what follows them, the newest ``count`` of keys and values (B, n, K, D); all for None."""
+        """The sinks and the newest ``count`` of the keys and values (B, n, K, D) that follow them; None: all."""
         past = 0 if count is None else k.shape[1] - self.sinks - count
         if past <= 0:
             return k, v
@@ -161,9 +161,9 @@ class Attention(nn.Module):
     def _after(self, k: Tensor, v: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values that a state keeps, (B, n, K, D), and ``visible``.
 
-        Rows whose documents began at different places have their sinks where their newest tokens begin. The number of
-        keys that belong to a row, counted from the end, says where its document begins, in the state as in the
-        sequence.
+        Documents may begin at a different place in every row; each row's sinks still lie directly before its newest
+        tokens. The number of keys of a row's document, counted from the end, gives the document's start in the state
+        and in the sequence alike.
         """
         count = self.window and self.window - 1
         if first is None:
@@ -184,7 +184,7 @@ class Attention(nn.Module):
 
     @staticmethod
     def _first(batch, past, length, state, documents, device) -> Tensor | None:
-        """(B, T): index into the keys of the start of each query's document, or None if nothing is hidden."""
+        """Index (B, T) of the key at which each query's document starts, or None if no key is masked."""
         hidden = None if state is None else state.visible
         if documents is None and hidden is None:
             return None

@@ -1,17 +1,17 @@
 """Memory Caching: states of the memory at the ends of earlier segments, read beside the running one.
 
-arXiv 2602.24281. A token t of segment s reads, of the running memory M_t and the cached M_i, i < s,
+arXiv 2602.24281. A token t of segment s reads the running memory M_t and the cached memories M_i, i < s:
 
     y_t = g_s M_t(q_t) + sum_i g_i M_i(q_t)         or, as a soup, (g_s M_t + sum_i g_i M_i)(q_t)
 
-with shares g = softmax_i <u_t, p_i>, u_t = W_u x_t, p_i the mean key of segment i; that of the running one is the mean
-of its keys up to t, its own included. All is decided head by head, so that heads can be cut over ranks.
+with shares g = softmax_i <u_t, p_i>, where u_t = W_u x_t and p_i is the mean key of segment i. p_s is the mean of the
+running segment's keys up to t, token t's key included. Heads decide separately, so that they can be split over ranks.
 
-shares=change is not the paper's. A memory counts by how much its segment has changed the answer to this very query:
+shares=change is not from the paper. A memory's share depends on how much its segment changed the answer to this query:
 
     g_i proportional to |M_i(q_t) - B_i(q_t)|^sharpness        B_i: the memory at the beginning of segment i
 
-The segment that wrote what is asked for changed the answer to it, and the memory at its end still holds it.
+The segment that wrote the requested value changed the answer, and the memory at the segment's end still holds it.
 """
 
 import math
@@ -39,10 +39,10 @@ _LEAST = 1e-12
 class Caches:
     """Caches that a stream keeps of its segments. Their number is bounded by CachingConfig.slots.
 
-    weights: of each slot, the oldest first, L tensors (B, H, d_in, d_out): the memory as its next token would meet it.
-    pools: of each slot (B, H, D), the mean key of its segment. keys: (B, H, D), the sum of the unfinished segment's.
-    numbers: (B, slots), of each cache its segment's number in the document; NONE behind a row's last.
-    place: (B,), tokens read of the document. Both are int64, on the host.
+    weights: for each slot, the oldest first, L tensors (B, H, d_in, d_out): the memory that its next token would read.
+    pools: for each slot (B, H, D), the mean key of its segment. keys: (B, H, D), sum of the unfinished segment's keys.
+    numbers: (B, slots), each cache's segment number in the document; NONE behind a row's last cache.
+    place: (B,), tokens read of the document. numbers and place are int64, on the host.
     """
 
     weights: tuple[Weights, ...]
@@ -54,8 +54,10 @@ class Caches:
 
 @dataclass
 class Piece:
-    """The tokens begin .. end - 1 of a call, in which every row has one segment. Of each row whether a document begins
-    with it, and whether a segment ends with it."""
+    """Tokens begin .. end - 1 of a call, which lie in one segment in every row.
+
+    new_document, ends: for each row, whether a document begins with the piece, and whether a segment ends with it.
+    """
 
     begin: int
     end: int
@@ -66,7 +68,7 @@ class Piece:
 def pieces(place: list[int], length: int, segment: int, starts: Tensor | None) -> Iterator[Piece]:
     """Cuts a call wherever a segment ends or a document begins in ANY row.
 
-    place: for each row, tokens read of its document before. starts: (B, T) bool, on the host, where documents begin.
+    place: for each row, tokens of its document read before. starts: (B, T) bool, on the host, where documents begin.
     """
     cuts = [length] if starts is None else [*starts.any(0).nonzero().flatten().tolist(), length]
     begin = 0
@@ -82,7 +84,7 @@ def pieces(place: list[int], length: int, segment: int, starts: Tensor | None) -
 def segment_starts(place: Tensor, length: int, segment: int, starts: Tensor | None) -> Tensor:
     """(B, T) bool, True where a document or one of its segments begins: with ``fresh`` the memory begins again there.
 
-    place: (B,), tokens read of each row's document before. starts: (B, T) bool, where documents begin; None: nowhere.
+    place: (B,), tokens of each row's document read before. starts: (B, T) bool, where documents begin; None: nowhere.
     """
     token = torch.arange(length)
     begin = -place[:, None].expand(-1, length)  # of the document that each token belongs to
@@ -93,7 +95,7 @@ def segment_starts(place: Tensor, length: int, segment: int, starts: Tensor | No
 
 
 class Caching(nn.Module):
-    """The shares of memories, and what is kept of them; :class:`titans_pt.layers.memory.NeuralMemory` reads them."""
+    """Shares of the memories, and upkeep of their caches; :class:`titans_pt.layers.memory.NeuralMemory` reads them."""
 
     sharding = {"u": Shard.COLUMN}
     per_rank = ("n_heads",)
@@ -102,11 +104,11 @@ class Caching(nn.Module):
         super().__init__()
         self.config, self.n_heads = config, n_heads
         self.reads = True
-        """Whether tokens read the caches. Without, segments are cached for later ones that do."""
+        """Whether tokens read the caches. If False, segments are still cached, for later tokens that read them."""
         self.u = nn.Linear(d_model, d_model, bias=False) if config.learned else None
 
     def begin(self, k: Tensor) -> Caches:
-        """Nothing yet, for keys k (B, T, H, D)."""
+        """Empty caches, for keys k (B, T, H, D)."""
         rows = len(k)
         keys = k.new_zeros(rows, *k.shape[2:], dtype=state_dtype(k))
         return Caches((), (), keys, torch.zeros(rows, 0, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
@@ -118,11 +120,11 @@ class Caching(nn.Module):
         return list(pieces(caches.place.tolist(), length, self.config.segment, starts))
 
     def vectors(self, x: Tensor) -> Tensor | None:
-        """u_t of tokens x (B, T, d_model), (B, T, H, D); None where shares are not learned."""
+        """u_t of tokens x (B, T, d_model), (B, T, H, D); None if shares are not learned."""
         return None if self.u is None else self.u(x).to(state_dtype(x)).unflatten(-1, (self.n_heads, -1))
 
     def begun(self, caches: Caches, new_document: list[bool]) -> Caches:
-        """The caches before a piece: nothing is left in rows in which a document begins."""
+        """Caches before a piece: they are emptied in rows in which a document begins."""
         if not any(new_document):
             return caches
         begins = torch.tensor(new_document)
@@ -135,15 +137,15 @@ class Caching(nn.Module):
 
     @staticmethod
     def weighted(running: Tensor, cached: Iterable[Tensor], shares: Tensor) -> Tensor:
-        """Mean, (B, t, H, D), of what the ``running`` memory and each ``cached`` one answer to a piece's tokens."""
+        """Mean, (B, t, H, D), of the ``running`` memory's and each ``cached`` one's answers, weighted by ``shares``."""
         y = running * shares[..., :1]
         for n, answer in enumerate(cached, 1):
             y = y + shares[..., n : n + 1] * answer
         return y
 
     def by_change(self, running: Tensor, cached: Iterable[Tensor], first: Tensor, caches: Caches) -> Tensor:
-        """The same with shares=change. first: what M_0 answers."""
-        # A softmax of sharpness * log |change|, taken as the answers come: all of them at once would take much room.
+        """Mean of the answers, as :meth:`weighted` returns it, with shares=change. first: M_0's answers."""
+        # An online softmax of sharpness * log |change|: holding all answers at once would take much memory.
         dtype, power = state_dtype(running), self.config.sharpness / 2
         top = torch.full_like(first[..., :1], power * math.log(_LEAST), dtype=dtype)
         total, count, before = torch.zeros_like(first, dtype=dtype), torch.zeros_like(top), first.to(dtype)
@@ -161,10 +163,10 @@ class Caching(nn.Module):
         return total / count
 
     def shares(self, u: Tensor | None, k: Tensor, caches: Caches) -> Tensor | None:
-        """(B, t, H, 1 + n) in the states' dtype: what the running memory and each cache count for a piece's tokens;
-        None with shares=change, which depends on their answers.
+        """Shares of the running memory and each cache for a piece's tokens, (B, t, H, 1 + n) in the states' dtype. None
+        with shares=change, which depends on the memories' answers.
 
-        u: of :meth:`vectors`, (B, t, H, D). k: (B, t, H, D), their keys.
+        u: from :meth:`vectors`, (B, t, H, D). k: (B, t, H, D), the tokens' keys.
         """
         config, dtype, device = self.config, state_dtype(k), k.device
         if config.shares == "change":
@@ -195,7 +197,7 @@ class Caching(nn.Module):
         return scores.softmax(-1)
 
     def after(self, caches: Caches, piece: Piece, k: Tensor, weights: Weights) -> Caches:
-        """The caches after a piece with keys k (B, t, H, D), which left the memory's ``weights``."""
+        """Caches after a piece with keys k (B, t, H, D), at whose end the memory has ``weights``."""
         segment = self.config.segment
         keys, place = caches.keys + k.to(caches.keys.dtype).sum(1), caches.place + k.shape[1]
         caches = replace(caches, keys=keys, place=place)
@@ -205,10 +207,10 @@ class Caching(nn.Module):
         ends, numbers = torch.tensor(piece.ends), caches.numbers
         held = (numbers != NONE).sum(1)
         slots = min(self.config.slots, int(torch.where(ends, held + 1, held).max()))
-        if slots > numbers.shape[1]:  # where a row has none, whatever lies there counts nothing
+        if slots > numbers.shape[1]:  # in a row without this cache, the slot's content has no share
             numbers = torch.cat([numbers, numbers.new_full((len(numbers), 1), NONE)], 1)
             caches = replace(caches, weights=(*caches.weights, new), pools=(*caches.pools, pool))
-        # From the dropped slot on each takes what the next one has; the row's last takes the new one.
+        # From the dropped slot on, each slot takes the next one's cache; the row's last slot takes the new cache.
         first = [self._dropped(row, int(last)) if int(n) == slots else int(n) for row, n, last in
                  zip(numbers.tolist(), held, number, strict=True)]  # fmt: skip
         last = torch.where(ends, held.clamp(max=slots - 1), slots)
@@ -224,18 +226,18 @@ class Caching(nn.Module):
         return Caches(tuple(weights_of), tuple(pools), keys, torch.stack(columns, 1), place)
 
     def _dropped(self, numbers: list[int], now: int) -> int:
-        """Index of the cache, in a full set, that makes room for that of segment ``now``."""
+        """Index of the cache that a full set drops to make room for the one of segment ``now``."""
         if self.config.drop == "oldest" or len(numbers) < 2:
             return 0
         behind, before = [*numbers[1:], now], [NONE, *numbers[:-1]]
-        # Ages count from the new one's end on; the first segment has a border before it.
+        # Ages count back from the new segment's end. The border before segment 0 has the number NONE, -1.
         gaps = [(after - earlier) / (now + 1 - n) for earlier, n, after in zip(before, numbers, behind, strict=True)]
         return min(range(len(gaps)), key=gaps.__getitem__)
 
-    # ---- what the plan and the FLOP count ask
+    # ---- costs, for the plan and the FLOP count
 
     def mean_read(self, length: int) -> tuple[float, float]:
-        """Number of caches that a token of a document of ``length`` has, and number of reads that count (means)."""
+        """Mean number of caches that a token of a document of ``length`` has, and mean number of reads that count."""
         config = self.config
         held = counted = 0
         for begin in range(0, length, config.segment):
@@ -246,14 +248,15 @@ class Caching(nn.Module):
         return held / length, counted / length
 
     def flops(self, length: int, width: int, read: Flops) -> Flops:
-        """Per token; read: of one read of a memory. shares=sparse: caches that count."""
+        """Per token. read: FLOPs of one read of a memory. With shares=sparse only caches that count are included."""
         held, counted = self.mean_read(length)
         own = Flops(0, 0) if self.u is None else product(self.u.in_features, width) + product(width, held)
         return own + counted * read
 
 
 def _pick(shifts: Tensor, takes: Tensor, stay: Any, behind: Any, new: Any) -> Any:
-    """Tensors (B, ...) row by row; no copy where all rows agree."""
+    """Choose tensors (B, ...) row by row: ``new`` in rows ``takes``, ``behind`` in rows ``shifts``, ``stay`` elsewhere.
+    No copy if all rows agree."""
     if bool(takes.all()):
         return new
     if bool(shifts.all()):

@@ -1,9 +1,9 @@
 """Continuum memory system: MLPs before a block's MLP whose weights move while a sequence is read, each at its own pace.
 
 Nested Learning (arXiv 2512.24695) has MLP_fk(... MLP_f1(x)): level l subtracts the sum of its steps every C_l tokens.
-The last level here is the block's SwiGLU, which training alone moves. The paper takes the steps from the language
+The last level here is the block's SwiGLU, which changes only in training. The paper takes the steps from the language
 model's loss, which a forward pass does not have, and leaves open how gradients pass through them. Here a level learns
-from its own input, as the memory does: keys and values are linear in it, and its rule is ``model.memory.rule``.
+from its own input, as the memory does: keys and values are linear in that input, and its rule is ``model.memory.rule``.
 """
 
 from dataclasses import dataclass
@@ -26,17 +26,17 @@ from titans_pt.layers.sharding import Shard
 
 @dataclass
 class ContinuumState:
-    """mixer: the state of the block's mixer. levels: of each level, see MemoryState."""
+    """mixer: the state of the block's mixer. levels: each level's state, see MemoryState."""
 
     mixer: Any
     levels: tuple[MemoryState, ...]
 
 
 class LevelMemory(nn.Module):
-    """(B, T, d_model) -> out(M(k)), (B, T, d_model): an MLP per head, M, at the weights of its period's start.
+    """(B, T, d_model) -> out(M(k)), (B, T, d_model): M is an MLP per head, with the weights of its period's start.
 
-    Its input gives one key per head, which is query and key: M(k) is an MLP's output for its input. The period's
-    tokens move M together, at its end: nothing of a period waits for the rest of it.
+    The input gives one vector per head, which is both query and key: M(k) is an MLP's output for its input. A period's
+    tokens change M together, at its end: no token waits for others of its period.
     """
 
     sharding = {"key": Shard.COLUMN, "value": Shard.COLUMN, "output_norm": Shard.SUMMED, "out": Shard.LAST_ROW}

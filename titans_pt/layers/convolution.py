@@ -37,7 +37,7 @@ class ShortConvolution(nn.Module):
 
     @torch.no_grad()
     def begin_as_identity(self):
-        """Sets the filters to those that leave x as it is, and the bias to 0."""
+        """Sets the filters to the identity, and the bias to 0."""
         if self.width > 1:
             self.weight.zero_()
             self.weight[:, -1] = 1.0
@@ -61,7 +61,7 @@ class ShortConvolution(nn.Module):
             state = x.new_zeros(x.shape[0], past, x.shape[2])
         if past == 0:
             return finished(x, silu, unit), state
-        if state.shape != (x.shape[0], past, x.shape[2]):  # C would read beyond its end
+        if state.shape != (x.shape[0], past, x.shape[2]):  # the C kernel would read beyond the state's end
             raise ValueError(f"state: given one of a convolution {tuple(state.shape)}; this one's is "
                              f"{(x.shape[0], past, x.shape[2])} (rows, conv_width - 1, channels)")  # fmt: skip
         state = state.to(x.dtype)
@@ -71,7 +71,7 @@ class ShortConvolution(nn.Module):
             reach = torch.where(documents.begin < 0, past, (place - documents.begin).clamp(max=past))
         y = short_convolution(x, state, self.weight, self.bias, reach=reach, silu=silu, unit=unit)
         newest = x[:, -past:] if x.shape[1] >= past else torch.cat([state, x], 1)[:, -past:]
-        if documents is not None:  # of the newest token's document alone
+        if documents is not None:  # keep only inputs of the newest token's document
             age = torch.arange(past - 1, -1, -1, device=x.device)
             newest = torch.where((age <= reach[:, -1:])[..., None], newest, 0.0)
         return y, newest

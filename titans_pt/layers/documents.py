@@ -25,7 +25,7 @@ class Documents:
 
     @staticmethod
     def of(reset: Tensor, device: torch.device) -> "Documents":
-        """Documents of reset, (B, T) bool; if it is on the CPU, nothing waits for a GPU.
+        """Documents that start where ``reset``, (B, T) bool, is True; if it is on the CPU, nothing waits for a GPU.
 
         ``most`` is a power of two, 8 at least: code compiled for it serves nearly all batches.
         """
@@ -34,7 +34,7 @@ class Documents:
 
     @staticmethod
     def _make(starts: Tensor, most: int, host: Tensor | None = None) -> "Documents":
-        """host: None: ``starts`` is on the CPU."""
+        """host: ``starts`` on the CPU; None if ``starts`` itself is there."""
         rows, length = starts.shape
         place = torch.arange(rows * length, device=starts.device).view(rows, length)
         first = starts | (place % length == 0)

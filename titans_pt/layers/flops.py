@@ -1,7 +1,7 @@
 """Floating-point operations per token, as layers and mixers count them.
 
-What is counted: every matrix product of the definition, 2 for a multiply-add, forward and backward (no recomputation,
-no embedding lookup, no element-wise work). Attention counts the keys that a token sees, not those that a kernel masks.
+Every matrix product of the definition counts, 2 for a multiply-add, forward and backward (no recomputation, no
+embedding lookup, no element-wise work). Attention counts the keys that a token sees, not those that a kernel masks.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass
 class Flops:
-    """Per token: forward pass, and the gradients of it."""
+    """FLOPs per token: the forward pass, and its gradients."""
 
     forward: float
     backward: float

@@ -1,4 +1,4 @@
-"""Gradients of 0 for parameters that a call had no use for: data parallelism waits for one of each."""
+"""Gradients of 0 for parameters that a call did not use: data parallelism waits for every parameter's gradient."""
 
 import torch
 from torch import Tensor
@@ -9,5 +9,5 @@ def with_gradients(y: Tensor, *unread: Tensor) -> Tensor:
     gradients of 0."""
     if not torch.is_grad_enabled():
         return y
-    # One number of each: a sum may overflow in fp16, and 0 times infinity is no 0. Indexed, which copies no view.
+    # One element of each: a sum may overflow in fp16, and 0 times infinity is not 0. Indexing copies no view.
     return y + sum((0 * x[(0,) * x.ndim] for x in unread if x.requires_grad), y.new_zeros(()))

@@ -42,7 +42,7 @@ class HierarchyState:
 
 
 class InnerMemory(nn.Module):
-    """One of the memories, with gates and network of its own. ``chunk`` may change; the gates keep its first bound."""
+    """One memory, with its own gates and network. ``chunk`` may change; the gates keep the first chunk's step bound."""
 
     sharding = {}
 
@@ -58,13 +58,14 @@ class InnerMemory(nn.Module):
 class HierarchicalMemory(nn.Module):
     """(B, T, d_model) -> V(q_t) + sum_i W^i_t(P_t q_t) of every token, (B, T, d_model), heads side by side, normalised.
 
-    TNT (arXiv 2511.07343). V, the global memory, is read as it was at the start of its chunk: nothing of a chunk
-    waits for its other tokens. The local memories W^i see nearby tokens. They begin again at a learned M_0 every
-    ``shard`` tokens, which lets shards be computed side by side. P_t is the sum of k k^T over the shard up to t; P_t
-    q_t gets unit length, as keys have (the paper does not say): the queries of a local memory lie among the keys that
-    it was taught. All share queries, keys and values. The paper trains without momentum and forgetting.
+    TNT (arXiv 2511.07343). Tokens read V, the global memory, with the weights of their chunk's start: no token waits
+    for others of its chunk. The local memories W^i see nearby tokens. They begin again at a learned M_0 every ``shard``
+    tokens, which lets shards be computed in parallel. P_t is the sum of k k^T over the shard up to t: it projects a
+    query onto the keys that the local memory was taught. P_t q_t is scaled to unit length, as keys are (the paper does
+    not say). All memories share queries, keys and values. The paper trains without momentum and forgetting.
 
-    A prefix is written to each memory once; what it leaves is where documents, and the local ones' shards, begin.
+    A prefix is written to each memory once. Documents, and the shards of local memories, begin at the resulting
+    weights.
     """
 
     sharding = {"": Shard.ENTER, "output_norm": Shard.SUMMED}
@@ -88,7 +89,7 @@ class HierarchicalMemory(nn.Module):
         prefix: bool = False,
     ) -> tuple[Tensor, HierarchyState]:
         """start: M_0 of the memories in place of the learned ones (:meth:`start_after`); a state remembers it. prefix:
-        whether x is a prefix, which every memory ends with a whole chunk."""
+        whether x is a prefix, at whose end every memory has finished its chunk."""
         if state:
             self._check(state)
         q, q_state = self.q(x, state and state.q, documents)
@@ -121,7 +122,7 @@ class HierarchicalMemory(nn.Module):
         fits = len(state.memories) == len(chunks) and (state.keys is not None) == projected
         on_host = all(memory.offset.device.type == "cpu" for memory in state.memories)
         if fits and levels.locals and on_host and not torch.compiler.is_compiling():
-            # All count from where the shard begins; at its end the local memories have not begun again yet.
+            # All offsets count from the shard's start; at its end (place 0) local memories have not begun again yet.
             place = state.place[state.place > 0]
             offsets = (memory.offset[state.place > 0] for memory in state.memories)
             fits = bool((state.place < levels.shard).all()) and all(
@@ -139,7 +140,7 @@ class HierarchicalMemory(nn.Module):
         most = 1 + length // shard + (documents.most if documents else 0)
         memories, keys, rows = [after], None, len(x) * length // shard
         if state is None and documents is None and length > shard and length % shard == 0:
-            # Whole shards know nothing of each other: side by side as rows.
+            # Whole shards are independent: they become rows.
             q, k, v, x = (t.reshape(rows, shard, *t.shape[2:]) for t in (q, k, v, x))
             reset = None
         if self.hierarchy.projection:
@@ -156,7 +157,7 @@ class HierarchicalMemory(nn.Module):
         return y + total, memories, place, keys
 
     def _read(self, n: int, chunk: int, q, k, v, x, start, before, reset, most) -> tuple[Tensor, MemoryState]:
-        """Memory n along q, k, v (B, T, H, D) in chunks of ``chunk``; no row of ``reset`` has more than ``most``
+        """Run memory n over q, k, v (B, T, H, D) in chunks of ``chunk``; no row of ``reset`` has more than ``most``
         starts."""
         memory = self.memories[n]
         weights, norm = memory.network()
@@ -181,7 +182,7 @@ class HierarchicalMemory(nn.Module):
         return y, after
 
     def set_progress(self, done: float):
-        """done: share of the training that is behind, which decides the local memories' chunk sizes."""
+        """Set the local memories' chunk sizes for the share ``done`` of the training that is complete."""
         levels = self.hierarchy
         final = levels.final_locals is not None and done > 1 - levels.final_share
         for memory, chunk in zip(self.memories[1:], levels.final_locals if final else levels.locals, strict=True):
@@ -192,10 +193,10 @@ class HierarchicalMemory(nn.Module):
         y, state = self(prefix, prefix=True)
         return y, tuple(tuple(w[0] for w in memory.weights) for memory in state.memories)
 
-    # ---- what the plan and the FLOP count ask
+    # ---- costs, for the plan and the FLOP count
 
     def flops(self, length: int) -> Flops:
-        """Per token, of any length: the projections, and of each memory its gates and products."""
+        """Per token, at any length: the projections, and each memory's gates and products."""
         width, heads = self.q.linear.in_features, self.q.n_heads
         head = width // heads
         total = 3 * product(width, width) + sum((memory.gates.flops() for memory in self.memories), Flops(0, 0))
@@ -212,7 +213,7 @@ class HierarchicalMemory(nn.Module):
 
     def kept_state_bytes(self, length: int) -> int:
         """Bytes kept for the backward pass of a row of ``length`` tokens: the fp32 state before every global chunk, and
-        what the local memories keep."""
+        the local memories' states."""
         heads, shard, one = self.q.n_heads, self.hierarchy.shard, self.memories[0]
         states = 12 * heads * sum(a * b for a, b in one.shape.layers) * -(-length // one.config.chunk_size)
         each = (kept_bytes(memory.shape, memory.config, heads, min(length, shard)) for memory in self.memories[1:])
@@ -235,9 +236,9 @@ class HierarchicalMemory(nn.Module):
 def _places(
     old: Tensor | None, batch: int, length: int, shard: int, documents: Documents | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The place in the shard (B,) after ``length`` tokens, and where shards start, bool (B, T); None: nowhere.
+    """Place in the shard (B,) after ``length`` tokens, and a mask of shard starts, bool (B, T), or None without any.
 
-    old: (B,), the tokens read of each row's shard, on the host; None at the start of a stream, where all is new anyway.
+    old: (B,), tokens read of each row's shard, on the host. None at a stream's start, where no memory needs a reset.
     """
     t = torch.arange(length)
     place = (torch.zeros(batch, dtype=torch.int64) if old is None else old)[:, None] + t

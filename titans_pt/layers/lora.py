@@ -1,7 +1,7 @@
 """Low-rank adapters on linear layers (Hu et al., arXiv 2106.09685), for fine-tuning: model.lora.
 
 peft is not used: it renames the parameters of the layers that it wraps, and checkpoints, tensor-parallel cuts and
-train.trainable go by these names. Here an adapter adds two names and changes none.
+train.trainable use these names. Here an adapter adds two names and changes none.
 """
 
 import torch
@@ -38,8 +38,8 @@ class LowRank(nn.Linear):
         return self.weight + self.scale * (self.lora_b @ self.lora_a)
 
     def shared(self, dim: int) -> nn.Parameter:
-        """The matrix that tensor ranks hold whole where the weight is cut along ``dim``. Each has a part of its
-        gradient: that of its own outputs (A), or of its own inputs (B)."""
+        """The adapter matrix that every tensor rank holds whole if the weight is cut along ``dim``. Each rank has a
+        part of its gradient: from the rank's own outputs (A), or its own inputs (B)."""
         return self.lora_a if dim == 0 else self.lora_b
 
     def flops(self) -> Flops:
@@ -52,7 +52,7 @@ def adapt(model: nn.Module, blocks: nn.Module, config: LoraConfig):
     """Puts adapters on the linear layers in ``blocks``, a part of ``model``, whose names in ``model`` match.
 
     Raises:
-        UserError: a pattern is the name of no linear layer.
+        UserError: a pattern matches no linear layer.
     """
     inside = {id(module) for module in blocks.modules()}
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}

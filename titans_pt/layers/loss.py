@@ -18,7 +18,7 @@ def cross_entropy(
     hide(logits, tokens)
     losses = F.cross_entropy(logits, targets, reduction="none")
     if z_loss:
-        # log Z from existing tensors: nothing of the logits' size is kept for it.
+        # log Z from existing tensors: autograd keeps nothing of the logits' size for it.
         losses = with_z_loss(losses, losses + logits.gather(1, targets[:, None]).squeeze(1), z_loss)
     return losses.mean() if reduction == "mean" else losses
 
@@ -34,7 +34,7 @@ def hide(logits: Tensor, tokens: int | None):
 
 
 def with_z_loss(losses: Tensor, log_z: Tensor, z_loss: float) -> Tensor:
-    """``losses``, to whose gradient that of z_loss * (log Z)^2 is added; the value stays the cross-entropy.
+    """``losses`` with the gradient of z_loss * (log Z)^2 added; the value stays the cross-entropy.
 
     Args:
         log_z: log of the sum of exp(logits), of the shape of ``losses``.

@@ -23,8 +23,11 @@ from titans_pt.layers.sharding import Shard
 
 
 def prefix_chunk(rule: Rule, chunk: int, tokens: int) -> int:
-    """Chunk size with which a memory with chunks of ``chunk`` takes a prefix of ``tokens``. A rule that writes where
-    chunks end must not find the last one unfinished: the largest size up to ``chunk`` that divides the prefix."""
+    """Chunk size with which a memory whose usual chunk size is ``chunk`` reads a prefix of ``tokens`` tokens.
+
+    A nonlinear rule writes at the end of a chunk, and the last chunk must not stay unfinished. The chunk size is then
+    the largest up to ``chunk`` that divides the prefix.
+    """
     if not rule.nonlinear:
         return chunk
     return next(size for size in range(min(chunk, tokens), 0, -1) if tokens % size == 0)
@@ -33,8 +36,8 @@ def prefix_chunk(rule: Rule, chunk: int, tokens: int) -> int:
 def default_init_std(config: MemoryConfig, shape: NetworkShape, d_in: int) -> float:
     """Initial standard deviation of a weight matrix of M_0 with ``d_in`` inputs.
 
-    Under a LayerNorm a step moves the output by theta / std^2, so that smaller weights make up for the smaller steps of
-    deep memories: what they recall of a chunk is then what memories of two matrices do.
+    Under a LayerNorm a step moves the output by theta / std^2. Smaller weights make up for the smaller steps of deep
+    memories, which then recall as much of a chunk as memories of two matrices.
     """
     if not shape.norm:
         return d_in**-0.5
@@ -42,7 +45,7 @@ def default_init_std(config: MemoryConfig, shape: NetworkShape, d_in: int) -> fl
 
 
 def network_shape(width: int, config: MemoryConfig) -> NetworkShape:
-    """The memory's network in heads of this width."""
+    """Shape of the memory's network in heads of this width."""
     rule = Rule.of(config)
     inputs, made = rule.width(width), rule.features(torch.zeros(1, width)).shape[-1]
     if made != inputs:
@@ -59,10 +62,10 @@ class Projection(nn.Module):
 
     affine: the linear layer has a bias, and there is no SiLU (model.memory.projections).
 
-    The filters of values, which have no unit length, begin as the identity: a value is its own token's, and may become
-    more. Mixed with the tokens before by random filters, the pairs of a chunk, all written with the gradient at its
-    start, add up to one sum in which no value can be told from its neighbours', and recall is learned late or never
-    (docs/notebook.md, "The bag of values").
+    The filters of values (``unit`` is False) begin as the identity: at first a value depends on its own token alone.
+    Random filters would mix it with the tokens before. All pairs of a chunk are written with the gradient at its start,
+    and mixed values would add up to a sum in which none can be told from its neighbours. Recall is then learned late or
+    never (docs/notebook.md, "The bag of values").
     """
 
     sharding = {"linear": Shard.COLUMN, "conv": Shard.COLUMN}
@@ -86,11 +89,11 @@ class Projection(nn.Module):
 
 
 class MemoryNetwork(nn.Module):
-    """Learned parameters of the memory: M_0, the first weights of its MLP, and the LayerNorm, which the inner loop does
-    not change.
+    """Learned parameters of the memory: M_0, the initial weights of its MLP, and the LayerNorm, which the inner loop
+    does not change.
 
-    Calling the module returns copies of its parameters: ZeRO-3, which gathers parameters by module, then has them
-    whole. They have no weight decay: under the LayerNorm a smaller M_0 makes every inner step larger.
+    Calling the module returns copies of its parameters, which are whole under ZeRO-3: it gathers parameters by module.
+    They have no weight decay: under the LayerNorm a smaller M_0 makes every inner step larger.
     """
 
     sharding = {"": Shard.COLUMN}
@@ -121,9 +124,9 @@ class MemoryNetwork(nn.Module):
 class NeuralMemoryState:
     """memory: see MemoryState. q, k, v: (B, conv_width - 1, d_model), the convolutions' last inputs.
 
-    start: M_0, L tensors (B, H, d_in, d_out), of a memory that forgets to it and that began elsewhere than at the
-    learned weights: after a prefix. The same for every row, which share its memory. Else None.
-    caches: of a memory with caching.
+    start: M_0 of a memory that forgets to it and that began after a prefix, not at the learned weights: L tensors
+    (B, H, d_in, d_out), the same for every row, which share its storage. Otherwise None.
+    caches: caches of a memory with caching, otherwise None.
     """
 
     memory: MemoryState
@@ -173,7 +176,7 @@ class NeuralMemory(nn.Module):
         Args:
             start: weights in place of the learned M_0 (:meth:`start_after`); the state keeps them with
                 forget_to="start".
-            chunk_size: for a call that is a whole sequence, without caches; None: the configured one.
+            chunk_size: chunk size of a call that reads a whole sequence, without caches. None: the configured size.
         """
         if state is not None and (state.caches is None) != (self.caching is None):
             raise ValueError("state: given one of a memory with other caching; pass a state of this memory")
@@ -190,7 +193,7 @@ class NeuralMemory(nn.Module):
             y, memory = run(tokens, before, documents)
         else:
             given = self.caching, run, start or weights, norm, x, tokens, before, state and state.caches, documents
-            if torch.compiler.is_compiling():  # each of its pieces would be compiled
+            if torch.compiler.is_compiling():  # it would compile every piece separately
                 # Not at the top: importing torch's compiler takes seconds.
                 from titans_pt.kernels.memory import uncompiled
 
@@ -207,7 +210,7 @@ class NeuralMemory(nn.Module):
         self, start: tuple[Tensor, ...], norm: tuple[Tensor, Tensor] | None, chunk_size: int,
         tokens: tuple[Tensor, ...], before: MemoryState | None, documents: Documents | None, soup: Soup | None = None,
     ) -> tuple[Tensor, MemoryState]:  # fmt: skip
-        """The memory along ``tokens``, q, k, v and gates: outputs (B, T, H, D), and the state after them."""
+        """Run the memory over ``tokens`` (q, k, v and gates): outputs (B, T, H, D), and the state after them."""
         q, k, v, theta, eta, alpha, *own = tokens
         y, after = neural_memory(
             q, k, v, theta, eta, alpha, start,
@@ -233,11 +236,11 @@ class NeuralMemory(nn.Module):
         self, caching: Caching, run: Callable, start: tuple[Tensor, ...], norm: tuple[Tensor, Tensor] | None, x: Tensor,
         tokens: tuple[Tensor, ...], memory: MemoryState | None, caches: Caches | None, documents: Documents | None,
     ) -> tuple[Tensor, MemoryState, Caches]:  # fmt: skip
-        """Segment by segment: what the memory answers together with its caches, its state, and the caches after it."""
+        """Run the memory segment by segment: answers of memory and caches together, the final state, the new caches."""
         caches = caches or caching.begin(tokens[1])
         u, found, outputs = caching.vectors(x), caching.cut(caches, x.shape[1], documents), []
         given = tokens if u is None else (*tokens, u)
-        # Cut once: the backward pass of every slice by itself would fill a tensor of the whole length.
+        # One split: separate slices would each fill a tensor of the whole length in the backward pass.
         parts = zip(*(t.split([piece.end - piece.begin for piece in found], 1) for t in given), strict=True)
         for piece, own in zip(found, parts, strict=True):
             vectors = None
@@ -247,7 +250,7 @@ class NeuralMemory(nn.Module):
             caches = caching.begun(caches, piece.new_document)
             if caching.config.fresh:
                 memory, here = self._begun(memory, here, caches.place % caching.config.segment == 0, own[0])
-            # Also without caches: parameters of learned shares then have gradients, of zero, on every rank.
+            # Computed even without caches: parameters of learned shares then have zero gradients on every rank.
             shares = caching.shares(vectors, own[1], caches) if caching.reads else None
             averaged = caching.config.soup and bool(caches.weights) and shares is not None
             soup = Soup(caches.weights, shares) if averaged else None
@@ -267,7 +270,7 @@ class NeuralMemory(nn.Module):
     def _begun(
         memory: MemoryState | None, documents: Documents | None, again: Tensor, q: Tensor
     ) -> tuple[MemoryState | None, Documents | None]:
-        """State before a piece, and starts in it, where the memories of the rows ``again`` (B,) begin with it."""
+        """State before a piece, and starts within it, if the memories of the rows ``again`` (B,) restart there."""
         if memory is None or bool(again.all()):
             return None, None
         if not bool(again.any()):
@@ -282,12 +285,12 @@ class NeuralMemory(nn.Module):
         return y, tuple(w[0] for w in state.memory.weights)
 
     def first_weights(self, learned: tuple[Tensor, ...], rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """M_0 as :meth:`read` wants it, (B, H, d_in, d_out), of the learned weights (H, d_in, d_out)."""
+        """M_0 as :meth:`read` takes it, (B, H, d_in, d_out), from the learned weights (H, d_in, d_out)."""
         met = self.gates.rule.met
         return tuple(met(w.to(dtype)).expand(rows, *w.shape) for w in learned)
 
     def end_weights(self, state: NeuralMemoryState) -> tuple[Tensor, ...]:
-        """The same after ``state``, where its chunk has ended."""
+        """Weights of ``state`` as :meth:`read` takes them, at the end of a chunk."""
         return self._met(state.memory)
 
     def _met(self, memory: MemoryState) -> tuple[Tensor, ...]:
@@ -303,7 +306,7 @@ class NeuralMemory(nn.Module):
     def _normalised(self, y: Tensor) -> Tensor:
         return self.output_norm(y.to(self.output_norm.weight.dtype))
 
-    # ---- what the plan and the FLOP count ask
+    # ---- costs, for the plan and the FLOP count
 
     def flops(self, length: int) -> Flops:
         """Per token of a document of ``length``: the projections, the gates, the memory and its caches; the short
@@ -313,7 +316,7 @@ class NeuralMemory(nn.Module):
         return total if self.caching is None else total + self.caching.flops(length, width, self.read_flops())
 
     def read_flops(self) -> Flops:
-        """Per token that is read without being written, its query given."""
+        """Per token that only reads, from a given query, and writes nothing."""
         once = self.q.n_heads * sum(product_flops(self.shape))
         return Flops(once, 2 * once)
 
@@ -329,7 +332,7 @@ class NeuralMemory(nn.Module):
 
     @property
     def piece(self) -> int:
-        """Tokens after which a token reads as many memories as any later one."""
+        """Number of tokens after which every token reads the same number of memories."""
         return 1 if self.caching is None else self.caching.config.segment * (self.caching.config.slots + 1)
 
     def unserved(self, dtype: torch.dtype) -> str | None:

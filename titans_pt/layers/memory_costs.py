@@ -23,13 +23,13 @@ def _block(config: MemoryConfig) -> int:
 
 
 def inner_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
-    """Per token and head: every product of the exact dual form (kernels/memory/dual.py) at the compute block in use.
-    What an alpha per channel adds is element-wise."""
+    """FLOPs per token and head: every product of the exact dual form (kernels/memory/dual.py) at the compute block in
+    use. An alpha per channel adds only element-wise work."""
     rule, block = Rule.of(config), _block(config)
     if rule.nonlinear:
         return stale_flops(shape, config)
-    start = config.forget_to == "start"  # then queries also meet M_0
-    inner = 3 if config.alpha == "head" else 0  # products for the gradients of one gate for a whole matrix
+    start = config.forget_to == "start"  # then queries are also multiplied with M_0
+    inner = 3 if config.alpha == "head" else 0  # products for the gradients of a gate that a whole matrix shares
     forward = backward = 0.0
     again, written = _window_factors(rule, block)
     for n, weights in enumerate(product_flops(shape)):
@@ -43,8 +43,8 @@ def inner_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
 
 
 def _erasing_flops(rule: Rule, layer: tuple[int, int], block: int, reads: bool) -> float:
-    """Per token and head, of one matrix: what it holds along a block's inputs, the inputs' products with each other,
-    the triangular system, and what queries do not find any more."""
+    """FLOPs per token and head that erasing adds to one matrix: the matrix's content along a block's inputs, the
+    inputs' products with each other, the triangular system, and the erased content that queries no longer find."""
     if not rule.erases:
         return 0.0
     d_in, d_out = layer
@@ -52,15 +52,18 @@ def _erasing_flops(rule: Rule, layer: tuple[int, int], block: int, reads: bool) 
 
 
 def _window_factors(rule: Rule, block: int) -> tuple[float, float]:
-    """Keys of which a block of tokens takes gradients, and keys that it writes, each per token of the block."""
+    """Number of keys whose gradients a block of tokens takes, and of keys that it writes, per token of the block."""
     written = 1 + (rule.window - 1) / block
     return 1.0 if rule.border == "carry" else written, written
 
 
 def stale_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
-    """Per token and head of a memory that is read as it was at its chunk's start (kernels/memory/blockwise.py): keys
-    forward and back, two sums over the chunk, queries forward, what its rule makes of it at the chunk's end; in the
-    backward pass all of it again, and twice."""
+    """FLOPs per token and head of a memory whose tokens read the weights of their chunk's start
+    (kernels/memory/blockwise.py).
+
+    The forward pass takes keys forward and back, two sums over the chunk, queries forward, and the rule's work at the
+    chunk's end. The backward pass repeats all of it and costs twice as much again.
+    """
     rule, products = Rule.of(config), product_flops(shape)
     again, written = _window_factors(rule, config.chunk_size)
     once = (again + 2 * written + 1) * sum(products) + again * sum(products[1:])
@@ -71,7 +74,7 @@ def stale_flops(shape: NetworkShape, config: MemoryConfig) -> Flops:
 
 
 def read_flops(shape: NetworkShape) -> Flops:
-    """Per token and head of one more read of the memory of a chunk's start, which the backward pass repeats."""
+    """FLOPs per token and head of one more read of the chunk's start weights; the backward pass repeats the read."""
     return Flops(sum(product_flops(shape)), 3 * sum(product_flops(shape)))
 
 

@@ -13,9 +13,11 @@ from titans_pt.layers.flops import Flops, product
 from titans_pt.layers.sharding import Shard
 
 DEEP = 3
-"""Weight matrices from which on a memory is chaotic at the steps that two take: a small change of M_0 grows from chunk
-to chunk, and the outer gradient with it, a thousandfold over 64 chunks with four. They take smaller steps, from smaller
-weights, and still smaller ones toward long values (docs/notebook.md, "Deep memories are chaotic")."""
+"""Number of weight matrices from which on a memory is chaotic at the step size that suits two.
+
+A small change of M_0 grows from chunk to chunk, and the outer gradient with it: a thousandfold over 64 chunks with four
+matrices. Deep memories therefore take smaller steps, from smaller initial weights, and still smaller steps towards long
+values (docs/notebook.md, "Deep memories are chaotic")."""
 
 
 def takes_small_steps(config: MemoryConfig) -> bool:
@@ -26,17 +28,17 @@ def default_step_bound(config: MemoryConfig) -> float:
     """Largest theta / (1 - eta) that is known to be stable, for ||M(k) - v||^2 with unit keys.
 
     A chunk takes C gradients at one point. If all its keys are equal, a linear memory's error is multiplied by
-    1 - 2 C theta: it grows above 1 / C. Without a LayerNorm C times the bound therefore stays below 1. Under one, which
-    bounds the output, it stays below 2: 0.1 holds up to C = 16, 0.03 at C = 64. A quarter of that for three matrices,
-    an eighth for four.
+    1 - 2 C theta: it grows if theta is above 1 / C. Without a LayerNorm, C times the bound therefore stays below 1. A
+    LayerNorm bounds the output, and C times the bound stays below 2: the bound is 0.1 up to C = 16, and 0.03 at C = 64.
+    It is a quarter of that for three matrices, an eighth for four.
     """
     bound = min(0.1, (1.9 if config.norm else 0.95) / config.chunk_size) * Rule.of(config).step
     return bound / 2 ** (config.depth - 1) if takes_small_steps(config) else bound
 
 
 def of_chunk(config: MemoryConfig, chunk: int) -> MemoryConfig:
-    """Settings of a memory that has another chunk size than ``model.memory.chunk_size``. A step bound that was set for
-    that one is lowered to the largest that is stable here."""
+    """Memory settings with ``chunk`` in place of ``model.memory.chunk_size``. For a larger chunk, a configured step
+    bound is lowered to the largest stable one."""
     other = config.model_copy(update={"chunk_size": chunk})
     if config.step_bound is None or chunk <= config.chunk_size:
         return other
@@ -50,8 +52,8 @@ STRETCH = 0.05
 class _Cut(torch.autograd.Function):
     """Clamps x to [0, 1] with a straight-through gradient, so that a clamped gate can reopen.
 
-    It is the same in both directions: one that passes only where it leads back into the range pulls a gate off the 0
-    that would be best, by its noise alone.
+    The gradient passes in both directions. If it passed only where it leads back into the range, its noise alone would
+    pull a gate away from 0, even if 0 is best.
     """
 
     @staticmethod
@@ -64,7 +66,7 @@ class _Cut(torch.autograd.Function):
 
 
 def share_for(v: Tensor) -> Tensor:
-    """v (B, T, H, D) -> which share of theta a deep memory takes to write it, (B, T, H) in fp32 (fp64)."""
+    """Share of theta that a deep memory takes to write values v (B, T, H, D): (B, T, H) in fp32 (fp64)."""
     short = 0.5 * v.shape[-1] ** 0.5
     return short / torch.linalg.vector_norm(v.to(state_dtype(v)), dim=-1).clamp(min=short)
 
@@ -81,8 +83,8 @@ def _logit(gate: float, hard: bool = False) -> float:
 
 
 class WriteGate(nn.Module):
-    """A sigmoid's value -> the share of the largest step that a token takes. A module for those who watch it:
-    ``model.memory.write_cost``."""
+    """A sigmoid's value -> the share of the largest step that a token takes. It is a module so that hooks can watch it
+    (``model.memory.write_cost``)."""
 
     def __init__(self, hard: bool):
         super().__init__()
@@ -98,15 +100,15 @@ class Gates(nn.Module):
     theta = bound (1 - eta) gate(.): under a constant eta, momentum applies a token's surprise with a total weight of
     bound gate. If eta rises after the token, the total is larger. The error and the curvature of a step grow with the
     value's length; deep memories therefore take min(1, sqrt(D) / (2 ||v||)) of theta.
-    With theta="free" it is softplus(.), any positive number: Titans, Eq. 10, has "theta_t" without a range or a
-    non-linearity, and softplus is the usual one for a step without a bound (Mamba's, for example).
+    With theta="free", theta is softplus(.), any positive number. Titans, Eq. 10, gives "theta_t" neither a range nor a
+    non-linearity; softplus is the usual choice for a step without a bound (Mamba's, for example).
     """
 
     def __init__(self, config: MemoryConfig):
         super().__init__()
         self.config = config
         self.writes = config.writes
-        """False from some token on leaves the memory as it is there."""
+        """Whether tokens are written. If set to False after some token, the memory no longer changes from there on."""
         self.layers = config.depth if config.per_layer_gates else 1
         self.bound = config.step_bound or default_step_bound(config)
         self.free = config.theta == "free"
@@ -116,7 +118,7 @@ class Gates(nn.Module):
 
     @property
     def starts(self) -> tuple[float, float, float]:
-        """Numbers of which theta, eta and alpha are what they are configured to be at initialisation."""
+        """Raw numbers that give theta, eta and alpha their configured initial values."""
         hard = self.config.gates == "hard"
         theta, eta, alpha = self.config.theta_init, self.config.eta_init, self.config.alpha_init
         step = math.log(math.expm1(self.bound * (1 - eta) * theta)) if self.free else _logit(theta, hard)
@@ -124,17 +126,17 @@ class Gates(nn.Module):
 
     @property
     def own_starts(self) -> list[float]:
-        """The same of the rule's own gates."""
+        """Raw numbers that give the rule's own gates their initial values."""
         gates = self.rule.gates.values()
         return [_logit(gate.start) if gate.share else math.log(math.expm1(gate.start)) for gate in gates]
 
     def opened(self, raw: Tensor, alpha: Tensor | None, own: tuple[Tensor, ...], v: Tensor) -> tuple[Tensor, ...]:
-        """theta, eta, alpha, own gates.
+        """Gates theta, eta, alpha and the rule's own, from raw numbers.
 
         Args:
-            raw: (..., L, 3), numbers of each layer's gates; (..., L, 2) where alpha has its own.
-            alpha: None, or (..., channels).
-            own: each (...).
+            raw: (..., L, 3), numbers of each layer's gates; (..., L, 2) if alpha is given separately.
+            alpha: numbers of alpha, (..., channels), or None.
+            own: numbers of the rule's own gates, each (...).
             v: (..., D), the values that will be written.
 
         Returns:
@@ -147,11 +149,11 @@ class Gates(nn.Module):
             alpha = torch.sigmoid(alpha)
         share = self.write(F.softplus(raw[..., 0]) / self.bound if self.free else share)
         if self.config.gates == "hard":
-            # Not momentum: at 1 the surprise of a token would be added again with every later one, for ever.
+            # Momentum is never hard: at eta = 1 a token's surprise would be added again with every later token.
             alpha = _hard(alpha)
         if not self.config.momentum:
             eta = torch.zeros_like(eta)
-        if not self.config.forgetting:  # times 0: alpha may have linear layers of its own, which keep a gradient
+        if not self.config.forgetting:  # times 0: alpha's own linear layers, if it has them, keep a gradient
             alpha = 0 * alpha
         theta = self.bound * share if self.free else self.bound * (1 - eta) * share
         if self.damped:
@@ -170,8 +172,8 @@ class Gates(nn.Module):
 
 class MemoryGates(Gates):
     """x (B, T, d_model) -> theta, eta, alpha, each (B, T, H), or (B, T, H, L) with per_layer_gates, and the memory
-    rule's own gates, each (B, T, H); fp32. alpha is (B, T, H, channels) with alpha="channel", from two linear layers of
-    a low rank between them.
+    rule's own gates, each (B, T, H); fp32. With alpha="channel", alpha is (B, T, H, channels), from a low-rank pair of
+    linear layers.
     """
 
     sharding = {"linear": Shard.COLUMN, "alpha_in": Shard.SUMMED, "alpha_out": Shard.COLUMN, "own": Shard.COLUMN}
@@ -191,8 +193,8 @@ class MemoryGates(Gates):
     def own_initialisation(self):
         """Starts the gates nearly constant at their configured values.
 
-        A hard alpha needs this: next to its cut it is fifty times as steep as a sigmoid. Under weights like the
-        others' a tenth would be forgotten at some tokens from the first step on.
+        A hard alpha starts exactly constant, with weights of 0: next to its cut it is fifty times as steep as a
+        sigmoid. With the other gates' weights, some tokens would forget a tenth from the first step on.
         """
         starts = self.starts
         with torch.no_grad():

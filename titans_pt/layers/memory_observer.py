@@ -1,4 +1,4 @@
-"""Observes a model's memories from outside while it reads: what each token gave them, and what it did there."""
+"""Observe a model's memories from outside while it reads: each token's gates and surprise, and the norms after it."""
 
 import inspect
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ from titans_pt.layers.state import map_tensors
 
 @dataclass
 class MemoryFigures:
-    """One memory's, each (B, T, H) fp32 on the CPU; gates are means over its matrices where each has its own. Of a
-    SelfModifyingMemory they are those of its main memories.
+    """Figures of one memory, each (B, T, H) fp32 on the CPU. Gates are means over its matrices if each has its own. A
+    SelfModifyingMemory gives the figures of its main memories.
 
     surprise: ||grad_W ||M(k_t) - v_t||^2||, at the weights of the chunk's start. theta, eta, alpha: the gates.
     weight_norm, momentum_norm: ||M_t||, ||S_t||. Norms are Frobenius, over all matrices of a head together.
@@ -42,7 +42,7 @@ class MemoryFigures:
 
 @dataclass
 class _KernelInputs:
-    """One call of a memory: what reached its kernel. tokens: k, v and gates, or, with an author, the queries."""
+    """Inputs of a memory's kernel in one call. tokens: k, v and gates, or, with an author, the queries."""
 
     tokens: tuple[Tensor, ...]
     author: Author | None
@@ -56,13 +56,13 @@ class _KernelInputs:
         return self.tokens[0].shape[1]
 
     def first_row(self) -> "_KernelInputs":
-        """The call as it would have been with that row alone; copies, which keep nothing else alive."""
+        """The same call of the first row alone, as copies, which keep no other tensor alive."""
         tree = (self.tokens, self.state, self.reset)
         tokens, state, reset = map_tensors(tree, lambda x: x[:1].detach().clone())
         return replace(self, tokens=tokens, state=state, reset=reset)
 
     def cut(self, place: int) -> tuple["_KernelInputs", "_KernelInputs"]:
-        """Two calls, of the tokens before ``place`` and of those from there on; the second lacks its state."""
+        """Split into two calls at the token ``place``; the caller sets the state of the second."""
         tree = (self.tokens, self.reset)
         halves = []
         for part in (slice(None, place), slice(place, None)):
@@ -72,9 +72,9 @@ class _KernelInputs:
 
 
 class MemoryObserver:
-    """Notes the calls of one memory, through hooks on it and on its parts, until it is closed.
+    """Recorder of one memory's calls, through hooks on the memory and its parts, until it is closed.
 
-    With ``newest`` it notes the first row of the newest call alone, for :meth:`sample`.
+    With ``newest`` it keeps only the first row of the newest call, for :meth:`sample`.
     """
 
     def __init__(self, memory: NeuralMemory | SelfModifyingMemory, newest: bool = False):
@@ -117,9 +117,9 @@ class MemoryObserver:
             self._calls.append(call)
 
     def take(self, tokens: int) -> MemoryFigures:
-        """Figures of the last ``tokens`` tokens, which calls in any number have read, and a clean slate.
+        """Figures of the last ``tokens`` tokens, read in any number of calls; all recorded calls are then dropped.
 
-        What was read before them is the persistent prefix: it is no part of the text.
+        Tokens read before them are the persistent prefix, which is no part of the text.
         """
         calls, left = [], tokens
         while left > 0:
@@ -135,7 +135,7 @@ class MemoryObserver:
     def sample(self, tokens: int) -> MemoryFigures:
         """Figures of the last ``tokens`` tokens (fewer if it had fewer) that the newest call read in its first row.
 
-        As cheap as such a look can be: the tokens before them are read by the kernel.
+        It is cheap: the kernel reads the tokens before them, and only these tokens are traced.
         """
         call = self._calls.pop().first_row()
         self._calls.clear()
@@ -180,14 +180,14 @@ class MemoryObserver:
 
 
 def memories_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Every memory of ``model`` that can be observed, by its name there."""
+    """Every memory of ``model`` that can be observed, by the module's name."""
     kinds = (NeuralMemory, SelfModifyingMemory)
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
 @contextmanager
 def observe_memories(model: nn.Module, newest: bool = False) -> Iterator[dict[str, MemoryObserver]]:
-    """A MemoryObserver for each memory of ``model``, by its name there, for the length of the ``with``."""
+    """A MemoryObserver for each memory of ``model``, by the module's name, while the ``with`` block runs."""
     observers = {name: MemoryObserver(memory, newest) for name, memory in memories_of(model).items()}
     try:
         yield observers

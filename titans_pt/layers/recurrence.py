@@ -28,11 +28,12 @@ def precise(x: Tensor) -> Tensor:
 
 
 def varying(number: float) -> Tensor:
-    """A number that changes in the course of a training: fp64, without dimensions, on the CPU, where it combines with
-    tensors of any device. torch.compile takes it as an input. It would take a Python float as a constant, and compile
-    the block again for every value.
+    """A number that changes during training: an fp64 scalar on the CPU, which combines with tensors of any device.
+
+    torch.compile takes it as an input. It would take a Python float as a constant, and compile the block again for
+    every value.
     """
-    return torch.tensor(number, dtype=torch.float64, device="cpu")  # on the CPU also where a model is built on "meta"
+    return torch.tensor(number, dtype=torch.float64, device="cpu")  # even if the model is built on "meta"
 
 
 def unit_length(x: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ def inverse_softplus(x: Tensor) -> Tensor:
 
 
 def random_steps(n: int) -> Tensor:
-    """(n,): what softplus turns into steps between 0.001 and 0.1, uniform in their logarithm; Mamba's start."""
+    """Numbers (n,) that softplus turns into steps between 0.001 and 0.1, uniform in their logarithm, as in Mamba."""
     return inverse_softplus(torch.exp(torch.empty(n).uniform_(math.log(1e-3), math.log(0.1))).clamp(min=1e-4))
 
 
@@ -59,7 +60,7 @@ class SelectiveDecay(nn.Module):
     """x (B, T, H) -> step s = softplus(x + dt_bias) and log decay -exp(A_log) s, (B, T, H) in the state's precision.
 
     Mamba2 (arXiv 2405.21060) and Gated DeltaNet (arXiv 2412.06464): one decay per token and head. With a ``width``, one
-    per token, head and key channel, (B, T, H, width) (KDA, arXiv 2510.26692): dt_bias is of channels, A_log of heads.
+    per token, head and key channel, (B, T, H, width) (KDA, arXiv 2510.26692): dt_bias is per channel, A_log per head.
     exp(A_log) starts uniform between ``lowest`` and 16.
     """
 

@@ -17,7 +17,7 @@ def turns(width: int, base: float, scaling: RopeScaling | None = None, device: t
         return frequency
     if scaling.kind == "linear":
         return frequency / scaling.factor
-    # Llama 3.1: how far the turns in a text of the original length are from few (0) to many (1).
+    # Llama 3.1: 0 for frequencies that turn rarely in a text of the original length, 1 for those that turn often.
     whole = frequency * scaling.original_length
     kept = ((whole - scaling.low_freq) / (scaling.high_freq - scaling.low_freq)).clamp(0, 1)
     return kept * frequency + (1 - kept) * frequency / scaling.factor
@@ -27,10 +27,10 @@ def rotation(
     position: Tensor, width: int, base: float, dtype: torch.dtype, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
     """position (T,) or (B, T) int64 -> cosine and sine, ([B,] T, 1, width / 2), for heads of an even ``width``; fp32,
-    fp64 for fp64.
+    or fp64 if ``dtype`` is fp64.
 
-    Turns are counted in fp64, at ten million tokens an fp32 angle is off by half a radian; cosine and sine of what is
-    left of the last turn need no more than the heads' precision.
+    Turns are counted in fp64: at ten million tokens an fp32 angle is off by half a radian. The cosine and sine of the
+    last turn's fraction need no more than the heads' precision.
     """
     place = position.to(torch.float64).unsqueeze(-1) * turns(width, base, scaling, position.device)
     angle = (2 * math.pi * (place - place.round())).to(torch.float64 if dtype == torch.float64 else torch.float32)
@@ -53,7 +53,7 @@ def rotation_from(first: int, like: Tensor, base: float, scaling: RopeScaling | 
 def _rotation_from(
     first: int, length: int, width: int, base: float, scaling, dtype, device, _inference: bool, _stream: object
 ):
-    """A table for each stream: what is dropped here might otherwise be overwritten while another stream reads it."""
+    """One table per CUDA stream: a dropped table might otherwise be overwritten while another stream reads it."""
     return rotation(torch.arange(first, first + length, device=device), width, base, dtype, scaling)
 
 

@@ -20,15 +20,15 @@ from titans_pt.layers.norm import RMSNorm
 from titans_pt.layers.sharding import Shard
 
 MEMORIES = ("k", "v", "eta", "alpha", "memory")
-"""Memories of a head: those of keys, values, step sizes and forgetting, and the main one, whose answers are outputs."""
+"""Memories of a head: for keys, values, step sizes and forgetting, and the main one, whose answers are the outputs."""
 SPREAD = 0.2
-"""Standard deviation, at initialisation, of the number that a gate is read off."""
+"""Standard deviation, at initialisation, of the number from which a gate is computed."""
 
 
 class Readout(nn.Module):
     """Learned maps from answers of the memories of step sizes and forgetting to gates, one per head.
 
-    A module that hands out its parameters (as copies), for ZeRO-3: see MemoryNetwork.
+    Calling the module returns copies of its parameters, for ZeRO-3: see MemoryNetwork.
     """
 
     sharding = {"": Shard.COLUMN}
@@ -48,11 +48,11 @@ class Readout(nn.Module):
 
 
 class AnswerGates(Gates):
-    """Answers of two memories -> the gates of all five. theta, eta and the rule's own gates come from the memory of
-    step sizes, alpha from that of forgetting, as numbers that a learned map per head reads off the answer.
+    """Answers of two memories -> the gates of all five.
 
-    The paper has eta_t = M_eta(x_t) and leaves open how an answer of the head's width becomes a number, and its range;
-    ranges here are those of every memory (:class:`Gates`).
+    theta, eta and the rule's own gates come from the memory of step sizes, alpha from the memory of forgetting. A
+    learned map per head turns an answer into the gates' raw numbers. The paper has eta_t = M_eta(x_t), and leaves open
+    how an answer of the head's width becomes a number, and in which range. Ranges here are those of :class:`Gates`.
     """
 
     def __init__(self, n_heads: int, width: int, config: MemoryConfig):
@@ -72,8 +72,8 @@ class AnswerGates(Gates):
         """
         Args:
             steps, keeps: (B, H, c, D), answers of the two memories.
-            v: (B, H, M, c, D), what each of M memories will write.
-            learned: of :class:`Readout`.
+            v: (B, H, M, c, D), values that each of M memories will write.
+            learned: output of :class:`Readout`.
 
         Returns:
             theta, eta, alpha, own gates, (B, H, 1 or M, c, 1 or L) each.
@@ -93,7 +93,7 @@ class AnswerGates(Gates):
 
 @dataclass
 class SelfModifyingState:
-    """memory: see MemoryState, of all memories: those of head h are at 5 h .. 5 h + 4, as in MEMORIES. x, q:
+    """memory: state of all memories (see MemoryState); head h has 5 h .. 5 h + 4, in the order of MEMORIES. x, q:
     (B, conv_width - 1, d_model), the convolutions' last inputs."""
 
     memory: MemoryState
@@ -104,18 +104,18 @@ class SelfModifyingState:
 class SelfModifyingMemory(nn.Module):
     """(B, T, d_model) -> answers of the main memories, (B, T, d_model), heads side by side, each normalised (RMS).
 
-    With M' the memories at the start of a token's chunk, which all of the chunk reads:
+    M' are the memories at the start of a chunk, which all tokens of the chunk read:
 
         k = unit(M'_k(x))    v = unit(M'_v(x))    theta, eta from M'_eta(x)    alpha from M'_alpha(x)    y = M'(q)
         each of the five memories m learns M_m(k) = M'_m(v) by the memory rule, with these gates
 
-    x and q are the only projections that stay as they are: linear, convolution, SiLU, unit length. x feeds the head's
-    memories; without its linear layer a head would know no more than its own channels of the model.
+    Only the projections x and q do not change while reading: linear, convolution, SiLU, unit length. x feeds the head's
+    memories; without its linear layer a head would see only its own channels of the model.
     """
 
     sharding = {"": Shard.ENTER, "output_norm": Shard.SUMMED}
     main = slice(len(MEMORIES) - 1, None, len(MEMORIES))
-    """The main memories among all."""
+    """Slice of the main memories among all memories."""
 
     def __init__(self, d_model: int, n_heads: int, conv_width: int, config: MemoryConfig, norm_eps: float):
         super().__init__()
@@ -163,7 +163,7 @@ class SelfModifyingMemory(nn.Module):
     ) -> tuple[Tensor, ...]:
         """The author (titans_pt.kernels.memory.call.Author) of keys, values and gates of all memories.
 
-        learned: of :class:`Readout`. answers: (B, 5 H, c, D).
+        learned: output of :class:`Readout`. answers: (B, 5 H, c, D).
         """
         answers = answers.unflatten(1, (-1, len(MEMORIES)))
 
@@ -179,15 +179,15 @@ class SelfModifyingMemory(nn.Module):
             return k, v, *(gate.squeeze(2) for gate in gates)
         return k, v, *map(of_all, gates)
 
-    # ---- what the plan and the FLOP count ask
+    # ---- costs, for the plan and the FLOP count
 
     @property
     def _memories(self) -> int:
         return len(MEMORIES) * self.x.n_heads
 
     def flops(self, length: int) -> Flops:
-        """Per token of a document of any length: two projections, gates, and of each memory what a memory with stale
-        reads needs and one further read, of its own value."""
+        """Per token of a document of any length: two projections, gates, and for each memory the cost of a memory with
+        stale reads and of one further read, of its own value."""
         width = self.x.linear.in_features
         each = stale_flops(self.shape, self.config) + read_flops(self.shape)
         return 2 * product(width, width) + self.gates.flops() + self._memories * each

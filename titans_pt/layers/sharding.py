@@ -1,7 +1,7 @@
-"""Declarations by layers and mixers of their tensor parallelism.
+"""Declarations by which layers and mixers describe their tensor parallelism.
 
-A class declares ``sharding``: path (of a submodule or parameter, "" for itself) -> one of these names. Their meaning is
-in titans_pt.parallel.split: the declaring classes import nothing of parallel/.
+A class declares ``sharding``: path (of a submodule or parameter, "" for itself) -> one of these names.
+titans_pt.parallel.split implements them: the declaring classes import nothing from parallel/.
 
 The pattern is Megatron-LM's (arXiv 1909.08053): heads, hidden units and vocabulary are divided among the ranks. Rank
 r of n holds heads [r H / n, (r + 1) H / n) with everything that belongs to them, takes whole inputs (ENTER), and adds
@@ -18,7 +18,7 @@ class Shard(Enum):
     """Ways in which a tensor rank holds one module or parameter."""
 
     WHOLE = "whole"
-    """Nothing: every rank holds all of it and computes the same."""
+    """Not cut: every rank holds all of it and computes the same."""
     COLUMN = "column"
     """Its parameters are cut along their first dimension: the outputs of a linear layer (out, in), the channels of a
     convolution, the heads of anything that stores one entry per head."""
@@ -44,18 +44,18 @@ class Shard(Enum):
     BETWEEN = "between"
     """It lies between mixers and MLPs, where parallel.sequence splits time."""
     OPEN = "open"
-    """It takes inputs from there, whole in time."""
+    """It takes inputs from a BETWEEN module, made whole in time."""
     ENTER_OPEN = "enter open"
     """OPEN and ENTER."""
     VOCABULARY = "vocabulary"
-    """An embedding of which each rank holds a part of the rows. Where the ranks do not divide them, the last ones hold
-    zeros behind theirs (:func:`filled`)."""
+    """An embedding whose rows are divided among the ranks. If they do not divide evenly, the rows of the last ranks are
+    padded with zeros (:func:`filled`)."""
     LOGITS = "logits"
     """The head, cut like VOCABULARY: each rank keeps the logits of its part of the vocabulary."""
 
 
 def filled(x: Tensor, dim: int, parts: int) -> Tensor:
-    """x with zeros behind it along ``dim`` up to a multiple of ``parts``; x itself where its size is one."""
+    """x padded with zeros at the end of ``dim`` to a multiple of ``parts``; x itself if its size is a multiple."""
     missing = -x.shape[dim] % parts
     return F.pad(x, [0] * (2 * (x.dim() - dim) - 1) + [missing]) if missing else x
 

@@ -1,8 +1,7 @@
-"""State that layers carry from one call to the next, as tensors in dataclasses, tuples, lists and dicts: any mixer's, a
-whole model's.
+"""State that a mixer or a whole model carries from one call to the next: tensors in dataclasses, tuples, lists, dicts.
 
-Everything that walks a state uses :func:`parts` and :func:`with_parts`. torch.utils._pytree would need every class of
-states to be registered, those of mixers outside this repository included.
+Everything that walks a state uses :func:`parts` and :func:`with_parts`. torch.utils._pytree would need every state
+class to be registered, also for mixers outside this repository.
 """
 
 import copy
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 SHARED = {"shared": True}
-"""Metadata of a dataclass's field whose tensor has no rows of its own."""
+"""Metadata of a dataclass field whose tensor has no row dimension: all rows share it."""
 
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type)
@@ -36,7 +35,7 @@ def with_parts(state: Any, values: Iterable[Any]) -> Any:
     """``state`` with other values of its :func:`parts`.
 
     Raises:
-        TypeError: a leaf that may hold tensors, which nothing here would reach.
+        TypeError: ``state`` is a leaf of a type that may hold tensors, which the functions here would miss.
     """
     if not parts(state):
         if not isinstance(state, (torch.Tensor, *PLAIN, tuple, list, dict)) and not is_dataclass(state):
@@ -64,7 +63,7 @@ def find(state: Any, kind: type) -> Iterator[Any]:
 def map_tensors(state: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``state`` with ``fn`` applied to every tensor; dataclasses, tuples, lists, dicts and None keep their shape.
 
-    For example, ``map_tensors(state, torch.Tensor.detach)`` cuts its history.
+    For example, ``map_tensors(state, torch.Tensor.detach)`` detaches it from autograd's graph.
     """
     if isinstance(state, torch.Tensor):
         return fn(state)
@@ -77,7 +76,7 @@ def tensors(state: Any) -> Iterator[torch.Tensor]:
 
 
 def rows(state: Any) -> int | None:
-    """Number of rows that ``state`` is of: the first dimension of its first tensor. None without a tensor."""
+    """Number of rows of ``state``: the first dimension of its first tensor. None without a tensor."""
     first = next(tensors(state), None)
     return None if first is None else len(first)
 
@@ -92,11 +91,10 @@ def check_rows(given: int | None, x: torch.Tensor):
 
 
 def take_rows(state: Any, index: torch.Tensor) -> Any:
-    """The state of the rows at ``index`` (n,) int64, in that order, any of them several times: beams that go on, or
-    several continuations of each row. A copy, as by :func:`fork`.
+    """Copy of the rows at ``index`` (n,) int64, in that order; a row may repeat. Gradients flow through it.
 
-    A dataclass whose rows are not the first dimension of its tensors has a method of this name; a tensor that all rows
-    share is a field with ``SHARED`` as its metadata.
+    It serves beam search, and several continuations of each row. A dataclass whose rows are not the first dimension of
+    its tensors has a method of this name. A tensor that all rows share is a field with ``SHARED`` as its metadata.
     """
     if isinstance(state, torch.Tensor):
         return state.index_select(0, index.to(state.device))
@@ -112,14 +110,17 @@ def fork(state: Any) -> Any:
 
 
 def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of a state, on ``device`` and of ``dtype`` (None: its own) if it is of floating point. Whole numbers
-    (offsets, places) stay on the host, where mixers make masks and cuts of them."""
+    """A state's tensor, moved to ``device`` and ``dtype`` (None: its own) if it is of floating point. Integer tensors
+    (offsets, places) stay on the host, where mixers compute masks and cuts from them."""
     return tensor.to(device, dtype) if tensor.is_floating_point() else tensor
 
 
 def compact(state: Any) -> Any:
-    """``state`` with copies of what would keep much else alive: tensors that lie in a storage which they, with all
-    others of ``state``, use less than half of. A tail of a long call's tensors is a view of all of them."""
+    """``state`` with copies of tensors that would keep much unused memory alive.
+
+    A tensor is copied if all tensors of ``state`` together use less than half of its storage. The last tokens of a
+    long call are such a view: it keeps the tensor of the whole call alive.
+    """
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors(state))):
         return state  # torch.func's tensors have no storage
     used: dict[int, int] = {}

@@ -18,17 +18,17 @@ from titans_pt.layers.sharding import Shard
 
 @dataclass
 class TestTimeTrainingState:
-    """memory: of the kernel. inputs: the newest conv_width - 1 inputs of the convolutions, (B, conv_width - 1, d)."""
+    """memory: the kernel's. inputs: the newest conv_width - 1 inputs of the convolutions, (B, conv_width - 1, d)."""
 
     memory: TTTState
     inputs: Tensor
 
 
 class TTTNetwork(nn.Module):
-    """The learned start of the inner network, and its LayerNorm, which the inner loop leaves alone.
+    """Learned initial parameters of the inner network, and its LayerNorm, which the inner loop does not change.
 
-    A module that returns copies of its parameters, for code that shards parameters by module. Weight decay leaves
-    them alone, as in the authors' code.
+    Calling the module returns copies of its parameters, for code that shards parameters by module. They have no weight
+    decay, as in the authors' code.
     """
 
     sharding = {"": Shard.COLUMN}
@@ -54,14 +54,14 @@ class TTTNetwork(nn.Module):
 class TestTimeTraining(nn.Module):
     """(B, T, d_model) -> (B, T, d_model): out(LayerNorm(memory(q, k, v)) * gelu(gate(x))).
 
-    q and k are two convolutions of one projection, turned by their place in the mini-batch; a token's learning rate
-    is risen base_lr sigmoid(rate(x)) / head width.
+    q and k are two convolutions of one projection, rotated by their place in the mini-batch. A token's learning rate is
+    risen * base_lr * sigmoid(rate(x)) / head width.
 
     Attributes:
-        risen: factor of base_lr, which may change in the course of a training: see ``varying``.
+        risen: factor on base_lr, which may change during training: see ``varying``.
     """
 
-    __test__ = False  # pytest: the name is the method's
+    __test__ = False  # for pytest: the class is no test, "Test" belongs to the method's name
     sharding = {
         "": Shard.ENTER,
         "qk": Shard.COLUMN,
@@ -81,7 +81,7 @@ class TestTimeTraining(nn.Module):
         self, d_model: int, head_width: int, mini_batch: int, base_lr: float, expansion: int | None, conv_width: int,
         rope_base: float,
     ):  # fmt: skip
-        """expansion: of the inner network's hidden layer; None: it has none."""
+        """expansion: hidden size of the inner network over the head width; None: no hidden layer."""
         super().__init__()
         self.n_heads, self.head_width = d_model // head_width, head_width
         self.risen = varying(1.0)
@@ -116,7 +116,7 @@ class TestTimeTraining(nn.Module):
         return self.out(y), TestTimeTrainingState(memory, inputs)
 
     def _place(self, x: Tensor, state: TestTimeTrainingState | None, documents: Documents | None) -> Tensor:
-        """Each token's number in its mini-batch, (T,) or (B, T): they count from a document's start."""
+        """Index of each token in its mini-batch, (T,) or (B, T); mini-batches count from a document's start."""
         place = torch.arange(x.shape[1], device=x.device)
         read = place if state is None else state.memory.offset.to(x.device)[:, None] + place
         if documents is not None:
@@ -124,14 +124,14 @@ class TestTimeTraining(nn.Module):
         return read % self.mini_batch
 
     def flops(self) -> Flops:
-        """Per token: its linear layers; through the inner network forward, back to its hidden layer, the gradients of
-        its weights, and forward again to read."""
+        """Per token: the linear layers, and for the inner network a forward pass, the backward pass to its hidden
+        layer, the gradients of its weights, and a second forward pass to read."""
         inner = [product(a, b) for a, b in self.network.layers]
         return linear_flops(self) + self.n_heads * sum((3 * p for p in inner), (len(inner) - 1) * inner[0])
 
     def kept_state_bytes(self, length: int) -> int:
-        """Bytes kept for the backward pass of a row of ``length`` tokens: fp32 parameters and their sums at regular
-        mini-batches, about the square root of their number."""
+        """Bytes kept for the backward pass of a row of ``length`` tokens: fp32 parameters and their sums at evenly
+        spaced mini-batches, about as many as the square root of the number of mini-batches."""
         one = self.n_heads * sum(a * b + b for a, b in self.network.layers)
         blocks = -(-length // self.mini_batch)
         return 8 * one * -(-blocks // math.isqrt(blocks))

@@ -25,7 +25,7 @@ from titans_pt.models.ways import WAYS, Call, Compiled, Way, around, in_turn, pl
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); (B, T, d_model). Between them the levels of ``model.mlp_periods``."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)); (B, T, d_model). The levels of ``model.mlp_periods`` come between."""
 
     sharding = {"mixer_norm": Shard.BETWEEN, "mixer": Shard.OPEN, "mlp_norm": Shard.BETWEEN}
 
@@ -55,7 +55,7 @@ class Block(nn.Module):
         return x, ContinuumState(mixer, levels)
 
     def feed(self, x: Tensor) -> Tensor:
-        """The second half, in which tokens are apart."""
+        """The second half, which computes each token separately."""
         return x + self.mlp(self.mlp_norm(x))
 
     def flops(self, length: int) -> Flops:
@@ -67,11 +67,11 @@ class Block(nn.Module):
 class Backbone(nn.ModuleList):
     """The n_layers blocks of a config's ``model`` section, in order: (B, T, d_model) -> (B, T, d_model).
 
-    What comes before and after them (embedding, norm, head, ...) belongs to the task. One call serves training,
-    evaluation and generation; causal, rows independent.
+    The layers around them (embedding, norm, head, ...) belong to the task. One call serves training, evaluation and
+    generation; causal, rows independent.
     """
 
-    if TYPE_CHECKING:  # what nn.ModuleList says is true of any module
+    if TYPE_CHECKING:  # nn.ModuleList declares items of any module type
 
         def __iter__(self) -> Iterator[Block]: ...
 
@@ -90,7 +90,7 @@ class Backbone(nn.ModuleList):
         return [block.mixer for block in self]
 
     def put_on(self, name: str, way: Way | None):
-        """Calls then go ``way``, by one of the names in WAYS; None takes it off.
+        """Send calls through ``way``, under one of the names in WAYS; None removes the way.
 
         Raises:
             ValueError: another name.
@@ -111,15 +111,15 @@ class Backbone(nn.ModuleList):
     def set_compiled(self, on: bool):
         """Whole sequences (no state in, none out) then pass each block through torch.compile.
 
-        Blocks of one kind share their code. The shape is compiled in: a new one is compiled again. Sequences
-        that documents cut are compiled only in blocks whose mixer sets ``compiles_documents``.
+        Blocks of one kind share their code, which is compiled again for every new shape. Sequences that documents cut
+        are compiled only in blocks whose mixer sets ``compiles_documents``.
         """
         self.put_on("compiled", Compiled() if on else None)
         for block in self:
             block.mixer.set_compiled(on)
 
     def set_progress(self, done: float):
-        """Tells mixers which share of the training is behind: before each step, and with the weights of any step."""
+        """Tells mixers which share of the training is complete: before each step, and when a step's weights load."""
         for block in self:
             block.mixer.set_progress(done)
 
@@ -139,8 +139,8 @@ class Backbone(nn.ModuleList):
             output_final_state: False, for training: None in place of the state after the last token.
 
         Returns:
-            (B, T, d_model), not normalised, and the state of each block's mixer after the last token (or whatever the
-            first mixer's ``around`` has for it).
+            (B, T, d_model), not normalised, and the state of each block's mixer after the last token (or the state that
+            the first mixer's ``around`` returns).
 
         Raises:
             ValueError: no row or no token in ``x``, or a state of another number of rows.
@@ -154,7 +154,7 @@ class Backbone(nn.ModuleList):
             for block, before in zip(self, state or [None] * len(self), strict=True):
                 x, block_state = self.call(in_turn, block, x, before, documents)
                 if output_final_state:
-                    # One token's tensors have no tails that could keep much alive.
+                    # After a single token no tensor is a small view of a large one.
                     after.append(compact(block_state) if x.shape[1] > 1 else block_state)
             return x, after if output_final_state else None
 
@@ -170,19 +170,19 @@ class Backbone(nn.ModuleList):
 
 
 def initialise(model: nn.Module, config: ModelConfig):
-    """The weights that a model of a backbone and its ends starts with, from torch's global generator.
+    """Initialise a model that consists of a backbone and the layers around it, from torch's global generator.
 
-    Normal(0, init_std) for every linear layer and embedding, those that end a residual branch smaller by
-    sqrt(2 n_layers); biases 0. Then modules that define ``own_initialisation`` apply it. All other parameters
+    Linear layers and embeddings are drawn from Normal(0, init_std); those that end a residual branch are smaller by
+    sqrt(2 n_layers). Biases are 0. Then modules that define ``own_initialisation`` apply it. All other parameters
     (M_0, convolutions, persistent tokens) keep the values with which they were made, but for ``model.value_filters``.
-    Those and adapters (``model.lora``) come last: all else starts as it does without them.
+    Value filters and adapters (``model.lora``) come last: all other parameters start as they would without them.
 
     Raises:
         UserError: model.lora names a layer that the model does not have.
     """
     ends = {id(m.get_submodule(name)) for m in model.modules() for name in getattr(m, "ends", ())}
     for module in model.modules():
-        # On the meta device, where plans count parameters, random numbers cost time and have no place.
+        # Plans count parameters on the meta device: random numbers would cost time and be stored nowhere.
         if isinstance(module, (nn.Linear, nn.Embedding)) and not module.weight.is_meta:
             smaller = (2 * config.n_layers) ** 0.5 if id(module) in ends else 1
             nn.init.normal_(module.weight, std=config.init_std / smaller)
@@ -200,7 +200,7 @@ def initialise(model: nn.Module, config: ModelConfig):
 
 
 def _begin(convolution: ShortConvolution, filters: str):
-    """Starts a convolution of values as ``model.value_filters`` says; "own": as it was made."""
+    """Starts a convolution of values as ``model.value_filters`` says; "own" keeps the mixer's values."""
     if filters == "identity":
         convolution.begin_as_identity()
     elif filters == "random":
@@ -219,9 +219,11 @@ def exempt_from_decay(model: nn.Module) -> set[str]:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for torch.optim.AdamW of the parameters that require gradients, as this project trains: matrices decay,
-    embeddings included; what has one dimension does not, nor what a layer exempts (``no_decay``), such as M_0, under
-    whose LayerNorm decay would make the memory's own steps larger and larger."""
+    """Groups for torch.optim.AdamW of the parameters that require gradients, as this project trains.
+
+    Matrices have weight decay, embeddings included. Parameters with one dimension have none, nor parameters that a
+    layer exempts (``no_decay``), such as M_0: decay under its LayerNorm would make the memory's steps ever larger.
+    """
     exempt = exempt_from_decay(model)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [

@@ -18,19 +18,19 @@ BIAS = 0.02
 
 
 def patches_of(lookback: int, patch: int, stride: int) -> int:
-    """Patches of a lookback whose end is repeated by one stride."""
+    """Number of patches of a lookback whose end is repeated by one stride."""
     return (lookback - patch) // stride + 2
 
 
 class Forecaster(nn.Module):
-    """Lookbacks of each channel -> the ``horizon`` steps behind each.
+    """Lookbacks of each channel -> the ``horizon`` steps after each.
 
-    A lookback loses its mean and standard deviation, which the forecast gets back. It is cut into patches (its end
-    repeated by one stride, as in PatchTST); the output of its last patch is the forecast. Lookbacks that follow each
-    other are one sequence: what the mixers keep of one is there in the next.
+    A lookback is normalised by its mean and standard deviation; the forecast is scaled back. The lookback is cut into
+    patches (its end repeated by one stride, as in PatchTST); the output of its last patch is the forecast. Lookbacks
+    that follow each other are one sequence: the mixers' state after one is the state before the next.
 
     Args:
-        channels: of the series, for the count of FLOPs alone.
+        channels: number of channels of the series, only for the count of FLOPs.
     """
 
     sharding = {"norm": Shard.BETWEEN}
@@ -43,8 +43,8 @@ class Forecaster(nn.Module):
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.leave = nn.Linear(config.d_model, horizon)
         initialise(self, config)
-        # A constant lookback is 0 without its mean. At tokens that are exactly 0 norms and unit lengths have slopes of
-        # 1,000 and more, in every layer.
+        # A constant lookback is 0 after normalisation. At tokens that are exactly 0, norms and unit lengths have
+        # derivatives of 1,000 and more, in every layer.
         nn.init.normal_(self.enter.bias, std=BIAS)
 
     @property
@@ -58,7 +58,7 @@ class Forecaster(nn.Module):
         """
         Args:
             x: (B, C, N * lookback), N lookbacks that follow each other.
-            state: what the call before returned, of the rows before; None at the start.
+            state: the state that the call for the lookbacks before returned; None at the start.
 
         Returns:
             (B, C, N, horizon) fp32, and the state after the last lookback.
@@ -75,7 +75,7 @@ class Forecaster(nn.Module):
         return y * deviation + mean, state
 
     def flops(self, length: int) -> Flops:
-        """Per row of the series, all channels."""
+        """Per time step of the series, all channels."""
         lookbacks, width = length // self.lookback, self.enter.out_features
         tokens = lookbacks * self.patches
         blocks = (self.blocks.flops(tokens) + product(self.patch, width)) * tokens

@@ -18,7 +18,7 @@ OWN_LOGIT = 4.0
 
 @dataclass
 class LanguageModelState:
-    """blocks: the mixer's state of each block. Constant in sequence length, but for full attention."""
+    """blocks: state of each block's mixer. Its size is constant in sequence length, but for full attention."""
 
     blocks: list[Any]
 
@@ -27,7 +27,7 @@ class LanguageModel(nn.Module):
     """ids -> logits and the state that continues the sequence; causal, rows independent.
 
     The embedding and the head have config.vocab_rows rows, of which the first ``tokens`` stand for tokens. The others
-    only round their number up: they begin as zeros, and no logits are made of them.
+    only round their number up: they begin as zeros, and give no logits.
 
     Args:
         tokens: the tokenizer's entries; None: config.vocab_size.
@@ -56,9 +56,9 @@ class LanguageModel(nn.Module):
         """Rows that stand for no token are zeros. With tied embeddings the logit of the token just read starts at
         OWN_LOGIT at most.
 
-        The embedding times its scale reaches the norm through the residual stream, so that logit is up to init_std
-        * d_model times the norm's weight: 15 at width 768, a first loss of 13.0 where ln V is 10.4. A smaller weight of
-        the norm leaves what comes in, and what the blocks see, as it is.
+        The scaled embedding reaches the norm through the residual stream. That logit is then up to init_std * d_model
+        times the norm's weight: 15 at width 768, and the first loss is 13.0 although ln V is 10.4. A smaller weight of
+        the norm changes neither the embeddings nor the blocks' inputs.
         """
         for module in (self.embedding, self.head):
             nn.init.zeros_(module.weight[self.tokens :])
@@ -67,7 +67,7 @@ class LanguageModel(nn.Module):
             nn.init.constant_(self.norm.weight, OWN_LOGIT / own)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """(B, T) int64 -> what the first block is given, (B, T, d_model)."""
+        """ids (B, T) int64 -> input of the first block, (B, T, d_model)."""
         # The mixers' outputs are normalised, of unit scale: at the embedding's own 0.02 they would drown the token.
         return self.embedding(ids) * self.config.embedding_factor
 
@@ -85,10 +85,10 @@ class LanguageModel(nn.Module):
         Args:
             ids: (B, T) int64.
             state: what the previous piece returned; None at the start.
-            reset: None or bool (B, T), True where a document starts: nothing before it is seen from there on. They are
-                counted on the host: one that is on the CPU saves waiting for the GPU.
+            reset: None or bool (B, T), True where a document starts: tokens from there on see nothing before it. Starts
+                are counted on the host: a ``reset`` on the CPU saves waiting for the GPU.
             last_only: logits of the last token alone, (B, 1, tokens).
-            head: False leaves the head out: what it would be given, (B, T, d_model), instead of logits.
+            head: False leaves the head out and returns its input, (B, T, d_model), instead of logits.
             output_final_state: False, for training: None in place of the state after the last token.
 
         Returns:

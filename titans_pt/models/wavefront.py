@@ -1,9 +1,9 @@
 """Layers in parallel: layer l works on piece p of a sequence while layer l + 1 works on piece p - 1.
 
-A mixer that is serial in time keeps a GPU busy with as many programs as it has rows and heads: at one row, with 12 of
-132 processors. Its state makes a cut of the sequence invisible. The layers of a diagonal of (piece, layer) then need
-nothing of each other and may run at the same time, on a GPU each in a stream of its own. The numbers are those of the
-pieces one after the other. Autograd runs each part of the backward pass in the stream of its forward pass.
+A mixer that is serial in time runs one thread block per row and head on a GPU: with one row, on 12 of 132
+multiprocessors. Its state makes cuts of the sequence invisible. The layers on a diagonal of (piece, layer) are then
+independent and may run at the same time, on a GPU each in its own stream. The results are the same as for pieces one
+after the other. Autograd runs each part of the backward pass in the stream of its forward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Wavefront:
-    """The way (titans_pt.models.ways) of calls that are longer than ``tokens``."""
+    """Way (titans_pt.models.ways) for calls that are longer than ``tokens``: layers in parallel."""
 
     def __init__(self, tokens: int):
         self.tokens = tokens
@@ -46,11 +46,11 @@ def wavefront(
     documents: Documents | None,
     tokens: int,
 ) -> tuple[Tensor, list[Any]]:
-    """x (B, T, d_model) through the blocks, in pieces of ``tokens``.
+    """Run x (B, T, d_model) through the blocks, in pieces of ``tokens`` tokens.
 
     Args:
         run: (block, x, the state of its mixer or None, documents) -> (x, state).
-        state: of each block's mixer; None at the start.
+        state: states of the blocks' mixers; None at the start.
 
     Returns:
         (B, T, d_model) and the states after the last token.
@@ -61,7 +61,7 @@ def wavefront(
         cuts = [documents.cut(begin, min(begin + tokens, x.shape[1])) for begin in range(0, x.shape[1], tokens)]
     lanes = _Streams(x, len(blocks), states) if x.is_cuda else _NoStreams()
     for diagonal in range(len(pieces) + len(blocks) - 1):
-        # The last layer first: what it waits for, all that the layer before was given, then ends with its own piece.
+        # The last layer first: it waits for all work given to the layer before, which then ends with this very piece.
         for layer in reversed(range(max(0, diagonal - len(pieces) + 1), min(len(blocks), diagonal + 1))):
             piece = diagonal - layer
             with lanes.lane(layer, pieces[piece]):
@@ -83,9 +83,9 @@ class _NoStreams:
 class _Streams:
     """A stream for each layer, in which its pieces follow each other; a piece waits for the layer before.
 
-    They begin when all is done that the current stream was given before; it waits for them in :meth:`join`, which
-    lets a CUDA graph hold them. Memory of one stream that another reads is marked, else the allocator would give it
-    away early.
+    The streams begin after all earlier work of the current stream, which waits for them in :meth:`join`; a CUDA graph
+    can therefore capture them. Memory of one stream that another reads is marked, or the allocator might reuse it
+    early.
     """
 
     def __init__(self, x: Tensor, layers: int, states: list[Any]):
@@ -96,7 +96,7 @@ class _Streams:
             _mark([state], stream)
 
     def lane(self, layer: int, x: Tensor):
-        """The context in which ``layer`` works on x, the last that the layer before made."""
+        """Context in which ``layer`` works on x, the newest output of the layer before."""
         stream = self.streams[layer]
         if layer:
             stream.wait_stream(self.streams[layer - 1])

@@ -1,5 +1,7 @@
-"""Ways through the blocks other than one after the other, and calls of a block other than plainly: put on a backbone
-from outside. Further ways are titans_pt.models.wavefront and titans_pt.parallel.context."""
+"""Other ways through the blocks than one after the other, and other calls of a block than the plain one.
+
+Code outside puts them on a backbone. Further ways are titans_pt.models.wavefront and titans_pt.parallel.context.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,16 +16,16 @@ if TYPE_CHECKING:
     from titans_pt.models.backbone import Backbone
 
 WAYS = ("compiled", "wavefront", "context", "around")
-"""Names of what a backbone may have put on, the innermost first: what one way does not take, it leaves to the next."""
+"""Names of a backbone's ways, the innermost first: a way leaves calls that it does not take to the one inside it."""
 
 Blocks = Callable[[Tensor, Any, Documents | None], tuple[Tensor, Any]]
 """All blocks of a model: (x, their states or None, where documents start in x) -> (x, their states or None)."""
 
 Way = Callable[["Backbone", Blocks, bool, Tensor, Any, Documents | None], tuple[Tensor, Any]]
-"""(backbone, the blocks by the ways further in, whether states are wanted, x, states, documents) -> as Blocks."""
+"""(backbone, the blocks with all inner ways, whether states are wanted, x, states, documents) -> as Blocks."""
 
 Call = Callable[..., Any]
-"""(part, block, *arguments) -> part(block, *arguments): a block's, or half of one's, as :func:`plainly` calls it."""
+"""(part, block, *arguments) -> part(block, *arguments): a call of a block or of half a block, as :func:`plainly`."""
 
 
 def in_turn(block: nn.Module, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:

@@ -1,10 +1,10 @@
 """Context parallelism: each rank has a piece of every sequence, and mixers' states go from rank to rank.
 
-A mixer's state makes a cut of the sequence invisible (titans_pt.models.mixers.base): of the tokens before its piece a
-rank's mixer needs only the final state of the rank before. In the backward pass the gradient of that state comes
-from the rank behind. Any mixer with a state serves, whatever the state holds. A rank begins a layer's mixer when the
-rank before has ended it: with the share s of a layer's time in mixers, P ranks reach 1 / (1 + (P - 1) s / L) of the
-ideal speed with L layers.
+A mixer's state makes a cut of the sequence invisible (titans_pt.models.mixers.base): of all tokens before its piece, a
+rank's mixer needs only the final state of the previous rank. In the backward pass the gradient of that state comes
+from the next rank. Any mixer with a state serves, whatever the state holds. A rank begins a layer's mixer when the
+previous rank has finished it: if mixers take the share s of a layer's time, P ranks reach 1 / (1 + (P - 1) s / L) of
+the ideal speed with L layers.
 """
 
 import io
@@ -20,16 +20,16 @@ from titans_pt.models.ways import Blocks
 from titans_pt.parallel.topology import RankGroup
 
 ALIGNED = 16
-"""Bytes that each tensor's place in a message is a multiple of."""
+"""Alignment, in bytes, of each tensor in a message."""
 
 
 class Context:
     """A backbone's way (titans_pt.models.ways) for calls without a state: this rank reads one piece of each sequence,
-    the other ranks of its group read the others.
+    the other ranks of its group read the other pieces.
 
     Args:
         group: the ranks that share a sequence, in its order.
-        host: the same ranks on gloo, for what only the host knows of a state: its structure, sizes, plain numbers.
+        host: the same ranks on gloo, for the parts of a state that the host knows: its structure, sizes, plain numbers.
     """
 
     def __init__(self, group: RankGroup, host: dist.ProcessGroup):
@@ -52,7 +52,7 @@ class Context:
         return x, None
 
     def begin(self):
-        """Before the first block: what the last pass sent has arrived, or this waits for it."""
+        """Wait, before the first block, until all messages of the last pass have arrived."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
@@ -61,9 +61,9 @@ class Context:
         """A block's input, x (B, T / P, d_model), and the state of its mixer before this rank's piece; None on the
         first rank.
 
-        DeepSpeed takes gradients in the order in which they come, which must be that of all ranks, and parameters that
-        only a sequence's start uses, such as M_0, have none on the others. Therefore all gradients of a block come
-        here, 0 where there is none.
+        DeepSpeed takes gradients in the order in which they arrive, which must be the same on all ranks. Parameters
+        that only a sequence's start uses, such as M_0, have no gradient on later ranks. Therefore every parameter of a
+        block gets a gradient of 0 here, and all gradients of the block arrive at this point.
         """
         if self._before is None:
             (x,) = _Received.apply(x, self._anchor(x), self, 0, *block.parameters())
@@ -80,7 +80,7 @@ class Context:
         return x, _rebuilt(skeleton, [next(numbers) if t.is_floating_point() else t for t in found])
 
     def send(self, x: Tensor, state: Any) -> Tensor:
-        """x; the state of its block's mixer behind this rank's piece goes to the next rank, if there is one."""
+        """Send the state of a block's mixer after this rank's piece to the next rank, if there is one; returns x."""
         if self._behind is None:
             return x
         skeleton, found = _parts(state, x.device)
@@ -92,11 +92,12 @@ class Context:
         return _Sent.apply(x, self._anchor(x), self, *(t for t in found if t.is_floating_point()))
 
     def _anchor(self, x: Tensor) -> Tensor:
-        """Require a gradient in every pass with a backward pass; both ranks of an exchange then take part in it."""
+        """Scalar that requires a gradient whenever there is a backward pass: both ranks then take part in the exchange
+        of gradients."""
         return torch.zeros((), device=x.device, requires_grad=torch.is_grad_enabled())
 
     def _give(self, tensors: list[Tensor], rank: int):
-        """One message of all bytes."""
+        """Send all tensors in one message."""
         if tensors:
             self._post(_message(tensors), rank, self.group.group)
 
@@ -121,8 +122,8 @@ def _feed(block: nn.Module, x: Tensor) -> Tensor:
 
 
 class _Received(torch.autograd.Function):
-    """(x, anchor, context, count, *numbers, *parameters) -> (x, *numbers), of which there are ``count``. The numbers'
-    gradients go to the rank before, if there is one; the parameters get 0."""
+    """(x, anchor, context, count, *numbers, *parameters) -> (x, *numbers), with ``count`` numbers. Their gradients go
+    to the previous rank, if there is one; the parameters' gradients are 0."""
 
     @staticmethod
     def forward(ctx, x: Tensor, anchor: Tensor, context: Context, count: int, *given: Tensor):
@@ -137,7 +138,7 @@ class _Received(torch.autograd.Function):
 
 
 class _Sent(torch.autograd.Function):
-    """(x, anchor, context, *numbers) -> x; the gradients of the numbers, sent before, come from the rank behind."""
+    """(x, anchor, context, *numbers) -> x; gradients of the numbers, which were sent, come from the next rank."""
 
     @staticmethod
     def forward(ctx, x: Tensor, anchor: Tensor, context: Context, *numbers: Tensor):
@@ -150,7 +151,7 @@ class _Sent(torch.autograd.Function):
 
 
 def _places(shapes: list[tuple[torch.Size, torch.dtype]]) -> tuple[list[int], int]:
-    """Beginning of each tensor in a message, and the message's bytes."""
+    """Offset of each tensor in a message, and the message's size, in bytes."""
     places, end = [], 0
     for shape, dtype in shapes:
         places.append(end)
@@ -175,7 +176,8 @@ def _contents(message: Tensor, shapes: list[tuple[torch.Size, torch.dtype]]) -> 
 
 
 def _parts(state: Any, device: torch.device) -> tuple[bytes, list[Tensor]]:
-    """``state`` without its tensors on ``device``, and those in order. Tensors elsewhere stay in it."""
+    """``state``, pickled without its tensors on ``device``, and these tensors in order. Integer tensors elsewhere stay
+    in the pickle."""
     found: list[Tensor] = []
 
     class Pickler(pickle.Pickler):

@@ -1,4 +1,4 @@
-"""Exchanges inside a tensor group that autograd knows, each with its counterpart in the backward pass.
+"""Differentiable exchanges inside a tensor group, each with its counterpart in the backward pass.
 
 One rule holds everywhere: a tensor that every rank holds whole has its whole gradient on every rank; a rank's
 part has that part's gradient. Each exchange is therefore correct by itself, whatever comes before or after it.
@@ -13,7 +13,7 @@ from torch import Tensor
 from titans_pt.parallel.topology import RankGroup
 
 TIME = 1
-"""The dimension of (B, T, ...) that the sequence regions are split along."""
+"""Dimension of (B, T, ...) along which parallel.sequence splits."""
 
 
 class _Exchange(torch.autograd.Function):
@@ -34,15 +34,15 @@ class Exchanges:
 
     Args:
         group: the ranks that share a model.
-        sequence: whether what lies between the mixers and MLPs (norms, residuals) is split along time
-            (parallel.sequence); else those regions are whole on every rank.
+        sequence: whether the tensors between mixers and MLPs (norms, residuals) are split along time
+            (parallel.sequence); else they are whole on every rank.
     """
 
     def __init__(self, group: RankGroup, sequence: bool = False):
         self.group, self.sequence = group, sequence
 
     def copy(self, x: Tensor) -> Tensor:
-        """Whole -> whole, each rank to do something else with it."""
+        """Whole -> whole; each rank then computes something else from it."""
         return _Exchange.apply(x, lambda x: x.view_as(x), self.group.all_reduce)
 
     def reduce(self, x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Exchanges:
         return _Exchange.apply(x, lambda x: group.part(x, dim).contiguous(), lambda g: group.all_gather(g, dim))
 
     def open(self, x: Tensor) -> Tensor:
-        """Gathers the whole sequence from the ranks' parts, which lie between mixers and MLPs."""
+        """Gathers the whole sequence, before a mixer or an MLP, from the ranks' parts."""
         return self.gather(x, TIME) if self.sequence else x
 
     def close(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The layers that splitting changes for more than their size, and the loss over a split vocabulary."""
+"""Layers whose computation changes under tensor parallelism, and the loss over a split vocabulary."""
 
 from typing import Literal
 
@@ -31,8 +31,8 @@ class VocabularyEmbedding(nn.Module):
 class SplitRMSNorm(nn.Module):
     """nn.RMSNorm over a width of which each rank holds a part: (..., d / size) -> the same shape and dtype.
 
-    The mean of squares is that of the whole width, in fp32 (fp64 for fp64); the weight, if there is one, is split with
-    the width.
+    The mean of squares is taken over the whole width, in fp32 (fp64 for fp64); the weight, if there is one, is split
+    with the width.
     """
 
     def __init__(self, norm: nn.RMSNorm, exchanges: Exchanges):
@@ -44,7 +44,7 @@ class SplitRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         precise = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
         squares = precise.square().sum(-1, keepdim=True)
-        # Every rank uses the sum for its own part: the gradients of it are summed in their turn.
+        # Every rank uses the sum for its own part: the backward pass sums the sum's gradients over ranks.
         squares = self.exchanges.copy(self.exchanges.reduce(squares))
         y = (precise * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype)
         return y if self.weight is None else y * self.weight
@@ -69,13 +69,13 @@ class SplitLayerNorm(nn.Module):
 
 
 def split_norm(norm: nn.Module, exchanges: Exchanges) -> nn.Module:
-    """The norm over all heads that takes the place of one that every rank would compute of its own heads alone."""
+    """A norm over the heads of all ranks, in place of ``norm``, which would see only a rank's own heads."""
     return (SplitLayerNorm if isinstance(norm, nn.LayerNorm) else SplitRMSNorm)(norm, exchanges)
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """(N, V / size) fp32 logits, (N,) targets -> (N,) losses and (N,) log Z, the log of the sum of exp(logits); the
-    softmax alone is kept for the backward pass."""
+    """(N, V / size) fp32 logits, (N,) targets -> (N,) losses and (N,) log Z, the log of the sum of exp(logits); only
+    the softmax is kept for the backward pass."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, group: RankGroup):
@@ -103,7 +103,7 @@ def vocabulary_cross_entropy(
     logits: Tensor, targets: Tensor, reduction: Literal["mean", "none"] = "mean", z_loss: float = 0.0,
     tokens: int | None = None, *, group: RankGroup,
 ) -> Tensor:  # fmt: skip
-    """titans_pt.layers.loss.cross_entropy where each rank holds its part of the vocabulary's logits.
+    """titans_pt.layers.loss.cross_entropy if each rank holds only its part of the vocabulary's logits.
 
     Args:
         logits: (N, V / size) fp32, this rank's part; rank r's first column is entry r V / size.
@@ -121,7 +121,7 @@ def vocabulary_cross_entropy(
 
 
 def vocabulary_best(logits: Tensor, *, group: RankGroup) -> Tensor:
-    """The token with the highest logit where each rank holds its part of the vocabulary's logits.
+    """The token with the highest logit, if each rank holds only its part of the vocabulary's logits.
 
     Args:
         logits: (N, V / size), this rank's part; rank r's first column is entry r V / size.

@@ -1,9 +1,9 @@
-"""Tensor parallelism put on a finished model: the meaning of the names in titans_pt.layers.sharding.
+"""Tensor parallelism for a finished model: it implements the names in titans_pt.layers.sharding.
 
 Layers and mixers declare how they are cut; :data:`RULES` lists the consequences. A block's heads are divided among the
 ranks: rank r of n holds heads [r H / n, (r + 1) H / n) of attention and memory, with their projections, convolutions,
-gates, norms and M_0: the memory runs without any exchange. The model is built whole from one generator and then
-cut: every number of tensor ranks starts with the same weights.
+gates, norms and M_0. The memory therefore runs without any exchange. The model is built whole from one generator and
+then cut: every number of tensor ranks starts with the same weights.
 """
 
 import functools
@@ -26,13 +26,13 @@ from titans_pt.parallel.topology import RankGroup
 class ShardingRule:
     """Treatment of one module, or of one parameter (which can only be cut or summed).
 
-    cut: dimension along which all parameters of its own are cut, but for the one of an adapter's two matrices that does
-        not have it: that stays whole, and its gradients are summed over ranks.
-    before, after: the exchange (a method of Exchanges) that its inputs and its output pass.
+    cut: dimension along which all its own parameters are cut. An adapter's matrix without this dimension stays whole,
+        and its gradients are summed over ranks.
+    before, after: exchange (a method of Exchanges) of its inputs and of its output.
     becomes: makes the module that takes its place, from (module, exchanges).
     summed: its parameters are whole but used on a rank's own heads: their gradients are summed over ranks.
     between: it lies between mixers and MLPs: with parallel.sequence its gradients are also summed.
-    filled: the ranks need not divide it: zeros fill the last parts.
+    filled: its size need not be a multiple of the number of ranks: the last parts are padded with zeros.
     """
 
     cut: int | None = None
@@ -65,7 +65,7 @@ RULES = {
 
 
 PASSING = (Shard.ENTER, Shard.OPEN, Shard.ENTER_OPEN, Shard.CLOSE, Shard.GATHER)
-"""These concern inputs and outputs of a module that holds others; they name no parameters."""
+"""Names that concern the inputs and outputs of a module around others, and none of its parameters."""
 
 
 class TensorParallel:
@@ -77,9 +77,9 @@ class TensorParallel:
         sequence: parallel.sequence.
 
     Attributes:
-        dims: dimension along which each parameter that is cut was cut, by name.
-        shapes: of the whole of each such parameter.
-        exchanges: also used by the loss.
+        dims: name of each cut parameter -> dimension along which it is cut.
+        shapes: name of each cut parameter -> its whole shape.
+        exchanges: the group's exchanges, which the loss also uses.
     """
 
     def __init__(self, model: nn.Module, group: RankGroup, sequence: bool = False):
@@ -137,19 +137,19 @@ class TensorParallel:
                 setattr(module, count, getattr(module, count) // self.group.size)
 
     def _sum(self, p: nn.Parameter):
-        """Sums gradients of p over ranks; one that is frozen has none."""
+        """Sums gradients of p over ranks; a frozen parameter has none."""
         if p.requires_grad:
             p.register_hook(self.group.all_reduce)
 
     def _cut(self, name: str, p: nn.Parameter, dim: int):
-        """Once, though tied embeddings are met twice."""
+        """Cut p, once: tied embeddings are met twice."""
         if name not in self.dims:
             self.dims[name], self.shapes[name] = dim, p.shape
             p.data = self.part(name, p.data).clone(memory_format=torch.contiguous_format)
 
 
 def _part(owner: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
-    """The submodule or parameter of ``owner`` that ``path`` names; None for one that it was built without."""
+    """The submodule or parameter of ``owner`` that ``path`` names; None if ``owner`` was built without it."""
     return functools.reduce(getattr, path.split("."), owner) if path else owner
 
 
@@ -160,10 +160,12 @@ def _own_parameters(part: nn.Module | nn.Parameter | None) -> list[nn.Parameter]
 
 
 def _check_named(name: str, mixer: Mixer, named: set[int]):
-    """Some module names every parameter of a mixer: otherwise it would silently stay whole, with one rank's gradient.
+    """Check that some module names every parameter of a mixer.
+
+    A parameter without a name would silently stay whole, with one rank's gradient.
 
     Raises:
-        UserError: the mixer does not say how it is cut at all.
+        UserError: the mixer does not say how it is cut.
         TypeError: it leaves out a parameter.
     """
     if mixer.sharding is None:
@@ -176,8 +178,8 @@ def _check_named(name: str, mixer: Mixer, named: set[int]):
 
 
 def _before(exchange: Callable[[Tensor], Tensor]):
-    """A forward pre-hook: every positional argument that is a tensor of numbers passes ``exchange``. A state that is
-    one is given by name, since it is a rank's own."""
+    """A forward pre-hook: every positional argument that is a floating-point tensor passes ``exchange``. A state that
+    is a tensor is passed as a keyword, because it belongs to the rank."""
 
     def hook(_module, arguments):
         return tuple(exchange(x) if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments)

@@ -10,11 +10,11 @@ from torch import Tensor
 from titans_pt.errors import UserError
 
 AXES = ("data", "context", "tensor")
-"""The grid's axes, outermost first: ranks that differ in the last alone are neighbours, best kept inside one node."""
+"""The grid's axes, outermost first: ranks that differ only in the last are neighbours, best kept inside one node."""
 
 
 class RankGroup:
-    """The ranks along one axis of the grid. One of size 1 exchanges nothing and needs no process group.
+    """The ranks along one axis of the grid. A group of size 1 exchanges nothing and needs no process group.
 
     Every exchange takes a tensor and returns one of the same dtype; all ranks of the group must make the same call.
     """
@@ -23,7 +23,7 @@ class RankGroup:
         self.rank, self.size, self.group = rank, size, group
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
-        """Element by element over ranks; the argument stays as it was."""
+        """Reduction over ranks, element by element; the argument is not changed."""
         if self.size == 1:
             return x
         x = x.contiguous().clone()
@@ -31,7 +31,7 @@ class RankGroup:
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """The ranks' parts side by side along ``dim``."""
+        """The ranks' parts, concatenated along ``dim``."""
         if self.size == 1:
             return x
         parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
@@ -59,14 +59,15 @@ class Topology:
     tensor = 2, ranks 0 and 1 share a model, ranks 0 and 2 share its gradients.
 
     Args:
-        sizes: of the axes by name; ``data`` is what they leave of ``world_size``, an axis that is missing has size 1.
-        rank, world_size: of this process among all.
-        patience: of an exchange, after which the backend gives up; None: the backend's own.
+        sizes: size of each axis by name. ``data`` is ``world_size`` over the product of the others; a missing axis has
+            size 1.
+        rank: rank of this process. world_size: number of all processes.
+        patience: timeout of an exchange; None: the backend's own.
 
     Attributes:
-        groups: axis -> the ranks that differ from this one along it alone.
+        groups: axis -> the ranks that differ from this one only along this axis.
         replicas: the ranks with the same part of the model, along data and context: gradients are summed over them.
-        host_context: the ranks of the context group on gloo, whatever the backend; None where there is one alone.
+        host_context: the ranks of the context group on gloo, whatever the backend; None if the group has one rank.
 
     Raises:
         UserError: the ranks do not divide into models.
@@ -107,7 +108,8 @@ class Topology:
 
 
 def _own_group(lines: Tensor, rank: int, patience: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
-    """The group of the one of ``lines``, ranks each, that ``rank`` is in. All ranks take part in making all of them."""
+    """The process group of the line of ranks, one of ``lines``, that contains ``rank``. All ranks must take part in
+    making all groups."""
     made = [(line, dist.new_group(line, timeout=patience, backend=backend)) for line in lines.tolist()]
     return next(group for line, group in made if rank in line)
 
@@ -131,5 +133,5 @@ def grid_shape(sizes: Mapping[str, int], world_size: int) -> tuple[int, ...]:
 
 
 def grid_text(data: int, context: int, tensor: int) -> str:
-    """Such as "2 tensor x 4 data"; context only where sequences are cut."""
+    """The grid in words, such as "2 tensor x 4 data"; context only if sequences are cut."""
     return f"{tensor} tensor x {f'{context} context x ' if context > 1 else ''}{data} data"

@@ -1,4 +1,4 @@
-"""The plans of attention: the layer, and the mixer that is nothing else."""
+"""The plans of attention: of the layer, and of the mixer that consists of it alone."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from titans_pt.token_plans.plan import TokenPlan, affine_map, own, weight_of
 
 
 def attention_plan(attention: nn.Module, x: Tensor, prefix: bool) -> TokenPlan:
-    """x (B, d_model) -> what attention makes of it, after states with a prefix or without."""
+    """Plan of attention for x (B, d_model), after states with a prefix or without."""
     attention = own(attention, Attention)
     window = attention.window
     shape = len(x), 1, attention.kv_heads, attention.head_width
@@ -46,7 +46,7 @@ def attention_maps(attention: Attention, x: Tensor, rotation: Rotation) -> tuple
 
 
 def key_value_maps(attention: Attention, x: Tensor | int, rotation: Rotation) -> tuple[Map, Map]:
-    """Rotated keys, and values, of a token x: (B, d_model), or the place of a map that makes it."""
+    """Rotated keys, and values, of a token x: (B, d_model), or the index of the map that computes it."""
     return (
         affine_map(x, attention.k, rotation=rotation),
         affine_map(x, attention.v),

@@ -14,8 +14,10 @@ from titans_pt.token_plans.plan import TokenPlan, through_plan
 
 
 def put_on(model: nn.Module):
-    """A token that comes after a state then goes through each block of ``model`` by a plan where one serves. On a
-    model that has it already, nothing changes; nor for its weights, its states, its training, or copies of it."""
+    """Let a token that continues a state go through each block of ``model`` by a plan, if one serves.
+
+    A second call changes nothing. The model's weights, states, training and copies are not affected.
+    """
     backbones = [model] if isinstance(model, Backbone) else [m for m in model.modules() if isinstance(m, Backbone)]
     for block in (block for backbone in backbones for block in backbone):
         if type(block) is Block:
@@ -23,7 +25,7 @@ def put_on(model: nn.Module):
 
 
 class PlannedBlock(Block):
-    """A block that asks for a plan first. The class of a block that exists, which hooks, names, weights stay with."""
+    """A block that tries a plan first. An existing block gets this class, and keeps its hooks, names and weights."""
 
     def mix(self, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
         found = None
@@ -40,14 +42,14 @@ PlannedBlock.__name__ = Block.__name__  # FSDP and device_map find the classes o
 
 
 def mixing_plan(block: Block, x: Tensor) -> TokenPlan:
-    """The first half of one token x (B, d_model)."""
+    """Plan of a block's first half for one token x (B, d_model)."""
     if isinstance(block.mixer_norm, nn.Identity):
         return mixer_plan(block.mixer, x, x)
     return _after_norm(x, block.mixer_norm, block.mixer, mixer_plan)
 
 
 def feeding_plan(block: Block, x: Tensor) -> TokenPlan:
-    """The second half of one token x (B, d_model)."""
+    """Plan of a block's second half for one token x (B, d_model)."""
     return _after_norm(x, block.mlp_norm, block.mlp, mlp_plan)
 
 

@@ -45,9 +45,9 @@ def mac_plan(mixer: MAC, x: Tensor, term: Tensor) -> TokenPlan:
         alike = alike and state.read_conv.shape == conv and state.k.shape[2:] == state.h_k.shape[2:] == heads
         alike = alike and all(t.dtype == x.dtype for t in (*state.read_weights, state.read_conv))
         offset = set(state.offset.tolist())
-        if not alike or len(offset) != 1:  # else rows have segments of their own
+        if not alike or len(offset) != 1:  # segments of the rows end at different tokens
             return False
-        # A state of which some rows were taken may keep what the others saw.
+        # If only some rows of a state were taken, it may keep memory tokens that only the others saw.
         start = state.position - max(offset)
         own = all(place >= start and (place - start) % stride == 0 for place in state.h_place.tolist())
         return own and state.k.shape[1] == max(offset)
@@ -57,7 +57,7 @@ def mac_plan(mixer: MAC, x: Tensor, term: Tensor) -> TokenPlan:
         rotation.at(place)
         read_conv = inputs.follow(0, state.read_conv)
         inputs()
-        # What is kept is what the token's own segment has.
+        # The state keeps exactly the tokens and memory tokens of the current segment.
         kept = (state.k, state.v), (state.h_k, state.h_v)
         tokens, memories = ([x.to(turned.dtype) for x in pair] for pair in kept)
         places, weights = state.h_place, state.read_weights

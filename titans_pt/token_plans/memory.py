@@ -15,7 +15,7 @@ from titans_pt.token_plans.plan import TokenPlan, Unplanned, affine_map, own, pl
 
 
 def memory_plan(memory: nn.Module, x: Tensor) -> TokenPlan:
-    """x (B, d_model) -> what the memory makes of it."""
+    """Plan of the memory for x (B, d_model): its read and its write."""
     memory = own(memory, NeuralMemory)
     if memory.caching is not None or rule_alone(memory.gates.rule) or memory_token.unserved(x, memory.shape):
         raise Unplanned
@@ -37,7 +37,7 @@ def memory_plan(memory: nn.Module, x: Tensor) -> TokenPlan:
         tensors = (*state.memory.weights, state.q, state.k, state.v)
         if [t.shape for t in tensors] != shapes or any(t.dtype != x.dtype or t.device != x.device for t in tensors):
             return False
-        return max(state.memory.offset.tolist()) < memory.config.chunk_size  # else the ordinary way says what is wrong
+        return max(state.memory.offset.tolist()) < memory.config.chunk_size  # else the ordinary path raises an error
 
     def advance(state: NeuralMemoryState) -> NeuralMemoryState:
         convolved = [inputs.follow(n, past) for n, past in enumerate((state.q, state.k, state.v))]
@@ -52,8 +52,7 @@ def memory_plan(memory: nn.Module, x: Tensor) -> TokenPlan:
 
 
 def recall_step(memory: nn.Module, queries: Tensor) -> tuple[Callable[[tuple[Tensor, ...]], object], Tensor]:
-    """queries (B, d_model) -> the step that fills what ``NeuralMemory.read`` makes of them at given weights, and
-    that."""
+    """Step that computes ``NeuralMemory.read`` of queries (B, d_model) at given weights, and its output tensor."""
     memory = plain(memory, NeuralMemory)
     if memory_token.unserved(queries, memory.shape):
         raise Unplanned

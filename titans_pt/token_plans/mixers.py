@@ -10,8 +10,8 @@ from titans_pt.models.mixers.base import Mixer
 from titans_pt.token_plans.plan import TokenPlan, Unplanned
 
 Planner = Callable[[Mixer, Tensor, Tensor], TokenPlan]
-"""(mixer, x, term), both (B, d_model) -> the plan of term + what the mixer's ``forward`` makes of x, with the same
-states. It raises Unplanned where these settings have none."""
+"""(mixer, x, term), both (B, d_model) -> the plan of term + the output of the mixer's ``forward`` for x, with the same
+states. It raises Unplanned if there is no plan for the mixer's settings."""
 _MIXERS, _HERE = "titans_pt.models.mixers.", "titans_pt.token_plans."
 _planners: dict[type[Mixer], Planner] = {}
 
@@ -40,9 +40,10 @@ def planner_of(kind: type[Mixer]) -> Planner | None:
 
 
 def mixer_plan(mixer: Mixer, x: Tensor, term: Tensor) -> TokenPlan:
-    """
+    """Plan of ``mixer`` for x and term (:data:`Planner`).
+
     Raises:
-        Unplanned: there is none.
+        Unplanned: the mixer has no plan.
     """
     planner = planner_of(type(mixer))
     if planner is None:

@@ -8,7 +8,7 @@ from titans_pt.token_plans.plan import TokenPlan, own, weight_of
 
 
 def mlp_plan(mlp: nn.Module, x: Tensor, term: Tensor) -> TokenPlan:
-    """x, term (B, d_model) -> term + what the MLP makes of x."""
+    """Plan of term + mlp(x), for x and term (B, d_model)."""
     mlp = own(mlp, SwiGLU)
     gate, up, down = (weight_of(part) for part in (mlp.gate, mlp.up, mlp.down))
     step = Maps(len(x), Map(x, gate, activation="silu"), Map(x, up, factor=0), Map(1, down, term=term))

@@ -10,7 +10,7 @@ from titans_pt.token_plans.plan import Unplanned, plain
 
 
 def norm_step(norm: nn.Module, x: Tensor) -> tuple[Tensor, Callable[[], object]]:
-    """The norm of ``x`` (B, ..., D), contiguous, which stays where it is, and the step that fills it."""
+    """Norm of ``x`` (B, ..., D), contiguous and with a fixed storage, and the step that fills it."""
     norm = plain(norm, RMSNorm)
     if kernels.unserved(x):
         raise Unplanned

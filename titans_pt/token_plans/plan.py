@@ -1,8 +1,8 @@
-"""Generation on a CPU: what a part of a model does with one token, prepared once as calls of C on tensors that stay.
+"""Plans for generation on a CPU: one token's path through a part of a model, prepared once as C calls on fixed tensors.
 
-The ordinary way of a token through a block is hundreds of calls of Python and PyTorch, most of which take longer than
-what they compute. A plan is made of the same weights where they lie, and thrown away when they lie elsewhere. Models
-and layers do not know of plans: titans_pt.token_plans.block puts them on.
+On the ordinary path a token takes hundreds of Python and PyTorch calls per block, most of which take longer than their
+computation. A plan reads the model's own weights in place, and is dropped when a weight's storage moves. Models and
+layers do not know of plans: titans_pt.token_plans.block puts them on.
 """
 
 from collections.abc import Callable
@@ -18,19 +18,19 @@ from titans_pt.kernels.one_token import Map, Maps, unserved
 Module = TypeVar("Module", bound=nn.Module)
 Owner = TypeVar("Owner", bound=nn.Module)
 MOST_ROWS = 8
-"""Most rows of a plan: with more, one product of two matrices is faster than one of matrix and vector for each row."""
+"""Most rows of a plan: with more, one matrix-matrix product is faster than a matrix-vector product for each row."""
 MOST_FOR_ONE_THREAD = 2_000_000
-"""Weights, times rows, of half a block. Where PyTorch has several threads they read more than this sooner than one
-thread does, all its calls included."""
+"""Most weights, times rows, of half a block that a plan reads with its one thread. If PyTorch has several threads, they
+read more than this faster, even with all of PyTorch's calls."""
 
 
 class Unplanned(Exception):
-    """A part has no plan; the ordinary way serves."""
+    """Signal that a part has no plan, and takes the ordinary path."""
 
 
 @dataclass
 class TokenPlan:
-    """A token's way through a part of a model.
+    """A token's path through a part of a model.
 
     out: (B, d_model), filled by ``advance``.
     accepts: whether ``advance`` takes this state.
@@ -42,7 +42,7 @@ class TokenPlan:
     advance: Callable[[Any], Any]
 
     def then(self, last: Maps) -> "TokenPlan":
-        """This plan and one more step, whose last map is what comes out."""
+        """This plan and one more step, whose last map is the output."""
 
         def advance(state: Any) -> Any:
             state = self.advance(state)
@@ -65,7 +65,7 @@ class _Plans:
         self._called = [(vars(m), m._forward_hooks, m._forward_pre_hooks) for m in modules]
 
     def hold(self, parts: tuple[nn.Module, ...]) -> bool:
-        """Whether modules and weights are what and where they were."""
+        """Whether modules and weights are still the same, with the same storage."""
         if any(a is not b for a, b in zip(self._parts, parts, strict=True)):
             return False
         if any(owner.get(name) is not child for owner, name, child in self._children):
@@ -73,12 +73,12 @@ class _Plans:
         return all(owner.get(name) is p and p.data_ptr() == place for owner, name, p, place in self._parameters)
 
     def waited_for(self) -> bool:
-        """Whether somebody waits for one of the modules to be called, by a hook or a forward of its own: an observer,
-        or who has its weights elsewhere until then (ZeRO-3), or adds what other ranks have (tensor parallelism)."""
+        """Whether one of the modules has a hook or its own ``forward``, which a plan would not call. Observers use
+        them, and so do ZeRO-3 (to gather weights) and tensor parallelism (to sum over ranks)."""
         return any(before or after or "forward" in own for own, after, before in self._called)
 
     def like(self, x: Tensor) -> bool:
-        """Whether C can read the weights in place, with x's dtype, and is fastest."""
+        """Whether a plan can read the weights in place, in x's dtype, and is the fastest path."""
         weights = [p for _, _, p, _ in self._parameters]
         few = torch.get_num_threads() == 1 or len(x) * sum(p.numel() for p in weights) <= MOST_FOR_ONE_THREAD
         return few and all(p.dtype == x.dtype and p.is_contiguous() for p in weights)
@@ -107,7 +107,7 @@ def through_plan(
         plans = of_owner[key] = _Plans(parts)
     if plans.waited_for():
         return None
-    # Taken and put back whole: threads that share a model then do not share a plan.
+    # A plan is taken out while it is used: threads that share a model then do not share a plan.
     found = plans.free.pop() if plans.free else _made(owner, make, x) if plans.like(x) else None
     try:
         if found is None or not found[1].accepts(state):
@@ -121,7 +121,7 @@ def through_plan(
 
 
 def _made(owner: Owner, make: Callable[[Owner, Tensor], TokenPlan], x: Tensor) -> tuple[Tensor, TokenPlan] | None:
-    with torch.inference_mode(False), torch.no_grad():  # what is made here is written to in and out of that mode
+    with torch.inference_mode(False), torch.no_grad():  # these tensors are written to in and out of inference mode
         place = torch.empty(x.shape[0], x.shape[2], dtype=x.dtype)
         try:
             return place, make(owner, place)
@@ -133,7 +133,7 @@ def plain(module: Module, kind: type) -> Module:
     """``module`` itself.
 
     Raises:
-        Unplanned: something else than a ``kind`` stands in its place: a quantised layer, an adapter.
+        Unplanned: it is no plain ``kind`` but, for example, a quantised layer or an adapter.
     """
     if type(module) is not kind:
         raise Unplanned
@@ -144,7 +144,7 @@ def weight_of(linear: nn.Linear) -> Tensor:
     """The weight of a :func:`plain` linear layer without a bias.
 
     Raises:
-        Unplanned: also where a layer that has none in this project has a bias.
+        Unplanned: it is no plain linear layer, or it has a bias, which it never has in this project.
     """
     if plain(linear, nn.Linear).bias is not None:
         raise Unplanned
@@ -157,10 +157,10 @@ def affine_map(x: Tensor | int, linear: nn.Linear, **options: Any) -> Map:
 
 
 def own(module: nn.Module, kind: type[Module]) -> Module:
-    """``module`` itself, for a plan of what ``kind.forward`` does.
+    """``module`` itself, for a plan that replaces ``kind.forward``.
 
     Raises:
-        Unplanned: it is no ``kind``, or goes another way.
+        Unplanned: it is no ``kind``, or has another ``forward``.
     """
     if not isinstance(module, kind) or type(module).forward is not kind.forward:
         raise Unplanned

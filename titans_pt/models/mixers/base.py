@@ -27,7 +27,7 @@ class Mixer(nn.Module):
 
     Its state is a dataclass (of nested dataclasses, lists, tuples) of tensors whose first dimension is the row, and of
     plain numbers; its size is constant in the sequence length, except for full attention. A sequence may be cut
-    anywhere: with the state passed on, the pieces give what one call gives.
+    anywhere: with the state passed on, the pieces give the same outputs as one call.
     """
 
     name: ClassVar[str]
@@ -35,15 +35,16 @@ class Mixer(nn.Module):
     Settings: ClassVar[type[Section]] = NoSettings
     """Its own section of the settings, ``model.<name>``."""
     shared: ClassVar[tuple[str, ...] | None] = None
-    """Settings of ``model`` that mixers share and this one uses, ``window`` and ``memory`` apart, whose base classes
-    (titans_pt/models/mixers/common.py) speak for them. The mixer as a layer takes no others; None: any."""
+    """Shared settings of ``model`` that this mixer uses; as a layer it takes no others. None: any.
+
+    ``window`` and ``memory`` are not named here: the base classes in titans_pt/models/mixers/common.py imply them."""
     sharding: ClassVar[Sharding | None] = None
     """Split of the mixer over tensor ranks (titans_pt.layers.sharding). Its layers may declare their own parts; one of
     these declarations must name every parameter. None: parallel.tensor > 1 is refused."""
     per_rank: ClassVar[tuple[str, ...]] = ()
     """Attributes that count heads: on a tensor rank each becomes the rank's share."""
     write_gate: ClassVar[str] = ""
-    """Submodule, a linear layer, whose sigmoid is the share that a token writes of what it could, which
+    """Name of the linear layer whose sigmoid is a token's share of its largest possible write, which
     model.memory.write_cost penalises. "": none; a memory's own gates (layers/memory_gates.py) need not be named."""
     ends: ClassVar[tuple[str, ...]] = ("out",)
     """Linear layers that end a residual branch: they start smaller, by sqrt(2 n_layers)."""
@@ -53,11 +54,11 @@ class Mixer(nn.Module):
     normalises: ClassVar[bool] = False
     """True: it normalises the residual stream itself, and its block has no norm before it."""
     compiles_documents: ClassVar[bool] = True
-    """False: torch.compile leaves its block out for sequences that documents cut."""
+    """False: its block is not compiled for sequences that documents cut."""
 
     @classmethod
     def settings(cls, config: ModelConfig) -> Any:
-        """Its section of ``config``, validated, with defaults for what is not given.
+        """Its section of ``config``, validated; settings that are not given have their defaults.
 
         Raises:
             UserError: one line about ``model.<name>``.
@@ -74,14 +75,14 @@ class Mixer(nn.Module):
 
     @classmethod
     def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
-        """Setting's dotted path -> default for this model, where the general default does not fit (a head width that
+        """Setting's dotted path -> default for this model, if the general default does not fit (a head width that
         does not divide model.d_model). A given setting takes precedence; a run stores the result.
 
-        What fits keeps its usual default: runs that have begun must stay the same model.
+        A default that fits is not changed: runs that have begun must stay the same model.
 
         Args:
-            config: what is given; nothing of it has been checked by the mixer.
-            length: data.seq_len; None where it is not known.
+            config: the given settings, which the mixer has not checked yet.
+            length: data.seq_len; None if it is not known.
         """
         return {}
 
@@ -100,7 +101,7 @@ class Mixer(nn.Module):
         Args:
             x: (B, T, d_model), any T >= 1.
             state: what the previous piece of the same rows returned; None at the start.
-            documents: where documents start inside x; nothing before a start is seen from there on.
+            documents: where documents start inside x; tokens from a start on see nothing before it.
 
         Returns:
             (B, T, d_model) in x's dtype, and the state after the last token.
@@ -113,17 +114,17 @@ class Mixer(nn.Module):
         does not look for submodules (in a tuple), so that it has one name."""
 
     def around(self, blocks: Blocks, x: Tensor, state: Any, documents: Documents | None) -> tuple[Tensor, Any]:
-        """A sequence through all blocks of the model; asked of the first block's mixer alone.
+        """Run a sequence through all blocks of the model; only the first block's mixer is asked to.
 
-        For models that hand the last block's outputs to the first: ``x``, (B, T, d_model), may pass ``blocks`` in any
-        pieces, with anything put beside them. What it returns beside the outputs is the model's state, and ``state``
-        what it returned for the previous piece.
+        It serves models that feed the last block's outputs to the first: ``x``, (B, T, d_model), may pass ``blocks`` in
+        any pieces, with other tokens put beside them. The second result is the model's state; ``state`` is that result
+        for the previous piece.
         """
         return blocks(x, state, documents)
 
     def unlimited(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Output for whole sequences without the window that a pretrained attention layer was given, for attention
-        transfer; (B, T, d_model). A mixer that never had a window gives its output."""
+        transfer; (B, T, d_model). A mixer without such a window gives its usual output."""
         return self(x, documents=documents)[0]
 
     def flops(self, length: int) -> Flops:
@@ -131,14 +132,14 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def own_initialisation(self):
-        """Called once, after all linear layers and embeddings of the model were drawn, to set other first values.
+        """Called once, after all linear layers and embeddings of the model were drawn, to set other initial values.
 
         Any layer may have this method. It is for linear layers whose weights or biases need other values; parameters
         of other kinds (a decay, a learned start) are best drawn where they are made.
         """
 
     def set_progress(self, done: float):
-        """Called with the share of the training that is behind: for a mixer that changes in its course."""
+        """Called with the share of the training that is complete, for mixers that change during training."""
 
     def set_compiled(self, on: bool):
         """Called with whether torch.compile compiles the block for whole sequences: for parts that the mixer compiles
@@ -166,5 +167,5 @@ class Mixer(nn.Module):
 
     @property
     def piece(self) -> int:
-        """Period in tokens of what it keeps for the backward pass: the plan measures at least this many."""
+        """Period, in tokens, of the tensors that it keeps for the backward pass: the plan measures at least one."""
         return 1

@@ -1,4 +1,4 @@
-"""Parts that mixers share: checks of the window, the memory mixers' base, persistent tokens, the gate of branches."""
+"""Parts that mixers share: checks of settings, the base of memory mixers, persistent tokens, the gate of branches."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -19,10 +19,10 @@ from titans_pt.layers.norm import RMSNorm
 from titans_pt.models.mixers.base import MIXERS, Mixer, Need
 
 Memory = NeuralMemory | HierarchicalMemory
-"""The memory of a mixer: ``model.memory.hierarchy`` decides which."""
+"""Memory of a mixer: ``model.memory.hierarchy`` decides which kind."""
 
 AnyMemoryState = NeuralMemoryState | HierarchyState
-"""The state of either."""
+"""State of either kind of memory."""
 
 
 class Windowed:
@@ -30,7 +30,7 @@ class Windowed:
 
 
 class WindowedAttention(Windowed):
-    """Mixers that a pretrained attention layer becomes: its ``attention``, now over a window, and its ``out``."""
+    """Mixers that replace a pretrained attention layer: they keep its ``attention``, now over a window, and ``out``."""
 
     attention: Attention
     out: nn.Linear
@@ -45,14 +45,14 @@ class WindowedAttention(Windowed):
 
 
 class BesideAttention(WindowedAttention):
-    """Marks those that add something to the window's output, to make it that of :meth:`unlimited`."""
+    """Marks mixers that add something to the window's output, to bring it to the output of :meth:`unlimited`."""
 
 
 def check_attention(config: Config, need: Need, any_width: bool = True):
     """Checks a mixer with rotary attention, in its :meth:`Mixer.check`.
 
     Args:
-        any_width: its heads together may be of another width than the model.
+        any_width: whether the total width of its heads may differ from the model's.
     """
     width, heads, own = config.model.d_model, config.model.n_heads, config.model.attention
     if own.head_width is None:
@@ -87,15 +87,18 @@ def check_attention(config: Config, need: Need, any_width: bool = True):
 
 
 def divisor(number: int, most: int, even: bool = False) -> int | None:
-    """``most`` if it divides ``number``, else the largest power of two from 32 on that does, which suits kernels, else
-    the largest number below ``most`` that does; None if none does."""
+    """Divisor of ``number`` up to ``most``; None if there is none. ``even``: only even numbers.
+
+    It is ``most`` itself if possible, else the largest power of two from 32 on, which suits kernels, else the largest
+    divisor.
+    """
     powers = [2**n for n in range(30, 4, -1) if 2**n < most]
     allowed = (n for n in (most, *powers, *range(most - 1, 0, -1)) if not (even and n % 2))
     return next((n for n in allowed if number % n == 0), None)
 
 
 def fitting_attention(config: ModelConfig, length: int | None = None) -> dict[str, Any]:
-    """Defaults of n_heads and window where the usual ones do not fit, for :meth:`Mixer.defaults`."""
+    """Defaults of n_heads and window if the usual ones do not fit, for :meth:`Mixer.defaults`."""
     found = {} if length is None else {"model.window": min(config.window, length)}
     if config.attention.head_width is not None:
         return found
@@ -105,8 +108,8 @@ def fitting_attention(config: ModelConfig, length: int | None = None) -> dict[st
 
 
 def used_length(config: Config) -> float:
-    """data.seq_len, beyond which parts of a model are of no use; infinite for a run that begins with trained weights,
-    whose samples may be shorter than those before (the first stages of a curriculum)."""
+    """Largest useful size of a model's window or segment: data.seq_len. It is infinite for a run that begins with
+    trained weights: its samples may be shorter than earlier ones (the first stages of a curriculum)."""
     return math.inf if config.train.init_from else config.data.seq_len
 
 
@@ -157,7 +160,7 @@ class MemoryMixer(Mixer):
 
     shared: ClassVar[tuple[str, ...] | None] = ("n_heads", "persistent_tokens", *PROJECTED)
     stale: ClassVar[bool] = False
-    """Whether tokens read the memory of their chunk's start whatever the rule."""
+    """Whether tokens read the memory of their chunk's start under every rule."""
     memory: Memory
 
     @classmethod
@@ -279,7 +282,7 @@ class MemoryMixer(Mixer):
 
 
 def check_caching(memory: MemoryConfig, caching: CachingConfig, length: int, need: Need):
-    """Calls ``need`` for what must hold between a memory and its caches."""
+    """Checks a memory's settings against the settings of its caches."""
     chunk, name = memory.chunk_size, "model.memory.caching"
     need(
         memory.hierarchy is None,
@@ -336,7 +339,7 @@ def remember(
     state: AnyMemoryState | None,
     documents: Documents | None,
 ) -> tuple[Tensor, AnyMemoryState]:
-    """The memory along [persistent | x]; the persistent tokens are written only where a document can begin."""
+    """Run the memory over [persistent | x]; the persistent tokens are written only if a document can begin here."""
     begins = state is None or documents is not None
     start = memory.start_after(tokens[None])[1] if begins and tokens is not None else None
     return memory(x, state, documents, start=start)
@@ -372,10 +375,10 @@ class BranchGate(nn.Module):
     """gate=mix: o = s * b + (1 - s) * a, s = sigmoid(linear(x)): a share of each of two branches, per token and head.
     gate=product: o = act(a) * act(b). In both, a and b are normalised with a learned vector first.
 
-    The product is what Titans, Section 4.2 says: "we normalize the outputs using learnable vector-valued weights,
-    followed by a non-linearity"; which one is not published. It multiplies what the memory (b) recalls by whatever
-    attention (a) has at that token. The mix is the default because with a product, even one that is added to the sum
-    and learned from zero, recall stays at 31 % (docs/notebook.md).
+    The product follows Titans, Section 4.2: "we normalize the outputs using learnable vector-valued weights, followed
+    by a non-linearity"; the non-linearity is not published. It multiplies the memory's output (b) by whatever attention
+    (a) has at that token. The mix is the default because with a product, even one that is added to the sum and learned
+    from zero, recall stays at 31 % (docs/notebook.md).
 
     x, a, b, o: (B, T, d_model). The mixer declares how the norms are cut.
     """
@@ -405,5 +408,5 @@ class BranchGate(nn.Module):
 
 
 def any_memory(mixers: Iterable[str]) -> bool:
-    """Whether one of these mixers, by name, has a Titan's memory."""
+    """Whether one of these mixers, by name, has the memory of Titans."""
     return any(issubclass(MIXERS.find(name), MemoryMixer) for name in mixers)

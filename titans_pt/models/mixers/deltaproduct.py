@@ -20,7 +20,7 @@ from titans_pt.models.mixers.recurrent import CONVOLVED, ExpansionMixer, linear
 
 @MIXERS.register
 class DeltaProduct(ExpansionMixer):
-    """Gated DeltaNet with n keys, values and betas per token: S = H_n ... H_1 exp(g) S + what each of them writes, with
+    """Gated DeltaNet with n keys, values and betas per token: S = H_n ... H_1 exp(g) S + the writes of all n, with
     H_i = I - beta_i k_i k_i^T. A token decays once, before its first write, and reads after its last.
 
     A head's n keys lie side by side in the outputs of its linear layer and pass one convolution along time.
@@ -85,5 +85,5 @@ class DeltaProduct(ExpansionMixer):
         return self.out(y.flatten(-2)), RecurrentState(memory, inputs)
 
     def flops(self, length: int) -> Flops:
-        """Its linear layers, one reading, and for each write what it reads to be corrected and what it writes."""
+        """Its linear layers, one read, and for each write the read before the correction and the write itself."""
         return linear_flops(self) + self.n_heads * (1 + 2 * self.writes) * product(self.key_width, self.value_width)

@@ -15,12 +15,12 @@ from titans_pt.models.mixers.base import MIXERS
 from titans_pt.models.mixers.recurrent import ExpansionMixer, linear
 
 TEMPERATURE = 16
-"""The paper's tau: what a gate forgets is its sigmoid to the power 1 / 16, 4 % at the start."""
+"""The paper's tau: a gate keeps its sigmoid to the power 1 / 16, and forgets 4 % at the start."""
 
 
 @MIXERS.register
 class GLA(ExpansionMixer):
-    """Decay logsigmoid(W2 W1 x + b) / 16 of a low rank; out(RMSNorm per head * silu(gate(x)))."""
+    """Low-rank log decay logsigmoid(W2 W1 x + b) / 16; out(RMSNorm per head * silu(gate(x)))."""
 
     name = "gla"
     shared = ("norm_eps", "init_std", "n_layers")

@@ -1,4 +1,4 @@
-"""HGRN2: a gated linear RNN whose keys are what it forgets (Qin et al., arXiv 2404.07904)."""
+"""HGRN2: a gated linear RNN whose keys are the shares that it forgets (Qin et al., arXiv 2404.07904)."""
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,11 @@ from titans_pt.models.mixers.recurrent import HeadWidthMixer, linear
 
 
 class LowerBounds(nn.Module):
-    """Lower bounds of what each layer keeps, (d, L) in [0, 1): 0 in the first, more in each later one.
+    """Lower bounds of the share that each layer keeps, (d, L) in [0, 1): 0 in the first layer, more in each later one.
 
-    softmax(logits) over the L layers, summed up to each, less the first: one parameter of the whole model. Channels
-    come first, as tensor ranks cut them. It is a module: code that shards parameters by module then has them where they
-    are used.
+    They are the cumulative sum of softmax(logits) over the L layers, less its first entry. The whole model has one
+    such parameter. Channels come first, because tensor ranks cut the first dimension. It is a module for code that
+    shards parameters by module.
     """
 
     sharding = {"": Shard.COLUMN}
@@ -69,7 +69,7 @@ class HGRN2(HeadWidthMixer):
         if peers[0] is self:
             self.bounds = LowerBounds(self.q.out_features, len(peers))
         self._bounds = (peers[0].bounds,)
-        # A tensor, not a number: compiled code takes numbers for constants, and each layer would have its own.
+        # A tensor, not a number: torch.compile takes numbers as constants, and would compile each layer separately.
         self._layer = torch.tensor([peers.index(self)], device="cpu")
 
     def forward(

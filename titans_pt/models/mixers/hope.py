@@ -15,11 +15,12 @@ from titans_pt.models.mixers.common import ACTIVATIONS, MemoryMixer, OutputGateS
 
 @MIXERS.register
 class Hope(MemoryMixer):
-    """out(memory(x) * sigmoid(gate(x))), as LMM with a :class:`SelfModifyingMemory` in place of its memory and without
-    persistent tokens, of which the paper has none; ``output_gate`` is the sigmoid.
+    """out(memory(x) * sigmoid(gate(x))): LMM with a :class:`SelfModifyingMemory` as its memory. The sigmoid is
+    ``output_gate``. As in the paper, there are no persistent tokens.
 
-    The paper's rule, delta gradient descent without momentum, is the default of model.memory.rule and .momentum in a
-    model with this mixer, and 0.05 that of .theta_init. Its MLPs, the continuum memory system, are model.mlp_periods.
+    A model with this mixer has the paper's rule, delta gradient descent without momentum, as the default of
+    model.memory.rule and .momentum; the default of .theta_init is 0.05. The paper's MLPs, the continuum memory system,
+    are model.mlp_periods.
     """
 
     name = "hope"
@@ -39,7 +40,7 @@ class Hope(MemoryMixer):
 
     @classmethod
     def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
-        # A step moves the keys, values and gates of all later ones: at the usual size, gradients of training explode.
+        # A step changes the keys, values and gates of all later steps: at the usual step size, gradients explode.
         own = {"model.memory.rule": "dgd", "model.memory.momentum": False, "model.memory.theta_init": 0.05}
         return super().defaults(config, length) | own
 

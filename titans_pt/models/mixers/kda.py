@@ -14,11 +14,11 @@ from titans_pt.models.mixers.recurrent import CONVOLVED, HeadWidthMixer, linear
 
 
 class ChannelDeltaMixer(HeadWidthMixer):
-    """Common base of KDA and Gated DeltaNet-2: all but the strength of what is erased and written, :meth:`write`.
+    """Common base of KDA and Gated DeltaNet-2: all but the strength of erasing and writing (:meth:`write`).
 
     q, k, v each through a convolution and SiLU; q and k of unit length, q scaled by K^-1/2; log decay
     -exp(A_log) softplus(W2 W1 x + dt_bias) per token and key channel, before the error is taken; out(RMSNorm per head *
-    sigmoid(W4 W3 x + b)). Both inner widths are that of a head.
+    sigmoid(W4 W3 x + b)). Both inner widths are the head width.
     """
 
     shared = PROJECTED

@@ -14,7 +14,7 @@ from titans_pt.models.mixers.recurrent import HeadWidthMixer, linear
 
 @MIXERS.register
 class LinearAttention(HeadWidthMixer):
-    """q, k through elu + 1, q scaled by K^-1/2; an RMSNorm per head stands where the paper has a denominator, as in
+    """q, k through elu + 1, q scaled by K^-1/2; an RMSNorm per head replaces the paper's denominator, as in
     flash-linear-attention (and arXiv 2210.10340, which shows that the denominator is unstable)."""
 
     name = "linear_attention"
@@ -44,7 +44,7 @@ class LinearAttention(HeadWidthMixer):
     def forward(
         self, x: Tensor, state: RecurrentState | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, RecurrentState]:
-        # elu(y) + 1; of F.elu torch.compile expects the gradient in another memory layout than it comes in.
+        # elu(y) + 1. Not F.elu: torch.compile expects its gradient in another memory layout than it comes in.
         q, k = (F.relu(y) + y.clamp(max=0).exp() for y in (self.split(self.q(x)), self.split(self.k(x))))
         y, memory = self.remember(q * self.key_width**-0.5, k, self.split(self.v(x)), None, None, state, documents)
         return self.out(self.norm(y).flatten(-2)), RecurrentState(memory)

@@ -109,7 +109,7 @@ class LiZA(WindowedAttention, LinearMemoryMixer):
         return y, RecurrentState(memory, (newest,))
 
     def _repeated(self, x: Tensor) -> Tensor:
-        """(B, T, K, D) -> (B, T, H, D): every query's own."""
+        """(B, T, K, D) -> (B, T, H, D): one head for every head of the queries."""
         return x.repeat_interleave(self.attention.n_heads // self.attention.kv_heads, 2)
 
     def flops(self, length: int) -> Flops:

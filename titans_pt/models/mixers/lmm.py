@@ -22,8 +22,8 @@ from titans_pt.models.mixers.common import (
 class LMM(MemoryMixer):
     """out(memory([persistent | x]) * sigmoid(gate(x))); the sigmoid is ``output_gate``.
 
-    Not silu: of zero mean inputs its output is mostly noise (mean 0.2, deviation 0.6), which then multiplies what was
-    recalled, and recall stays at a third of the answers that it reaches with a sigmoid (docs/notebook.md).
+    Not silu: for inputs of zero mean its output is mostly noise (mean 0.2, deviation 0.6), which then multiplies the
+    memory's output. Recall stays at a third of the answers that it reaches with a sigmoid (docs/notebook.md).
     """
 
     name = "lmm"

@@ -1,4 +1,4 @@
-"""MAB, memory beside attention: what a pretrained attention layer lacks is added to it, and begins as nothing."""
+"""MAB, memory beside attention: a memory is added to a pretrained attention layer, and has no effect at first."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -24,12 +24,13 @@ from titans_pt.models.mixers.common import (
 
 class MABSettings(Section):
     join: Literal["mixed", "added"] = "mixed"
-    """mixed: each head's output moves from attention's toward the memory's by a learned share, as full attention's
-    moves toward what lies beyond the window; the output projection is attention's own. It needs a memory head for each
-    of attention's, equally wide. added: the memory has an output projection of its own, and is added."""
+    """Join of attention and memory. mixed: each head's output moves from attention towards the memory by a learned
+    share, as full attention moves from the window towards the tokens beyond it. The output projection is attention's;
+    the memory needs as many heads as attention, equally wide. added: the memory's output is added, through an output
+    projection of its own."""
     attention_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of training samples, drawn for each layer and step, whose layer has no output of attention: the memory must
-    then know what it could leave to the window."""
+    """Share of training samples, drawn for each layer and step, for which the layer drops attention's output: the
+    memory must then also answer what the window could answer."""
 
 
 @dataclass
@@ -39,7 +40,7 @@ class MABState:
 
 
 def alike(config: ModelConfig) -> bool:
-    """Whether attention and memory have as many heads, equally wide."""
+    """Whether attention and memory have the same number of heads, equally wide."""
     return config.memory_heads == config.n_heads and config.n_heads * config.head_width == config.d_model
 
 
@@ -51,10 +52,10 @@ class MAB(BesideAttention, WindowedMemoryMixer):
         join="added": out(a) + memory_out(m)
 
     memory_share and memory_out start at 0, so that the layer starts as its window. Full attention has the first form:
-    it is a + s (f - a), where f is attention to what lies beyond the window, and s its share of the softmax.
+    it is a + s (f - a), where f is attention to the tokens beyond the window, and s their share of the softmax.
 
     MAG cannot serve: it normalises both branches and mixes them, which changes a pretrained layer before anything is
-    learned. The names of attention's parameters are those of the mixers attention and swa. The memory is linear by
+    learned. Attention's parameters have the same names as in the mixers attention and swa. The memory is linear by
     default, without a LayerNorm: M(k) = v then has the size of attention's values.
     """
 

@@ -1,4 +1,4 @@
-"""MAC: what the memory recalls is put before each segment as context; what attention makes of it is written back."""
+"""MAC, memory as a context: attention sees recalled tokens before each segment, and its output is written back."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -40,12 +40,12 @@ class MACState:
     """memory: state of the memory that segments are written to.
     read_weights: L tensors (B, H, d_in, d_out), the memory at the start of each row's segment.
     read_conv: (B, conv_width - 1, d_model), last inputs of the reading queries' convolution.
-    k, v: (B, n, K, D), rotated keys and values of the newest n tokens, those of unfinished segments.
+    k, v: (B, n, K, D), rotated keys and values of the newest n tokens, which are in unfinished segments.
     h_k, h_v: (B, m, H, D), the same for memory tokens; h_place: (m,) int64, the tokens that they belong to.
     offset: (B,) int64, tokens read of each row's segment. h_place and offset stay on the host.
     position: tokens read in all.
-    persistent: keys and values of the persistent tokens, (B, P, K, D) each, of the weights that read so far; None where
-        there are none, or in a state of before they were kept.
+    persistent: keys and values of the persistent tokens, (B, P, K, D) each, from the weights that read so far; None
+        without persistent tokens, or in an old state that did not keep them.
     """
 
     memory: NeuralMemoryState
@@ -80,11 +80,11 @@ class MemoryTokens:
 
 class MACSettings(GateSettings):
     segment: Positive = 512
-    """Tokens of a segment. Where the default of 512 does not fit data.seq_len or model.memory.chunk_size, it is half of
-    data.seq_len, in whole chunks."""
+    """Tokens of a segment. If the default of 512 does not fit data.seq_len or model.memory.chunk_size, the default is
+    half of data.seq_len, in whole chunks."""
     memory_tokens: Positive = 256
-    """Memory tokens h that a segment attends to; segment / memory_tokens tokens share one. Where the default of 256
-    does not divide ``segment``, it is half of ``segment``."""
+    """Memory tokens h that a segment attends to; segment / memory_tokens tokens share one. If the default of 256 does
+    not divide ``segment``, the default is half of ``segment``."""
     write: Literal["residual", "attention"] = "residual"
     """Input of the memory's write. residual: the token plus a learned share of its attention. attention: the output of
     attention alone, as printed in the paper."""
@@ -98,14 +98,14 @@ class MACSettings(GateSettings):
 
 @MIXERS.register
 class MAC(MemoryMixer):
-    """Memory as a context. In each segment h = M(q) with the memory of the END of the previous one; a = attention,
-    causal, over [persistent | h | segment]; y = x + write * a is written and read; o = out(gate(x + a, M_t(y))).
+    """Memory as a context. In each segment h = M(q) with the memory of the END of the previous one; a = causal
+    attention over [persistent | h | segment]; y = x + write * a is written and read; o = out(gate(x + a, M_t(y))).
 
     The paper has y = a and o = out(gate(a, M_t(a))): write=attention. The ``x +`` is ours ("residual connections
-    throughout"). Attention starts as a mean over all that it sees, in which tokens can hardly be told apart; without
-    ``x +`` the memory could write nothing else. ``write`` is a learned vector that starts at 0: what attention adds to
-    a token depends on its place. The key of a question is then not the key that was written, and recall stays at 31 %
-    for long (docs/notebook.md).
+    throughout"). Attention starts as a mean over all tokens that it sees, which hardly tells tokens apart; without
+    ``x +`` the memory could write only this mean. ``write`` is a learned vector that starts at 0, because attention's
+    share of a token depends on the token's place. With that share a question's key is not the key that was written, and
+    recall stays at 31 % for long (docs/notebook.md).
 
     Titans, Section 4.1, made causal. Token i sees h_j for j <= i only: h_j is read with the query of token j, and the
     paper's fully visible prefix would show token i the queries of tokens after it. M_t is each token's OWN memory, not
@@ -129,14 +129,14 @@ class MAC(MemoryMixer):
         "out": Shard.LAST_ROW,
     }  # fmt: skip
     memory: NeuralMemory
-    compiles_documents = False  # its segments end where documents do: each batch would be another program
+    compiles_documents = False  # segments end where documents do: each batch would be compiled again
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         settings = self.settings(config)
         self.segment, self.stride = settings.segment, settings.segment // settings.memory_tokens
         self.compiled = False
-        """Whether whole segments go through torch.compile where the block around them does not."""
+        """Whether whole segments go through torch.compile if the block around them does not."""
         self.persistent = persistent(config)
         self.read = Projection(
             config.d_model, config.memory_heads, config.conv_width, unit=True, affine=config.memory.affine
@@ -201,7 +201,7 @@ class MAC(MemoryMixer):
         return self.memory.kept_state_bytes(piece) * -(-length // piece)
 
     def flops(self, length: int) -> Flops:
-        """A memory token per ``stride`` tokens is read, projected, and seen by the tokens from its own on."""
+        """A memory token per ``stride`` tokens is read, projected, and seen by the tokens from its own place on."""
         d, prefix = self.out.in_features, 0 if self.persistent is None else len(self.persistent)
         seen = mean_keys(self.segment, self.segment) + (self.segment // self.stride + 1) / 2 + prefix
         reading = product(d, d) + (1 / self.stride) * (
@@ -214,7 +214,7 @@ class MAC(MemoryMixer):
     ) -> tuple[Tensor, MACState]:
         attention, length = self.attention, x.shape[1]
         base = state.position if state else 0
-        # state by its name: of what is given by position, tensor ranks sum the gradient
+        # state as a keyword: tensor ranks sum the gradients of positional arguments
         queries, read_conv = self.read(x, state=state and state.read_conv, documents=documents)
         plain = attention.queries(x)
         turn = attention.rotation_from(base, plain)
@@ -272,7 +272,7 @@ class MAC(MemoryMixer):
 
     def _prefix(self, keys: Tensor, state: MACState | None) -> tuple[Tensor, Tensor] | None:
         """Keys and values of the persistent tokens, (B, P, K, D) each, in the dtype of the segment's ``keys``; None
-        where there are none."""
+        without persistent tokens."""
         if state and state.persistent is not None:
             k, v = state.persistent
             return k.to(keys.dtype), v.to(keys.dtype)
@@ -284,7 +284,7 @@ class MAC(MemoryMixer):
     def _steps(self, whole: bool) -> tuple[Callable, Callable]:
         """:meth:`_recall` and :meth:`_write`, called with ``self``, for a piece that is a whole segment or a part."""
         steps = MAC._recall, MAC._write
-        # Whole segments are all of one shape; what a stream or a document cuts off has any.
+        # Whole segments all have one shape; the parts that a stream or a document cuts off have any length.
         if self.compiled and whole and not torch.compiler.is_compiling():
             return _compiled(steps[0]), _compiled(steps[1])
         return steps
@@ -295,7 +295,7 @@ class MAC(MemoryMixer):
         return rotate(k, *turn), v
 
     def _write(self, x, q, plain, keys, values, mask, prefix, memory, documents) -> tuple[Tensor, NeuralMemoryState]:
-        """A piece's attention, written to the memory and read by each token: outputs (B, t, d_model), the memory."""
+        """A piece's attention, its write to the memory, and each token's read: outputs (B, t, d_model), the memory."""
         attended = self._attend(q, plain, keys, values, mask, prefix)
         if self.write is None:
             written = joined = attended
@@ -320,20 +320,20 @@ class MAC(MemoryMixer):
 
 @functools.cache
 def _compiled(step: Callable) -> Callable:
-    """A segment's step, fused: as it is, it is a storm of small launches. Without CUDA graphs: those keep one segment's
-    results, training needs them all."""
+    """A segment's step, compiled: uncompiled it launches many small kernels. CUDA graphs are off: they keep the results
+    of one segment, and training needs the results of all."""
     return torch.compile(step, dynamic=False)
 
 
 def _cut(pieces: list[Piece], *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
     """Each piece and its tokens of every tensor (B, T, ...)."""
     sizes = [piece.end - piece.begin for piece in pieces]
-    # Cut once: the backward pass of every slice by itself would fill a tensor of the whole length.
+    # One split: separate slices would each fill a tensor of the whole length in the backward pass.
     return zip(pieces, *(y.split(sizes, 1) for y in tensors), strict=True)
 
 
 def _choose(rows: list[bool], yes: tuple[Tensor, ...], no: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """rows: B; tensors (B, H, d_in, d_out). No copy where all rows agree."""
+    """Tensors (B, H, d_in, d_out): ``yes`` in rows where ``rows`` (B) is True, else ``no``. No copy if all agree."""
     if all(rows):
         return yes
     if not any(rows):

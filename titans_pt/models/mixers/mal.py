@@ -40,15 +40,16 @@ class MAL(WindowedMemoryMixer):
     """m = memory_out(memory(x) * sigmoid(gate(x))); m + out(window_attention(norm(x + m))), over [persistent | x]; with
     residual=false out(window_attention(norm(m))). The sigmoid is ``output_gate``.
 
-    A sigmoid for LMM's reason. Two layers, "residual connections throughout": attention sees the token plus
-    what was recalled, and what was recalled is added to attention's output. Through attention alone, which starts as
-    a mean over the window, next to nothing of it arrives, and recall is not learned (docs/notebook.md).
+    The default is a sigmoid for the reason given in LMM. Both layers have residual connections ("residual connections
+    throughout"): attention sees the token plus the memory's output m, and m is also added to attention's output.
+    Through attention alone, which starts as a mean over the window, hardly any of m arrives, and recall is not learned
+    (docs/notebook.md).
     """
 
     name = "mal"
     Settings = MALSettings
     sharding = {
-        "": Shard.CLOSE,  # what it adds to its output is whole in time
+        "": Shard.CLOSE,  # the tensors that it adds to its output are whole in time
         "persistent": Shard.WHOLE,
         "norm": Shard.WHOLE,
         "gate": Shard.ENTER_COLUMN,

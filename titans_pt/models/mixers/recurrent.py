@@ -44,7 +44,7 @@ class LinearMemoryMixer(Mixer):
     delta: ClassVar[bool] = False
     """Whether it writes by the delta rule."""
     erases: ClassVar[bool] = False
-    """Whether what it erases has keys of its own."""
+    """Whether it erases at other keys than it writes."""
     decay: str | None = None
     """Unit with a decay of its own: None, "head", "token" or "channel" (see kernels.linear_memory.unserved)."""
 
@@ -67,7 +67,7 @@ class LinearMemoryMixer(Mixer):
         return x.unflatten(-1, (self.n_heads, -1))
 
     def make_convolved(self, config: ModelConfig, queries: int, keys: int, values: int):
-        """The layers of :meth:`convolved`, with these widths."""
+        """Make the layers of :meth:`convolved`, with these widths."""
         widths = queries, keys, values
         self.q, self.k, self.v = (linear(config.d_model, width) for width in widths)
         self.q_conv, self.k_conv = (ShortConvolution(width, config.conv_width) for width in widths[:2])
@@ -92,7 +92,7 @@ class LinearMemoryMixer(Mixer):
         documents: Documents | None,
         erase: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Heads' outputs (B, T, H, V) and the memory after the last token; q is scaled by K^-1/2 by the caller."""
+        """Heads' outputs (B, T, H, V) and the memory after the last token; the caller has scaled q by K^-1/2."""
         y, memory = linear_memory(
             q, k, v, decay, beta, erase=erase, initial_state=state.memory if state else None, output_final_state=True,
             reset=None if documents is None else documents.starts,
@@ -101,7 +101,7 @@ class LinearMemoryMixer(Mixer):
         return y, memory
 
     def flops(self, length: int) -> Flops:
-        """Its linear layers, what is written, what is read, and with the delta rule what is read to be corrected."""
+        """Its linear layers, the write, the read, and with the delta rule the read before the correction."""
         return linear_flops(self) + self.n_heads * (3 if self.delta else 2) * product(self.key_width, self.value_width)
 
     def unserved(self, dtype):
@@ -153,7 +153,7 @@ class ExpansionMixer(LinearMemoryMixer):
 
     @classmethod
     def defaults(cls, config: ModelConfig, length: int | None = None) -> dict[str, Any]:
-        """n_heads, where the widths cannot be shared out over the usual number."""
+        """n_heads, if the usual number does not divide the widths."""
         widths, usual = cls.widths(config).values(), cls.Settings.model_fields["n_heads"].default
         heads = next((n for n in range(usual, 0, -1) if all(width % n == 0 for width in widths)), usual)
         return {} if heads == usual else {f"model.{cls.name}.n_heads": heads}
@@ -171,7 +171,7 @@ class ExpansionMixer(LinearMemoryMixer):
 
 
 def fitting_width(mixer: type[Mixer], whole: int) -> dict[str, int]:
-    """``mixer``'s default head_width where the usual one does not divide ``whole``, for :meth:`Mixer.defaults`."""
+    """``mixer``'s default head_width if the usual one does not divide ``whole``, for :meth:`Mixer.defaults`."""
     field = mixer.Settings.model_fields["head_width"]
     even = any(getattr(rule, "multiple_of", 1) == 2 for rule in field.metadata)
     width = divisor(whole, field.default, even)

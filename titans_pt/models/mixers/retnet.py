@@ -17,11 +17,11 @@ from titans_pt.models.mixers.base import MIXERS
 from titans_pt.models.mixers.recurrent import HeadWidthMixer, linear
 
 EXPANSION = 2
-"""Width of values over that of keys."""
+"""Width of values over width of keys."""
 
 
 class HeadDecays(nn.Module):
-    """Log decays log(1 - 2^(-5-h)) of all heads h, (H,). A module: a tensor rank keeps those of its own heads."""
+    """Log decays log(1 - 2^(-5-h)) of all heads h, (H,). It is a module: a tensor rank keeps only its own heads'."""
 
     sharding = {"": Shard.SPLIT}
 

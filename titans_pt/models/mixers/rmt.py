@@ -51,11 +51,11 @@ def _rows(state: RMTState | RMTRows | None, rows: int) -> Sequence[RMTState | No
 
 
 class FirstMemory(nn.Module):
-    """The memory tokens (M, d_model) that a sequence begins with, as large as the scaled embeddings. A module, so that
-    code that shards parameters by module has them where they are used.
+    """The memory tokens (M, d_model) that a sequence begins with, as large as the scaled embeddings. They are a module
+    for code that shards parameters by module.
 
     Args:
-        std: of the embeddings' weights. scale: what these are multiplied by.
+        std: standard deviation of the embeddings' weights. scale: factor on the embeddings.
     """
 
     def __init__(self, tokens: int, width: int, std: float, scale: float):
@@ -70,11 +70,10 @@ class FirstMemory(nn.Module):
 class RMT(AttentionMixer):
     """A Transformer that reads [memory | segment | memory], causal, segment by segment; positions begin again.
 
-    It wraps the model: what the last block makes of the last memory tokens, normalised, is both memories that the first
-    block gets with the next segment. Gradients flow back through all segments of a sample: longer memories are learned
-    by going on with more of them (data.seq_len) from a checkpoint, as the authors do. The first block's mixer owns the
-    memory that a sequence begins with, and the norm. (The authors have GPT-2's last norm there; here it has weights of
-    its own.)
+    It wraps the model: the last block's outputs at the last memory tokens, normalised, are both memories of the next
+    segment. Gradients flow back through all segments of a sample. To learn longer memories, continue from a checkpoint
+    with more segments (data.seq_len), as the authors do. The first block's mixer owns the norm and the memory that a
+    sequence begins with. (The authors use GPT-2's last norm; here the norm has its own weights.)
     """
 
     name = "rmt"
@@ -82,7 +81,7 @@ class RMT(AttentionMixer):
 
     class Settings(Section):
         segment: Positive = 512
-        """Tokens of a segment. Where data.seq_len is no longer than the default of 512, it is half of data.seq_len."""
+        """Tokens of a segment. If data.seq_len is at most 512, the default is half of it instead of 512."""
         memory_tokens: Positive = 16
         """Tokens that carry the memory from one segment to the next; the same number is read and written."""
 
@@ -124,7 +123,7 @@ class RMT(AttentionMixer):
         check_rows(len(state.rows) if isinstance(state, RMTRows) else rows(state), x)
         if documents is None and not isinstance(state, RMTRows):
             return self._segments(blocks, x, state)
-        # Rows end their segments at tokens of their own: each is read by itself.
+        # Segments end at different tokens in different rows: rows are read one by one.
         starts = torch.zeros(x.shape[:2], dtype=torch.bool) if documents is None else documents.host
         outputs, after = [], []
         with torch.compiler.set_stance("force_eager"):  # pieces of any length: each would be compiled
@@ -139,7 +138,7 @@ class RMT(AttentionMixer):
         return torch.cat(outputs, 1).view_as(x), RMTRows(after)
 
     def _segments(self, blocks: Blocks, x: Tensor, state: RMTState | None) -> tuple[Tensor, RMTState]:
-        """Rows whose segments end at the same tokens."""
+        """Run rows whose segments end at the same tokens."""
         state = state or RMTState(self.first(len(x)), None, 0)
         memory, inner, read, outputs = state.memory.to(x.dtype), state.blocks, state.read, []
         for piece in self._pieces(x, read):
@@ -163,7 +162,7 @@ class RMT(AttentionMixer):
         return self.segment
 
     def flops(self, length: int) -> Flops:
-        """Memory tokens pass the blocks twice per segment, the MLP included, which counts the others by itself."""
+        """Memory tokens pass the blocks twice per segment, the MLP included, whose own count has only other tokens."""
         d, whole = self.width, min(length, self.segment)
         more = 2 * self.memory_tokens / whole if length >= self.segment else self.memory_tokens / whole
         keys = mean_keys(round(whole * (1 + more)), self.segment + 2 * self.memory_tokens)

@@ -15,7 +15,7 @@ from titans_pt.models.mixers.base import MIXERS, Mixer
 from titans_pt.models.mixers.recurrent import HeadWidthMixer, linear
 
 FASTEST = -math.exp(-0.5)
-"""The largest log decay of a token, to 55 %."""
+"""Log decay of a token that forgets most: 55 % remain."""
 
 
 class HeadNorm(nn.Module):
@@ -39,12 +39,12 @@ class RWKV7(HeadWidthMixer):
     """S <- (diag(w) - (a * kappa) kappa^T) S + k v^T: it erases at kappa, of unit length, not at the key k.
 
     Every input is a learned mean of the token and the one before it. w = exp(-exp(-1/2) sigmoid(.)), the rate
-    a = sigmoid(.) and the gate come of low ranks. kappa reads S before its decay, which makes a token two sub-steps of
-    the linear memory: it erases kappa / w, which it reads after the decay, and writes a * kappa; then it writes k.
-    out(gate * (LayerNorm per head of S^T r + (r * r_k)^T k v)); r is not scaled.
+    a = sigmoid(.) and the gate come from low-rank layers. kappa reads S before the decay. A token is therefore two
+    sub-steps of the linear memory: the first reads at kappa / w after the decay and erases along a * kappa, the second
+    writes k. The output is out(gate * (LayerNorm per head of S^T r + (r * r_k)^T k v)); r is not scaled.
 
-    The paper mixes the first layer's values into those of all others. A mixer sees its own block alone: here every
-    layer is what the paper's first one is.
+    The paper mixes the first layer's values into the values of all other layers. A mixer sees only its own block: here
+    every layer works as the paper's first one.
     """
 
     name = "rwkv7"
@@ -107,13 +107,13 @@ class RWKV7(HeadWidthMixer):
         self._place, self._layers = 0, 1
 
     def bind(self, mixers: list[Mixer]):
-        """Starts differ between layers."""
+        """Note the layer's place: initial values differ between layers."""
         self._place, self._layers = next(n for n, mixer in enumerate(mixers) if mixer is self), len(mixers)
 
     @torch.no_grad()
     def own_initialisation(self):
-        """Initialises as the authors' code does (RWKV-LM, RWKV-v7): biases and means that differ along the channels and
-        the layers, small keys, low ranks that begin at their biases, and a mixer that begins with 0."""
+        """Initialises as the authors' code does (RWKV-LM, RWKV-v7): biases and token means that vary with channel and
+        layer, small keys, low-rank layers that begin at their biases, and an output of 0."""
         d, width = self.out.in_features, self.key_width
         depth, rest = self._place / max(1, self._layers - 1), 1 - self._place / self._layers
         channel = torch.arange(d)
@@ -159,10 +159,10 @@ class RWKV7(HeadWidthMixer):
         return self.out(y.flatten(-2) * gate), RecurrentState(memory, (x[:, -1:],))
 
     def flops(self, length: int) -> Flops:
-        """Its linear layers, what is read to be erased, that erasing, the write and the reading."""
+        """Its linear layers, the read before erasing, the erasing, the write, and the read."""
         return linear_flops(self) + self.n_heads * 4 * product(self.key_width, self.value_width)
 
 
 def _twice(first: Tensor, second: Tensor) -> Tensor:
-    """Two of (B, T, H, W), token by token in turns: (B, 2 T, H, W)."""
+    """Interleave two tensors (B, T, H, W) token by token: (B, 2 T, H, W)."""
     return torch.stack([first, second], 2).flatten(1, 2)

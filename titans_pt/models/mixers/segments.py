@@ -41,7 +41,7 @@ class Segments:
     Args:
         segment, stride: tokens of a segment, and of a group that shares one memory token.
         base: place of the call's first token. length: tokens of the call.
-        offset: for each row, the tokens read of its unfinished segment before the call; afterwards, those after it.
+        offset: for each row, the tokens of its unfinished segment read before the call; :meth:`pieces` updates them.
         documents: where documents start inside the call.
     """
 
@@ -76,7 +76,7 @@ class Segments:
         return list(found[0]) if len(found) == 1 else sorted(set().union(*found))
 
     def selection(self, places: list[int], device: torch.device) -> slice | Tensor:
-        """Index of the tokens at ``places`` of the call: a slice where they are evenly spaced, which is free."""
+        """Index of the call's tokens at ``places``: a slice if they are evenly spaced, which copies nothing."""
         even = self._even([place - self.base for place in places])
         if even:
             return slice(even.start, even.stop, even.step)
@@ -90,7 +90,7 @@ class Segments:
             bool (B or 1, t, m + n); None for one token that sees all that is kept, and for a piece that starts its
             segment in all rows, for which segment_attention needs none.
         """
-        # Memory tokens of other rows, whose groups start elsewhere, stay in a state of which only some rows were taken.
+        # If only some rows of a state were taken, it still holds memory tokens of the others, whose groups differ.
         own = len(set(piece.segment_start)) == 1 and all(
             (place - piece.segment_start[0]) % self.stride == 0 for place in memory_places
         )
@@ -113,6 +113,6 @@ class Segments:
         return torch.cat([memory_tokens, tokens], -1)
 
     def _even(self, places: list[int]) -> range | None:
-        """The places as a range where they are ``stride`` apart; None where they are not, or none."""
+        """The places as a range if they are ``stride`` apart; None if they are not, or if there are none."""
         even = range(places[0], places[-1] + 1, self.stride) if places else None
         return even if even and places == list(even) else None

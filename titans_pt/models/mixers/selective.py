@@ -1,4 +1,4 @@
-"""Common base of Mamba and Longhorn: all of the layer but what a channel's state forgets."""
+"""Common base of Mamba and Longhorn: the whole layer but the steps and decays of a channel's state."""
 
 from typing import ClassVar
 
@@ -18,8 +18,8 @@ from titans_pt.models.mixers.recurrent import convolve, linear
 
 
 class ScanInputs(nn.Module):
-    """(B, T, rank + 2 N), whole on every tensor rank -> steps before their activation (B, T, channels), and what
-    writes to and reads from the N entries of a state, (B, T, N) each."""
+    """(B, T, rank + 2 N), whole on every tensor rank -> steps before their activation (B, T, channels), and the vectors
+    that write and read the N entries of a state, (B, T, N) each."""
 
     sharding = {"": Shard.ENTER, "step": Shard.COLUMN}
 
@@ -93,7 +93,7 @@ class SelectiveMixer(Mixer):
         return self.out((read_out + self.D * y) * F.silu(self.z(x))), RecurrentState(memory, inputs)
 
     def flops(self, length: int) -> Flops:
-        """Its linear layers, what is written into the states, and what is read from them."""
+        """Its linear layers, and the writes and reads of the states."""
         return linear_flops(self) + 2 * product(self.out.in_features, self.states)
 
     def unserved(self, dtype):

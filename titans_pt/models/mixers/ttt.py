@@ -50,7 +50,7 @@ class TTTMixer(Mixer):
     normalises = True
     write_gate = "ttt.rate"
     sharding = {
-        "": Shard.CLOSE,  # what it adds to its output is whole in time
+        "": Shard.CLOSE,  # the tensors that it adds to its output are whole in time
         "branch_norm": Shard.WHOLE,
         "branch": Shard.WHOLE,
         "norm": Shard.WHOLE,
