@@ -176,8 +176,8 @@ def _contents(message: Tensor, shapes: list[tuple[torch.Size, torch.dtype]]) -> 
 
 
 def _parts(state: Any, device: torch.device) -> tuple[bytes, list[Tensor]]:
-    """``state``, pickled without its tensors on ``device``, and these tensors in order. Integer tensors elsewhere stay
-    in the pickle."""
+    """``state``, pickled without its floating-point tensors and its tensors on ``device``, and these tensors in order.
+    Integer tensors elsewhere stay in the pickle."""
     found: list[Tensor] = []
 
     class Pickler(pickle.Pickler):
