@@ -44,7 +44,7 @@ _COLUMNS = 20
 """Most column names that a message lists."""
 _MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",  # UTF-32 comes first: the mark of UTF-16LE is the beginning of that of UTF-32LE
+    codecs.BOM_UTF32_BE: "UTF-32",  # UTF-32 comes first: its LE mark begins with the mark of UTF-16LE
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }

@@ -1,4 +1,4 @@
-"""Text to token files: what ``titans prepare`` does.
+"""Text to token files: the work of ``titans prepare``.
 
 data.dir then holds train.bin/.idx (train-0, train-1, ... where the sources have weights), validation.bin/.idx (see
 indexed.py), a .documents.parquet next to each, the tokenizer, and manifest.json, which is written
@@ -101,8 +101,8 @@ def prepare(config: Config, force: bool = False, shard: tuple[int, int] | None =
 
     Raises:
         UserError: bad source, a tokenizer of more entries than model.vocab_size, an empty split, folder not writable,
-            disk full, a damaged manifest, token files of other settings in data.dir. Files in the folder stay. Only if
-            the last step fails, which moves new files into place, can they lack a manifest and count as none.
+            disk full, a damaged manifest, token files of other settings in data.dir. Files in the folder stay. If
+            the last step fails, which moves new files into place, they may lack a manifest: they then count as none.
     """
     folder = Path(config.data.dir)
     old = None if force else read_manifest(folder)

@@ -46,7 +46,7 @@ def installed(used: str) -> list[str]:
 def choose() -> str | None:
     """Make Triton use a correct assembler, in this process and its children, if its own is not.
 
-    Returns the reason if there is none, else None. An assembler that TRITON_PTXAS_PATH names is the user's choice and
+    Returns the reason if it finds none, else None. An assembler that TRITON_PTXAS_PATH names is the user's choice and
     stays.
     """
     from triton.backends.nvidia.compiler import get_ptxas

@@ -167,7 +167,7 @@ def _controls(tree: dict, config: dict) -> set[str]:
 
 
 def _marked(tree: dict, controls: set[str]) -> bytes | None:
-    """A tokenizer.json in which all ``controls`` are special and no text becomes one; None if ``tree`` is such already.
+    """A tokenizer.json in which all ``controls`` are special and no text becomes one; None if ``tree`` already is one.
 
     The library finds added tokens in text unless they are special. A Unigram model may have them among its pieces.
     """

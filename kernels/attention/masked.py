@@ -93,7 +93,7 @@ def causal_masked(
         end = min(begin + QUERY_BLOCK, length)
         low = 0 if window is None else max(0, past + begin - window + 1)
         if sinks and (first is not None or low <= sinks):
-            low = 0  # a document's first tokens lie anywhere
+            low = 0  # a document's sinks may lie anywhere
         query = torch.arange(past + begin, past + end, device=q.device)[:, None]
         key = torch.arange(low, past + end, device=q.device)
         keys, values = k[:, low : past + end], v[:, low : past + end]

@@ -57,7 +57,7 @@ def choose(q: Tensor):
 
 
 def _sides(rule) -> tuple[int, int]:
-    """Keys seen left and right of a query's own place, as FlashAttention counts them; -1 is no bound."""
+    """Keys seen left and right of a query's own position, as FlashAttention counts them; -1: no bound."""
     return (-1 if rule.window is None else rule.window - 1), (0 if rule.causal else -1)
 
 

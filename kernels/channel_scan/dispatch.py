@@ -53,7 +53,7 @@ def channel_scan(
         inputs.
 
     Raises:
-        ValueError: shapes or a backend that do not fit, or backend="triton" for what it does not serve.
+        ValueError: shapes or a backend that do not fit, or backend="triton" for a call that it does not support.
     """
     _check(x, step, k, q, rate, initial_state, reset, backend)
     dtype = state_dtype(x)

@@ -62,7 +62,7 @@ def linear_memory(
         fp64 inputs; "fla" multiplies matrices in q's dtype, accumulating in fp32.
 
     Raises:
-        ValueError: shapes or a backend that do not fit, or backend="fla" for what it does not serve.
+        ValueError: shapes or a backend that do not fit, or backend="fla" for a call that it does not support.
     """
     _check(q, k, v, decay, beta, erase, initial_state, reset, backend)
     dtype = state_dtype(q)

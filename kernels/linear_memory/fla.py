@@ -73,7 +73,7 @@ def unsupported(
 
 
 def _wrong_on_hopper(q: Tensor) -> str | None:
-    """Reason by fla's issue 640: some triton versions miscompile the backward pass of a decay per token on Hopper."""
+    """Reason if fla issue 640 applies: some triton versions miscompile a per-token decay's backward pass on Hopper."""
     if q.is_meta or torch.cuda.get_device_capability(q.device)[0] != 9:
         return None
     triton = metadata.version("triton")

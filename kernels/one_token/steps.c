@@ -1,5 +1,5 @@
 /* Operations on one token per row of a stream: linear maps with the steps that follow them, and the steps between maps.
-For a vector of a few hundred numbers, calling an operator takes longer than the arithmetic. Called through ctypes
+For a vector of a few hundred numbers, a PyTorch operator takes longer than the arithmetic. Called through ctypes
 (steps.py). */
 
 #include "../vector.h"

@@ -1,6 +1,6 @@
 """The exact dual form: matrix products over mini-batches, no weight set per token.
 
-With the gradients of a mini-batch taken at its start, what a layer adds to z = x W + b for the t-th token is
+With the gradients of a mini-batch taken at its start, a layer adds to z = x W + b, for the t-th token, the term
 
     - tau_t (x S_W + S_b + sum_{s <= t} (x x_s + 1) lr_s g_s)
 

@@ -17,7 +17,7 @@ Parameters = tuple[Tensor, ...]
 
 @dataclass
 class TTTState:
-    """State after any number of tokens, of constant size. A sequence may be cut at any token without an effect.
+    """State after any number of tokens, of constant size. A sequence may be cut at any token.
 
     A token's weights are those at the start of its mini-batch, minus tau_t times the sum of the gradients since. The
     state keeps both parts.
